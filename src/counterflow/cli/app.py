@@ -1,0 +1,160 @@
+"""The command's frame: global options, the list of commands, and how errors reach the user.
+
+Invariant: whatever a command raises ends as one message on stderr and an exit code; a traceback is shown
+only with ``--debug``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from counterflow import __version__
+from counterflow.errors import ConfigError, CounterflowError
+
+from .check import check
+from .export import export
+from .flags import with_flags
+from .reproduce import reproduce
+from .schemes import schemes
+from .show import show
+from .simulate import simulate
+from .wording import in_flags
+
+
+class Commands(TyperGroup):
+    """The commands, with errors turned into messages and exit codes."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take ``--debug`` wherever it stands."""
+        rest = [arg for arg in args if arg != "--debug"]
+        return super().parse_args(ctx, rest if len(rest) == len(args) else ["--debug", *rest])
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; its errors become a line on stderr and an exit code."""
+        try:
+            return super().invoke(ctx)
+        except CounterflowError as error:
+            failure: Exception = error
+            message, code = in_flags(str(error)), 2 if isinstance(error, ConfigError) else 1
+        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
+            raise
+        except Exception as error:
+            if _is_usage_error(error):
+                raise
+            failure = error
+            text = " ".join(str(error).split())
+            name = type(error).__name__
+            message = f"{name}: {text}" if text else name
+            message += "\nThis is a bug in Counterflow; run again with --debug and report what it shows."
+            code = 1
+        if ctx.params.get("debug"):
+            traceback.print_exception(failure)
+        typer.echo(f"Error: {message}", err=True)
+        raise typer.Exit(code)
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Show usage errors as plain text, like all other errors; only help is in panels."""
+        self.rich_markup_mode = None
+        return super().main(*args, **extra)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """The list of commands, in panels."""
+        self.rich_markup_mode = "rich"
+        super().format_help(ctx, formatter)
+
+
+def _is_usage_error(error: Exception) -> bool:
+    """Whether typer raised it about the arguments (its base class is not public in every version)."""
+    return any(base.__name__ == "ClickException" for base in type(error).__mro__)
+
+
+app = typer.Typer(
+    cls=Commands,
+    name="counterflow",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+    epilog="\n\n".join(
+        [
+            "Results go to stdout, all else to stderr; --json prints one JSON object.",
+            "Exit codes: 0 done, 1 the work failed, 2 the request was wrong.",
+            "Example: counterflow simulate chimera --stages 4 --micro-batches 8",
+        ]
+    ),
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"counterflow {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks and debug logs; may follow the command.")
+    ] = False,
+) -> None:
+    """Pipeline schedules for PyTorch: list them, prove them, time them, draw them."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.WARNING,
+        format="%(levelname)s %(name)s: %(message)s",
+    )
+    if debug:
+        logging.getLogger("counterflow").setLevel(logging.DEBUG)
+
+
+_EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
+    schemes: ("schemes", "schemes --json"),
+    simulate: (
+        "simulate chimera --stages 8 --micro-batches 8",
+        "simulate hanayo --workers 4 --waves 2 --micro-batches 8 --p2p 0.1 --json",
+        "simulate dapple --stages 4 --micro-batches 8 --weight-bytes 2GiB --activation-bytes 300MiB",
+        "simulate edited.json",
+    ),
+    check: ("check mixpipe --stages 8 --micro-batches 16 --injected max", "check edited.json --json"),
+    show: (
+        "show chimera --stages 4 --micro-batches 8",
+        "show chimera --stages 8 --micro-batches 16 --out chimera.svg --memory",
+        "show chimera --stages 8 --micro-batches 16 --compare dapple",
+        'show gems --stages 4 --micro-batches 8 --compare "gpipe --stages 4 --micro-batches 8 --groups 2"',
+    ),
+    export: ("export chimera --stages 4 --micro-batches 8 --out chimera.json",),
+    reproduce: ("reproduce --list", "reproduce chimera-table2"),
+}
+
+for _command, _examples in _EXAMPLES.items():
+    _shown = [f"  counterflow {example}" for example in _examples]
+    app.command(
+        name=_command.__name__,
+        epilog="\n\n".join(["Examples:" if len(_shown) > 1 else "Example:", *_shown]),
+    )(with_flags(_command))
+
+
+def main() -> None:
+    """Entry point of the command ``counterflow``."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal without some signs shows ? in their place
+            stream.reconfigure(errors="replace")
+    try:
+        try:
+            app(prog_name="counterflow")
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

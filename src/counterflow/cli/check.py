@@ -1,0 +1,64 @@
+"""``counterflow check``: the checker's verdict on a schedule, rule by rule."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from counterflow.schedule.check import Report, inspect
+
+from .flags import JsonFlag, SchemeOptions, SubjectArgument
+from .output import WIDE, console, print_json
+from .subject import schedule_of
+
+
+def check(
+    subject: SubjectArgument,
+    options: SchemeOptions,
+    *,
+    peak_limit: Annotated[
+        float | None,
+        typer.Option(
+            help="Most forwards a worker may stash, in stages × micro-batches. Default: no limit.",
+            show_default=False,
+            min=0,
+        ),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Say whether a schedule is right, rule by rule; exit 1 with the reason if it is not."""
+    schedule = schedule_of(subject, options)
+    report = inspect(schedule, peak_limit=peak_limit)
+    if as_json:
+        rules = [{"rule": r.rule, "ok": r.ok, "detail": r.detail} for r in report.results]
+        print_json({"ok": report.ok, "rules": rules})
+    else:
+        ops = sum(map(len, schedule.orders))
+        _print(f"{schedule}: {schedule.workers:,} workers, {ops:,} ops", report)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+_SIGNS = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("·", "yellow")}
+
+
+def _print(title: str, report: Report) -> None:
+    from rich.text import Text  # noqa: PLC0415  (not for --json)
+
+    out = console(WIDE)
+    out.print(Text(title, style="bold"))
+    for result in report.results:
+        sign, style = _SIGNS[result.ok]
+        out.print(Text.assemble((sign, style), f" {result.rule}"))
+        if result.detail:
+            for line in result.detail.splitlines():
+                out.print(Text(f"    {line}", style="" if result.ok is False else "dim"))
+    broken = sum(result.ok is False for result in report.results)
+    unknown = sum(result.ok is None for result in report.results)
+    total = len(report.results)
+    if report.ok:
+        out.print(Text(f"Right: all {total} rules hold.", style="green"))
+        return
+    more = f", {unknown} could not be looked at" if unknown else ""
+    out.print(Text(f"Wrong: {broken} of {total} rules broken{more}.", style="bold red"))

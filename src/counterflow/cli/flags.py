@@ -1,0 +1,261 @@
+"""The flags that several commands share, as two groups of options.
+
+A command takes a group as one parameter; ``with_flags`` unfolds it into one flag a field. None means that
+a flag was not given, so that the library's own defaults are the only ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+from counterflow.errors import ConfigError
+from counterflow.schedule.ir import OptionValue
+from counterflow.schedule.modes import Recompute, Sync
+from counterflow.schedule.schemes import Concat
+from counterflow.simulate import ByteCosts, Costs
+
+from .wording import flag
+
+Group = TypeVar("Group")
+
+JsonFlag = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object instead.", rich_help_panel="Output")
+]
+SubjectArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="SCHEME|FILE",
+        help="A scheme (see 'counterflow schemes') or a schedule file (see 'counterflow export').",
+        show_default=False,
+    ),
+]
+
+
+def _option(panel: str, help_text: str, *names: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=help_text, metavar=metavar, rich_help_panel=panel, show_default=False)
+
+
+_SCHEME = "Scheme options: each scheme has some of them"
+_COSTS = "Costs: one number for all stages (1.5), or one a stage (1,1,1.5,2)"
+_MEMORY = "Memory: bytes of one stage (300MB, 1.5GiB), or one a stage (1GiB,2GiB)"
+
+
+@dataclass(frozen=True, slots=True)
+class SchemeOptions:
+    """Every option of every scheme; None where not given."""
+
+    stages: Annotated[int | None, _option(_SCHEME, "D: stages of a pipe, and workers.")] = None
+    workers: Annotated[
+        int | None, _option(_SCHEME, "Workers; in place of --stages where a worker holds several.")
+    ] = None
+    micro_batches: Annotated[int | None, _option(_SCHEME, "N: micro-batches of an update.")] = None
+    pairs: Annotated[int | None, _option(_SCHEME, "chimera: f, pipes in each direction. Default 1.")] = None
+    concat: Annotated[
+        Concat | None,
+        _option(
+            _SCHEME,
+            "chimera, after D micro-batches: direct (the default), forward-doubling or backward-halving.",
+            metavar="MODE",
+        ),
+    ] = None
+    injected: Annotated[
+        str | None,
+        _option(
+            _SCHEME,
+            "mixpipe: K, micro-batches injected before the first backward. Default --stages.",
+            metavar="K|max",
+        ),
+    ] = None
+    early_forwards: Annotated[int | None, _option(_SCHEME, "mixpipe: Γ, forwards advanced. Default 0.")] = (
+        None
+    )
+    waves: Annotated[
+        int | None, _option(_SCHEME, "hanayo: down-and-up passes of one forward. Default 1.")
+    ] = None
+    chunks: Annotated[int | None, _option(_SCHEME, "interleaved: stages a worker holds. Default 2.")] = None
+    groups: Annotated[
+        int | None, _option(_SCHEME, "gpipe: chunks of the model a worker holds. Default 1.")
+    ] = None
+    periods: Annotated[int | None, _option(_SCHEME, "Asynchronous schemes: updates to play. Default 8.")] = (
+        None
+    )
+
+    def given(self) -> dict[str, OptionValue]:
+        """The options that were given, by their Python names."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = {name: value for name, value in values.items() if value is not None}
+        if "concat" in given:
+            given["concat"] = given["concat"].value
+        if re.fullmatch(r"[+-]?\d+", given.get("injected", "")):
+            given["injected"] = int(given["injected"])
+        return given
+
+
+@dataclass(frozen=True, slots=True)
+class CostOptions:
+    """What things cost; None where not given."""
+
+    forward: Annotated[
+        str | None,
+        _option(
+            _COSTS,
+            "Of a forward of one stage on one micro-batch. Default 1.",
+            metavar="SECONDS",
+        ),
+    ] = None
+    backward: Annotated[str | None, _option(_COSTS, "Of a backward. Default 2.", metavar="SECONDS")] = None
+    p2p: Annotated[
+        float | None, _option(_COSTS, "Of a message between two workers. Default 0.", metavar="SECONDS")
+    ] = None
+    overlap: Annotated[
+        bool | None,
+        _option(
+            _COSTS,
+            "Whether a worker goes on while its message travels. Default: it does.",
+            "--overlap/--no-overlap",
+        ),
+    ] = None
+    sync: Annotated[
+        str | None,
+        _option(
+            _COSTS,
+            "Of summing one stage's gradients over its copies. Default 0.",
+            metavar="SECONDS",
+        ),
+    ] = None
+    sync_mode: Annotated[
+        Sync | None,
+        _option(
+            _COSTS,
+            "end, eager (as soon as gradients are there), or eager-opt (so, where idle: the default).",
+            metavar="MODE",
+        ),
+    ] = None
+    replicas: Annotated[
+        int | None,
+        _option(_COSTS, "W: copies of the pipeline group, which sync. Default 1."),
+    ] = None
+    recompute: Annotated[
+        Recompute | None,
+        _option(
+            _COSTS,
+            "stage or layer keep less and add a forward to each backward; none is the default.",
+            metavar="MODE",
+        ),
+    ] = None
+    weight_bytes: Annotated[str | None, _option(_MEMORY, "One version of the weights.", metavar="BYTES")] = (
+        None
+    )
+    gradient_bytes: Annotated[
+        str | None, _option(_MEMORY, "Gradients. Default: as the weights.", metavar="BYTES")
+    ] = None
+    optimizer_bytes: Annotated[str | None, _option(_MEMORY, "Optimiser state.", metavar="BYTES")] = None
+    activation_bytes: Annotated[
+        str | None,
+        _option(_MEMORY, "What a forward of one micro-batch saves for its backward.", metavar="BYTES"),
+    ] = None
+    input_bytes: Annotated[
+        str | None,
+        _option(_MEMORY, "Input for one micro-batch: what --recompute stage keeps.", metavar="BYTES"),
+    ] = None
+    layers: Annotated[
+        str | None,
+        _option(_MEMORY, "Layers: --recompute layer keeps one input a layer.", metavar="NUMBER"),
+    ] = None
+
+    def given(self) -> dict[str, Any]:
+        """The costs that were given, read, by the names of their flags."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        read: dict[str, Any] = {}
+        for name, value in values.items():
+            if value is None:
+                continue
+            if name.endswith("_bytes"):
+                read[name] = _numbers(name, value, _bytes)
+            elif isinstance(value, (Sync, Recompute)) or not isinstance(value, str):
+                read[name] = value
+            else:
+                read[name] = _numbers(name, value, float)
+        return read
+
+    def costs(self) -> Costs:
+        """What the simulator is fed with.
+
+        Raises:
+            ConfigError: a cost is no number, or negative.
+        """
+        given = self.given()
+        names = {f"{name.removesuffix('s')}_bytes": name for name in ByteCosts.__slots__}
+        names["layers"] = "layers"
+        byte_costs = {names[flag_]: given.pop(flag_) for flag_ in tuple(given) if flag_ in names}
+        memory = ByteCosts(**byte_costs) if byte_costs else None
+        return Costs(**given, memory=memory)
+
+
+def _numbers(name: str, text: str, read: Callable[[str], float]) -> float | tuple[float, ...]:
+    """One number, or a tuple of those that commas separate."""
+    values = []
+    for part in text.split(","):
+        try:
+            values.append(read(part.strip()))
+        except ValueError:
+            wanted = "a number, or numbers separated by commas, one a stage"
+            if read is _bytes:
+                wanted = "bytes as in 3e9, 300MB or 1.5GiB, or several, separated by commas"
+            raise ConfigError(f"{flag(name)} {text}: cannot read {part.strip()!r}; give {wanted}") from None
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def _bytes(text: str) -> float:
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)? *([kmgt]?i?b)?", text, re.IGNORECASE)
+    if match is None:
+        raise ValueError(text)
+    number, exponent, unit = match.groups(default="")
+    return float(number + exponent) * _UNITS[unit.upper()]
+
+
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` with each parameter that is a group of options unfolded into the group's flags."""
+    signature = inspect.signature(command, eval_str=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, type] = {}
+    for parameter in signature.parameters.values():
+        group = parameter.annotation
+        if not (isinstance(group, type) and is_dataclass(group)):
+            parameters.append(parameter)
+            continue
+        groups[parameter.name] = group
+        hints = get_type_hints(group, include_extras=True)
+        parameters += [
+            inspect.Parameter(field.name, parameter.KEYWORD_ONLY, default=None, annotation=hints[field.name])
+            for field in fields(group)
+        ]
+
+    @functools.wraps(command)
+    def unfolded(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = take(group, values)
+        command(**values)
+
+    unfolded.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=sorted(parameters, key=lambda p: p.kind)
+    )
+    unfolded.__annotations__ = {p.name: p.annotation for p in parameters}
+    return unfolded
+
+
+def take(group: type[Group], values: dict[str, Any]) -> Group:
+    """The group made of its fields' values, which are taken out of ``values``."""
+    names = [field.name for field in fields(group)]  # type: ignore[arg-type]
+    return group(**{name: values.pop(name) for name in names})

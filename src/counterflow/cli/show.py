@@ -1,0 +1,109 @@
+"""``counterflow show``: a schedule's timeline as a picture, in the terminal or in files."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from counterflow import simulate
+from counterflow.errors import ConfigError
+from counterflow.schedule.ir import Schedule
+from counterflow.simulate import Simulation
+
+from .flags import CostOptions, SchemeOptions, SubjectArgument, take
+from .output import console, note, writing
+from .subject import build_beside, is_file, load, schedule_of, warn_if_wrong
+
+
+def show(
+    ctx: typer.Context,
+    subject: SubjectArgument,
+    options: SchemeOptions,
+    costs: CostOptions,
+    *,
+    out: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="Draw into FILE: .png .svg .pdf .html .trace.json (Perfetto); may be repeated. "
+            "Without it: in the terminal.",
+            rich_help_panel="Output",
+        ),
+    ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OTHER",
+            help="A second schedule on the same time axis: a scheme, which takes the same options as far "
+            "as it has them; a file; or a scheme with options of its own in quotes.",
+            rich_help_panel="Output",
+        ),
+    ] = None,
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory",
+            help="With each worker's memory over time: bytes if any are given, else activations.",
+            rich_help_panel="Output",
+        ),
+    ] = False,
+) -> None:
+    """Draw a schedule's timeline: in the terminal, or into files."""
+    from counterflow.draw import draw, draw_terminal  # noqa: PLC0415  (slow to load)
+
+    schedule = schedule_of(subject, options)
+    warn_if_wrong(subject, schedule)
+    result = simulate(schedule, costs.costs())
+    other = None
+    if compare is not None:
+        other = _other(ctx, compare, schedule, options, costs)
+        _note_other_model(schedule, other.schedule)
+    if not out:
+        draw_terminal(result, console(), compare=other, memory=memory)
+    for path in out or ():
+        with writing(path):
+            draw(result, path, compare=other, memory=memory)
+        note(f"Wrote {path}")
+
+
+def _other(
+    ctx: typer.Context, text: str, first: Schedule, options: SchemeOptions, costs: CostOptions
+) -> Simulation:
+    """The schedule to compare with, played with the same costs unless its text gives others."""
+    try:
+        words = [text] if is_file(text) else shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"--compare {text!r}: {error}") from None
+    if not words:
+        raise ConfigError("--compare '': name a scheme or a file")
+    if len(words) == 1:
+        (name,) = words
+        schedule = load(name) if is_file(name) else build_beside(first, name, options.given())
+        warn_if_wrong(name, schedule)
+        return simulate(schedule, costs.costs())
+    # The same flags as this command's own, read by the same parser.
+    with ctx.command.make_context(f"{ctx.info_name} --compare", words, parent=ctx.parent) as inner:
+        values = dict(inner.params)
+    for name in ("out", "compare", "memory"):
+        if values[name]:
+            raise ConfigError(f"--compare {text!r}: --{name} belongs outside the quotes")
+    schedule = schedule_of(values["subject"], take(SchemeOptions, values))
+    warn_if_wrong(values["subject"], schedule)
+    own = take(CostOptions, values)
+    given = {f.name: getattr(own, f.name) for f in fields(own) if getattr(own, f.name) is not None}
+    return simulate(schedule, replace(costs, **given).costs())
+
+
+def _note_other_model(one: Schedule, other: Schedule) -> None:
+    if one.stages != other.stages:
+        note(
+            f"Note: {one.scheme} has {one.stages} stages, {other.scheme} {other.stages}, and costs are those "
+            "of one stage, so these are two models;\n"
+            f'for one model give the other its own costs: --compare "{other.scheme} … --forward SECONDS '
+            '--backward SECONDS"'
+        )

@@ -1,0 +1,215 @@
+"""``counterflow simulate``: time, bubbles and memory of a schedule."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Annotated, Any
+
+import typer
+
+from counterflow import simulate as play
+from counterflow.schedule.ir import Schedule
+from counterflow.simulate import Simulation
+
+from .flags import CostOptions, JsonFlag, SchemeOptions, SubjectArgument
+from .output import WIDE, byte_size, console, exact, note, number, numbers, print_json
+from .subject import is_file, periods_for_steady, schedule_of, warn_if_wrong
+
+GROUP_FROM = 17
+"""From so many workers on, neighbours with the same figures share a row."""
+
+
+def simulate(
+    subject: SubjectArgument,
+    options: SchemeOptions,
+    costs: CostOptions,
+    *,
+    timeline: Annotated[
+        bool,
+        typer.Option("--timeline", help="With every op's times.", rich_help_panel="Output"),
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Time, bubbles and memory of a schedule."""
+    schedule = schedule_of(subject, options)
+    warn_if_wrong(subject, schedule)
+    result = play(schedule, costs.costs())
+    if costs.sync is None and (costs.sync_mode or costs.replicas):
+        note("Note: --sync-mode and --replicas change nothing unless --sync gives a sync's seconds.")
+    if as_json:
+        print_json(_as_json(result, costs, timeline))
+        return
+    tables = [_workers(result), _summary(result, played_from_file=is_file(subject))]
+    if timeline:
+        tables.append(_ops(result))
+    _print(result, costs, tables)
+
+
+def _as_json(result: Simulation, costs: CostOptions, timeline: bool) -> dict[str, Any]:
+    schedule = result.schedule
+    shown: dict[str, Any] = {
+        "scheme": schedule.scheme,
+        "options": dict(schedule.options),
+        "workers": schedule.workers,
+        "stages": schedule.stages,
+        "pipes": schedule.pipes,
+        "micro_batches": schedule.micro_batches,
+        "costs": {name: getattr(result.costs, name) for name in ("forward", "backward", "p2p")}
+        | costs.given(),
+        "makespan": result.makespan,
+        "bubble_ratio": result.bubble_ratio,
+        "busy": result.busy,
+        "idle": result.idle,
+        "peak_activations": [exact(peak) for peak in result.peak_activations],
+        "weight_copies": result.weight_copies,
+        "steady_bubble_ratio": result.steady_bubble_ratio,
+    }
+    if result.memory is not None:
+        shown["peak_bytes"] = [exact(use.peak) for use in result.memory]
+    if timeline:
+        shown["timeline"] = [
+            [
+                span.worker,
+                span.op.kind.value,
+                span.op.pipe,
+                span.op.stage,
+                span.op.micro_batches,
+                span.start,
+                span.end,
+            ]
+            for span in result.timeline
+        ]
+        if result.syncs:
+            shown["syncs"] = [[s.worker, s.stage, s.period, s.start, s.end] for s in result.syncs]
+    return shown
+
+
+def _print(result: Simulation, costs: CostOptions, tables: list[Any]) -> None:
+    from rich.text import Text  # noqa: PLC0415  (not for --json)
+
+    out = console(WIDE)
+    out.print(Text(str(result.schedule), style="bold"))
+    out.print(Text(f"{_extent(result.schedule)}\n{_paid(result, costs)}", style="dim"))
+    for table in tables:
+        out.print(table)
+
+
+def _summary(result: Simulation, *, played_from_file: bool) -> Any:
+    from rich.table import Table  # noqa: PLC0415
+
+    summary = Table.grid(padding=(0, 2))
+    summary.add_row("makespan", f"[bold]{number(result.makespan)}[/] s")
+    summary.add_row("bubble ratio", f"[bold]{result.bubble_ratio:.2%}[/]")
+    if not result.schedule.synchronous:
+        summary.add_row("steady bubble ratio", _steady(result, played_from_file))
+    return summary
+
+
+def _extent(schedule: Schedule) -> str:
+    counts = {
+        "worker": schedule.workers,
+        "stage": schedule.stages,
+        "pipe": schedule.pipes,
+        "micro-batch": schedule.micro_batches,
+    }
+    ends = {"micro-batch": "es"}
+    shown = [f"{n:,} {word}{ends.get(word, 's') if n != 1 else ''}" for word, n in counts.items()]
+    if not schedule.synchronous:
+        updates = "1 update" if schedule.periods == 1 else f"{schedule.periods} updates"
+        shown[-1] += f" an update, {updates}"
+    return " · ".join(shown)
+
+
+def _paid(result: Simulation, costs: CostOptions) -> str:
+    paid = {name: getattr(result.costs, name) for name in ("forward", "backward", "p2p")}
+    words = {
+        "p2p": "message",
+        "overlap": "overlapping",
+        "sync_mode": "sync mode",
+        "optimizer_bytes": "optimizer",
+    }
+    shown = []
+    for name, value in (paid | costs.given()).items():
+        word = words.get(name, name.replace("_", " "))
+        if name in ("forward", "backward", "p2p", "sync"):
+            shown.append(f"{word} {numbers(value)} s")
+        elif name.endswith("_bytes"):
+            sizes = value if isinstance(value, tuple) else (value,)
+            shown.append(f"{word.replace(' bytes', 's')} {', '.join(map(byte_size, sizes))}")
+        elif name == "overlap":
+            shown.append("messages overlap compute" if value else "messages stop compute")
+        else:
+            shown.append(f"{word} {value if isinstance(value, str) else numbers(value)}")
+    return " · ".join(shown)
+
+
+def _workers(result: Simulation) -> Any:
+    from rich.table import Table  # noqa: PLC0415
+
+    columns = ["busy s", "idle s", "bubble", "peak activations", "weight copies"]
+    span = result.makespan or 1.0
+    rows = [
+        [number(busy), number(max(idle, 0.0)), f"{max(idle, 0.0) / span:.1%}", number(peak), str(copies)]
+        for busy, idle, peak, copies in zip(
+            result.busy, result.idle, result.peak_activations, result.weight_copies, strict=True
+        )
+    ]
+    if result.memory is not None:
+        columns.append("peak memory")
+        for row, use in zip(rows, result.memory, strict=True):
+            row.append(byte_size(use.peak))
+    table = Table("worker", *columns, box=_box())
+    for column in table.columns:
+        column.justify = "right"
+    for name, row in _grouped(rows):
+        table.add_row(name, *row)
+    return table
+
+
+def _grouped(rows: list[list[str]]) -> list[tuple[str, list[str]]]:
+    if len(rows) < GROUP_FROM:
+        return [(str(worker), row) for worker, row in enumerate(rows)]
+    grouped = []
+    for _, same in groupby(enumerate(rows), key=lambda pair: pair[1]):
+        members = list(same)
+        first, last = members[0][0], members[-1][0]
+        grouped.append((str(first) if first == last else f"{first}–{last}", members[0][1]))
+    return grouped
+
+
+def _steady(result: Simulation, played_from_file: bool) -> str:
+    if result.steady_bubble_ratio is not None:
+        return f"[bold]{result.steady_bubble_ratio:.2%}[/]  [dim]after the warm-up, before the drain[/]"
+    needed = None if played_from_file else periods_for_steady(result.schedule)
+    more = f"; play {needed} or more (--periods {needed})" if needed else ""
+    played = result.schedule.periods
+    return f"none: no steady part in {played} period{'s' if played > 1 else ''}{more}"
+
+
+def _ops(result: Simulation) -> Any:
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table("worker", "op", "pipe", "stage", "micro-batches", "start s", "end s", box=_box())
+    for column in table.columns:
+        column.justify = "right"
+    for span in result.timeline:
+        op = span.op
+        batches = ", ".join(map(str, op.micro_batches))
+        if op.parts > 1:
+            batches += f" (part {op.part + 1} of {op.parts})"
+        table.add_row(
+            str(span.worker),
+            op.kind.value,
+            str(op.pipe),
+            str(op.stage),
+            batches,
+            number(span.start),
+            number(span.end),
+        )
+    return table
+
+
+def _box() -> Any:
+    from rich import box  # noqa: PLC0415
+
+    return box.SIMPLE_HEAD

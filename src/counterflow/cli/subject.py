@@ -1,0 +1,133 @@
+"""From what the user names, a scheme with options or a file, to a schedule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from counterflow.errors import ConfigError, ScheduleError
+from counterflow.schedule import registry
+from counterflow.schedule.ir import OptionValue, Schedule
+
+from .flags import SchemeOptions
+from .output import note, read_text
+from .wording import flag
+
+
+def is_scheme(subject: str) -> bool:
+    """Whether ``subject`` is the name of a scheme rather than a file."""
+    return subject in registry.SCHEMES or subject in registry.ALIASES
+
+
+def is_file(subject: str) -> bool:
+    """Whether ``subject`` is a file, or looks like the name of one."""
+    return (
+        bool(subject)
+        and not is_scheme(subject)
+        and (Path(subject).exists() or "/" in subject or subject.endswith(".json"))
+    )
+
+
+def schedule_of(subject: str, options: SchemeOptions) -> Schedule:
+    """The schedule the user means.
+
+    Raises:
+        ConfigError: neither a scheme nor a file; options that do not fit; a damaged file.
+    """
+    if not is_file(subject):
+        return build(subject, options.given())
+    given = options.given()
+    if given:
+        shown = ", ".join(flag(name) for name in given)
+        raise ConfigError(f"{subject} is a schedule file, which fixes its own options: leave out {shown}")
+    return load(subject)
+
+
+def load(path: str) -> Schedule:
+    """The schedule in a file.
+
+    Raises:
+        ConfigError: it cannot be read, or is damaged.
+    """
+    from counterflow.schedule.formats import loads  # noqa: PLC0415  (only files need it)
+
+    return loads(read_text(path), path)
+
+
+def build(name: str, given: dict[str, OptionValue]) -> Schedule:
+    """The schedule of a scheme; what is missing or too much is told in flags.
+
+    Raises:
+        ConfigError: an unknown scheme, an option it does not have, one that is missing or illegal.
+    """
+    scheme = registry.scheme(name)
+    names = [option.name for option in scheme.options]
+    extra = [option for option in given if option not in names]
+    if extra:
+        swapped = {"stages": "workers", "workers": "stages"}.get(extra[0])
+        hint = f" (use {flag(swapped)})" if swapped in names and swapped not in given else ""
+        raise ConfigError(
+            f"{scheme.name} has no {' and no '.join(map(flag, extra))}{hint}; "
+            f"its options: {', '.join(map(flag, names))}"
+        )
+    missing = [o for o in scheme.options if o.default is None and o.name not in given]
+    if missing:
+        wanted = " and ".join(flag(option.name) for option in missing)
+        width = max(len(flag(option.name)) for option in missing)
+        lines = [f"  {flag(o.name):<{width}}  {o.help} ({o.legal})" for o in missing]
+        raise ConfigError("\n".join([f"{scheme.name} needs {wanted}", *lines]))
+    return registry.build(name, given)
+
+
+def build_beside(schedule: Schedule, name: str, given: dict[str, OptionValue]) -> Schedule:
+    """The scheme ``name`` with as many of another schedule's options as it has.
+
+    Args:
+        schedule: what it is compared with; its workers stand in for stages, and the other way round.
+        name: the other scheme.
+        given: the options the user gave for ``schedule``.
+
+    Raises:
+        ConfigError: it needs an option that the other does not have, or cannot be built with these.
+    """
+    scheme = registry.scheme(name)
+    known = dict(given)
+    if not known:  # a file: what its scheme was built with
+        known = dict(schedule.options)
+    known["stages"] = known["workers"] = schedule.workers
+    options = {o.name: known[o.name] for o in scheme.options if o.name in known}
+    try:
+        return build(name, options)
+    except ConfigError as error:
+        shown = " ".join(f"{flag(name)} {value}" for name, value in options.items())
+        raise ConfigError(
+            f'--compare {name}: {error}\nTo give it options of its own: --compare "{name} {shown} …"'
+        ) from error
+
+
+def warn_if_wrong(subject: str, schedule: Schedule) -> None:
+    """Say on stderr if a schedule file does not pass the checker; what schemes make always does."""
+    if not is_file(subject):
+        return
+    from counterflow.schedule.check import inspect  # noqa: PLC0415  (only files need it)
+
+    broken = [result.rule for result in inspect(schedule).results if result.ok is False]
+    if broken:
+        note(
+            f"Warning: {subject} does not pass the checker ({', '.join(broken)}); "
+            f"see: counterflow check {subject}"
+        )
+
+
+def periods_for_steady(schedule: Schedule) -> int | None:
+    """The fewest periods with which an asynchronous scheme has a steady part; None if not known."""
+    options = dict(schedule.options)
+    if "periods" not in options or not is_scheme(schedule.scheme):
+        return None
+    for periods in range(schedule.periods + 1, schedule.periods + 2 * schedule.stages + 4):
+        try:
+            longer = registry.build(schedule.scheme, options | {"periods": periods})
+        except (ConfigError, ScheduleError):
+            return None
+        if longer.steady is not None:
+            return periods
+    return None

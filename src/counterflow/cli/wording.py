@@ -1,0 +1,51 @@
+"""Messages in the words of the command line: ``micro_batches=0`` becomes ``--micro-batches 0``."""
+
+from __future__ import annotations
+
+import re
+
+OPTIONS = (
+    "stages",
+    "workers",
+    "micro_batches",
+    "pairs",
+    "concat",
+    "injected",
+    "early_forwards",
+    "waves",
+    "chunks",
+    "groups",
+    "periods",
+)
+"""Every option of every scheme, in the order of the help."""
+
+_BYTES = {
+    "weights": "weight_bytes",
+    "gradients": "gradient_bytes",
+    "optimizer": "optimizer_bytes",
+    "activations": "activation_bytes",
+    "inputs": "input_bytes",
+}
+_COSTS = ("forward", "backward", "p2p", "sync", "sync_mode", "replicas", "recompute", "layers")
+_NAMES = "|".join([*OPTIONS, *_COSTS, *_BYTES])
+
+
+def flag(name: str) -> str:
+    """How an option is spelled as a flag.
+
+    >>> flag("micro_batches")
+    '--micro-batches'
+    """
+    return "--" + _BYTES.get(name, name).replace("_", "-")
+
+
+def in_flags(message: str) -> str:
+    """A library message with the options it names as flags.
+
+    >>> in_flags("micro_batches=0: must be 1 or more")
+    '--micro-batches 0: must be 1 or more'
+    >>> in_flags("weights: 3 numbers for 4 stages")
+    '--weight-bytes: 3 numbers for 4 stages'
+    """
+    message = re.sub(rf"(?<![\w-])({_NAMES})=", lambda m: f"{flag(m[1])} ", message)
+    return re.sub(rf"^({_NAMES})(?=:)", lambda m: flag(m[1]), message)

@@ -1,0 +1,332 @@
+"""What a picture shows: a timeline as plain boxes, made from a simulation by a pure function.
+
+Invariant: a ``Chart`` holds all that any drawer needs, and drawers look at nothing else, so a measured
+timeline is drawn like a predicted one. Charts drawn together share one time axis. Nothing is drawn here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate, pairwise
+
+from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
+from counterflow.schedule.modes import Recompute
+from counterflow.schedule.placement import Placement
+from counterflow.simulate import MemoryUse, Simulation, Span, SyncSpan
+
+from .palette import HUES
+from .units import AmountUnit, compact, time_unit
+
+
+class BoxKind(Enum):
+    """What a box stands for."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    SYNC = "sync"
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """What a box's colour stands for: a pipe, or a chunk of a worker's stages.
+
+    ``name`` is empty where there is only one; ``hue`` counts into the palette.
+    """
+
+    name: str
+    hue: int
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """An op or a gradient sync, from ``start`` to ``end`` (seconds) on ``worker``.
+
+    ``lane`` and ``pipe`` are None for a sync; ``label`` is short, for inside the box; ``detail`` adds to
+    the rest in a sentence, such as ``"half 1 of 2"``.
+    """
+
+    worker: int
+    start: float
+    end: float
+    kind: BoxKind
+    label: str
+    stage: int
+    lane: int | None = None
+    pipe: int | None = None
+    micro_batches: tuple[int, ...] = ()
+    detail: str = ""
+
+    @property
+    def what(self) -> str:
+        """The box in a few words.
+
+        >>> Box(0, 0.0, 1.0, BoxKind.FORWARD, "2,3", 1, micro_batches=(2, 3)).what
+        'forward of micro-batches 2, 3'
+        """
+        if self.kind is BoxKind.SYNC:
+            return f"gradient sync of stage {self.stage}"
+        many = "es" if len(self.micro_batches) > 1 else ""
+        return f"{self.kind.value} of micro-batch{many} {', '.join(map(str, self.micro_batches))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Every worker's memory over time, as steps."""
+
+    unit: AmountUnit
+    workers: tuple[MemoryUse, ...]
+
+    @property
+    def peak(self) -> float:
+        """The largest amount on any worker."""
+        return max(use.peak for use in self.workers)
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One timeline. ``makespan`` in seconds; ``steady`` is each worker's (start, end) of its steady part."""
+
+    heading: str
+    summary: str
+    workers: int
+    makespan: float
+    lanes: tuple[Lane, ...]
+    boxes: tuple[Box, ...]
+    memory: Memory | None = None
+    steady: tuple[tuple[float, float], ...] | None = None
+
+    @property
+    def title(self) -> str:
+        """Heading and summary in one line."""
+        return f"{self.heading} — {self.summary}" if self.summary else self.heading
+
+    @property
+    def has_syncs(self) -> bool:
+        """Whether any box is a gradient sync."""
+        return any(box.kind is BoxKind.SYNC for box in self.boxes)
+
+    def rows(self) -> tuple[tuple[Box, ...], ...]:
+        """The ops of each worker, by start."""
+        return self._by_worker(sync=False)
+
+    def sync_rows(self) -> tuple[tuple[Box, ...], ...]:
+        """The gradient syncs of each worker, by start."""
+        return self._by_worker(sync=True)
+
+    def _by_worker(self, *, sync: bool) -> tuple[tuple[Box, ...], ...]:
+        rows: list[list[Box]] = [[] for _ in range(self.workers)]
+        for box in self.boxes:
+            if (box.kind is BoxKind.SYNC) is sync:
+                rows[box.worker].append(box)
+        return tuple(tuple(sorted(row, key=lambda b: (b.start, b.end))) for row in rows)
+
+    def legend(self) -> tuple[tuple[int, str], ...]:
+        """Each hue in use and what it stands for; lanes that share a hue are named together.
+
+        >>> lanes = tuple(Lane(f"chunk {i}", i % 8) for i in range(9))
+        >>> Chart("", "", 1, 1.0, lanes, ()).legend()[:2]
+        ((0, 'chunk 0, 8'), (1, 'chunk 1'))
+        """
+        by_hue: dict[int, list[str]] = {}
+        for lane in self.lanes:
+            by_hue.setdefault(lane.hue, []).append(lane.name)
+        return tuple((hue, _together(names)) for hue, names in sorted(by_hue.items()))
+
+
+def _together(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    word = names[0].rsplit(" ", 1)[0]
+    numbers = [name.rsplit(" ", 1)[1] for name in names]
+    if len(numbers) > 3:
+        numbers = [*numbers[:2], "…", numbers[-1]]
+    return f"{word} {', '.join(numbers)}"
+
+
+def chart_of(simulation: Simulation, *, memory: bool = False) -> Chart:
+    """The chart of a simulated schedule.
+
+    Args:
+        simulation: what ``simulate`` gave.
+        memory: add each worker's memory over time: bytes if the costs had byte costs, else stashed
+            forwards in (stage × micro-batch) units.
+
+    >>> from counterflow.schedule.schemes import chimera
+    >>> from counterflow.simulate import simulate
+    >>> chart = chart_of(simulate(chimera(stages=4, micro_batches=4)))
+    >>> chart.title
+    'chimera  D=4, N=4, direct — makespan 16 s, bubble ratio 25 %, peak 4 activations'
+    >>> [lane.name for lane in chart.lanes], len(chart.boxes)
+    (['down pipe', 'up pipe'], 32)
+    """
+    schedule = simulation.schedule
+    unit, uses = _memory(simulation)
+    peak = Memory(unit, uses).peak
+    lanes, lane_of = _lanes(schedule)
+    boxes = [_op_box(schedule, lane_of, span) for span in simulation.timeline]
+    boxes += [_sync_box(schedule, span) for span in simulation.syncs]
+    return Chart(
+        heading=_heading(simulation),
+        summary=_summary(simulation, unit.text(peak)),
+        workers=schedule.workers,
+        makespan=simulation.makespan,
+        lanes=lanes,
+        boxes=tuple(boxes),
+        memory=Memory(unit, uses) if memory else None,
+        steady=_steady(simulation),
+    )
+
+
+def _memory(simulation: Simulation) -> tuple[AmountUnit, tuple[MemoryUse, ...]]:
+    if simulation.memory is not None:
+        return AmountUnit.BYTES, simulation.memory
+    return AmountUnit.ACTIVATIONS, simulation.activations_over_time
+
+
+def _op_box(schedule: Schedule, lane_of: dict[tuple[int, int], int], span: Span) -> Box:
+    op = span.op
+    label = ",".join(map(str, op.micro_batches))
+    if op.parts > 1:
+        label += chr(ord("a") + op.part) if op.parts <= 26 else f".{op.part}"
+    return Box(
+        worker=span.worker,
+        start=span.start,
+        end=span.end,
+        kind=BoxKind.FORWARD if op.kind is OpKind.FORWARD else BoxKind.BACKWARD,
+        label=label,
+        stage=op.stage,
+        lane=lane_of[op.pipe, op.stage],
+        pipe=op.pipe,
+        micro_batches=op.micro_batches,
+        detail=_detail(schedule, op),
+    )
+
+
+def _detail(schedule: Schedule, op: Op) -> str:
+    parts = []
+    if op.parts > 1:
+        share = "half" if op.parts == 2 else "part"
+        parts.append(f"{share} {op.part + 1} of {op.parts}")
+    if not schedule.synchronous:
+        parts.append(f"period {schedule.period_of(op)}, weights of version {op.version}")
+    return "; ".join(parts)
+
+
+def _sync_box(schedule: Schedule, span: SyncSpan) -> Box:
+    detail = "" if schedule.synchronous else f"period {span.period}"
+    return Box(span.worker, span.start, span.end, BoxKind.SYNC, str(span.stage), span.stage, detail=detail)
+
+
+def _steady(simulation: Simulation) -> tuple[tuple[float, float], ...] | None:
+    schedule = simulation.schedule
+    if schedule.steady is None:
+        return None
+    firsts = accumulate((len(order) for order in schedule.orders), initial=0)
+    return tuple(
+        (float(simulation.start[first + begin]), float(simulation.end[first + stop - 1]))
+        for first, (begin, stop) in zip(firsts, schedule.steady, strict=False)
+    )
+
+
+# --- lanes ---------------------------------------------------------------------------------------
+
+_CHUNK_WORDS = {"gpipe": "group", "wpipe": "group", "hanayo": "leg"}
+
+
+def _lanes(schedule: Schedule) -> tuple[tuple[Lane, ...], dict[tuple[int, int], int]]:
+    """The lanes, and the lane of each (pipe, stage)."""
+    placement = schedule.placement
+    held = [(pipe, stage) for pipe in range(placement.pipes) for stage in range(placement.stages)]
+    if placement.pipes > 1:
+        return _pipe_lanes(placement), {(pipe, stage): pipe for pipe, stage in held}
+    lane_of: dict[tuple[int, int], int] = {}
+    seen: dict[int, int] = {}
+    for stage, worker in enumerate(placement.pipes_stages[0]):
+        lane_of[0, stage] = seen[worker] = seen.get(worker, -1) + 1
+    count = max(lane_of.values()) + 1
+    word = _CHUNK_WORDS.get(schedule.scheme, "chunk")
+    names = [f"{word} {i}" for i in range(count)] if count > 1 else [""]
+    return tuple(Lane(name, i % len(HUES)) for i, name in enumerate(names)), lane_of
+
+
+def _pipe_lanes(placement: Placement) -> tuple[Lane, ...]:
+    """Down pipes in cool hues, up pipes in warm ones; what goes neither way takes hues in turn."""
+    words = [_direction(stages) for stages in placement.pipes_stages]
+    if not {"down", "up"}.issuperset(words):
+        return tuple(Lane(f"pipe {i}", i % len(HUES)) for i in range(len(words)))
+    lanes = []
+    for pipe, word in enumerate(words):
+        index = words[:pipe].count(word)
+        number = f" {index}" if words.count(word) > 1 else ""
+        hue = (2 * index + (word == "up")) % len(HUES)
+        lanes.append(Lane(f"{word} pipe{number}", hue))
+    return tuple(lanes)
+
+
+def _direction(holders: Sequence[int]) -> str:
+    """Which way a pipe runs over the workers; steps that wrap around are outvoted by the others."""
+    downs = sum(b > a for a, b in pairwise(holders))
+    ups = sum(b < a for a, b in pairwise(holders))
+    return "down" if downs > ups else "up" if ups > downs else "other"
+
+
+# --- titles --------------------------------------------------------------------------------------
+
+_LETTERS = {"stages": "D", "workers": "P", "micro_batches": "N", "pairs": "f", "injected": "K"}
+_LETTERS["early_forwards"] = "Γ"
+_NOUNS = {"waves": "wave", "chunks": "chunk", "groups": "group", "periods": "period"}
+_UNSAID = {("pairs", 1), ("groups", 1), ("early_forwards", 0)}
+
+
+def _heading(simulation: Simulation) -> str:
+    schedule, costs = simulation.schedule, simulation.costs
+    words = [_option(*option) for option in schedule.options if option not in _UNSAID]
+    if costs.replicas > 1:
+        words.append(f"W={costs.replicas}")
+    if costs.recompute is not Recompute.NONE:
+        words.append(f"recompute {costs.recompute}")
+    return f"{schedule.scheme}  {', '.join(words)}"
+
+
+def _option(name: str, value: OptionValue) -> str:
+    if name == "concat":
+        return str(value)
+    if name in _NOUNS:
+        return f"{value} {_NOUNS[name]}{'' if value == 1 else 's'}"
+    return f"{_LETTERS.get(name, name)}={value}"
+
+
+def _summary(simulation: Simulation, peak: str) -> str:
+    unit = time_unit(simulation.makespan)
+    bubbles = f"bubble ratio {_percent(simulation.bubble_ratio)}"
+    if simulation.steady_bubble_ratio is not None:
+        bubbles += f" (steady {_percent(simulation.steady_bubble_ratio)})"
+    return f"makespan {unit.text(simulation.makespan)}, {bubbles}, peak {peak}"
+
+
+def _percent(ratio: float) -> str:
+    return f"{compact(100 * ratio, 3)} %"
+
+
+# --- together ------------------------------------------------------------------------------------
+
+
+def shared_end(charts: Sequence[Chart]) -> float:
+    """The end of the time axis that all ``charts`` share, in seconds."""
+    return max((chart.makespan for chart in charts), default=0.0) or 1.0
+
+
+def shared_peak(charts: Sequence[Chart], unit: AmountUnit) -> float:
+    """The most memory in ``unit`` on any worker of any chart; 1 if there is none."""
+    peaks = [chart.memory.peak for chart in charts if chart.memory and chart.memory.unit is unit]
+    return max(peaks, default=0.0) or 1.0
+
+
+def steps_until(use: MemoryUse, end: float) -> Iterator[tuple[float, float, float]]:
+    """A worker's memory as (start, end, amount) until ``end``; steps without length are left out."""
+    for index, (start, amount) in enumerate(zip(use.times, use.amounts, strict=True)):
+        stop = use.times[index + 1] if index + 1 < len(use.times) else end
+        if stop > start:
+            yield start, stop, amount

@@ -1,0 +1,443 @@
+"""PNG, SVG and PDF, drawn with matplotlib's own objects; pyplot and its global state are not touched.
+
+Every chart is a panel: heading, summary, legend, one row a worker, and its memory under it. All places are
+reckoned in inches from the top, so that nothing overlaps at any number of workers. This module imports
+matplotlib and is itself imported when a picture is made. Invariant: the same charts give the same file.
+Nothing is shown on a screen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from . import palette
+from .chart import Box, BoxKind, Chart, Memory, shared_end, shared_peak, steps_until
+from .units import TimeUnit, nice_step, time_unit
+
+DOTS_PER_INCH = 160
+SETTINGS: dict[Any, Any] = {
+    "svg.hashsalt": "counterflow",
+    "svg.fonttype": "path",
+    "pdf.fonttype": 42,
+    "font.family": ["DejaVu Sans"],
+    "axes.linewidth": 0.6,
+    "hatch.linewidth": 0.6,
+    "path.simplify": False,
+}
+UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {"Software": None}}
+
+_LEFT, _RIGHT, _EDGE = 0.55, 0.25, 0.12
+_PEAKS = 0.8  # right margin that holds the peaks of memory
+_TITLE, _LEGEND, _TICKS, _CAPTION = 0.5, 0.19, 0.34, 0.3
+_CHARACTER = 0.64  # width of a digit of DejaVu Sans, in font sizes
+_SMALLEST = 4.5  # font size below which a number is left out
+_FEW = 8  # workers up to which memory is drawn as areas
+
+Rectangle = tuple[float, float, float, float]
+"""Left, right, bottom, top in data coordinates."""
+
+
+def write_figure(charts: Sequence[Chart], path: Path, form: str) -> None:
+    """Write the charts, one under the other, as ``form``: ``png``, ``svg`` or ``pdf``."""
+    with mpl.rc_context(SETTINGS):
+        make_figure(charts).savefig(path, format=form, metadata=UNDATED[form])
+
+
+def make_figure(charts: Sequence[Chart]) -> Figure:
+    """The figure of the charts; axes are labelled ``timeline 0``, ``memory 0`` and so on."""
+    sheet = Sheet.of(charts)
+    figure = Figure(figsize=(sheet.width, sheet.height), dpi=DOTS_PER_INCH, facecolor=palette.BACKGROUND)
+    top = _EDGE
+    for index, chart in enumerate(charts):
+        top = _Panel(figure, sheet, chart, index).draw(top)
+    return figure
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """What all panels share. Lengths in inches, ``end`` in seconds."""
+
+    charts: tuple[Chart, ...]
+    end: float
+    unit: TimeUnit
+    plot_width: float
+    row: float
+    right: float
+
+    @classmethod
+    def of(cls, charts: Sequence[Chart]) -> Sheet:
+        """Sizes under which the shortest usual op has room for its number, within reason."""
+        end = shared_end(charts)
+        lasting = [
+            box.end - box.start
+            for chart in charts
+            for box in chart.boxes
+            if box.kind is BoxKind.FORWARD and box.end > box.start
+        ]
+        wanted = 0.26 * end / median(lasting) if lasting else 0.0
+        workers = max((chart.workers for chart in charts), default=1)
+        # 8 workers get 0.34 inches each, 32 get 0.2, 100 get 0.09.
+        row = min(0.34, max(0.03, 1.1 / workers**0.5 if workers <= 32 else 8 / (workers + 8)))
+        right = _PEAKS if any(chart.memory for chart in charts) else _RIGHT
+        return cls(tuple(charts), end, time_unit(end), min(17.0, max(6.6, wanted)), row, right)
+
+    @property
+    def width(self) -> float:
+        """Width of the picture."""
+        return _LEFT + self.plot_width + self.right
+
+    @property
+    def height(self) -> float:
+        """Height of the picture."""
+        return 2 * _EDGE + sum(self.panel_height(chart) for chart in self.charts)
+
+    @property
+    def points_per_second(self) -> float:
+        """Typographic points in a second of the time axis."""
+        return 72 * self.plot_width / self.end
+
+    def legend_columns(self, chart: Chart) -> int:
+        """How many legend entries fit beside each other."""
+        widths = [0.62 + 0.066 * len(text) for text in _legend_texts(chart)]
+        for columns in range(len(widths), 1, -1):
+            if sum(max(widths[i::columns]) for i in range(columns)) <= self.plot_width:
+                return columns
+        return 1
+
+    def legend_height(self, chart: Chart) -> float:
+        """Height of a panel's legend, and of the space under it."""
+        return 0.06 + _LEGEND * -(-len(_legend_texts(chart)) // self.legend_columns(chart))
+
+    def rows_height(self, chart: Chart) -> float:
+        """Height of a panel's rows."""
+        return self.row * chart.workers * (1.25 if chart.has_syncs else 1.0)
+
+    def memory_height(self, chart: Chart) -> float:
+        """Height of the memory under a panel's rows."""
+        return (self.row if chart.workers <= _FEW else 0.75 * self.row) * chart.workers
+
+    def most(self, memory: Memory) -> float:
+        """The largest amount of any chart's memory in the same unit, so that charts compare."""
+        return shared_peak(self.charts, memory.unit)
+
+    def panel_height(self, chart: Chart) -> float:
+        """Height of a whole panel."""
+        height = _TITLE + self.legend_height(chart) + self.rows_height(chart) + _TICKS + 0.08
+        if chart.memory:
+            height += _CAPTION + self.memory_height(chart) + _TICKS
+        return height
+
+
+class _Panel:
+    """One chart on the figure."""
+
+    def __init__(self, figure: Figure, sheet: Sheet, chart: Chart, index: int) -> None:
+        self.figure, self.sheet, self.chart, self.index = figure, sheet, chart, index
+        self.height = sheet.rows_height(chart)
+        self.floor = 0.74 if chart.has_syncs else 0.93
+
+    def draw(self, top: float) -> float:
+        """Draw from ``top`` inches down; gives where the panel ends."""
+        chart, sheet = self.chart, self.sheet
+        bottom = top + sheet.panel_height(chart)
+        last = self.index == len(sheet.charts) - 1
+        self._text(top + 0.17, chart.heading, size=11, weight="bold", color=palette.INK)
+        self._text(top + 0.38, chart.summary, size=9, color=palette.FAINT)
+        top += _TITLE
+        middle = (0.07 + self.floor) / 2
+        below = top + sheet.legend_height(chart)
+        axes = self._axes(f"timeline {self.index}", below, self.height, middle)
+        self._legend(axes, top)
+        self._timeline(axes)
+        top = below + self.height + _TICKS
+        if chart.memory is not None:
+            axes = self._axes(f"memory {self.index}", top + _CAPTION - 0.06, sheet.memory_height(chart), 0.5)
+            self._memory(axes, chart.memory, top)
+        if last:
+            axes.set_xlabel(f"time ({sheet.unit.symbol})", fontsize=8.5, labelpad=2)
+        return bottom
+
+    # --- places ---
+
+    def _fraction(self, top: float) -> float:
+        return 1 - top / self.sheet.height
+
+    def _text(self, top: float, text: str, **style: Any) -> None:
+        # Text is data: a dollar sign in a measured run's name starts no formula.
+        self.figure.text(
+            _LEFT / self.sheet.width,
+            self._fraction(top),
+            text,
+            va="center",
+            parse_math=False,
+            **style,
+        )
+
+    def _axes(self, name: str, top: float, height: float, middle: float) -> Axes:
+        sheet, workers = self.sheet, self.chart.workers
+        place = (
+            _LEFT / sheet.width,
+            self._fraction(top + height),
+            sheet.plot_width / sheet.width,
+            height / sheet.height,
+        )
+        axes = self.figure.add_axes(place, label=name)
+        axes.set_xlim(0, sheet.end)
+        axes.set_ylim(workers, 0)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        axes.spines["bottom"].set_color(palette.FAINT)
+        points = 72 * height / workers
+        size = min(9.0, max(5.5, 0.62 * points))
+        every = max(1, -(-int(size * 1.25 * 10) // int(points * 10)))
+        shown = range(0, workers, every)
+        axes.set_yticks([w + middle for w in shown], [f"P{w}" for w in shown])
+        axes.tick_params(axis="y", length=0, pad=3, labelsize=size, labelcolor=palette.INK)
+        axes.tick_params(axis="x", length=3, pad=2, labelsize=8, color=palette.FAINT, width=0.6)
+        axes.tick_params(axis="x", labelcolor=palette.INK)
+        unit = sheet.unit.seconds
+        step = nice_step(sheet.end / unit, max(4, int(sheet.plot_width / 0.45)))
+        ticks = [i * step for i in range(int(sheet.end / unit / step + 1e-9) + 1)]
+        axes.set_xticks([tick * unit for tick in ticks], [f"{tick:.6g}" for tick in ticks])
+        axes.hlines(range(1, workers), 0, self.chart.makespan, color="#e3e6ea", linewidth=0.5, zorder=0)
+        axes.vlines(
+            self.chart.makespan, 0, workers, color=palette.FAINT, linewidth=0.8, zorder=0.5
+        ).set_clip_on(False)
+        return axes
+
+    # --- the timeline ---
+
+    def _timeline(self, axes: Axes) -> None:
+        chart = self.chart
+        groups: dict[tuple[BoxKind, int | None], list[Box]] = {}
+        for box in chart.boxes:
+            groups.setdefault((box.kind, box.lane), []).append(box)
+        for (kind, lane), boxes in groups.items():
+            if lane is None:
+                self._boxes(axes, boxes, "sync", facecolor=palette.SYNC, hatch="//////")
+                continue
+            hue = palette.hue(chart.lanes[lane].hue)
+            colour = hue.forward if kind is BoxKind.FORWARD else hue.backward
+            self._boxes(axes, boxes, f"{kind.value} {lane}", facecolor=colour)
+        for kind, ink in ((BoxKind.FORWARD, palette.INK), (BoxKind.BACKWARD, palette.ON_DARK)):
+            self._labels(axes, [box for box in chart.boxes if box.kind is kind], ink)
+        if chart.steady is not None:
+            self._steady(axes, chart.steady)
+
+    def _boxes(self, axes: Axes, boxes: Sequence[Box], name: str, **style: Any) -> None:
+        if not boxes:
+            return
+        shortest = min((b.end - b.start for b in boxes if b.end > b.start), default=0.0)
+        points = shortest * self.sheet.points_per_second
+        # An edge is a hair of the box; where it would eat the box, neighbours touch instead.
+        edge = min(0.5, points / 12)
+        axes.add_collection(
+            PolyCollection(
+                [_corners(*self._rectangle(box)) for box in boxes],
+                edgecolor=palette.SYNC_HATCH if name == "sync" else palette.INK,
+                linewidth=edge if edge > 0.15 else 0.0,
+                gid=f"chart {self.index} {name}".replace(" ", "-"),
+                zorder=2,
+                **style,
+            ),
+            autolim=False,
+        )
+
+    def _rectangle(self, box: Box) -> Rectangle:
+        if box.kind is BoxKind.SYNC:
+            return box.start, box.end, box.worker + 0.97, box.worker + 0.77
+        return box.start, box.end, box.worker + self.floor, box.worker + 0.07
+
+    def _labels(self, axes: Axes, boxes: Sequence[Box], ink: str) -> None:
+        """The boxes' numbers; none at all if most boxes have no room."""
+        tall = (self.floor - 0.07) * self.height * 72 / self.chart.workers
+        scale = self.sheet.points_per_second
+        sizes = [
+            min(8.0, 0.6 * tall, ((b.end - b.start) * scale - 1.5) / (_CHARACTER * max(1, len(b.label))))
+            for b in boxes
+        ]
+        if 2 * sum(size >= _SMALLEST for size in sizes) < len(sizes):
+            return
+        for box, size in zip(boxes, sizes, strict=True):
+            if size >= _SMALLEST:
+                left, right, bottom, top = self._rectangle(box)
+                axes.text(
+                    (left + right) / 2,
+                    (bottom + top) / 2,
+                    box.label,
+                    size=size,
+                    ha="center",
+                    va="center_baseline",
+                    color=ink,
+                    zorder=3,
+                    parse_math=False,
+                )
+
+    def _steady(self, axes: Axes, steady: Sequence[tuple[float, float]]) -> None:
+        """Two staircases through the rows: where each worker's steady part begins and ends."""
+        for side in (0, 1):
+            at = [window[side] for window in steady]
+            axes.plot(
+                [x for x in at for _ in (0, 1)],
+                [y for w in range(len(at)) for y in (w, w + 1)],
+                **_STEADY,
+                zorder=4,
+                gid=f"chart-{self.index}-steady-{side}",
+            )
+
+    # --- the legend ---
+
+    def _legend(self, axes: Axes, top: float) -> None:
+        def patch(colour: str, **style: Any) -> Patch:
+            # Patch's keywords are not typed one by one.
+            return Patch(facecolor=colour, edgecolor=palette.INK, linewidth=0.5, **style)
+
+        handles: list[Any] = []
+        for number, _ in _pairs(self.chart):
+            light, dark = palette.NEUTRAL if number is None else palette.hue(number).pair
+            handles.append((patch(light), patch(dark)))
+        if self.chart.has_syncs:
+            handles.append(patch(palette.SYNC, hatch="//////"))
+        handles.append(Patch(facecolor=palette.BACKGROUND, edgecolor="#c9ced6", linewidth=0.5))
+        if self.chart.steady is not None:
+            handles.append(Line2D([], [], **_STEADY))
+        columns = self.sheet.legend_columns(self.chart)
+        texts = _legend_texts(self.chart)
+        # matplotlib fills columns first; people read rows first.
+        rows = -(-len(texts) // columns)
+        columns = -(-len(texts) // rows)
+        reading = [i for column in range(columns) for i in range(column, len(texts), columns)]
+        axes.legend(
+            [handles[i] for i in reading],
+            [texts[i] for i in reading],
+            handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+            loc="upper left",
+            bbox_to_anchor=(_LEFT / self.sheet.width, self._fraction(top)),
+            bbox_transform=self.figure.transFigure,
+            ncols=columns,
+            frameon=False,
+            fontsize=8,
+            labelcolor=palette.INK,
+            borderaxespad=0,
+            borderpad=0,
+            handlelength=2.4,
+            handleheight=0.9,
+            columnspacing=1.6,
+            labelspacing=0.5,
+        )
+
+    # --- memory ---
+
+    def _memory(self, axes: Axes, memory: Memory, top: float) -> None:
+        chart, peak = self.chart, self.sheet.most(memory)
+        steps = [
+            (worker, *step)
+            for worker, use in enumerate(memory.workers)
+            for step in steps_until(use, chart.makespan)
+        ]
+        few = chart.workers <= _FEW
+        areas = PolyCollection(
+            [
+                _corners(start, stop, w + 0.96, w + (0.96 - 0.86 * amount / peak if few else 0.04))
+                for w, start, stop, amount in steps
+            ],
+            facecolor=palette.MEMORY,
+            linewidth=0,
+            # Steps share edges, and smoothing them apart would show as stripes.
+            antialiased=False,
+            gid=f"chart-{self.index}-memory",
+            zorder=2,
+        )
+        if few:
+            caption = f"memory of each worker, a full row is {memory.unit.text(peak)}"
+        else:
+            scale = LinearSegmentedColormap.from_list("memory", palette.HEAT)
+            areas.set_facecolor([scale(amount / peak) for *_, amount in steps])
+            caption = "memory of each worker"
+            self._scale(scale, memory.unit.short(peak), top)
+        axes.add_collection(areas, autolim=False)
+        self._text(top + _CAPTION - 0.18, caption, size=8.5, color=palette.FAINT)
+        self._peaks(axes, memory)
+
+    def _peaks(self, axes: Axes, memory: Memory) -> None:
+        size = axes.yaxis.get_ticklabels()[0].get_fontsize()
+        x = 1 + 0.08 / self.sheet.plot_width
+        for tick in axes.get_yticks():
+            axes.text(
+                x,
+                float(tick),
+                memory.unit.short(memory.workers[int(tick)].peak),
+                size=min(8.0, float(size)),
+                va="center",
+                color=palette.INK,
+                transform=axes.get_yaxis_transform(),
+            )
+        axes.text(
+            x,
+            -0.08 / (self.sheet.memory_height(self.chart) / self.chart.workers),
+            "peak",
+            size=8,
+            va="bottom",
+            color=palette.FAINT,
+            transform=axes.get_yaxis_transform(),
+        )
+
+    def _scale(self, scale: LinearSegmentedColormap, most: str, top: float) -> None:
+        """The heat scale, at the right end of the caption's line."""
+        sheet = self.sheet
+        width, height = 1.3, 0.1
+        right = _LEFT + sheet.plot_width - 0.9
+        middle = self._fraction(top + _CAPTION - 0.18)
+        place = (
+            (right - width) / sheet.width,
+            middle - height / 2 / sheet.height,
+            width / sheet.width,
+            height / sheet.height,
+        )
+        axes = self.figure.add_axes(place, label=f"scale {self.index}")
+        axes.imshow([[i / 255 for i in range(256)]], aspect="auto", cmap=scale)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        for at, side, text in ((-0.04, "right", "0"), (1.04, "left", most)):
+            axes.text(
+                at, 0.5, text, size=8, ha=side, va="center", transform=axes.transAxes, color=palette.INK
+            )
+
+
+_STEADY: dict[str, Any] = {"color": palette.INK, "linewidth": 1.3, "linestyle": (0, (3, 1.5))}
+
+
+def _corners(left: float, right: float, bottom: float, top: float) -> list[tuple[float, float]]:
+    return [(left, bottom), (right, bottom), (right, top), (left, top)]
+
+
+def _pairs(chart: Chart) -> list[tuple[int | None, str]]:
+    """The legend's pairs of colours: what light and dark mean, then each hue, if there are several."""
+    entries = chart.legend()
+    ways = "forward | backward"
+    if len(entries) == 1 and not entries[0][1]:
+        return [(entries[0][0], ways)]
+    return [(None, ways), *entries]
+
+
+def _legend_texts(chart: Chart) -> list[str]:
+    texts = [text for _, text in _pairs(chart)]
+    if chart.has_syncs:
+        texts.append("gradient sync")
+    texts.append("bubble")
+    if chart.steady is not None:
+        texts.append("steady part")
+    return texts

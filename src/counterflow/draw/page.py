@@ -1,0 +1,108 @@
+"""One HTML page that works offline: hover tells about an op, the wheel, the mouse and the keys move in time.
+
+The page is ``page.html`` with the charts put in as JSON; it loads nothing. Ops are columns of numbers, with
+every text that repeats written once, so that 100,000 of them are a few megabytes.
+Invariant: text from a chart reaches the page only as JSON in which ``<``, ``>`` and ``&`` are escaped, and
+the page shows it only as text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from . import palette
+from .chart import BoxKind, Chart, Memory, shared_end, shared_peak
+
+_KINDS = {BoxKind.FORWARD: 0, BoxKind.BACKWARD: 1, BoxKind.SYNC: 2}
+
+
+def write_page(charts: Sequence[Chart], path: Path) -> None:
+    """Write the charts as a page."""
+    path.write_text(page(charts), encoding="utf-8")
+
+
+def page(charts: Sequence[Chart]) -> str:
+    """The page's text."""
+    template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    # None of these can end the script element they stand in.
+    text = json.dumps(page_data(charts), separators=(",", ":"), allow_nan=False)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return template.replace('"PUT THE DATA HERE"', text, 1)
+
+
+def page_data(charts: Sequence[Chart]) -> dict[str, object]:
+    """What the page draws, as plain lists and dictionaries."""
+    return {
+        "end": _number(shared_end(charts)),
+        "hues": [list(hue.pair) for hue in palette.HUES],
+        "neutral": list(palette.NEUTRAL),
+        "sync": [palette.SYNC, palette.SYNC_HATCH],
+        "memory": palette.MEMORY,
+        "ink": [palette.INK, palette.ON_DARK],
+        "charts": [_chart(chart, charts) for chart in charts],
+    }
+
+
+def _chart(chart: Chart, charts: Sequence[Chart]) -> dict[str, object]:
+    boxes = sorted(chart.boxes, key=lambda b: (b.worker, b.kind is BoxKind.SYNC, b.start, b.end))
+    texts = Texts()
+    return {
+        "heading": chart.heading,
+        "summary": chart.summary,
+        "workers": chart.workers,
+        "makespan": _number(chart.makespan),
+        "lanes": [[lane.name, lane.hue] for lane in chart.lanes],
+        "legend": [[hue, text] for hue, text in chart.legend()],
+        "steady": chart.steady and [[_number(a), _number(b)] for a, b in chart.steady],
+        "memory": chart.memory and _memory(chart.memory, charts),
+        "worker": [box.worker for box in boxes],
+        "start": [_number(box.start) for box in boxes],
+        "end": [_number(box.end) for box in boxes],
+        "kind": [_KINDS[box.kind] for box in boxes],
+        "lane": [-1 if box.lane is None else box.lane for box in boxes],
+        "stage": [box.stage for box in boxes],
+        "label": [texts.number(box.label) for box in boxes],
+        "what": [texts.number(box.what) for box in boxes],
+        "detail": [texts.number(box.detail) for box in boxes],
+        "texts": texts.all,
+    }
+
+
+class Texts:
+    """Texts by number, each kept once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def number(self, text: str) -> int:
+        """The number of ``text``."""
+        return self._numbers.setdefault(text, len(self._numbers))
+
+    @property
+    def all(self) -> list[str]:
+        """Every text, at its number."""
+        return list(self._numbers)
+
+
+def _memory(memory: Memory, charts: Sequence[Chart]) -> dict[str, object]:
+    return {
+        "unit": memory.unit.value,
+        "most": _number(shared_peak(charts, memory.unit)),
+        "peaks": [memory.unit.short(use.peak) for use in memory.workers],
+        "times": [_numbers(use.times) for use in memory.workers],
+        "amounts": [_numbers(use.amounts) for use in memory.workers],
+    }
+
+
+def _numbers(values: Iterable[float]) -> list[float | int]:
+    return [_number(value) for value in values]
+
+
+def _number(value: float) -> float | int:
+    """``value`` to nine digits after the largest, and whole numbers without a point."""
+    rounded = float(f"{value:.10g}")
+    return int(rounded) if rounded.is_integer() else rounded

@@ -1,0 +1,71 @@
+"""The colours of every picture.
+
+A lane (a pipe, or a chunk of a worker's stages) has a hue; its forwards are light and its backwards dark,
+so that the two differ in grey too. Hues alternate between cool and warm. They were found by search for the
+largest smallest distance between all forwards and backwards (and the background) as seen with normal
+vision, protanopia, deuteranopia and tritanopia, the first four first; ``tests/draw/test_palette.py``
+holds them to it.
+
+Invariant: ``HUES`` alternates cool and warm, so that pipes of the two directions never share a hue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Hue:
+    """A lane's two colours, as ``#rrggbb``."""
+
+    name: str
+    forward: str
+    backward: str
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        """Forward and backward."""
+        return self.forward, self.backward
+
+
+HUES = (
+    Hue("blue", "#96c8fe", "#215dac"),
+    Hue("orange", "#fcbc48", "#986214"),
+    Hue("green", "#b6e2b1", "#074b02"),
+    Hue("pink", "#fb86b2", "#833155"),
+    Hue("violet", "#bd9cfc", "#513b7f"),
+    Hue("yellow", "#fdd977", "#6e5400"),
+    Hue("teal", "#62dfda", "#018073"),
+    Hue("red", "#fda19b", "#a73949"),
+)
+
+BACKGROUND = "#ffffff"
+"""Paper, and therefore bubbles."""
+
+INK = "#16181d"
+"""Text on paper and on forwards, edges, the lines around the steady part."""
+
+FAINT = "#6b7280"
+"""Axes and second lines."""
+
+ON_DARK = "#ffffff"
+"""Text on backwards."""
+
+NEUTRAL = ("#d3d7de", "#565d69")
+"""Forward and backward where a legend means them on all lanes."""
+
+SYNC = "#e5e7eb"
+"""Gradient syncs: light grey under a hatch in ``SYNC_HATCH``."""
+
+SYNC_HATCH = "#30343b"
+
+MEMORY = "#9aa3b2"
+"""The area under a worker's memory."""
+
+HEAT = ("#f4f5f7", "#c3c9d4", "#8f99aa", "#5a6476", "#2b313c")
+"""Memory as a strip: from none to the most, a grey that belongs to no lane."""
+
+
+def hue(lane_hue: int) -> Hue:
+    """The hue of that number; numbers past the last start again."""
+    return HUES[lane_hue % len(HUES)]

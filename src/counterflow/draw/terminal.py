@@ -1,0 +1,353 @@
+"""A timeline as text: one row a worker, time to the right, as wide as the console at most.
+
+Time goes in slots of the longest duration that divides every start and end, each wide enough for a
+micro-batch's number if there is room, so an op of two slots is twice as wide as one of one slot. A timeline
+with more slots than characters is scaled: then a character is a slice of time and shows the op that fills
+most of it. With colour, hue and shade tell ops apart; without, a forward is a digit and a backward a letter.
+Bubbles are dots either way.
+
+Invariant: the same charts, width and colours give the same text. Nothing here looks at a schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+from . import palette
+from .chart import Box, BoxKind, Chart, Memory, shared_end, shared_peak, steps_until
+from .units import nice_step, time_unit
+
+_BUBBLE = "."
+_LEVELS = " ▁▂▃▄▅▆▇█"
+_PLAIN_LEVELS = " 123456789"
+_MOST_SLOTS = 4000
+_PLAIN = Style.null()
+_FAINT = Style(dim=True)
+
+
+def print_charts(charts: Sequence[Chart], console: Console) -> None:
+    """Print charts, one under the other, on one time axis."""
+    grid = Grid.of(charts, console)
+    for index, chart in enumerate(charts):
+        if index:
+            console.print()
+        for line in _chart_lines(chart, grid):
+            console.print(line, highlight=False)
+    for note in _notes(charts, grid):
+        console.print(Text(note, style=_FAINT), highlight=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How time becomes characters.
+
+    ``slot`` is in seconds and ``wide`` characters show it; ``short``: numbers are cut to one character;
+    ``scaled``: ops begin and end within slots; ``room``: characters there are for a row.
+    """
+
+    charts: tuple[Chart, ...]
+    end: float
+    slot: float
+    wide: int
+    short: bool
+    scaled: bool
+    room: int
+    margin: int
+    colour: bool
+    levels: str
+
+    @classmethod
+    def of(cls, charts: Sequence[Chart], console: Console) -> Grid:
+        """The widest grid that fits the console."""
+        end = shared_end(charts)
+        margin = max(len(f"P{chart.workers - 1}") for chart in charts) + 1
+        room = max(8, console.width - margin - max(map(_peak_width, charts)))
+        labels = {box.label for chart in charts for box in chart.boxes if box.kind is not BoxKind.SYNC}
+        backward = {_letters(box) for chart in charts for box in chart.boxes if box.kind is BoxKind.BACKWARD}
+        colour = console.color_system is not None and not console.no_color
+        # One blank keeps neighbours apart.
+        wide = 1 + max(map(len, labels if colour else labels | backward), default=1)
+        slot = common_slot([t for chart in charts for b in chart.boxes for t in (b.start, b.end)], end)
+        scaled = slot is None or round(end / slot) > room
+        short = scaled or round(end / (slot or end)) * wide > room
+        if slot is None or scaled:
+            slot, wide = end / room, 1
+        elif short:
+            wide = room // round(end / slot)
+        levels = _LEVELS if _can_encode(console, _LEVELS) else _PLAIN_LEVELS
+        if slot is None or scaled:
+            slot, wide = end / room, 1
+        return cls(tuple(charts), end, slot, wide, short, scaled, room, margin, colour, levels)
+
+    @property
+    def width(self) -> int:
+        """Characters of the whole time axis."""
+        return round(self.end / self.slot) * self.wide
+
+    def column(self, seconds: float) -> int:
+        """The column in which ``seconds`` lies."""
+        return round(seconds / self.slot) * self.wide
+
+    def columns(self, chart: Chart) -> int:
+        """Characters of a chart's makespan."""
+        return self.column(chart.makespan)
+
+
+def common_slot(times: Sequence[float], end: float) -> float | None:
+    """The longest slot, within reason, of which all ``times`` are multiples; None if there is none.
+
+    >>> common_slot([0.0, 1.0, 1.0, 3.0], 3.0), common_slot([0.0, 1.0, 2.5], 2.5)
+    (1.0, 0.5)
+    >>> common_slot([0.0, 1.0, 2.7182818], 2.7182818) is None
+    True
+    """
+    near = 1e-6 * end
+    slot = 0.0
+    for time in sorted(set(times)):
+        # Euclid's algorithm, with a little tolerance for sums of fractions.
+        a, b = time, slot
+        while b > near:
+            a, b = b, a % b
+            if a - b < near:
+                b = 0.0
+        slot = a
+        if slot * _MOST_SLOTS < end and slot > near:
+            return None
+    return slot if slot > near else None
+
+
+def _can_encode(console: Console, text: str) -> bool:
+    try:
+        text.encode(console.encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def _peak_width(chart: Chart) -> int:
+    if chart.memory is None:
+        return 0
+    return 1 + max(len(chart.memory.unit.short(use.peak)) for use in chart.memory.workers)
+
+
+# --- lines ---------------------------------------------------------------------------------------
+
+
+def _chart_lines(chart: Chart, grid: Grid) -> Iterator[Text]:
+    yield Text(chart.heading, style=Style(bold=True))
+    yield Text(chart.summary)
+    if grid.colour:
+        yield from _legend(chart, grid)
+    syncs = chart.sync_rows()
+    for worker, row in enumerate(chart.rows()):
+        yield _row(f"P{worker}", _bubbles(chart, grid), row, chart, grid)
+        if chart.has_syncs:
+            yield _row("", [(" ", _PLAIN)] * grid.columns(chart), syncs[worker], chart, grid)
+    yield from _axis(grid)
+    if chart.memory is not None:
+        yield from _memory(chart, chart.memory, grid)
+
+
+Cell = tuple[str, Style]
+
+
+def _bubbles(chart: Chart, grid: Grid) -> list[Cell]:
+    """A row without ops: one dot a slot, under its first character."""
+    return [(_BUBBLE if i % grid.wide == 0 else " ", _FAINT) for i in range(grid.columns(chart))]
+
+
+def _row(name: str, cells: list[Cell], boxes: Sequence[Box], chart: Chart, grid: Grid) -> Text:
+    for start, stop, box in _runs(boxes, len(cells), grid):
+        style = _style(box, chart) if grid.colour else _PLAIN
+        cells[start:stop] = [(character, style) for character in _filling(box, stop - start, grid)]
+    return _text(name, cells, grid)
+
+
+def _text(name: str, cells: Sequence[Cell], grid: Grid) -> Text:
+    line = _grid_line(f"{name:<{grid.margin}}")
+    for character, style in cells:
+        line.append(character, style)
+    if not grid.colour:
+        line.rstrip()
+    return line
+
+
+def _grid_line(text: str, style: Style = _PLAIN) -> Text:
+    """A line that belongs to the grid: on a console that is too narrow it is cut, not wrapped."""
+    return Text(text, style=style, no_wrap=True, overflow="crop")
+
+
+def _runs(boxes: Sequence[Box], width: int, grid: Grid) -> Iterator[tuple[int, int, Box]]:
+    """Which columns show which box, as (first, after the last, box)."""
+    if not grid.scaled:
+        for op in boxes:
+            start, stop = grid.column(op.start), grid.column(op.end)
+            if start < stop:
+                yield start, stop, op
+        return
+    first = 0
+    shown: Box | None = None
+    for column, box in enumerate([*_dominant(boxes, width, grid.slot), None]):
+        if box is not shown or column == width:
+            if shown is not None:
+                yield first, column, shown
+            first, shown = column, box
+
+
+def _dominant(boxes: Sequence[Box], width: int, slot: float) -> Iterator[Box | None]:
+    """For each slice of time the box that fills most of it; None where that is a bubble."""
+    index = 0
+    for column in range(width):
+        begin, end = column * slot, (column + 1) * slot
+        while index < len(boxes) and boxes[index].end <= begin:
+            index += 1
+        most, idle = 0.0, slot
+        shown: Box | None = None
+        for at in range(index, len(boxes)):
+            box = boxes[at]
+            if box.start >= end:
+                break
+            inside = min(box.end, end) - max(box.start, begin)
+            idle -= inside
+            if inside > most:
+                most, shown = inside, box
+        yield shown if idle <= most else None
+
+
+def _filling(box: Box, width: int, grid: Grid) -> str:
+    """What stands in a box of ``width`` characters."""
+    if box.kind is BoxKind.SYNC:
+        label = box.label if len(box.label) + 2 <= width else ""
+        return f"={label}".ljust(width, "=")
+    if grid.colour:
+        return box.label.ljust(width) if len(box.label) < width else " " * width
+    slots = width // grid.wide
+    if not grid.short:
+        return (_letters(box) if box.kind is BoxKind.BACKWARD else box.label).ljust(grid.wide) * slots
+    # Micro-batches that are computed together share the slots.
+    batches = box.micro_batches or (0,)
+    shown = (batches[slot * len(batches) // slots] for slot in range(slots))
+    return "".join(_short(box.kind, batch).ljust(grid.wide) for batch in shown)
+
+
+def _short(kind: BoxKind, batch: int) -> str:
+    return chr(ord("a") + batch % 26) if kind is BoxKind.BACKWARD else str(batch % 10)
+
+
+def _letters(box: Box) -> str:
+    """A backward's micro-batches in letters, numbered like the columns of a spreadsheet."""
+    text = "".join(_letter(m) for m in box.micro_batches)
+    # The label of a part ends in the part: 4a is the first half of 4, in letters e1.
+    last = box.label[-1:]
+    return f"{text}{ord(last) - ord('a') + 1}" if last.isalpha() else text
+
+
+def _letter(number: int) -> str:
+    text = ""
+    number += 1
+    while number:
+        number, rest = divmod(number - 1, 26)
+        text = chr(ord("a") + rest) + text
+    return text
+
+
+def _style(box: Box, chart: Chart) -> Style:
+    if box.lane is None:
+        return Style(color=palette.SYNC_HATCH, bgcolor=palette.SYNC)
+    hue = palette.hue(chart.lanes[box.lane].hue)
+    if box.kind is BoxKind.FORWARD:
+        return Style(color=palette.INK, bgcolor=hue.forward)
+    return Style(color=palette.ON_DARK, bgcolor=hue.backward)
+
+
+def _axis(grid: Grid) -> Iterator[Text]:
+    """Times under the columns in which they begin."""
+    unit = time_unit(grid.end)
+    span = grid.end / unit.seconds
+    step = nice_step(span, max(1, grid.width // (len(f"{span:.4g}") + 3)))
+    whole = grid.slot / unit.seconds
+    if not grid.scaled and step < whole:
+        step = whole
+    cells = [" "] * grid.room
+    tick = 0.0
+    while tick <= span * (1 + 1e-9):
+        column = int(tick / span * grid.width + 1e-6)
+        text = f"{tick:.6g}"
+        if column + len(text) <= grid.room:
+            cells[column : column + len(text)] = text
+        tick = round(tick + step, 9)
+    yield _grid_line(f"{unit.symbol:<{grid.margin}}{''.join(cells).rstrip()}", _FAINT)
+
+
+def _memory(chart: Chart, memory: Memory, grid: Grid) -> Iterator[Text]:
+    most = shared_peak(grid.charts, memory.unit)
+    yield Text(f"memory of each worker, full height is {memory.unit.text(most)}; peaks at the right")
+    width, columns = grid.width, grid.columns(chart)
+    for worker, use in enumerate(memory.workers):
+        amounts = [0.0] * columns
+        for start, stop, amount in steps_until(use, chart.makespan):
+            first = int(start / grid.end * width + 1e-6)
+            after = min(columns, max(first + 1, round(stop / grid.end * width)))
+            # A peak shorter than a column is still seen.
+            amounts[first:after] = [max(amount, a) for a in amounts[first:after]]
+        bars = "".join(_level(amount / most, grid.levels) for amount in amounts)
+        peak = memory.unit.short(use.peak)
+        yield _grid_line(f"{f'P{worker}':<{grid.margin}}{bars.ljust(width)} {peak}")
+
+
+def _level(share: float, levels: str) -> str:
+    if share <= 0:
+        return levels[0]
+    return levels[max(1, min(len(levels) - 1, round(share * (len(levels) - 1))))]
+
+
+# --- words ---------------------------------------------------------------------------------------
+
+
+def _legend(chart: Chart, grid: Grid) -> Iterator[Text]:
+    """The legend, in as many lines as it needs."""
+    line = Text()
+    for entry in _legend_entries(chart):
+        if line and len(line) + 3 + len(entry) > grid.margin + grid.room:
+            yield line
+            line = Text()
+        line.append("   " if line else "").append_text(entry)
+    yield line
+
+
+def _legend_entries(chart: Chart) -> Iterator[Text]:
+    def pair(light: str, dark: str, text: str) -> Text:
+        return Text.assemble(("  ", Style(bgcolor=light)), ("  ", Style(bgcolor=dark)), f" {text}")
+
+    entries = chart.legend()
+    if len(entries) == 1 and not entries[0][1]:
+        yield pair(*palette.hue(entries[0][0]).pair, "forward | backward")
+    else:
+        yield pair(*palette.NEUTRAL, "forward | backward")
+        for number, text in entries:
+            yield pair(*palette.hue(number).pair, text)
+    if chart.has_syncs:
+        style = Style(color=palette.SYNC_HATCH, bgcolor=palette.SYNC)
+        yield Text.assemble(("=1=", style), " gradient sync of stage 1")
+    yield Text(f"{_BUBBLE} bubble")
+
+
+def _notes(charts: Sequence[Chart], grid: Grid) -> Iterator[str]:
+    unit = time_unit(grid.end)
+    if not grid.colour:
+        syncs = ", =1= a gradient sync of stage 1" if any(c.has_syncs for c in charts) else ""
+        halves = ", b1 and b2 its halves" if _any_parts(charts) and not grid.short else ""
+        wrap = "; digits are mod 10, letters mod 26" if grid.short else ""
+        yield f"1 forward of micro-batch 1, b its backward{halves}, . bubble{syncs}{wrap}"
+    if grid.scaled:
+        shown = unit.text(grid.slot)
+        yield f"scaled to fit: a character is {shown} and shows what fills most of it"
+
+
+def _any_parts(charts: Sequence[Chart]) -> bool:
+    return any(b.label[-1:].isalpha() for c in charts for b in c.boxes if b.kind is BoxKind.BACKWARD)

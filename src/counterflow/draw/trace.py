@@ -1,0 +1,102 @@
+"""A trace that Perfetto (ui.perfetto.dev) and Chrome's tracer open: one process a chart, one thread a worker.
+
+Gradient syncs have a thread of their own under their worker's, memory is a counter a worker. Times are
+rounded to nanoseconds, starts and ends alike, so that ops which touch stay beside each other instead of
+overlapping by a rounding error. Invariant: one complete event ("X") a box.
+
+Source: "Trace Event Format" (the JSON of chrome://tracing).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from .chart import Box, BoxKind, Chart, Memory
+
+Event = Mapping[str, object]
+
+_SHORT = {BoxKind.FORWARD: "F", BoxKind.BACKWARD: "B", BoxKind.SYNC: "sync of stage "}
+
+
+def write_trace(charts: Sequence[Chart], path: Path) -> None:
+    """Write the charts as one trace."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        first = True
+        for event in trace_events(charts):
+            file.write("" if first else ",\n")
+            file.write(json.dumps(event, separators=(",", ":")))
+            first = False
+        file.write("\n]}\n")
+
+
+def trace_events(charts: Sequence[Chart]) -> Iterator[Event]:
+    """The events of all charts; ``pid`` is the chart, from 1."""
+    for process, chart in enumerate(charts, start=1):
+        yield from _names(process, chart)
+        for box in sorted(chart.boxes, key=lambda b: (b.start, b.worker, b.end)):
+            yield _complete(process, chart, box)
+        if chart.memory is not None:
+            yield from _counters(process, chart, chart.memory)
+
+
+def _thread(worker: int, *, sync: bool) -> int:
+    return 2 * worker + 1 + sync
+
+
+def _names(process: int, chart: Chart) -> Iterator[Event]:
+    def named(what: str, thread: int, **args: object) -> Event:
+        return {"ph": "M", "name": what, "pid": process, "tid": thread, "ts": 0, "args": args}
+
+    yield named("process_name", 0, name=chart.title)
+    yield named("process_sort_index", 0, sort_index=process)
+    for worker in range(chart.workers):
+        for sync in (False, True) if chart.has_syncs else (False,):
+            thread = _thread(worker, sync=sync)
+            yield named("thread_name", thread, name=f"P{worker} syncs" if sync else f"P{worker}")
+            yield named("thread_sort_index", thread, sort_index=thread)
+
+
+def _complete(process: int, chart: Chart, box: Box) -> Event:
+    start, end = _nanoseconds(box.start), _nanoseconds(box.end)
+    lane = chart.lanes[box.lane].name if box.lane is not None else ""
+    args: dict[str, object] = {"what": box.what, "stage": box.stage}
+    if box.pipe is not None:
+        args["pipe"] = box.pipe
+    if lane:
+        args["lane"] = lane
+    if box.micro_batches:
+        args["micro-batches"] = ", ".join(map(str, box.micro_batches))
+    if box.detail:
+        args["detail"] = box.detail
+    return {
+        "ph": "X",
+        # Perfetto colours by the name without its numbers: by direction and lane.
+        "name": f"{_SHORT[box.kind]}{box.label}" + (f" {lane}" if lane else ""),
+        "cat": box.kind.value,
+        "pid": process,
+        "tid": _thread(box.worker, sync=box.kind is BoxKind.SYNC),
+        "ts": start / 1000,
+        "dur": (end - start) / 1000,
+        "args": args,
+    }
+
+
+def _counters(process: int, chart: Chart, memory: Memory) -> Iterator[Event]:
+    for worker, use in enumerate(memory.workers):
+        changes = [*zip(use.times, use.amounts, strict=True), (chart.makespan, use.amounts[-1])]
+        for time, amount in changes:
+            yield {
+                "ph": "C",
+                "name": f"P{worker} memory",
+                "pid": process,
+                "tid": 0,
+                "ts": _nanoseconds(time) / 1000,
+                "args": {memory.unit.value: amount},
+            }
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)

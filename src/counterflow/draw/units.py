@@ -1,0 +1,97 @@
+"""Numbers as people read them: seconds, bytes, activations, in few digits.
+
+Invariant: the same number always gives the same text. This module draws nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class AmountUnit(Enum):
+    """What a worker's memory is counted in."""
+
+    BYTES = "bytes"
+    ACTIVATIONS = "activations"
+
+    def text(self, amount: float) -> str:
+        """``amount`` with its unit.
+
+        >>> AmountUnit.BYTES.text(3 * 2**30), AmountUnit.ACTIVATIONS.text(1.0)
+        ('3 GiB', '1 activation')
+        """
+        if self is AmountUnit.BYTES:
+            return bytes_text(amount)
+        return f"{compact(amount)} activation{'' if amount == 1 else 's'}"
+
+    def short(self, amount: float) -> str:
+        """``amount`` where there is little room: activations without their unit."""
+        return bytes_text(amount) if self is AmountUnit.BYTES else compact(amount)
+
+
+def compact(value: float, digits: int = 4) -> str:
+    """``value`` in about ``digits`` significant digits, without trailing zeros or an exponent.
+
+    >>> compact(30.0), compact(33.33333), compact(123456.7), compact(0.25)
+    ('30', '33.33', '123457', '0.25')
+    """
+    magnitude = abs(value)
+    places = digits - 1
+    while magnitude >= 10 and places > 0:
+        magnitude /= 10
+        places -= 1
+    if 0 < magnitude < 0.1:
+        return f"{value:.{digits}g}"
+    text = f"{value:.{places}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def bytes_text(amount: float) -> str:
+    """``amount`` bytes in the binary unit that leaves 1 to 1023 before the point.
+
+    >>> bytes_text(0), bytes_text(1536), bytes_text(13 * 2**30)
+    ('0 B', '1.5 KiB', '13 GiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(amount) < 1024:
+            return f"{compact(amount, 3)} {unit}"
+        amount /= 1024
+    return f"{compact(amount, 3)} TiB"
+
+
+@dataclass(frozen=True, slots=True)
+class TimeUnit:
+    """A unit to show times in: its symbol and how many seconds it has."""
+
+    symbol: str
+    seconds: float
+
+    def text(self, seconds: float) -> str:
+        """``seconds`` in this unit, with its symbol."""
+        return f"{compact(seconds / self.seconds)} {self.symbol}"
+
+
+def time_unit(makespan_seconds: float) -> TimeUnit:
+    """The unit in which a timeline of this length reads well.
+
+    >>> time_unit(30.0).text(30.0), time_unit(0.25).text(0.125), time_unit(3e-4).text(3e-4)
+    ('30 s', '125 ms', '300 µs')
+    """
+    if makespan_seconds >= 1 or makespan_seconds <= 0:
+        return TimeUnit("s", 1.0)
+    return TimeUnit("ms", 1e-3) if makespan_seconds >= 1e-3 else TimeUnit("µs", 1e-6)
+
+
+def nice_step(span: float, most: int) -> float:
+    """The smallest 1, 2 or 5 times a power of ten that divides ``span`` into at most ``most`` parts.
+
+    >>> nice_step(30, 8), nice_step(0.7, 10)
+    (5.0, 0.1)
+    """
+    step = 1e-9
+    while True:
+        for factor in (1, 2, 5):
+            if span <= step * factor * most * (1 + 1e-9):
+                return float(f"{step * factor:.6g}")
+        step *= 10

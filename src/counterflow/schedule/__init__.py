@@ -1,0 +1,1 @@
+"""What runs, where, in which order. Pure data: no torch, no clock, no input or output."""

@@ -1,0 +1,69 @@
+"""The checker: is a schedule right? Rule by rule, with the place of what is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .actions import Program
+from .ir import Schedule
+from .lowering import lower
+from .rules import RULES, Subject, details, require
+
+
+@dataclass(frozen=True, slots=True)
+class RuleResult:
+    """What came of one rule. ``ok`` is None where it could not be looked at; ``detail`` says why."""
+
+    rule: str
+    ok: bool | None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What came of all rules."""
+
+    results: tuple[RuleResult, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every rule was looked at and holds."""
+        return all(result.ok for result in self.results)
+
+
+def inspect(schedule: Schedule, *, program: Program | None = None, peak_limit: float | None = None) -> Report:
+    """Every rule of the checker on a schedule.
+
+    Args:
+        schedule: any schedule, however wrong.
+        program: its action lists; by default they are lowered from it.
+        peak_limit: the most forwards, in (stage x micro-batch) units, a worker may stash; None: no limit.
+
+    >>> from counterflow.schedule.schemes import chimera
+    >>> inspect(chimera(stages=4, micro_batches=4)).ok
+    True
+    """
+    results: dict[str, RuleResult] = {}
+    for rule in RULES:
+        broken = [name for name in rule.after if not results[name].ok]
+        if not broken and rule.lowered and program is None:
+            program = lower(schedule, recheck=False)
+        if broken:
+            results[rule.name] = RuleResult(rule.name, None, f"not checked, because '{broken[0]}' fails")
+            continue
+        detail = details(rule, Subject(schedule, program, peak_limit))
+        results[rule.name] = RuleResult(rule.name, not detail, detail)
+    return Report(tuple(results.values()))
+
+
+def check(schedule: Schedule, *, program: Program | None = None, peak_limit: float | None = None) -> None:
+    """Raise if the schedule breaks a rule; see ``inspect`` for the arguments.
+
+    Raises:
+        DeadlockError: the workers wait for each other in a circle; the message shows it.
+        ScheduleError: another rule is broken; the message says which, where, expected and got.
+    """
+    for rule in RULES:
+        if rule.lowered and program is None:
+            program = lower(schedule, recheck=False)
+        require(Subject(schedule, program, peak_limit), (rule,))

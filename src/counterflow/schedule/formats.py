@@ -1,0 +1,189 @@
+"""Schedules as text: one JSON object, one line a worker, ops as they are printed (``F3.7``).
+
+Invariant: the same text read back is the same schedule. Reading refuses what is not of the form, with
+the place; whether the schedule is right is the checker's business.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from counterflow.errors import ConfigError
+
+from .ir import Op, OpKind, OptionValue, Schedule
+from .placement import Placement
+
+FORMAT = "counterflow-schedule"
+
+_OP = re.compile(
+    r"(?P<kind>[FB])(?:(?P<one>\d+)|\((?P<group>\d+(?:,\d+)+)\))\.(?P<stage>\d+)"
+    r"(?:p(?P<pipe>\d+))?(?::(?P<part>\d+)/(?P<parts>\d+))?(?:v(?P<version>\d+))?"
+)
+_OP_HELP = (
+    "an op reads like F3.7 (forward of micro-batch 3, stage 7), B4.0p1 (backward on pipe 1), "
+    "F(0,1).2 (two micro-batches at once), B4.0:1/2 (the second half), F5.0v2 (weight version 2)"
+)
+
+Count = Annotated[int, Field(ge=1, le=10**9)]
+Index = Annotated[int, Field(ge=0, le=10**9)]
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: Literal["counterflow-schedule"]
+    format_version: Literal[1]
+    scheme: Annotated[str, Field(min_length=1)]
+    options: dict[str, OptionValue] = {}
+    synchronous: bool = True
+    micro_batches: Count
+    periods: Count = 1
+    placement: Annotated[list[Annotated[list[Index], Field(min_length=1)]], Field(min_length=1)]
+    steady: list[Annotated[list[Index], Field(min_length=2, max_length=2)]] | None = None
+    orders: Annotated[list[list[str]], Field(min_length=1)]
+
+
+def dumps(schedule: Schedule) -> str:
+    """The schedule as text, to be read by ``loads`` or by a person.
+
+    >>> from counterflow.schedule.schemes import dapple
+    >>> loads(dumps(dapple(stages=2, micro_batches=2)), "x.json") == dapple(stages=2, micro_batches=2)
+    True
+    """
+    head: dict[str, object] = {
+        "format": FORMAT,
+        "format_version": 1,
+        "scheme": schedule.scheme,
+        "options": dict(schedule.options),
+        "synchronous": schedule.synchronous,
+        "micro_batches": schedule.micro_batches,
+        "periods": schedule.periods,
+    }
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    lines.append(_rows("placement", [list(pipe) for pipe in schedule.placement.pipes_stages]))
+    if schedule.steady is not None:
+        lines.append(_rows("steady", [list(span) for span in schedule.steady]))
+    lines.append(_rows("orders", [[str(op) for op in order] for order in schedule.orders]))
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _rows(key: str, rows: list[list[int]] | list[list[str]]) -> str:
+    return f"  {json.dumps(key)}: [\n" + ",\n".join(f"    {json.dumps(row)}" for row in rows) + "\n  ]"
+
+
+def loads(text: str, name: str) -> Schedule:
+    """The schedule that a text says.
+
+    Args:
+        text: what ``dumps`` wrote, or the like.
+        name: what to call the text in errors, for example its file's name.
+
+    Raises:
+        ConfigError: the text is no JSON, or not of the form; the message says where.
+    """
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{name}: not JSON, at line {error.lineno}, column {error.colno}: {error.msg}; "
+            "is the file cut off or damaged?"
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{name}: nested too deeply for a schedule file") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ConfigError(
+            f'{name}: not a schedule file (expected an object with "format": "{FORMAT}"; '
+            "`counterflow export SCHEME` writes one)"
+        )
+    try:
+        file = _File.model_validate(data)
+    except ValidationError as error:
+        problems = "\n".join(
+            f"  {_path(e['loc'])}: {e['msg']}, got {_shown(e['input'])}" for e in error.errors()[:5]
+        )
+        raise ConfigError(f"{name}: not a valid schedule file:\n{problems}") from None
+    return _schedule(file, name)
+
+
+def _schedule(file: _File, name: str) -> Schedule:
+    workers = len(file.orders)
+    stages = len(file.placement[0])
+    for pipe, row in enumerate(file.placement):
+        if len(row) != stages:
+            raise ConfigError(
+                f"{name}: placement[{pipe}]: {len(row)} stages, but pipe 0 has {stages}; "
+                "every pipe has all stages"
+            )
+        for stage, worker in enumerate(row):
+            if worker >= workers:
+                raise ConfigError(
+                    f"{name}: placement[{pipe}][{stage}]: worker {worker}, but there are {workers} orders "
+                    f"(workers 0 to {workers - 1})"
+                )
+    steady = None
+    if file.steady is not None:
+        steady = tuple((span[0], span[1]) for span in file.steady)
+        lengths = [len(order) for order in file.orders]
+        fits = len(steady) == workers and all(
+            begin < stop <= length for (begin, stop), length in zip(steady, lengths, strict=True)
+        )
+        if not fits:
+            raise ConfigError(
+                f"{name}: steady: expected one [first op, one past the last op] a worker, within its order"
+            )
+    orders = tuple(
+        tuple(_op(text, f"{name}: orders[{w}][{i}]") for i, text in enumerate(order))
+        for w, order in enumerate(file.orders)
+    )
+    return Schedule(
+        scheme=file.scheme,
+        options=tuple(file.options.items()),
+        placement=Placement(workers, tuple(map(tuple, file.placement))),
+        orders=orders,
+        micro_batches=file.micro_batches,
+        periods=file.periods,
+        synchronous=file.synchronous,
+        steady=steady,
+    )
+
+
+def parse_op(text: str) -> Op:
+    """The op that ``text`` says, as ``str(op)`` writes it.
+
+    Raises:
+        ConfigError: it says none.
+
+    >>> parse_op("B4.0p1:1/2v3").parts
+    2
+    """
+    return _op(text, "op")
+
+
+def _op(text: str, place: str) -> Op:
+    match = _OP.fullmatch(text) if len(text) < 10_000 else None
+    if match is None:
+        raise ConfigError(f"{place}: {_shown(text)} is no op; {_OP_HELP}")
+    one, group = match["one"], match["group"]
+    return Op(
+        OpKind(match["kind"]),
+        int(match["stage"]),
+        (int(one),) if one else tuple(map(int, group.split(","))),
+        int(match["pipe"] or 0),
+        int(match["part"] or 0),
+        int(match["parts"] or 1),
+        int(match["version"] or 0),
+    )
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return text.lstrip(".") or "the file"
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "…"

@@ -1,0 +1,169 @@
+"""What each op waits for: the op before it on its worker and the op whose output it takes.
+
+The one description of dependencies that the checker, the lowering and the simulator share. A forward of
+stage s takes the output of the forward of stage s − 1 of the same micro-batches; a backward of stage s
+takes that of the backward of stage s + 1 of the same micro-batch and part. That a backward follows its
+own forward is a matter of one worker's order, hence a rule of the checker and no edge here.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from counterflow.errors import DeadlockError, ScheduleError
+
+from .ir import Op, OpKind, Schedule
+
+
+class OpGraph:
+    """The ops of a schedule as numbered nodes with their inputs.
+
+    Nodes are numbered worker by worker in order: ``first[w]`` is worker w's first node and
+    ``first[w + 1]`` one past its last. ``source[n]`` is the node whose output node n takes, or None;
+    it may sit on the same worker (then no message is sent).
+
+    Raises:
+        ScheduleError: an op's input is computed nowhere, or an op is there twice.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.ops: list[Op] = list(schedule.ops())
+        self.first: list[int] = [0]
+        self.worker: list[int] = []
+        for worker, order in enumerate(schedule.orders):
+            self.first.append(self.first[-1] + len(order))
+            self.worker += [worker] * len(order)
+        self.source: list[int | None] = self._sources()
+
+    def _sources(self) -> list[int | None]:
+        forwards: dict[tuple[int, int, tuple[int, ...]], int] = {}
+        backwards: dict[tuple[int, int, tuple[int, ...], int, int], int] = {}
+        is_forward = [op.kind is OpKind.FORWARD for op in self.ops]
+        for node, op in enumerate(self.ops):
+            if is_forward[node]:
+                forwards[op.pipe, op.stage, op.micro_batches] = node
+            else:
+                backwards[op.pipe, op.stage, op.micro_batches, op.part, op.parts] = node
+        if len(forwards) + len(backwards) != len(self.ops):
+            raise ScheduleError(f"{self.schedule}: an op is there more than once; run the checker")
+        sources: list[int | None] = []
+        last = self.schedule.stages - 1
+        for node, op in enumerate(self.ops):
+            source: int | None = None
+            if is_forward[node]:
+                if op.stage > 0:
+                    source = forwards.get((op.pipe, op.stage - 1, op.micro_batches))
+                    if source is None:
+                        raise self._no_input(node, op.stage - 1)
+            elif op.stage < last:
+                key = (op.pipe, op.stage + 1, op.micro_batches, op.part, op.parts)
+                source = backwards.get(key)
+                if source is None:
+                    raise self._no_input(node, op.stage + 1)
+            sources.append(source)
+        return sources
+
+    def _no_input(self, node: int, stage: int) -> ScheduleError:
+        kind = "forward" if self.ops[node].kind is OpKind.FORWARD else "backward"
+        return ScheduleError(
+            f"{self.place(node)} has no input: no {kind} of stage {stage} on the same micro-batches "
+            "is in any order"
+        )
+
+    def place(self, node: int) -> str:
+        """Where a node stands, for messages: ``worker 2, op 5: B1.3``."""
+        worker = self.worker[node]
+        return f"worker {worker}, op {node - self.first[worker]}: {self.ops[node]}"
+
+    @cached_property
+    def messages(self) -> list[tuple[int, int]]:
+        """The (producer, consumer) nodes that sit on different workers, by consumer."""
+        return [
+            (source, node)
+            for node, source in enumerate(self.source)
+            if source is not None and self.worker[source] != self.worker[node]
+        ]
+
+    @cached_property
+    def _progress(self) -> tuple[list[int], list[int]]:
+        """Run every worker as far as it gets: the nodes done in order, and each worker's next node."""
+        done = bytearray(len(self.ops))
+        topological: list[int] = []
+        head = self.first[:-1].copy()
+        waiting: dict[int, list[int]] = {}
+        runnable = list(range(len(head)))[::-1]
+        while runnable:
+            worker = runnable.pop()
+            node, stop = head[worker], self.first[worker + 1]
+            while node < stop:
+                source = self.source[node]
+                if source is not None and not done[source]:
+                    waiting.setdefault(source, []).append(worker)
+                    break
+                done[node] = 1
+                topological.append(node)
+                if node in waiting:
+                    runnable += waiting.pop(node)
+                node += 1
+            head[worker] = node
+        return topological, head
+
+    @property
+    def topological(self) -> list[int]:
+        """All nodes, each after what it waits for.
+
+        Raises:
+            DeadlockError: workers wait for each other in a circle.
+        """
+        order, _ = self._progress
+        if len(order) != len(self.ops):
+            raise DeadlockError(self.describe_cycle())
+        return order
+
+    @property
+    def deadlocked(self) -> bool:
+        """Whether some op can never start."""
+        return len(self._progress[0]) != len(self.ops)
+
+    def cycle(self) -> list[tuple[int, int]]:
+        """A circle of (node that waits, node it waits for), each on the next one's worker; [] if none."""
+        _, head = self._progress
+        stuck = [w for w, node in enumerate(head) if node < self.first[w + 1]]
+        if not stuck:
+            return []
+        path: list[int] = []
+        worker = stuck[0]
+        while worker not in path:
+            path.append(worker)
+            source = self.source[head[worker]]
+            assert source is not None  # only a missing input stops a worker
+            worker = self.worker[source]
+        circle = path[path.index(worker) :]
+        waits = []
+        for w in circle:
+            source = self.source[head[w]]
+            assert source is not None
+            waits.append((head[w], source))
+        return waits
+
+    def describe_cycle(self) -> str:
+        """The deadlock as text, one line for each worker in the circle."""
+        lines = [
+            f"  {self.place(node)} waits for {self.ops[source]} "
+            f"(worker {self.worker[source]}, op {source - self.first[self.worker[source]]})"
+            for node, source in self.cycle()
+        ]
+        return "deadlock, the workers wait in a circle:\n" + "\n".join(lines)
+
+    def earliest(self, durations: list[int]) -> tuple[list[int], list[int]]:
+        """Start and end of every node when each runs as soon as it can; messages take no time."""
+        start, end = [0] * len(self.ops), [0] * len(self.ops)
+        begins = set(self.first)
+        for node in self.topological:
+            at = 0 if node in begins else end[node - 1]
+            source = self.source[node]
+            if source is not None and end[source] > at:
+                at = end[source]
+            start[node], end[node] = at, at + durations[node]
+        return start, end

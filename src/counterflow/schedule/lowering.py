@@ -1,0 +1,203 @@
+"""Lowering: from a schedule to one action list a worker, as a chain of pure passes.
+
+1. ``with_messages``: every op as a compute action, a send right after each op whose output another
+   worker needs, and its receive early on the other side (Hanayo section 4.2).
+2. ``with_syncs``: gradient syncs started as the mode says.
+3. ``with_updates``: waits for the syncs, updates, and the weight versions each one frees.
+
+After each pass the rules of the checker that already must hold are checked again.
+
+Messages between two workers have one order, the same on both, whichever way they go: the order in which
+they are sent when forwards take 1 and backwards 2. A receive is posted before the op during which its
+message is sent, and at least one op before the op that needs it; but not before an earlier message of
+the same two workers. That play of the schedule is then also a play with sends that block until their
+receive is posted, in which no send has to wait; and since whether a play gets stuck does not depend on
+how long things take, no play with blocking sends gets stuck.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from counterflow.errors import ConfigError
+
+from .actions import (
+    Action,
+    Backward,
+    Forward,
+    Program,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+    StartGradientSync,
+    Update,
+    WaitGradientSync,
+)
+from .graph import OpGraph
+from .ir import OpKind, Schedule
+from .modes import Sync, parse_mode
+from .rules import DEADLOCK_RENDEZVOUS, MESSAGES, SYNCS, VERSIONS, Rule, Subject, require
+from .sync import by_last_backward, first_users, gradient_syncs, plan_syncs
+
+Gaps = list[dict[int, list[Action]]]
+"""For each worker, what stands before its op number i (i = number of ops: at the end)."""
+
+
+def lower(
+    schedule: Schedule,
+    *,
+    replicas: int = 1,
+    sync: Sync | str = Sync.EAGER_OPT,
+    times: tuple[Sequence[float], Sequence[float]] | None = None,
+    recheck: bool = True,
+) -> Program:
+    """The action lists of a schedule.
+
+    Args:
+        schedule: a schedule that the checker accepts.
+        replicas: pipeline groups that share each stage's gradients, 1 or more.
+        sync: when gradients are summed.
+        times: start and end of every op, worker by worker in order, in any unit, by which ``eager-opt``
+            decides; by default those of forwards that take 1 and backwards that take 2.
+        recheck: whether the checker's rules are checked after each pass.
+
+    Raises:
+        DeadlockError: the schedule's workers wait for each other in a circle.
+        ScheduleError: an op has no input, or a pass broke a rule (a bug, or a hand-made placement that
+            cannot be lowered).
+        ConfigError: replicas below 1, an unknown sync mode.
+    """
+    if replicas < 1:
+        raise ConfigError(f"replicas={replicas}: must be 1 or more")
+    mode = parse_mode(Sync, "sync", sync)
+    graph = OpGraph(schedule)
+    passes: tuple[tuple[Callable[[Program], Program], tuple[Rule, ...]], ...] = (
+        (partial(with_messages, graph=graph), (MESSAGES, DEADLOCK_RENDEZVOUS)),
+        (
+            partial(with_syncs, graph=graph, times=times or unit_times(graph)),
+            (MESSAGES, DEADLOCK_RENDEZVOUS),
+        ),
+        (with_updates, (MESSAGES, DEADLOCK_RENDEZVOUS, VERSIONS, SYNCS)),
+    )
+    program = Program(schedule, (), replicas, mode)
+    for lowering_pass, rules in passes:
+        program = lowering_pass(program)
+        if recheck:
+            require(Subject(schedule, program), rules)
+    return program
+
+
+def unit_times(graph: OpGraph) -> tuple[list[int], list[int]]:
+    """Start and end of every node with F = 1 and B = 2 (in units of a stage and micro-batch / parts)."""
+    scale = max((op.parts for op in graph.ops), default=1)
+    cost = {OpKind.FORWARD: scale, OpKind.BACKWARD: 2 * scale}
+    return graph.earliest([int(cost[op.kind] * op.load) or 1 for op in graph.ops])
+
+
+def with_messages(program: Program, graph: OpGraph) -> Program:
+    """Compute actions, each send right after its op, each receive early (see the module docstring)."""
+    gaps: Gaps = [defaultdict(list) for _ in program.schedule.orders]
+    _, end = unit_times(graph)
+    ends = [end[graph.first[w] : graph.first[w + 1]] for w in range(program.schedule.workers)]
+    latest: dict[tuple[int, int], int] = defaultdict(int)
+    by_sending = sorted(graph.messages, key=lambda m: (end[m[0]], graph.worker[m[0]], m[0]))
+    for source, target in by_sending:
+        sender, receiver = graph.worker[source], graph.worker[target]
+        output = graph.ops[source]
+        sent = source - graph.first[sender] + 1
+        running = bisect_right(ends[receiver], end[source])
+        needed = target - graph.first[receiver]
+        posted = max(min(running, needed - 1), latest[receiver, sender])
+        latest[receiver, sender], latest[sender, receiver] = posted, sent
+        if output.kind is OpKind.FORWARD:
+            gaps[sender][sent].append(SendActivation(output, receiver))
+            gaps[receiver][posted].append(ReceiveActivation(output, sender))
+        else:
+            gaps[sender][sent].append(SendGradient(output, receiver))
+            gaps[receiver][posted].append(ReceiveGradient(output, sender))
+    return _woven(program, _compute_actions(program.schedule), gaps)
+
+
+def with_syncs(program: Program, graph: OpGraph, times: tuple[Sequence[float], Sequence[float]]) -> Program:
+    """The start of each stage's gradient sync, after the compute of its last backward and its sends."""
+    schedule = program.schedule
+    gaps: Gaps = [defaultdict(list) for _ in schedule.orders]
+    if schedule.synchronous:
+        for item in plan_syncs(graph, program.sync, *times):
+            stage, workers = item.sync.stage, item.sync.workers
+            if program.needs_sync(stage):
+                for worker, before in item.starts:
+                    gaps[worker][before].append(StartGradientSync(stage, item.sync.period, workers))
+    else:
+        for sync in gradient_syncs(schedule):
+            if program.needs_sync(sync.stage):
+                for worker, last in sync.last:
+                    before = len(schedule.orders[worker]) if last is None else last + 1
+                    gaps[worker][before].append(StartGradientSync(sync.stage, sync.period, sync.workers))
+    return _woven(program, program.actions, gaps)
+
+
+def with_updates(program: Program) -> Program:
+    """Waits and updates: at the end of a synchronous schedule; else before the first op that needs them.
+
+    Where nothing has to be summed an asynchronous update follows the last backward of its period at once.
+    """
+    schedule = program.schedule
+    gaps: Gaps = [defaultdict(list) for _ in schedule.orders]
+    users = first_users(schedule)
+    held: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0])
+    for sync in by_last_backward(schedule):
+        for worker, last in sync.last:
+            order = schedule.orders[worker]
+            if program.needs_sync(sync.stage) or last is None or schedule.synchronous:
+                before = users.get((worker, sync.stage, sync.period), len(order))
+            else:
+                before = last + 1
+            if program.needs_sync(sync.stage):
+                wait = WaitGradientSync(sync.stage, sync.period, sync.workers)
+                gaps[worker][before].append(wait)
+            used = {op.version for op in order[before:] if op.stage == sync.stage}
+            needed = min(used, default=sync.period + 1)
+            versions = held[worker, sync.stage]
+            frees = tuple(v for v in versions if v < needed)
+            held[worker, sync.stage] = [v for v in versions if v >= needed] + [sync.period + 1]
+            gaps[worker][before].append(Update(sync.stage, sync.period + 1, frees))
+    if schedule.synchronous:
+        _waits_first(gaps, schedule)
+    return _woven(program, program.actions, gaps)
+
+
+def _waits_first(gaps: Gaps, schedule: Schedule) -> None:
+    """All syncs are waited for before the first update, as clipping by the global norm needs it."""
+    for worker, order in enumerate(schedule.orders):
+        gaps[worker][len(order)].sort(key=lambda action: isinstance(action, Update))
+
+
+def _compute_actions(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+    return tuple(
+        tuple(Forward(op) if op.kind is OpKind.FORWARD else Backward(op) for op in order)
+        for order in schedule.orders
+    )
+
+
+def _woven(program: Program, actions: tuple[tuple[Action, ...], ...], gaps: Gaps) -> Program:
+    """``actions`` with what ``gaps`` says before each compute action.
+
+    In one gap: what was there already, then what is added; so sends stay right behind their op.
+    """
+    woven = []
+    for worker, old in enumerate(actions):
+        new: list[Action] = []
+        index = 0
+        for action in old:
+            if isinstance(action, (Forward, Backward)):
+                new += gaps[worker].get(index, ())
+                index += 1
+            new.append(action)
+        new += gaps[worker].get(index, ())
+        woven.append(tuple(new))
+    return Program(program.schedule, tuple(woven), program.replicas, program.sync)

@@ -1,0 +1,44 @@
+"""Choices that do not change the order of ops: recomputation and gradient synchronisation."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TypeVar
+
+from counterflow.errors import ConfigError
+
+
+class Recompute(StrEnum):
+    """What a forward keeps for its backward: everything, the stage's input, or each layer's input."""
+
+    NONE = "none"
+    STAGE = "stage"
+    LAYER = "layer"
+
+
+class Sync(StrEnum):
+    """When a stage's gradients are summed over its copies (Chimera section 3.2, Figure 4).
+
+    ``end``: after all local compute. ``eager``: as soon as the stage's last local backward is done.
+    ``eager-opt``: eagerly only where the worker idles between that moment and the end of its compute.
+    An asynchronous schedule has no end, so there every mode is eager.
+    """
+
+    END = "end"
+    EAGER = "eager"
+    EAGER_OPT = "eager-opt"
+
+
+Mode = TypeVar("Mode", Recompute, Sync)
+
+
+def parse_mode(kind: type[Mode], name: str, value: Mode | str) -> Mode:
+    """``value`` as a member of ``kind``.
+
+    Raises:
+        ConfigError: it is none; the message lists what is legal.
+    """
+    try:
+        return kind(value)
+    except ValueError:
+        raise ConfigError(f"{name}={value!r}: unknown; legal: {', '.join(kind)}") from None

@@ -1,0 +1,432 @@
+"""The checker's rules: a table of named properties of a schedule and of the actions it is lowered to.
+
+Each rule yields a line for each violation: the place, what was expected, what was found. Rules that read
+the schedule alone come first; those that read the lowered program hold for what ``lowering.py`` makes
+and are there to catch a pass, or a hand-made program, that breaks them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from counterflow.errors import DeadlockError, ScheduleError
+
+from .actions import (
+    Action,
+    Backward,
+    Forward,
+    Program,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+    StartGradientSync,
+    Update,
+    WaitGradientSync,
+)
+from .graph import OpGraph
+from .ir import Op, OpKind, Schedule
+from .play import describe_circle, play
+from .registry import SCHEMES
+
+MOST_SHOWN = 5
+"""Violations of one rule that are shown; the rest are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is checked: a schedule, its lowered program once there is one, and the user's limit."""
+
+    schedule: Schedule
+    program: Program | None = None
+    peak_limit: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One named property. ``after`` names the rules without which it cannot be looked at."""
+
+    name: str
+    violations: Callable[[Subject], Iterator[str]]
+    after: tuple[str, ...] = ()
+    lowered: bool = False
+    error: type[ScheduleError] = ScheduleError
+
+
+def _complete(subject: Subject) -> Iterator[str]:
+    """Every op of every micro-batch exactly once, grouped and divided alike on all stages."""
+    schedule = subject.schedule
+    found: Counter[Op] = Counter()
+    pipes: dict[int, set[int]] = defaultdict(set)
+    for worker, order in enumerate(schedule.orders):
+        for index, op in enumerate(order):
+            found[op] += 1
+            if not _in_range(schedule, op):
+                yield f"worker {worker}, op {index}: {op} is not one of {_extent(schedule)}"
+            for m in op.micro_batches:
+                pipes[m].add(op.pipe)
+            if found[op] == 2:
+                yield f"worker {worker}, op {index}: {op} is there more than once"
+    for m in range(schedule.total_micro_batches):
+        if len(pipes[m]) > 1:
+            shown = " and ".join(map(str, sorted(pipes[m])))
+            yield f"micro-batch {m} is on pipes {shown}; only one is allowed"
+        elif not pipes[m]:
+            yield f"micro-batch {m} is in no order"
+    yield from _uneven_stages(schedule, found)
+
+
+def _in_range(schedule: Schedule, op: Op) -> bool:
+    return (
+        0 <= op.pipe < schedule.pipes
+        and 0 <= op.stage < schedule.stages
+        and len(op.micro_batches) > 0
+        and all(0 <= m < schedule.total_micro_batches for m in op.micro_batches)
+        and len({m // schedule.micro_batches for m in op.micro_batches}) == 1
+        and 0 <= op.part < op.parts
+        and (op.parts == 1 or op.kind is OpKind.BACKWARD)
+    )
+
+
+def _extent(schedule: Schedule) -> str:
+    return (
+        f"{schedule.pipes} pipes, {schedule.stages} stages, "
+        f"{schedule.total_micro_batches} micro-batches, groups within one update"
+    )
+
+
+_Work = tuple[tuple[int, ...], int, int]
+"""What an op of a stage does: (micro-batches, part, parts)."""
+
+
+def _uneven_stages(schedule: Schedule, found: Iterable[Op]) -> Iterator[str]:
+    """Stages of a pipe on which a micro-batch is missing, or grouped or divided in another way."""
+    work: dict[tuple[int, OpKind, int], set[_Work]] = defaultdict(set)
+    for op in found:
+        work[op.pipe, op.kind, op.stage].add((op.micro_batches, op.part, op.parts))
+    for pipe in range(schedule.pipes):
+        everything: dict[OpKind, set[_Work]] = {
+            kind: set().union(*(work[pipe, kind, stage] for stage in range(schedule.stages)))
+            for kind in OpKind
+        }
+        for kind in OpKind:
+            for stage in range(schedule.stages):
+                for batches, part, parts in sorted(everything[kind] - work[pipe, kind, stage]):
+                    op = Op(kind, stage, batches, pipe, part, parts)
+                    yield f"{op} is in no order, though other stages of pipe {pipe} have it"
+        yield from _uncovered(pipe, everything)
+
+
+def _uncovered(pipe: int, everything: dict[OpKind, set[_Work]]) -> Iterator[str]:
+    """Micro-batches whose forwards or backwards do not add up to one whole each."""
+    group_of: dict[int, tuple[int, ...]] = {}
+    share: dict[OpKind, dict[int, float]] = {kind: defaultdict(float) for kind in OpKind}
+    for kind in OpKind:
+        for batches, _part, parts in everything[kind]:
+            for m in batches:
+                share[kind][m] += 1 / parts
+            if kind is OpKind.FORWARD:
+                group_of |= dict.fromkeys(batches, batches)
+    for m in sorted(share[OpKind.FORWARD] | share[OpKind.BACKWARD]):
+        for kind in OpKind:
+            if abs(share[kind][m] - 1) > 1e-9:
+                name = kind.name.lower()
+                yield f"micro-batch {m} of pipe {pipe}: {share[kind][m]:g} {name}s a stage, expected 1"
+    for batches, _part, _parts in sorted(everything[OpKind.BACKWARD]):
+        if len({group_of.get(m) for m in batches}) > 1:
+            yield f"pipe {pipe}: a backward of micro-batches {batches} that no one forward made together"
+
+
+def _placed(subject: Subject) -> Iterator[str]:
+    schedule = subject.schedule
+    for worker, order in enumerate(schedule.orders):
+        for index, op in enumerate(order):
+            holder = schedule.placement.worker(op.pipe, op.stage)
+            if holder != worker:
+                yield (
+                    f"worker {worker}, op {index}: {op}, but worker {holder} holds stage {op.stage} "
+                    f"of pipe {op.pipe}"
+                )
+
+
+def _forward_first(subject: Subject) -> Iterator[str]:
+    for worker, order in enumerate(subject.schedule.orders):
+        done: set[tuple[int, int, int]] = set()
+        for index, op in enumerate(order):
+            keys = [(op.pipe, op.stage, m) for m in op.micro_batches]
+            if op.kind is OpKind.FORWARD:
+                done.update(keys)
+            elif not done.issuperset(keys):
+                yield f"worker {worker}, op {index}: {op} comes before its forward"
+
+
+def _no_deadlock(subject: Subject) -> Iterator[str]:
+    graph = OpGraph(subject.schedule)
+    if graph.deadlocked:
+        yield graph.describe_cycle()
+    elif subject.program is not None:
+        yield from _stuck(subject, subject.program, rendezvous=False)
+
+
+def _no_deadlock_rendezvous(subject: Subject) -> Iterator[str]:
+    assert subject.program is not None
+    yield from _stuck(subject, subject.program, rendezvous=True)
+
+
+def _stuck(subject: Subject, program: Program, *, rendezvous: bool) -> Iterator[str]:
+    graph = OpGraph(subject.schedule)
+    inputs = {
+        graph.ops[node]: graph.ops[source] for node, source in enumerate(graph.source) if source is not None
+    }
+    stuck = play(program, inputs, rendezvous=rendezvous)
+    if stuck:
+        yield describe_circle(program, stuck)
+
+
+def _messages(subject: Subject) -> Iterator[str]:
+    program = subject.program
+    assert program is not None
+    traffic: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)
+    for worker, actions in enumerate(program.actions):
+        for index, action in enumerate(actions):
+            match action:
+                case SendActivation(output, peer) | SendGradient(output, peer):
+                    traffic[worker, peer].append((index, f"{output} from {worker} to {peer}"))
+                case ReceiveActivation(output, peer) | ReceiveGradient(output, peer):
+                    traffic[worker, peer].append((index, f"{output} from {peer} to {worker}"))
+    for one, other in sorted({(min(pair), max(pair)) for pair in traffic}):
+        ours, theirs = traffic[one, other], traffic[other, one]
+        for number, (mine, yours) in enumerate(zip_longest(ours, theirs)):
+            if mine is None or yours is None or mine[1] != yours[1]:
+                yield (
+                    f"workers {one} and {other}: message {number} between them is "
+                    f"{_message(mine)} on worker {one}, but {_message(yours)} on worker {other}"
+                )
+                break
+    yield from _message_places(program, OpGraph(subject.schedule))
+
+
+def _message(message: tuple[int, str] | None) -> str:
+    return "none" if message is None else f"{message[1]} (action {message[0]})"
+
+
+def _message_places(program: Program, graph: OpGraph) -> Iterator[str]:
+    """Sends that do not follow their op; ops whose message is not received before them."""
+    expected = {(graph.ops[s], graph.worker[s], graph.worker[t]): graph.ops[t] for s, t in graph.messages}
+    for worker, actions in enumerate(program.actions):
+        computed: set[Op] = set()
+        received: set[Op] = set()
+        for index, action in enumerate(actions):
+            match action:
+                case Forward(op) | Backward(op):
+                    computed.add(op)
+                case SendActivation(output, _) | SendGradient(output, _) if output not in computed:
+                    yield f"worker {worker}, action {index}: {action} comes before {output} is computed"
+                case ReceiveActivation(output, _) | ReceiveGradient(output, _):
+                    received.add(output)
+                    target = expected.get((output, action.peer, worker))
+                    if target is None:
+                        yield f"worker {worker}, action {index}: {action}, which no op here needs"
+                    elif target in computed:
+                        yield f"worker {worker}, action {index}: {action} is after {target}, which needs it"
+        for (output, sender, receiver), target in expected.items():
+            if receiver == worker and output not in received:
+                yield f"worker {worker}: no receive of {output} from worker {sender}, which {target} needs"
+
+
+def _versions(subject: Subject) -> Iterator[str]:
+    yield from _promised_versions(subject.schedule)
+    if subject.program is not None:
+        for worker, actions in enumerate(subject.program.actions):
+            yield from _held_versions(subject.schedule, worker, actions)
+
+
+def _promised_versions(schedule: Schedule) -> Iterator[str]:
+    known = SCHEMES.get(schedule.scheme)
+    forward: dict[tuple[int, int, int], int] = {}
+    for worker, order in enumerate(schedule.orders):
+        for index, op in enumerate(order):
+            place = f"worker {worker}, op {index}: {op}"
+            promised: int | None = None
+            if schedule.synchronous:
+                promised = 0
+            elif known is not None and known.version is not None:
+                promised = known.version(schedule.stages, op.stage, schedule.period_of(op))
+            if promised is not None and op.version != promised:
+                yield f"{place} uses version {op.version}, {schedule.scheme} promises {promised}"
+            for m in op.micro_batches:
+                first = forward.setdefault((op.pipe, op.stage, m), op.version)
+                if first != op.version:
+                    yield f"{place} uses version {op.version}, its forward used {first}"
+
+
+def _held_versions(schedule: Schedule, worker: int, actions: tuple[Action, ...]) -> Iterator[str]:
+    """Versions used before they are made or after they are freed; updates before their gradients."""
+    held: dict[int, set[int]] = {stage: {0} for _, stage in schedule.placement.held(worker)}
+    left = Counter(
+        (op.stage, schedule.period_of(op)) for op in schedule.orders[worker] if op.kind is OpKind.BACKWARD
+    )
+    for index, action in enumerate(actions):
+        place = f"worker {worker}, action {index}: {action}"
+        match action:
+            case Forward(op) | Backward(op):
+                if op.version not in held[op.stage]:
+                    shown = ", ".join(map(str, sorted(held[op.stage])))
+                    yield f"{place}: version {op.version} of stage {op.stage} is not there, only {shown}"
+                if op.kind is OpKind.BACKWARD:
+                    left[op.stage, schedule.period_of(op)] -= 1
+            case Update(stage, version, frees):
+                if version - 1 not in held[stage] or version in held[stage]:
+                    yield f"{place}: expected an update of version {max(held[stage])}"
+                if left[stage, version - 1]:
+                    yield f"{place}: {left[stage, version - 1]} backwards of its period are still to come"
+                held[stage].add(version)
+                if not held[stage].issuperset(frees):
+                    yield f"{place}: frees {frees}, of which some are not there"
+                held[stage] -= set(frees)
+
+
+def _syncs(subject: Subject) -> Iterator[str]:
+    program = subject.program
+    assert program is not None
+    schedule = program.schedule
+    wanted = {
+        (stage, period): program.holders(stage)
+        for stage in range(schedule.stages)
+        for period in range(schedule.periods)
+        if program.needs_sync(stage)
+    }
+    started: list[list[tuple[int, int]]] = []
+    for worker, actions in enumerate(program.actions):
+        mine: list[tuple[int, int]] = []
+        yield from _worker_syncs(schedule, worker, actions, mine, wanted)
+        started.append(mine)
+        for stage, period in (key for key, holders in wanted.items() if worker in holders):
+            if (stage, period) not in mine:
+                yield (
+                    f"worker {worker}: no gradient sync of its copy of stage {stage}, period {period} "
+                    f"(copies on workers {', '.join(map(str, wanted[stage, period]))})"
+                )
+    yield from _sync_orders(started)
+
+
+def _worker_syncs(  # noqa: C901 - one case an action; the cases are short
+    schedule: Schedule,
+    worker: int,
+    actions: tuple[Action, ...],
+    mine: list[tuple[int, int]],
+    wanted: dict[tuple[int, int], tuple[int, ...]],
+) -> Iterator[str]:
+    """One worker's syncs: after its backwards, over all holders, waited for before the update."""
+    waited: set[tuple[int, int]] = set()
+    for index, action in enumerate(actions):
+        place = f"worker {worker}, action {index}: {action}"
+        match action:
+            case Backward(op) if (op.stage, schedule.period_of(op)) in mine:
+                yield f"{place} comes after the start of the gradient sync of its stage"
+            case Backward(op):
+                before = (op.stage, schedule.period_of(op) - 1)
+                if before in mine and before not in waited:
+                    yield f"{place} needs the gradients whose sync is still going on"
+            case StartGradientSync(stage, period, workers):
+                if (stage, period) in mine:
+                    yield f"{place} is there more than once"
+                if wanted.get((stage, period)) != workers:
+                    yield (
+                        f"{place}: over workers {workers}, copies are on {wanted.get((stage, period), ())}"
+                    )
+                mine.append((stage, period))
+            case WaitGradientSync(stage, period, _):
+                if (stage, period) not in mine:
+                    yield f"{place} comes before its start"
+                waited.add((stage, period))
+            case Update(stage, version, _):
+                if (stage, version - 1) in wanted and (stage, version - 1) not in waited:
+                    yield f"{place} comes before the wait for its gradient sync"
+
+
+def _sync_orders(started: list[list[tuple[int, int]]]) -> Iterator[str]:
+    """Pairs of workers that start the syncs they share in different orders."""
+    for one, ours in enumerate(started):
+        for other in range(one):
+            theirs = started[other]
+            shared = set(ours) & set(theirs)
+            a, b = ([s for s in syncs if s in shared] for syncs in (theirs, ours))
+            if a != b:
+                yield f"workers {other} and {one} start their gradient syncs in different orders: {a}, {b}"
+
+
+def _peak(subject: Subject) -> Iterator[str]:
+    if subject.peak_limit is None:
+        return
+    for worker, order in enumerate(subject.schedule.orders):
+        stashed = 0.0
+        for index, op in enumerate(order):
+            stashed += op.load if op.kind is OpKind.FORWARD else -op.load
+            if stashed > subject.peak_limit:
+                yield (
+                    f"worker {worker}, op {index}: {op} makes {stashed:g} stashed forwards, "
+                    f"the limit is {subject.peak_limit:g}"
+                )
+                break
+
+
+COMPLETE = Rule("every op exactly once", _complete)
+PLACED = Rule("every op on the worker that holds its stage", _placed, (COMPLETE.name,))
+FORWARD_FIRST = Rule("forward before its backward", _forward_first, (COMPLETE.name, PLACED.name))
+DEADLOCK = Rule(
+    "no deadlock with buffered sends", _no_deadlock, (COMPLETE.name, PLACED.name), error=DeadlockError
+)
+_LOWERABLE = (COMPLETE.name, PLACED.name, FORWARD_FIRST.name, DEADLOCK.name)
+DEADLOCK_RENDEZVOUS = Rule(
+    "no deadlock with rendezvous sends",
+    _no_deadlock_rendezvous,
+    _LOWERABLE,
+    lowered=True,
+    error=DeadlockError,
+)
+MESSAGES = Rule("every send has its receive, in one order", _messages, _LOWERABLE, lowered=True)
+VERSIONS = Rule("weight versions as promised", _versions, (COMPLETE.name, PLACED.name))
+SYNCS = Rule("gradient sync covers every copy", _syncs, _LOWERABLE, lowered=True)
+PEAK = Rule("peak within the limit", _peak)
+
+RULES = (
+    COMPLETE,
+    PLACED,
+    FORWARD_FIRST,
+    DEADLOCK,
+    DEADLOCK_RENDEZVOUS,
+    MESSAGES,
+    VERSIONS,
+    SYNCS,
+    PEAK,
+)
+
+
+def details(rule: Rule, subject: Subject) -> str:
+    """The rule's violations as lines, the first few of them; empty if it holds."""
+    lines: list[str] = []
+    more = 0
+    for violation in rule.violations(subject):
+        if len(lines) < MOST_SHOWN:
+            lines.append(violation)
+        else:
+            more += 1
+    if more:
+        lines.append(f"… and {more} more")
+    return "\n".join(lines)
+
+
+def require(subject: Subject, rules: Iterable[Rule]) -> None:
+    """Raise the error of the first of ``rules`` that ``subject`` breaks.
+
+    Raises:
+        ScheduleError: or ``DeadlockError``, with the rule's name and its violations.
+    """
+    for rule in rules:
+        detail = details(rule, subject)
+        if detail:
+            raise rule.error(f"{subject.schedule} breaks the rule '{rule.name}':\n{detail}")

@@ -1,0 +1,145 @@
+"""Chimera: pipes in both directions whose 1F1B orders fit into each other's bubbles.
+
+D=4, N=4 (0, 1 down; 2, 3 up; digit = forward, letter = backward, B = 2F):
+
+    P0  0 1 . 2 c c 3 d d . a a . . b b
+    P1  . 0 2 1 3 . c c a a d d b b . .
+    P2  . 2 0 3 1 . a a c c b b d d . .
+    P3  2 3 . 0 a a 1 b b . c c . . d d
+
+The basic unit in slots: the j-th micro-batch of a pipe has its forward of stage s in slot 2j + s and its
+backward in slot 2j + 2D − 1 − s. A pipe runs D/(2f) of the D micro-batches, and no two ops share a
+worker and a slot. More micro-batches are units one after another (``concat``):
+
+* direct: units shifted by 2D slots.
+* forward-doubling: units of 2D micro-batches; pair j of a pipe is one forward in slot 2j + s, its
+  backwards k = 2j and 2j + 1 are in slots D + 2k + (D − 1 − s); units shifted by 3D slots. At most D
+  micro-batches left over run as a basic unit.
+* backward-halving: the same slots, where the forward runs one micro-batch and backwards 2j and 2j + 1
+  are its two halves.
+
+With more than one pair of pipes (f > 1) two backwards of a doubled or halved unit can ask for one slot;
+the one of the lower pipe goes first. Slots strictly increase along dependencies, so this stays right.
+
+Source: Li & Hoefler, Chimera (SC'21): sections 3.1, 3.5 (Figure 7) and 3.6 (Figure 8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+
+from counterflow.errors import ConfigError
+from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.placement import Placement, bidirectional
+from counterflow.schedule.slots import Placed, orders_by_slot, spread
+
+from ._legal import at_least
+
+
+class Concat(StrEnum):
+    """How Chimera goes on after its first D micro-batches (section 3.5)."""
+
+    DIRECT = "direct"
+    FORWARD_DOUBLING = "forward-doubling"
+    BACKWARD_HALVING = "backward-halving"
+
+
+def chimera(
+    stages: int, micro_batches: int, pairs: int = 1, concat: Concat | str = Concat.DIRECT
+) -> Schedule:
+    """Bidirectional pipes, ``pairs`` in each direction.
+
+    Args:
+        stages: depth D, the number of workers, even.
+        micro_batches: N, 1 or more; fewer than D are spread over the pipes as evenly as possible.
+        pairs: f, the pipes in each direction; divides D/2. Every worker holds 2f stages.
+        concat: what follows the first unit: ``direct``, ``forward-doubling`` or ``backward-halving``.
+
+    Raises:
+        ConfigError: an option is out of range.
+
+    >>> schedule = chimera(stages=4, micro_batches=4)
+    >>> " ".join(f"{op.kind.value}{op.micro_batches[0]}" for op in schedule.orders[0])
+    'F0 F1 F2 B2 F3 B3 B0 B1'
+    """
+    at_least("stages", stages, 2)
+    at_least("micro_batches", micro_batches, 1)
+    at_least("pairs", pairs, 1)
+    try:
+        concat = Concat(concat)
+    except ValueError:
+        legal = ", ".join(Concat)
+        raise ConfigError(f"concat={concat!r}: unknown; legal: {legal}") from None
+    placement = bidirectional(stages, pairs)
+    units = list(_units(stages, micro_batches, pairs, concat))
+    placed = _placed(placement, concat, units)
+    options = (
+        ("stages", stages),
+        ("micro_batches", micro_batches),
+        ("pairs", pairs),
+        ("concat", concat.value),
+    )
+    orders = orders_by_slot(stages, placed)
+    return Schedule("chimera", options, placement, orders, micro_batches)
+
+
+def _units(
+    stages: int, micro_batches: int, pairs: int, concat: Concat
+) -> Iterator[tuple[int, bool, list[int]]]:
+    """Each unit as (first slot, is it basic, micro-batches a pipe)."""
+    doubling = concat is Concat.FORWARD_DOUBLING
+    full = 2 * stages if doubling else stages
+    shift = 2 * stages if concat is Concat.DIRECT else 3 * stages
+    for unit, done in enumerate(range(0, micro_batches, full)):
+        size = min(full, micro_batches - done)
+        basic = concat is Concat.DIRECT or (doubling and size <= stages)
+        # What does not divide goes to down 0, up 0, down 1, up 1, …; pipes are down pipes, then up pipes.
+        shares = spread(size, 2 * pairs)
+        yield unit * shift, basic, shares[0::2] + shares[1::2]
+
+
+def _placed(
+    placement: Placement, concat: Concat, units: list[tuple[int, bool, list[int]]]
+) -> Iterator[Placed]:
+    for pipe, workers in enumerate(placement.pipes_stages):
+        # A pipe's micro-batches are numbered on from unit to unit, after those of the pipes before it.
+        first = sum(shares[q] for _, _, shares in units for q in range(pipe))
+        for start, basic, shares in units:
+            batches = range(first, first + shares[pipe])
+            first = batches.stop
+            if basic:
+                yield from _basic(start, pipe, workers, batches)
+            else:
+                yield from _equalised(start, pipe, workers, batches, concat)
+
+
+def _basic(start: int, pipe: int, workers: tuple[int, ...], batches: range) -> Iterator[Placed]:
+    depth = len(workers)
+    for j, m in enumerate(batches):
+        for s, worker in enumerate(workers):
+            slot = start + 2 * j + s
+            yield slot, worker, Op(OpKind.FORWARD, s, (m,), pipe)
+            slot = start + 2 * j + 2 * depth - 1 - s
+            yield slot, worker, Op(OpKind.BACKWARD, s, (m,), pipe)
+
+
+def _equalised(
+    start: int, pipe: int, workers: tuple[int, ...], batches: range, concat: Concat
+) -> Iterator[Placed]:
+    """A unit in which a forward op works as long as a backward op (section 3.5, Figure 7 c and d)."""
+    depth = len(workers)
+    halving = concat is Concat.BACKWARD_HALVING
+    step = 1 if halving else 2
+    for j, begin in enumerate(range(batches.start, batches.stop, step)):
+        group = tuple(range(begin, min(begin + step, batches.stop)))
+        for s, worker in enumerate(workers):
+            yield start + 2 * j + s, worker, Op(OpKind.FORWARD, s, group, pipe)
+            for i in range(2 if halving else len(group)):
+                slot = start + depth + 2 * (2 * j + i) + depth - 1 - s
+                op = (
+                    Op(OpKind.BACKWARD, s, group, pipe, part=i, parts=2)
+                    if halving
+                    else Op(OpKind.BACKWARD, s, (group[i],), pipe)
+                )
+                yield slot, worker, op

@@ -1,0 +1,55 @@
+"""GPipe: all forwards, then all backwards, last in first out.
+
+D=4, N=4 (digit = forward, letter = backward of the same micro-batch, B = 2F):
+
+    P0  0 1 2 3 . . . . . . . . . d d c c b b a a
+    P1  . 0 1 2 3 . . . . . . d d c c b b a a . .
+    P2  . . 0 1 2 3 . . . d d c c b b a a . . . .
+    P3  . . . 0 1 2 3 d d c c b b a a . . . . . .
+
+``groups=g`` cuts each worker's part of the model into g chunks on the looped placement and runs the
+forwards chunk by chunk, then the backwards chunk by chunk: for the same model the idle time falls to 1/g.
+
+Sources: Huang et al., GPipe (NeurIPS 2019); groups: WPipe (ICLR 2022), appendix A.4, Figure 15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.placement import looped
+
+from ._legal import at_least
+
+
+def gpipe(stages: int, micro_batches: int, groups: int = 1) -> Schedule:
+    """All forwards, then all backwards.
+
+    Args:
+        stages: depth D, the number of workers, 1 or more. With ``groups`` the model is cut into
+            ``stages * groups`` stages, ``groups`` on each worker.
+        micro_batches: N, 1 or more.
+        groups: chunks a worker holds, 1 or more.
+
+    Raises:
+        ConfigError: an option is out of range.
+
+    >>> print(*gpipe(stages=2, micro_batches=2).orders[0])
+    F0.0 F1.0 B1.0 B0.0
+    """
+    at_least("stages", stages, 1)
+    at_least("micro_batches", micro_batches, 1)
+    at_least("groups", groups, 1)
+    orders = tuple(tuple(_order(w, stages, groups, micro_batches)) for w in range(stages))
+    options = (("stages", stages), ("micro_batches", micro_batches), ("groups", groups))
+    return Schedule("gpipe", options, looped(stages, groups), orders, micro_batches)
+
+
+def _order(worker: int, workers: int, chunks: int, micro_batches: int) -> Iterator[Op]:
+    for chunk in range(chunks):
+        for m in range(micro_batches):
+            yield Op(OpKind.FORWARD, chunk * workers + worker, (m,))
+    for chunk in reversed(range(chunks)):
+        for m in reversed(range(micro_batches)):
+            yield Op(OpKind.BACKWARD, chunk * workers + worker, (m,))

@@ -1,0 +1,71 @@
+"""Interleaved 1F1B: each worker holds several chunks of the model and alternates between them.
+
+P=2, chunks=2, N=2 (micro-batch.stage; B = 2F):
+
+    P0: F0.0 F1.0 F0.2 F1.2 B0.2 B1.2 B0.0 B1.0
+    P1: F0.1 F1.1 F0.3 B0.3 F1.3 B1.3 B0.1 B1.1
+
+Micro-batches go in rounds; a round passes chunk after chunk. Rounds have P micro-batches; what is left
+over when P does not divide N is spread over them, so that a round never has fewer than P (or N) and no
+worker waits for a round too short to fill the pipeline. The warm-up of worker w is
+(chunks − 1)·round + 2·(P − 1 − w) forwards, or P − 1 − w with one chunk, where this is DAPPLE.
+
+Source: Narayanan et al., Megatron-LM (SC'21) section 2.2; the same order as
+torch.distributed.pipelining's ScheduleInterleaved1F1B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.placement import looped
+from counterflow.schedule.slots import spread
+
+from ._legal import at_least
+
+
+def interleaved(workers: int, micro_batches: int, chunks: int = 2) -> Schedule:
+    """Megatron's interleaved 1F1B on the looped placement.
+
+    Args:
+        workers: P, 1 or more.
+        micro_batches: N, 1 or more; P need not divide it.
+        chunks: stages a worker holds, 1 or more; the model is cut into ``workers * chunks`` stages.
+
+    Raises:
+        ConfigError: an option is out of range.
+
+    >>> print(*interleaved(workers=2, micro_batches=2).orders[1])
+    F0.1 F1.1 F0.3 B0.3 F1.3 B1.3 B0.1 B1.1
+    """
+    at_least("workers", workers, 1)
+    at_least("micro_batches", micro_batches, 1)
+    at_least("chunks", chunks, 1)
+    rounds = spread(micro_batches, max(1, micro_batches // workers))
+    orders = tuple(_order(w, workers, chunks, rounds) for w in range(workers))
+    options = (("workers", workers), ("micro_batches", micro_batches), ("chunks", chunks))
+    return Schedule("interleaved", options, looped(workers, chunks), orders, micro_batches)
+
+
+def _order(worker: int, workers: int, chunks: int, rounds: list[int]) -> tuple[Op, ...]:
+    stages = [chunk * workers + worker for chunk in range(chunks)]
+    forwards = list(_in_rounds(OpKind.FORWARD, stages, rounds))
+    backwards = list(_in_rounds(OpKind.BACKWARD, stages[::-1], rounds))
+    behind = workers - 1 - worker
+    warm_up = behind if chunks == 1 else (chunks - 1) * rounds[0] + 2 * behind
+    warm_up = min(warm_up, len(forwards))
+    order = forwards[:warm_up]
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        order += (forward, backward)
+    order += backwards[len(forwards) - warm_up :]
+    return tuple(order)
+
+
+def _in_rounds(kind: OpKind, stages: list[int], rounds: list[int]) -> Iterator[Op]:
+    first = 0
+    for size in rounds:
+        for stage in stages:
+            for m in range(first, first + size):
+                yield Op(kind, stage, (m,))
+        first += size

@@ -1,0 +1,91 @@
+"""MixPipe: two directions with a chosen number of micro-batches in flight.
+
+D=4, N=4, K=2, Γ=1 (micro-batches 0 and 2 go down, 1 and 3 up), makespan 19 with B = 2F:
+
+    P0: F0 F1 B1 F2 F3 B3 B0 B2
+    P1: F0 F1 B1 F2 F3 B0 B3 B2
+    P2: F1 F0 B0 F3 F2 B1 B2 B3
+    P3: F1 F0 B0 F3 F2 B2 B1 B3
+
+Micro-batches alternate between the down and the up pipe. K of them are injected before the first
+backward: each pipe's first stage runs K/2 forwards before its worker's first backward. Γ forwards more
+are advanced past backwards of the other pipe, so that a worker stashes at most K + Γ. ``injected="max"``
+is for N > D: forwards as early as memory allows with peak 3D/2 − 1.
+
+How the order is made (``mixpipe_plan.py``): only orders symmetric for the two directions are built, as a
+list schedule of one pipe folded onto D/2 workers. Every op has a due time, linear in its stage and
+micro-batch; a free worker starts the op due first that fits in memory. Some thirty such rules, found by
+search, are simulated and the shortest plan is kept; for nineteen shapes with D = 10 to 16 a few due times
+are moved by a kept table. One place in memory is always left for the later of a worker's two stages, so
+no plan can deadlock, whatever the due times.
+
+The paper's idle time 5D − 3K − 4 − 3Γ is exact at D=4; from K ≥ D/2 on the orders here idle at most that
+long up to D=16; for K < D/2 it cannot be reached within a peak of K + Γ. Only a simulation tells.
+
+Source: Zhang et al., MixPipe (2023) section III-A (Figure 3, equation 5) and III-C (Figure 6).
+"""
+
+from __future__ import annotations
+
+from counterflow.errors import ConfigError
+from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
+from counterflow.schedule.placement import bidirectional
+
+from ._legal import at_least
+from .mixpipe_plan import mixpipe_orders
+
+
+def mixpipe(
+    stages: int, micro_batches: int, injected: OptionValue | None = None, early_forwards: int = 0
+) -> Schedule:
+    """Two directions, K micro-batches injected, Γ forwards advanced.
+
+    Args:
+        stages: depth D, the number of workers, even.
+        micro_batches: N, 1 or more.
+        injected: K, even, 2..D, or ``"max"``; None means D.
+        early_forwards: Γ, 0..(D − K)/2; 0 with ``"max"``.
+
+    Raises:
+        ConfigError: an option is out of range.
+
+    >>> schedule = mixpipe(stages=4, micro_batches=4, injected=2, early_forwards=1)
+    >>> " ".join(f"{op.kind.value}{op.micro_batches[0]}" for op in schedule.orders[0])
+    'F0 F1 B1 F2 F3 B3 B0 B2'
+    """
+    at_least("stages", stages, 2)
+    at_least("micro_batches", micro_batches, 1)
+    placement = bidirectional(stages)
+    injected = stages if injected is None else injected
+    _refuse(stages, injected, early_forwards)
+    limit = injected if isinstance(injected, int) else None
+    orders = tuple(
+        tuple(
+            Op(OpKind(kind), worker if m % 2 == 0 else stages - 1 - worker, (m,), pipe=m % 2)
+            for kind, m in order
+        )
+        for worker, order in enumerate(mixpipe_orders(stages, micro_batches, limit, early_forwards))
+    )
+    options = (
+        ("stages", stages),
+        ("micro_batches", micro_batches),
+        ("injected", injected),
+        ("early_forwards", early_forwards),
+    )
+    return Schedule("mixpipe", options, placement, orders, micro_batches)
+
+
+def _refuse(stages: int, injected: OptionValue, early_forwards: int) -> None:
+    if isinstance(injected, str):
+        if injected != "max":
+            raise ConfigError(f"injected={injected!r}: must be even, 2 to {stages}, or 'max'")
+        most, why = 0, "with injected=max no forwards are advanced besides"
+    else:
+        at_least("injected", injected, 2)
+        if injected % 2 or injected > stages:
+            raise ConfigError(f"injected={injected}: must be even, 2 to {stages} (the depth), or 'max'")
+        most = (stages - injected) // 2
+        why = f"(stages - injected)/2 = {most}"
+    at_least("early_forwards", early_forwards, 0)
+    if early_forwards > most:
+        raise ConfigError(f"early_forwards={early_forwards}: must be 0 to {most}; {why}")

@@ -1,0 +1,106 @@
+"""What things cost: seconds for ops, messages and gradient syncs, bytes for weights and activations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from counterflow.errors import ConfigError
+from counterflow.schedule.modes import Recompute, Sync, parse_mode
+
+PerStage = float | Sequence[float]
+"""One number for every stage, or one number a stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteCosts:
+    """Bytes of one stage; each a number for all stages or one a stage.
+
+    Attributes:
+        weights: one version of one copy of the stage's weights.
+        gradients: gradients of one copy; None means as many as the weights.
+        optimizer: optimiser state of one copy.
+        activations: what a forward saves for its backward, for one micro-batch, without recomputation.
+        inputs: the stage's input for one micro-batch: all that is kept with ``recompute="stage"``.
+        layers: layers in the stage; with ``recompute="layer"`` one input a layer is kept.
+    """
+
+    weights: PerStage = 0.0
+    gradients: PerStage | None = None
+    optimizer: PerStage = 0.0
+    activations: PerStage = 0.0
+    inputs: PerStage = 0.0
+    layers: PerStage = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a simulation is fed with. Times are in seconds (any one unit does).
+
+    Attributes:
+        forward: forward of one stage on one micro-batch; a doubled forward lasts twice as long.
+        backward: backward of one stage on one micro-batch; a half one lasts half as long.
+        p2p: one message between two workers; a number, or ``p2p[sender][receiver]``.
+        overlap: whether a message travels while its sender computes on; else the sender is busy with it.
+        sync: all-reduce of one stage's gradients; nothing where there is only one copy.
+        sync_mode: when gradients are synchronised (``end``, ``eager``, ``eager-opt``).
+        replicas: copies of the whole pipeline group (W); with more than one every stage has a sync.
+        recompute: ``stage`` and ``layer`` add one forward to each backward.
+        op_seconds: measured times of single ops, by their text (``"F3.7"``), in place of the above.
+        memory: byte costs; None leaves memory out.
+
+    Raises:
+        ConfigError: a cost is negative or not a number.
+    """
+
+    forward: PerStage = 1.0
+    backward: PerStage = 2.0
+    p2p: float | Sequence[Sequence[float]] = 0.0
+    overlap: bool = True
+    sync: PerStage = 0.0
+    sync_mode: Sync | str = Sync.EAGER_OPT
+    replicas: int = 1
+    recompute: Recompute | str = Recompute.NONE
+    op_seconds: Mapping[str, float] | None = None
+    memory: ByteCosts | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sync_mode", parse_mode(Sync, "sync_mode", self.sync_mode))
+        object.__setattr__(self, "recompute", parse_mode(Recompute, "recompute", self.recompute))
+        for name in ("forward", "backward", "sync"):
+            _refuse_negative(name, getattr(self, name))
+        rows = [self.p2p] if isinstance(self.p2p, (int, float)) else self.p2p
+        for row in rows:
+            _refuse_negative("p2p", row)
+        if self.replicas < 1:
+            raise ConfigError(f"replicas={self.replicas}: must be 1 or more")
+
+    def op_cost(self, stages: int) -> tuple[list[float], list[float]]:
+        """Seconds of a forward and of a backward by stage, recomputation included."""
+        forward = per_stage("forward", self.forward, stages)
+        backward = per_stage("backward", self.backward, stages)
+        if self.recompute is not Recompute.NONE:
+            backward = [b + f for f, b in zip(forward, backward, strict=True)]
+        return forward, backward
+
+
+def per_stage(name: str, value: PerStage, stages: int) -> list[float]:
+    """``value`` for each of ``stages`` stages.
+
+    Raises:
+        ConfigError: it is a list of another length.
+    """
+    if isinstance(value, (int, float)):
+        return [float(value)] * stages
+    if len(value) != stages:
+        raise ConfigError(
+            f"{name}: {len(value)} numbers for {stages} stages; give one number, or one a stage"
+        )
+    return [float(v) for v in value]
+
+
+def _refuse_negative(name: str, value: PerStage) -> None:
+    for number in [value] if isinstance(value, (int, float)) else value:
+        if not math.isfinite(number) or number < 0:
+            raise ConfigError(f"{name}={number}: must be a finite number of seconds, 0 or more")

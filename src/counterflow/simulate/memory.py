@@ -1,0 +1,118 @@
+"""A worker's memory over time, from byte costs and the times of its ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from counterflow.schedule.ir import OpKind, Schedule
+from counterflow.schedule.modes import Recompute
+
+from .costs import ByteCosts, Costs, per_stage
+from .residency import version_lives
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Memory of one worker as steps: from ``times[i]`` on it holds ``amounts[i]`` (bytes, if so given)."""
+
+    times: tuple[float, ...]
+    amounts: tuple[float, ...]
+
+    @property
+    def peak(self) -> float:
+        """The largest amount."""
+        return max(self.amounts)
+
+
+def memory_use(
+    schedule: Schedule, costs: Costs, start: Sequence[float], end: Sequence[float]
+) -> tuple[MemoryUse, ...]:
+    """Memory of every worker over time.
+
+    A forward's stash is there from its start to the end of its backward; what recomputation needs
+    besides is there while the backward runs. Weights, gradients and optimiser state of every copy are
+    there throughout, a further weight version from its update until nothing needs it.
+
+    Args:
+        schedule: the schedule.
+        costs: with ``memory`` set.
+        start: start of each op, worker by worker in order, in seconds.
+        end: end of each op.
+    """
+    assert costs.memory is not None
+    parts = _stage_bytes(costs.memory, Recompute(costs.recompute), schedule.stages)
+    uses = []
+    first = 0
+    for worker, order in enumerate(schedule.orders):
+        # (time, rank, change): at one time, what is freed goes first.
+        changes: list[tuple[float, int, float]] = []
+
+        def add(time: float, change: float, into: list[tuple[float, int, float]] = changes) -> None:
+            into.append((time, 0 if change < 0 else 1, change))
+
+        for index, op in enumerate(order):
+            stash, working = parts.stash[op.stage] * op.load, parts.working[op.stage] * op.load
+            began, ended = start[first + index], end[first + index]
+            if op.kind is OpKind.FORWARD:
+                add(began, stash)
+            else:
+                add(ended, -stash)
+                if working:
+                    add(began, working)
+                    add(ended, -working)
+        base = sum(parts.fixed[stage] for _, stage in schedule.placement.held(worker))
+        for stage, version, born, dies in version_lives(schedule, worker):
+            if version and born >= 0:
+                add(end[first + born], parts.weights[stage])
+            elif version == 0:
+                base += parts.weights[stage]
+            if dies is not None and dies >= 0:
+                add(end[first + dies], -parts.weights[stage])
+        uses.append(_steps(base, changes))
+        first += len(order)
+    return tuple(uses)
+
+
+@dataclass(frozen=True, slots=True)
+class _StageBytes:
+    weights: list[float]
+    fixed: list[float]
+    stash: list[float]
+    working: list[float]
+
+
+def _stage_bytes(costs: ByteCosts, recompute: Recompute, stages: int) -> _StageBytes:
+    weights = per_stage("weights", costs.weights, stages)
+    gradients = costs.weights if costs.gradients is None else costs.gradients
+    full = per_stage("activations", costs.activations, stages)
+    inputs = per_stage("inputs", costs.inputs, stages)
+    layers = per_stage("layers", costs.layers, stages)
+    if recompute is Recompute.NONE:
+        stash, working = full, [0.0] * stages
+    elif recompute is Recompute.STAGE:
+        stash, working = inputs, full
+    else:
+        stash = [i * n for i, n in zip(inputs, layers, strict=True)]
+        working = [f / n for f, n in zip(full, layers, strict=True)]
+    fixed = [
+        g + o
+        for g, o in zip(
+            per_stage("gradients", gradients, stages),
+            per_stage("optimizer", costs.optimizer, stages),
+            strict=True,
+        )
+    ]
+    return _StageBytes(weights, fixed, stash, working)
+
+
+def _steps(base: float, changes: list[tuple[float, int, float]]) -> MemoryUse:
+    times, amounts = [0.0], [base]
+    for time, _, change in sorted(changes):
+        amount = amounts[-1] + change
+        if time == times[-1]:
+            amounts[-1] = amount
+        else:
+            times.append(time)
+            amounts.append(amount)
+    return MemoryUse(tuple(times), tuple(amounts))

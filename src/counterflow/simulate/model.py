@@ -1,0 +1,214 @@
+"""A schedule made ready to be timed: numbered nodes, what they wait for, and where costs go in.
+
+Kept for the last few schedules, so that trying many costs only fills in numbers.
+Nodes are the schedule's ops and, for an asynchronous schedule whose syncs take time,
+one node for each gradient sync that later ops wait for.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from counterflow.errors import ConfigError
+from counterflow.schedule.graph import OpGraph
+from counterflow.schedule.ir import OpKind, Schedule
+from counterflow.schedule.modes import Sync
+from counterflow.schedule.sync import by_last_backward, first_users, plan_syncs
+
+from .costs import Costs, per_stage
+from .kernel import Floats, Ints, longest_paths
+
+KEPT_MODELS = 8
+"""Models kept, so that trying many costs on a few schedules builds each of them once."""
+
+_models: list[Model] = []
+
+
+class Model:
+    """A schedule's dependencies as arrays."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.graph = OpGraph(schedule)
+        self.topological: Ints = np.array(self.graph.topological, dtype=np.int64)
+        ops = self.graph.ops
+        self.worker: Ints = np.array(self.graph.worker, dtype=np.int64)
+        self.stage: Ints = np.array([op.stage for op in ops], dtype=np.int64)
+        self.backward = np.array([op.kind is OpKind.BACKWARD for op in ops], dtype=bool)
+        self.load: Floats = np.array([op.load for op in ops])
+        self._add_edges()
+
+    def _add_edges(self) -> None:
+        """Edges by node: from the op before it on its worker, then from the op whose output it takes."""
+        count = len(self.worker)
+        nodes = np.arange(count)
+        ordered = np.ones(count, dtype=bool)
+        ordered[np.array(self.graph.first[:-1])[np.diff(self.graph.first) > 0]] = False
+        source = np.array([-1 if s is None else s for s in self.graph.source], dtype=np.int64)
+        fed = source >= 0
+        degree = ordered.astype(np.int64) + fed
+        self.first: Ints = np.concatenate(([0], np.cumsum(degree)))
+        self.sources: Ints = np.empty(self.first[-1], dtype=np.int64)
+        order_edge = self.first[:-1][ordered]
+        self.sources[order_edge] = nodes[ordered] - 1
+        data_edge = self.first[1:][fed] - 1
+        self.sources[data_edge] = source[fed]
+        crosses = self.worker[source[fed]] != self.worker[fed]
+        self.message_edges: Ints = data_edge[crosses]
+        """Edges along which a message travels, with the worker that sends and the one that receives."""
+        self.senders: Ints = self.worker[source[fed][crosses]]
+        self.receivers: Ints = self.worker[fed][crosses]
+        # Where a worker is busy with its messages, the op after the sending one waits for them.
+        sending = np.full(count, -1, dtype=np.int64)
+        sending[source[fed][crosses]] = np.arange(crosses.sum())
+        before = np.where(ordered, nodes - 1, 0)
+        after_send = ordered & (sending[before] >= 0)
+        self.busy_edges: Ints = self.first[:-1][after_send]
+        self.busy_messages: Ints = sending[before[after_send]]
+
+    def seconds(self, costs: Costs) -> Floats:
+        """How long each op lasts."""
+        table = np.array(costs.op_cost(self.schedule.stages))
+        seconds: Floats = table[self.backward.astype(np.int64), self.stage] * self.load
+        if costs.op_seconds:
+            names = {str(op): node for node, op in enumerate(self.graph.ops)}
+            for name, value in costs.op_seconds.items():
+                if name not in names:
+                    raise ConfigError(f"op_seconds: {self.schedule} has no op {name!r}")
+                seconds[names[name]] = value
+        return seconds
+
+    def message_seconds(self, costs: Costs) -> Floats:
+        """How long each message travels, in the order of ``message_edges``."""
+        if isinstance(costs.p2p, (int, float)):
+            return np.full(len(self.message_edges), float(costs.p2p))
+        links = np.array(costs.p2p, dtype=np.float64)
+        if links.shape != (self.schedule.workers,) * 2:
+            raise ConfigError(
+                f"p2p: a table of shape {links.shape} for {self.schedule.workers} workers; "
+                "give one number, or one row of numbers a worker"
+            )
+        return links[self.senders, self.receivers]
+
+    def delays(self, costs: Costs) -> Floats:
+        """What passes on each edge between the end of one op and the earliest start of the other."""
+        delay = np.zeros(len(self.sources))
+        if costs.p2p != 0.0:
+            travel = self.message_seconds(costs)
+            delay[self.message_edges] = travel
+            if not costs.overlap:
+                delay[self.busy_edges] = travel[self.busy_messages]
+        return delay
+
+    def synced(self, costs: Costs) -> bool:
+        """Whether these costs make any gradient sync take time."""
+        return any(per_stage("sync", costs.sync, self.schedule.stages)) and (
+            costs.replicas > 1 or self.schedule.pipes > 1
+        )
+
+    def play(self, costs: Costs) -> tuple[Floats, Floats, Floats]:
+        """Start and end of each op, then (period, stage, start, end) rows of the syncs that take time."""
+        seconds, delay = self.seconds(costs), self.delays(costs)
+        if not self.synced(costs):
+            start, end = longest_paths(self.topological, self.first, self.sources, delay, seconds)
+            return start, end, np.empty((0, 4))
+        if self.schedule.synchronous:
+            start, end = longest_paths(self.topological, self.first, self.sources, delay, seconds)
+            return start, end, self._syncs_after(costs, start, end)
+        return self._play_with_syncs(costs, seconds, delay)
+
+    def _syncs_after(self, costs: Costs, start: Floats, end: Floats) -> Floats:
+        """Syncs on the lane beside each worker's compute; nothing waits for them but the update."""
+        lasts = per_stage("sync", costs.sync, self.schedule.stages)
+        planned = plan_syncs(self.graph, Sync(costs.sync_mode), start.tolist(), end.tolist())
+        lane = [0.0] * self.schedule.workers
+        rows = []
+        for item in planned:
+            stage, workers = item.sync.stage, item.sync.workers
+            at = max(item.ready, *(lane[w] for w in workers))
+            for w in workers:
+                lane[w] = at + lasts[stage]
+            rows.append((float(item.sync.period), float(stage), at, at + lasts[stage]))
+        return np.array(rows).reshape(-1, 4)
+
+    def _play_with_syncs(self, costs: Costs, seconds: Floats, delay: Floats) -> tuple[Floats, Floats, Floats]:
+        """Asynchronous: ops that use new weights, or fill the gradients anew, wait for the sync."""
+        lasts = per_stage("sync", costs.sync, self.schedule.stages)
+        ops, first = len(seconds), self.graph.first
+        users = first_users(self.schedule)
+        lane: dict[int, int] = {}
+        waiting: dict[int, list[int]] = {}
+        added: list[list[int]] = []
+        ordered = by_last_backward(self.schedule)
+        for sync in ordered:
+            node = ops + len(added)
+            sources = [first[worker] + last for worker, last in sync.last if last is not None]
+            sources += [lane[worker] for worker in sync.workers if worker in lane]
+            added.append(sources)
+            for worker in sync.workers:
+                lane[worker] = node
+                user = users.get((worker, sync.stage, sync.period))
+                if user is not None:
+                    waiting.setdefault(first[worker] + user, []).append(node)
+        edges, sources_of, delays = self._with_nodes(delay, waiting, added)
+        all_seconds = np.concatenate((seconds, [lasts[s.stage] for s in ordered]))
+        order = _topological(edges, sources_of)
+        start, end = longest_paths(order, edges, sources_of, delays, all_seconds)
+        rows = [
+            (float(s.period), float(s.stage), start[ops + i], end[ops + i]) for i, s in enumerate(ordered)
+        ]
+        return start[:ops], end[:ops], np.array(rows).reshape(-1, 4)
+
+    def _with_nodes(
+        self, delay: Floats, extra: dict[int, list[int]], added: list[list[int]]
+    ) -> tuple[Ints, Ints, Floats]:
+        """The edges with more sources for some ops (``extra``) and nodes appended (``added``)."""
+        sources: list[int] = []
+        delays: list[float] = []
+        first = [0]
+        old_first, old_sources, old_delay = self.first.tolist(), self.sources.tolist(), delay.tolist()
+        for node in range(len(self.worker)):
+            span = slice(old_first[node], old_first[node + 1])
+            more = extra.get(node, [])
+            sources += old_sources[span] + more
+            delays += old_delay[span] + [0.0] * len(more)
+            first.append(len(sources))
+        for waits in added:
+            sources += waits
+            delays += [0.0] * len(waits)
+            first.append(len(sources))
+        return np.array(first), np.array(sources, dtype=np.int64), np.array(delays)
+
+
+def _topological(first: Ints, sources: Ints) -> Ints:
+    """Nodes in an order in which sources go first."""
+    count = len(first) - 1
+    targets: list[list[int]] = [[] for _ in range(count)]
+    missing = np.diff(first).tolist()
+    bounds, feeds = first.tolist(), sources.tolist()
+    for node in range(count):
+        for source in feeds[bounds[node] : bounds[node + 1]]:
+            targets[source].append(node)
+    ready = [node for node in range(count) if not missing[node]]
+    order: list[int] = []
+    while ready:
+        node = ready.pop()
+        order.append(node)
+        for target in targets[node]:
+            missing[target] -= 1
+            if not missing[target]:
+                ready.append(target)
+    assert len(order) == count  # waiting for an update of earlier ops closes no circle
+    return np.array(order, dtype=np.int64)
+
+
+def model_of(schedule: Schedule) -> Model:
+    """The schedule's model; those of the last few schedules are kept."""
+    for place, kept in enumerate(_models):
+        if kept.schedule is schedule:
+            _models.append(_models.pop(place))
+            return kept
+    model = Model(schedule)
+    _models.append(model)
+    del _models[:-KEPT_MODELS]
+    return model

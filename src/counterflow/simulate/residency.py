@@ -1,0 +1,73 @@
+"""What stays in memory because of the order alone: stashed forwards and weight versions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from counterflow.schedule.ir import OpKind, Schedule
+
+
+def peak_activations(schedule: Schedule, stages: range | None = None) -> tuple[float, ...]:
+    """Most forwards stashed at once on each worker, in (stage x micro-batch) units.
+
+    Args:
+        schedule: the schedule.
+        stages: count only these stages (WPipe's groups); None counts all.
+    """
+    peaks = []
+    for order in schedule.orders:
+        stashed = peak = 0.0
+        for op in order:
+            if stages is not None and op.stage not in stages:
+                continue
+            if op.kind is OpKind.FORWARD:
+                stashed += op.load
+                peak = max(peak, stashed)
+            else:
+                stashed -= op.load
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def version_lives(schedule: Schedule, worker: int) -> Iterator[tuple[int, int, int, int | None]]:
+    """The life of each weight version on a worker: (stage, born, dies) with indices into its order.
+
+    Yields (stage, version, born, dies): the version is there from after op ``born`` (−1 for the first
+    one) until after op ``dies`` (None: until the end). Version v + 1 is born with the last backward of
+    period v. A version dies once nothing later uses it and a newer one is there.
+    """
+    order = schedule.orders[worker]
+    last_backward: dict[tuple[int, int, int], int] = {}
+    last_use: dict[tuple[int, int, int], int] = {}
+    for index, op in enumerate(order):
+        last_use[op.pipe, op.stage, op.version] = index
+        if op.kind is OpKind.BACKWARD:
+            last_backward[op.pipe, op.stage, schedule.period_of(op)] = index
+    for pipe, stage in schedule.placement.held(worker):
+        # A synchronous schedule ends with its update, which is made in place.
+        updates = 0 if schedule.synchronous else schedule.periods
+        for version in range(updates + 1):
+            born = last_backward.get((pipe, stage, version - 1), -1) if version else -1
+            dies = None
+            if version < updates:
+                replaced = last_backward.get((pipe, stage, version), -1)
+                dies = max(replaced, last_use.get((pipe, stage, version), -1))
+            yield stage, version, born, dies
+
+
+def weight_copies(schedule: Schedule) -> tuple[int, ...]:
+    """Stages held at most at once on each worker, every version of a stage counted."""
+    most = []
+    for worker in range(schedule.workers):
+        changes: list[tuple[int, int]] = []
+        for _stage, _version, born, dies in version_lives(schedule, worker):
+            changes.append((born, 1))
+            if dies is not None:
+                changes.append((dies, -1))
+        held = peak = 0
+        # Where a version dies with the op after which another is born, the new one takes its place.
+        for _index, change in sorted(changes):
+            held += change
+            peak = max(peak, held)
+        most.append(peak)
+    return tuple(most)

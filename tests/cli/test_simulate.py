@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import counterflow as cf
+from counterflow.cli.flags import SchemeOptions
+from counterflow.cli.wording import OPTIONS
+from counterflow.schedule.registry import SCHEMES
+
+from .conftest import Run
+
+KEYS = [
+    "scheme",
+    "options",
+    "workers",
+    "stages",
+    "pipes",
+    "micro_batches",
+    "costs",
+    "makespan",
+    "bubble_ratio",
+    "busy",
+    "idle",
+    "peak_activations",
+    "weight_copies",
+    "steady_bubble_ratio",
+]
+
+
+def test_json_is_as_promised(run: Run) -> None:
+    shown = run("simulate chimera --stages 8 --micro-batches 8 --json").json
+    assert list(shown) == KEYS
+    assert shown == {
+        "scheme": "chimera",
+        "options": {"stages": 8, "micro_batches": 8, "pairs": 1, "concat": "direct"},
+        "workers": 8,
+        "stages": 8,
+        "pipes": 2,
+        "micro_batches": 8,
+        "costs": {"forward": 1.0, "backward": 2.0, "p2p": 0.0},
+        "makespan": 36.0,
+        "bubble_ratio": 12 / 36,
+        "busy": [24.0] * 8,
+        "idle": [12.0] * 8,
+        "peak_activations": [5, 6, 7, 8, 8, 7, 6, 5],
+        "weight_copies": [2] * 8,
+        "steady_bubble_ratio": None,
+    }
+
+
+def test_timeline_only_on_request(run: Run) -> None:
+    shown = run("simulate dapple --stages 2 --micro-batches 1 --json --timeline").json
+    assert list(shown) == [*KEYS, "timeline"]
+    assert shown["timeline"] == [
+        [0, "F", 0, 0, [0], 0.0, 1.0],
+        [0, "B", 0, 0, [0], 4.0, 6.0],
+        [1, "F", 0, 1, [0], 1.0, 2.0],
+        [1, "B", 0, 1, [0], 2.0, 4.0],
+    ]
+
+
+def test_doubled_forwards_and_halves(run: Run) -> None:
+    doubled = run(
+        "simulate chimera --stages 2 --micro-batches 4 --concat forward-doubling --json --timeline"
+    ).json
+    assert doubled["timeline"][0][4:] == [[0, 1], 0.0, 2.0]
+    halved = run("simulate chimera --stages 2 --micro-batches 4 --concat backward-halving --json").json
+    assert all(isinstance(peak, int | float) for peak in halved["peak_activations"])
+
+
+def test_costs_are_shown_when_given(run: Run) -> None:
+    shown = run(
+        "simulate dapple --stages 2 --micro-batches 2 --forward 1,2 --backward 3 --p2p 0.5 --no-overlap "
+        "--sync 1 --sync-mode end --replicas 2 --recompute stage --json --timeline"
+    ).json
+    assert shown["costs"] == {
+        "forward": [1.0, 2.0],
+        "backward": 3.0,
+        "p2p": 0.5,
+        "overlap": False,
+        "sync": 1.0,
+        "sync_mode": "end",
+        "replicas": 2,
+        "recompute": "stage",
+    }
+    schedule = cf.schemes.dapple(stages=2, micro_batches=2)
+    costs = cf.Costs(
+        forward=(1, 2),
+        backward=3,
+        p2p=0.5,
+        overlap=False,
+        sync=1,
+        sync_mode="end",
+        replicas=2,
+        recompute="stage",
+    )
+    assert shown["makespan"] == cf.simulate(schedule, costs).makespan
+    assert [row[:3] for row in shown["syncs"]] == [[1, 1, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0", 0),
+        ("1000", 1000),
+        ("1e3", 1000),
+        ("7B", 7),
+        ("2KB", 2000),
+        ("2KiB", 2048),
+        ("1.5 MiB", 3 << 19),
+        ("1GB", 10**9),
+        ("1GiB", 1 << 30),
+        ("3gib", 3 << 30),
+    ],
+)
+def test_bytes(run: Run, text: str, expected: int) -> None:
+    shown = run("simulate gems --stages 2 --micro-batches 1 --json --activation-bytes", text).json
+    assert shown["costs"]["activation_bytes"] == expected
+    # One micro-batch on one pipe: each worker stashes it once.
+    assert shown["peak_bytes"] == [expected, expected]
+
+
+def test_byte_costs_of_each_stage(run: Run) -> None:
+    shown = run(
+        "simulate dapple --stages 2 --micro-batches 4 --json --weight-bytes 10,20 --gradient-bytes 1 "
+        "--optimizer-bytes 100 --activation-bytes 1000 --input-bytes 10000 --layers 2 --recompute layer"
+    ).json
+    # Weights, gradients, optimiser; stashed inputs of two layers; one layer's activations while recomputed.
+    assert shown["peak_bytes"] == [111 + 2 * 20000 + 500, 121 + 20000 + 500]
+
+
+def test_table_for_people(run: Run) -> None:
+    answer = run("simulate dapple --stages 2 --micro-batches 2 --weight-bytes 1GiB,2GiB")
+    assert (answer.code, answer.err) == (0, "")
+    lines = [" ".join(line.split()) for line in answer.out.splitlines()]
+    assert lines[:3] == [
+        "dapple(stages=2, micro_batches=2)",
+        "2 workers · 2 stages · 1 pipe · 2 micro-batches",
+        "forward 1 s · backward 2 s · message 0 s · weights 1 GiB, 2 GiB",
+    ]
+    assert "worker busy s idle s bubble peak activations weight copies peak memory" in lines
+    assert "0 6 3 33.3% 2 1 2 GiB" in lines
+    assert "1 6 3 33.3% 1 1 4 GiB" in lines
+    assert "makespan 9 s" in lines
+    assert "bubble ratio 33.33%" in lines
+
+
+def test_alike_workers_of_a_wide_schedule_share_a_row(run: Run) -> None:
+    assert "0–63" in run("simulate gpipe --stages 64 --micro-batches 4").out
+
+
+def test_timeline_for_people(run: Run) -> None:
+    out = run("simulate chimera --stages 2 --micro-batches 4 --concat backward-halving --timeline").out
+    assert "(part 2 of 2)" in out
+
+
+def test_steady_state(run: Run) -> None:
+    answer = run("simulate pipedream --stages 4")
+    assert "steady bubble ratio  0.00%" in answer.out
+    assert run("simulate pipedream --stages 4 --json").json["steady_bubble_ratio"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "pipedream --stages 3",
+        "pipedream-2bw --stages 3 --micro-batches 4",
+        "wpipe --workers 3 --micro-batches 4",
+    ],
+)
+def test_too_few_periods_for_a_steady_state(run: Run, scheme: str) -> None:
+    answer = run(f"simulate {scheme} --periods 1")
+    assert "no steady part in 1 period; play " in answer.out
+    needed = int(answer.out.split("(--periods ")[1].split(")")[0])
+    assert run(f"simulate {scheme} --json --periods {needed}").json["steady_bubble_ratio"] == 0.0
+    fewer = run(f"simulate {scheme} --json --periods {needed - 1}").json
+    assert fewer["steady_bubble_ratio"] is None
+
+
+def test_every_option_of_every_scheme_is_a_flag() -> None:
+    flags = tuple(SchemeOptions.__dataclass_fields__)
+    assert flags == OPTIONS
+    assert {o.name for scheme in SCHEMES.values() for o in scheme.options} == set(flags)
+
+
+@pytest.mark.parametrize(
+    ("line", "options"),
+    [
+        ("gpipe --stages 2 --micro-batches 2 --groups 2", {"groups": 2}),
+        ("1f1b --stages 2 --micro-batches 2", {"stages": 2}),
+        ("interleaved --workers 2 --micro-batches 2 --chunks 3", {"chunks": 3}),
+        ("gems --stages 2 --micro-batches 3", {"micro_batches": 3}),
+        ("chimera --stages 4 --micro-batches 4 --pairs 2", {"pairs": 2}),
+        ("mixpipe --stages 4 --micro-batches 4 --injected 2 --early-forwards 1", {"injected": 2}),
+        ("mixpipe --stages 4 --micro-batches 8 --injected max", {"injected": "max"}),
+        ("hanayo --workers 2 --micro-batches 2 --waves 2", {"waves": 2}),
+        ("pipedream --stages 2 --periods 4", {"periods": 4}),
+        ("pipedream-2bw --stages 2 --micro-batches 2 --periods 4", {"periods": 4}),
+        ("wpipe --workers 2 --micro-batches 2 --periods 4", {"periods": 4}),
+    ],
+)
+def test_every_scheme(run: Run, line: str, options: dict[str, Any]) -> None:
+    shown = run(f"simulate {line} --json").json
+    assert shown["options"].items() >= options.items()
+
+
+Refused = Callable[..., str]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("chimera --stages 7 --micro-batches 8", "Error: --stages 7: two directions need an even"),
+        ("chimera --stages 8 --micro-batches 8 --pairs 3", "Error: --pairs 3: the number of pairs"),
+        ("chimera --stages 8 --micro-batches 0", "Error: --micro-batches 0: must be 1 or more"),
+        ("wpipe --workers 4 --micro-batches 3", "Error: --micro-batches 3"),
+        ("mixpipe --stages 4 --micro-batches 4 --injected 3", "Error: --injected 3"),
+        ("mixpipe --stages 4 --micro-batches 4 --injected all", "Error: --injected 'all': must be a"),
+        ("dapple --waves 2", "Error: dapple has no --waves; its options: --stages, --micro-batches"),
+        ("dapple --waves 2 --pairs 1", "Error: dapple has no --pairs and no --waves; its options"),
+        ("hanayo --stages 4", "Error: hanayo has no --stages (use --workers); its options: --workers"),
+        ("dapple --stages 4", "Error: dapple needs --micro-batches\n  --micro-batches  N: micro-batches"),
+        ("dapple", "Error: dapple needs --stages and --micro-batches\n  --stages         depth D"),
+        ("chimra", "Error: unknown scheme 'chimra'; did you mean 'chimera'? Known: gpipe, dapple,"),
+        ("1f1b --stages 2 --micro-batches 2 --forward 1,x", "Error: --forward 1,x: cannot read 'x'"),
+        ("dapple --stages 2 --micro-batches 2 --forward 1,2,3", "Error: --forward: 3 numbers for 2"),
+        ("dapple --stages 2 --micro-batches 2 --forward nan", "Error: --forward nan: must be a finite"),
+        ("dapple --stages 2 --micro-batches 2 --p2p -1", "Error: --p2p -1.0: must be a finite number"),
+        ("dapple --stages 2 --micro-batches 2 --replicas 0", "Error: --replicas 0: must be 1 or more"),
+        ("dapple --stages 2 --micro-batches 2 --weight-bytes 2XB", "Error: --weight-bytes 2XB: cannot"),
+        ("dapple --stages 2 --micro-batches 2 --weight-bytes -1", "Error: --weight-bytes -1: cannot"),
+        ("dapple --stages 2 --micro-batches 2 --weight-bytes 1,2,3", "Error: --weight-bytes: 3 numbers"),
+    ],
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_wrong_requests(refused: Refused, line: str, message: str, as_json: bool) -> None:
+    assert refused(f"simulate {line}{' --json' * as_json}").startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("simulate dapple --stage 2", "No such option: --stage"),
+        ("simulate dapple --stages two", "Invalid value for '--stages'"),
+        ("simulate dapple --recompute all", "Invalid value for '--recompute'"),
+        ("simulate chimera --concat doubling", "Invalid value for '--concat'"),
+        ("simulate", "Missing argument 'SCHEME|FILE'"),
+        ("simulate dapple gpipe", "unexpected extra argument"),
+    ],
+)
+def test_wrong_usage(refused: Refused, line: str, message: str) -> None:
+    shown = refused(line)
+    assert message in shown
+    assert "Try 'counterflow simulate --help' for help." in shown
+
+
+def test_sync_settings_without_a_sync_are_pointed_out(run: Run) -> None:
+    answer = run("simulate dapple --stages 2 --micro-batches 2 --replicas 2 --json")
+    assert answer.code == 0
+    assert answer.err.startswith("Note: --sync-mode and --replicas change nothing")
+    assert list(answer.json) == KEYS

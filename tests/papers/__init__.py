@@ -1,0 +1,1 @@
+"""The papers' tables, figures and numbers, under the papers' own labels."""
