@@ -215,26 +215,37 @@ def _message(message: tuple[int, str] | None) -> str:
 
 def _message_places(program: Program, graph: OpGraph) -> Iterator[str]:
     """Sends that do not follow their op; ops whose message is not received before them."""
-    expected = {(graph.ops[s], graph.worker[s], graph.worker[t]): graph.ops[t] for s, t in graph.messages}
+    expected: list[dict[tuple[Op, int], Op]] = [{} for _ in program.actions]
+    for source, target in graph.messages:
+        message = (graph.ops[source], graph.worker[source])
+        expected[graph.worker[target]][message] = graph.ops[target]
     for worker, actions in enumerate(program.actions):
-        computed: set[Op] = set()
-        received: set[Op] = set()
-        for index, action in enumerate(actions):
-            match action:
-                case Forward(op) | Backward(op):
-                    computed.add(op)
-                case SendActivation(output, _) | SendGradient(output, _) if output not in computed:
-                    yield f"worker {worker}, action {index}: {action} comes before {output} is computed"
-                case ReceiveActivation(output, _) | ReceiveGradient(output, _):
-                    received.add(output)
-                    target = expected.get((output, action.peer, worker))
-                    if target is None:
-                        yield f"worker {worker}, action {index}: {action}, which no op here needs"
-                    elif target in computed:
-                        yield f"worker {worker}, action {index}: {action} is after {target}, which needs it"
-        for (output, sender, receiver), target in expected.items():
-            if receiver == worker and output not in received:
-                yield f"worker {worker}: no receive of {output} from worker {sender}, which {target} needs"
+        yield from _worker_messages(worker, actions, expected[worker])
+
+
+def _worker_messages(
+    worker: int, actions: tuple[Action, ...], expected: dict[tuple[Op, int], Op]
+) -> Iterator[str]:
+    """The same for one worker; ``expected`` has the op that needs each (message, sender)."""
+    computed: set[Op] = set()
+    received: set[Op] = set()
+    for index, action in enumerate(actions):
+        place = f"worker {worker}, action {index}"
+        match action:
+            case Forward(op) | Backward(op):
+                computed.add(op)
+            case SendActivation(output, _) | SendGradient(output, _) if output not in computed:
+                yield f"{place}: {action} comes before {output} is computed"
+            case ReceiveActivation(output, _) | ReceiveGradient(output, _):
+                received.add(output)
+                user = expected.get((output, action.peer))
+                if user is None:
+                    yield f"{place}: {action}, which no op here needs"
+                elif user in computed:
+                    yield f"{place}: {action} is after {user}, which needs it"
+    for (output, sender), user in expected.items():
+        if output not in received:
+            yield f"worker {worker}: no receive of {output} from worker {sender}, which {user} needs"
 
 
 def _versions(subject: Subject) -> Iterator[str]:
