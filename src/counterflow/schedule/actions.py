@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from .ir import Op, Schedule
 from .modes import Sync
+from .sync import needs_sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +133,10 @@ class Program:
     replicas: int = 1
     sync: Sync = Sync.EAGER_OPT
 
-    def needs_sync(self, stage: int) -> bool:
-        """Whether the gradients of ``stage`` have to be summed over several copies."""
-        return self.replicas > 1 or self.schedule.pipes > 1 or len(self.holders(stage)) > 1
+    @property
+    def needs_sync(self) -> bool:
+        """Whether stages have several copies, so that their gradients have to be summed."""
+        return needs_sync(self.schedule, self.replicas)
 
     def holders(self, stage: int) -> tuple[int, ...]:
         """The workers of one group that hold a copy of ``stage``, ascending."""

@@ -75,10 +75,11 @@ def lower(
         raise ConfigError(f"replicas={replicas}: must be 1 or more")
     mode = parse_mode(Sync, "sync", sync)
     graph = OpGraph(schedule)
+    unit = unit_times(graph)
     passes: tuple[tuple[Callable[[Program], Program], tuple[Rule, ...]], ...] = (
-        (partial(with_messages, graph=graph), (MESSAGES, DEADLOCK_RENDEZVOUS)),
+        (partial(with_messages, graph=graph, times=unit), (MESSAGES, DEADLOCK_RENDEZVOUS)),
         (
-            partial(with_syncs, graph=graph, times=times or unit_times(graph)),
+            partial(with_syncs, graph=graph, times=times or unit),
             (MESSAGES, DEADLOCK_RENDEZVOUS),
         ),
         (with_updates, (MESSAGES, DEADLOCK_RENDEZVOUS, VERSIONS, SYNCS)),
@@ -98,10 +99,10 @@ def unit_times(graph: OpGraph) -> tuple[list[int], list[int]]:
     return graph.earliest([int(cost[op.kind] * op.load) or 1 for op in graph.ops])
 
 
-def with_messages(program: Program, graph: OpGraph) -> Program:
+def with_messages(program: Program, graph: OpGraph, times: tuple[list[int], list[int]]) -> Program:
     """Compute actions, each send right after its op, each receive early (see the module docstring)."""
     gaps: Gaps = [defaultdict(list) for _ in program.schedule.orders]
-    _, end = unit_times(graph)
+    _, end = times
     ends = [end[graph.first[w] : graph.first[w + 1]] for w in range(program.schedule.workers)]
     latest: dict[tuple[int, int], int] = defaultdict(int)
     by_sending = sorted(graph.messages, key=lambda m: (end[m[0]], graph.worker[m[0]], m[0]))
@@ -129,12 +130,12 @@ def with_syncs(program: Program, graph: OpGraph, times: tuple[Sequence[float], S
     if schedule.synchronous:
         for item in plan_syncs(graph, program.sync, *times):
             stage, workers = item.sync.stage, item.sync.workers
-            if program.needs_sync(stage):
+            if program.needs_sync:
                 for worker, before in item.starts:
                     gaps[worker][before].append(StartGradientSync(stage, item.sync.period, workers))
     else:
         for sync in gradient_syncs(schedule):
-            if program.needs_sync(sync.stage):
+            if program.needs_sync:
                 for worker, last in sync.last:
                     before = len(schedule.orders[worker]) if last is None else last + 1
                     gaps[worker][before].append(StartGradientSync(sync.stage, sync.period, sync.workers))
@@ -153,11 +154,11 @@ def with_updates(program: Program) -> Program:
     for sync in by_last_backward(schedule):
         for worker, last in sync.last:
             order = schedule.orders[worker]
-            if program.needs_sync(sync.stage) or last is None or schedule.synchronous:
+            if program.needs_sync or last is None or schedule.synchronous:
                 before = users.get((worker, sync.stage, sync.period), len(order))
             else:
                 before = last + 1
-            if program.needs_sync(sync.stage):
+            if program.needs_sync:
                 wait = WaitGradientSync(sync.stage, sync.period, sync.workers)
                 gaps[worker][before].append(wait)
             used = {op.version for op in order[before:] if op.stage == sync.stage}

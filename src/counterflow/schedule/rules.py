@@ -308,7 +308,7 @@ def _syncs(subject: Subject) -> Iterator[str]:
         (stage, period): program.holders(stage)
         for stage in range(schedule.stages)
         for period in range(schedule.periods)
-        if program.needs_sync(stage)
+        if program.needs_sync
     }
     started: list[list[tuple[int, int]]] = []
     for worker, actions in enumerate(program.actions):

@@ -45,6 +45,11 @@ class PlannedSync:
     starts: tuple[tuple[int, int], ...]
 
 
+def needs_sync(schedule: Schedule, replicas: int) -> bool:
+    """Whether stages have several copies, so that their gradients have to be summed."""
+    return replicas > 1 or schedule.pipes > 1
+
+
 def gradient_syncs(schedule: Schedule) -> tuple[GradientSync, ...]:
     """The syncs of every stage and period, by period, then stage, whatever the number of copies."""
     last: dict[tuple[int, int, int], int] = {}

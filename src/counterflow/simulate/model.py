@@ -13,7 +13,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import OpKind, Schedule
 from counterflow.schedule.modes import Sync
-from counterflow.schedule.sync import by_last_backward, first_users, plan_syncs
+from counterflow.schedule.sync import by_last_backward, first_users, needs_sync, plan_syncs
 
 from .costs import Costs, per_stage
 from .kernel import Floats, Ints, longest_paths
@@ -102,9 +102,8 @@ class Model:
 
     def synced(self, costs: Costs) -> bool:
         """Whether these costs make any gradient sync take time."""
-        return any(per_stage("sync", costs.sync, self.schedule.stages)) and (
-            costs.replicas > 1 or self.schedule.pipes > 1
-        )
+        lasts = per_stage("sync", costs.sync, self.schedule.stages)
+        return any(lasts) and needs_sync(self.schedule, costs.replicas)
 
     def play(self, costs: Costs) -> tuple[Floats, Floats, Floats]:
         """Start and end of each op, then (period, stage, start, end) rows of the syncs that take time."""
