@@ -97,7 +97,8 @@ class Batch:
         first: number of this replica's first micro-batch among those of all replicas.
         training: whether gradients are wanted.
         known: the shapes of what travels, by stage and unit, if they were seen before.
-        learnt: where they are noted; None where they may change from step to step.
+        learnt: where they are noted.
+        settle: waits for what the others were given, before anything they see; gives ``total``.
     """
 
     step: int
@@ -109,6 +110,7 @@ class Batch:
     training: bool
     known: dict[Key, list[TensorSpec]] | None
     learnt: dict[Key, list[TensorSpec]]
+    settle: Callable[[], int] | None = None
 
     def rows(self, units: Sequence[Unit]) -> tuple[Rows, ...]:
         """The samples of ``units`` in terms of the whole mini-batch."""
@@ -257,6 +259,8 @@ class Interpreter:
         self._events: list[tuple[Op, torch.cuda.Event, torch.cuda.Event]] = []
         self._first_event: torch.cuda.Event | None = None
         self.tasks = self._prepare(program)
+        alone = next((i for i, task in enumerate(self.tasks) if not self._alone(task)), len(self.tasks))
+        self._before_others, self._beside_others = self.tasks[:alone], self.tasks[alone:]
         self.peers = {task.peer for task in self.tasks if task.peer >= 0}
         """The ranks that this worker exchanges messages with."""
 
@@ -304,6 +308,11 @@ class Interpreter:
             tasks[index : index + 2] = [both]
         return tasks
 
+    def _alone(self, task: _Task) -> bool:
+        """Whether no other worker sees it, and nothing in it depends on what others were given."""
+        posts = isinstance(task.action, Receive) and not task.both
+        return posts or (isinstance(task.action, Forward) and task.stage == 0 != self.last_stage)
+
     # -- a step
 
     def run(self, batch: Batch) -> Losses:
@@ -317,7 +326,13 @@ class Interpreter:
         status = self.transport.status
         action: Action | None = None
         try:
-            for task in self.tasks:
+            for task in self._before_others:
+                action = task.action
+                status.now(action)
+                task.handler(task)
+            if batch.settle is not None:
+                batch.total = batch.settle()
+            for task in self._beside_others:
                 action = task.action
                 status.now(action)
                 task.handler(task)

@@ -35,7 +35,7 @@ from .interpreter import Batch, Interpreter, Losses, LossFunction, Ran
 from .randomness import RandomStreams
 from .saved_bytes import SavedBytes
 from .stage import NamedLayer, StageCopy, materialised
-from .transport import Transport
+from .transport import Gathering, Transport
 from .values import TensorSpec, Unit, cut, moved, samples_in, signature, split_points
 from .weights import MakeOptimizer, MakeScheduler, Weights
 
@@ -303,12 +303,42 @@ class Pipeline:
                 raise ConfigError(f"worker {self.worker} holds the {stage} stage and needs the {name}")
         tells = inputs is not None
         kind = signature(inputs, samples, training) if tells else 0
+        telling = self.transport.start_gather([samples, kind, float(training), self.steps])
+        known = self._shapes.get(kind)
+        ahead = known is not None and samples >= self._fewest
+        """Whether this worker knows enough to begin; what the others say is read before it sends."""
+        total = samples
+        if not ahead:
+            samples, kind, total = self._agreed_on(telling, training)
+            known = self._shapes.get(kind)
+        self._kind = kind
+        points = split_points(samples, count)
+        parts = [slice(points[m], points[m + 1]) for m in range(count)]
+        return Batch(
+            step=self.steps,
+            inputs=[moved(cut(inputs, part), self.device) for part in parts] if needs_inputs else None,
+            targets=[moved(cut(targets, part), self.device) for part in parts] if needs_targets else None,
+            samples=[part.stop - part.start for part in parts],
+            total=total,
+            first=self.replica * count,
+            training=training,
+            known=known,
+            learnt={},
+            settle=(lambda: self._agreed_on(telling, training)[2]) if ahead else None,
+        )
+
+    def _agreed_on(self, telling: Gathering, training: bool) -> tuple[int, int, int]:
+        """Samples and signature of the replica's mini-batch, and the samples of all replicas'.
+
+        Raises:
+            ConfigError: the workers were not called with the same, or it cannot be cut.
+        """
         self.transport.status.now("agreeing on the mini-batch")
-        rows = self.transport.gather([samples, kind, float(training), self.steps])
+        rows = telling.wait()
         self._agree_on_call(rows, training)
         by_replica = [max(int(rows[rank][0]) for rank in ranks) for ranks in self.ranks]
-        mine = by_replica[self.replica]
         if min(by_replica) < self._fewest:
+            count = self.schedule.micro_batches
             raise ConfigError(
                 f"a mini-batch of {min(by_replica)} samples cannot be cut into {count} micro-batches"
                 f"{'' if self._fewest == count else ' of 2 samples or more'}; "
@@ -320,21 +350,7 @@ class Pipeline:
                 f"workers of replica {self.replica} were given mini-batches of different shapes; "
                 "all workers of a replica get the same mini-batch"
             )
-        points = split_points(mine, count)
-        parts = [slice(points[m], points[m + 1]) for m in range(count)]
-        self._kind = kinds.pop() if kinds else 0
-        known = self._shapes.get(self._kind) if self._kind and not self.dynamic_shapes else None
-        return Batch(
-            step=self.steps,
-            inputs=[moved(cut(inputs, part), self.device) for part in parts] if needs_inputs else None,
-            targets=[moved(cut(targets, part), self.device) for part in parts] if needs_targets else None,
-            samples=[part.stop - part.start for part in parts],
-            total=sum(by_replica),
-            first=self.replica * count,
-            training=training,
-            known=known,
-            learnt={},
-        )
+        return by_replica[self.replica], kinds.pop() if kinds else 0, sum(by_replica)
 
     def _agree_on_call(self, rows: list[list[float]], training: bool) -> None:
         for rank, row in enumerate(rows):
@@ -349,7 +365,7 @@ class Pipeline:
                 )
 
     def _remember(self, batch: Batch) -> None:
-        if batch.known is None and self._kind:
+        if batch.known is None and self._kind and not self.dynamic_shapes:
             self._shapes[self._kind] = batch.learnt
 
     # -- what the interpreter asks for (``Owner``)

@@ -84,6 +84,13 @@ class Described(Protocol):
         """The tensors; raises as ``Pending.wait`` does. ``requires_grad`` is as on the sender."""
 
 
+class Gathering(Protocol):
+    """A gather under way."""
+
+    def wait(self) -> list[list[float]]:
+        """Everybody's values by rank; raises as ``Pending.wait`` does."""
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """Some ranks that take part in collectives together; ``handle`` is the transport's own."""
@@ -166,8 +173,12 @@ class Transport(ABC):
         """Overwrite ``tensor`` by that of rank ``source``, on all ranks of a group."""
 
     @abstractmethod
+    def start_gather(self, values: Sequence[float]) -> Gathering:
+        """Begin to tell everybody ``values`` (as many on each rank) as float64; messages may go meanwhile."""
+
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Everybody's ``values`` (as many on each rank) as float64, by rank, on every rank. Waits."""
+        """Everybody's ``values`` by rank, on every rank. Waits."""
+        return self.start_gather(values).wait()
 
     @abstractmethod
     def gather_objects(self, value: object) -> list[object]:

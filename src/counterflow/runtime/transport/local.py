@@ -173,6 +173,20 @@ class _Sum:
         self.tensor.copy_(self.collective.result)
 
 
+class _Gathering:
+    """A gather under way."""
+
+    __slots__ = ("collective", "hub", "status")
+
+    def __init__(self, hub: Hub, status: Status, collective: _Collective) -> None:
+        self.hub, self.status, self.collective = hub, status, collective
+
+    def wait(self) -> list[list[float]]:
+        self.hub.wait(self.collective.done, self.status, -1)
+        assert isinstance(self.collective.result, list)
+        return [list(row) for row in self.collective.result]
+
+
 class LocalTransport(Transport):
     """One thread's end of a ``Hub``."""
 
@@ -255,16 +269,19 @@ class LocalTransport(Transport):
             with torch.no_grad():
                 tensor.copy_(collective.result)
 
-    def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """See ``Transport.gather``."""
-        return [list(row) for row in self.gather_objects(tuple(values))]  # type: ignore[call-overload]
+    def start_gather(self, values: Sequence[float]) -> _Gathering:
+        """See ``Transport.start_gather``."""
+        return _Gathering(self.hub, self.status, self._join_all(tuple(values)))
 
     def gather_objects(self, value: object) -> list[object]:
         """See ``Transport.gather_objects``."""
-        collective = self._join(Group(tuple(range(self.world_size)), 0), value, list)
+        collective = self._join_all(value)
         self.hub.wait(collective.done, self.status, -1)
         assert isinstance(collective.result, list)
         return list(collective.result)
+
+    def _join_all(self, value: object) -> _Collective:
+        return self._join(Group(tuple(range(self.world_size)), 0), value, list)
 
     def _join(self, group: Group, value: object, reduce: object) -> _Collective:
         assert callable(reduce)

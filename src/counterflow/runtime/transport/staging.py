@@ -29,8 +29,8 @@ Post: TypeAlias = Callable[[Tensor, int, int], Work]
 CopyOut: TypeAlias = Callable[[Sequence[Tensor]], tuple[list[Tensor], Callable[[], None]]]
 """Begin to copy device tensors to the host; the copies, and what waits until they are made."""
 
-_NAP_SECONDS = 0.001
-"""The sweeper comes this late, so that it meets several sends at once, and most of them done."""
+_NAP_SECONDS = 0.02
+"""The sweeper comes this late, so that it seldom wakes beside the worker, and finds most sends done."""
 
 _LONG = timedelta(days=30)
 """The sweeper's own timeout: only a worker that waits can wait too long."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -39,6 +39,11 @@ The tensors of one message share a tag; Gloo matches equal tags in the order in 
 _MAX_TAG = 2**31 // _LANES - 2
 _BREAK_TAG = 2**31 - 1
 """A tag nothing is ever sent under."""
+
+_GATHER_TAG = _BREAK_TAG - 1
+
+_FEW_WORKERS = 16
+"""So many tell each other directly what they gather."""
 
 _HEADER_WORDS = 64
 """A header is this many int64; a longer description has the rest in a second message."""
@@ -166,6 +171,23 @@ class _DescribedReceiving:
             self.transport.wait(self.works, self.peer)
             self.tensors = self.transport.receive_after(self.header, self.peer, self.tag)
         return self.tensors
+
+
+class _Gathering:
+    """A gather under way: the rows to be, and by peer (-1: all together) what brings them."""
+
+    __slots__ = ("arriving", "rows", "transport")
+
+    def __init__(
+        self, transport: DistributedTransport, rows: Tensor, arriving: Mapping[int, Sequence[Work]]
+    ) -> None:
+        self.transport, self.rows, self.arriving = transport, rows, arriving
+
+    def wait(self) -> list[list[float]]:
+        for peer, works in self.arriving.items():
+            self.transport.wait(works, peer)
+        gathered: list[list[float]] = self.rows.tolist()
+        return gathered
 
 
 class DistributedTransport(Transport):
@@ -366,13 +388,26 @@ class DistributedTransport(Transport):
         if whole is not plain and self.rank != source:
             plain.copy_(whole)
 
-    def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """See ``Transport.gather``."""
+    def start_gather(self, values: Sequence[float]) -> _Gathering:
+        """See ``Transport.start_gather``.
+
+        Few workers tell each other directly: the last one to come has all the rows at once, and the others
+        have its row after one message, where Gloo's ring takes one after another.
+        """
         mine = torch.tensor(values or [0.0], dtype=torch.float64)
         rows = torch.empty(self.world_size, len(mine), dtype=torch.float64)
-        self._collective(lambda: dist.all_gather(list(rows.unbind()), mine, group=self._control))
-        gathered: list[list[float]] = rows.tolist()
-        return gathered if values else [[] for _ in gathered]
+        if self.world_size > _FEW_WORKERS:
+            work = self._collective(
+                lambda: dist.all_gather(list(rows.unbind()), mine, group=self._control, async_op=True)
+            )
+            assert work is not None
+            return _Gathering(self, rows if values else rows[:, :0], {-1: (work,)})
+        peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        arriving = {peer: self._accept(self._control, (rows[peer],), peer, _GATHER_TAG) for peer in peers}
+        for peer in peers:
+            self._sent(peer, self._post(self._control, (mine,), peer, _GATHER_TAG))
+        rows[self.rank] = mine
+        return _Gathering(self, rows if values else rows[:, :0], arriving)
 
     def gather_objects(self, value: object) -> list[object]:
         """See ``Transport.gather_objects``."""
