@@ -38,7 +38,7 @@ SHAPE = (1, 4)
 class Ready:
     """Something under way that is done."""
 
-    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
+    def __init__(self, tensors: Sequence[Any] = ()) -> None:
         self.tensors = list(tensors)
 
     def done(self) -> bool:
@@ -95,8 +95,8 @@ class Alone(Transport):
     def broadcast(self, tensor: Tensor, source: int, group: Group) -> None:
         return
 
-    def gather(self, values: Sequence[float]) -> list[list[float]]:
-        return [list(values)] * self.world_size
+    def start_gather(self, values: Sequence[float]) -> Ready:
+        return Ready([list(values)] * self.world_size)
 
     def gather_objects(self, value: object) -> list[object]:
         return [Anything()] * self.world_size

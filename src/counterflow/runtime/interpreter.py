@@ -18,7 +18,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import (  # the engine's entry has no public name but with checks, see _run_backward
+    GradientEdge,
+    _engine_run_backward,
+    get_gradient_edge,
+)
 
 from counterflow.errors import CounterflowError
 from counterflow.schedule.actions import (
@@ -480,7 +484,7 @@ class Interpreter:
             edges = stash.edges
         if edges:
             with self._recomputed_layers(copy):
-                torch.autograd.backward(edges, gradients or None)
+                _run_backward(edges, gradients)
         del edges
         stash.edges = None
         finish()
@@ -584,13 +588,15 @@ class Interpreter:
         known = self._state.batch.known
         assert known is not None
         expected = [spec for unit in task.units for spec in known[task.stage, unit]]
-        given = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        if given != [(spec.shape, spec.dtype) for spec in expected]:
-            raise TypeError(
-                f"stage {task.stage} gave {_shapes(given)} where it gave "
-                f"{_shapes([(s.shape, s.dtype) for s in expected])} for inputs of the same shapes before; "
-                "make the pipeline with dynamic_shapes=True"
-            )
+        if len(tensors) == len(expected) and all(
+            tensor.shape == spec.shape and tensor.dtype is spec.dtype
+            for tensor, spec in zip(tensors, expected, strict=True)
+        ):
+            return
+        raise TypeError(
+            f"stage {task.stage} gave {_shapes(tensors)} where it gave {_shapes(expected)} for inputs of the "
+            "same shapes before; make the pipeline with dynamic_shapes=True"
+        )
 
     def _receive(self, task: _Task) -> None:
         state = self._state
@@ -703,5 +709,18 @@ def _as_trained(tensors: list[Tensor], copy: StageCopy, inputs: list[Tensor]) ->
     return [t.detach().requires_grad_() if t.is_floating_point() else t for t in tensors]
 
 
-def _shapes(found: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
-    return ", ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in found)
+def _run_backward(edges: Sequence[Any], gradients: Sequence[Tensor]) -> None:
+    """``torch.autograd.backward``, without a second look at gradients that came in the outputs' shapes.
+
+    Its checks in Python take as long as all else that an op costs here; the engine below has its own.
+    """
+    if gradients:
+        _engine_run_backward(
+            tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+    else:
+        torch.autograd.backward(edges)
+
+
+def _shapes(found: Sequence[Tensor | TensorSpec]) -> str:
+    return ", ".join(f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in found)

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,7 @@ from .transport import TimedOut
 from .values import number_of
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """Samples ``start`` to ``stop`` of the ``samples`` of micro-batch ``micro_batch`` of all replicas."""
 
     micro_batch: int
@@ -38,6 +37,8 @@ class Rows:
         """Whether it is the whole micro-batch."""
         return self.stop - self.start == self.samples
 
+
+_NOTHING = nullcontext()
 
 _process_lock = threading.RLock()
 """The default generators are the process's: threads that are workers take turns with their layers."""
@@ -60,8 +61,8 @@ class RandomStreams:
         self.device = device
         self.shared = shared
         self.timeout_seconds = timeout_seconds
-        self._bases: dict[tuple[int, int, int], int] = {}
 
+    @cached_property
     def generators(self) -> list[torch.Generator]:
         """The generators that layers draw from."""
         found = [torch.default_generator]
@@ -74,7 +75,7 @@ class RandomStreams:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Leave the user's own random state as it was."""
-        generators = self.generators()
+        generators = self.generators
         with self.turn():
             before = [generator.get_state() for generator in generators]
             try:
@@ -91,12 +92,17 @@ class RandomStreams:
         """Around the initialisation of a layer's weights."""
         return self._seeded(number_of(self.seed, "weights", layer))
 
-    def layer(self, step: int, rows: Sequence[Rows], layer: int) -> Any:
+    def layer(self, step: int, rows: Sequence[Rows], layer: int) -> AbstractContextManager[None]:
         """Around a layer that runs on ``rows`` (of one micro-batch, or several one after another)."""
         first = rows[0]
-        if len(rows) == 1 and first.whole:
-            return self._seeded(self._key(step, first.micro_batch, layer))
-        return self._seeded_rows([self._key(step, r.micro_batch, layer) for r in rows], rows)
+        if len(rows) > 1 or not first.whole:
+            return self._seeded_rows([self._key(step, r.micro_batch, layer) for r in rows], rows)
+        key = self._key(step, first.micro_batch, layer)
+        if self.shared:
+            return self._seeded(key)
+        for generator in self.generators:
+            generator.manual_seed(key)
+        return _NOTHING  # what is restored is restored at the step's end
 
     def _key(self, step: int, micro_batch: int, layer: int) -> int:
         return number_of(self.seed, step, micro_batch, layer)
@@ -121,13 +127,13 @@ class RandomStreams:
     @contextmanager
     def _seeded(self, key: int) -> Iterator[None]:
         with self.kept() if self.shared else nullcontext():
-            for generator in self.generators():
+            for generator in self.generators:
                 generator.manual_seed(key)
             yield
 
     @contextmanager
     def _seeded_rows(self, keys: Sequence[int], rows: Sequence[Rows]) -> Iterator[None]:
-        with self.kept() if self.shared else nullcontext(), _WholeDraws(self.generators(), keys, rows):
+        with self.kept() if self.shared else nullcontext(), _WholeDraws(self.generators, keys, rows):
             yield
 
 

@@ -9,7 +9,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,8 +37,7 @@ class TensorSpec:
         return cls(tensor.shape, tensor.dtype, tensor.requires_grad)
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(NamedTuple):
     """What one backward computes: a micro-batch, or one of the ``parts`` it is halved into."""
 
     micro_batch: int
