@@ -427,7 +427,6 @@ def test_only_those_who_need_it_read_the_mini_batch() -> None:
             3,
             "3 samples cannot be cut into 2 micro-batches of 2 samples or more; give 4",
         ),
-        (schemes.pipedream(2), 2, 2, 4, "does not run schemes without a flush"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -199,7 +199,10 @@ def test_bert(train: Train) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schedule__scheme": "pipedream"}, r'schedule\.scheme = "pipedream": it works without a flush'),
+        (
+            {"schedule__scheme": "pipedream", "schedule__micro_batches": None, "model__tied": True},
+            r"model\.tied = true: pipedream updates each stage at its own time",
+        ),
         ({"data__path": "nowhere.txt"}, r"nowhere\.txt: there is no such file or folder"),
         ({"model__positions": 200_000}, r"the help text that ships with Python: \d+ bytes are too short"),
     ],
