@@ -80,10 +80,10 @@ class Alone(Transport):
                 buffer.detach().zero_()
         return Ready()
 
-    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Ready:
+    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int, *, aside: bool = False) -> Ready:
         return Ready()
 
-    def receive_described(self, peer: int, tag: int) -> Ready:
+    def receive_described(self, peer: int, tag: int, *, aside: bool = False) -> Ready:
         return Ready([torch.zeros(SHAPE, requires_grad=True) for _ in range(self.units[tag])])
 
     def group(self, ranks: Sequence[int]) -> Group:

@@ -19,11 +19,15 @@ JOBS = Path(__file__).with_name("jobs.py")
 
 @pytest.mark.parametrize(
     ("schedule", "replicas", "recompute"),
-    [(schemes.chimera(4, 5), 1, "layer"), (schemes.hanayo(2, 3, waves=2), 2, "none")],
+    [
+        (schemes.chimera(4, 5), 1, "layer"),
+        (schemes.hanayo(2, 3, waves=2), 2, "none"),
+        (schemes.wpipe(2, 3), 2, "stage"),
+    ],
     ids=str,
 )
 def test_processes_agree_with_one_process(schedule: Schedule, replicas: int, recompute: str) -> None:
-    trial = small_trial(schedule, replicas=replicas)
+    trial = small_trial(schedule, replicas=replicas, steps=3 if schedule.synchronous else 7)
     found = verify(
         schedule,
         trial.layers,

@@ -190,6 +190,28 @@ def test_checkpoints_that_do_not_fit_are_refused(
     assert not (tmp_path / "resumed").exists()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"schedule__scheme": "wpipe", "schedule__stages": None, "schedule__workers": 1},
+        {"schedule__scheme": "pipedream", "schedule__micro_batches": None},
+        {"schedule__scheme": "pipedream-2bw", "schedule__micro_batches": 2},
+    ],
+)
+def test_without_a_flush(train: Train, tmp_path: Path, changes: dict[str, Any]) -> None:
+    same = {"train__samples": 4, "model__layers": 4, "schedule__micro_batches": 2, "schedule__periods": 6}
+    watcher = Watcher()
+    summary = train(watcher=watcher, train__steps=14, train__evaluate_every=12, **(same | changes))
+    lines = [line for line in watcher.lines if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 15))  # told late, but all of them
+    assert [line["step"] for line in watcher.lines if "validation_loss" in line] == [12, 14]
+    assert summary.timed_together == 6
+    for pair in summary.saved_bytes:
+        assert pair.measured == pytest.approx(pair.predicted, rel=0.02)
+    timeline = read_timeline(tmp_path / "run")
+    assert {span.op for span in timeline.spans} == set(timeline.schedule.ops())
+
+
 def test_bert(train: Train) -> None:
     summary = train(model__kind="bert", train__steps=3)
     assert summary.training_loss > 0

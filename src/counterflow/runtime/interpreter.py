@@ -47,6 +47,7 @@ from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.segments import later, shifted
 
+from .compression import Compression
 from .failure import worker_error
 from .randomness import Rows
 from .saved_bytes import Kept, SavedBytes
@@ -149,20 +150,29 @@ class Ran:
 
 
 class _Arrival:
-    """A posted receive of known shapes."""
+    """A posted receive of known shapes; ``restore`` makes tensors of what came in another form."""
 
-    __slots__ = ("buffers", "counts", "pending", "specs")
+    __slots__ = ("buffers", "pending", "restore", "specs")
 
-    def __init__(self, pending: Pending, buffers: list[Tensor], specs: list[list[TensorSpec]]) -> None:
-        self.pending, self.buffers, self.specs = pending, buffers, specs
+    def __init__(
+        self,
+        pending: Pending,
+        buffers: list[Tensor],
+        specs: list[list[TensorSpec]],
+        restore: Callable[[list[Tensor], list[TensorSpec]], list[Tensor]] | None,
+    ) -> None:
+        self.pending, self.buffers, self.specs, self.restore = pending, buffers, specs, restore
 
     def take(self, count: int) -> tuple[list[list[Tensor]], bool]:
         """The tensors by unit, and whether they are buffers of the pool."""
         del count
         self.pending.wait()
+        tensors = self.buffers
+        if self.restore is not None:
+            tensors = self.restore(tensors, [spec for unit in self.specs for spec in unit])
         found, at = [], 0
         for unit in self.specs:
-            found.append(self.buffers[at : at + len(unit)])
+            found.append(tensors[at : at + len(unit)])
             at += len(unit)
         return found, True
 
@@ -249,6 +259,7 @@ class Interpreter:
         loss_function: mean loss over samples.
         owner: what does syncs and updates.
         autocast: makes the context in which layers run.
+        compression: makes messages smaller; None: they go as they are.
         saved: counts what is saved for backward.
     """
 
@@ -264,6 +275,7 @@ class Interpreter:
         loss_function: LossFunction,
         owner: Owner,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        compression: Compression | None = None,
         saved: SavedBytes | None = None,
     ) -> None:
         self.schedule = schedule
@@ -275,6 +287,7 @@ class Interpreter:
         self.loss_function = loss_function
         self.owner = owner
         self.autocast = autocast
+        self.compression = compression
         self.saved = saved
         self.counting = False
         self.pool = BufferPool(transport.device)
@@ -667,16 +680,21 @@ class Interpreter:
             tensors = state.outbox.pop(task.number)
             pending = self.transport.send_described(tensors, task.peer, task.number)
         else:
-            tensors = self._to_send(task, known)
+            tensors, full = self._to_send(task, known)
             pending = self.transport.send(tensors, task.peer, task.number)
+            self._send_full(task, full)
         self._keep(pending, tensors)
 
-    def _to_send(self, task: _Task, known: Shapes) -> list[Tensor]:
-        """The tensors of a message whose shapes the receiver knows."""
+    def _to_send(self, task: _Task, known: Shapes) -> tuple[list[Tensor], list[Tensor]]:
+        """A message whose shapes the receiver knows, and what has to follow it in full."""
         tensors = [tensor.detach() for tensor in self._state.outbox.pop(task.number)]
         if isinstance(task.action, SendActivation):
             self._as_known(task, tensors, known)
-        return tensors
+        return (tensors, []) if self.compression is None else self.compression.pack(tensors)
+
+    def _send_full(self, task: _Task, tensors: list[Tensor]) -> None:
+        if tensors:
+            self._keep(self.transport.send_described(tensors, task.peer, task.number, aside=True), tensors)
 
     def _keep(self, pending: Pending, tensors: list[Tensor]) -> None:
         """Keep what is sent until it is, and no longer."""
@@ -706,7 +724,7 @@ class Interpreter:
             return
         buffers, specs = self._to_receive(task, known)
         pending = self.transport.receive(buffers, task.peer, task.number)
-        state.arrivals[task.number] = _Arrival(pending, buffers, specs)
+        state.arrivals[task.number] = _Arrival(pending, buffers, specs, self._restore(task))
 
     def _to_receive(self, task: _Task, known: Shapes) -> tuple[list[Tensor], list[list[TensorSpec]]]:
         """Buffers for a message of known shapes, and the shapes by unit."""
@@ -714,7 +732,24 @@ class Interpreter:
             specs = [known[task.stage, unit.shape] for unit in task.units]
         else:  # the gradient of what the stage below gave
             specs = [[s for s in known[task.stage - 1, unit.shape] if s.requires_grad] for unit in task.units]
-        return [self.pool.take(spec) for unit in specs for spec in unit], specs
+        message = [spec for unit in specs for spec in unit]
+        if self.compression is not None:
+            message = self.compression.message(message)
+        return [self.pool.take(spec) for spec in message], specs
+
+    def _restore(self, task: _Task) -> Callable[[list[Tensor], list[TensorSpec]], list[Tensor]] | None:
+        """What makes tensors of a compressed message."""
+        if self.compression is None:
+            return None
+        return partial(self._restored, task)
+
+    def _restored(self, task: _Task, message: list[Tensor], specs: list[TensorSpec]) -> list[Tensor]:
+        assert self.compression is not None
+
+        def rest() -> list[Tensor]:
+            return self.transport.receive_described(task.peer, task.number, aside=True).wait()
+
+        return self.compression.unpack(message, specs, self.pool, rest)
 
     def _exchange(self, task: _Task) -> None:
         """A send and a receive that cross the peer's, in one go."""
@@ -725,15 +760,16 @@ class Interpreter:
             for single in task.both:
                 single.handler(single)
             return
-        tensors = self._to_send(send, sent_as)
+        tensors, full = self._to_send(send, sent_as)
         buffers, specs = self._to_receive(receive, received_as)
         sent, received = self.transport.exchange(
             Crossing(tensors, send.number, task.both[0] is send),
             Crossing(buffers, receive.number, task.both[0] is receive),
             task.peer,
         )
+        self._send_full(send, full)
         self._keep(sent, tensors)
-        state.arrivals[receive.number] = _Arrival(received, buffers, specs)
+        state.arrivals[receive.number] = _Arrival(received, buffers, specs, self._restore(receive))
 
     # -- the clock
 

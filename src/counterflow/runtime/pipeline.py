@@ -28,6 +28,7 @@ from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.lowering import lower_evaluation
 from counterflow.schedule.modes import Recompute, Sync, parse_mode
 
+from .compression import Compression
 from .continuous import Continuous
 from .failure import worker_error
 from .flushing import Flushing
@@ -69,6 +70,8 @@ class Pipeline:
             each stage by its own norm, to ``clip_norm / sqrt(stages)``.
         autocast: a dtype (``torch.bfloat16``) in which layers run where torch deems it safe.
         compile_layers: whether layers go through ``torch.compile``; or the name of its backend.
+        compress: whether activations and gradients go between workers in half precision where that loses
+            little (WPipe, appendix A.3); the first step's never do.
         dynamic_shapes: whether shapes between stages may differ for inputs of the same shapes.
         digest_every: steps after which the copies of the stages are compared; 0: never.
         count_memory_steps: first steps in which the bytes saved for backward are counted.
@@ -101,6 +104,7 @@ class Pipeline:
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
         compile_layers: bool | str = False,
+        compress: bool = False,
         dynamic_shapes: bool = False,
         digest_every: int = 100,
         count_memory_steps: int = 2,
@@ -127,6 +131,7 @@ class Pipeline:
         self.streams = streams
         self.loss_function = loss_function
         self.autocast = _autocast(self.device, autocast)
+        self.compression = Compression() if compress else None
         self._read_layers(model, list_layers, cuts, costs)
         self.stages = self._make_stages(streams, recompute)
         self.weights = Weights(
@@ -154,6 +159,7 @@ class Pipeline:
             stages=self.stages,
             loss_function=loss_function,
             autocast=self.autocast,
+            compression=self.compression,
             saved=SavedBytes(constant),
         )
         workers = Workers(self.ranks, self.replica, self.worker, self.transport)

@@ -254,6 +254,11 @@ class PipelineSection(Section):
         "the layers at which a new stage begins, counted from 0; balanced where not given",
         "a list of whole numbers",
     )
+    compress: bool = _key(
+        False,
+        "whether messages between workers go in half precision where that loses little",
+        "true or false",
+    )
     compile: bool = _key(False, "whether stages are compiled by torch", "true or false")
     autocast: Literal["bfloat16"] | None = _key(
         None, "compute in this type; in the weights' own where not given", "bfloat16, in quotes"

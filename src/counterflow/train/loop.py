@@ -96,6 +96,7 @@ class Trainer:
             clip_norm=config.pipeline.clip_norm or None,
             autocast=torch.bfloat16 if config.pipeline.autocast else None,
             compile_layers=config.pipeline.compile,
+            compress=config.pipeline.compress,
             digest_every=config.pipeline.digest_every,
             count_memory_steps=job.first_step + COUNTED_STEPS,
             timeout_seconds=config.pipeline.timeout_seconds,

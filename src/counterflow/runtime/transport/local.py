@@ -206,15 +206,16 @@ class LocalTransport(Transport):
         """See ``Transport.send``; in strict mode it waits until the receive is posted."""
         return self._send(tensors, peer, tag)
 
-    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> _Done:
+    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int, *, aside: bool = False) -> _Done:
         """See ``Transport.send_described``."""
-        return self._send(tensors, peer, tag)
+        return self._send(tensors, peer, tag, aside=aside)
 
-    def _send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> _Done:
-        if self.hub.strict:
+    def _send(self, tensors: Sequence[Tensor], peer: int, tag: int, *, aside: bool = False) -> _Done:
+        strict = self.hub.strict and not aside
+        if strict:
             self.hub.keep_order(self.rank, peer, (self.rank, peer, tag))
-        message = self.hub.message(self.rank, peer, tag)
-        if self.hub.strict:
+        message = self.hub.message(self.rank, peer, _apart(tag) if aside else tag)
+        if strict:
             self.hub.wait(message.posted, self.status, peer)
         with message.lock:
             if message.buffers is not None:
@@ -238,9 +239,9 @@ class LocalTransport(Transport):
         message.posted.set()
         return _Arrival(self.hub, self.status, message, peer)
 
-    def receive_described(self, peer: int, tag: int) -> _DescribedArrival:
+    def receive_described(self, peer: int, tag: int, *, aside: bool = False) -> _DescribedArrival:
         """See ``Transport.receive_described``."""
-        message = self._post(peer, tag)
+        message = self.hub.message(peer, self.rank, _apart(tag)) if aside else self._post(peer, tag)
         message.posted.set()
         return _DescribedArrival(self.hub, self.status, message, peer)
 
@@ -315,6 +316,11 @@ class LocalTransport(Transport):
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def _apart(tag: int) -> int:
+    """A tag that no other message has."""
+    return -1 - tag
 
 
 def _copy(tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:

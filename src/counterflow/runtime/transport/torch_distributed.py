@@ -298,8 +298,11 @@ class DistributedTransport(Transport):
             moves = tuple(zip(buffers, targets, strict=True))
         return _Receiving(self, peer, self._accept(self._messages, targets, peer, _tag(tag, _PAYLOAD)), moves)
 
-    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> _Sending:
-        """See ``Transport.send_described``."""
+    def send_described(
+        self, tensors: Sequence[Tensor], peer: int, tag: int, *, aside: bool = False
+    ) -> _Sending:
+        """See ``Transport.send_described``; it has lanes of its own and keeps no order anyway."""
+        del aside
         described = _describe(tensors)
         preface = [(described[:_HEADER_WORDS], _tag(tag, _HEADER))]
         if len(described) > _HEADER_WORDS:
@@ -312,8 +315,9 @@ class DistributedTransport(Transport):
         works += self._post(self._control, tensors, peer, _tag(tag, _DESCRIBED))
         return self._sent(peer, works)
 
-    def receive_described(self, peer: int, tag: int) -> _DescribedReceiving:
+    def receive_described(self, peer: int, tag: int, *, aside: bool = False) -> _DescribedReceiving:
         """See ``Transport.receive_described``."""
+        del aside
         header = torch.empty(_HEADER_WORDS, dtype=torch.int64)
         works = self._accept(self._control, (header,), peer, _tag(tag, _HEADER))
         return _DescribedReceiving(self, peer, tag, header, works)
