@@ -76,7 +76,8 @@ class Compression:
                 full.append(tensor)
                 message.append(torch.zeros_like(tensor, dtype=torch.float16))
             else:
-                message.append(torch.mul(tensor, 2.0**-exponent).to(torch.float16))
+                half = torch.empty_like(tensor, dtype=torch.float16)
+                message.append(torch.mul(tensor, 2.0**-exponent, out=half))
             head.append((exponent is None, exponent or 0))
         device = tensors[0].device if tensors else None
         message.insert(0, torch.tensor(head, dtype=_HEAD, device=device).reshape(-1, 2))
@@ -126,10 +127,11 @@ def _exponent(tensor: Tensor) -> int | None:
     """Of the power of two that the tensor is divided by; None if it cannot be converted."""
     if not tensor.numel():
         return 0
-    largest = float(tensor.detach().abs().max())
+    least, most = torch.stack(torch.aminmax(tensor.detach())).tolist()  # from a GPU both at once
+    largest = max(-least, most)
     if largest == 0.0:
         return 0
-    if not math.isfinite(largest):
+    if not (math.isfinite(least) and math.isfinite(most)):
         return None
     exponent = math.frexp(largest)[1] - 1 - _TOP
     return exponent if abs(exponent) <= _MOST else None
