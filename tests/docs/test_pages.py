@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import counterflow as cf
+from counterflow.schedule.ir import Schedule
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -29,3 +32,49 @@ def test_train_your_own_model(tmp_path: Path) -> None:
     scope: dict[str, object] = {}
     exec(f"import torch\nfrom torch import nn\n{meta}", scope)
     assert len(scope["layers"]) == 64  # type: ignore[arg-type]
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "gpipe": cf.schemes.gpipe(4, 8),
+    "dapple": cf.schemes.dapple(4, 8),
+    "interleaved, 2 chunks": cf.schemes.interleaved(4, 8, chunks=2),
+    "gems": cf.schemes.gems(4, 8),
+    "chimera": cf.schemes.chimera(4, 8),
+    "chimera, forward doubling": cf.schemes.chimera(4, 8, concat="forward-doubling"),
+    "chimera, backward halving": cf.schemes.chimera(4, 8, concat="backward-halving"),
+    "chimera, 2 pairs": cf.schemes.chimera(4, 8, pairs=2),
+    "mixpipe, K=max": cf.schemes.mixpipe(4, 8, injected="max"),
+    "hanayo, 1 wave": cf.schemes.hanayo(4, 8, waves=1),
+    "hanayo, 2 waves": cf.schemes.hanayo(4, 8, waves=2),
+    "pipedream": cf.schemes.pipedream(4, periods=12),
+    "pipedream-2bw": cf.schemes.pipedream_2bw(4, 8),
+    "wpipe": cf.schemes.wpipe(4, 8),
+}
+
+
+def test_the_table_of_schemes() -> None:
+    lines = (DOCS / "choosing-a-scheme.md").read_text().splitlines()
+    rows = [line for line in lines if line.startswith("| ") and " .. " in line]
+    expected = []
+    for name, schedule in SCHEDULES.items():
+        share = schedule.workers / schedule.stages
+        found = cf.simulate(schedule, cf.Costs(forward=share, backward=2 * share))
+        steady = found.steady_bubble_ratio
+        bubbles = 100 * (found.bubble_ratio if steady is None else steady)
+        weights = max(found.weight_copies) * share
+        least, most = (pick(found.peak_activations) * share for pick in (min, max))
+        expected.append(f"| {name} | {bubbles:.1f} % | {weights:g} | {least:g} .. {most:g} |")
+    assert rows == expected
+
+
+def test_training_without_a_flush(tmp_path: Path) -> None:
+    (program,) = blocks("choosing-a-scheme.md", "python")
+    script = tmp_path / "train.py"
+    script.write_text(program)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.fullmatch(r"loss ([\d.]+) -> ([\d.]+)\n", done.stdout)
+    assert found, done.stdout
+    assert float(found[2]) < 0.5 * float(found[1])

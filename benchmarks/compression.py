@@ -1,0 +1,208 @@
+"""Messages in half precision (WPipe's APC): their bytes, their time, and what they do to the loss.
+
+    python benchmarks/compression.py [--steps 120] [--repeats 7] [--keep]
+
+Two tables. Bytes and time: stages that sleep as in `emulated_device.py`, 4 workers, 8 micro-batches, over
+Gloo; a message is 4 KiB or 4 MiB of float32 noise, which compression halves and the processor pays for.
+Bytes and loss: the GPT example (`counterflow train`'s model, text and optimiser) for some steps from the same
+weights, with messages as they are and in half precision.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from emulated_device import BYTES, RESULTS, SAMPLES, note, precise_sleep, timed, trivial_loss, undisturbed
+from emulated_device import sleepers as sleeping_stages
+from machine import machine, shown
+from torch import Tensor
+
+import counterflow as cf
+from counterflow.runtime.world import current_transport
+from counterflow.train import load_config
+from counterflow.train.job import prepare
+
+WORKERS, COUNT = 4, 8
+
+
+@dataclass(slots=True)
+class Row:
+    name: str
+    kind: str
+    plain: float
+    compressed: float
+    plain_bytes: int
+    sent_bytes: int
+    sent_full: int
+
+
+def schedules() -> dict[str, cf.Schedule]:
+    s = cf.schemes
+    return {
+        "dapple": s.dapple(WORKERS, COUNT),
+        "interleaved chunks=2": s.interleaved(WORKERS, COUNT, chunks=2),
+        "chimera": s.chimera(WORKERS, COUNT),
+        "hanayo waves=1": s.hanayo(WORKERS, COUNT, waves=1),
+        "pipedream-2bw": s.pipedream_2bw(WORKERS, COUNT),
+        "wpipe": s.wpipe(WORKERS, COUNT),
+    }
+
+
+class Fill(torch.autograd.Function):
+    """Gives the gradient numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.full_like(gradients[0], 0.3)
+
+
+class Noise(torch.nn.Module):
+    """A sleeping stage leaves undefined what it makes; here activations and gradients are numbers."""
+
+    def __init__(self, stage: torch.nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, value: Tensor) -> Tensor:
+        made: Tensor = self.stage(Fill.apply(value) if value.requires_grad else value)
+        made.data.fill_(0.3)
+        return made
+
+
+def timings(repeats: int) -> list[Row]:
+    """What every worker runs: steps with sleeping stages, both ways in turn."""
+    torch.set_num_threads(1)
+    undisturbed()
+    precise_sleep()
+    transport = current_transport()
+    rows = []
+    for size in BYTES:
+        inputs = torch.zeros(COUNT * SAMPLES, BYTES[size] // 4 // SAMPLES)
+        targets = torch.zeros(COUNT * SAMPLES)
+        for name, schedule in schedules().items():
+            both = [
+                cf.Pipeline(
+                    [Noise(stage) for stage in sleeping_stages(schedule.stages, WORKERS)],
+                    trivial_loss,
+                    schedule,
+                    cuts=range(1, schedule.stages),
+                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+                    compress=compress,
+                    digest_every=0,
+                )
+                for compress in (False, True)
+            ]
+            taken: tuple[list[float], list[float]] = ([], [])
+            gc.collect()
+            for turn in range(repeats + 3):
+                for pipeline, into in zip(both, taken, strict=True):
+                    if schedule.synchronous:
+                        seconds, _, _ = timed(lambda p=pipeline: p.step(inputs, targets), transport)
+                    else:
+                        seconds = steady(pipeline, inputs, targets, transport)
+                    if turn >= 3:
+                        into.append(seconds)
+            used = both[1].compression
+            counts = transport.gather(
+                [float(used.plain_bytes), float(used.sent_bytes), float(used.sent_full)]
+            )
+            plain, sent, full = (int(sum(column)) for column in zip(*counts, strict=True))
+            times = [statistics.median(each) for each in taken]
+            rows.append(Row(name, size, *times, plain, sent, full))
+            note(
+                transport.rank, f"{size}: {name} {times[0] * 1e3:.1f} ms, compressed {times[1] * 1e3:.1f} ms"
+            )
+    return rows
+
+
+def steady(pipeline: cf.Pipeline, inputs: Tensor, targets: Tensor, transport: Any) -> float:
+    """Seconds of a period between warm-up and drain, on the slowest worker."""
+    for _ in range(3):
+        pipeline.step(inputs, targets)
+    taken = sum(pipeline.step(inputs, targets).seconds for _ in range(3)) / 3
+    pipeline.flush()
+    return max(row[0] for row in transport.gather([taken]))
+
+
+def losses(name: str, steps: int, compress: bool) -> tuple[float, float, int, int, int]:
+    """What every worker runs: the example, its losses and bytes."""
+    schedule = schedules()[name]
+    config = load_config(sets=[f"train.steps={steps}"])
+    job = prepare(config)
+    with torch.device("meta"):
+        layers = job.layers
+    pipeline = cf.Pipeline(
+        layers, job.loss, schedule, optimizer=job.optimizer, scheduler=job.scheduler, compress=compress
+    )
+    found = []
+    samples = config.train.samples
+    for step in range(steps):
+        told = pipeline.step(*job.batches.batch(step, samples, replica=0, replicas=1))
+        found.append(told.loss)
+        if step % 20 == 0:
+            note(pipeline.transport.rank, f"{name} {'compressed' if compress else 'plain'}: step {step}")
+    found += [step.loss for step in pipeline.flush()]
+    inputs, targets = job.batches.validation(samples, replica=0, replicas=1)
+    validation = pipeline.evaluate(inputs, targets)
+    used = pipeline.compression
+    mine = [0.0] * 3 if used is None else [used.plain_bytes, used.sent_bytes, used.sent_full]
+    counts = pipeline.transport.gather([float(number) for number in mine])
+    plain, sent, full = (int(sum(column)) for column in zip(*counts, strict=True))
+    return statistics.fmean(found[-10:]), validation, plain, sent, full
+
+
+def time_table(rows: Sequence[Row]) -> list[str]:
+    lines = [
+        "| scheme | messages | bytes sent / plain | in full | step, ms | compressed, ms | compressed / plain |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r.name} | {r.kind} | {r.sent_bytes / r.plain_bytes:.3f} | {r.sent_full} | {r.plain * 1e3:.1f} "
+        f"| {r.compressed * 1e3:.1f} | {r.compressed / r.plain:.3f} |"
+        for r in rows
+    ]
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=7, help="steps timed of each")
+    parser.add_argument("--steps", type=int, default=120, help="of the GPT example")
+    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/compression.txt")
+    options = parser.parse_args()
+    lines = [f"# python benchmarks/compression.py, {shown(machine())}"]
+    found = cf.launch(timings, options.repeats, workers=WORKERS, transport="gloo", threads=1)[0]
+    lines += ["", "## Time", "", *time_table(found)]
+    lines += [
+        "",
+        f"## Loss of the GPT example after {options.steps} steps",
+        "",
+        "| scheme | messages | training loss, mean of the last 10 | validation loss "
+        "| bytes sent / plain | in full |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in ("chimera", "wpipe"):
+        for compress in (False, True):
+            loss, validation, plain, sent, full = cf.launch(
+                losses, name, options.steps, compress, workers=WORKERS, transport="gloo", threads=1
+            )[0]
+            share = f"{sent / plain:.3f}" if plain else "1"
+            kind = "half precision" if compress else "as they are"
+            lines.append(f"| {name} | {kind} | {loss:.4f} | {validation:.4f} | {share} | {full} |")
+    print("\n".join(lines))
+    if options.keep:
+        (RESULTS / "compression.txt").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
