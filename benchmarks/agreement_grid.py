@@ -1,12 +1,14 @@
 """Pipelines against one process over the whole grid: every number within 1e-10 in float64.
 
     python benchmarks/agreement_grid.py [--depths 2,4,8] [--transport local|gloo] [--device cpu|cuda]
-                                        [--every K]
+                                        [--kinds flush,continuous] [--every K [--offset I]]
 
 Schemes × depth × micro-batches below, at, above and not divisible by the depth × width 1 and 2 ×
 recomputation none, stage, layer × sync end, eager, eager-opt (where there are copies to sum). Threads with
 rendezvous sends and one order of messages for each pair of workers, as NCCL needs it; dropout on, tied
-embeddings, micro-batches of unequal size, three AdamW steps, clipping. ``--every K`` takes each K-th case.
+embeddings, micro-batches of unequal size, AdamW steps, clipping. Schemes without a flush make four steps more
+than their warm-up, a flush and two steps more, and are compared with a process that keeps old weights.
+``--every K`` takes each K-th case, from the I-th on.
 Prints a line a scheme and depth, and at the end what failed.
 """
 
@@ -29,12 +31,17 @@ from counterflow.runtime.verify import Trained, one_process, verify
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule
+from counterflow.schedule.segments import segments
 from counterflow.schedule.sync import needs_sync
 from counterflow.train.trial import CLIP_NORM, Trial, small_trial
 
 
 def schedules(depth: int) -> Iterator[tuple[str, Schedule]]:
-    """Every synchronous scheme with every option, for a number of workers."""
+    """Every scheme with every option, for a number of workers."""
+    yield "pipedream", schemes.pipedream(depth)
+    for n in (depth, depth + 1, 2 * depth):
+        yield "pipedream-2bw", schemes.pipedream_2bw(depth, n)
+        yield "wpipe", schemes.wpipe(depth, n)
     for n in sorted({max(1, depth - 1), depth, depth + 1, 2 * depth, 2 * depth + 3}):
         yield "gpipe", schemes.gpipe(depth, n)
         yield "gpipe groups=2", schemes.gpipe(depth, n, groups=2)
@@ -59,16 +66,23 @@ def cases(depth: int) -> Iterator[tuple[str, Schedule, dict[str, Any]]]:
     for (name, schedule), replicas, recompute in itertools.product(
         schedules(depth), (1, 2), ("none", "stage", "layer")
     ):
-        for sync in ("end", "eager", "eager-opt") if needs_sync(schedule, replicas) else ("eager-opt",):
+        chooses = schedule.synchronous and needs_sync(schedule, replicas)
+        for sync in ("end", "eager", "eager-opt") if chooses else ("eager-opt",):
             yield name, schedule, {"replicas": replicas, "recompute": recompute, "sync": sync}
 
 
 @lru_cache(maxsize=8)
-def reference(text: str, replicas: int, device: str) -> tuple[Trial, Trained]:
-    """A trial and what one process makes of it; the next cases need the same."""
+def reference(text: str, replicas: int, device: str) -> tuple[Trial, Trained | None, tuple[int, ...]]:
+    """A trial and what one process makes of it, which the next cases need, too; the steps to flush after.
+
+    With old weights ``verify`` makes it: only that knows the cuts.
+    """
     schedule = loads(text, "case")
+    if not schedule.synchronous:
+        steps = segments(schedule, replicas=replicas).last + 4
+        return small_trial(schedule, replicas=replicas, steps=steps + 2), None, (steps - 1,)
     trial = small_trial(schedule, replicas=replicas, steps=2)
-    return trial, one_process(
+    made = one_process(
         trial.layers,
         trial.loss,
         schedule.micro_batches,
@@ -77,6 +91,7 @@ def reference(text: str, replicas: int, device: str) -> tuple[Trial, Trained]:
         clip_norm=CLIP_NORM,
         device=device,
     )
+    return trial, made, ()
 
 
 def main() -> int:
@@ -84,7 +99,9 @@ def main() -> int:
     parser.add_argument("--depths", default="2,4,8")
     parser.add_argument("--transport", default="local", choices=("local", "gloo"))
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--kinds", default="flush,continuous")
     parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--offset", type=int, default=0)
     given = parser.parse_args()
     torch.set_num_threads(1)
     print(
@@ -98,12 +115,14 @@ def main() -> int:
     number = 0
     for depth in map(int, given.depths.split(",")):
         for name, schedule, how in cases(depth):
+            if ("flush" if schedule.synchronous else "continuous") not in given.kinds.split(","):
+                continue
             number += 1
-            if number % given.every:
+            if number % given.every != given.offset % given.every:
                 continue
             options = dict(how)
             replicas = options.pop("replicas")
-            trial, expected = reference(dumps(schedule), replicas, given.device)
+            trial, expected, flushes = reference(dumps(schedule), replicas, given.device)
             try:
                 found = verify(
                     schedule,
@@ -116,6 +135,7 @@ def main() -> int:
                     strict=given.transport == "local",
                     device=given.device,
                     reference=expected,
+                    flush_after=flushes,
                     **options,
                 )
                 error = max(found.loss_error, found.norm_error, found.gradient_error, found.weight_error)

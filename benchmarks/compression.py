@@ -163,7 +163,7 @@ def losses(name: str, steps: int, compress: bool) -> tuple[float, float, int, in
 
 def time_table(rows: Sequence[Row]) -> list[str]:
     lines = [
-        "| scheme | messages | bytes sent / plain | in full | step, ms | compressed, ms | compressed / plain |",
+        "| scheme | messages | bytes sent / plain | in full | step, ms | compressed, ms | ratio |",
         "|---|---|---|---|---|---|---|",
     ]
     lines += [
