@@ -206,6 +206,7 @@ def test_without_a_flush(train: Train, tmp_path: Path, changes: dict[str, Any]) 
     assert [line["step"] for line in lines] == list(range(1, 15))  # told late, but all of them
     assert [line["step"] for line in watcher.lines if "validation_loss" in line] == [12, 14]
     assert summary.timed_together == 6
+    assert all(pair.measured == pair.predicted for pair in summary.stages_held)
     for pair in summary.saved_bytes:
         assert pair.measured == pytest.approx(pair.predicted, rel=0.02)
     timeline = read_timeline(tmp_path / "run")

@@ -156,6 +156,8 @@ def _figures(summary: Summary) -> Any:
     table.add_row("whole step, with syncs and updates", _milliseconds(summary.step_seconds), "")
     for name, pair in _grouped(summary.saved_bytes):
         table.add_row(f"saved for backward, {name}", *map(byte_size, _pair(pair)))
+    for name, pair in _grouped(summary.stages_held) if together > 1 else ():
+        table.add_row(f"weights held, {name}", *(f"{count:g} stages" for count in _pair(pair)))
     return table
 
 

@@ -268,7 +268,8 @@ class Trainer:
             checkpoint.save(self.folder.path / CHECKPOINT)
 
     def _finish(self, costs: Costs, stopped: bool, seconds: float) -> Summary | None:
-        found = self.pipeline.transport.gather([float(self.pipeline.peak_saved_bytes)])
+        versions = sum(self.pipeline.peak_versions.values())
+        found = self.pipeline.transport.gather([float(self.pipeline.peak_saved_bytes), float(versions)])
         if self.folder is None:
             return None
         saved = tuple(int(found[rank][0]) for rank in self.pipeline.ranks[0])
@@ -296,6 +297,10 @@ class Trainer:
             ops_seconds=Pair(statistics.median(o.makespan for o in ops), predicted.makespan),
             bubble_ratio=Pair(statistics.median(map(_bubbles, ops)), _bubbles(predicted)),
             saved_bytes=tuple(Pair(*pair) for pair in zip(map(float, saved), peaks, strict=True)),
+            stages_held=tuple(
+                Pair(found[rank][1], float(count))
+                for rank, count in zip(self.pipeline.ranks[0], predicted.weight_copies, strict=True)
+            ),
         )
         self.folder.put_timeline(middle)
         self.folder.put_summary(summary)

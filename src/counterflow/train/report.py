@@ -105,6 +105,7 @@ class Summary:
         bubble_ratio: share of that in which workers have no op to run; without a flush between warm-up and
             drain.
         saved_bytes: most bytes saved for backward at once, by worker.
+        stages_held: most weights held at once, in stages with versions counted, by worker.
     """
 
     about: About
@@ -121,6 +122,7 @@ class Summary:
     ops_seconds: Pair
     bubble_ratio: Pair
     saved_bytes: tuple[Pair, ...]
+    stages_held: tuple[Pair, ...]
 
 
 class Reporter(Protocol):
