@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
+from counterflow import toml
 from counterflow.errors import ConfigError, ScheduleError
 from counterflow.schedule import registry
 from counterflow.schedule.check import check
@@ -23,7 +24,6 @@ from counterflow.schedule.formats import loads
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.modes import Recompute, Sync
 
-from . import toml
 from .presets import EXAMPLE, PRESETS, Family
 
 WORKERS = 4
