@@ -295,6 +295,10 @@ class Play:
         """The schedule played."""
         return simulate(self.schedule, self.costs)
 
+    def with_sync(self, sync: Sync) -> Play:
+        """The same in another sync mode."""
+        return replace(self, configuration=replace(self.configuration, sync=sync))
+
     @property
     def update_samples(self) -> int:
         """Samples of all replicas between two updates."""
@@ -444,8 +448,8 @@ class Play:
         if cluster.shares_cores:
             notes.append(
                 f"{cluster.devices} workers of a node share {cluster.cores} "
-                f"core{'s' if cluster.cores != 1 else ''}: a step takes at least the work of all workers over "
-                "the cores, and who waits for whom is not foreseen"
+                f"core{'s' if cluster.cores != 1 else ''}: a step takes at least the work of all workers "
+                "over the cores, and who waits for whom is not foreseen"
             )
         largest = {kind: layer.samples[-1] for kind, layer in self.predictor.profile.layers.items()}
         beyond = [
