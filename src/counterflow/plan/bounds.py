@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 from counterflow.schedule.ir import OptionValue
@@ -124,7 +125,7 @@ def bounds(
     held = stage_bytes(stages.bytes, recompute, len(stages.forward))
     pipes = shape.placement.pipes_stages
     paths = [_Path.of(holders, times, stages, network, shape.concat) for holders in pipes]
-    owned = [list(shape.placement.held(worker)) for worker in range(shape.placement.workers)]
+    owned = _owned(shape.placement)
     fixed = [sum(held.fixed[s] + held.weights[s] for _, s in mine) for mine in owned]
     options = {} if shape.concat is None else {"concat": shape.concat.value}
     buffers = message_buffers(pipes, options, stages)
@@ -162,11 +163,52 @@ def bounds(
         if shape.most_stashed is not None:
             occupied = sum(shape.passes[p] * paths[p].stay[s] for p, s in used)
             ops = max(ops, occupied / shape.most_stashed)
+    syncs = sync_seconds(stages, network) if network.copies > 1 else (0.0,) * len(held.weights)
+    summed = _summed(owned, syncs, _ready(shape, times, paths)) if network.copies > 1 else 0.0
     # (3) The op that ends last is a backward of stage 0 (every other backward has one to follow it), and the
     # sum of stage 0's gradients cannot start before: whatever the sync mode, it comes on top.
-    tail = sync_seconds(stages, network)[0] if network.copies > 1 else 0.0
-    rest = tail + update
-    return Bounds(max(ops, stored) + rest, ops + rest, needed[fullest], fullest)
+    at_all = max(ops + syncs[0], summed)
+    return Bounds(max(at_all, stored + syncs[0]) + update, at_all + update, needed[fullest], fullest)
+
+
+@lru_cache(maxsize=256)
+def _owned(placement: Placement) -> list[list[tuple[int, int]]]:
+    """The (pipe, stage) pairs of each worker."""
+    return [list(placement.held(worker)) for worker in range(placement.workers)]
+
+
+def _ready(shape: Shape, times: _Times, paths: list[_Path]) -> list[float]:
+    """When the gradients of each stage can be there in all copies, at the earliest.
+
+    On each pipe the stage's forwards and backwards run one at a time once the first input is there, and its
+    last backward follows that of the next stage.
+    """
+    ready = [0.0] * shape.placement.stages
+    for path, count in zip(paths, shape.passes, strict=True):
+        if not count:
+            continue
+        later = 0.0
+        for stage in reversed(range(len(ready))):
+            alone = path.before[stage] + count * times.both[stage]
+            if stage + 1 < len(ready):
+                # The way from the end of a backward of the next stage to the end of this one's.
+                later += path.after[stage + 1] - path.after[stage]
+            later = max(alone, later)
+            ready[stage] = max(ready[stage], later)
+    return ready
+
+
+def _summed(owned: list[list[tuple[int, int]]], syncs: tuple[float, ...], ready: list[float]) -> float:
+    """(4) A worker sums the gradients of one stage after the other: those that are ready last, and all that
+    are ready no earlier, come after the moment at which the first of these is.
+    """
+    latest = 0.0
+    for mine in owned:
+        lasts = 0.0
+        for stage in sorted({s for _, s in mine}, key=lambda s: -ready[s]):
+            lasts += syncs[stage]
+            latest = max(latest, ready[stage] + lasts)
+    return latest
 
 
 def _first_stash(shape: Shape, held: StageBytes, pipe: int, stage: int) -> float:

@@ -292,7 +292,7 @@ _PIZ_DAINT = {
     "between": "fit: Gloo over Aries; 40 µs, and 1.5 GB/s, which Cray XC50 nodes reach over TCP",
     "allreduce_between": "fit: as between",
     "reserve_bytes": "fit: the largest with which the configurations of Chimera, section 4.2.1, have place",
-    "sync_slowdown": "fit: Gloo's threads; Chimera, Figure 12: eager-opt is up to 1.09 times as fast as eager",
+    "sync_slowdown": "fit: Gloo's threads; Chimera, Figure 12: eager-opt up to 1.09 times as fast as eager",
 }
 
 
