@@ -154,15 +154,22 @@ def bounds(
         last = min(paths[p].after[s] for p, s in used)
         ops = max(ops, first + busy + last)
         # (2) Memory over time. A stash stays from the start of its forward to the end of its backward, and
-        # between these the micro-batch goes up to the last stage and back: ``stay``. What all stashes occupy,
-        # in byte-seconds, has to find place in the free memory while ops run: stash · stay, summed, is at
-        # most room · time. The same holds in micro-batches where a scheme promises a peak.
+        # between these the micro-batch goes up to the last stage and back: ``stay``. None is there before the
+        # worker's first op and after its last. What all stashes occupy, in byte-seconds, has to find place in
+        # the free memory between these two.
+        around = first + last
         if room > 0:
             occupied = sum(shape.passes[p] * held.stash[s] * paths[p].stay[s] for p, s in used)
-            stored = max(stored, occupied / room)
+            stored = max(stored, around + occupied / room)
+        # (2b) The same in micro-batches where a scheme promises a peak. There the number of stashes grows by
+        # one in a forward's time and falls by one in a backward's, so below a peak of k stashes at both ends
+        # k(k−1)/2 · (F + B) is left empty; the worker runs k forwards and backwards or more one at a time,
+        # so that the two ends do not meet.
         if shape.most_stashed is not None:
+            most = min(shape.most_stashed, sum(shape.passes[p] for p, _ in used))
             occupied = sum(shape.passes[p] * paths[p].stay[s] for p, s in used)
-            ops = max(ops, occupied / shape.most_stashed)
+            slope = min(times.forward[s] for _, s in used) + min(times.backward_op[s] for _, s in used)
+            ops = max(ops, around + occupied / most + (most - 1) / 2 * slope)
     syncs = sync_seconds(stages, network) if network.copies > 1 else (0.0,) * len(held.weights)
     summed = _summed(owned, syncs, _ready(shape, times, paths)) if network.copies > 1 else 0.0
     # (3) The op that ends last is a backward of stage 0 (every other backward has one to follow it), and the

@@ -105,7 +105,8 @@ def network(cluster: Cluster, placement: Placement, replicas: int, arrangement: 
         latency[sender, receiver] = link.latency_seconds
         per_byte[sender, receiver] = link.seconds_per_byte * (share if cluster.shared_adapter else 1)
     holders = [sorted({w for _, w in placement.copies(s)}) for s in range(placement.stages)]
-    spans = [len(np.unique(node[:, workers_])) > 1 for workers_ in holders]
+    lowest, highest = node.min(axis=0), node.max(axis=0)
+    spans = [bool(lowest[on].min() != highest[on].max()) for on in holders]
     load = _crossing_devices(node, holders, spans) if cluster.shared_adapter else 1
     return Network(
         tuple(map(tuple, latency.tolist())),

@@ -22,7 +22,7 @@ from counterflow.schedule.schemes.chimera import Concat
 from .cluster import Cluster
 from .model import Model
 from .placement import Arrangement
-from .stages import Cuts, Cutting
+from .stages import Cuts, Cutting, may_cut
 
 Options = tuple[tuple[str, OptionValue], ...]
 
@@ -147,6 +147,8 @@ def _of_depth(
         for options, stages in _CHOICES[scheme](depth, share // samples, len(model.layers)):
             if ("concat", Concat.BACKWARD_HALVING.value) in options and samples < 2:
                 continue  # half of one sample is none
+            if not may_cut(model, constraints.cuts, stages):
+                continue
             yield Group(scheme, options, depth, stages, replicas, samples)
 
 

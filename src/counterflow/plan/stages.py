@@ -71,8 +71,8 @@ def cut(model: Model, profile: Profile, cuts: Cuts, stages: int, samples: int) -
     if not isinstance(cuts, Cutting):
         return explicit(cuts, len(model.layers), stages)
     if cuts is Cutting.EVEN:
-        (commonest, count), *_ = Counter(model.layers).most_common()
-        if count < stages:
+        commonest, count = _commonest(model)
+        if not may_cut(model, cuts, stages):
             raise ConfigError(
                 f"{stages} stages cannot have as many layers each: model {model.name} has {count} of kind "
                 f"{commonest!r}; give {count} stages or fewer, or cuts=balanced"
@@ -80,6 +80,18 @@ def cut(model: Model, profile: Profile, cuts: Cuts, stages: int, samples: int) -
         return balance([float(kind == commonest) for kind in model.layers], stages)
     costs = {kind: _both(profile.layer(kind), samples) for kind in set(model.layers)}
     return balance([costs[kind] for kind in model.layers], stages)
+
+
+def may_cut(model: Model, cuts: Cuts, stages: int) -> bool:
+    """Whether the rule, or the cuts, can make that many stages of the model."""
+    if not isinstance(cuts, Cutting):
+        return len(cuts) == stages - 1
+    return stages <= (_commonest(model)[1] if cuts is Cutting.EVEN else len(model.layers))
+
+
+def _commonest(model: Model) -> tuple[str, int]:
+    """The kind of layer that there are most of, and how many."""
+    return Counter(model.layers).most_common(1)[0]
 
 
 def _both(layer: LayerProfile, samples: float) -> float:
