@@ -106,7 +106,8 @@ def test_an_asynchronous_step_is_a_steady_period() -> None:
     assert late.bubble_ratio == pytest.approx(0)
     # PipeDream updates after each micro-batch: a mini-batch of 8 is 8 updates.
     each = predict(MODEL, PROFILE, CLUSTER, configured("pipedream", stages=4), mini_batch=8)
-    assert (each.updates, each.step_seconds) == (8, pytest.approx(8 * 3))
+    assert each.updates == 8
+    assert each.step_seconds == pytest.approx(8 * 3)
     waves = predict(MODEL, PROFILE, CLUSTER, configured("wpipe", workers=4, micro_batches=4))
     assert waves.step_seconds == pytest.approx(4 * 3)
 
@@ -136,8 +137,7 @@ def test_closed_forms_are_reported_with_their_difference() -> None:
     uneven = Model("m", ("big", *["block"] * 7))
     found = predict(uneven, PROFILE, CLUSTER, configured("dapple", stages=4, micro_batches=4, cuts=(2, 4, 6)))
     assert found.closed_form is not None
-    assert found.difference is not None
-    assert found.difference > 0.1  # it takes all stages to be as slow as the first
+    assert (found.difference or 0) > 0.1  # it takes all stages to be as slow as the first
 
 
 def test_workers_that_share_a_core_are_told() -> None:

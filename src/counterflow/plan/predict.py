@@ -434,8 +434,8 @@ class Play:
         )
         synced = self.network.copies > 1
         times = StageTimes(
-            max(forward),
-            max(backward),
+            _of_slowest(self.schedule, forward),
+            _of_slowest(self.schedule, backward),
             message,
             sync_seconds(self.stages, self.network)[0] if synced else 0.0,
         )
@@ -451,11 +451,12 @@ class Play:
                 f"core{'s' if cluster.cores != 1 else ''}: a step takes at least the work of all workers "
                 "over the cores, and who waits for whom is not foreseen"
             )
-        largest = {kind: layer.samples[-1] for kind, layer in self.predictor.profile.layers.items()}
+        layers = self.predictor.profile.layers
+        largest = {kind: layers[kind].samples[-1] for kind in dict.fromkeys(self.predictor.model.layers)}
         beyond = [
             kind
-            for kind in dict.fromkeys(self.predictor.model.layers)
-            if self.configuration.samples > largest[kind]
+            for kind, most in largest.items()
+            if self.configuration.samples > most and layers[kind].forward(most) > 0
         ]
         if beyond:
             notes.append(
@@ -501,6 +502,12 @@ def _held(schedule: Schedule, amounts: Any) -> list[float]:
         sum(amounts[stage] for _, stage in schedule.placement.held(worker))
         for worker in range(schedule.workers)
     ]
+
+
+def _of_slowest(schedule: Schedule, seconds: list[float]) -> float:
+    """Seconds of a stage, the mean over what the slowest worker holds."""
+    held = [sum(1 for _ in schedule.placement.held(worker)) for worker in range(schedule.workers)]
+    return max(total / count for total, count in zip(_held(schedule, seconds), held, strict=True))
 
 
 def _require_samples(configuration: Configuration) -> None:

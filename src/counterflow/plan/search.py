@@ -373,4 +373,4 @@ def _quickest(plays: list[Play], place: int) -> Plan:
 
 
 def _gib(size: float) -> str:
-    return f"{size / 2**30:.4g} GiB"
+    return f"{size / 2**30:.4g} GiB" if size >= 2**20 else f"{size:g} bytes"
