@@ -289,15 +289,16 @@ def model_of(name: str, shape: Transformer, optimizer_states: float, source: str
 
 _PIZ_DAINT = {
     "memory_bytes": "NVIDIA P100, 16 GB (Chimera, section 4)",
-    "between": "fit: Gloo over Aries; 40 µs, and 1.5 GB/s, which Cray XC50 nodes reach over TCP",
-    "allreduce_between": "fit: as between",
-    "reserve_bytes": "fit: the largest with which the configurations of Chimera, section 4.2.1, have place",
+    "between": "fit: 30 µs and 5 GB/s, half of Aries' rate: Chimera and DAPPLE are then best at D=4 "
+    "with B=8 and B=4, as in section 4.2.1 (stages cut evenly)",
+    "reserve_bytes": "fit: with 4.5 GiB GPipe (D=4, B=4) and 2BW (D=4, B=16) need recomputation and Chimera "
+    "(D=4) fits B=8, not 16, as in section 4.2.1; of it CUDA, PyTorch 1.6 and fragmentation",
     "sync_slowdown": "fit: Gloo's threads; Chimera, Figure 12: eager-opt up to 1.09 times as fast as eager",
 }
 
 
 def _piz_daint(nodes: int) -> Cluster:
-    link = Link(latency_seconds=40e-6, seconds_per_byte=1 / 1.5e9)
+    link = Link(latency_seconds=30e-6, seconds_per_byte=1 / 5e9)
     return Cluster(
         name=f"Piz Daint, {nodes} nodes",
         nodes=nodes,
@@ -305,7 +306,7 @@ def _piz_daint(nodes: int) -> Cluster:
         memory_bytes=16.0 * GIB,
         inside=link,
         between=link,
-        reserve_bytes=2.0 * GIB,
+        reserve_bytes=4.5 * GIB,
         sync_slowdown=0.1,
         sources=_PIZ_DAINT,
     )

@@ -1,7 +1,7 @@
 """The papers' closed forms of a step's time, to stand beside a simulated one.
 
-They assume stages that all last as long as those of the slowest worker, and know neither memory nor the order of messages;
-they never decide. None where no paper, and nothing that follows from one, gives a form.
+They assume stages that all last as long as those of the slowest worker, and know neither memory nor the
+order of messages; they never decide. None where no paper, and nothing that follows from one, gives a form.
 """
 
 from __future__ import annotations
