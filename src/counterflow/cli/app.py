@@ -138,7 +138,7 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
         "plan --example chimera-bert48 --synchronous",
         "plan --example chimera-bert48 --scheme chimera --depth 4 --top 5 --out plan.toml",
         "plan --example mixpipe-bert48 --save-inputs mine",
-        "plan --model m.toml --profile p.toml --cluster c.toml --mini-batch 512 --json",
+        "plan --example mixpipe-bert48 --cluster mine/cluster.toml --scheme mixpipe --depth 4 --json",
     ),
     check: ("check mixpipe --stages 8 --micro-batches 16 --injected max", "check edited.json --json"),
     show: (

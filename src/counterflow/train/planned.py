@@ -64,6 +64,11 @@ def planned_config(model: Model, profile: Profile, cluster: Cluster, prediction:
         raise ConfigError(
             f"model {model.name}: its [train] table does not make what was planned: {told}"
         ) from None
+    if config.model.all_layers != len(model.layers):
+        raise ConfigError(
+            f"model {model.name}: its [train] table makes {config.model.all_layers} layers (embedding, "
+            f"blocks, head), but it lists {len(model.layers)}; make them the same"
+        )
     placed = devices(config.build_schedule().placement, plan.replicas, plan.arrangement)
     expected: dict[str, Any] = {
         "cluster": cluster.name,
