@@ -57,6 +57,8 @@ def test_examples_in_the_help_work(
     monkeypatch.chdir(tmp_path)
     if "edited.json" in line:
         run("export dapple --stages 2 --micro-batches 2 --out edited.json")
+    if "mine/cluster.toml" in line:
+        run("plan --example mixpipe-bert48 --save-inputs mine")
     if line.startswith("train"):  # which takes minutes, and is tested with a smaller model
         monkeypatch.setattr("counterflow.train.run.run", lambda *_: None)
         (tmp_path / "runs" / "waves").mkdir(parents=True)

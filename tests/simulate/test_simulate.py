@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 
-from counterflow import ByteCosts, ConfigError, Costs, DeadlockError, schemes, simulate
+from counterflow import ByteCosts, ConfigError, Costs, DeadlockError, Schedule, schemes, simulate
 from counterflow.schedule.formats import loads
 from counterflow.simulate import kernel
 
@@ -119,3 +122,72 @@ def test_compiled_and_plain_loops_agree_to_the_last_bit(monkeypatch: pytest.Monk
     compiled = simulate(schedule, costs)
     assert plain.start.tolist() == compiled.start.tolist()
     assert plain.end.tolist() == compiled.end.tolist()
+
+
+def test_ops_on_two_micro_batches_and_on_half_of_one_have_times_of_their_own() -> None:
+    doubling = schemes.chimera(2, 4, concat="forward-doubling")
+    plain = simulate(doubling, Costs(forward=1, backward=2))
+    same = simulate(doubling, Costs(forward=1, backward=2, doubled_forward=2))
+    assert plain.timeline == same.timeline
+    quick = simulate(doubling, Costs(forward=1, backward=2, doubled_forward=[1.5, 1.25]))
+    lasts = {(s.op.stage, s.op.load): s.end - s.start for s in quick.timeline if s.op.kind.value == "F"}
+    assert lasts == {(0, 2): 1.5, (1, 2): 1.25}
+    halving = schemes.chimera(2, 4, concat="backward-halving")
+    slow = simulate(halving, Costs(forward=1, backward=2, half_backward=1.5, recompute="stage"))
+    assert {s.end - s.start for s in slow.timeline if s.op.kind.value == "B"} == {1.5 + 0.5}
+
+
+def test_messages_by_link_and_by_the_bytes_of_a_stage() -> None:
+    # Stage 0 gives 10 bytes, stage 1 gives 20; 0.5 s and 0.1 s a byte.
+    costs = Costs(p2p=0.5, p2p_per_byte=0.1, message_bytes=[10, 20, 0])
+    ops = {str(s.op): s for s in simulate(schemes.dapple(3, 1), costs).timeline}
+    assert ops["F0.1"].start == ops["F0.0"].end + 1.5
+    assert ops["F0.2"].start == ops["F0.1"].end + 2.5
+    assert ops["B0.1"].start == ops["B0.2"].end + 2.5  # the gradient of stage 1's output
+    assert ops["B0.0"].start == ops["B0.1"].end + 1.5
+    fast = [[0, 0.1, 0], [0.1, 0, 0.0], [0, 0.0, 0]]
+    ops = {str(s.op): s for s in simulate(schemes.dapple(3, 1), replace(costs, p2p_per_byte=fast)).timeline}
+    assert ops["F0.2"].start == ops["F0.1"].end + 0.5
+    # A doubled forward sends the output of two micro-batches at once.
+    doubled = schemes.chimera(2, 4, concat="forward-doubling")
+    sent = simulate(doubled, Costs(p2p_per_byte=0.1, message_bytes=10)).timeline
+    first = {str(s.op): s for s in sent}
+    assert first["F(0,1).1"].start >= first["F(0,1).0"].end + 2.0
+
+
+def test_compute_beside_a_sync_is_slower() -> None:
+    costs = Costs(sync=3, sync_mode="eager", sync_slowdown=0.5)
+    slow, quick = simulate(schemes.chimera(4, 4), costs), simulate(schemes.chimera(4, 4), Costs(sync=3))
+    assert sum(slow.busy) > sum(quick.busy)
+    # At the end nothing runs beside a sync.
+    at_end = replace(costs, sync_mode="end")
+    assert sum(simulate(schemes.chimera(4, 4), at_end).busy) == sum(quick.busy)
+
+
+BYTES = ByteCosts(weights=5, gradients=4, optimizer=3, activations=7, inputs=2, layers=2)
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        (schemes.gpipe, {"stages": 2, "micro_batches": 4, "groups": 2}),
+        (schemes.dapple, {"stages": 4, "micro_batches": 6}),
+        (schemes.gems, {"stages": 4, "micro_batches": 5}),
+        (schemes.chimera, {"stages": 4, "micro_batches": 9, "concat": "forward-doubling"}),
+        (schemes.chimera, {"stages": 8, "micro_batches": 10, "concat": "backward-halving", "pairs": 2}),
+        (schemes.mixpipe, {"stages": 6, "micro_batches": 6, "injected": 4}),
+        (schemes.hanayo, {"workers": 3, "micro_batches": 5, "waves": 2}),
+        (schemes.pipedream, {"stages": 4, "periods": 7}),
+        (schemes.pipedream_2bw, {"stages": 3, "micro_batches": 4, "periods": 4}),
+        (schemes.wpipe, {"workers": 2, "micro_batches": 3, "periods": 4}),
+    ],
+)
+def test_peak_bytes_are_those_of_the_memory_over_time(
+    scheme: Callable[..., Schedule], options: dict[str, int], recompute: str
+) -> None:
+    schedule = scheme(**options)
+    by_stage = replace(BYTES, weights=[3.0 + s for s in range(schedule.stages)])
+    result = simulate(schedule, Costs(p2p=0.3, recompute=recompute, memory=by_stage))
+    assert result.memory is not None
+    assert result.peak_bytes == pytest.approx([use.peak for use in result.memory])

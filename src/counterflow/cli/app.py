@@ -22,6 +22,7 @@ from counterflow.errors import ConfigError, CounterflowError
 from .check import check
 from .export import export
 from .flags import with_flags
+from .plan import plan
 from .reproduce import reproduce
 from .schemes import schemes
 from .show import show
@@ -132,6 +133,12 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
         "simulate hanayo --workers 4 --waves 2 --micro-batches 8 --p2p 0.1 --json",
         "simulate dapple --stages 4 --micro-batches 8 --weight-bytes 2GiB --activation-bytes 300MiB",
         "simulate edited.json",
+    ),
+    plan: (
+        "plan --example chimera-bert48 --synchronous",
+        "plan --example chimera-bert48 --scheme chimera --depth 4 --top 5 --out plan.toml",
+        "plan --example mixpipe-bert48 --save-inputs mine",
+        "plan --example mixpipe-bert48 --cluster mine/cluster.toml --scheme mixpipe --depth 4 --json",
     ),
     check: ("check mixpipe --stages 8 --micro-batches 16 --injected max", "check edited.json --json"),
     show: (

@@ -27,7 +27,8 @@ _BYTES = {
     "inputs": "input_bytes",
 }
 _COSTS = ("forward", "backward", "p2p", "sync", "sync_mode", "replicas", "recompute", "layers")
-_NAMES = "|".join([*OPTIONS, *_COSTS, *_BYTES])
+_PLAN = ("depth", "micro_batch", "mini_batch")
+_NAMES = "|".join([*OPTIONS, *_COSTS, *_BYTES, *_PLAN])
 
 
 def flag(name: str) -> str:

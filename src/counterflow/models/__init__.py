@@ -1,23 +1,31 @@
-"""The papers' models, and how any model is listed by layers, costed and cut into stages."""
+"""The papers' models, and how any model is listed by layers, costed and cut into stages.
+
+Where layers are cut is known without torch; the other names import it when they are first used.
+"""
 
 from __future__ import annotations
 
-from .bert import BERTConfig
-from .costs import estimated_costs, measured_costs, parameter_count
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .cut import balance, explicit, stage_layers
-from .gpt import GPTConfig
-from .layers import (
-    Activation,
-    ListLayers,
-    Model,
-    layers_of,
-    parameter_names,
-    shared_parameters,
-    state_names,
-)
-from .loss import classification_loss, masked_token_loss, next_token_loss
-from .presets import PRESETS, ModelConfig, Preset, preset
-from .resnext import Norm, ResNeXtConfig
+
+if TYPE_CHECKING:
+    from .bert import BERTConfig
+    from .costs import estimated_costs, measured_costs, parameter_count
+    from .gpt import GPTConfig
+    from .layers import (
+        Activation,
+        ListLayers,
+        Model,
+        layers_of,
+        parameter_names,
+        shared_parameters,
+        state_names,
+    )
+    from .loss import classification_loss, masked_token_loss, next_token_loss
+    from .presets import PRESETS, ModelConfig, Preset, preset
+    from .resnext import Norm, ResNeXtConfig
 
 __all__ = [
     "PRESETS",
@@ -45,3 +53,29 @@ __all__ = [
     "stage_layers",
     "state_names",
 ]
+
+_HOMES = {
+    "bert": ("BERTConfig",),
+    "costs": ("estimated_costs", "measured_costs", "parameter_count"),
+    "gpt": ("GPTConfig",),
+    "layers": (
+        "Activation",
+        "ListLayers",
+        "Model",
+        "layers_of",
+        "parameter_names",
+        "shared_parameters",
+        "state_names",
+    ),
+    "loss": ("classification_loss", "masked_token_loss", "next_token_loss"),
+    "presets": ("PRESETS", "ModelConfig", "Preset", "preset"),
+    "resnext": ("Norm", "ResNeXtConfig"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The names that need torch, imported when they are first used."""
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,1 +1,26 @@
-"""Which schedule, depth, width and micro-batch to use: cluster, model costs, closed forms, search."""
+"""Which plan: clusters and costs as data, predictions, the search, device placement, the papers' figures."""
+
+from __future__ import annotations
+
+from .cluster import Cluster, Link
+from .model import Model
+from .placement import Arrangement
+from .predict import Configuration, Parts, Prediction, Predictor, WorkerMemory, predict
+from .profile import LayerProfile, Profile
+from .stages import Cutting
+
+__all__ = [
+    "Arrangement",
+    "Cluster",
+    "Configuration",
+    "Cutting",
+    "LayerProfile",
+    "Link",
+    "Model",
+    "Parts",
+    "Prediction",
+    "Predictor",
+    "Profile",
+    "WorkerMemory",
+    "predict",
+]

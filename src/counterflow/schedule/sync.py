@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .graph import OpGraph
 from .ir import OpKind, Schedule
@@ -76,7 +77,13 @@ def by_last_backward(schedule: Schedule) -> list[GradientSync]:
     return sorted(gradient_syncs(schedule), key=place)
 
 
-def plan_syncs(graph: OpGraph, mode: Sync, start: Sequence[float], end: Sequence[float]) -> list[PlannedSync]:
+def plan_syncs(
+    graph: OpGraph,
+    mode: Sync,
+    start: Sequence[float],
+    end: Sequence[float],
+    syncs: Sequence[GradientSync] | None = None,
+) -> list[PlannedSync]:
     """The syncs of a synchronous schedule in the one order in which all workers start them.
 
     Args:
@@ -85,16 +92,22 @@ def plan_syncs(graph: OpGraph, mode: Sync, start: Sequence[float], end: Sequence
             backward of the stage and its last op; the given times decide.
         start: start of each node.
         end: end of each node, in the same unit.
+        syncs: what ``gradient_syncs`` gives for the graph's schedule, if that is known already.
 
     Source: Chimera section 3.2, Figure 4.
     """
     planned = []
-    for sync in gradient_syncs(graph.schedule):
+    gaps = _last_gaps(graph, start, end) if mode is Sync.EAGER_OPT else []
+    for sync in gradient_syncs(graph.schedule) if syncs is None else syncs:
         starts, ready = [], 0.0
         for worker, last in sync.last:
             first, stop = graph.first[worker], graph.first[worker + 1]
             before = stop - first
-            if last is not None and _is_eager(mode, range(first + last + 1, stop), start, end):
+            # Eager-opt: a worker that idles before one of its ops still to run starts its part at once.
+            eager = mode is Sync.EAGER or (
+                mode is Sync.EAGER_OPT and last is not None and gaps[worker] > last
+            )
+            if last is not None and eager:
                 before = last + 1
             starts.append((worker, before))
             if before:
@@ -105,11 +118,15 @@ def plan_syncs(graph: OpGraph, mode: Sync, start: Sequence[float], end: Sequence
     return _in_one_order(planned)
 
 
-def _is_eager(mode: Sync, rest: range, start: Sequence[float], end: Sequence[float]) -> bool:
-    """Whether a worker with the ops ``rest`` still to run starts its part of a sync before them."""
-    if mode is Sync.EAGER_OPT:
-        return any(start[node] > end[node - 1] for node in rest)
-    return mode is Sync.EAGER
+def _last_gaps(graph: OpGraph, start: Sequence[float], end: Sequence[float]) -> list[int]:
+    """The last place of each worker's order before which it idles; 0 where it never does after its first."""
+    gaps = []
+    for first, stop in pairwise(graph.first):
+        node = stop - 1
+        while node > first and start[node] <= end[node - 1]:
+            node -= 1
+        gaps.append(max(0, node - first))
+    return gaps
 
 
 def _in_one_order(planned: list[PlannedSync]) -> list[PlannedSync]:

@@ -12,6 +12,9 @@ from counterflow.schedule.modes import Recompute, Sync, parse_mode
 PerStage = float | Sequence[float]
 """One number for every stage, or one number a stage."""
 
+PerLink = float | Sequence[Sequence[float]]
+"""One number for every pair of workers, or ``table[sender][receiver]``."""
+
 
 @dataclass(frozen=True, slots=True)
 class ByteCosts:
@@ -47,10 +50,16 @@ class Costs:
     Attributes:
         forward: forward of one stage on one micro-batch; a doubled forward lasts twice as long.
         backward: backward of one stage on one micro-batch; a half one lasts half as long.
+        doubled_forward: forward of one stage on two micro-batches at once; None means twice ``forward``.
+        half_backward: backward of one stage on half a micro-batch; None means half of ``backward``.
         p2p: one message between two workers; a number, or ``p2p[sender][receiver]``.
+        p2p_per_byte: what each byte of a message adds, in the same forms.
+        message_bytes: bytes of a stage's output for one micro-batch, and of the gradient of it.
         overlap: whether a message travels while its sender computes on; else the sender is busy with it.
         sync: all-reduce of one stage's gradients; nothing where there is only one copy.
         sync_mode: when gradients are synchronised (``end``, ``eager``, ``eager-opt``).
+        sync_slowdown: share by which a second of compute is longer beside a gradient sync of its worker.
+            Which ops that are is taken from a play without it.
         replicas: copies of the whole pipeline group (W); with more than one every stage has a sync.
         recompute: ``stage`` and ``layer`` add one forward to each backward.
         op_seconds: measured times of single ops, by their text (``"F3.7"``), in place of the above.
@@ -62,10 +71,15 @@ class Costs:
 
     forward: PerStage = 1.0
     backward: PerStage = 2.0
-    p2p: float | Sequence[Sequence[float]] = 0.0
+    doubled_forward: PerStage | None = None
+    half_backward: PerStage | None = None
+    p2p: PerLink = 0.0
+    p2p_per_byte: PerLink = 0.0
+    message_bytes: PerStage = 0.0
     overlap: bool = True
     sync: PerStage = 0.0
     sync_mode: Sync | str = Sync.EAGER_OPT
+    sync_slowdown: float = 0.0
     replicas: int = 1
     recompute: Recompute | str = Recompute.NONE
     op_seconds: Mapping[str, float] | None = None
@@ -74,11 +88,13 @@ class Costs:
     def __post_init__(self) -> None:
         object.__setattr__(self, "sync_mode", parse_mode(Sync, "sync_mode", self.sync_mode))
         object.__setattr__(self, "recompute", parse_mode(Recompute, "recompute", self.recompute))
-        for name in ("forward", "backward", "sync"):
-            _refuse_negative(name, getattr(self, name))
-        rows = [self.p2p] if isinstance(self.p2p, (int, float)) else self.p2p
-        for row in rows:
-            _refuse_negative("p2p", row)
+        for name in ("forward", "backward", "doubled_forward", "half_backward", "sync", "sync_slowdown"):
+            if (value := getattr(self, name)) is not None:
+                _refuse_negative(name, value)
+        _refuse_negative("message_bytes", self.message_bytes, "bytes")
+        for name, links in (("p2p", self.p2p), ("p2p_per_byte", self.p2p_per_byte)):
+            for row in [links] if isinstance(links, (int, float)) else links:
+                _refuse_negative(name, row)
         if self.replicas < 1:
             raise ConfigError(f"replicas={self.replicas}: must be 1 or more")
 
@@ -89,6 +105,19 @@ class Costs:
         if self.recompute is not Recompute.NONE:
             backward = [b + f for f, b in zip(forward, backward, strict=True)]
         return forward, backward
+
+    def shared_op_cost(self, stages: int) -> tuple[list[float], list[float]]:
+        """Seconds of a doubled forward and of a half backward by stage, recomputation included."""
+        forward, backward = self.op_cost(stages)
+        doubled = [2 * f for f in forward]
+        if self.doubled_forward is not None:
+            doubled = per_stage("doubled_forward", self.doubled_forward, stages)
+        half = [b / 2 for b in backward]
+        if self.half_backward is not None:
+            half = per_stage("half_backward", self.half_backward, stages)
+            if self.recompute is not Recompute.NONE:
+                half = [b + f / 2 for f, b in zip(forward, half, strict=True)]
+        return doubled, half
 
 
 def per_stage(name: str, value: PerStage, stages: int) -> list[float]:
@@ -106,7 +135,7 @@ def per_stage(name: str, value: PerStage, stages: int) -> list[float]:
     return [float(v) for v in value]
 
 
-def _refuse_negative(name: str, value: PerStage) -> None:
+def _refuse_negative(name: str, value: PerStage, unit: str = "seconds") -> None:
     for number in [value] if isinstance(value, (int, float)) else value:
         if not math.isfinite(number) or number < 0:
-            raise ConfigError(f"{name}={number}: must be a finite number of seconds, 0 or more")
+            raise ConfigError(f"{name}={number}: must be a finite number of {unit}, 0 or more")

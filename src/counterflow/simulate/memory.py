@@ -41,7 +41,7 @@ def memory_use(
         end: end of each op.
     """
     assert costs.memory is not None
-    parts = _stage_bytes(costs.memory, Recompute(costs.recompute), schedule.stages)
+    parts = stage_bytes(costs.memory, Recompute(costs.recompute), schedule.stages)
     uses = []
     first = 0
     for worker, order in enumerate(schedule.orders):
@@ -75,14 +75,19 @@ def memory_use(
 
 
 @dataclass(frozen=True, slots=True)
-class _StageBytes:
+class StageBytes:
+    """Bytes by stage: one version of the weights, gradients and optimiser state, and of one micro-batch what
+    is kept from forward to backward and what is there besides while the backward runs.
+    """
+
     weights: list[float]
     fixed: list[float]
     stash: list[float]
     working: list[float]
 
 
-def _stage_bytes(costs: ByteCosts, recompute: Recompute, stages: int) -> _StageBytes:
+def stage_bytes(costs: ByteCosts, recompute: Recompute, stages: int) -> StageBytes:
+    """What a kind of recomputation makes of byte costs."""
     weights = per_stage("weights", costs.weights, stages)
     gradients = costs.weights if costs.gradients is None else costs.gradients
     full = per_stage("activations", costs.activations, stages)
@@ -107,7 +112,7 @@ def _stage_bytes(costs: ByteCosts, recompute: Recompute, stages: int) -> _StageB
             strict=True,
         )
     ]
-    return _StageBytes(weights, fixed, stash, working)
+    return StageBytes(weights, fixed, stash, working)
 
 
 def _steps(base: float, changes: list[tuple[float, int, float]]) -> MemoryUse:

@@ -7,16 +7,27 @@ one node for each gradient sync that later ops wait for.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import OpKind, Schedule
-from counterflow.schedule.modes import Sync
-from counterflow.schedule.sync import by_last_backward, first_users, needs_sync, plan_syncs
+from counterflow.schedule.modes import Recompute, Sync
+from counterflow.schedule.sync import (
+    GradientSync,
+    by_last_backward,
+    first_users,
+    gradient_syncs,
+    needs_sync,
+    plan_syncs,
+)
 
-from .costs import Costs, per_stage
+from .costs import Costs, PerLink, per_stage
 from .kernel import Floats, Ints, longest_paths
+from .memory import stage_bytes
+from .residency import version_lives
 
 KEPT_MODELS = 8
 """Models kept, so that trying many costs on a few schedules builds each of them once."""
@@ -58,6 +69,10 @@ class Model:
         """Edges along which a message travels, with the worker that sends and the one that receives."""
         self.senders: Ints = self.worker[source[fed][crosses]]
         self.receivers: Ints = self.worker[fed][crosses]
+        sent = source[fed][crosses]
+        # A forward sends its stage's output, a backward the gradient of the output of the stage before.
+        self.sent_output: Ints = self.stage[sent] - self.backward[sent]
+        self.sent_load: Floats = self.load[sent]
         # Where a worker is busy with its messages, the op after the sending one waits for them.
         sending = np.full(count, -1, dtype=np.int64)
         sending[source[fed][crosses]] = np.arange(crosses.sum())
@@ -69,7 +84,12 @@ class Model:
     def seconds(self, costs: Costs) -> Floats:
         """How long each op lasts."""
         table = np.array(costs.op_cost(self.schedule.stages))
-        seconds: Floats = table[self.backward.astype(np.int64), self.stage] * self.load
+        kind = self.backward.astype(np.int64)
+        seconds: Floats = table[kind, self.stage] * self.load
+        if costs.doubled_forward is not None or costs.half_backward is not None:
+            shared = np.array(costs.shared_op_cost(self.schedule.stages))[kind, self.stage]
+            is_shared = np.where(self.backward, self.load == 0.5, self.load == 2.0)
+            seconds = np.where(is_shared, shared, seconds)
         if costs.op_seconds:
             names = {str(op): node for node, op in enumerate(self.graph.ops)}
             for name, value in costs.op_seconds.items():
@@ -80,12 +100,21 @@ class Model:
 
     def message_seconds(self, costs: Costs) -> Floats:
         """How long each message travels, in the order of ``message_edges``."""
-        if isinstance(costs.p2p, (int, float)):
-            return np.full(len(self.message_edges), float(costs.p2p))
-        links = np.array(costs.p2p, dtype=np.float64)
+        seconds = self._by_message("p2p", costs.p2p)
+        if costs.p2p_per_byte == 0.0:
+            return seconds
+        sizes = np.array(per_stage("message_bytes", costs.message_bytes, self.schedule.stages))
+        sent = sizes[self.sent_output] * self.sent_load
+        return seconds + self._by_message("p2p_per_byte", costs.p2p_per_byte) * sent
+
+    def _by_message(self, name: str, value: PerLink) -> Floats:
+        """A cost of links for each message."""
+        if isinstance(value, (int, float)):
+            return np.full(len(self.message_edges), float(value))
+        links = np.array(value, dtype=np.float64)
         if links.shape != (self.schedule.workers,) * 2:
             raise ConfigError(
-                f"p2p: a table of shape {links.shape} for {self.schedule.workers} workers; "
+                f"{name}: a table of shape {links.shape} for {self.schedule.workers} workers; "
                 "give one number, or one row of numbers a worker"
             )
         return links[self.senders, self.receivers]
@@ -93,12 +122,44 @@ class Model:
     def delays(self, costs: Costs) -> Floats:
         """What passes on each edge between the end of one op and the earliest start of the other."""
         delay = np.zeros(len(self.sources))
-        if costs.p2p != 0.0:
+        if costs.p2p != 0.0 or costs.p2p_per_byte != 0.0:
             travel = self.message_seconds(costs)
             delay[self.message_edges] = travel
             if not costs.overlap:
                 delay[self.busy_edges] = travel[self.busy_messages]
         return delay
+
+    def peak_bytes(self, costs: Costs) -> tuple[float, ...]:
+        """Each worker's largest memory, as ``memory_use`` finds it, from the order of its ops alone.
+
+        A worker runs one op at a time, so what it holds during each follows from the ops before it.
+        """
+        assert costs.memory is not None
+        parts = stage_bytes(costs.memory, Recompute(costs.recompute), self.schedule.stages)
+        stash = np.array(parts.stash)[self.stage] * self.load
+        working = np.array(parts.working)[self.stage] * self.load
+        begins = np.where(self.backward, working, stash)
+        ends = np.where(self.backward, -stash - working, 0.0)
+        peaks = []
+        for worker in range(self.schedule.workers):
+            first, stop = self.graph.first[worker : worker + 2]
+            base = sum(parts.fixed[stage] for _, stage in self.schedule.placement.held(worker))
+            if self.schedule.synchronous:  # one version throughout
+                base += sum(parts.weights[stage] for _, stage in self.schedule.placement.held(worker))
+                change = ends[first:stop]
+            else:
+                change = ends[first:stop].copy()
+                for stage, version, born, dies in version_lives(self.schedule, worker):
+                    if version and born >= 0:
+                        change[born] += parts.weights[stage]
+                    elif version == 0:
+                        base += parts.weights[stage]
+                    if dies is not None and dies >= 0:
+                        change[dies] -= parts.weights[stage]
+            after = np.cumsum(begins[first:stop] + change)
+            during = after - change
+            peaks.append(base + max(0.0, float(during.max()), float(after[-1])) if len(after) else base)
+        return tuple(peaks)
 
     def synced(self, costs: Costs) -> bool:
         """Whether these costs make any gradient sync take time."""
@@ -108,6 +169,13 @@ class Model:
     def play(self, costs: Costs) -> tuple[Floats, Floats, Floats]:
         """Start and end of each op, then (period, stage, start, end) rows of the syncs that take time."""
         seconds, delay = self.seconds(costs), self.delays(costs)
+        start, end, syncs = self._play(costs, seconds, delay)
+        if costs.sync_slowdown and len(syncs):
+            seconds = seconds + costs.sync_slowdown * self._beside_syncs(start, end, syncs)
+            start, end, syncs = self._play(costs, seconds, delay)
+        return start, end, syncs
+
+    def _play(self, costs: Costs, seconds: Floats, delay: Floats) -> tuple[Floats, Floats, Floats]:
         if not self.synced(costs):
             start, end = longest_paths(self.topological, self.first, self.sources, delay, seconds)
             return start, end, np.empty((0, 4))
@@ -116,10 +184,22 @@ class Model:
             return start, end, self._syncs_after(costs, start, end)
         return self._play_with_syncs(costs, seconds, delay)
 
+    def _beside_syncs(self, start: Floats, end: Floats, syncs: Floats) -> Floats:
+        """For how long each op runs beside a gradient sync of its worker."""
+        beside = np.zeros(len(start))
+        first = self.graph.first
+        for _, stage, begins, ends in syncs.tolist():
+            for worker in {w for _, w in self.schedule.placement.copies(int(stage))}:
+                nodes = slice(first[worker], first[worker + 1])
+                both = np.minimum(end[nodes], ends) - np.maximum(start[nodes], begins)
+                beside[nodes] += np.maximum(both, 0.0)
+        return beside
+
     def _syncs_after(self, costs: Costs, start: Floats, end: Floats) -> Floats:
         """Syncs on the lane beside each worker's compute; nothing waits for them but the update."""
         lasts = per_stage("sync", costs.sync, self.schedule.stages)
-        planned = plan_syncs(self.graph, Sync(costs.sync_mode), start.tolist(), end.tolist())
+        mode = Sync(costs.sync_mode)
+        planned = plan_syncs(self.graph, mode, start.tolist(), end.tolist(), self._gradient_syncs)
         lane = [0.0] * self.schedule.workers
         rows = []
         for item in planned:
@@ -129,6 +209,10 @@ class Model:
                 lane[w] = at + lasts[stage]
             rows.append((float(item.sync.period), float(stage), at, at + lasts[stage]))
         return np.array(rows).reshape(-1, 4)
+
+    @cached_property
+    def _gradient_syncs(self) -> tuple[GradientSync, ...]:
+        return gradient_syncs(self.schedule)
 
     def _play_with_syncs(self, costs: Costs, seconds: Floats, delay: Floats) -> tuple[Floats, Floats, Floats]:
         """Asynchronous: ops that use new weights, or fill the gradients anew, wait for the sync."""

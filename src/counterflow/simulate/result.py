@@ -129,6 +129,11 @@ class Simulation:
         return memory_use(self.schedule, self.costs, self.start.tolist(), self.end.tolist())
 
     @cached_property
+    def peak_bytes(self) -> tuple[float, ...] | None:
+        """Each worker's largest memory in bytes; None when no byte costs were given."""
+        return None if self.costs.memory is None else self._model.peak_bytes(self.costs)
+
+    @cached_property
     def activations_over_time(self) -> tuple[MemoryUse, ...]:
         """Stashed forwards of each worker over time, in (stage x micro-batch) units, not bytes."""
         units = Costs(memory=ByteCosts(activations=1.0))

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
+from counterflow import toml
 from counterflow.errors import ConfigError, ScheduleError
 from counterflow.schedule import registry
 from counterflow.schedule.check import check
@@ -23,7 +24,6 @@ from counterflow.schedule.formats import loads
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.modes import Recompute, Sync
 
-from . import toml
 from .presets import EXAMPLE, PRESETS, Family
 
 WORKERS = 4
@@ -347,6 +347,29 @@ class TrainSection(Section):
     )
 
 
+class PlanSection(Section):
+    """What ``counterflow plan`` expects of the run; training does not look at it."""
+
+    cluster: str | None = _key(None, "the devices it was planned for", "a text, in quotes")
+    profile: str | None = _key(None, "what layers cost there", "a text, in quotes")
+    mini_batch: int | None = _key(None, "samples of an update, of all replicas", _COUNT, ge=1)
+    micro_batch: int | None = _key(None, "samples of a micro-batch", _COUNT, ge=1)
+    arrangement: str | None = _key(
+        None, "which workers share a node: pipeline-inside, replicas-inside or copies-inside", "a text"
+    )
+    devices: WholeNumbers | None = _key(
+        None,
+        "the device, counted from 0 node by node, of each worker of replica 0, of replica 1, …",
+        "a list of whole numbers",
+    )
+    step_seconds: float | None = _key(None, "one update", "a number", ge=0)
+    samples_per_second: float | None = _key(None, "throughput of all replicas", "a number", ge=0)
+    bubble_ratio: float | None = _key(None, "share of a step in which a worker is idle", "a number", ge=0)
+    peak_bytes: Annotated[tuple[float, ...], Strict(False)] | None = _key(
+        None, "memory of each worker, without the cluster's reserve", "a list of numbers"
+    )
+
+
 class RunConfig(Section):
     r"""A training run. Without arguments it is the built-in example.
 
@@ -368,6 +391,7 @@ class RunConfig(Section):
         default_factory=OptimizerSection, description="how weights are updated"
     )
     train: TrainSection = Field(default_factory=TrainSection, description="for how long")
+    plan: PlanSection = Field(default_factory=PlanSection, description="what was expected of it")
 
     @model_validator(mode="after")
     def _fill(self) -> RunConfig:
@@ -445,8 +469,11 @@ class RunConfig(Section):
     def _lines(self) -> Iterator[str]:
         for name in type(self).model_fields:
             section: Section = getattr(self, name)
+            given = section.given()
+            if not given:
+                continue
             yield f"\n[{name}]"
-            for key, value in section.given().items():
+            for key, value in given.items():
                 yield f"{key} = {toml.dumps(value)}  # {type(section).model_fields[key].description}"
 
     def _layers_missing(self, schedule: Schedule) -> str | None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from counterflow import toml
 from counterflow.data.batches import Batches, MaskedByte, NextByte
 from counterflow.data.text import read_text, shipped_text, unigram_entropy
 from counterflow.errors import ConfigError

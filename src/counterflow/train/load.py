@@ -17,10 +17,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from counterflow import toml
 from counterflow.errors import ConfigError
 from counterflow.schedule import registry
 
-from . import toml
 from .config import RunConfig, Section, legal_values
 
 SECTIONS: dict[str, type[Section]] = {

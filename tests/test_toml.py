@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counterflow import ConfigError
-from counterflow.train import toml
+from counterflow import ConfigError, toml
 
 
 class Word(StrEnum):

@@ -1,0 +1,446 @@
+"""``counterflow plan``: which scheme, depth, width and micro-batch to train a model with on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from counterflow.errors import ConfigError
+from counterflow.schedule.modes import Recompute, Sync
+
+from .flags import JsonFlag
+from .output import WIDE, byte_size, console, note, number, print_json, writing
+
+if TYPE_CHECKING:
+    from counterflow.plan.papers import Example
+    from counterflow.plan.predict import Parts, Prediction
+    from counterflow.plan.search import Found, Plan
+    from counterflow.plan.why import Why
+
+_INPUTS = "What is planned: an example, files, or an example with some files in place of its own"
+_LIMITS = "What a plan has to be: each may be repeated; without them everything is tried"
+_OUTPUT = "Output"
+
+
+def plan(
+    *,
+    example: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A paper's run; see --list.", rich_help_panel=_INPUTS),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The model: layers by kind.", rich_help_panel=_INPUTS)
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="What each kind of layer costs on a device.", rich_help_panel=_INPUTS
+        ),
+    ] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Nodes, devices, memory and links.", rich_help_panel=_INPUTS),
+    ] = None,
+    mini_batch: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SAMPLES", help="Samples of an update, of all replicas.", rich_help_panel=_INPUTS
+        ),
+    ] = None,
+    scheme: Annotated[
+        list[str] | None, typer.Option(help="Only this scheme.", rich_help_panel=_LIMITS)
+    ] = None,
+    synchronous: Annotated[
+        bool, typer.Option("--synchronous", help="Only schemes that flush.", rich_help_panel=_LIMITS)
+    ] = False,
+    depth: Annotated[
+        list[int] | None, typer.Option(help="Only this many workers a replica.", rich_help_panel=_LIMITS)
+    ] = None,
+    micro_batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="SAMPLES", help="Only micro-batches of this many samples.", rich_help_panel=_LIMITS
+        ),
+    ] = None,
+    also_micro_batch: Annotated[
+        list[int] | None,
+        typer.Option(metavar="SAMPLES", help="This size besides powers of two.", rich_help_panel=_LIMITS),
+    ] = None,
+    recompute: Annotated[
+        list[Recompute] | None, typer.Option(help="Only this recomputation.", rich_help_panel=_LIMITS)
+    ] = None,
+    sync: Annotated[
+        list[Sync] | None, typer.Option(help="Only this sync mode.", rich_help_panel=_LIMITS)
+    ] = None,
+    even: Annotated[
+        bool,
+        typer.Option("--even", help="Equally many blocks a stage, not equal cost.", rich_help_panel=_LIMITS),
+    ] = False,
+    top: Annotated[
+        int,
+        typer.Option(
+            help="Show so many best plans of all, not the best of every scheme.", rich_help_panel=_OUTPUT
+        ),
+    ] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN.toml",
+            help="Write the best plan as a config for 'counterflow train'.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    save_inputs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write model.toml, profile.toml and cluster.toml there, to edit; plan nothing.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    listed: Annotated[
+        bool, typer.Option("--list", help="List the examples.", rich_help_panel=_OUTPUT)
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Choose scheme, depth, width, micro-batch and recomputation for a model on a cluster, by simulation."""
+    from counterflow.plan.placement import Arrangement  # noqa: PLC0415  (numpy and pydantic take a while)
+    from counterflow.plan.search import search  # noqa: PLC0415
+    from counterflow.plan.space import Constraints  # noqa: PLC0415
+    from counterflow.plan.stages import Cutting  # noqa: PLC0415
+    from counterflow.plan.why import why  # noqa: PLC0415
+
+    if listed:
+        _list(as_json)
+        return
+    task = _task(example, model, profile, cluster, mini_batch)
+    if save_inputs is not None:
+        _save(task, save_inputs)
+        return
+    if top < 0:
+        raise ConfigError(f"--top {top}: must be 1 or more")
+    constraints = Constraints(
+        schemes=tuple(scheme) if scheme else None,
+        synchronous=synchronous,
+        depths=tuple(depth) if depth else None,
+        samples=tuple(micro_batch) if micro_batch else None,
+        more_samples=tuple(also_micro_batch or ()),
+        recompute=tuple(recompute or Recompute),
+        sync=tuple(sync or Sync),
+        arrangements=tuple(Arrangement),
+        cuts=Cutting.EVEN if even else Cutting.BALANCED,
+    )
+    with _progress() as told:
+        found = search(
+            task.model,
+            task.profile,
+            task.cluster,
+            task.mini_batch,
+            constraints,
+            count=max(top, 1),
+            progress=told,
+        )
+        explained = why(found)
+    if out is not None:
+        _write(task, found.best[0], out)
+    if as_json:
+        from counterflow.plan.report import as_json as data  # noqa: PLC0415
+
+        head = {"model": task.model.name, "profile": task.profile.name, "cluster": task.cluster.name}
+        print_json(head | data(found, explained))
+        return
+    _print(task, found, explained, top)
+    if out is not None:
+        note(f"The best plan is in {out}; run it: counterflow train {out}")
+        if not found.best[0].play.schedule.synchronous:
+            note("It works without a flush, on late weights; for a plan that flushes: --synchronous")
+
+
+def _task(
+    example: str | None,
+    model: Path | None,
+    profile: Path | None,
+    cluster: Path | None,
+    mini_batch: int | None,
+) -> Example:
+    """What is planned.
+
+    Raises:
+        ConfigError: neither an example nor all that one has.
+    """
+    from counterflow.plan import files, papers  # noqa: PLC0415
+
+    given: dict[str, Any] = {}
+    readers: dict[str, tuple[Path | None, Callable[[Path], Any]]] = {
+        "model": (model, files.load_model),
+        "profile": (profile, files.load_profile),
+        "cluster": (cluster, files.load_cluster),
+    }
+    for name, (path, read) in readers.items():
+        if path is not None:
+            given[name] = read(path)
+    if mini_batch is not None:
+        given["mini_batch"] = mini_batch
+    if example is not None:
+        return replace(papers.example(example), **given)
+    missing = [flag for flag in (*readers, "mini_batch") if flag not in given]
+    if missing:
+        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
+        raise ConfigError(
+            f"nothing to plan: give --example NAME (see --list), or also {flags}; "
+            "--example NAME --save-inputs DIR writes files to start from"
+        )
+    return papers.Example("", "", source="", **given)
+
+
+def _list(as_json: bool) -> None:
+    from counterflow.plan.papers import EXAMPLES, example  # noqa: PLC0415
+
+    known = [example(name) for name in EXAMPLES]
+    if as_json:
+        shown = [
+            {"name": e.name, "about": e.about, "mini_batch": e.mini_batch, "source": e.source} for e in known
+        ]
+        print_json({"examples": shown})
+        return
+    width = max(len(name) for name in EXAMPLES)
+    for each in known:
+        typer.echo(f"{each.name:<{width}}  {each.about}, mini-batch {each.mini_batch:,}")
+
+
+def _save(task: Example, folder: Path) -> None:
+    from counterflow.plan import files  # noqa: PLC0415
+
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    for name in ("model", "profile", "cluster"):
+        path = folder / f"{name}.toml"
+        with writing(path):
+            path.write_text(files.dumps(getattr(task, name)), encoding="utf-8")
+    names = " ".join(f"--{name} {folder / f'{name}.toml'}" for name in ("model", "profile", "cluster"))
+    note(f"Edit and plan: counterflow plan {names} --mini-batch {task.mini_batch}")
+
+
+def _write(task: Example, best: Plan, path: Path) -> None:
+    from counterflow.train.planned import planned_config  # noqa: PLC0415
+
+    config = planned_config(task.model, task.profile, task.cluster, best.play.prediction())
+    with writing(path):
+        path.write_text(config.to_toml(), encoding="utf-8")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr, on a terminal only."""
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+
+    err = Console(stderr=True, highlight=False)
+    if not err.is_terminal:
+        yield lambda _done, _of, _what: None
+        return
+    columns = (TextColumn("planning"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[what]}"), console=err, transient=True) as bar:
+        task = bar.add_task("", total=None, what="")
+        yield lambda done, of, what: bar.update(task, completed=done, total=of, what=what)
+
+
+def _print(task: Example, found: Found, explained: Why, top: int) -> None:
+    from rich.text import Text  # noqa: PLC0415
+
+    out = console(WIDE)
+    cluster = task.cluster
+    out.print(Text(f"{task.model.name} on {cluster.name}", style="bold"))
+    devices = (
+        f"{cluster.nodes} nodes of {cluster.devices}" if cluster.devices > 1 else f"{cluster.nodes} nodes"
+    )
+    about = (
+        f"{devices}, {task.profile.machine} · mini-batch {found.mini_batch:,} samples · "
+        f"{byte_size(found.usable_bytes)} a device"
+    )
+    if cluster.reserve_bytes:
+        about += f", {byte_size(cluster.reserve_bytes)} more reserved"
+    out.print(Text(about, style="dim"))
+    plans = found.best if top else found.of_schemes
+    predictions = [each.play.prediction() for each in plans]
+    out.print(_ranking(predictions, with_arrangement=cluster.devices > 1))
+    best = found.best[0].play.prediction()
+    for line in _of_best(best):
+        out.print(Text(line))
+    out.print()
+    for line in _explained(explained, best):
+        out.print(Text(line))
+    out.print(_rejected(found))
+    for omission in found.omissions:
+        out.print(Text(f"{omission.scheme}: {omission.reason}", style="dim"))
+    if any(prediction.updates > 1 for prediction in predictions):
+        out.print(
+            Text("pipedream updates after every micro-batch, so more often than was asked.", style="dim")
+        )
+
+
+def _ranking(predictions: list[Prediction], *, with_arrangement: bool) -> Any:
+    from counterflow.plan.report import choices  # noqa: PLC0415
+
+    columns = ["scheme", "options", "D", "W", "B", "N", "recompute", "sync"]
+    columns += ["devices"] if with_arrangement else []
+    columns += ["step", "samples/s", "bubbles", "peak memory", "closed form"]
+    table = _table(*columns, left=("scheme", "options", "recompute", "sync", "devices"))
+    for prediction in predictions:
+        plan = prediction.configuration
+        row = [
+            plan.scheme,
+            choices(plan),
+            str(prediction.workers),
+            str(plan.replicas),
+            str(plan.samples),
+            str(prediction.micro_batches),
+            plan.recompute.value,
+            plan.sync.value,
+        ]
+        row += [plan.arrangement.value] if with_arrangement else []
+        form = "" if prediction.difference is None else f"{prediction.difference:+.1%}"
+        row += [
+            _seconds(prediction.step_seconds),
+            number(round(prediction.samples_per_second, 1)),
+            f"{prediction.bubble_ratio:.1%}",
+            byte_size(max(prediction.peak_bytes)),
+            form,
+        ]
+        table.add_row(*row)
+    return table
+
+
+def _of_best(best: Prediction) -> Iterator[str]:
+    """What the table has no room for: memory by worker, cuts, closed form, notes."""
+    yield "Best plan"
+    runs: list[tuple[int, int, str]] = []
+    for worker, size in enumerate(map(byte_size, best.peak_bytes)):
+        if runs and runs[-1][2] == size:
+            runs[-1] = (runs[-1][0], worker, size)
+        else:
+            runs.append((worker, worker, size))
+    shown = (f"{a}–{b}: {size}" if a != b else f"{a}: {size}" for a, b, size in runs)
+    yield "  peak memory by worker   " + ", ".join(shown)
+    cuts = best.configuration.cuts
+    if isinstance(cuts, tuple) and cuts:
+        yield f"  stages begin at layers  0, {', '.join(map(str, cuts))}"
+    if best.closed_form is not None and best.difference is not None:
+        yield (
+            f"  closed form             {_seconds(best.closed_form.seconds)} ({best.closed_form.source}), "
+            f"{best.difference:+.1%} from the simulation"
+        )
+    for text in best.notes:
+        yield f"  note                    {text}"
+
+
+_PART_WORDS = {
+    "compute": "compute",
+    "imbalance": "stages that last longer than others",
+    "bubbles": "bubbles of the order",
+    "messages": "messages",
+    "allreduce": "all-reduces",
+    "update": "update",
+    "shared_cores": "waiting for cores",
+}
+
+
+def _explained(explained: Why, best: Prediction) -> Iterator[str]:
+    yield "Where its step goes"
+    yield f"  {_parts(explained.parts)}"
+    if explained.limit is not None:
+        lost = getattr(explained.parts, explained.limit)
+        yield (
+            f"  What limits it most: {_PART_WORDS[explained.limit]}, {_seconds(lost)} of "
+            f"{_seconds(best.step_seconds)} ({lost / best.step_seconds:.0%})"
+        )
+    larger = explained.in_more_memory
+    if larger is not None and explained.needed_bytes is not None:
+        other = larger.play.prediction()
+        gain = best.step_seconds / other.step_seconds - 1
+        yield (
+            f"  Memory: with {byte_size(explained.needed_bytes)} a device in place of "
+            f"{byte_size(best.usable_bytes)}, {_short(other)} would be {gain:.1%} faster"
+        )
+    else:
+        yield "  Memory: no plan that needs more would be faster"
+    if explained.second is None or explained.second_parts is None:
+        return
+    second = explained.second.play.prediction()
+    ratio = second.step_seconds / best.step_seconds - 1
+    yield f"The second, {_short(second)}, is {ratio:.1%} slower"
+    yield f"  {_parts(explained.second_parts)}"
+    for turn in explained.turns:
+        word = "slower" if turn.times > 1 else "faster"
+        times = turn.times if turn.times > 1 else 1 / turn.times
+        yield f"  It wins if {turn.what} are {times:.3g} times {word}"
+    if not explained.turns:
+        yield "  Neither messages nor all-reduces 64 times faster or slower make it win"
+
+
+def _parts(parts: Parts) -> str:
+    shown = []
+    total = sum(getattr(parts, name) for name in _PART_WORDS)
+    for name, word in _PART_WORDS.items():
+        value = getattr(parts, name)
+        if abs(value) > 5e-4 * total:
+            shown.append(f"{word} {_seconds(value)}")
+    return " + ".join(shown)
+
+
+def _short(prediction: Prediction) -> str:
+    plan = prediction.configuration
+    again = f", recompute {plan.recompute.value}" if plan.recompute is not Recompute.NONE else ""
+    return f"{plan.scheme} (D={prediction.workers}, W={plan.replicas}, B={plan.samples}{again})"
+
+
+def _rejected(found: Found) -> Any:
+    table = _table(
+        "scheme",
+        "tried",
+        "too large",
+        "slower by bound",
+        "simulated",
+        "smallest that is too large",
+        left=("scheme", "smallest that is too large"),
+    )
+    for scheme, rejected in found.rejections.items():
+        closest = rejected.closest
+        shown = ""
+        if closest is not None:
+            plan = closest.candidate
+            options = dict(plan.options)
+            workers = options.get("stages", options.get("workers"))
+            shown = (
+                f"D={workers} B={plan.samples} recompute {plan.recompute.value}: "
+                f"worker {closest.worker} needs {byte_size(closest.needed_bytes)} "
+                f"of {byte_size(found.usable_bytes)}"
+            )
+        table.add_row(
+            scheme,
+            f"{rejected.candidates:,}",
+            f"{rejected.too_large:,}",
+            f"{rejected.slower:,}",
+            f"{rejected.simulated:,}",
+            shown,
+        )
+    return table
+
+
+def _table(*columns: str, left: tuple[str, ...]) -> Any:
+    from rich import box  # noqa: PLC0415  (not for --json)
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right")
+    return table
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.4g} s" if value >= 1 else f"{1000 * value:.4g} ms"

@@ -1,0 +1,302 @@
+"""What a candidate cannot beat, known without building or playing its schedule.
+
+The search simulates candidates by rising bound and stops when no bound is below what it has; so the bounds
+decide what is never simulated and have to be true. Each is proved where it stands. What they know of a
+scheme is its placement and how many micro-batches pass each pipe (``Shape``), which a test compares with the
+schedules themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from counterflow.schedule.ir import OptionValue
+from counterflow.schedule.modes import Recompute
+from counterflow.schedule.placement import Placement, bidirectional, linear, looped, wave
+from counterflow.schedule.registry import SCHEMES
+from counterflow.schedule.schemes.chimera import Concat
+from counterflow.schedule.slots import spread
+from counterflow.simulate.memory import StageBytes, stage_bytes
+
+from .cluster import Cluster
+from .placement import Network
+from .predict import message_buffers, sync_seconds
+from .stages import StageCosts
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What bounds know of a schedule.
+
+    Attributes:
+        placement: which worker holds which stage of which pipe.
+        passes: micro-batches of an update on each pipe.
+        concat: how chimera goes on; None for all others.
+        most_stashed: micro-batches (of one stage) that a worker never stashes more of; None: not known.
+        synchronous: whether updates flush the pipeline.
+    """
+
+    placement: Placement
+    passes: tuple[int, ...]
+    concat: Concat | None
+    most_stashed: int | None
+    synchronous: bool
+
+
+def shape_of(scheme: str, options: Mapping[str, OptionValue]) -> Shape:
+    """The shape of the schedule that the registry would build."""
+    number = {name: value for name, value in options.items() if isinstance(value, int)}
+    n = number.get("micro_batches", 1)
+    concat, most = None, None
+    passes: tuple[int, ...] = (n,)
+    match scheme:
+        case "gpipe":
+            placement = looped(number["stages"], number.get("groups", 1))
+        case "interleaved":
+            placement = looped(number["workers"], number.get("chunks", 2))
+        case "hanayo":
+            placement = wave(number["workers"], number.get("waves", 1))
+        case "wpipe":
+            placement = looped(number["workers"], 2)
+        case "gems" | "mixpipe":
+            placement = bidirectional(number["stages"])
+            passes = (n - n // 2, n // 2)
+            if scheme == "gems":
+                most = 1
+            elif "injected" in number:
+                most = number["injected"] + number.get("early_forwards", 0)
+        case "chimera":
+            placement = bidirectional(number["stages"], number.get("pairs", 1))
+            concat = Concat(str(options.get("concat", Concat.DIRECT)))
+            passes = _chimera_passes(number["stages"], n, placement.pipes, concat)
+        case _:
+            placement = linear(number["stages"])
+    return Shape(placement, passes, concat, most, SCHEMES[scheme].synchronous)
+
+
+def _chimera_passes(stages: int, micro_batches: int, pipes: int, concat: Concat) -> tuple[int, ...]:
+    """Each unit is spread over the pipes, down and up in turn."""
+    unit = 2 * stages if concat is Concat.FORWARD_DOUBLING else stages
+    full, rest = divmod(micro_batches, unit)
+    shares = [full * a + b for a, b in zip(spread(unit, pipes), spread(rest, pipes), strict=True)]
+    return tuple(shares[0::2] + shares[1::2])
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What holds of every sync mode of a candidate.
+
+    Attributes:
+        seconds: an update takes at least so long, if it fits.
+        seconds_in_any_memory: the same were memory without end.
+        least_bytes: the fullest worker needs at least so much, without the reserve.
+        fullest: that worker.
+    """
+
+    seconds: float
+    seconds_in_any_memory: float
+    least_bytes: float
+    fullest: int
+
+
+def bounds(
+    shape: Shape,
+    stages: StageCosts,
+    network: Network,
+    cluster: Cluster,
+    recompute: Recompute,
+    *,
+    update_seconds_per_byte: float = 0.0,
+) -> Bounds:
+    """The bounds of one candidate.
+
+    Args:
+        shape: of its schedule.
+        stages: what its stages cost.
+        network: what its messages and all-reduces find.
+        cluster: for memory.
+        recompute: what is computed again.
+        update_seconds_per_byte: the optimiser's update, for each byte of weights.
+    """
+    times = _least_times(shape, stages, recompute)
+    held = stage_bytes(stages.bytes, recompute, len(stages.forward))
+    pipes = shape.placement.pipes_stages
+    paths = [_Path.of(holders, times, stages, network, shape.concat) for holders in pipes]
+    owned = _owned(shape.placement)
+    fixed = [sum(held.fixed[s] + held.weights[s] for _, s in mine) for mine in owned]
+    options = {} if shape.concat is None else {"concat": shape.concat.value}
+    buffers = message_buffers(pipes, options, stages)
+    # Least memory: what is there throughout, and one stash of the worker's dearest stage that works at all.
+    stash = [max((_first_stash(shape, held, p, s) for p, s in mine), default=0.0) for mine in owned]
+    needed = [f + b + s for f, b, s in zip(fixed, buffers, stash, strict=True)]
+    fullest = max(range(len(needed)), key=needed.__getitem__)
+    work = [sum(shape.passes[p] * times.both[s] for p, s in mine) for mine in owned]
+    weights = stages.bytes.weights
+    assert not isinstance(weights, (int, float))
+    update = update_seconds_per_byte * max(sum(weights[s] for _, s in mine) for mine in owned)
+    if not shape.synchronous:
+        # In the steady state a worker still runs every op of an update in each period.
+        least = max(work) + update
+        return Bounds(least, least, needed[fullest], fullest)
+    free = [cluster.usable_bytes - f - b for f, b in zip(fixed, buffers, strict=True)]
+    ops = stored = 0.0
+    for mine, busy, room in zip(owned, work, free, strict=True):
+        used = [(p, s) for p, s in mine if shape.passes[p]]
+        if not used:
+            continue
+        # (1) Work. A worker's first op is a forward of one of its stages, whose input has come down the pipe;
+        # its last is a backward of one of its stages, whose gradient has to go down to stage 0; between them
+        # it runs all its ops, one at a time.
+        first = min(paths[p].before[s] for p, s in used)
+        last = min(paths[p].after[s] for p, s in used)
+        ops = max(ops, first + busy + last)
+        # (2) Memory over time. A stash stays from the start of its forward to the end of its backward, and
+        # between these the micro-batch goes up to the last stage and back: ``stay``. None is there before the
+        # worker's first op and after its last. What all stashes occupy, in byte-seconds, has to find place in
+        # the free memory between these two.
+        around = first + last
+        if room > 0:
+            occupied = sum(shape.passes[p] * held.stash[s] * paths[p].stay[s] for p, s in used)
+            stored = max(stored, around + occupied / room)
+        # (2b) The same in micro-batches where a scheme promises a peak. There the number of stashes grows by
+        # one in a forward's time and falls by one in a backward's, so below a peak of k stashes at both ends
+        # k(k−1)/2 · (F + B) is left empty; the worker runs k forwards and backwards or more one at a time,
+        # so that the two ends do not meet.
+        if shape.most_stashed is not None:
+            most = min(shape.most_stashed, sum(shape.passes[p] for p, _ in used))
+            occupied = sum(shape.passes[p] * paths[p].stay[s] for p, s in used)
+            slope = min(times.forward[s] for _, s in used) + min(times.backward_op[s] for _, s in used)
+            ops = max(ops, around + occupied / most + (most - 1) / 2 * slope)
+    syncs = sync_seconds(stages, network) if network.copies > 1 else (0.0,) * len(held.weights)
+    summed = _summed(owned, syncs, _ready(shape, times, paths)) if network.copies > 1 else 0.0
+    # (3) The op that ends last is a backward of stage 0 (every other backward has one to follow it), and the
+    # sum of stage 0's gradients cannot start before: whatever the sync mode, it comes on top.
+    at_all = max(ops + syncs[0], summed)
+    return Bounds(max(at_all, stored + syncs[0]) + update, at_all + update, needed[fullest], fullest)
+
+
+@lru_cache(maxsize=256)
+def _owned(placement: Placement) -> list[list[tuple[int, int]]]:
+    """The (pipe, stage) pairs of each worker."""
+    return [list(placement.held(worker)) for worker in range(placement.workers)]
+
+
+def _ready(shape: Shape, times: _Times, paths: list[_Path]) -> list[float]:
+    """When the gradients of each stage can be there in all copies, at the earliest.
+
+    On each pipe the stage's forwards and backwards run one at a time once the first input is there, and its
+    last backward follows that of the next stage.
+    """
+    ready = [0.0] * shape.placement.stages
+    for path, count in zip(paths, shape.passes, strict=True):
+        if not count:
+            continue
+        later = 0.0
+        for stage in reversed(range(len(ready))):
+            alone = path.before[stage] + count * times.both[stage]
+            if stage + 1 < len(ready):
+                # The way from the end of a backward of the next stage to the end of this one's.
+                later += path.after[stage + 1] - path.after[stage]
+            later = max(alone, later)
+            ready[stage] = max(ready[stage], later)
+    return ready
+
+
+def _summed(owned: list[list[tuple[int, int]]], syncs: tuple[float, ...], ready: list[float]) -> float:
+    """(4) A worker sums the gradients of one stage after the other: those that are ready last, and all that
+    are ready no earlier, come after the moment at which the first of these is.
+    """
+    latest = 0.0
+    for mine in owned:
+        lasts = 0.0
+        for stage in sorted({s for _, s in mine}, key=lambda s: -ready[s]):
+            lasts += syncs[stage]
+            latest = max(latest, ready[stage] + lasts)
+    return latest
+
+
+def _first_stash(shape: Shape, held: StageBytes, pipe: int, stage: int) -> float:
+    if not shape.passes[pipe]:
+        return 0.0
+    load = 1.0
+    if shape.concat is Concat.FORWARD_DOUBLING and shape.passes[pipe] >= 2 * shape.placement.stages:
+        load = 2.0  # the first unit is a whole one: it begins with doubled forwards
+    return load * held.stash[stage]
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Least seconds by stage: of a forward and a backward a micro-batch, and of a single backward op."""
+
+    forward: list[float]
+    both: list[float]
+    backward_op: list[float]
+
+
+def _least_times(shape: Shape, stages: StageCosts, recompute: Recompute) -> _Times:
+    again = recompute is not Recompute.NONE
+    forward, both, backward_op = [], [], []
+    for f, b, doubled, half in zip(
+        stages.forward, stages.backward, stages.doubled_forward, stages.half_backward, strict=True
+    ):
+        backward = b + (f if again else 0.0)
+        half_op = half + (f / 2 if again else 0.0)
+        # A doubled forward serves two micro-batches, a half backward half of one.
+        shared = shape.concat is Concat.FORWARD_DOUBLING
+        halved = shape.concat is Concat.BACKWARD_HALVING
+        one = min(f, doubled / 2) if shared else f
+        forward.append(one)
+        both.append(one + (min(backward, 2 * half_op) if halved else backward))
+        backward_op.append(min(backward, half_op) if halved else backward)
+    return _Times(forward, both, backward_op)
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """Least seconds along one pipe, by stage.
+
+    ``before``: until its first forward can start; ``after``: from the end of a backward of it to the end of
+    the backward of stage 0 that follows; ``stay``: from the start of a forward of it to the end of the
+    backward of the same micro-batch.
+    """
+
+    before: list[float]
+    after: list[float]
+    stay: list[float]
+
+    @classmethod
+    def of(
+        cls,
+        holders: tuple[int, ...],
+        times: _Times,
+        stages: StageCosts,
+        network: Network,
+        concat: Concat | None,
+    ) -> _Path:
+        share = 0.5 if concat is Concat.BACKWARD_HALVING else 1.0  # of a micro-batch, in a gradient
+        up, down = [], []
+        for stage, (one, other) in enumerate(pairwise(holders)):
+            size = stages.output_bytes[stage]
+            if one == other:
+                up.append(0.0)
+                down.append(0.0)
+                continue
+            up.append(network.latency_seconds[one][other] + network.seconds_per_byte[one][other] * size)
+            back = network.latency_seconds[other][one]
+            down.append(back + network.seconds_per_byte[other][one] * size * share)
+        count = len(holders)
+        before, after = [0.0] * count, [0.0] * count
+        for stage in range(1, count):
+            before[stage] = before[stage - 1] + times.forward[stage - 1] + up[stage - 1]
+            after[stage] = after[stage - 1] + times.backward_op[stage - 1] + down[stage - 1]
+        stay = [0.0] * count
+        beyond = 0.0
+        for stage in reversed(range(count)):
+            beyond += times.forward[stage] + times.backward_op[stage]
+            stay[stage] = beyond
+            if stage:
+                beyond += up[stage - 1] + down[stage - 1]
+        return cls(before, after, stay)

@@ -1,0 +1,58 @@
+"""A model as the planner sees it: kinds of layers in a row, and what of it takes memory besides.
+
+Invariant: what a kind of layer costs is told by a profile, never here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from counterflow.errors import ConfigError
+
+from .cluster import require_number
+
+TrainValue = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A list of layers.
+
+    Attributes:
+        name: what to call it.
+        layers: the kind of each layer, in the order in which they run.
+        optimizer_states: bytes of optimiser state for each byte of weights: 2 for Adam, 0 for plain SGD.
+        input_bytes: what the first layer takes, for one sample.
+        train: the keys of ``[model]`` with which ``counterflow train`` makes it; empty: it cannot.
+        source: where it comes from.
+
+    Raises:
+        ConfigError: no layers, or a number out of its range.
+
+    >>> Model("tiny", ("embedding", "block", "block", "head")).runs()
+    [('embedding', 1), ('block', 2), ('head', 1)]
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    optimizer_states: float = 2.0
+    input_bytes: float = 0.0
+    train: Mapping[str, TrainValue] = field(default_factory=dict)
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ConfigError(f"model {self.name}: has no layers; give one or more")
+        require_number("optimizer_states", self.optimizer_states)
+        require_number("input_bytes", self.input_bytes)
+
+    def runs(self) -> list[tuple[str, int]]:
+        """Equal layers in a row, as (kind, how many)."""
+        found: list[tuple[str, int]] = []
+        for kind in self.layers:
+            if found and found[-1][0] == kind:
+                found[-1] = (kind, found[-1][1] + 1)
+            else:
+                found.append((kind, 1))
+        return found

@@ -1,0 +1,493 @@
+"""The papers' devices, clusters and models as the planner's data, each number with its source or its fit.
+
+Measured by Chimera's authors: a BERT-large block (hidden 1024, 16 heads, 128 tokens, float32) on P100 and
+V100. Everything else is scaled from it:
+
+* seconds: as those of the measured block with as many tokens, times the ratio of floating-point operations.
+  A device that is filled as far is as fast.
+* saved bytes: 66·s·h + 9·heads·s² bytes a sample for a float32 block of s tokens (16 activations of 4 bytes
+  and 2 masks of 1, a token and hidden number; 2 attention matrices of 4 bytes and a mask) makes 10.5 MiB of
+  the measured block's 11.0; other blocks are that formula times 11.0/10.5.
+* A100: the V100's seconds times 15.7/19.5, the ratio of their peak float32 rates.
+
+No paper gives α and β of its links; they are stated with what they are taken from. So predictions compare
+plans on one machine; they are not the papers' seconds.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from counterflow.errors import ConfigError
+
+from .cluster import Cluster, Link
+from .model import Model
+from .profile import LayerProfile, Profile
+
+MIB = 2**20
+GIB = 2**30
+
+_FLOAT = 4
+"""Bytes of a number: all papers here train in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transformer:
+    """The shape of a BERT or GPT, as far as its cost goes.
+
+    Attributes:
+        blocks: transformer blocks.
+        hidden: h, the width.
+        heads: attention heads.
+        tokens: s, tokens of a sample in the paper's runs.
+        vocabulary: different tokens.
+        positions: rows of the table of positions.
+        bert: whether the head has a transformation, a pooler and biases, the embedding segments and a norm.
+    """
+
+    blocks: int
+    hidden: int
+    heads: int
+    tokens: int
+    vocabulary: int
+    positions: int
+    bert: bool
+
+    @property
+    def block_weights(self) -> int:
+        """Parameters of a block: 12h² + 13h."""
+        return 12 * self.hidden**2 + 13 * self.hidden
+
+    @property
+    def embedding_weights(self) -> int:
+        """Parameters of the embedding."""
+        rows = self.vocabulary + self.positions + (2 if self.bert else 0)
+        return rows * self.hidden + (2 * self.hidden if self.bert else 0)
+
+    @property
+    def head_weights(self) -> int:
+        """Parameters of the head."""
+        h = self.hidden
+        plain = self.vocabulary * h + 2 * h
+        return plain + (self.vocabulary + 2 * (h * h + h) + 2 * h + 2 if self.bert else 0)
+
+    @property
+    def block_operations(self) -> float:
+        """Floating-point operations of a block's forward on one sample: 24sh² + 4s²h."""
+        s, h = self.tokens, self.hidden
+        return 24.0 * s * h * h + 4.0 * s * s * h
+
+    @property
+    def head_operations(self) -> float:
+        """Of the head's forward on one sample: 2shV, and 2sh² for BERT's transformation."""
+        s, h = self.tokens, self.hidden
+        return 2.0 * s * h * self.vocabulary + (2.0 * s * h * h if self.bert else 0.0)
+
+    @property
+    def block_saved_bytes(self) -> float:
+        """What a block keeps of one sample; see the head of this file."""
+        s, h = self.tokens, self.hidden
+        return (66.0 * s * h + 9.0 * self.heads * s * s) * _SAVED_MEASURED / _SAVED_BY_FORMULA
+
+    @property
+    def output_bytes(self) -> float:
+        """What a block gives, of one sample."""
+        return float(_FLOAT * self.tokens * self.hidden)
+
+
+BERT_LARGE_BLOCK = Transformer(1, 1024, 16, 128, 30522, 512, bert=True)
+"""The block that Chimera's authors measured."""
+
+_SAVED_MEASURED = 11.0 * MIB
+_SAVED_BY_FORMULA = 66.0 * 128 * 1024 + 9.0 * 16 * 128 * 128
+
+_SAMPLES = (1, 2, 4, 8, 16, 32, 64)
+_P100 = (
+    (1.16, 1.51, 2.52, 4.50, 9.30, 16.10, 31.07),
+    (1.67, 2.56, 4.20, 7.65, 14.88, 26.95, 52.88),
+)
+_V100 = (
+    (1.31, 1.58, 1.90, 2.90, 5.44, 10.39, 19.98),
+    (1.24, 1.56, 2.60, 4.55, 8.60, 16.28, 32.29),
+)
+"""Milliseconds of the measured block's forward and backward at each of ``_SAMPLES``."""
+
+_MEASURED = "measured by Chimera's authors, public with their code: BERT-large block, 128 tokens, float32"
+
+
+@dataclass(frozen=True, slots=True)
+class _Device:
+    """A measured device, or one whose seconds are those of a measured one times ``factor``."""
+
+    machine: str
+    milliseconds: tuple[tuple[float, ...], tuple[float, ...]]
+    date: str
+    factor: float = 1.0
+    fit: str = ""
+
+    def block(self) -> LayerProfile:
+        """The block as it was measured."""
+        forward, backward = (tuple(value / 1000 * self.factor for value in row) for row in self.milliseconds)
+        return LayerProfile(
+            samples=tuple(map(float, _SAMPLES)),
+            forward_seconds=forward,
+            backward_seconds=backward,
+            saved_bytes=tuple(_SAVED_MEASURED * n for n in _SAMPLES),
+            weights_bytes=48.6 * MIB,
+            output_bytes=BERT_LARGE_BLOCK.output_bytes,
+            sources={
+                "samples": _MEASURED,
+                "forward_seconds": self.fit or _MEASURED,
+                "backward_seconds": self.fit or _MEASURED,
+                "saved_bytes": f"{_MEASURED}: 11.0 MiB a sample",
+                "weights_bytes": f"{_MEASURED}; its 12h² + 13h parameters are 48.05 MiB",
+                "output_bytes": "4 bytes · 128 tokens · 1024",
+            },
+        )
+
+
+_DEVICES = {
+    "p100": _Device("NVIDIA P100 16 GB", _P100, "Chimera, SC'21"),
+    "v100": _Device("NVIDIA V100", _V100, "Chimera, SC'21"),
+    "a100": _Device(
+        "NVIDIA A100",
+        _V100,
+        "Chimera, SC'21, scaled",
+        factor=15.7 / 19.5,
+        fit="the V100's times 15.7/19.5, the ratio of their peak float32 rates in TFLOP/s",
+    ),
+}
+
+
+def profile_of(device: str, shape: Transformer) -> Profile:
+    """What a transformer's layers cost on a paper's device.
+
+    Args:
+        device: ``p100``, ``v100`` or ``a100``.
+        shape: the transformer.
+
+    >>> bert = profile_of("p100", BERT_48)
+    >>> bert.layer("block").forward(8), bert.layer("block").weights_bytes / MIB
+    (0.0045, 48.6)
+    """
+    measured = _DEVICES[device]
+    block = measured.block()
+    same = (shape.hidden, shape.heads, shape.tokens) == (1024, 16, 128)
+    layers = {
+        "embedding": _embedding(shape),
+        "block": block if same else _scaled_block(block, shape),
+        "head": _head(block, shape),
+    }
+    return Profile(
+        name=f"{device}-{shape.hidden}-{shape.tokens}",
+        machine=measured.machine,
+        date=measured.date,
+        layers=layers,
+        sources={"update_seconds_per_byte": "not measured; left out of the step"},
+    )
+
+
+def _sizes(shape: Transformer) -> tuple[float, ...]:
+    """Powers of two of samples with at most the 8,192 tokens that were measured, and one sample anyway."""
+    most = max(1, _SAMPLES[-1] * BERT_LARGE_BLOCK.tokens // shape.tokens)
+    return tuple(float(2**i) for i in range(most.bit_length()))
+
+
+def _scaled(
+    curve: Callable[[float], float], shape: Transformer, sizes: tuple[float, ...], operations: float
+) -> tuple[float, ...]:
+    """Seconds at each size: the measured block's with as many tokens, times the ratio of operations."""
+    ratio = shape.tokens / BERT_LARGE_BLOCK.tokens
+    each = operations / (BERT_LARGE_BLOCK.block_operations * ratio)
+    return tuple(curve(n * ratio) * each for n in sizes)
+
+
+def _scaled_block(block: LayerProfile, shape: Transformer) -> LayerProfile:
+    sizes = _sizes(shape)
+    fit = "those of the measured block with as many tokens, times the ratio of 24sh² + 4s²h operations"
+    return LayerProfile(
+        samples=sizes,
+        forward_seconds=_scaled(block.forward, shape, sizes, shape.block_operations),
+        backward_seconds=_scaled(block.backward, shape, sizes, shape.block_operations),
+        saved_bytes=tuple(shape.block_saved_bytes * n for n in sizes),
+        weights_bytes=float(_FLOAT * shape.block_weights),
+        output_bytes=shape.output_bytes,
+        sources={
+            "forward_seconds": fit,
+            "backward_seconds": fit,
+            "saved_bytes": "66sh + 9·heads·s² bytes times 11.0/10.5, at which the measured block comes out",
+            "weights_bytes": "4 bytes · (12h² + 13h)",
+            "output_bytes": "4 bytes · s · h",
+        },
+    )
+
+
+def _embedding(shape: Transformer) -> LayerProfile:
+    """Lookups and an addition move bytes and compute nothing: their time is left out."""
+    return LayerProfile(
+        samples=(1.0,),
+        forward_seconds=(0.0,),
+        backward_seconds=(0.0,),
+        saved_bytes=(shape.output_bytes * (2.25 if shape.bert else 0.25),),
+        weights_bytes=float(_FLOAT * shape.embedding_weights),
+        output_bytes=shape.output_bytes,
+        sources={
+            "forward_seconds": "taken as 0: lookups, small beside a block",
+            "backward_seconds": "taken as 0: as the forward",
+            "saved_bytes": "dropout's mask, and what BERT's norm keeps: counted, not measured",
+            "weights_bytes": "4 bytes · parameters",
+            "output_bytes": "4 bytes · s · h",
+        },
+    )
+
+
+def _head(block: LayerProfile, shape: Transformer) -> LayerProfile:
+    sizes = _sizes(shape)
+    fit = "those of the measured block with as many tokens, times the ratio of operations (2shV and 2sh²)"
+    logits = float(_FLOAT * shape.tokens * shape.vocabulary)
+    # The loss keeps the logits' log-softmax; the layers before them keep an input or two each.
+    saved = logits + shape.output_bytes * (4 if shape.bert else 2)
+    return LayerProfile(
+        samples=sizes,
+        forward_seconds=_scaled(block.forward, shape, sizes, shape.head_operations),
+        backward_seconds=_scaled(block.backward, shape, sizes, shape.head_operations),
+        saved_bytes=tuple(saved * n for n in sizes),
+        weights_bytes=float(_FLOAT * shape.head_weights),
+        output_bytes=logits,
+        sources={
+            "forward_seconds": fit,
+            "backward_seconds": fit,
+            "saved_bytes": "the log-softmax of the logits and the layers' inputs: counted, not measured",
+            "weights_bytes": "4 bytes · parameters",
+            "output_bytes": "4 bytes · s · vocabulary",
+        },
+    )
+
+
+BERT_48 = Transformer(48, 1024, 16, 128, 30522, 512, bert=True)
+BERT_48_MIXPIPE = Transformer(48, 1024, 16, 512, 30592, 512, bert=True)
+BERT_64 = Transformer(64, 2560, 64, 512, 30522, 512, bert=True)
+BERT_192 = Transformer(192, 768, 12, 128, 30522, 512, bert=True)
+BERT_768 = Transformer(768, 768, 12, 128, 30522, 512, bert=True)
+GPT_2 = Transformer(64, 1280, 20, 632, 50257, 1024, bert=False)
+GPT_72 = Transformer(72, 1024, 16, 512, 50304, 512, bert=False)
+
+
+def model_of(name: str, shape: Transformer, optimizer_states: float, source: str) -> Model:
+    """A transformer as a list of layers: embedding, blocks, head."""
+    return Model(
+        name=name,
+        layers=("embedding", *["block"] * shape.blocks, "head"),
+        optimizer_states=optimizer_states,
+        input_bytes=8.0 * shape.tokens * (2 if shape.bert else 1),
+        train={"kind": name, "positions": shape.tokens},
+        source=source,
+    )
+
+
+_PIZ_DAINT = {
+    "memory_bytes": "NVIDIA P100, 16 GB (Chimera, section 4)",
+    "between": "fit: 30 µs and 5 GB/s, half of Aries' rate: Chimera and DAPPLE are then best at D=4 "
+    "with B=8 and B=4, as in section 4.2.1 (stages cut evenly)",
+    "reserve_bytes": "fit: with 4.5 GiB GPipe (D=4, B=4) and 2BW (D=4, B=16) need recomputation and Chimera "
+    "(D=4) fits B=8, not 16, as in section 4.2.1; of it CUDA, PyTorch 1.6 and fragmentation",
+    "sync_slowdown": "fit: Gloo's threads; Chimera, Figure 12: eager-opt up to 1.09 times as fast as eager",
+}
+
+
+def _piz_daint(nodes: int) -> Cluster:
+    link = Link(latency_seconds=30e-6, seconds_per_byte=1 / 5e9)
+    return Cluster(
+        name=f"Piz Daint, {nodes} nodes",
+        nodes=nodes,
+        devices=1,
+        memory_bytes=16.0 * GIB,
+        inside=link,
+        between=link,
+        reserve_bytes=4.5 * GIB,
+        sync_slowdown=0.1,
+        sources=_PIZ_DAINT,
+    )
+
+
+def _servers(name: str, nodes: int, memory_gib: float, between: Link, sources: dict[str, str]) -> Cluster:
+    """Servers of eight devices with NVLink inside."""
+    return Cluster(
+        name=name,
+        nodes=nodes,
+        devices=8,
+        memory_bytes=memory_gib * GIB,
+        inside=Link(latency_seconds=10e-6, seconds_per_byte=1 / 100e9),
+        between=between,
+        reserve_bytes=2.0 * GIB,
+        shared_adapter=True,
+        sources={
+            "inside": "taken: 10 µs, and 100 GB/s of NVLink's 300 GB/s (both ways together)",
+            "reserve_bytes": "taken: CUDA's context, libraries and fragmentation",
+            **sources,
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A paper's run, to plan again.
+
+    Attributes:
+        name: what it is asked for by.
+        about: one line.
+        model: what is trained.
+        profile: what its layers cost.
+        cluster: the devices.
+        mini_batch: samples of an update.
+        source: the paper's section.
+    """
+
+    name: str
+    about: str
+    model: Model
+    profile: Profile
+    cluster: Cluster
+    mini_batch: int
+    source: str
+
+
+def _chimera_bert48(name: str, nodes: int, mini_batch: int) -> Example:
+    return Example(
+        name,
+        f"BERT-48 on {nodes} nodes with one P100 each",
+        model_of("bert-48", BERT_48, 2.0, "Chimera, Table 4; Adam"),
+        profile_of("p100", BERT_48),
+        _piz_daint(nodes),
+        mini_batch,
+        "Chimera, section 4.2; the mini-batch in proportion to the nodes",
+    )
+
+
+def _chimera_gpt2(name: str, nodes: int) -> Example:
+    return Example(
+        name,
+        f"GPT-2 of 64 blocks on {nodes} nodes with one P100 each",
+        model_of("gpt-2", GPT_2, 2.0, "Chimera, Table 4; Adam"),
+        profile_of("p100", GPT_2),
+        _piz_daint(nodes),
+        nodes,
+        "Chimera, section 4.2; one sample a node",
+    )
+
+
+def _chimera_v100(name: str) -> Example:
+    cluster = _servers(
+        "4 servers of 8 V100, Infiniband",
+        4,
+        32.0,
+        Link(latency_seconds=20e-6, seconds_per_byte=1 / 10e9),
+        {"between": "taken: 20 µs, and 10 GB/s of Infiniband EDR's 12.5 GB/s"},
+    )
+    return Example(
+        name,
+        "BERT-48 on 4 servers of 8 V100 with Infiniband",
+        model_of("bert-48", BERT_48, 2.0, "Chimera, Table 4; Adam"),
+        profile_of("v100", BERT_48),
+        cluster,
+        512,
+        "Chimera, section 4.2.3, Figure 16",
+    )
+
+
+def _mixpipe(name: str, shape: Transformer, model: str, mini_batch: int) -> Example:
+    cluster = _servers(
+        "4 servers of 8 V100, Ethernet",
+        4,
+        32.0,
+        Link(latency_seconds=50e-6, seconds_per_byte=1 / 3.125e9),
+        {"between": "taken: 50 µs, and 25 Gbit/s; MixPipe, section IV-A says Ethernet"},
+    )
+    return Example(
+        name,
+        f"{model} on 4 servers of 8 V100 with Ethernet",
+        model_of(model, shape, 2.0, "MixPipe, Table II; Adam"),
+        profile_of("v100", shape),
+        cluster,
+        mini_batch,
+        "MixPipe, section IV-C, Figures 8 and 9",
+    )
+
+
+def _hanayo(name: str) -> Example:
+    cluster = _servers(
+        "8 A100, NVLink between all",
+        1,
+        80.0,
+        Link(latency_seconds=10e-6, seconds_per_byte=1 / 100e9),
+        {"between": "there is one server only", "memory_bytes": "A100, 80 GB (Hanayo, section 5)"},
+    )
+    return Example(
+        name,
+        "BERT-64 on a server of 8 A100, all linked by NVLink",
+        model_of("bert-64", BERT_64, 2.0, "Hanayo, section 5; Adam"),
+        profile_of("a100", BERT_64),
+        cluster,
+        8,
+        "Hanayo, section 5.2, Figure 9",
+    )
+
+
+def _wpipe(name: str, shape: Transformer, model: str) -> Example:
+    cluster = _servers(
+        "8 servers of 8 V100 16 GB, 25 Gbit/s Ethernet",
+        8,
+        16.0,
+        Link(latency_seconds=50e-6, seconds_per_byte=1 / 3.125e9),
+        {
+            "between": "25 Gbit/s Ethernet (WPipe, appendix A.2); 50 µs taken",
+            "inside": "NVLink of 300 GB/s, 96 times the Ethernet (WPipe, appendix A.2), of which 100 GB/s "
+            "are taken; 10 µs taken",
+        },
+    )
+    return Example(
+        name,
+        f"{model} on 8 servers of 8 V100 with 25 Gbit/s Ethernet",
+        model_of(model, shape, 2.0, "WPipe, appendix A.2; Adam"),
+        profile_of("v100", shape),
+        cluster,
+        512,
+        "WPipe, section 4.2, Figure 8",
+    )
+
+
+_EXAMPLES: dict[str, Callable[[str], Example]] = {
+    "chimera-bert48": lambda name: _chimera_bert48(name, 32, 512),
+    "chimera-bert48-64": lambda name: _chimera_bert48(name, 64, 1024),
+    "chimera-bert48-2048": lambda name: _chimera_bert48(name, 2048, 32768),
+    "chimera-bert48-v100": _chimera_v100,
+    "chimera-gpt2": lambda name: _chimera_gpt2(name, 512),
+    "chimera-gpt2-2048": lambda name: _chimera_gpt2(name, 2048),
+    "mixpipe-bert48": lambda name: _mixpipe(name, BERT_48_MIXPIPE, "bert-48-mixpipe", 512),
+    "mixpipe-gpt72": lambda name: _mixpipe(name, GPT_72, "gpt-72", 256),
+    "hanayo-bert64": _hanayo,
+    "wpipe-bert192": lambda name: _wpipe(name, BERT_192, "bert-192"),
+    "wpipe-bert768": lambda name: _wpipe(name, BERT_768, "bert-768"),
+}
+
+EXAMPLES = tuple(_EXAMPLES)
+"""The names of the papers' runs."""
+
+
+def example(name: str) -> Example:
+    """The paper's run of that name.
+
+    Raises:
+        ConfigError: there is none; the message lists the names.
+
+    >>> example("chimera-bert48").cluster.size
+    32
+    """
+    make = _EXAMPLES.get(name)
+    if make is None:
+        near = difflib.get_close_matches(name, EXAMPLES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise ConfigError(f"unknown example {name!r}{hint} Known: {', '.join(EXAMPLES)}")
+    return make(name)

@@ -1,0 +1,561 @@
+"""What one configuration costs: the simulator fed with a profile and a cluster decides.
+
+The schedule's real order is played with each stage's seconds at the micro-batch size at hand, messages by
+their link and bytes, all-reduces (Rabenseifner) on a lane beside compute. Memory is weights · (1 + gradients
++ optimiser states) of every copy and version held, the simulated peak of stashed activations, message
+buffers, and the cluster's reserve. The closed forms stand beside it and never decide.
+
+Not predicted: reading data, the loss's own kernels beyond the profile's layers, and start-up.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from counterflow.errors import ConfigError
+from counterflow.schedule import registry
+from counterflow.schedule.ir import OptionValue, Schedule
+from counterflow.schedule.modes import Recompute, Sync
+from counterflow.schedule.schemes.chimera import Concat
+from counterflow.simulate import Costs, Simulation, simulate
+from counterflow.simulate.memory import stage_bytes
+
+from .cluster import Cluster, allreduce_seconds
+from .model import Model
+from .placement import Arrangement, Network, network
+from .profile import Profile
+from .stages import Cuts, Cutting, StageCosts, cut, stage_costs
+from .step_times import ClosedForm, StageTimes, closed_form
+
+STEADY_PERIODS = 4
+"""Whole periods that an asynchronous schedule is played for in its steady state; the first is not counted."""
+
+_KEPT_SCHEDULES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """One way to train: what ``predict`` predicts and a plan file says.
+
+    Attributes:
+        scheme: the scheme's name.
+        options: its options without ``periods``: how many updates an asynchronous scheme plays is no choice.
+        replicas: W, copies of the whole pipeline group.
+        samples: B, samples of a micro-batch.
+        recompute: what is computed again in a backward.
+        sync: when gradients are summed.
+        arrangement: which devices the workers are on.
+        cuts: where the layers are cut.
+    """
+
+    scheme: str
+    options: tuple[tuple[str, OptionValue], ...]
+    replicas: int
+    samples: int
+    recompute: Recompute = Recompute.NONE
+    sync: Sync = Sync.EAGER_OPT
+    arrangement: Arrangement = Arrangement.PIPELINE_INSIDE
+    cuts: Cuts = Cutting.BALANCED
+
+    @classmethod
+    def of(
+        cls, scheme: str, options: Mapping[str, OptionValue], replicas: int, samples: int, **more: Any
+    ) -> Configuration:
+        """The same with the options as a mapping."""
+        return cls(scheme, tuple(options.items()), replicas, samples, **more)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMemory:
+    """What a worker holds when it holds most, in bytes.
+
+    Attributes:
+        weights: weights, gradients and optimiser state of every copy and version.
+        activations: what forwards keep for their backwards, and what recomputation needs besides.
+        buffers: for a message under way in each direction.
+    """
+
+    weights: float
+    activations: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        """All of it, without the cluster's reserve."""
+        return self.weights + self.activations + self.buffers
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Where a step's seconds go; they add up to the step.
+
+    Attributes:
+        compute: ops of a worker, the mean of all workers.
+        imbalance: what the busiest worker computes beyond the mean.
+        bubbles: idle time of the busiest worker that the order alone makes.
+        messages: what messages add.
+        allreduce: what gradient syncs add that nothing hides.
+        update: the optimiser.
+        shared_cores: what workers add that wait for a core.
+    """
+
+    compute: float
+    imbalance: float
+    bubbles: float
+    messages: float
+    allreduce: float
+    update: float
+    shared_cores: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a configuration costs.
+
+    Attributes:
+        configuration: what was predicted, its cuts resolved.
+        schedule: the schedule's text.
+        workers: D, workers of a replica.
+        micro_batches: N, micro-batches of an update on each replica.
+        step_seconds: one mini-batch of ``mini_batch`` samples; in the steady state where there is no flush.
+        mini_batch: samples of all replicas that the step is counted for.
+        updates: updates of the weights in that time; more than 1 where each micro-batch has its own.
+        bubble_ratio: share of the step in which a worker computes nothing, the mean of all workers.
+        memory: of each worker at its peak.
+        usable_bytes: what a device has for it.
+        closed_form: the papers' answer; None where there is none.
+        notes: what to know before believing the numbers.
+    """
+
+    configuration: Configuration
+    schedule: str
+    workers: int
+    micro_batches: int
+    step_seconds: float
+    mini_batch: int
+    updates: int
+    bubble_ratio: float
+    memory: tuple[WorkerMemory, ...]
+    usable_bytes: float
+    closed_form: ClosedForm | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def samples_per_second(self) -> float:
+        """Throughput of all replicas."""
+        return self.mini_batch / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Each worker's memory, without the reserve."""
+        return tuple(worker.total for worker in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every worker's memory is there."""
+        return max(self.peak_bytes) <= self.usable_bytes
+
+    @property
+    def difference(self) -> float | None:
+        """The closed form's seconds over the simulated ones, minus 1."""
+        if self.closed_form is None or not self.step_seconds:
+            return None
+        return self.closed_form.seconds / self.step_seconds - 1
+
+
+def predict(
+    model: Model,
+    profile: Profile,
+    cluster: Cluster,
+    configuration: Configuration,
+    *,
+    mini_batch: int | None = None,
+) -> Prediction:
+    """What one configuration costs.
+
+    Args:
+        model: what is trained.
+        profile: what its layers cost on a device.
+        cluster: the devices and their links.
+        configuration: how it is trained.
+        mini_batch: samples the step is counted for; None: those of one update.
+
+    Raises:
+        ConfigError: the scheme cannot be built with these options, the model has too few layers, the cluster
+            too few devices.
+
+    >>> from counterflow.plan import Cluster, LayerProfile, Link, Model, Profile
+    >>> layer = LayerProfile((1.0,), (0.5,), (1.0,), (10.0,), weights_bytes=100.0, output_bytes=0.0)
+    >>> profile = Profile("p", "some device", "2026-01-01", {"block": layer})
+    >>> cluster = Cluster("c", 4, 1, memory_bytes=2000.0, inside=Link(0, 0), between=Link(0, 0))
+    >>> model = Model("eight blocks", ("block",) * 8)
+    >>> dapple = Configuration.of("dapple", {"stages": 4, "micro_batches": 4}, replicas=1, samples=1)
+    >>> found = predict(model, profile, cluster, dapple)
+    >>> found.step_seconds, found.peak_bytes  # 2 blocks a stage: F = 1, B = 2
+    (21.0, (880.0, 860.0, 840.0, 820.0))
+    >>> predict(model, profile, cluster, dapple).closed_form.seconds
+    21.0
+    """
+    return Predictor(model, profile, cluster).predict(configuration, mini_batch=mini_batch)
+
+
+class Predictor:
+    """Predicts many configurations of one model on one cluster; schedules and stage costs are kept."""
+
+    def __init__(self, model: Model, profile: Profile, cluster: Cluster) -> None:
+        for kind in dict.fromkeys(model.layers):
+            profile.layer(kind)
+        self.model, self.profile, self.cluster = model, profile, cluster
+        self._schedules: OrderedDict[tuple[str, tuple[tuple[str, OptionValue], ...]], Schedule] = (
+            OrderedDict()
+        )
+        self._stages: dict[tuple[Cuts, int, int], StageCosts] = {}
+
+    def predict(self, configuration: Configuration, *, mini_batch: int | None = None) -> Prediction:
+        """See the function of that name."""
+        return self.play(configuration, mini_batch).prediction()
+
+    def play(self, configuration: Configuration, mini_batch: int | None = None) -> Play:
+        """The configuration, played."""
+        _require_samples(configuration)
+        schedule = self.schedule(configuration.scheme, configuration.options)
+        needed = schedule.workers * configuration.replicas
+        if needed > self.cluster.size:
+            raise ConfigError(
+                f"{schedule.workers} workers · {configuration.replicas} replicas need {needed} devices, but "
+                f"cluster {self.cluster.name} has {self.cluster.size}"
+            )
+        stages = self.stages(configuration.cuts, schedule.stages, configuration.samples)
+        links = network(self.cluster, schedule.placement, configuration.replicas, configuration.arrangement)
+        return Play(self, configuration, schedule, stages, links, mini_batch)
+
+    def schedule(self, scheme: str, options: tuple[tuple[str, OptionValue], ...]) -> Schedule:
+        """The schedule; an asynchronous one as long as it takes to see its steady state."""
+        key = (scheme, options)
+        if key in self._schedules:
+            self._schedules.move_to_end(key)
+        else:
+            self._schedules[key] = _build(scheme, dict(options))
+            if len(self._schedules) > _KEPT_SCHEDULES:
+                self._schedules.popitem(last=False)
+        return self._schedules[key]
+
+    def stages(self, cuts: Cuts, stages: int, samples: int) -> StageCosts:
+        """The costs of that many stages at that many samples a micro-batch."""
+        key = (cuts, stages, samples)
+        if key not in self._stages:
+            found = cut(self.model, self.profile, cuts, stages, samples)
+            self._stages[key] = stage_costs(self.model, self.profile, found, samples)
+        return self._stages[key]
+
+
+@dataclass(frozen=True)
+class Play:
+    """A configuration and what the simulator makes of it."""
+
+    predictor: Predictor
+    configuration: Configuration
+    schedule: Schedule
+    stages: StageCosts
+    network: Network
+    mini_batch: int | None = None
+    links: float = field(default=1.0, kw_only=True)
+    """What messages are multiplied by."""
+    sums: float = field(default=1.0, kw_only=True)
+    """What all-reduces are multiplied by."""
+
+    @cached_property
+    def costs(self) -> Costs:
+        """What the simulator is fed with."""
+        cluster, network_, links = self.predictor.cluster, self.network, self.links
+        return Costs(
+            forward=self.stages.forward,
+            backward=self.stages.backward,
+            doubled_forward=self.stages.doubled_forward,
+            half_backward=self.stages.half_backward,
+            p2p=tuple(tuple(links * x for x in row) for row in network_.latency_seconds),
+            p2p_per_byte=tuple(tuple(links * x for x in row) for row in network_.seconds_per_byte),
+            message_bytes=self.stages.output_bytes,
+            overlap=cluster.overlap,
+            sync=tuple(self.sums * x for x in sync_seconds(self.stages, network_)),
+            sync_mode=self.configuration.sync,
+            sync_slowdown=cluster.sync_slowdown,
+            replicas=self.configuration.replicas,
+            recompute=self.configuration.recompute,
+            memory=self.stages.bytes,
+        )
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The schedule played."""
+        return simulate(self.schedule, self.costs)
+
+    def with_sync(self, sync: Sync) -> Play:
+        """The same in another sync mode."""
+        return replace(self, configuration=replace(self.configuration, sync=sync))
+
+    @property
+    def update_samples(self) -> int:
+        """Samples of all replicas between two updates."""
+        return self.configuration.replicas * self.schedule.micro_batches * self.configuration.samples
+
+    @cached_property
+    def updates(self) -> float:
+        """Updates in a step."""
+        return 1.0 if self.mini_batch is None else self.mini_batch / self.update_samples
+
+    @cached_property
+    def seconds(self) -> float:
+        """One step."""
+        one = self._played + self._waiting + self._update
+        return one * self.updates
+
+    @cached_property
+    def _played(self) -> float:
+        """One update, as simulated."""
+        if self.schedule.synchronous:
+            return self.simulation.makespan
+        return _period_seconds(self.simulation)
+
+    @cached_property
+    def _waiting(self) -> float:
+        """Seconds of an update that workers wait for cores which they share.
+
+        However they take turns, all cores together have the work of all workers to do.
+        """
+        cluster = self.predictor.cluster
+        if not cluster.shares_cores:
+            return 0.0
+        assert cluster.cores is not None
+        work = sum(self._work) * self.configuration.replicas
+        return max(0.0, work / (cluster.cores * cluster.nodes) - self._played)
+
+    @cached_property
+    def _update(self) -> float:
+        each = self.predictor.profile.update_seconds_per_byte
+        return each * max(_held(self.schedule, self.stages.bytes.weights))
+
+    @cached_property
+    def _work(self) -> tuple[float, ...]:
+        """Seconds of ops of each worker in an update."""
+        if self.schedule.synchronous:
+            return self.simulation.busy
+        return tuple(busy / self.schedule.periods for busy in self.simulation.busy)
+
+    @cached_property
+    def memory(self) -> tuple[WorkerMemory, ...]:
+        """Each worker's memory at its peak."""
+        peaks = self.simulation.peak_bytes
+        assert peaks is not None
+        held = self.stages.bytes
+        each = stage_bytes(held, Recompute.NONE, self.schedule.stages)
+        fixed = _held(self.schedule, [w + rest for w, rest in zip(each.weights, each.fixed, strict=True)])
+        versions = self._further_versions(fixed, peaks)
+        buffers = self.buffers
+        return tuple(
+            WorkerMemory(fixed_ + more, peak - fixed_ - more, buffer)
+            for fixed_, more, peak, buffer in zip(fixed, versions, peaks, buffers, strict=True)
+        )
+
+    def _further_versions(self, fixed: list[float], peaks: tuple[float, ...]) -> list[float]:
+        """Bytes of each worker's further weight versions, in which activations have no part."""
+        if self.schedule.synchronous:
+            return [0.0] * len(fixed)
+        none = (0.0,) * self.schedule.stages
+        idle = replace(
+            self.stages.bytes, activations=none, inputs=none, layer_inputs=none, largest_layer=none
+        )
+        bare = simulate(self.schedule, replace(self.costs, memory=idle)).peak_bytes
+        assert bare is not None
+        return [min(b - f, p - f) for b, f, p in zip(bare, fixed, peaks, strict=True)]
+
+    @cached_property
+    def buffers(self) -> tuple[float, ...]:
+        """Bytes of each worker's largest message, once to send and once to receive."""
+        placed = self.schedule.placement.pipes_stages
+        return message_buffers(placed, dict(self.schedule.options), self.stages)
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether every worker's memory is there, without looking at the parts of it."""
+        peaks = self.simulation.peak_bytes
+        assert peaks is not None
+        usable = self.predictor.cluster.usable_bytes
+        return all(p + b <= usable for p, b in zip(peaks, self.buffers, strict=True))
+
+    def prediction(self) -> Prediction:
+        """All of it as a record."""
+        idle = 1 - sum(self._work) / len(self._work) / (self.seconds / self.updates) if self.seconds else 0.0
+        return Prediction(
+            configuration=replace(self.configuration, cuts=self.stages.cuts),
+            schedule=str(self.schedule),
+            workers=self.schedule.workers,
+            micro_batches=self.schedule.micro_batches,
+            step_seconds=self.seconds,
+            mini_batch=self.update_samples if self.mini_batch is None else self.mini_batch,
+            updates=round(self.updates),
+            bubble_ratio=max(0.0, idle),
+            memory=self.memory,
+            usable_bytes=self.predictor.cluster.usable_bytes,
+            closed_form=self._closed_form(),
+            notes=tuple(self._notes()),
+        )
+
+    def parts(self) -> Parts:
+        """Where the step's seconds go: what is left out when messages, then syncs, cost nothing."""
+        quiet = replace(self, sums=0.0)
+        alone = replace(quiet, links=0.0)
+        work = self._work if self.predictor.cluster.sync_slowdown == 0 else quiet._work  # noqa: SLF001
+        mean, most = sum(work) / len(work), max(work)
+        n = self.updates
+        return Parts(
+            compute=mean * n,
+            imbalance=(most - mean) * n,
+            bubbles=(alone._played - most) * n,  # noqa: SLF001
+            messages=(quiet._played - alone._played) * n,  # noqa: SLF001
+            allreduce=(self._played - quiet._played) * n,  # noqa: SLF001
+            update=self._update * n,
+            shared_cores=self._waiting * n,
+        )
+
+    def _closed_form(self) -> ClosedForm | None:
+        forward, backward = self.costs.op_cost(self.schedule.stages)
+        message = max(
+            latency + per_byte * max(self.stages.output_bytes[:-1], default=0.0)
+            for latencies, per_bytes in zip(
+                self.network.latency_seconds, self.network.seconds_per_byte, strict=True
+            )
+            for latency, per_byte in zip(latencies, per_bytes, strict=True)
+        )
+        synced = self.network.copies > 1
+        times = StageTimes(
+            _of_slowest(self.schedule, forward),
+            _of_slowest(self.schedule, backward),
+            message,
+            sync_seconds(self.stages, self.network)[0] if synced else 0.0,
+        )
+        found = closed_form(self.schedule, times)
+        return found and ClosedForm(found.seconds * self.updates, found.source)
+
+    def _notes(self) -> list[str]:
+        notes = []
+        cluster = self.predictor.cluster
+        if cluster.shares_cores:
+            notes.append(
+                f"{cluster.devices} workers of a node share {cluster.cores} "
+                f"core{'s' if cluster.cores != 1 else ''}: a step takes at least the work of all workers "
+                "over the cores, and who waits for whom is not foreseen"
+            )
+        layers = self.predictor.profile.layers
+        largest = {kind: layers[kind].samples[-1] for kind in dict.fromkeys(self.predictor.model.layers)}
+        beyond = [
+            kind
+            for kind, most in largest.items()
+            if self.configuration.samples > most and layers[kind].forward(most) > 0
+        ]
+        if beyond:
+            notes.append(
+                f"micro-batches of {self.configuration.samples} samples are beyond what the profile has of "
+                f"{', '.join(beyond)} (at most {largest[beyond[0]]:g}): their times go on in a straight line"
+            )
+        return notes
+
+
+def sync_seconds(stages: StageCosts, links: Network) -> tuple[float, ...]:
+    """Seconds of each stage's all-reduce."""
+    weights = stages.bytes.weights
+    assert not isinstance(weights, (int, float))
+    return tuple(
+        allreduce_seconds(link, size, links.copies)
+        for link, size in zip(links.allreduce, weights, strict=True)
+    )
+
+
+def message_buffers(
+    pipes: tuple[tuple[int, ...], ...], options: Mapping[str, OptionValue], stages: StageCosts
+) -> tuple[float, ...]:
+    """Bytes of each worker's largest message, once to send and once to receive.
+
+    Args:
+        pipes: a placement's ``pipes_stages``.
+        options: the scheme's; a doubled forward sends two micro-batches at once.
+        stages: the stages' costs.
+    """
+    load = 2 if options.get("concat") == Concat.FORWARD_DOUBLING else 1
+    largest = [0.0] * (max(map(max, pipes)) + 1)
+    for holders in pipes:
+        for stage, (one, other) in enumerate(pairwise(holders)):
+            if one != other:
+                for worker in (one, other):
+                    largest[worker] = max(largest[worker], stages.output_bytes[stage])
+    return tuple(2 * load * size for size in largest)
+
+
+def _held(schedule: Schedule, amounts: Any) -> list[float]:
+    """An amount of each stage, summed over what each worker holds."""
+    return [
+        sum(amounts[stage] for _, stage in schedule.placement.held(worker))
+        for worker in range(schedule.workers)
+    ]
+
+
+def _of_slowest(schedule: Schedule, seconds: list[float]) -> float:
+    """Seconds of a stage, the mean over what the slowest worker holds."""
+    held = [sum(1 for _ in schedule.placement.held(worker)) for worker in range(schedule.workers)]
+    return max(total / count for total, count in zip(_held(schedule, seconds), held, strict=True))
+
+
+def _require_samples(configuration: Configuration) -> None:
+    if configuration.replicas < 1 or configuration.samples < 1:
+        raise ConfigError(
+            f"replicas={configuration.replicas}, samples={configuration.samples}: both must be 1 or more"
+        )
+
+
+def _build(scheme: str, options: dict[str, OptionValue]) -> Schedule:
+    """The schedule; of an asynchronous scheme with enough whole periods in its steady state."""
+    known = registry.scheme(scheme)
+    if known.synchronous:
+        return registry.build(scheme, options)
+    depth = options.get("stages", options.get("workers"))
+    periods = STEADY_PERIODS + (depth if scheme == "pipedream" and isinstance(depth, int) else 1)
+    while True:
+        schedule = registry.build(scheme, options | {"periods": periods})
+        if schedule.steady is not None and _whole_periods(schedule) >= STEADY_PERIODS:
+            return schedule
+        periods += 1
+
+
+def _whole_periods(schedule: Schedule) -> int:
+    assert schedule.steady is not None
+    return min(
+        (stop - begin) // _period_ops(schedule, worker)
+        for worker, (begin, stop) in enumerate(schedule.steady)
+    )
+
+
+def _period_ops(schedule: Schedule, worker: int) -> int:
+    """Ops of a worker in a period: asynchronous schemes have no doubled ones and no halves."""
+    return 2 * schedule.micro_batches * sum(1 for _ in schedule.placement.held(worker))
+
+
+def _period_seconds(result: Simulation) -> float:
+    """Seconds from one update to the next in the steady state, of the slowest worker.
+
+    It is the mean over the periods that follow the first one.
+    """
+    schedule = result.schedule
+    assert schedule.steady is not None
+    slowest, first = 0.0, 0
+    for worker, (begin, stop) in enumerate(schedule.steady):
+        length = _period_ops(schedule, worker)
+        periods = (stop - begin) // length - 2
+        start = first + begin + length
+        slowest = max(slowest, float(result.start[start + periods * length] - result.start[start]) / periods)
+        first += len(schedule.orders[worker])
+    return slowest

@@ -1,0 +1,130 @@
+"""What layers cost on a device: seconds and saved bytes against the size of the micro-batch.
+
+Invariant: a curve goes through what was measured. Between two sizes it is a straight line; above the largest
+it goes on as between the last two; below the smallest it stays, for a device that is not full is not quicker
+with less (bytes go down in proportion).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from counterflow.errors import ConfigError
+
+from .cluster import require_number
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """One kind of layer.
+
+    Attributes:
+        samples: sizes of a micro-batch, in samples, rising, each above 0.
+        forward_seconds: the forward at each size.
+        backward_seconds: the backward at each size, without recomputation.
+        saved_bytes: what the forward keeps for the backward at each size, the layer's input included.
+        weights_bytes: the layer's weights.
+        output_bytes: the layer's output, for one sample.
+        sources: where a number comes from, by its name.
+
+    Raises:
+        ConfigError: no sizes, sizes that do not rise, a number for a size missing or negative.
+
+    >>> layer = LayerProfile((1, 4), (1.0, 2.5), (2.0, 5.0), (10.0, 40.0), 100.0, 1.0)
+    >>> layer.forward(2), layer.forward(8), layer.forward(0.5), layer.saved(2), layer.saved(8)
+    (1.5, 4.5, 1.0, 20.0, 80.0)
+    """
+
+    samples: tuple[float, ...]
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    saved_bytes: tuple[float, ...]
+    weights_bytes: float
+    output_bytes: float
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.samples or self.samples[0] <= 0 or any(a >= b for a, b in pairwise(self.samples)):
+            raise ConfigError(
+                f"samples={list(self.samples)}: must be one size or more, above 0, each more than the last"
+            )
+        for name in ("forward_seconds", "backward_seconds", "saved_bytes"):
+            values = getattr(self, name)
+            if len(values) != len(self.samples):
+                raise ConfigError(
+                    f"{name}: {len(values)} numbers for {len(self.samples)} sizes; give one a size of samples"
+                )
+            for value in values:
+                require_number(name, value)
+        require_number("weights_bytes", self.weights_bytes)
+        require_number("output_bytes", self.output_bytes)
+
+    def forward(self, samples: float) -> float:
+        """Seconds of the forward of a micro-batch of ``samples``."""
+        return self._at(self.forward_seconds, samples)
+
+    def backward(self, samples: float) -> float:
+        """Seconds of its backward."""
+        return self._at(self.backward_seconds, samples)
+
+    def saved(self, samples: float) -> float:
+        """Bytes that its forward keeps for its backward."""
+        if samples < self.samples[0]:
+            return self.saved_bytes[0] * samples / self.samples[0]
+        return self._at(self.saved_bytes, samples)
+
+    def _at(self, values: tuple[float, ...], samples: float) -> float:
+        sizes = self.samples
+        if samples <= sizes[0]:
+            return values[0]
+        if len(sizes) == 1:
+            return values[0] * samples / sizes[0]
+        high = min(bisect_left(sizes, samples), len(sizes) - 1)
+        low = high - 1
+        slope = (values[high] - values[low]) / (sizes[high] - sizes[low])
+        return max(0.0, values[high] + slope * (samples - sizes[high]))
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A device's kinds of layers.
+
+    Attributes:
+        name: what to call it.
+        machine: the device, in words.
+        date: when it was measured, or of which publication the numbers are.
+        layers: the kinds by name.
+        update_seconds_per_byte: the optimiser's update, for each byte of weights.
+        sources: where a number comes from, by its name.
+
+    Raises:
+        ConfigError: no kinds, or a negative number.
+    """
+
+    name: str
+    machine: str
+    date: str
+    layers: Mapping[str, LayerProfile]
+    update_seconds_per_byte: float = 0.0
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ConfigError(f"profile {self.name}: has no layers; give one kind or more")
+        require_number("update_seconds_per_byte", self.update_seconds_per_byte)
+
+    def layer(self, kind: str) -> LayerProfile:
+        """The layers of that kind.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        known = self.layers.get(kind)
+        if known is None:
+            raise ConfigError(
+                f"profile {self.name}: has no layers of kind {kind!r}; kinds: {', '.join(self.layers)}"
+            )
+        return known

@@ -1,0 +1,114 @@
+"""A search's result as plain data: what ``counterflow plan --json`` prints and its tables show.
+
+Times in seconds, memory in bytes, throughput in samples a second. What it does not do: print.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from counterflow.schedule import registry
+
+from .predict import Configuration, Parts, Prediction
+from .search import Found, Plan, Rejections
+from .why import Why
+
+
+def as_json(found: Found, explained: Why) -> dict[str, Any]:
+    """All of it."""
+    larger = explained.in_more_memory
+    return {
+        "mini_batch": found.mini_batch,
+        "usable_bytes": found.usable_bytes,
+        "best": [plan_json(plan) for plan in found.best],
+        "schemes": [plan_json(plan) for plan in found.of_schemes],
+        "rejected": [
+            {"scheme": scheme, **_rejections(rejected)} for scheme, rejected in found.rejections.items()
+        ]
+        + [{"scheme": omission.scheme, "reason": omission.reason} for omission in found.omissions],
+        "why": {
+            "parts": parts_json(explained.parts),
+            "limit": explained.limit,
+            "second": explained.second and explained.second.play.configuration.scheme,
+            "second_parts": explained.second_parts and parts_json(explained.second_parts),
+            "second_wins_if": [{"what": turn.what, "times": turn.times} for turn in explained.turns],
+            "in_more_memory": larger and {**plan_json(larger), "needed_bytes": explained.needed_bytes},
+        },
+    }
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """One plan."""
+    return prediction_json(plan.play.prediction())
+
+
+def prediction_json(prediction: Prediction) -> dict[str, Any]:
+    """One prediction, with its configuration."""
+    form = prediction.closed_form
+    return {
+        **configuration_json(prediction.configuration),
+        "workers": prediction.workers,
+        "micro_batches": prediction.micro_batches,
+        "step_seconds": prediction.step_seconds,
+        "samples_per_second": prediction.samples_per_second,
+        "mini_batch": prediction.mini_batch,
+        "updates": prediction.updates,
+        "bubble_ratio": prediction.bubble_ratio,
+        "peak_bytes": list(prediction.peak_bytes),
+        "memory": [
+            {"weights": worker.weights, "activations": worker.activations, "buffers": worker.buffers}
+            for worker in prediction.memory
+        ],
+        "fits": prediction.fits,
+        "closed_form": form
+        and {"seconds": form.seconds, "source": form.source, "difference": prediction.difference},
+        "notes": list(prediction.notes),
+    }
+
+
+def configuration_json(configuration: Configuration) -> dict[str, Any]:
+    """One configuration."""
+    cuts = configuration.cuts
+    return {
+        "scheme": configuration.scheme,
+        "options": dict(configuration.options),
+        "replicas": configuration.replicas,
+        "samples": configuration.samples,
+        "recompute": configuration.recompute.value,
+        "sync": configuration.sync.value,
+        "arrangement": configuration.arrangement.value,
+        "cuts": list(cuts) if isinstance(cuts, tuple) else cuts.value,
+    }
+
+
+def parts_json(parts: Parts) -> dict[str, float]:
+    """Where a step's seconds go."""
+    return {name: getattr(parts, name) for name in Parts.__slots__}
+
+
+def choices(configuration: Configuration) -> str:
+    """The options of a configuration that its depth and micro-batches do not tell, for people.
+
+    >>> options = {"stages": 4, "micro_batches": 8, "pairs": 1, "concat": "forward-doubling"}
+    >>> choices(Configuration.of("chimera", options, 1, 1))
+    'concat=forward-doubling'
+    """
+    usual = {option.name: option.default for option in registry.scheme(configuration.scheme).options}
+    told = ("stages", "workers", "micro_batches")
+    return " ".join(f"{k}={v}" for k, v in configuration.options if k not in told and v != usual[k])
+
+
+def _rejections(rejected: Rejections) -> dict[str, Any]:
+    closest = rejected.closest
+    return {
+        "candidates": rejected.candidates,
+        "too_large": rejected.too_large,
+        "slower_by_bound": rejected.slower,
+        "simulated": rejected.simulated,
+        "closest_too_large": closest
+        and {
+            **configuration_json(closest.candidate),
+            "needed_bytes": closest.needed_bytes,
+            "worker": closest.worker,
+        },
+    }

@@ -1,0 +1,376 @@
+"""Which plan is best: every candidate of the space, by rising bound, until no bound is below what is found.
+
+Exact over its space: the plans found are the best ones, of all and of every scheme, and equal ones are told
+apart by their place in the space. What is pruned is pruned by a bound (``bounds.py`` proves each); what is
+refused for memory is refused with its bytes. A schedule is built once for all candidates of its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from counterflow.errors import PlanError
+from counterflow.schedule.modes import Recompute, Sync
+
+from .bounds import Bounds, Shape, bounds, shape_of
+from .cluster import Cluster
+from .model import Model
+from .placement import Arrangement, Network, network
+from .predict import Configuration, Play, Predictor
+from .profile import Profile
+from .space import Constraints, Group, Omission, space
+
+Progress = Callable[[int, int, str], None]
+"""Called with candidates decided, candidates in all, and what is going on."""
+
+_PREFERRED = (Sync.EAGER_OPT, Sync.EAGER, Sync.END)
+"""Of sync modes that are equally quick the first is taken."""
+
+_ROUNDING = 1 + 1e-9
+"""A bound adds the same seconds as a play in another order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A candidate that fits, with its simulated step.
+
+    Attributes:
+        seconds: of one step.
+        place: its place in the space; of two equal plans the first is taken.
+        play: the candidate, played; ``play.prediction()`` says all of it.
+    """
+
+    seconds: float
+    place: int
+    play: Play
+
+
+@dataclass(frozen=True, slots=True)
+class TooLarge:
+    """A candidate that does not fit.
+
+    Attributes:
+        scheme: its scheme.
+        candidate: what it was.
+        needed_bytes: memory of the fullest worker, at least; without the reserve.
+        worker: that worker.
+    """
+
+    scheme: str
+    candidate: Configuration
+    needed_bytes: float
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rejections:
+    """What became of a scheme's candidates, in numbers.
+
+    Attributes:
+        candidates: all of them.
+        too_large: those that do not fit.
+        slower: those whose bound is above what was found, so that they were never simulated.
+        simulated: those that were, in each sync mode.
+        closest: of those that do not fit the one that needs the least memory; None if there is none.
+    """
+
+    candidates: int
+    too_large: int
+    slower: int
+    simulated: int
+    closest: TooLarge | None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the search found.
+
+    Attributes:
+        best: the best plans of all, best first.
+        of_schemes: the best plan of every scheme that has one, best first.
+        rejections: by scheme.
+        omissions: parts of the space without a candidate.
+        in_more_memory: the best candidate that was refused for memory alone and would beat all plans.
+        mini_batch: samples of a step.
+        usable_bytes: memory of a device without the reserve.
+    """
+
+    best: tuple[Plan, ...]
+    of_schemes: tuple[Plan, ...]
+    rejections: dict[str, Rejections]
+    omissions: tuple[Omission, ...]
+    in_more_memory: Plan | None
+    mini_batch: int
+    usable_bytes: float
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """A member of a group: one arrangement, one way to recompute, every sync mode."""
+
+    group: Group
+    place: int
+    recompute: Recompute
+    arrangement: Arrangement
+    bound: Bounds
+    updates: float
+
+    @property
+    def seconds(self) -> float:
+        return self.bound.seconds * self.updates
+
+    @property
+    def seconds_in_any_memory(self) -> float:
+        return self.bound.seconds_in_any_memory * self.updates
+
+
+@dataclass(slots=True)
+class _Tally:
+    candidates: int = 0
+    too_large: int = 0
+    slower: int = 0
+    simulated: int = 0
+    closest: TooLarge | None = None
+
+    def refuse(self, found: TooLarge) -> None:
+        self.too_large += 1
+        if self.closest is None or found.needed_bytes < self.closest.needed_bytes:
+            self.closest = found
+
+
+@dataclass(slots=True)
+class _Best:
+    """The best plans so far."""
+
+    count: int
+    plans: list[Plan] = field(default_factory=list)
+    of_schemes: dict[str, Plan] = field(default_factory=dict)
+
+    def add(self, scheme: str, plan: Plan) -> None:
+        key = attrgetter("seconds", "place")
+        self.plans = sorted([*self.plans, plan], key=key)[: self.count]
+        kept = self.of_schemes.get(scheme)
+        if kept is None or key(plan) < key(kept):
+            self.of_schemes[scheme] = plan
+
+    def needs(self, scheme: str, bound: float) -> bool:
+        """Whether a candidate of that bound may be among the best: it may also be as good as its bound."""
+        if len(self.plans) < self.count or bound <= self.plans[-1].seconds * _ROUNDING:
+            return True
+        kept = self.of_schemes.get(scheme)
+        return kept is None or bound <= kept.seconds * _ROUNDING
+
+
+def search(
+    model: Model,
+    profile: Profile,
+    cluster: Cluster,
+    mini_batch: int,
+    constraints: Constraints | None = None,
+    *,
+    count: int = 10,
+    progress: Progress | None = None,
+) -> Found:
+    """The best plans.
+
+    Args:
+        model: what is trained.
+        profile: what its layers cost on a device.
+        cluster: the devices and their links.
+        mini_batch: samples of one update, of all replicas together.
+        constraints: what a plan has to be.
+        count: how many of the best plans to find; the best of every scheme are found besides.
+        progress: told how far the search is.
+
+    Raises:
+        ConfigError: a constraint that nothing can meet.
+        PlanError: no candidate fits; the message says what each scheme would need.
+    """
+    constraints = Constraints() if constraints is None else constraints
+    groups, omissions = space(model, cluster, mini_batch, constraints)
+    return _Search(Predictor(model, profile, cluster), mini_batch, constraints, count, progress).run(
+        groups, omissions
+    )
+
+
+class _Search:
+    def __init__(
+        self,
+        predictor: Predictor,
+        mini_batch: int,
+        constraints: Constraints,
+        count: int,
+        progress: Progress | None,
+    ) -> None:
+        self.predictor, self.mini_batch, self.constraints = predictor, mini_batch, constraints
+        self.sync = tuple(mode for mode in _PREFERRED if mode in constraints.sync)
+        self.best = _Best(count)
+        self.tallies: dict[str, _Tally] = {}
+        self.progress = progress or (lambda _done, _of, _what: None)
+        self.decided = 0
+        self.networks: dict[tuple[object, ...], list[tuple[Arrangement, Network]]] = {}
+        self.known_bounds: dict[tuple[object, ...], Bounds] = {}
+
+    def run(self, groups: list[Group], omissions: list[Omission]) -> Found:
+        ordered = self._by_bound(groups)
+        self.total = sum(len(members) for members in ordered)
+        refused: list[_Candidate] = []
+        for members in ordered:
+            refused += self._decide(members)
+            self.decided += len(members)
+            self.progress(self.decided, self.total, members[0].group.scheme)
+        if not self.best.plans:
+            raise PlanError(self._nothing_fits(omissions))
+        key = attrgetter("seconds", "place")
+        return Found(
+            best=tuple(self.best.plans),
+            of_schemes=tuple(sorted(self.best.of_schemes.values(), key=key)),
+            rejections={
+                name: Rejections(t.candidates, t.too_large, t.slower, t.simulated, t.closest)
+                for name, t in self.tallies.items()
+            },
+            omissions=tuple(omissions),
+            in_more_memory=self._in_more_memory(refused),
+            mini_batch=self.mini_batch,
+            usable_bytes=self.predictor.cluster.usable_bytes,
+        )
+
+    def _by_bound(self, groups: list[Group]) -> list[list[_Candidate]]:
+        """The candidates of every group, the group with the lowest bound first."""
+        ordered = []
+        place = 0
+        for number, group in enumerate(groups):
+            members = list(self._members(group, place))
+            place += len(members)
+            ordered.append(sorted(members, key=lambda c: (c.seconds, c.place)))
+            self.tallies.setdefault(group.scheme, _Tally()).candidates += len(members)
+            if number % 100 == 0:
+                self.progress(0, len(groups), "bounds")
+        return sorted(ordered, key=lambda members: (members[0].seconds, members[0].place))
+
+    def _members(self, group: Group, place: int) -> Iterator[_Candidate]:
+        shape = shape_of(group.scheme, dict(group.options))
+        updates = 1.0
+        if group.scheme == "pipedream":
+            updates = self.mini_batch / (group.replicas * group.samples)
+        for arrangement, links in self._networks(shape, group.replicas):
+            for recompute in self.constraints.recompute:
+                bound = self._bounds(group, shape, arrangement, links, recompute)
+                yield _Candidate(group, place, recompute, arrangement, bound, updates)
+                place += 1
+
+    def _bounds(
+        self, group: Group, shape: Shape, arrangement: Arrangement, links: Network, recompute: Recompute
+    ) -> Bounds:
+        """They depend on the shape, not on all options; so many groups share them."""
+        key = (shape, group.replicas, group.samples, arrangement, recompute)
+        if key not in self.known_bounds:
+            self.known_bounds[key] = bounds(
+                shape,
+                self.predictor.stages(self.constraints.cuts, group.stages, group.samples),
+                links,
+                self.predictor.cluster,
+                recompute,
+                update_seconds_per_byte=self.predictor.profile.update_seconds_per_byte,
+            )
+        return self.known_bounds[key]
+
+    def _networks(self, shape: Shape, replicas: int) -> list[tuple[Arrangement, Network]]:
+        """The arrangements that differ in what messages and all-reduces find."""
+        key = (shape.placement, replicas)
+        if key not in self.networks:
+            found: dict[Network, Arrangement] = {}
+            for arrangement in self.constraints.arrangements:
+                links = network(self.predictor.cluster, shape.placement, replicas, arrangement)
+                found.setdefault(links, arrangement)
+            self.networks[key] = [(arrangement, links) for links, arrangement in found.items()]
+        return self.networks[key]
+
+    def _decide(self, members: list[_Candidate]) -> list[_Candidate]:
+        """Refuse, prune or simulate each; those that memory refuses are given back."""
+        refused = []
+        usable = self.predictor.cluster.usable_bytes
+        for candidate in members:
+            scheme = candidate.group.scheme
+            tally = self.tallies[scheme]
+            if candidate.bound.least_bytes > usable:
+                found = TooLarge(
+                    scheme,
+                    self._configuration(candidate),
+                    candidate.bound.least_bytes,
+                    candidate.bound.fullest,
+                )
+                tally.refuse(found)
+                refused.append(candidate)
+            elif not self.best.needs(scheme, candidate.seconds):
+                tally.slower += 1
+            else:
+                plays = list(self._plays(candidate))
+                if not plays[0].fits:
+                    needed = [worker.total for worker in plays[0].memory]
+                    fullest = max(range(len(needed)), key=needed.__getitem__)
+                    tally.refuse(TooLarge(scheme, plays[0].configuration, needed[fullest], fullest))
+                    refused.append(candidate)
+                    continue
+                tally.simulated += 1
+                self.best.add(scheme, _quickest(plays, candidate.place))
+        return refused
+
+    def _configuration(self, candidate: _Candidate) -> Configuration:
+        group = candidate.group
+        return Configuration(
+            group.scheme,
+            group.options,
+            group.replicas,
+            group.samples,
+            candidate.recompute,
+            self.sync[0],
+            candidate.arrangement,
+            self.constraints.cuts,
+        )
+
+    def _plays(self, candidate: _Candidate) -> Iterator[Play]:
+        """The candidate in each sync mode; where none makes a difference, in one."""
+        first = self.predictor.play(self._configuration(candidate), self.mini_batch)
+        yield first
+        if first.network.copies == 1 or not first.schedule.synchronous:
+            return
+        for sync in self.sync[1:]:
+            yield first.with_sync(sync)
+
+    def _in_more_memory(self, refused: list[_Candidate]) -> Plan | None:
+        """The best candidate that memory refused, if it beats all plans; by rising bound, like the plans."""
+        limit = self.best.plans[0].seconds
+        found: Plan | None = None
+        for candidate in sorted(refused, key=lambda c: (c.seconds_in_any_memory, c.place)):
+            if candidate.seconds_in_any_memory >= limit:
+                break
+            self.progress(self.total, self.total, "more memory")
+            plan = _quickest(list(self._plays(candidate)), candidate.place)
+            if plan.seconds < limit:
+                limit, found = plan.seconds, plan
+        return found
+
+    def _nothing_fits(self, omissions: list[Omission]) -> str:
+        cluster = self.predictor.cluster
+        lines = [
+            f"no plan fits: a device of cluster {cluster.name} has {_gib(cluster.usable_bytes)} for it"
+            + (f" ({_gib(cluster.reserve_bytes)} are reserved)" if cluster.reserve_bytes else "")
+        ]
+        for name, tally in self.tallies.items():
+            if tally.closest is not None:
+                lines.append(f"  {name}: needs at least {_gib(tally.closest.needed_bytes)}")
+        lines += [f"  {omission.scheme}: {omission.reason}" for omission in omissions]
+        return "\n".join(lines)
+
+
+def _quickest(plays: list[Play], place: int) -> Plan:
+    """The play of the sync mode that is quickest; of equal ones the first."""
+    quickest = min(plays, key=attrgetter("seconds"))
+    return Plan(quickest.seconds, place, quickest)
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.4g} GiB" if size >= 2**20 else f"{size:g} bytes"

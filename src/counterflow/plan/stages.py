@@ -1,0 +1,141 @@
+"""A model's layers, cut into stages, with what a profile says that each stage costs.
+
+Invariant: stages are whole runs of layers; every layer is counted once. Costs are for one micro-batch of a
+given number of samples.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from counterflow.errors import ConfigError
+from counterflow.models.cut import balance, explicit, stage_layers
+from counterflow.simulate import ByteCosts
+
+from .model import Model
+from .profile import LayerProfile, Profile
+
+
+class Cutting(StrEnum):
+    """How layers are cut into stages: by their cost, or with as many of the commonest kind in each."""
+
+    BALANCED = "balanced"
+    EVEN = "even"
+
+
+Cuts = Cutting | tuple[int, ...]
+"""A rule, or the layers at which each stage after the first begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """What each stage costs for one micro-batch of ``samples`` samples.
+
+    Attributes:
+        samples: samples of a micro-batch.
+        cuts: the layers at which each stage after the first begins.
+        forward: seconds of a forward.
+        backward: seconds of a backward, without recomputation.
+        doubled_forward: seconds of a forward of two micro-batches at once.
+        half_backward: seconds of a backward of half a micro-batch.
+        output_bytes: bytes of the stage's output.
+        bytes: what the stage's weights and activations take, in the simulator's terms.
+    """
+
+    samples: int
+    cuts: tuple[int, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    doubled_forward: tuple[float, ...]
+    half_backward: tuple[float, ...]
+    output_bytes: tuple[float, ...]
+    bytes: ByteCosts
+
+
+def cut(model: Model, profile: Profile, cuts: Cuts, stages: int, samples: int) -> tuple[int, ...]:
+    """Where the layers are cut.
+
+    Args:
+        model: the layers.
+        profile: what they cost.
+        cuts: a rule, or the cuts themselves.
+        stages: how many.
+        samples: of a micro-batch; the dearest stage is then as cheap as can be, backward included.
+
+    Raises:
+        ConfigError: fewer layers than stages; cuts that do not make the stages.
+    """
+    if not isinstance(cuts, Cutting):
+        return explicit(cuts, len(model.layers), stages)
+    if cuts is Cutting.EVEN:
+        commonest, count = _commonest(model)
+        if not may_cut(model, cuts, stages):
+            raise ConfigError(
+                f"{stages} stages cannot have as many layers each: model {model.name} has {count} of kind "
+                f"{commonest!r}; give {count} stages or fewer, or cuts=balanced"
+            )
+        return balance([float(kind == commonest) for kind in model.layers], stages)
+    costs = {kind: _both(profile.layer(kind), samples) for kind in set(model.layers)}
+    return balance([costs[kind] for kind in model.layers], stages)
+
+
+def may_cut(model: Model, cuts: Cuts, stages: int) -> bool:
+    """Whether the rule, or the cuts, can make that many stages of the model."""
+    if not isinstance(cuts, Cutting):
+        return len(cuts) == stages - 1
+    return stages <= (_commonest(model)[1] if cuts is Cutting.EVEN else len(model.layers))
+
+
+def _commonest(model: Model) -> tuple[str, int]:
+    """The kind of layer that there are most of, and how many."""
+    return Counter(model.layers).most_common(1)[0]
+
+
+def _both(layer: LayerProfile, samples: float) -> float:
+    return layer.forward(samples) + layer.backward(samples)
+
+
+def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: int) -> StageCosts:
+    """The costs of each stage.
+
+    Raises:
+        ConfigError: the profile has no layers of a kind; cuts that do not make stages.
+    """
+    cuts = explicit(tuple(cuts), len(model.layers), len(cuts) + 1)
+    stages = [[profile.layer(model.layers[i]) for i in run] for run in stage_layers(cuts, len(model.layers))]
+    # What each layer takes is what the one before it gives.
+    layers = [profile.layer(kind) for kind in model.layers]
+    inputs = [model.input_bytes * samples, *(layer.output_bytes * samples for layer in layers[:-1])]
+    entering = [
+        [inputs[i] for i in run] for run in stage_layers(cuts, len(model.layers))
+    ]  # by stage, by layer
+
+    def total(of: Callable[[LayerProfile], float]) -> tuple[float, ...]:
+        return tuple(sum(map(of, stage)) for stage in stages)
+
+    weights = total(lambda layer: layer.weights_bytes)
+    held = ByteCosts(
+        weights=weights,
+        optimizer=tuple(model.optimizer_states * w for w in weights),
+        activations=total(lambda layer: layer.saved(samples)),
+        inputs=tuple(into[0] for into in entering),
+        layers=tuple(len(stage) for stage in stages),
+        layer_inputs=tuple(map(sum, entering)),
+        largest_layer=tuple(
+            max(max(layer.saved(samples) - size, 0.0) for layer, size in zip(stage, into, strict=True))
+            for stage, into in zip(stages, entering, strict=True)
+        ),
+    )
+    return StageCosts(
+        samples=samples,
+        cuts=cuts,
+        forward=total(lambda layer: layer.forward(samples)),
+        backward=total(lambda layer: layer.backward(samples)),
+        doubled_forward=total(lambda layer: layer.forward(2 * samples)),
+        half_backward=total(lambda layer: layer.backward(samples / 2)),
+        output_bytes=tuple(stage[-1].output_bytes * samples for stage in stages),
+        bytes=held,
+    )

@@ -1,0 +1,130 @@
+"""The papers' closed forms of a step's time, to stand beside a simulated one.
+
+They assume stages that all last as long as those of the slowest worker, and know neither memory nor the
+order of messages; they never decide. None where no paper, and nothing that follows from one, gives a form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from counterflow.schedule.ir import Schedule
+
+from .closed_forms import gems_makespan, mixpipe_idle
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """What the closed forms know of a step, in seconds.
+
+    Attributes:
+        forward: F, of one stage on one micro-batch.
+        backward: B, with recomputation where there is some.
+        message: C_p2p, one message between neighbours.
+        allreduce: the all-reduce of stage 0, whose gradients are there last and nothing can hide.
+    """
+
+    forward: float
+    backward: float
+    message: float
+    allreduce: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedForm:
+    """A closed form's answer.
+
+    Attributes:
+        seconds: of a step.
+        source: whose form it is.
+    """
+
+    seconds: float
+    source: str
+
+
+def closed_form(schedule: Schedule, times: StageTimes) -> ClosedForm | None:
+    """What the papers' form says of a step of this schedule; None where there is none.
+
+    >>> from counterflow.schedule.schemes import chimera
+    >>> closed_form(chimera(stages=6, micro_batches=6), StageTimes(1.0, 2.0, 0.0, 0.0))
+    ClosedForm(seconds=26.0, source='Chimera, equation 1')
+    """
+    form = _FORMS.get(schedule.scheme)
+    return form(schedule, times) if form else None
+
+
+def _flushed(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
+    """(N+D−1)(F+B), and a message on each of the 2(D−1) ways down and up."""
+    depth, n = schedule.workers, schedule.micro_batches
+    if schedule.stages != depth:
+        return None
+    seconds = (n + depth - 1) * (t.forward + t.backward) + 2 * (depth - 1) * t.message + t.allreduce
+    return ClosedForm(seconds, "Chimera, Table 2")
+
+
+def _chimera(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
+    """(F+C)·C_f + (B+C)·C_b + the all-reduce that nothing hides; units beyond the first by direct_idle.
+
+    K = N/D units: C_f = N forwards, and C_b such that with B = 2F the step idles (K+1)(D−2) forwards.
+    """
+    options = dict(schedule.options)
+    depth, n = schedule.stages, schedule.micro_batches
+    if options.get("pairs") != 1 or options.get("concat") != "direct" or n % depth:
+        return None
+    forwards, backwards = n, n + (n // depth + 1) * (depth - 2) // 2
+    seconds = (t.forward + t.message) * forwards + (t.backward + t.message) * backwards + t.allreduce
+    beyond = "" if n == depth else ", and Figure 7 b"
+    return ClosedForm(seconds, f"Chimera, equation 1{beyond}")
+
+
+def _gems(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
+    """D·F + N·D·B + (N−1)·F; one micro-batch at a time goes down and up."""
+    depth, n = schedule.stages, schedule.micro_batches
+    forwards = gems_makespan(depth, n, 1, 0)
+    backwards = gems_makespan(depth, n, 0, 1)
+    messages = n * (depth - 1) + depth - 1
+    seconds = float(forwards) * t.forward + float(backwards) * t.backward + messages * t.message
+    return ClosedForm(seconds + t.allreduce, "Counterflow, from Chimera, section 2")
+
+
+def _mixpipe(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
+    """(D + N_bubbles)·(F+B), N = D."""
+    options = dict(schedule.options)
+    depth, injected, early = schedule.stages, options.get("injected"), options.get("early_forwards")
+    if schedule.micro_batches != depth or not isinstance(injected, int) or not isinstance(early, int):
+        return None
+    slots = depth + float(mixpipe_idle(depth, injected, early)) / 3
+    return ClosedForm(slots * (t.forward + t.backward) + t.allreduce, "MixPipe, equations 1 and 6")
+
+
+def _hanayo(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
+    """A worker's 2·waves·P forwards and backwards, and (P−1)·T_B/waves of idle time (N = P)."""
+    workers, n = schedule.workers, schedule.micro_batches
+    if n != workers:
+        return None
+    each = schedule.stages // workers  # stages of a worker: 2·waves
+    work = n * each * (t.forward + t.backward)
+    idle = (workers - 1) * each * t.backward / (each / 2)
+    return ClosedForm(work + idle + t.allreduce, "Hanayo, section 3.4")
+
+
+def _unflushed(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
+    """N·(F+B) a stage held: no bubbles."""
+    each = schedule.stages // schedule.workers
+    seconds = schedule.micro_batches * each * (t.forward + t.backward)
+    return ClosedForm(seconds, "Chimera, Table 2" if schedule.scheme != "wpipe" else "WPipe, Table 1")
+
+
+_FORMS: dict[str, Callable[[Schedule, StageTimes], ClosedForm | None]] = {
+    "gpipe": _flushed,
+    "dapple": _flushed,
+    "gems": _gems,
+    "chimera": _chimera,
+    "mixpipe": _mixpipe,
+    "hanayo": _hanayo,
+    "pipedream": _unflushed,
+    "pipedream-2bw": _unflushed,
+    "wpipe": _unflushed,
+}

@@ -1,0 +1,111 @@
+"""Why a plan is the best: what limits it, and what would have to change for the second to win.
+
+Invariant: every number comes from playing the plans again with other links, other all-reduces or more memory;
+nothing is guessed. What no change of these would turn is said too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from .predict import Parts, Play
+from .search import Found, Plan
+
+_MOST = 64.0
+"""How many times slower or faster links and all-reduces are tried."""
+
+_HALVINGS = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A change that makes two plans equally quick.
+
+    Attributes:
+        what: ``messages`` or ``all-reduces``.
+        times: what their seconds are multiplied by; above 1 they are slower.
+    """
+
+    what: str
+    times: float
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """What there is to say of the best plan.
+
+    Attributes:
+        parts: where its step's seconds go.
+        limit: the largest part beyond compute, by its name in ``Parts``; None if all of it is compute.
+        second: the best plan of another scheme; None if there is none.
+        second_parts: where that one's seconds go.
+        turns: changes with which the second is as quick as the best.
+        in_more_memory: the plan that would be best if a device had ``needed_bytes``, without the reserve.
+        needed_bytes: what that plan's fullest worker needs.
+    """
+
+    parts: Parts
+    limit: str | None
+    second: Plan | None
+    second_parts: Parts | None
+    turns: tuple[Turn, ...]
+    in_more_memory: Plan | None
+    needed_bytes: float | None
+
+
+def why(found: Found) -> Why:
+    """Explain what a search found.
+
+    Args:
+        found: its result, with one plan or more.
+    """
+    best = found.of_schemes[0]
+    second = found.of_schemes[1] if len(found.of_schemes) > 1 else None
+    parts = best.play.parts()
+    beyond = {name: getattr(parts, name) for name in Parts.__slots__ if name != "compute"}
+    limit = max(beyond, key=lambda name: beyond[name])
+    larger = found.in_more_memory
+    return Why(
+        parts=parts,
+        limit=limit if beyond[limit] > 1e-9 * best.seconds else None,
+        second=second,
+        second_parts=second.play.parts() if second else None,
+        turns=tuple(_turns(best.play, second.play)) if second else (),
+        in_more_memory=larger,
+        needed_bytes=max(w.total for w in larger.play.memory) if larger else None,
+    )
+
+
+def _turns(best: Play, second: Play) -> list[Turn]:
+    turns = []
+    for what, change in _CHANGES.items():
+
+        def gap(times: float, change: Callable[[Play, float], Play] = change) -> float:
+            return change(second, times).seconds - change(best, times).seconds
+
+        for end in (1 / _MOST, _MOST):
+            times = _crossing(gap, end)
+            if times is not None:
+                turns.append(Turn(what, times))
+    return turns
+
+
+_CHANGES: dict[str, Callable[[Play, float], Play]] = {
+    "messages": lambda play, times: replace(play, links=times),
+    "all-reduces": lambda play, times: replace(play, sums=times),
+}
+
+
+def _crossing(gap: Callable[[float], float], end: float) -> float | None:
+    """A factor between 1 and ``end`` at which the gap is 0, if it is gone at the end; found by halving."""
+    if gap(1.0) <= 0 or gap(end) > 0:
+        return None
+    inner, outer = 1.0, end
+    for _ in range(_HALVINGS):
+        middle = (inner * outer) ** 0.5
+        if gap(middle) > 0:
+            inner = middle
+        else:
+            outer = middle
+    return outer

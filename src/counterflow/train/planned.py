@@ -1,0 +1,85 @@
+"""From a plan to the config with which ``counterflow train`` runs it.
+
+Invariant: the config is complete and checked like any other: its schedule builds, its cuts fit the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from counterflow.errors import ConfigError
+from counterflow.plan import Cluster, Model, Prediction, Profile
+from counterflow.plan.placement import devices
+
+from .config import RunConfig
+
+_OPTIMIZERS: dict[float, dict[str, Any]] = {
+    0.0: {"name": "sgd"},
+    1.0: {"name": "sgd", "momentum": 0.9},
+    2.0: {"name": "adamw"},
+}
+"""By the bytes of optimiser state for each byte of weights."""
+
+
+def planned_config(model: Model, profile: Profile, cluster: Cluster, prediction: Prediction) -> RunConfig:
+    """The config that runs a plan.
+
+    Args:
+        model: with the keys of ``[model]`` that make it.
+        profile: what the plan was made with.
+        cluster: what it was made for.
+        prediction: of the plan, with its cuts resolved.
+
+    Raises:
+        ConfigError: the model does not say how it is made, or not the model that the plan has cut.
+    """
+    if not model.train:
+        raise ConfigError(
+            f"model {model.name}: has no [train] table, so no config can be written that trains it; give "
+            'the keys of [model] there, for example kind = "gpt" and layers = 8'
+        )
+    plan = prediction.configuration
+    values: dict[str, Any] = {
+        "model": dict(model.train),
+        "schedule": {"scheme": plan.scheme, **dict(plan.options)},
+        "pipeline": {
+            "replicas": plan.replicas,
+            "recompute": plan.recompute,
+            "sync": plan.sync,
+            "cuts": plan.cuts,
+            "transport": "nccl" if cluster.cores is None else "gloo",
+        },
+        "optimizer": _OPTIMIZERS.get(model.optimizer_states, {}),
+        "train": {"samples": plan.samples * prediction.micro_batches},
+    }
+    try:
+        config = RunConfig.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        cause = problem.get("ctx", {}).get("error")
+        place = ".".join(str(part) for part in problem["loc"])
+        told = str(cause) if isinstance(cause, ConfigError) else f"{place}: {problem['msg']}"
+        raise ConfigError(
+            f"model {model.name}: its [train] table does not make what was planned: {told}"
+        ) from None
+    if config.model.all_layers != len(model.layers):
+        raise ConfigError(
+            f"model {model.name}: its [train] table makes {config.model.all_layers} layers (embedding, "
+            f"blocks, head), but it lists {len(model.layers)}; make them the same"
+        )
+    placed = devices(config.build_schedule().placement, plan.replicas, plan.arrangement)
+    expected: dict[str, Any] = {
+        "cluster": cluster.name,
+        "profile": profile.name,
+        "mini_batch": prediction.mini_batch // prediction.updates,
+        "micro_batch": plan.samples,
+        "arrangement": plan.arrangement.value,
+        "devices": [device for replica in placed for device in replica],
+        "step_seconds": prediction.step_seconds,
+        "samples_per_second": prediction.samples_per_second,
+        "bubble_ratio": prediction.bubble_ratio,
+        "peak_bytes": prediction.peak_bytes,
+    }
+    return RunConfig.model_validate(values | {"plan": expected})

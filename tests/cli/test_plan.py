@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from counterflow.plan import Cluster, LayerProfile, Link, Model, Profile, files, papers
+from counterflow.train import load_config
+
+from .conftest import Run
+
+KEYS = ["model", "profile", "cluster", "mini_batch", "usable_bytes", "best", "schemes", "rejected", "why"]
+
+
+def layer(seconds: float, weights: float) -> LayerProfile:
+    sizes = (1.0, 2.0, 4.0, 8.0)
+    return LayerProfile(
+        sizes,
+        tuple(seconds * n for n in sizes),
+        tuple(2 * seconds * n for n in sizes),
+        tuple(4096.0 * n for n in sizes),
+        weights,
+        1024.0,
+    )
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> str:
+    """Flags for a small GPT on a machine with two workers."""
+    shape: dict[str, str | int | float | bool]
+    shape = {"kind": "gpt", "layers": 2, "hidden": 16, "heads": 2, "positions": 16}
+    given = {
+        "model": Model("small gpt", ("embedding", "block", "block", "head"), train=shape),
+        "profile": Profile(
+            "p",
+            "a processor",
+            "2026-01-01",
+            {"embedding": layer(1e-4, 2e4), "block": layer(1e-3, 1e4), "head": layer(1e-3, 2e4)},
+        ),
+        "cluster": Cluster("one machine", 1, 2, 1e9, Link(1e-5, 1e-9), Link(0.0, 0.0), cores=2),
+    }
+    for name, value in given.items():
+        assert isinstance(value, Model | Profile | Cluster)
+        (tmp_path / f"{name}.toml").write_text(files.dumps(value), encoding="utf-8")
+    return " ".join(f"--{name} {tmp_path / name}.toml" for name in given) + " --mini-batch 16"
+
+
+def test_json_is_one_object(run: Run, inputs: str) -> None:
+    shown = run(f"plan {inputs} --json").json
+    assert list(shown) == KEYS
+    assert [plan["step_seconds"] for plan in shown["schemes"]] == sorted(
+        plan["step_seconds"] for plan in shown["schemes"]
+    )
+    best = shown["best"][0]
+    assert best == shown["schemes"][0]
+    assert best["samples_per_second"] == pytest.approx(16 / best["step_seconds"])
+    assert len(best["peak_bytes"]) == best["workers"]
+    assert sum(shown["why"]["parts"].values()) == pytest.approx(best["step_seconds"])
+
+
+def test_the_plan_is_a_file_that_train_runs(run: Run, inputs: str, tmp_path: Path) -> None:
+    out = tmp_path / "plan.toml"
+    answer = run(f"plan {inputs} --synchronous --scheme chimera --depth 2 --micro-batch 4 --out", str(out))
+    assert answer.code == 0
+    assert f"counterflow train {out}" in answer.err
+    written = tomllib.loads(out.read_text(encoding="utf-8"))
+    assert written["schedule"] == {
+        "scheme": "chimera",
+        "stages": 2,
+        "micro_batches": 4,
+        "pairs": 1,
+        "concat": written["schedule"]["concat"],
+    }
+    assert written["train"]["samples"] == 16
+    assert written["plan"]["micro_batch"] == 4
+    assert written["plan"]["devices"] == [0, 1]
+    assert written["pipeline"]["transport"] == "gloo"
+    folder = tmp_path / "run"
+    local = "--set pipeline.transport=local --set train.threads=1 --steps 2 --json --out"
+    trained = run(f"train {out} {local}", str(folder))
+    assert trained.code == 0, trained.err
+    assert trained.json["steps"] == 2
+    # What was expected stays with the run, and its config is read back.
+    kept = load_config(folder / "config.toml")
+    assert kept.plan.step_seconds == written["plan"]["step_seconds"]
+    assert list(kept.pipeline.cuts or ()) == written["pipeline"]["cuts"]
+
+
+def test_an_example_as_files_plans_the_same(run: Run, tmp_path: Path) -> None:
+    limits = "--scheme dapple --depth 8 --micro-batch 4 --json"
+    saved = run("plan --example chimera-bert48 --save-inputs", str(tmp_path / "mine"))
+    assert (saved.code, saved.out) == (0, "")
+    again = saved.err.split("counterflow ")[1].strip()
+    assert run(f"{again} {limits}").json == run(f"plan --example chimera-bert48 {limits}").json
+
+
+def test_the_table_says_what_the_json_says(run: Run) -> None:
+    line = "plan --example chimera-bert48 --scheme dapple --scheme gems --depth 4 --depth 8 --even"
+    shown, told = run(f"{line} --json").json, run(line).out
+    for plan in shown["schemes"]:
+        assert f"{plan['step_seconds']:.4g} s" in told
+    assert "peak memory by worker   0: " in told
+    assert "The second, gems" in told
+    assert "slower by bound" in told
+
+
+def test_the_examples_are_listed(run: Run) -> None:
+    assert [line.split()[0] for line in run("plan --list").out.splitlines()] == list(papers.EXAMPLES)
+    assert [e["name"] for e in run("plan --list --json").json["examples"]] == list(papers.EXAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("plan", "nothing to plan: give --example NAME (see --list), or also --model, --profile, --cluster,"),
+        ("plan --example chimera", "unknown example 'chimera'"),
+        ("plan --example chimera-bert48 --depth 7", "--depth 7: must divide the 32 devices"),
+        ("plan --example chimera-bert48 --scheme chimra", "did you mean 'chimera'"),
+        ("plan --example chimera-bert48 --mini-batch 0", "--mini-batch 0: must be 1 or more"),
+        ("plan --example chimera-bert48 --micro-batch 0", "--micro-batch 0: must be 1 or more"),
+        ("plan --example chimera-bert48 --top -1", "--top -1: must be 1 or more"),
+        ("plan --example chimera-bert48 --model none.toml", "none.toml: there is no such file"),
+    ],
+)
+def test_wrong_requests_are_refused(refused: Callable[..., str], line: str, message: str) -> None:
+    assert message in refused(line)
+
+
+def test_where_nothing_fits_the_work_has_failed(run: Run, tmp_path: Path) -> None:
+    cluster = papers.example("chimera-bert48").cluster
+    text = files.dumps(cluster).replace(f"memory_bytes = {cluster.memory_bytes!r}", "memory_bytes = 5e9")
+    path = tmp_path / "small.toml"
+    path.write_text(text, encoding="utf-8")
+    answer = run(f"plan --example chimera-bert48 --scheme gems --cluster {path}")
+    assert (answer.code, answer.out) == (1, "")
+    assert "no plan fits" in answer.err
+    assert "gems: needs at least" in answer.err
+
+
+def test_a_model_without_a_train_table_has_no_plan_file(run: Run, inputs: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.toml"
+    path.write_text(path.read_text(encoding="utf-8").split("[train]")[0], encoding="utf-8")
+    answer = run(f"plan {inputs} --scheme dapple --out", str(tmp_path / "plan.toml"))
+    assert answer.code == 2
+    assert "has no [train] table" in answer.err
+    other = path.read_text(encoding="utf-8") + '[train]\nkind = "gpt"\nlayers = 9\n'
+    path.write_text(other, encoding="utf-8")
+    answer = run(f"plan {inputs} --scheme dapple --depth 2 --out", str(tmp_path / "plan.toml"))
+    assert answer.code == 2
+    assert "its [train] table makes 11 layers (embedding, blocks, head), but it lists 4" in answer.err

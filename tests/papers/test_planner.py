@@ -1,0 +1,110 @@
+"""The planner on the papers' machines: models of the right size, and which configurations come out best."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from counterflow import ConfigError
+from counterflow.models import parameter_count, preset
+from counterflow.plan import Configuration, Cutting, Predictor, papers
+from counterflow.plan.search import search
+from counterflow.plan.space import Constraints
+from counterflow.schedule.modes import Recompute
+from counterflow.train.presets import PRESETS
+
+SHAPES = {
+    "bert-48": papers.BERT_48,
+    "bert-48-mixpipe": papers.BERT_48_MIXPIPE,
+    "bert-64": papers.BERT_64,
+    "bert-192": papers.BERT_192,
+    "bert-768": papers.BERT_768,
+    "gpt-2": papers.GPT_2,
+    "gpt-72": papers.GPT_72,
+}
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_shapes_have_the_parameters_of_the_models(name: str) -> None:
+    import torch
+
+    shape, config = SHAPES[name], preset(name).config
+    with torch.device("meta"):
+        embedding, block, *_, head = config.build()
+    assert parameter_count([block]) == shape.block_weights
+    assert parameter_count([embedding]) == shape.embedding_weights
+    assert parameter_count([head]) == shape.head_weights
+    assert PRESETS[name].layers == shape.blocks
+
+
+@pytest.mark.parametrize("name", papers.EXAMPLES)
+def test_every_example_says_where_its_numbers_come_from(name: str) -> None:
+    example = papers.example(name)
+    assert example.model.train["kind"] in SHAPES
+    assert example.cluster.sources
+    for kind, layer in example.profile.layers.items():
+        assert {"forward_seconds", "backward_seconds", "saved_bytes", "weights_bytes"} <= set(
+            layer.sources
+        ), kind
+        assert kind in example.model.layers
+
+
+def test_the_measured_block() -> None:
+    block = papers.profile_of("p100", papers.BERT_48).layer("block")
+    assert (block.forward(1), block.backward(64)) == (1.16e-3, 52.88e-3)
+    assert block.saved(2) == 22 * 2**20
+    assert papers.profile_of("v100", papers.BERT_48).layer("block").forward(16) == 5.44e-3
+    # A shape that is not the measured one, but as long and wide, costs the same but for its weights' count.
+    twin = replace(papers.BERT_48, heads=8)
+    scaled = papers.profile_of("p100", twin).layer("block")
+    assert scaled.forward_seconds == pytest.approx(block.forward_seconds)
+    assert papers.BERT_LARGE_BLOCK.block_saved_bytes == pytest.approx(11 * 2**20)
+    with pytest.raises(ConfigError, match="did you mean 'chimera-gpt2'"):
+        papers.example("chimera-gpt-2")
+
+
+def test_chimera_section_4_2_1_which_fit() -> None:
+    """GPipe and 2BW need recomputation where Chimera and DAPPLE do not."""
+    task = papers.example("chimera-bert48")
+    predictor = Predictor(task.model, task.profile, task.cluster)
+
+    def fits(scheme: str, samples: int, recompute: Recompute = Recompute.NONE) -> bool:
+        options = {"stages": 4, "micro_batches": 512 // 8 // samples}
+        chosen = Configuration.of(scheme, options, 8, samples, recompute=recompute, cuts=Cutting.EVEN)
+        return predictor.predict(chosen).fits
+
+    assert not fits("gpipe", 4)
+    assert fits("gpipe", 4, Recompute.STAGE)
+    assert not fits("pipedream-2bw", 16)
+    assert fits("pipedream-2bw", 16, Recompute.STAGE)
+    assert fits("dapple", 4)
+    assert fits("gems", 32)
+    assert fits("chimera", 8)
+    assert not fits("chimera", 16)
+
+
+@pytest.mark.parametrize(("scheme", "samples"), [("chimera", 8), ("dapple", 4)])
+def test_chimera_section_4_2_1_best_configurations(scheme: str, samples: int) -> None:
+    """W=8, D=4, and B=8 for Chimera, B=4 for DAPPLE, with the paper's own pairs of pipes and cuts."""
+    task = papers.example("chimera-bert48")
+    wanted = Constraints(schemes=(scheme,), depths=(2, 4, 8, 16), cuts=Cutting.EVEN)
+    found = search(task.model, task.profile, task.cluster, task.mini_batch, wanted, count=40)
+    usual = [p for p in found.best if dict(p.play.configuration.options).get("pairs", 1) == 1]
+    usual = [p for p in usual if dict(p.play.configuration.options).get("concat", "direct") == "direct"]
+    best = usual[0].play
+    assert (best.schedule.workers, best.configuration.replicas, best.configuration.samples) == (4, 8, samples)
+
+
+def test_chimera_is_ahead_of_dapple_and_gems_as_in_section_4_2_3() -> None:
+    task = papers.example("chimera-bert48-64")
+    predictor = Predictor(task.model, task.profile, task.cluster)
+
+    def seconds(scheme: str, samples: int) -> float:
+        options = {"stages": 4, "micro_batches": 1024 // 16 // samples}
+        chosen = Configuration.of(scheme, options, 16, samples, cuts=Cutting.EVEN)
+        return predictor.predict(chosen).step_seconds
+
+    chimera = seconds("chimera", 8)
+    assert 1.1 < seconds("dapple", 4) / chimera < 1.3  # the paper: 1.19
+    assert 2.0 < seconds("gems", 32) / chimera < 3.0  # 2.41

@@ -1,0 +1,215 @@
+"""Predictions: literal steps, memory by hand, closed forms beside them, parts that add up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from counterflow import ConfigError
+from counterflow.plan import (
+    Arrangement,
+    Cluster,
+    Configuration,
+    Cutting,
+    LayerProfile,
+    Link,
+    Model,
+    Predictor,
+    Profile,
+    predict,
+)
+from counterflow.plan.stages import cut, stage_costs
+from counterflow.schedule.modes import Recompute, Sync
+
+FREE = Link(0.0, 0.0)
+
+
+def block(forward: float = 0.5, weights: float = 100.0, output: float = 4.0) -> LayerProfile:
+    """One second a sample and stage of two blocks forward, two backward; 10 bytes a sample saved."""
+    sizes = (1.0, 2.0, 4.0)
+    return LayerProfile(
+        sizes,
+        tuple(forward * n for n in sizes),
+        tuple(2 * forward * n for n in sizes),
+        tuple(10.0 * n for n in sizes),
+        weights,
+        output,
+    )
+
+
+PROFILE = Profile("p", "a device", "2026-01-01", {"block": block(), "big": block(1.0, 300.0)})
+MODEL = Model("m", ("block",) * 8, optimizer_states=2.0)
+CLUSTER = Cluster("c", 8, 1, 1e6, FREE, FREE)
+
+
+def configured(scheme: str, replicas: int = 1, samples: int = 1, **options: Any) -> Configuration:
+    more = {k: options.pop(k) for k in ("recompute", "sync", "arrangement", "cuts") if k in options}
+    return Configuration.of(scheme, options, replicas, samples, **more)
+
+
+def test_the_seconds_are_those_of_the_micro_batch_at_hand() -> None:
+    curved = Profile("p", "d", "", {"block": replace(block(), forward_seconds=(0.5, 0.6, 0.8))})
+    one = predict(MODEL, curved, CLUSTER, configured("dapple", stages=4, micro_batches=4, samples=1))
+    two = predict(MODEL, curved, CLUSTER, configured("dapple", stages=4, micro_batches=4, samples=2))
+    assert one.step_seconds == pytest.approx(7 * (1 + 2))
+    assert two.step_seconds == pytest.approx(7 * (1.2 + 4))
+    assert two.samples_per_second == pytest.approx(8 / (7 * 5.2))
+
+
+def test_messages_and_the_sum_of_gradients() -> None:
+    slow = replace(CLUSTER, between=Link(0.25, 0.5))
+    found = predict(MODEL, PROFILE, slow, configured("dapple", replicas=2, stages=4, micro_batches=1))
+    # Down and up: 6 messages of 4 bytes; then stage 0's 200 bytes over two copies.
+    assert found.step_seconds == pytest.approx(4 * 3 + 6 * (0.25 + 2) + 2 * 0.25 + 0.5 * 200)
+    assert found.closed_form is not None
+    assert found.difference == pytest.approx(0)
+
+
+def test_memory_by_hand() -> None:
+    found = predict(MODEL, PROFILE, CLUSTER, configured("dapple", stages=4, micro_batches=4, samples=2))
+    worker = found.memory[0]
+    assert worker.weights == 200 * (1 + 1 + 2)  # weights, gradients, Adam's two states
+    assert worker.activations == 4 * 2 * 2 * 10  # 4 micro-batches of 2 samples in 2 blocks
+    assert worker.buffers == 2 * 2 * 4  # a message of 2 samples each way
+    assert [w.activations for w in found.memory] == [160, 120, 80, 40]
+
+
+def test_two_directions_hold_two_copies_and_no_flush_holds_versions() -> None:
+    both = predict(MODEL, PROFILE, CLUSTER, configured("chimera", stages=4, micro_batches=4))
+    assert [w.weights for w in both.memory] == [2 * 200 * 4] * 4
+    late = predict(MODEL, PROFILE, CLUSTER, configured("pipedream-2bw", stages=4, micro_batches=4))
+    assert [w.weights for w in late.memory] == [200 * 5] * 4
+    stashed = predict(MODEL, PROFILE, CLUSTER, configured("pipedream", stages=4))
+    assert [w.weights for w in stashed.memory] == [200 * (4 + 3 - s) for s in range(4)]
+    assert [w.activations for w in stashed.memory] == [80, 60, 40, 20]
+
+
+def test_recomputation_keeps_less_and_takes_longer() -> None:
+    whole, stage, layer = (
+        predict(MODEL, PROFILE, CLUSTER, configured("dapple", stages=2, micro_batches=4, recompute=mode))
+        for mode in Recompute
+    )
+    assert whole.step_seconds < stage.step_seconds == layer.step_seconds
+    # Stage 0 takes tokens, of which the model says nothing; stage 1 keeps its input of 4 bytes.
+    assert whole.memory[1].activations == 40
+    assert stage.memory[1].activations == 4 + (40 - 4)
+    assert layer.memory[1].activations == 4 * 4 + (10 - 4)
+
+
+def test_an_asynchronous_step_is_a_steady_period() -> None:
+    late = predict(MODEL, PROFILE, CLUSTER, configured("pipedream-2bw", stages=4, micro_batches=6))
+    assert late.step_seconds == pytest.approx(6 * 3)
+    assert late.bubble_ratio == pytest.approx(0)
+    # PipeDream updates after each micro-batch: a mini-batch of 8 is 8 updates.
+    each = predict(MODEL, PROFILE, CLUSTER, configured("pipedream", stages=4), mini_batch=8)
+    assert each.updates == 8
+    assert each.step_seconds == pytest.approx(8 * 3)
+    waves = predict(MODEL, PROFILE, CLUSTER, configured("wpipe", workers=4, micro_batches=4))
+    assert waves.step_seconds == pytest.approx(4 * 3)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        ("gpipe", {"stages": 4, "micro_batches": 8}),
+        ("dapple", {"stages": 4, "micro_batches": 6}),
+        ("gems", {"stages": 4, "micro_batches": 4}),
+        ("chimera", {"stages": 4, "micro_batches": 4}),
+        ("chimera", {"stages": 8, "micro_batches": 24}),
+        ("mixpipe", {"stages": 4, "micro_batches": 4, "injected": 2, "early_forwards": 1}),
+        ("hanayo", {"workers": 4, "micro_batches": 4, "waves": 1}),
+        ("pipedream-2bw", {"stages": 4, "micro_batches": 8}),
+        ("pipedream", {"stages": 4}),
+        ("wpipe", {"workers": 4, "micro_batches": 8}),
+    ],
+)
+def test_closed_forms_agree_where_their_assumptions_hold(scheme: str, options: dict[str, Any]) -> None:
+    found = predict(MODEL, PROFILE, CLUSTER, Configuration.of(scheme, options, 1, 1))
+    assert found.closed_form is not None
+    assert found.difference == pytest.approx(0)
+
+
+def test_closed_forms_are_reported_with_their_difference() -> None:
+    uneven = Model("m", ("big", *["block"] * 7))
+    found = predict(uneven, PROFILE, CLUSTER, configured("dapple", stages=4, micro_batches=4, cuts=(2, 4, 6)))
+    assert found.closed_form is not None
+    assert (found.difference or 0) > 0.1  # it takes all stages to be as slow as the first
+
+
+def test_workers_that_share_a_core_are_told() -> None:
+    shared = replace(CLUSTER, nodes=1, devices=4, cores=2)
+    found = predict(MODEL, PROFILE, shared, configured("dapple", stages=4, micro_batches=4))
+    assert (
+        found.step_seconds == 4 * 4 * 3 / 2
+    )  # work of all workers over two cores, above the 21 of the order
+    assert "4 workers of a node share 2 cores" in found.notes[0]
+    alone = replace(shared, cores=4)
+    assert predict(MODEL, PROFILE, alone, configured("dapple", stages=4, micro_batches=4)).notes == ()
+
+
+def test_beyond_the_profile_is_told() -> None:
+    found = predict(MODEL, PROFILE, CLUSTER, configured("dapple", stages=4, micro_batches=1, samples=8))
+    assert "beyond what the profile has of block (at most 4)" in found.notes[0]
+
+
+def test_what_cannot_be_predicted_is_refused() -> None:
+    with pytest.raises(ConfigError, match="4 workers · 4 replicas need 16 devices, but cluster c has 8"):
+        predict(MODEL, PROFILE, CLUSTER, configured("dapple", stages=4, micro_batches=1, replicas=4))
+    with pytest.raises(ConfigError, match="no layers of kind 'tail'"):
+        Predictor(Model("m", ("tail",)), PROFILE, CLUSTER)
+    with pytest.raises(ConfigError, match="samples=0"):
+        predict(MODEL, PROFILE, CLUSTER, configured("dapple", stages=4, micro_batches=1, samples=0))
+    with pytest.raises(ConfigError, match="a model of 8 layers for 9 stages"):
+        predict(MODEL, PROFILE, replace(CLUSTER, nodes=9), configured("dapple", stages=9, micro_batches=1))
+
+
+def test_layers_are_cut_by_cost_or_evenly() -> None:
+    model = Model("m", ("big", *["block"] * 6, "big"))
+    assert cut(model, PROFILE, Cutting.BALANCED, 2, samples=1) == (4,)
+    assert cut(model, PROFILE, Cutting.EVEN, 3, samples=1) == (3, 5)
+    assert cut(model, PROFILE, (1, 2), 3, samples=1) == (1, 2)
+    with pytest.raises(ConfigError, match="has 6 of kind 'block'"):
+        cut(model, PROFILE, Cutting.EVEN, 7, samples=1)
+    stages = stage_costs(model, PROFILE, (3, 5), samples=2)
+    assert list(stages.forward) == [2 + 1 + 1, 2, 1 + 1 + 2]
+    held = [stages.bytes.weights, stages.bytes.layers]
+    assert held == [(500, 200, 500), (3, 2, 3)]
+    assert stages.doubled_forward[1] == 2 * stages.half_backward[1] == 4
+
+
+CONFIGURATIONS = st.sampled_from(
+    [
+        ("gpipe", {"stages": 4, "micro_batches": 4}),
+        ("dapple", {"stages": 4, "micro_batches": 5}),
+        ("chimera", {"stages": 4, "micro_batches": 8, "concat": "forward-doubling"}),
+        ("hanayo", {"workers": 2, "micro_batches": 4, "waves": 2}),
+        ("pipedream-2bw", {"stages": 4, "micro_batches": 4}),
+    ]
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    CONFIGURATIONS,
+    st.sampled_from(list(Recompute)),
+    st.sampled_from(list(Sync)),
+    st.sampled_from(list(Arrangement)),
+    st.floats(0, 0.5),
+)
+def test_parts_add_up_to_the_step(
+    of: tuple[str, dict[str, Any]], recompute: Recompute, sync: Sync, arrangement: Arrangement, slow: float
+) -> None:
+    cluster = replace(CLUSTER, nodes=4, devices=2, inside=Link(0.01, 0.02), between=Link(0.1, 0.05), cores=1)
+    profile = replace(PROFILE, update_seconds_per_byte=0.001)
+    predictor = Predictor(MODEL, profile, replace(cluster, sync_slowdown=slow))
+    play = predictor.play(
+        Configuration.of(of[0], of[1], 2, 2, recompute=recompute, sync=sync, arrangement=arrangement)
+    )
+    parts = play.parts()
+    each = [getattr(parts, name) for name in type(parts).__slots__]
+    assert sum(each) == pytest.approx(play.prediction().step_seconds)
+    assert parts.compute > 0

@@ -1,0 +1,282 @@
+"""The search against brute force, its bounds against simulations, its space against the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from counterflow import ConfigError
+from counterflow.errors import PlanError
+from counterflow.plan import (
+    Arrangement,
+    Cluster,
+    Configuration,
+    LayerProfile,
+    Link,
+    Model,
+    Predictor,
+    Profile,
+)
+from counterflow.plan.bounds import bounds, shape_of
+from counterflow.plan.placement import network
+from counterflow.plan.predict import Play
+from counterflow.plan.search import search
+from counterflow.plan.space import Constraints, space
+from counterflow.plan.stages import Cutting
+from counterflow.plan.why import why
+from counterflow.schedule import registry
+from counterflow.schedule.ir import OpKind
+from counterflow.schedule.modes import Recompute, Sync
+
+SIZES = (1.0, 2.0, 4.0)
+
+
+def layer(forward: float, weights: float, output: float, saved: float) -> LayerProfile:
+    """Twice the samples take 1.6 times as long: larger micro-batches pay."""
+    return LayerProfile(
+        SIZES,
+        tuple(forward * 1.6**i for i in range(3)),
+        tuple(1.9 * forward * 1.6**i for i in range(3)),
+        tuple(saved * n for n in SIZES),
+        weights,
+        output,
+    )
+
+
+PROFILE = Profile(
+    "p",
+    "a device",
+    "2026-01-01",
+    {"block": layer(0.5, 100.0, 4.0, 20.0), "head": layer(0.8, 150.0, 1.0, 30.0)},
+    update_seconds_per_byte=1e-4,
+)
+MODEL = Model("m", (*["block"] * 7, "head"), optimizer_states=1.0)
+CLUSTER = Cluster(
+    "c",
+    nodes=2,
+    devices=2,
+    memory_bytes=1500.0,
+    inside=Link(0.01, 0.01),
+    between=Link(0.05, 0.02),
+    reserve_bytes=100.0,
+    shared_adapter=True,
+    sync_slowdown=0.1,
+)
+
+
+def everything(
+    model: Model, cluster: Cluster, mini_batch: int, constraints: Constraints
+) -> Iterator[tuple[str, Play]]:
+    """Every candidate of the space played, one after the other, with nothing pruned."""
+    predictor = Predictor(model, PROFILE, cluster)
+    groups, _ = space(model, cluster, mini_batch, constraints)
+    for group in groups:
+        for recompute, sync, arrangement in product(
+            constraints.recompute, constraints.sync, constraints.arrangements
+        ):
+            configuration = Configuration(
+                group.scheme,
+                group.options,
+                group.replicas,
+                group.samples,
+                recompute,
+                sync,
+                arrangement,
+                constraints.cuts,
+            )
+            yield group.scheme, predictor.play(configuration, mini_batch)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "mini_batch", "constraints"),
+    [
+        (CLUSTER, 8, Constraints()),
+        (replace(CLUSTER, memory_bytes=2500.0), 4, Constraints(more_samples=(3,))),
+        (replace(CLUSTER, memory_bytes=1150.0, reserve_bytes=0.0), 8, Constraints(synchronous=True)),
+        (replace(CLUSTER, between=Link(0.5, 0.5), overlap=False), 8, Constraints(cuts=Cutting.EVEN)),
+        (replace(CLUSTER, cores=1), 12, Constraints(depths=(2, 4), samples=(1, 2, 3))),
+        (replace(CLUSTER, nodes=1, devices=4), 6, Constraints(sync=(Sync.END,), schemes=("chimera", "1f1b"))),
+    ],
+)
+def test_the_search_finds_what_brute_force_finds(
+    cluster: Cluster, mini_batch: int, constraints: Constraints
+) -> None:
+    plays = list(everything(MODEL, cluster, mini_batch, constraints))
+    fitting = [(scheme, play) for scheme, play in plays if play.fits]
+    found = search(MODEL, PROFILE, cluster, mini_batch, constraints, count=3)
+    assert found.best[0].seconds == pytest.approx(min(play.seconds for _, play in fitting))
+    best: dict[str, float] = {}
+    for scheme, play in fitting:
+        best[scheme] = min(play.seconds, best.get(scheme, play.seconds))
+    mine = {plan.play.configuration.scheme: plan.seconds for plan in found.of_schemes}
+    assert mine == pytest.approx(best)
+    # The next best: a plan is the quickest sync mode of a configuration, and arrangements between which
+    # no message and no all-reduce differs are one.
+    alike: dict[object, float] = {}
+    for _, play in fitting:
+        c = play.configuration
+        key = (c.scheme, c.options, c.replicas, c.samples, c.recompute, play.network)
+        alike[key] = min(play.seconds, alike.get(key, play.seconds))
+    assert [plan.seconds for plan in found.best] == pytest.approx(sorted(alike.values())[:3])
+    assert all(plan.play.fits for plan in (*found.best, *found.of_schemes))
+    # More memory: what is quickest of all, if that does not fit.
+    quickest = min(play.seconds for _, play in plays)
+    if found.in_more_memory is None:
+        assert quickest == pytest.approx(found.best[0].seconds)
+    else:
+        assert found.in_more_memory.seconds == pytest.approx(quickest)
+        assert not found.in_more_memory.play.fits
+    for rejected in found.rejections.values():
+        assert rejected.candidates == rejected.too_large + rejected.slower + rejected.simulated
+
+
+def test_pruning_happens() -> None:
+    found = search(MODEL, PROFILE, CLUSTER, 8, count=1)
+    assert sum(r.slower for r in found.rejections.values()) > sum(
+        r.simulated for r in found.rejections.values()
+    )
+
+
+@st.composite
+def candidates(draw: st.DrawFn) -> tuple[Cluster, Configuration]:
+    """Any scheme and options on a cluster of four nodes of two."""
+    cluster = replace(
+        CLUSTER,
+        nodes=4,
+        memory_bytes=draw(st.sampled_from([1000.0, 1500.0, 4000.0])),
+        between=Link(draw(st.floats(0, 0.5)), draw(st.floats(0, 0.3))),
+        overlap=draw(st.booleans()),
+        sync_slowdown=draw(st.sampled_from([0.0, 0.3])),
+    )
+    mini_batch = draw(st.sampled_from([8, 16, 24]))
+    groups, _ = space(MODEL, cluster, mini_batch, Constraints(depths=(2, 4, 8), more_samples=(3,)))
+    by_scheme: dict[str, list[Any]] = {}
+    for group in groups:
+        by_scheme.setdefault(group.scheme, []).append(group)
+    group = draw(st.sampled_from(by_scheme[draw(st.sampled_from(sorted(by_scheme)))]))
+    return cluster, Configuration(
+        group.scheme,
+        group.options,
+        group.replicas,
+        group.samples,
+        draw(st.sampled_from(list(Recompute))),
+        draw(st.sampled_from(list(Sync))),
+        draw(st.sampled_from(list(Arrangement))),
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(candidates())
+def test_no_candidate_beats_its_bound(drawn: tuple[Cluster, Configuration]) -> None:
+    cluster, configuration = drawn
+    play = Predictor(MODEL, PROFILE, cluster).play(configuration)
+    shape = shape_of(configuration.scheme, dict(configuration.options))
+    links = network(cluster, shape.placement, configuration.replicas, configuration.arrangement)
+    assert links == play.network
+    bound = bounds(shape, play.stages, links, cluster, configuration.recompute, update_seconds_per_byte=1e-4)
+    assert bound.seconds_in_any_memory <= play.seconds * (1 + 1e-9)
+    assert bound.least_bytes <= max(w.total for w in play.memory) * (1 + 1e-9)
+    if play.fits:
+        assert bound.seconds <= play.seconds * (1 + 1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(candidates())
+def test_shapes_are_those_of_the_schedules(drawn: tuple[Cluster, Configuration]) -> None:
+    _, configuration = drawn
+    known = registry.scheme(configuration.scheme)
+    schedule = registry.build(configuration.scheme, dict(configuration.options))
+    shape = shape_of(configuration.scheme, dict(configuration.options))
+    assert shape.placement == schedule.placement
+    assert shape.synchronous == known.synchronous
+    passes = [0.0] * schedule.pipes
+    for op in schedule.ops():
+        if op.kind is OpKind.FORWARD and op.stage == 0:
+            passes[op.pipe] += op.load / schedule.periods
+    assert list(shape.passes) == passes
+
+
+def test_mixpipe_s_case_is_placed_as_the_paper_places_it() -> None:
+    """Figure 5: D=4, W=2, two servers of 4, slow between: all copies of a stage in one server."""
+    servers = Cluster("two servers", 2, 4, 1e6, Link(1e-3, 1e-4), Link(5e-3, 1e-2), shared_adapter=True)
+    wanted = Constraints(schemes=("mixpipe",), depths=(4,), samples=(1,))
+    found = search(MODEL, PROFILE, servers, 8, wanted, count=5)
+    assert found.best[0].play.configuration.arrangement is Arrangement.COPIES_INSIDE
+    # Where messages cost more than gradients, the pipeline stays inside.
+    heavy = replace(PROFILE, layers={k: replace(v, output_bytes=2000.0) for k, v in PROFILE.layers.items()})
+    found = search(MODEL, heavy, servers, 8, wanted, count=5)
+    assert found.best[0].play.configuration.arrangement is Arrangement.PIPELINE_INSIDE
+
+
+def test_constraints_are_kept() -> None:
+    wanted = Constraints(
+        schemes=("dapple", "hanayo"), depths=(2,), samples=(2,), recompute=(Recompute.STAGE,)
+    )
+    found = search(MODEL, PROFILE, replace(CLUSTER, memory_bytes=5000.0), 8, wanted)
+    for plan in (*found.best, *found.of_schemes):
+        configuration = plan.play.configuration
+        assert configuration.scheme in ("dapple", "hanayo")
+        assert (plan.play.schedule.workers, configuration.samples) == (2, 2)
+        assert configuration.recompute is Recompute.STAGE
+    flushed = search(MODEL, PROFILE, CLUSTER, 8, Constraints(synchronous=True))
+    assert all(plan.play.schedule.synchronous for plan in flushed.of_schemes)
+    assert {o.scheme for o in flushed.omissions} >= {"pipedream", "pipedream-2bw", "wpipe"}
+
+
+def test_the_user_s_own_micro_batch_is_tried() -> None:
+    groups, _ = space(MODEL, CLUSTER, 12, Constraints(more_samples=(3,)))
+    assert {g.samples for g in groups} == {1, 2, 3, 4}
+    assert all(12 % (g.replicas * g.samples) == 0 for g in groups)
+
+
+@pytest.mark.parametrize(
+    ("mini_batch", "constraints", "message"),
+    [
+        (0, Constraints(), "mini_batch=0: must be 1 or more"),
+        (8, Constraints(depths=(3,)), "depth=3: must divide the 4 devices of cluster c; legal: 1, 2, 4"),
+        (8, Constraints(schemes=("chimaera",)), "did you mean 'chimera'"),
+        (8, Constraints(samples=(0,)), "micro_batch=0: must be 1 or more samples"),
+    ],
+)
+def test_impossible_constraints_are_refused(mini_batch: int, constraints: Constraints, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        search(MODEL, PROFILE, CLUSTER, mini_batch, constraints)
+
+
+def test_where_nothing_fits_every_scheme_says_what_it_needs() -> None:
+    tiny = replace(CLUSTER, memory_bytes=200.0)
+    with pytest.raises(PlanError, match=r"has 100 bytes(?s:.*)dapple: needs at least 762 bytes"):
+        search(MODEL, PROFILE, tiny, 8)
+    with pytest.raises(PlanError, match="chimera: needs an even depth"):
+        search(MODEL, PROFILE, CLUSTER, 8, Constraints(schemes=("chimera",), depths=(1,)))
+
+
+def test_why_the_second_does_not_win() -> None:
+    found = search(MODEL, PROFILE, CLUSTER, 8)
+    explained = why(found)
+    best, second = found.of_schemes[:2]
+    parts = [getattr(explained.parts, name) for name in type(explained.parts).__slots__]
+    assert sum(parts) == pytest.approx(best.seconds)
+    assert explained.second is second
+    for turn in explained.turns:
+        changed = [
+            replace(plan.play, links=turn.times).seconds
+            if turn.what == "messages"
+            else replace(plan.play, sums=turn.times).seconds
+            for plan in (best, second)
+        ]
+        assert changed[0] == pytest.approx(changed[1], rel=1e-6)
+
+
+def test_the_search_tells_how_far_it_is() -> None:
+    told: list[tuple[int, int, str]] = []
+    search(MODEL, PROFILE, CLUSTER, 8, progress=lambda *now: told.append(now))
+    done = [d for d, _, what in told if what != "bounds"]
+    assert done == sorted(done)
+    assert told[-1][0] == told[-1][1]
