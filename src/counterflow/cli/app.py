@@ -23,6 +23,7 @@ from .check import check
 from .export import export
 from .flags import with_flags
 from .plan import plan
+from .profile import profile
 from .reproduce import reproduce
 from .schemes import schemes
 from .show import show
@@ -134,6 +135,7 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
         "simulate dapple --stages 4 --micro-batches 8 --weight-bytes 2GiB --activation-bytes 300MiB",
         "simulate edited.json",
     ),
+    profile: ("profile --out here", "profile my.toml --sizes 1,2,4,8 --workers 2 --out here --json"),
     plan: (
         "plan --example chimera-bert48 --synchronous",
         "plan --example chimera-bert48 --scheme chimera --depth 4 --top 5 --out plan.toml",

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from counterflow import toml
 from counterflow.data.batches import Batches, MaskedByte, NextByte
 from counterflow.data.text import read_text, shipped_text, unigram_entropy
 from counterflow.errors import ConfigError
@@ -164,7 +163,7 @@ def prepare(config: RunConfig, cuts: Sequence[int] | None = None) -> Job:
         steps=config.train.steps,
         first_step=start.step if start else 0,
         workers_here=_workers_here(schedule.workers * config.pipeline.replicas),
-        cores=_cores(),
+        cores=cores(),
         on_cpu=config.pipeline.transport != "nccl",
     )
     return Job(config, schedule, layers, loss, batches, cuts, start, about)
@@ -236,7 +235,7 @@ def _workers_here(workers: int) -> int:
     return min(workers, int(number[0])) if number else workers
 
 
-def _cores() -> int:
+def cores() -> int:
     """CPU cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

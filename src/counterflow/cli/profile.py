@@ -1,0 +1,146 @@
+"""``counterflow profile``: measure a model's layers and this machine's links, for the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from counterflow.errors import ConfigError
+
+from .flags import JsonFlag
+from .output import WIDE, byte_size, console, note, print_json, writing
+
+if TYPE_CHECKING:
+    from counterflow.train.profiling import Measured
+
+NAMES = ("model", "profile", "cluster")
+
+
+def profile(
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="CONFIG.toml", help="Whose model to measure; without it the built-in example."
+        ),
+    ] = None,
+    *,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key; may be repeated."),
+    ] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,...", help="Samples of a micro-batch. Default 1,2,4,8,16,32."),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Workers this machine is to have. Default one a GPU, or one a core.", min=1),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Times each is measured; medians count.", min=1)] = 5,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder for model.toml, profile.toml and cluster.toml.")
+    ] = Path("profile"),
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure layers against micro-batch size, messages and all-reduces, for 'plan' to choose with."""
+    from counterflow.plan import files  # noqa: PLC0415  (torch and pydantic take a while)
+    from counterflow.train import load_config  # noqa: PLC0415
+    from counterflow.train.profiling import SIZES, measure  # noqa: PLC0415
+
+    resolved = load_config(config, sets or ())
+    with _progress(shown=not as_json) as told:
+        found = measure(
+            resolved,
+            sizes=SIZES if sizes is None else _numbers(sizes),
+            workers=workers,
+            repeats=repeats,
+            told=told,
+        )
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+    for name in NAMES:
+        path = out / f"{name}.toml"
+        with writing(path):
+            path.write_text(files.dumps(getattr(found, name)), encoding="utf-8")
+    if as_json:
+        print_json({name: files.as_data(getattr(found, name)) for name in NAMES})
+    else:
+        _print(found)
+    given = " ".join(f"--{name} {out / f'{name}.toml'}" for name in NAMES)
+    note(f"Plan with it: counterflow plan {given} --mini-batch {resolved.train.samples} --out plan.toml")
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--sizes {text}: must be whole numbers with commas between, as in 1,2,4") from None
+
+
+@contextmanager
+def _progress(*, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr, on a terminal only."""
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import Progress  # noqa: PLC0415
+
+    screen = Console(stderr=True)
+    with Progress(console=screen, transient=True, disable=not (shown and screen.is_terminal)) as bar:
+        tasks: dict[str, Any] = {}
+
+        def told(what: str, done: int, of: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(f"measuring {what}", total=of)
+            bar.update(tasks[what], completed=done)
+
+        yield told
+
+
+def _print(found: Measured) -> None:
+    from rich import box  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    from counterflow.draw.units import time_unit  # noqa: PLC0415
+
+    def shown(seconds: float) -> str:
+        return time_unit(seconds).text(seconds)
+
+    out = console(WIDE)
+    out.print(Text(found.model.name, style="bold"), Text(f"on {found.profile.machine}"), sep="\n")
+    table = Table("layer", "samples", "forward", "backward", "saved for backward", box=box.SIMPLE_HEAD)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for kind, layer in found.profile.layers.items():
+        count = found.model.layers.count(kind)
+        for row, size in enumerate(layer.samples):
+            table.add_row(
+                (f"{kind} × {count}" if count > 1 else kind) if not row else "",
+                f"{size:g}",
+                shown(layer.forward_seconds[row]),
+                shown(layer.backward_seconds[row]),
+                byte_size(layer.saved_bytes[row]),
+            )
+    out.print(table)
+    links = Table("", "bytes", "measured", "fitted", box=box.SIMPLE_HEAD)
+    for column in links.columns[1:]:
+        column.justify = "right"
+    cluster = found.cluster
+    for travels, link, begins, name in (
+        (found.messages, cluster.inside, 1, "message"),
+        (found.allreduces, cluster.allreduce_inside or cluster.inside, 2, "all-reduce of 2"),
+    ):
+        for row, travel in enumerate(travels):
+            fit = begins * link.latency_seconds + link.seconds_per_byte * travel.size_bytes
+            links.add_row(
+                name if not row else "", byte_size(travel.size_bytes), shown(travel.seconds), shown(fit)
+            )
+    if found.messages:
+        out.print(links)
+    each = byte_size(cluster.memory_bytes)
+    out.print(
+        f"{cluster.devices} workers of {each} each" + (f" on {cluster.cores} cores" if cluster.cores else "")
+    )

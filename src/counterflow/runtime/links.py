@@ -1,0 +1,85 @@
+"""What messages and all-reduces between workers take, measured with the transport that will carry them.
+
+Invariant: what is measured is what a worker waits for: from the call that begins to the return of the wait.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .transport import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Travel:
+    """Seconds a message, or an all-reduce, of some bytes takes; the median of some."""
+
+    size_bytes: int
+    seconds: float
+
+
+def measure_messages(transport: Transport, sizes: Sequence[int], *, repeats: int = 15) -> tuple[Travel, ...]:
+    """One message between ranks 0 and 1, half of what there and back takes; all workers call it.
+
+    Args:
+        transport: of 2 workers or more.
+        sizes: of messages, in bytes, multiples of 4.
+        repeats: of each size; twice as many of it come before, uncounted, as pages are new.
+    """
+    return tuple(
+        _measured(transport, size, repeats, lambda t: _there_and_back(transport, t)) for size in sizes
+    )
+
+
+def measure_allreduces(
+    transport: Transport, sizes: Sequence[int], *, repeats: int = 15
+) -> tuple[Travel, ...]:
+    """One all-reduce over all workers; all of them call it. Arguments as in ``measure_messages``."""
+    group = transport.group(range(transport.world_size))
+
+    def reduce(tensor: torch.Tensor) -> float:
+        begin = time.perf_counter()
+        transport.all_reduce(tensor, group).wait()
+        _finish(transport)
+        return time.perf_counter() - begin
+
+    return tuple(_measured(transport, size, repeats, reduce) for size in sizes)
+
+
+def _measured(
+    transport: Transport, size: int, repeats: int, run: Callable[[torch.Tensor], float | None]
+) -> Travel:
+    tensor = torch.zeros(size // 4, device=transport.device)
+    taken = []
+    for turn in range(repeats + max(2, repeats // 3)):
+        transport.gather([0.0])  # all begin together
+        seconds = run(tensor)
+        if seconds is not None and turn >= max(2, repeats // 3):
+            taken.append(seconds)
+    mine = statistics.median(taken) if taken else 0.0
+    return Travel(size, max(row[0] for row in transport.gather([mine])))
+
+
+def _there_and_back(transport: Transport, tensor: torch.Tensor) -> float | None:
+    if transport.rank > 1:
+        return None
+    begin = time.perf_counter()
+    if transport.rank == 0:
+        sent = transport.send([tensor], 1, 0)
+        transport.receive([tensor], 1, 1).wait()
+        sent.wait()
+    else:
+        transport.receive([tensor], 0, 0).wait()
+        transport.send([tensor], 0, 1).wait()
+    _finish(transport)
+    return (time.perf_counter() - begin) / 2 if transport.rank == 0 else None
+
+
+def _finish(transport: Transport) -> None:
+    if transport.device.type == "cuda":
+        torch.cuda.synchronize(transport.device)

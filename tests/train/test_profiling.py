@@ -1,0 +1,74 @@
+"""Profiles: a model's layers and a machine's links, measured and written for the planner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from counterflow.errors import ConfigError
+from counterflow.plan import Configuration, files, predict
+from counterflow.runtime.launch import launch
+from counterflow.runtime.links import Travel, measure_allreduces, measure_messages
+from counterflow.runtime.world import current_transport
+from counterflow.train.profiling import fitted, measure
+
+from .conftest import Configure
+
+
+def test_a_profile_is_a_readable_file_that_reads_back(config: Configure, tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    found = measure(
+        config(model__layers=3), sizes=(2, 1), workers=1, repeats=1, told=lambda *part: told.append(part)
+    )
+    assert told == [("layers", 0, 2), ("layers", 1, 2), ("layers", 2, 2), ("links", 0, 1), ("links", 1, 1)]
+    assert found.model.runs() == [("embedding", 1), ("block", 3), ("head", 1)]
+    assert found.cluster.size == 1
+    assert found.messages == ()
+    for name, load in (
+        ("model", files.load_model),
+        ("profile", files.load_profile),
+        ("cluster", files.load_cluster),
+    ):
+        path = tmp_path / f"{name}.toml"
+        path.write_text(files.dumps(getattr(found, name)))
+        assert load(path) == getattr(found, name)
+    block = found.profile.layer("block")
+    assert block.samples == (1.0, 2.0)
+    assert min(block.forward_seconds + block.backward_seconds) > 0
+    assert block.saved_bytes[1] == 2 * block.saved_bytes[0]
+    hidden, positions = 16, 16
+    assert block.output_bytes == 4 * hidden * positions
+    assert block.weights_bytes == 4 * (12 * hidden**2 + 13 * hidden)
+    assert found.model.input_bytes == 8 * positions
+    assert found.model.optimizer_states == 2.0
+
+
+def test_what_was_measured_is_what_is_predicted_with(config: Configure) -> None:
+    """A pipeline of one worker and micro-batch takes what its layers take, and the update."""
+    found = measure(config(), sizes=(2,), workers=1, repeats=1)
+    alone = Configuration.of("gpipe", {"stages": 1, "micro_batches": 1}, replicas=1, samples=2)
+    step = predict(found.model, found.profile, found.cluster, alone)
+    layers = [found.profile.layer(kind) for kind in found.model.layers]
+    ops = sum(layer.forward(2) + layer.backward(2) for layer in layers)
+    weights = sum(layer.weights_bytes for layer in layers)
+    assert step.step_seconds == pytest.approx(ops + found.profile.update_seconds_per_byte * weights)
+
+
+def test_sizes_below_one_are_refused(config: Configure) -> None:
+    with pytest.raises(ConfigError, match=r"sizes = \[0, 2\]: give one size of a micro-batch or more"):
+        measure(config(), sizes=(2, 0))
+
+
+def _links() -> tuple[tuple[Travel, ...], tuple[Travel, ...]]:
+    transport = current_transport()
+    sizes = (4, 4096)
+    return measure_messages(transport, sizes, repeats=3), measure_allreduces(transport, sizes, repeats=3)
+
+
+def test_links_are_measured_between_workers() -> None:
+    for found in launch(_links, workers=3, transport="local"):
+        for travels in found:
+            assert [travel.size_bytes for travel in travels] == [4, 4096]
+            assert all(travel.seconds > 0 for travel in travels)
+            assert fitted(travels).latency_seconds >= 0
