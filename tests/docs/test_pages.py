@@ -78,3 +78,26 @@ def test_training_without_a_flush(tmp_path: Path) -> None:
     found = re.fullmatch(r"loss ([\d.]+) -> ([\d.]+)\n", done.stdout)
     assert found, done.stdout
     assert float(found[2]) < 0.5 * float(found[1])
+
+
+def test_from_a_profile_to_a_plan_to_a_run(tmp_path: Path) -> None:
+    commands = [
+        line.removeprefix("$ counterflow ")
+        for block in blocks("planning.md", "console")
+        for line in block.splitlines()
+    ]
+    assert [command.split()[0] for command in commands] == ["profile", "plan", "train"]
+    for command in commands:
+        done = subprocess.run(
+            [sys.executable, "-m", "counterflow", *command.split()],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "here").iterdir()} == {
+        *("model.toml", "profile.toml", "cluster.toml"),
+    }
+    assert "Trained 20 steps" in done.stdout
