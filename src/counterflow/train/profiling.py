@@ -1,8 +1,9 @@
 """Measures what a planner has to know: a model's layers on this machine, and the links between its workers.
 
 A layer is measured as a stage of its own, by the code that measures a run's stages, so that a profile and a
-run's prediction mean the same by forward, backward and saved bytes. Layers of one class with weights of the
-same shapes are one kind; its numbers are the medians over all of them.
+run's prediction mean the same by forward, backward and saved bytes. All workers of the machine measure at
+one time, as they compute at one time in a run: they share caches, memory and power. Layers of one class with
+weights of the same shapes are one kind; its numbers are the medians over all of them.
 
 Invariant: nothing is guessed. What was not measured (a second node) is left out, and the file says how each
 number came about.
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -89,14 +90,14 @@ def measure(
     here = workers or (torch.cuda.device_count() if on_gpu else cores())
     threads = config.train.threads or max(1, cores() // here)
     about = _device_name(device, threads)
+    carrier: Literal["local", "gloo", "nccl"] = "local" if here == 1 else "nccl" if on_gpu else "gloo"
     today = dt.date.today().isoformat()
     by_size: list[list[StageCost]] = []
     for number, size in enumerate(sizes):
         told("layers", number, len(sizes))
-        found = launch(
-            _layers, job, size, repeats, workers=1, transport="local", device=device, threads=threads
-        )
-        costs, update = found[0]
+        costs, update = launch(
+            _layers, job, size, repeats, workers=here, transport=carrier, device=device, threads=threads
+        )[0]
         by_size.append(costs)
     told("layers", len(sizes), len(sizes))
     kinds = kinds_of(job.layers)
@@ -120,7 +121,7 @@ def measure(
             _links,
             repeats,
             workers=2,
-            transport="nccl" if on_gpu else "gloo",
+            transport=carrier,
             device=device,
             threads=threads,
         )[0]
