@@ -120,7 +120,7 @@ def test_the_examples_are_listed(run: Run) -> None:
         ("plan --example chimera-bert48 --scheme chimra", "did you mean 'chimera'"),
         ("plan --example chimera-bert48 --mini-batch 0", "--mini-batch 0: must be 1 or more"),
         ("plan --example chimera-bert48 --micro-batch 0", "--micro-batch 0: must be 1 or more"),
-        ("plan --example chimera-bert48 --top -1", "--top -1: must be 1 or more"),
+        ("plan --example chimera-bert48 --top 0", "Invalid value for '--top'"),
         ("plan --example chimera-bert48 --model none.toml", "none.toml: there is no such file"),
     ],
 )

@@ -280,3 +280,21 @@ def test_the_search_tells_how_far_it_is() -> None:
     done = [d for d, _, what in told if what != "bounds"]
     assert done == sorted(done)
     assert told[-1][0] == told[-1][1]
+
+
+def test_options_that_count_are_tried_in_steps() -> None:
+    """Every value as far as few matter, then steps; each of them builds."""
+    model = Model("long", ("block",) * 200)
+    wide = replace(CLUSTER, nodes=64, devices=1)
+    groups, _ = space(model, wide, 64, Constraints(depths=(4, 64), samples=(1,)))
+
+    def values(scheme: str, depth: int, *names: str) -> list[Any]:
+        chosen = [dict(g.options) for g in groups if g.scheme == scheme and g.depth == depth]
+        return [tuple(options.get(name) for name in names) for options in chosen]
+
+    assert [v for (v,) in values("gpipe", 4, "groups")] == [*range(1, 9), 12, 16, 24, 32, 48]
+    assert [v for (v,) in values("interleaved", 64, "chunks")] == [2, 3]
+    assert values("mixpipe", 4, "injected", "early_forwards") == [(2, 0), (2, 1), (4, 0)]
+    coarse = values("mixpipe", 64, "injected", "early_forwards")
+    assert coarse[:4] == [(8, 0), (8, 28), (16, 0), (16, 24)]
+    assert coarse[-1] == (64, 0)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from counterflow.plan.search import Found, Plan
     from counterflow.plan.why import Why
 
-_INPUTS = "What is planned: an example, files, or an example with some files in place of its own"
-_LIMITS = "What a plan has to be: each may be repeated; without them everything is tried"
+_INPUTS = "What is planned: an example, files, or both: files take its place"
+_LIMITS = "What a plan has to be: may be repeated; not given: all is tried"
 _OUTPUT = "Output"
 
 
@@ -59,7 +59,8 @@ def plan(
         bool, typer.Option("--synchronous", help="Only schemes that flush.", rich_help_panel=_LIMITS)
     ] = False,
     depth: Annotated[
-        list[int] | None, typer.Option(help="Only this many workers a replica.", rich_help_panel=_LIMITS)
+        list[int] | None,
+        typer.Option(metavar="D", help="Only this many workers a replica.", rich_help_panel=_LIMITS),
     ] = None,
     micro_batch: Annotated[
         list[int] | None,
@@ -72,21 +73,26 @@ def plan(
         typer.Option(metavar="SAMPLES", help="This size besides powers of two.", rich_help_panel=_LIMITS),
     ] = None,
     recompute: Annotated[
-        list[Recompute] | None, typer.Option(help="Only this recomputation.", rich_help_panel=_LIMITS)
+        list[Recompute] | None,
+        typer.Option(metavar="MODE", help="Only none, stage or layer.", rich_help_panel=_LIMITS),
     ] = None,
     sync: Annotated[
-        list[Sync] | None, typer.Option(help="Only this sync mode.", rich_help_panel=_LIMITS)
+        list[Sync] | None,
+        typer.Option(metavar="MODE", help="Only end, eager or eager-opt.", rich_help_panel=_LIMITS),
     ] = None,
     even: Annotated[
         bool,
         typer.Option("--even", help="Equally many blocks a stage, not equal cost.", rich_help_panel=_LIMITS),
     ] = False,
     top: Annotated[
-        int,
+        int | None,
         typer.Option(
-            help="Show so many best plans of all, not the best of every scheme.", rich_help_panel=_OUTPUT
+            metavar="N",
+            min=1,
+            help="Show the N best plans of all, not the best of every scheme.",
+            rich_help_panel=_OUTPUT,
         ),
-    ] = 0,
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -122,8 +128,6 @@ def plan(
     if save_inputs is not None:
         _save(task, save_inputs)
         return
-    if top < 0:
-        raise ConfigError(f"--top {top}: must be 1 or more")
     constraints = Constraints(
         schemes=tuple(scheme) if scheme else None,
         synchronous=synchronous,
@@ -142,7 +146,7 @@ def plan(
             task.cluster,
             task.mini_batch,
             constraints,
-            count=max(top, 1),
+            count=top or 1,
             progress=told,
         )
         explained = why(found)
@@ -159,6 +163,10 @@ def plan(
         note(f"The best plan is in {out}; run it: counterflow train {out}")
         if not found.best[0].play.schedule.synchronous:
             note("It works without a flush, on late weights; for a plan that flushes: --synchronous")
+        if found.best[0].play.configuration.arrangement is not Arrangement.PIPELINE_INSIDE:
+            note(
+                "Its step is that of workers on the devices that [plan] lists: start the ranks in that order"
+            )
 
 
 def _task(
@@ -250,7 +258,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
         yield lambda done, of, what: bar.update(task, completed=done, total=of, what=what)
 
 
-def _print(task: Example, found: Found, explained: Why, top: int) -> None:
+def _print(task: Example, found: Found, explained: Why, top: int | None) -> None:
     from rich.text import Text  # noqa: PLC0415
 
     out = console(WIDE)

@@ -6,6 +6,10 @@ uses all devices of the cluster. What of the space is left out, and why, is coun
 Depth is the number of workers of a replica; depth times width is the number of devices. A micro-batch has a
 power of two of samples, or a number the user gives. An asynchronous scheme updates once a mini-batch, but
 PipeDream after each micro-batch, so that its mini-batch is only what its step is counted for.
+
+Options that count are tried at every value where few matter, and then in steps: parts of the model on a worker
+(groups, chunks, waves) up to 8, then 2^i and 3·2^i; mixpipe's K and Γ at every value up to depth 16, then K in
+eighths of the depth and Γ none or all that is legal.
 """
 
 from __future__ import annotations
@@ -166,18 +170,18 @@ Choice = tuple[Options, int]
 
 
 def _gpipe(depth: int, micro_batches: int, layers: int) -> Iterator[Choice]:
-    for groups in range(1, layers // depth + 1):
+    for groups in _counts(1, layers // depth):
         yield (*_stages(depth, micro_batches), ("groups", groups)), depth * groups
 
 
 def _interleaved(depth: int, micro_batches: int, layers: int) -> Iterator[Choice]:
     # With one chunk it is dapple, and one worker has nothing to interleave.
-    for chunks in range(2, layers // depth + 1) if depth > 1 else ():
+    for chunks in _counts(2, layers // depth) if depth > 1 else ():
         yield (*_workers(depth, micro_batches), ("chunks", chunks)), depth * chunks
 
 
 def _hanayo(depth: int, micro_batches: int, layers: int) -> Iterator[Choice]:
-    for waves in range(1, layers // (2 * depth) + 1):
+    for waves in _counts(1, layers // (2 * depth)):
         yield (*_workers(depth, micro_batches), ("waves", waves)), 2 * depth * waves
 
 
@@ -218,11 +222,28 @@ def _mixpipe(depth: int, micro_batches: int, _layers: int) -> Iterator[Choice]:
     if depth % 2:
         return
     base = _stages(depth, micro_batches)
-    for injected in range(2, depth + 1, 2):
-        for early in range((depth - injected) // 2 + 1):
+    fine = depth <= _FINE_DEPTH
+    eighths = sorted({2 * round(i * depth / 16) for i in range(1, 9)})
+    for injected in range(2, depth + 1, 2) if fine else eighths:
+        most = (depth - injected) // 2
+        for early in range(most + 1) if fine else sorted({0, most}):
             yield (*base, ("injected", injected), ("early_forwards", early)), depth
     if micro_batches > depth:
         yield (*base, ("injected", "max"), ("early_forwards", 0)), depth
+
+
+_FINE_DEPTH = 16
+"""Up to this depth every K and Γ of mixpipe is tried."""
+
+_FINE_COUNT = 8
+
+
+def _counts(least: int, most: int) -> Iterator[int]:
+    """Every number up to 8, then 2^i and 3·2^i."""
+    for count in range(least, most + 1):
+        odd = count >> ((count & -count).bit_length() - 1)
+        if count <= _FINE_COUNT or odd in (1, 3):
+            yield count
 
 
 def _stages(depth: int, micro_batches: int) -> Options:
