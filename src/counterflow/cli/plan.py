@@ -18,7 +18,7 @@ from .output import WIDE, byte_size, console, note, number, print_json, writing
 
 if TYPE_CHECKING:
     from counterflow.plan.papers import Example
-    from counterflow.plan.predict import Parts, Prediction
+    from counterflow.plan.predict import Configuration, Parts, Prediction
     from counterflow.plan.search import Found, Plan
     from counterflow.plan.why import Why
 
@@ -403,8 +403,15 @@ def _parts(parts: Parts) -> str:
 
 def _short(prediction: Prediction) -> str:
     plan = prediction.configuration
-    again = f", recompute {plan.recompute.value}" if plan.recompute is not Recompute.NONE else ""
-    return f"{plan.scheme} (D={prediction.workers}, W={plan.replicas}, B={plan.samples}{again})"
+    return f"{plan.scheme} (D={prediction.workers}, W={plan.replicas}, {_rest(plan)})"
+
+
+def _rest(plan: Configuration) -> str:
+    """Micro-batch, options and recomputation of a configuration."""
+    from counterflow.plan.report import choices  # noqa: PLC0415
+
+    again = f"recompute {plan.recompute.value}" if plan.recompute is not Recompute.NONE else ""
+    return ", ".join(filter(None, [f"B={plan.samples}", choices(plan), again]))
 
 
 def _rejected(found: Found) -> Any:
@@ -425,7 +432,7 @@ def _rejected(found: Found) -> Any:
             options = dict(plan.options)
             workers = options.get("stages", options.get("workers"))
             shown = (
-                f"D={workers} B={plan.samples} recompute {plan.recompute.value}: "
+                f"D={workers}, {_rest(plan)}: "
                 f"worker {closest.worker} needs {byte_size(closest.needed_bytes)} "
                 f"of {byte_size(found.usable_bytes)}"
             )

@@ -7,9 +7,9 @@ Depth is the number of workers of a replica; depth times width is the number of 
 power of two of samples, or a number the user gives. An asynchronous scheme updates once a mini-batch, but
 PipeDream after each micro-batch, so that its mini-batch is only what its step is counted for.
 
-Options that count are tried at every value where few matter, and then in steps: parts of the model on a worker
-(groups, chunks, waves) up to 8, then 2^i and 3·2^i; mixpipe's K and Γ at every value up to depth 16, then K in
-eighths of the depth and Γ none or all that is legal.
+Options that count are tried at every value where few matter, and then in steps: parts of the model on a
+worker (groups, chunks, waves) up to 8, then 2^i and 3·2^i; mixpipe's K and Γ at every value up to depth 16,
+then K in eighths of the depth and Γ none or all that is legal.
 """
 
 from __future__ import annotations
