@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,18 @@ from counterflow.train import load_config
 
 from .conftest import Run
 
-KEYS = ["model", "profile", "cluster", "mini_batch", "usable_bytes", "best", "schemes", "rejected", "why"]
+KEYS = [
+    "model",
+    "profile",
+    "cluster",
+    "mini_batch",
+    "usable_bytes",
+    "best",
+    "schemes",
+    "rejected",
+    "omitted",
+    "why",
+]
 
 
 def layer(seconds: float, weights: float) -> LayerProfile:
@@ -150,3 +163,14 @@ def test_a_model_without_a_train_table_has_no_plan_file(run: Run, inputs: str, t
     answer = run(f"plan {inputs} --scheme dapple --depth 2 --out", str(tmp_path / "plan.toml"))
     assert answer.code == 2
     assert "its [train] table makes 11 layers (embedding, blocks, head), but it lists 4" in answer.err
+
+
+def test_planning_starts_without_torch() -> None:
+    code = (
+        "import sys; from counterflow.plan import papers, search, files;"
+        "e = papers.example('chimera-bert48');"
+        "search.search(e.model, e.profile, e.cluster, 512,"
+        " search.Constraints(schemes=('dapple',), depths=(4,), samples=(4,)));"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

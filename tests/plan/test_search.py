@@ -226,7 +226,7 @@ def test_constraints_are_kept() -> None:
         assert configuration.recompute is Recompute.STAGE
     flushed = search(MODEL, PROFILE, CLUSTER, 8, Constraints(synchronous=True))
     assert all(plan.play.schedule.synchronous for plan in flushed.of_schemes)
-    assert {o.scheme for o in flushed.omissions} >= {"pipedream", "pipedream-2bw", "wpipe"}
+    assert {o.what for o in flushed.omissions} >= {"pipedream", "pipedream-2bw", "wpipe"}
 
 
 def test_the_user_s_own_micro_batch_is_tried() -> None:
@@ -253,8 +253,26 @@ def test_where_nothing_fits_every_scheme_says_what_it_needs() -> None:
     tiny = replace(CLUSTER, memory_bytes=200.0)
     with pytest.raises(PlanError, match=r"has 100 bytes(?s:.*)dapple: needs at least 762 bytes"):
         search(MODEL, PROFILE, tiny, 8)
-    with pytest.raises(PlanError, match="chimera: needs an even depth"):
+    with pytest.raises(PlanError, match="chimera: needs an even depth; no candidate at depth 1"):
         search(MODEL, PROFILE, CLUSTER, 8, Constraints(schemes=("chimera",), depths=(1,)))
+
+
+def test_parts_of_the_space_without_a_candidate_are_told() -> None:
+    _, omissions = space(MODEL, replace(CLUSTER, nodes=16), 48, Constraints(samples=(5, 12)))
+    assert [(o.what, o.reason) for o in omissions][:4] == [
+        ("depths 16, 32", "more workers than the model's 8 layers"),
+        ("depth 1", "a mini-batch of 48 cannot be shared out evenly among 32 replicas"),
+        ("depth 2", "a replica's share of 3 samples cannot be cut into micro-batches of 5, 12"),
+        ("depth 4", "a replica's share of 6 samples cannot be cut into micro-batches of 5, 12"),
+    ]
+    # Depth 8 is left: a layer for each worker, one micro-batch.
+    assert [o.what for o in omissions][4:] == ["interleaved", "hanayo", "pipedream-2bw", "wpipe"]
+    assert omissions[-1].reason == (
+        "needs two layers for each worker, and as many micro-batches as workers; "
+        "no candidate at depths 1, 2, 4, 8, 16, 32"
+    )
+    with pytest.raises(PlanError, match=r"^no plan meets the constraints\n  depth 4: a replica's share of 8"):
+        search(MODEL, PROFILE, CLUSTER, 8, Constraints(depths=(4,), samples=(3,)))
 
 
 def test_why_the_second_does_not_win() -> None:

@@ -285,7 +285,7 @@ def _print(task: Example, found: Found, explained: Why, top: int | None) -> None
         out.print(Text(line))
     out.print(_rejected(found))
     for omission in found.omissions:
-        out.print(Text(f"{omission.scheme}: {omission.reason}", style="dim"))
+        out.print(Text(f"{omission.what}: {omission.reason}", style="dim"))
     if any(prediction.updates > 1 for prediction in predictions):
         out.print(
             Text("pipedream updates after every micro-batch, so more often than was asked.", style="dim")

@@ -24,8 +24,8 @@ def as_json(found: Found, explained: Why) -> dict[str, Any]:
         "schemes": [plan_json(plan) for plan in found.of_schemes],
         "rejected": [
             {"scheme": scheme, **_rejections(rejected)} for scheme, rejected in found.rejections.items()
-        ]
-        + [{"scheme": omission.scheme, "reason": omission.reason} for omission in found.omissions],
+        ],
+        "omitted": [{"what": omission.what, "reason": omission.reason} for omission in found.omissions],
         "why": {
             "parts": parts_json(explained.parts),
             "limit": explained.limit,

@@ -81,9 +81,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Omission:
-    """A part of the space with no candidate in it, and the rule it breaks."""
+    """A part of the space with no candidate in it, and the rule it breaks.
 
-    scheme: str
+    Attributes:
+        what: a scheme, or depths of every scheme.
+        reason: the rule, with its numbers.
+    """
+
+    what: str
     reason: str
 
 
@@ -106,8 +111,8 @@ def space(
     else:
         schemes = list(dict.fromkeys(map(registry.scheme, constraints.schemes)))
     groups: list[Group] = []
-    omissions: list[Omission] = []
     depths = _depths(cluster, constraints)
+    omissions = list(_of_all_schemes(model, cluster, mini_batch, depths, constraints))
     for scheme in schemes:
         if constraints.synchronous and not scheme.synchronous:
             omissions.append(Omission(scheme.name, "works without a flush, and a synchronous plan is wanted"))
@@ -120,9 +125,7 @@ def space(
             )
         ]
         if not found:
-            omissions.append(
-                Omission(scheme.name, _why_none(scheme.name, model, mini_batch, depths, cluster))
-            )
+            omissions.append(Omission(scheme.name, _why_none(scheme.name, depths)))
         groups += found
     return groups, omissions
 
@@ -138,6 +141,36 @@ def _depths(cluster: Cluster, constraints: Constraints) -> list[int]:
                 f"legal: {', '.join(map(str, divisors))}"
             )
     return sorted(set(constraints.depths))
+
+
+def _of_all_schemes(
+    model: Model, cluster: Cluster, mini_batch: int, depths: list[int], constraints: Constraints
+) -> Iterator[Omission]:
+    """Depths at which no scheme has a candidate."""
+    layers = len(model.layers)
+    deep = [d for d in depths if d > layers]
+    if deep:
+        yield Omission(_named(deep), f"more workers than the model's {layers} layers")
+    for depth in depths:
+        replicas = cluster.size // depth
+        if depth > layers:
+            continue
+        if mini_batch % replicas:
+            yield Omission(
+                f"depth {depth}",
+                f"a mini-batch of {mini_batch} cannot be shared out evenly among {replicas} replicas",
+            )
+        elif not _samples(mini_batch // replicas, constraints):
+            sizes = ", ".join(map(str, constraints.samples or ()))
+            yield Omission(
+                f"depth {depth}",
+                f"a replica's share of {mini_batch // replicas} samples cannot be cut into micro-batches of "
+                f"{sizes}",
+            )
+
+
+def _named(depths: list[int]) -> str:
+    return f"depth{'s' if len(depths) > 1 else ''} {', '.join(map(str, depths))}"
 
 
 def _of_depth(
@@ -269,15 +302,8 @@ _CHOICES: dict[str, Callable[[int, int, int], Iterator[Choice]]] = {
 """Every legal choice of a scheme's options for so many workers, micro-batches and layers of the model."""
 
 
-def _why_none(scheme: str, model: Model, mini_batch: int, depths: list[int], cluster: Cluster) -> str:
-    layers = len(model.layers)
-    few = [d for d in depths if d <= layers]
-    if not few:
-        return f"no depth of {', '.join(map(str, depths))} is at most the model's {layers} layers"
-    shared = [d for d in few if mini_batch % (cluster.size // d) == 0]
-    if not shared:
-        widths = ", ".join(str(cluster.size // d) for d in few)
-        return f"a mini-batch of {mini_batch} cannot be shared out evenly among {widths} replicas"
+def _why_none(scheme: str, depths: list[int]) -> str:
+    """What a scheme needs, where it has no candidate at any depth."""
     needs = {
         "gems": "an even depth",
         "chimera": "an even depth",
@@ -287,5 +313,5 @@ def _why_none(scheme: str, model: Model, mini_batch: int, depths: list[int], clu
         "wpipe": "two layers for each worker, and as many micro-batches as workers",
         "pipedream-2bw": "as many micro-batches as workers",
     }
-    rule = needs.get(scheme, "another micro-batch")
-    return f"needs {rule}; depths tried: {', '.join(map(str, shared))}"
+    rule = f"needs {needs[scheme]}; " if scheme in needs else ""
+    return f"{rule}no candidate at {_named(depths)}"
