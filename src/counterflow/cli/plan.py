@@ -276,7 +276,7 @@ def _print(task: Example, found: Found, explained: Why, top: int | None) -> None
     out.print(Text(about, style="dim"))
     plans = found.best if top else found.of_schemes
     predictions = [each.play.prediction() for each in plans]
-    out.print(_ranking(predictions, with_arrangement=cluster.devices > 1))
+    out.print(_ranking(predictions, width=out.width, with_arrangement=cluster.devices > 1))
     best = found.best[0].play.prediction()
     for line in _of_best(best):
         out.print(Text(line))
@@ -292,41 +292,48 @@ def _print(task: Example, found: Found, explained: Why, top: int | None) -> None
         )
 
 
-def _ranking(predictions: list[Prediction], *, with_arrangement: bool) -> Any:
+_ROOM = 128
+"""Columns that all of the ranking takes; in fewer, what the best plan's line tells is left out."""
+
+
+def _ranking(predictions: list[Prediction], *, width: int, with_arrangement: bool) -> Any:
     from counterflow.plan.report import choices  # noqa: PLC0415
 
-    columns = ["scheme", "options", "D", "W", "B", "N", "recompute", "sync"]
-    columns += ["devices"] if with_arrangement else []
-    columns += ["step", "samples/s", "bubbles", "peak memory", "closed form"]
-    table = _table(*columns, left=("scheme", "options", "recompute", "sync", "devices"))
+    whole = width >= _ROOM + (18 if with_arrangement else 0)
+    cells: dict[str, Callable[[Prediction], str]] = {
+        "scheme": lambda p: p.configuration.scheme,
+        "options": lambda p: choices(p.configuration),
+        "D": lambda p: str(p.workers),
+        "W": lambda p: str(p.configuration.replicas),
+        "B": lambda p: str(p.configuration.samples),
+        "N": lambda p: str(p.micro_batches),
+        "recompute": lambda p: p.configuration.recompute.value,
+        "sync": lambda p: p.configuration.sync.value,
+        "devices": lambda p: p.configuration.arrangement.value,
+        "step": lambda p: _seconds(p.step_seconds),
+        "samples/s": lambda p: number(round(p.samples_per_second, 1)),
+        "bubbles": lambda p: f"{p.bubble_ratio:.1%}",
+        "peak memory": lambda p: byte_size(max(p.peak_bytes)),
+        "closed form": lambda p: "" if p.difference is None else f"{p.difference:+.1%}",
+    }
+    if not (whole and with_arrangement):
+        del cells["devices"]
+    if not whole:
+        del cells["sync"], cells["closed form"]
+    table = _table(*cells, left=("scheme", "options", "recompute", "sync", "devices"))
     for prediction in predictions:
-        plan = prediction.configuration
-        row = [
-            plan.scheme,
-            choices(plan),
-            str(prediction.workers),
-            str(plan.replicas),
-            str(plan.samples),
-            str(prediction.micro_batches),
-            plan.recompute.value,
-            plan.sync.value,
-        ]
-        row += [plan.arrangement.value] if with_arrangement else []
-        form = "" if prediction.difference is None else f"{prediction.difference:+.1%}"
-        row += [
-            _seconds(prediction.step_seconds),
-            number(round(prediction.samples_per_second, 1)),
-            f"{prediction.bubble_ratio:.1%}",
-            byte_size(max(prediction.peak_bytes)),
-            form,
-        ]
-        table.add_row(*row)
+        table.add_row(*(cell(prediction) for cell in cells.values()))
     return table
 
 
 def _of_best(best: Prediction) -> Iterator[str]:
     """What the table has no room for: memory by worker, cuts, closed form, notes."""
-    yield "Best plan"
+    plan = best.configuration
+    yield (
+        f"Best plan: {best.schedule}, {plan.replicas} replica{'s' if plan.replicas > 1 else ''}, micro-batches "
+        f"of {plan.samples}, recompute {plan.recompute.value}, sync {plan.sync.value}, devices "
+        f"{plan.arrangement.value}"
+    )
     runs: list[tuple[int, int, str]] = []
     for worker, size in enumerate(map(byte_size, best.peak_bytes)):
         if runs and runs[-1][2] == size:
@@ -335,9 +342,8 @@ def _of_best(best: Prediction) -> Iterator[str]:
             runs.append((worker, worker, size))
     shown = (f"{a}–{b}: {size}" if a != b else f"{a}: {size}" for a, b, size in runs)
     yield "  peak memory by worker   " + ", ".join(shown)
-    cuts = best.configuration.cuts
-    if isinstance(cuts, tuple) and cuts:
-        yield f"  stages begin at layers  0, {', '.join(map(str, cuts))}"
+    if isinstance(plan.cuts, tuple) and plan.cuts:
+        yield f"  stages begin at layers  0, {', '.join(map(str, plan.cuts))}"
     if best.closed_form is not None and best.difference is not None:
         yield (
             f"  closed form             {_seconds(best.closed_form.seconds)} ({best.closed_form.source}), "

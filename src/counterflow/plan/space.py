@@ -112,7 +112,9 @@ def space(
         schemes = list(dict.fromkeys(map(registry.scheme, constraints.schemes)))
     groups: list[Group] = []
     depths = _depths(cluster, constraints)
-    omissions = list(_of_all_schemes(model, cluster, mini_batch, depths, constraints))
+    without = dict(_without_candidates(model, cluster, mini_batch, depths, constraints))
+    omissions = list(_by_reason(without))
+    depths = [depth for depth in depths if depth not in without]
     for scheme in schemes:
         if constraints.synchronous and not scheme.synchronous:
             omissions.append(Omission(scheme.name, "works without a flush, and a synchronous plan is wanted"))
@@ -124,7 +126,7 @@ def space(
                 scheme.name, depth, model, cluster.size // depth, (mini_batch, constraints)
             )
         ]
-        if not found:
+        if not found and depths:
             omissions.append(Omission(scheme.name, _why_none(scheme.name, depths)))
         groups += found
     return groups, omissions
@@ -143,30 +145,27 @@ def _depths(cluster: Cluster, constraints: Constraints) -> list[int]:
     return sorted(set(constraints.depths))
 
 
-def _of_all_schemes(
+def _without_candidates(
     model: Model, cluster: Cluster, mini_batch: int, depths: list[int], constraints: Constraints
-) -> Iterator[Omission]:
-    """Depths at which no scheme has a candidate."""
+) -> Iterator[tuple[int, str]]:
+    """Depths at which no scheme has a candidate, and why."""
     layers = len(model.layers)
-    deep = [d for d in depths if d > layers]
-    if deep:
-        yield Omission(_named(deep), f"more workers than the model's {layers} layers")
     for depth in depths:
         replicas = cluster.size // depth
+        share = mini_batch // replicas
         if depth > layers:
-            continue
-        if mini_batch % replicas:
-            yield Omission(
-                f"depth {depth}",
-                f"a mini-batch of {mini_batch} cannot be shared out evenly among {replicas} replicas",
-            )
-        elif not _samples(mini_batch // replicas, constraints):
+            yield depth, f"more workers than the model's {layers} layers"
+        elif mini_batch % replicas:
+            reason = f"a mini-batch of {mini_batch} cannot be shared out evenly among {replicas} replicas"
+            yield depth, reason
+        elif not _samples(share, constraints):
             sizes = ", ".join(map(str, constraints.samples or ()))
-            yield Omission(
-                f"depth {depth}",
-                f"a replica's share of {mini_batch // replicas} samples cannot be cut into micro-batches of "
-                f"{sizes}",
-            )
+            yield depth, f"a replica's share of {share} samples cannot be cut into micro-batches of {sizes}"
+
+
+def _by_reason(without: dict[int, str]) -> Iterator[Omission]:
+    for reason in dict.fromkeys(without.values()):
+        yield Omission(_named([depth for depth, why in without.items() if why == reason]), reason)
 
 
 def _named(depths: list[int]) -> str:
