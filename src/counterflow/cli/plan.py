@@ -330,8 +330,8 @@ def _of_best(best: Prediction) -> Iterator[str]:
     """What the table has no room for: memory by worker, cuts, closed form, notes."""
     plan = best.configuration
     yield (
-        f"Best plan: {best.schedule}, {plan.replicas} replica{'s' if plan.replicas > 1 else ''}, micro-batches "
-        f"of {plan.samples}, recompute {plan.recompute.value}, sync {plan.sync.value}, devices "
+        f"Best plan: {best.schedule}, {plan.replicas} replica{'s' if plan.replicas > 1 else ''}, "
+        f"micro-batches of {plan.samples}, recompute {plan.recompute.value}, sync {plan.sync.value}, devices "
         f"{plan.arrangement.value}"
     )
     runs: list[tuple[int, int, str]] = []
