@@ -6,6 +6,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from counterflow.plan import files
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -29,3 +34,17 @@ def test_train_your_own_model(tmp_path: Path) -> None:
     scope: dict[str, object] = {}
     exec(f"import torch\nfrom torch import nn\n{meta}", scope)
     assert len(scope["layers"]) == 64  # type: ignore[arg-type]
+
+
+def test_planning(tmp_path: Path) -> None:
+    found: list[Any] = []
+    for text, load in zip(
+        blocks("planning.md", "toml"), (files.load_model, files.load_profile, files.load_cluster), strict=True
+    ):
+        path = tmp_path / "x.toml"
+        path.write_text(text, encoding="utf-8")
+        found.append(load(path))
+    model, profile, cluster = found
+    assert len(model.layers) == 14
+    assert profile.layer("block").forward(3) == pytest.approx(0.002)
+    assert cluster.allreduce_link(spans_nodes=True).seconds_per_byte == 2e-10

@@ -111,7 +111,7 @@ def test_chimera_is_ahead_of_dapple_and_gems_as_in_section_4_2_3() -> None:
 
 
 def test_mixpipe_on_its_own_cluster() -> None:
-    """Section IV-C: ahead of DAPPLE (1.34) and GEMS (2.39) on 32 V100, all copies of a stage in one server."""
+    """Section IV-C: ahead of DAPPLE (1.34) and GEMS (2.39), all copies of a stage in one server."""
     task = papers.example("mixpipe-bert48")
     wanted = Constraints(schemes=("mixpipe", "dapple", "gems"), depths=(4, 8), samples=(4, 8, 16))
     found = search(task.model, task.profile, task.cluster, task.mini_batch, wanted)
