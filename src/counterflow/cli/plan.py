@@ -439,7 +439,7 @@ def _rejected(found: Found) -> Any:
             workers = options.get("stages", options.get("workers"))
             shown = (
                 f"D={workers}, {_rest(plan)}: "
-                f"worker {closest.worker} needs {byte_size(closest.needed_bytes)} "
+                f"worker {closest.worker} needs at least {byte_size(closest.needed_bytes)} "
                 f"of {byte_size(found.usable_bytes)}"
             )
         table.add_row(
