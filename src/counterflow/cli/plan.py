@@ -84,6 +84,14 @@ def plan(
         bool,
         typer.Option("--even", help="Equally many blocks a stage, not equal cost.", rich_help_panel=_LIMITS),
     ] = False,
+    more_updates: Annotated[
+        bool,
+        typer.Option(
+            "--more-updates",
+            help="Also pipedream with several updates in a mini-batch.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = False,
     top: Annotated[
         int | None,
         typer.Option(
@@ -138,6 +146,7 @@ def plan(
         sync=tuple(sync or Sync),
         arrangements=tuple(Arrangement),
         cuts=Cutting.EVEN if even else Cutting.BALANCED,
+        more_updates=more_updates,
     )
     with _progress() as told:
         found = search(
@@ -288,7 +297,7 @@ def _print(task: Example, found: Found, explained: Why, top: int | None) -> None
         out.print(Text(f"{omission.what}: {omission.reason}", style="dim"))
     if any(prediction.updates > 1 for prediction in predictions):
         out.print(
-            Text("pipedream updates after every micro-batch, so more often than was asked.", style="dim")
+            Text("pipedream updates after every micro-batch: several times in a mini-batch.", style="dim")
         )
 
 

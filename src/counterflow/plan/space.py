@@ -4,8 +4,9 @@ Invariant: a candidate is legal: its schedule builds, its micro-batches make up 
 uses all devices of the cluster. What of the space is left out, and why, is counted (``Omission``).
 
 Depth is the number of workers of a replica; depth times width is the number of devices. A micro-batch has a
-power of two of samples, or a number the user gives. An asynchronous scheme updates once a mini-batch, but
-PipeDream after each micro-batch, so that its mini-batch is only what its step is counted for.
+power of two of samples, or a number the user gives. Every scheme updates once a mini-batch. PipeDream updates
+after each micro-batch, so its micro-batch is a replica's whole share; with ``more_updates`` smaller ones are
+tried too, and the mini-batch is then only what its step is counted for.
 
 Options that count are tried at every value where few matter, and then in steps: parts of the model on a
 worker (groups, chunks, waves) up to 8, then 2^i and 3·2^i; mixpipe's K and Γ at every value up to depth 16,
@@ -45,6 +46,7 @@ class Constraints:
         sync: only these.
         arrangements: only these.
         cuts: how layers are cut.
+        more_updates: also pipedream with more than one update in a mini-batch.
     """
 
     schemes: tuple[str, ...] | None = None
@@ -56,6 +58,7 @@ class Constraints:
     sync: tuple[Sync, ...] = tuple(Sync)
     arrangements: tuple[Arrangement, ...] = tuple(Arrangement)
     cuts: Cuts = Cutting.BALANCED
+    more_updates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +182,10 @@ def _of_depth(
     if depth > len(model.layers) or mini_batch % replicas:
         return
     share = mini_batch // replicas
-    for samples in _samples(share, constraints):
+    sizes = _samples(share, constraints)
+    if scheme == "pipedream" and not constraints.more_updates:
+        sizes = [share] if constraints.samples is None or share in constraints.samples else []
+    for samples in sizes:
         for options, stages in _CHOICES[scheme](depth, share // samples, len(model.layers)):
             if ("concat", Concat.BACKWARD_HALVING.value) in options and samples < 2:
                 continue  # half of one sample is none
@@ -310,6 +316,7 @@ def _why_none(scheme: str, depths: list[int]) -> str:
         "interleaved": "two layers or more for each of two workers or more",
         "hanayo": "two layers or more for each worker",
         "wpipe": "two layers for each worker, and as many micro-batches as workers",
+        "pipedream": "a micro-batch of a replica's whole share, or more updates",
         "pipedream-2bw": "as many micro-batches as workers",
     }
     rule = f"needs {needs[scheme]}; " if scheme in needs else ""
