@@ -273,9 +273,8 @@ def _print(task: Example, found: Found, explained: Why, top: int | None) -> None
     out = console(WIDE)
     cluster = task.cluster
     out.print(Text(f"{task.model.name} on {cluster.name}", style="bold"))
-    devices = (
-        f"{cluster.nodes} nodes of {cluster.devices}" if cluster.devices > 1 else f"{cluster.nodes} nodes"
-    )
+    nodes = f"{cluster.nodes:,} node{'s' if cluster.nodes > 1 else ''}"
+    devices = f"{nodes} of {cluster.devices}" if cluster.devices > 1 else nodes
     about = (
         f"{devices}, {task.profile.machine} · mini-batch {found.mini_batch:,} samples · "
         f"{byte_size(found.usable_bytes)} a device"
