@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,18 @@ from counterflow.train import load_config
 
 from .conftest import Run
 
-KEYS = ["model", "profile", "cluster", "mini_batch", "usable_bytes", "best", "schemes", "rejected", "why"]
+KEYS = [
+    "model",
+    "profile",
+    "cluster",
+    "mini_batch",
+    "usable_bytes",
+    "best",
+    "schemes",
+    "rejected",
+    "omitted",
+    "why",
+]
 
 
 def layer(seconds: float, weights: float) -> LayerProfile:
@@ -120,7 +133,7 @@ def test_the_examples_are_listed(run: Run) -> None:
         ("plan --example chimera-bert48 --scheme chimra", "did you mean 'chimera'"),
         ("plan --example chimera-bert48 --mini-batch 0", "--mini-batch 0: must be 1 or more"),
         ("plan --example chimera-bert48 --micro-batch 0", "--micro-batch 0: must be 1 or more"),
-        ("plan --example chimera-bert48 --top -1", "--top -1: must be 1 or more"),
+        ("plan --example chimera-bert48 --top 0", "Invalid value for '--top'"),
         ("plan --example chimera-bert48 --model none.toml", "none.toml: there is no such file"),
     ],
 )
@@ -150,3 +163,14 @@ def test_a_model_without_a_train_table_has_no_plan_file(run: Run, inputs: str, t
     answer = run(f"plan {inputs} --scheme dapple --depth 2 --out", str(tmp_path / "plan.toml"))
     assert answer.code == 2
     assert "its [train] table makes 11 layers (embedding, blocks, head), but it lists 4" in answer.err
+
+
+def test_planning_starts_without_torch() -> None:
+    code = (
+        "import sys; from counterflow.plan import papers, search, files;"
+        "e = papers.example('chimera-bert48');"
+        "search.search(e.model, e.profile, e.cluster, 512,"
+        " search.Constraints(schemes=('dapple',), depths=(4,), samples=(4,)));"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,8 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import counterflow as cf
+from counterflow.plan import files
 from counterflow.schedule.ir import Schedule
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -101,3 +105,17 @@ def test_from_a_profile_to_a_plan_to_a_run(tmp_path: Path) -> None:
         *("model.toml", "profile.toml", "cluster.toml"),
     }
     assert "Trained 20 steps" in done.stdout
+
+
+def test_planning(tmp_path: Path) -> None:
+    found: list[Any] = []
+    for text, load in zip(
+        blocks("planning.md", "toml"), (files.load_model, files.load_profile, files.load_cluster), strict=True
+    ):
+        path = tmp_path / "x.toml"
+        path.write_text(text, encoding="utf-8")
+        found.append(load(path))
+    model, profile, cluster = found
+    assert len(model.layers) == 14
+    assert profile.layer("block").forward(3) == pytest.approx(0.002)
+    assert cluster.allreduce_link(spans_nodes=True).seconds_per_byte == 2e-10

@@ -8,7 +8,7 @@ import pytest
 
 from counterflow import ConfigError
 from counterflow.models import parameter_count, preset
-from counterflow.plan import Configuration, Cutting, Predictor, papers
+from counterflow.plan import Arrangement, Configuration, Cutting, Predictor, papers
 from counterflow.plan.search import search
 from counterflow.plan.space import Constraints
 from counterflow.schedule.modes import Recompute
@@ -108,3 +108,15 @@ def test_chimera_is_ahead_of_dapple_and_gems_as_in_section_4_2_3() -> None:
     chimera = seconds("chimera", 8)
     assert 1.1 < seconds("dapple", 4) / chimera < 1.3  # the paper: 1.19
     assert 2.0 < seconds("gems", 32) / chimera < 3.0  # 2.41
+
+
+def test_mixpipe_on_its_own_cluster() -> None:
+    """Section IV-C: ahead of DAPPLE (1.34) and GEMS (2.39), all copies of a stage in one server."""
+    task = papers.example("mixpipe-bert48")
+    wanted = Constraints(schemes=("mixpipe", "dapple", "gems"), depths=(4, 8), samples=(4, 8, 16))
+    found = search(task.model, task.profile, task.cluster, task.mini_batch, wanted)
+    seconds = {plan.play.configuration.scheme: plan.seconds for plan in found.of_schemes}
+    assert found.best[0].play.configuration.scheme == "mixpipe"
+    assert found.best[0].play.configuration.arrangement is Arrangement.COPIES_INSIDE
+    assert 1.1 < seconds["dapple"] / seconds["mixpipe"] < 1.6
+    assert 2.0 < seconds["gems"] / seconds["mixpipe"] < 5.0

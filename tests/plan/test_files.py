@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterflow import ConfigError
@@ -90,6 +90,7 @@ def test_layers_of_a_profile_tell_their_kind(tmp_path: Path) -> None:
         PROFILE.layer("head")
 
 
+@settings(derandomize=True, deadline=None)
 @given(st.floats(0.25, 64), st.floats(0.25, 64))
 def test_more_samples_never_take_less(one: float, other: float) -> None:
     few, many = sorted((one, other))

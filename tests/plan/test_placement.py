@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterflow.plan.cluster import Cluster, Link
@@ -63,6 +63,7 @@ def test_copies_of_two_pairs_of_pipes_stand_together() -> None:
 
 
 @pytest.mark.parametrize("arrangement", list(Arrangement))
+@settings(derandomize=True, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 6), st.sampled_from(["linear", "both", "wave", "looped"]))
 def test_every_device_drives_one_worker(
     arrangement: Arrangement, half: int, replicas: int, kind: str

@@ -135,7 +135,10 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
         "simulate dapple --stages 4 --micro-batches 8 --weight-bytes 2GiB --activation-bytes 300MiB",
         "simulate edited.json",
     ),
-    profile: ("profile --out here", "profile my.toml --sizes 1,2,4,8 --workers 2 --out here --json"),
+    profile: (
+        "profile --sizes 1,4 --repeats 3 --out here",
+        "profile --set model.layers=2 --sizes 1,2,4 --workers 1 --json",
+    ),
     plan: (
         "plan --example chimera-bert48 --synchronous",
         "plan --example chimera-bert48 --scheme chimera --depth 4 --top 5 --out plan.toml",

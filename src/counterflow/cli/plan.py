@@ -18,12 +18,12 @@ from .output import WIDE, byte_size, console, note, number, print_json, writing
 
 if TYPE_CHECKING:
     from counterflow.plan.papers import Example
-    from counterflow.plan.predict import Parts, Prediction
+    from counterflow.plan.predict import Configuration, Parts, Prediction
     from counterflow.plan.search import Found, Plan
     from counterflow.plan.why import Why
 
-_INPUTS = "What is planned: an example, files, or an example with some files in place of its own"
-_LIMITS = "What a plan has to be: each may be repeated; without them everything is tried"
+_INPUTS = "What is planned: an example, files, or both: files take its place"
+_LIMITS = "What a plan has to be: may be repeated; not given: all is tried"
 _OUTPUT = "Output"
 
 
@@ -59,7 +59,8 @@ def plan(
         bool, typer.Option("--synchronous", help="Only schemes that flush.", rich_help_panel=_LIMITS)
     ] = False,
     depth: Annotated[
-        list[int] | None, typer.Option(help="Only this many workers a replica.", rich_help_panel=_LIMITS)
+        list[int] | None,
+        typer.Option(metavar="D", help="Only this many workers a replica.", rich_help_panel=_LIMITS),
     ] = None,
     micro_batch: Annotated[
         list[int] | None,
@@ -72,21 +73,34 @@ def plan(
         typer.Option(metavar="SAMPLES", help="This size besides powers of two.", rich_help_panel=_LIMITS),
     ] = None,
     recompute: Annotated[
-        list[Recompute] | None, typer.Option(help="Only this recomputation.", rich_help_panel=_LIMITS)
+        list[Recompute] | None,
+        typer.Option(metavar="MODE", help="Only none, stage or layer.", rich_help_panel=_LIMITS),
     ] = None,
     sync: Annotated[
-        list[Sync] | None, typer.Option(help="Only this sync mode.", rich_help_panel=_LIMITS)
+        list[Sync] | None,
+        typer.Option(metavar="MODE", help="Only end, eager or eager-opt.", rich_help_panel=_LIMITS),
     ] = None,
     even: Annotated[
         bool,
         typer.Option("--even", help="Equally many blocks a stage, not equal cost.", rich_help_panel=_LIMITS),
     ] = False,
-    top: Annotated[
-        int,
+    more_updates: Annotated[
+        bool,
         typer.Option(
-            help="Show so many best plans of all, not the best of every scheme.", rich_help_panel=_OUTPUT
+            "--more-updates",
+            help="Also pipedream with several updates in a mini-batch.",
+            rich_help_panel=_LIMITS,
         ),
-    ] = 0,
+    ] = False,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Show the N best plans of all, not the best of every scheme.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -122,8 +136,6 @@ def plan(
     if save_inputs is not None:
         _save(task, save_inputs)
         return
-    if top < 0:
-        raise ConfigError(f"--top {top}: must be 1 or more")
     constraints = Constraints(
         schemes=tuple(scheme) if scheme else None,
         synchronous=synchronous,
@@ -134,6 +146,7 @@ def plan(
         sync=tuple(sync or Sync),
         arrangements=tuple(Arrangement),
         cuts=Cutting.EVEN if even else Cutting.BALANCED,
+        more_updates=more_updates,
     )
     with _progress() as told:
         found = search(
@@ -142,7 +155,7 @@ def plan(
             task.cluster,
             task.mini_batch,
             constraints,
-            count=max(top, 1),
+            count=top or 1,
             progress=told,
         )
         explained = why(found)
@@ -159,6 +172,10 @@ def plan(
         note(f"The best plan is in {out}; run it: counterflow train {out}")
         if not found.best[0].play.schedule.synchronous:
             note("It works without a flush, on late weights; for a plan that flushes: --synchronous")
+        if found.best[0].play.configuration.arrangement is not Arrangement.PIPELINE_INSIDE:
+            note(
+                "Its step is that of workers on the devices that [plan] lists: start the ranks in that order"
+            )
 
 
 def _task(
@@ -250,15 +267,14 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
         yield lambda done, of, what: bar.update(task, completed=done, total=of, what=what)
 
 
-def _print(task: Example, found: Found, explained: Why, top: int) -> None:
+def _print(task: Example, found: Found, explained: Why, top: int | None) -> None:
     from rich.text import Text  # noqa: PLC0415
 
     out = console(WIDE)
     cluster = task.cluster
     out.print(Text(f"{task.model.name} on {cluster.name}", style="bold"))
-    devices = (
-        f"{cluster.nodes} nodes of {cluster.devices}" if cluster.devices > 1 else f"{cluster.nodes} nodes"
-    )
+    nodes = f"{cluster.nodes:,} node{'s' if cluster.nodes > 1 else ''}"
+    devices = f"{nodes} of {cluster.devices}" if cluster.devices > 1 else nodes
     about = (
         f"{devices}, {task.profile.machine} · mini-batch {found.mini_batch:,} samples · "
         f"{byte_size(found.usable_bytes)} a device"
@@ -268,7 +284,7 @@ def _print(task: Example, found: Found, explained: Why, top: int) -> None:
     out.print(Text(about, style="dim"))
     plans = found.best if top else found.of_schemes
     predictions = [each.play.prediction() for each in plans]
-    out.print(_ranking(predictions, with_arrangement=cluster.devices > 1))
+    out.print(_ranking(predictions, width=out.width, with_arrangement=cluster.devices > 1))
     best = found.best[0].play.prediction()
     for line in _of_best(best):
         out.print(Text(line))
@@ -277,48 +293,55 @@ def _print(task: Example, found: Found, explained: Why, top: int) -> None:
         out.print(Text(line))
     out.print(_rejected(found))
     for omission in found.omissions:
-        out.print(Text(f"{omission.scheme}: {omission.reason}", style="dim"))
+        out.print(Text(f"{omission.what}: {omission.reason}", style="dim"))
     if any(prediction.updates > 1 for prediction in predictions):
         out.print(
-            Text("pipedream updates after every micro-batch, so more often than was asked.", style="dim")
+            Text("pipedream updates after every micro-batch: several times in a mini-batch.", style="dim")
         )
 
 
-def _ranking(predictions: list[Prediction], *, with_arrangement: bool) -> Any:
+_ROOM = 128
+"""Columns that all of the ranking takes; in fewer, what the best plan's line tells is left out."""
+
+
+def _ranking(predictions: list[Prediction], *, width: int, with_arrangement: bool) -> Any:
     from counterflow.plan.report import choices  # noqa: PLC0415
 
-    columns = ["scheme", "options", "D", "W", "B", "N", "recompute", "sync"]
-    columns += ["devices"] if with_arrangement else []
-    columns += ["step", "samples/s", "bubbles", "peak memory", "closed form"]
-    table = _table(*columns, left=("scheme", "options", "recompute", "sync", "devices"))
+    whole = width >= _ROOM + (18 if with_arrangement else 0)
+    cells: dict[str, Callable[[Prediction], str]] = {
+        "scheme": lambda p: p.configuration.scheme,
+        "options": lambda p: choices(p.configuration),
+        "D": lambda p: str(p.workers),
+        "W": lambda p: str(p.configuration.replicas),
+        "B": lambda p: str(p.configuration.samples),
+        "N": lambda p: str(p.micro_batches),
+        "recompute": lambda p: p.configuration.recompute.value,
+        "sync": lambda p: p.configuration.sync.value,
+        "devices": lambda p: p.configuration.arrangement.value,
+        "step": lambda p: _seconds(p.step_seconds),
+        "samples/s": lambda p: number(round(p.samples_per_second, 1)),
+        "bubbles": lambda p: f"{p.bubble_ratio:.1%}",
+        "peak memory": lambda p: byte_size(max(p.peak_bytes)),
+        "closed form": lambda p: "" if p.difference is None else f"{p.difference:+.1%}",
+    }
+    if not (whole and with_arrangement):
+        del cells["devices"]
+    if not whole:
+        del cells["sync"], cells["closed form"]
+    table = _table(*cells, left=("scheme", "options", "recompute", "sync", "devices"))
     for prediction in predictions:
-        plan = prediction.configuration
-        row = [
-            plan.scheme,
-            choices(plan),
-            str(prediction.workers),
-            str(plan.replicas),
-            str(plan.samples),
-            str(prediction.micro_batches),
-            plan.recompute.value,
-            plan.sync.value,
-        ]
-        row += [plan.arrangement.value] if with_arrangement else []
-        form = "" if prediction.difference is None else f"{prediction.difference:+.1%}"
-        row += [
-            _seconds(prediction.step_seconds),
-            number(round(prediction.samples_per_second, 1)),
-            f"{prediction.bubble_ratio:.1%}",
-            byte_size(max(prediction.peak_bytes)),
-            form,
-        ]
-        table.add_row(*row)
+        table.add_row(*(cell(prediction) for cell in cells.values()))
     return table
 
 
 def _of_best(best: Prediction) -> Iterator[str]:
     """What the table has no room for: memory by worker, cuts, closed form, notes."""
-    yield "Best plan"
+    plan = best.configuration
+    yield (
+        f"Best plan: {best.schedule}, {plan.replicas} replica{'s' if plan.replicas > 1 else ''}, "
+        f"micro-batches of {plan.samples}, recompute {plan.recompute.value}, sync {plan.sync.value}, devices "
+        f"{plan.arrangement.value}"
+    )
     runs: list[tuple[int, int, str]] = []
     for worker, size in enumerate(map(byte_size, best.peak_bytes)):
         if runs and runs[-1][2] == size:
@@ -327,9 +350,8 @@ def _of_best(best: Prediction) -> Iterator[str]:
             runs.append((worker, worker, size))
     shown = (f"{a}–{b}: {size}" if a != b else f"{a}: {size}" for a, b, size in runs)
     yield "  peak memory by worker   " + ", ".join(shown)
-    cuts = best.configuration.cuts
-    if isinstance(cuts, tuple) and cuts:
-        yield f"  stages begin at layers  0, {', '.join(map(str, cuts))}"
+    if isinstance(plan.cuts, tuple) and plan.cuts:
+        yield f"  stages begin at layers  0, {', '.join(map(str, plan.cuts))}"
     if best.closed_form is not None and best.difference is not None:
         yield (
             f"  closed form             {_seconds(best.closed_form.seconds)} ({best.closed_form.source}), "
@@ -395,8 +417,15 @@ def _parts(parts: Parts) -> str:
 
 def _short(prediction: Prediction) -> str:
     plan = prediction.configuration
-    again = f", recompute {plan.recompute.value}" if plan.recompute is not Recompute.NONE else ""
-    return f"{plan.scheme} (D={prediction.workers}, W={plan.replicas}, B={plan.samples}{again})"
+    return f"{plan.scheme} (D={prediction.workers}, W={plan.replicas}, {_rest(plan)})"
+
+
+def _rest(plan: Configuration) -> str:
+    """Micro-batch, options and recomputation of a configuration."""
+    from counterflow.plan.report import choices  # noqa: PLC0415
+
+    again = f"recompute {plan.recompute.value}" if plan.recompute is not Recompute.NONE else ""
+    return ", ".join(filter(None, [f"B={plan.samples}", choices(plan), again]))
 
 
 def _rejected(found: Found) -> Any:
@@ -417,8 +446,8 @@ def _rejected(found: Found) -> Any:
             options = dict(plan.options)
             workers = options.get("stages", options.get("workers"))
             shown = (
-                f"D={workers} B={plan.samples} recompute {plan.recompute.value}: "
-                f"worker {closest.worker} needs {byte_size(closest.needed_bytes)} "
+                f"D={workers}, {_rest(plan)}: "
+                f"worker {closest.worker} needs at least {byte_size(closest.needed_bytes)} "
                 f"of {byte_size(found.usable_bytes)}"
             )
         table.add_row(

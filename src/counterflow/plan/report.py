@@ -24,8 +24,8 @@ def as_json(found: Found, explained: Why) -> dict[str, Any]:
         "schemes": [plan_json(plan) for plan in found.of_schemes],
         "rejected": [
             {"scheme": scheme, **_rejections(rejected)} for scheme, rejected in found.rejections.items()
-        ]
-        + [{"scheme": omission.scheme, "reason": omission.reason} for omission in found.omissions],
+        ],
+        "omitted": [{"what": omission.what, "reason": omission.reason} for omission in found.omissions],
         "why": {
             "parts": parts_json(explained.parts),
             "limit": explained.limit,
@@ -89,13 +89,18 @@ def parts_json(parts: Parts) -> dict[str, float]:
 def choices(configuration: Configuration) -> str:
     """The options of a configuration that its depth and micro-batches do not tell, for people.
 
+    Parts of the model on a worker are told even where they are the usual ones.
+
     >>> options = {"stages": 4, "micro_batches": 8, "pairs": 1, "concat": "forward-doubling"}
     >>> choices(Configuration.of("chimera", options, 1, 1))
     'concat=forward-doubling'
     """
     usual = {option.name: option.default for option in registry.scheme(configuration.scheme).options}
     told = ("stages", "workers", "micro_batches")
-    return " ".join(f"{k}={v}" for k, v in configuration.options if k not in told and v != usual[k])
+    counts = ("chunks", "waves")
+    return " ".join(
+        f"{k}={v}" for k, v in configuration.options if k not in told and (k in counts or v != usual[k])
+    )
 
 
 def _rejections(rejected: Rejections) -> dict[str, Any]:

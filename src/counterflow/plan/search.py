@@ -355,6 +355,8 @@ class _Search:
 
     def _nothing_fits(self, omissions: list[Omission]) -> str:
         cluster = self.predictor.cluster
+        if not self.tallies:
+            return "\n".join(["no plan meets the constraints", *_reasons(omissions)])
         lines = [
             f"no plan fits: a device of cluster {cluster.name} has {_gib(cluster.usable_bytes)} for it"
             + (f" ({_gib(cluster.reserve_bytes)} are reserved)" if cluster.reserve_bytes else "")
@@ -362,8 +364,11 @@ class _Search:
         for name, tally in self.tallies.items():
             if tally.closest is not None:
                 lines.append(f"  {name}: needs at least {_gib(tally.closest.needed_bytes)}")
-        lines += [f"  {omission.scheme}: {omission.reason}" for omission in omissions]
-        return "\n".join(lines)
+        return "\n".join([*lines, *_reasons(omissions)])
+
+
+def _reasons(omissions: list[Omission]) -> list[str]:
+    return [f"  {omission.what}: {omission.reason}" for omission in omissions]
 
 
 def _quickest(plays: list[Play], place: int) -> Plan:

@@ -4,8 +4,13 @@ Invariant: a candidate is legal: its schedule builds, its micro-batches make up 
 uses all devices of the cluster. What of the space is left out, and why, is counted (``Omission``).
 
 Depth is the number of workers of a replica; depth times width is the number of devices. A micro-batch has a
-power of two of samples, or a number the user gives. An asynchronous scheme updates once a mini-batch, but
-PipeDream after each micro-batch, so that its mini-batch is only what its step is counted for.
+power of two of samples, or a number the user gives. Every scheme updates once a mini-batch. PipeDream updates
+after each micro-batch, so its micro-batch is a replica's whole share; with ``more_updates`` smaller ones are
+tried too, and the mini-batch is then only what its step is counted for.
+
+Options that count are tried at every value where few matter, and then in steps: parts of the model on a
+worker (groups, chunks, waves) up to 8, then 2^i and 3·2^i; mixpipe's K and Γ at every value up to depth 16,
+then K in eighths of the depth and Γ none or all that is legal.
 """
 
 from __future__ import annotations
@@ -41,6 +46,7 @@ class Constraints:
         sync: only these.
         arrangements: only these.
         cuts: how layers are cut.
+        more_updates: also pipedream with more than one update in a mini-batch.
     """
 
     schemes: tuple[str, ...] | None = None
@@ -52,6 +58,7 @@ class Constraints:
     sync: tuple[Sync, ...] = tuple(Sync)
     arrangements: tuple[Arrangement, ...] = tuple(Arrangement)
     cuts: Cuts = Cutting.BALANCED
+    more_updates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +84,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Omission:
-    """A part of the space with no candidate in it, and the rule it breaks."""
+    """A part of the space with no candidate in it, and the rule it breaks.
 
-    scheme: str
+    Attributes:
+        what: a scheme, or depths of every scheme.
+        reason: the rule, with its numbers.
+    """
+
+    what: str
     reason: str
 
 
@@ -102,8 +114,10 @@ def space(
     else:
         schemes = list(dict.fromkeys(map(registry.scheme, constraints.schemes)))
     groups: list[Group] = []
-    omissions: list[Omission] = []
     depths = _depths(cluster, constraints)
+    without = dict(_without_candidates(model, cluster, mini_batch, depths, constraints))
+    omissions = list(_by_reason(without))
+    depths = [depth for depth in depths if depth not in without]
     for scheme in schemes:
         if constraints.synchronous and not scheme.synchronous:
             omissions.append(Omission(scheme.name, "works without a flush, and a synchronous plan is wanted"))
@@ -115,10 +129,8 @@ def space(
                 scheme.name, depth, model, cluster.size // depth, (mini_batch, constraints)
             )
         ]
-        if not found:
-            omissions.append(
-                Omission(scheme.name, _why_none(scheme.name, model, mini_batch, depths, cluster))
-            )
+        if not found and depths:
+            omissions.append(Omission(scheme.name, _why_none(scheme.name, depths)))
         groups += found
     return groups, omissions
 
@@ -136,6 +148,33 @@ def _depths(cluster: Cluster, constraints: Constraints) -> list[int]:
     return sorted(set(constraints.depths))
 
 
+def _without_candidates(
+    model: Model, cluster: Cluster, mini_batch: int, depths: list[int], constraints: Constraints
+) -> Iterator[tuple[int, str]]:
+    """Depths at which no scheme has a candidate, and why."""
+    layers = len(model.layers)
+    for depth in depths:
+        replicas = cluster.size // depth
+        share = mini_batch // replicas
+        if depth > layers:
+            yield depth, f"more workers than the model's {layers} layers"
+        elif mini_batch % replicas:
+            reason = f"a mini-batch of {mini_batch} cannot be shared out evenly among {replicas} replicas"
+            yield depth, reason
+        elif not _samples(share, constraints):
+            sizes = ", ".join(map(str, constraints.samples or ()))
+            yield depth, f"a replica's share of {share} samples cannot be cut into micro-batches of {sizes}"
+
+
+def _by_reason(without: dict[int, str]) -> Iterator[Omission]:
+    for reason in dict.fromkeys(without.values()):
+        yield Omission(_named([depth for depth, why in without.items() if why == reason]), reason)
+
+
+def _named(depths: list[int]) -> str:
+    return f"depth{'s' if len(depths) > 1 else ''} {', '.join(map(str, depths))}"
+
+
 def _of_depth(
     scheme: str, depth: int, model: Model, replicas: int, wanted: tuple[int, Constraints]
 ) -> Iterator[Group]:
@@ -143,7 +182,10 @@ def _of_depth(
     if depth > len(model.layers) or mini_batch % replicas:
         return
     share = mini_batch // replicas
-    for samples in _samples(share, constraints):
+    sizes = _samples(share, constraints)
+    if scheme == "pipedream" and not constraints.more_updates:
+        sizes = [share] if constraints.samples is None or share in constraints.samples else []
+    for samples in sizes:
         for options, stages in _CHOICES[scheme](depth, share // samples, len(model.layers)):
             if ("concat", Concat.BACKWARD_HALVING.value) in options and samples < 2:
                 continue  # half of one sample is none
@@ -166,18 +208,18 @@ Choice = tuple[Options, int]
 
 
 def _gpipe(depth: int, micro_batches: int, layers: int) -> Iterator[Choice]:
-    for groups in range(1, layers // depth + 1):
+    for groups in _counts(1, layers // depth):
         yield (*_stages(depth, micro_batches), ("groups", groups)), depth * groups
 
 
 def _interleaved(depth: int, micro_batches: int, layers: int) -> Iterator[Choice]:
     # With one chunk it is dapple, and one worker has nothing to interleave.
-    for chunks in range(2, layers // depth + 1) if depth > 1 else ():
+    for chunks in _counts(2, layers // depth) if depth > 1 else ():
         yield (*_workers(depth, micro_batches), ("chunks", chunks)), depth * chunks
 
 
 def _hanayo(depth: int, micro_batches: int, layers: int) -> Iterator[Choice]:
-    for waves in range(1, layers // (2 * depth) + 1):
+    for waves in _counts(1, layers // (2 * depth)):
         yield (*_workers(depth, micro_batches), ("waves", waves)), 2 * depth * waves
 
 
@@ -218,11 +260,28 @@ def _mixpipe(depth: int, micro_batches: int, _layers: int) -> Iterator[Choice]:
     if depth % 2:
         return
     base = _stages(depth, micro_batches)
-    for injected in range(2, depth + 1, 2):
-        for early in range((depth - injected) // 2 + 1):
+    fine = depth <= _FINE_DEPTH
+    eighths = sorted({2 * round(i * depth / 16) for i in range(1, 9)})
+    for injected in range(2, depth + 1, 2) if fine else eighths:
+        most = (depth - injected) // 2
+        for early in range(most + 1) if fine else sorted({0, most}):
             yield (*base, ("injected", injected), ("early_forwards", early)), depth
     if micro_batches > depth:
         yield (*base, ("injected", "max"), ("early_forwards", 0)), depth
+
+
+_FINE_DEPTH = 16
+"""Up to this depth every K and Γ of mixpipe is tried."""
+
+_FINE_COUNT = 8
+
+
+def _counts(least: int, most: int) -> Iterator[int]:
+    """Every number up to 8, then 2^i and 3·2^i."""
+    for count in range(least, most + 1):
+        odd = count >> ((count & -count).bit_length() - 1)
+        if count <= _FINE_COUNT or odd in (1, 3):
+            yield count
 
 
 def _stages(depth: int, micro_batches: int) -> Options:
@@ -248,15 +307,8 @@ _CHOICES: dict[str, Callable[[int, int, int], Iterator[Choice]]] = {
 """Every legal choice of a scheme's options for so many workers, micro-batches and layers of the model."""
 
 
-def _why_none(scheme: str, model: Model, mini_batch: int, depths: list[int], cluster: Cluster) -> str:
-    layers = len(model.layers)
-    few = [d for d in depths if d <= layers]
-    if not few:
-        return f"no depth of {', '.join(map(str, depths))} is at most the model's {layers} layers"
-    shared = [d for d in few if mini_batch % (cluster.size // d) == 0]
-    if not shared:
-        widths = ", ".join(str(cluster.size // d) for d in few)
-        return f"a mini-batch of {mini_batch} cannot be shared out evenly among {widths} replicas"
+def _why_none(scheme: str, depths: list[int]) -> str:
+    """What a scheme needs, where it has no candidate at any depth."""
     needs = {
         "gems": "an even depth",
         "chimera": "an even depth",
@@ -264,7 +316,8 @@ def _why_none(scheme: str, model: Model, mini_batch: int, depths: list[int], clu
         "interleaved": "two layers or more for each of two workers or more",
         "hanayo": "two layers or more for each worker",
         "wpipe": "two layers for each worker, and as many micro-batches as workers",
+        "pipedream": "a micro-batch of a replica's whole share, or more updates",
         "pipedream-2bw": "as many micro-batches as workers",
     }
-    rule = needs.get(scheme, "another micro-batch")
-    return f"needs {rule}; depths tried: {', '.join(map(str, shared))}"
+    rule = f"needs {needs[scheme]}; " if scheme in needs else ""
+    return f"{rule}no candidate at {_named(depths)}"
