@@ -87,7 +87,7 @@ class Segments:
 
         >>> from counterflow.schedule.schemes import pipedream
         >>> print(*segments(pipedream(stages=2)).program(1).actions[0], sep="; ")
-        Forward F0.0; ReceiveGradient B0.1 from worker 1; SendActivation F0.0 to worker 1; \
+        Forward F0.0; SendActivation F0.0 to worker 1; ReceiveGradient B0.1 from worker 1; \
 Backward B0.0; Update stage 0 to version 1
         """
         parts = [self.steady[min(k, self.last)] for k in range(periods)]
