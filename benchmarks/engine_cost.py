@@ -135,7 +135,7 @@ def pipeline(schedule: cf.Schedule, worker: int) -> cf.Pipeline:
         transport=alone,
         digest_every=0,
     )
-    alone.units = {task.number: len(task.units) for task in made._training.tasks if task.peer >= 0}
+    alone.units = {task.number: len(task.units) for task in made._run.tasks if task.peer >= 0}
     return made
 
 
@@ -221,13 +221,13 @@ def cost(schedule: cf.Schedule, repeats: int, rest_seconds: float, *, first: boo
             for _ in range(3):
                 step()
         made.transport.new_buffers = False
-        inner = made._training
-        for task in inner.tasks:
+        tasks = list(made._run.tasks)
+        for task in tasks:
             kind = KINDS.get(type(task.action).__name__, "sync and update")
             task.handler = clock.around(task.handler, kind)
         times = 1 if first else repeats
         whole += micros(step, times) * times
-        actions += len(inner.tasks) * times
+        actions += len(tasks) * times
         steps += times
     found = {kind: clock.nanos[kind] / 1e3 / clock.counts[kind] for kind in clock.nanos}
     inside = sum(clock.nanos.values()) / 1e3
@@ -259,7 +259,7 @@ def profiled(schedule: cf.Schedule, repeats: int, rest_seconds: float) -> None:
     made.transport.new_buffers = False
     if rest_seconds:
         clock = Clock(rest_seconds)
-        for task in made._training.tasks:
+        for task in made._run.tasks:
             task.handler = clock.around(task.handler, "")
     profile = cProfile.Profile(time.thread_time)
     profile.enable()

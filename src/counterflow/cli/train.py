@@ -148,8 +148,11 @@ def _figures(summary: Summary) -> Any:
     table = Table("", "measured", "predicted", box=box.SIMPLE_HEAD)
     for column in table.columns[1:]:
         column.justify = "right"
-    table.add_row("ops of a step", *map(_milliseconds, _pair(summary.ops_seconds)))
-    table.add_row("bubble ratio", *(f"{ratio:.1%}" for ratio in _pair(summary.bubble_ratio)))
+    together = summary.timed_together
+    ops = "ops of a step" if together == 1 else f"ops of {together} steps, with warm-up and drain"
+    table.add_row(ops, *map(_milliseconds, _pair(summary.ops_seconds)))
+    bubbles = "bubble ratio" if together == 1 else "bubble ratio, between warm-up and drain"
+    table.add_row(bubbles, *(f"{ratio:.1%}" for ratio in _pair(summary.bubble_ratio)))
     table.add_row("whole step, with syncs and updates", _milliseconds(summary.step_seconds), "")
     for name, pair in _grouped(summary.saved_bytes):
         table.add_row(f"saved for backward, {name}", *map(byte_size, _pair(pair)))

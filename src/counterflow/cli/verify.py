@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from counterflow.errors import ConfigError
 from counterflow.schedule.check import checked_program
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute, Sync
+from counterflow.schedule.segments import segments
 
 from .flags import JsonFlag, SchemeOptions, SubjectArgument
 from .output import WIDE, console, note, print_json
@@ -55,15 +55,25 @@ def verify(
         typer.Option(help="local: threads; gloo, nccl: processes.", rich_help_panel=_PANEL),
     ] = Where.LOCAL,
     dtype: Annotated[Dtype, typer.Option(help="Precision.", rich_help_panel=_PANEL)] = Dtype.FLOAT64,
-    steps: Annotated[int, typer.Option(help="Updates to compare.", min=1, rich_help_panel=_PANEL)] = 3,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            help="Updates to compare. Default 3; without a flush 3 more than the warm-up, and a flush before "
+            "the last 2.",
+            min=1,
+            rich_help_panel=_PANEL,
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of weights, data and dropout.", rich_help_panel=_PANEL)] = 0,
     as_json: JsonFlag = False,
 ) -> None:
     """Train a small model with one process and with the pipeline, and compare the numbers."""
     schedule = schedule_of(subject, options)
-    if not schedule.synchronous:
-        raise ConfigError(f"{schedule}: the engine does not run schemes without a flush yet")
-    checked_program(schedule, replicas=replicas, sync=sync)
+    if schedule.synchronous:
+        checked_program(schedule, replicas=replicas, sync=sync)
+        steps = steps or 3
+    else:
+        steps = steps or segments(schedule, replicas=replicas).last + 5
     workers = schedule.workers * replicas
     if not as_json:
         kind = "threads" if transport is Where.LOCAL else "processes"
@@ -114,6 +124,7 @@ def _compared(
         clip_norm=CLIP_NORM,
         transport=transport.value,
         strict=transport is Where.LOCAL,
+        flush_after=() if schedule.synchronous else (steps - 3,),
         seed=seed,
         **options,
     )

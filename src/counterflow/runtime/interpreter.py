@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ from torch.autograd.graph import (  # the engine's entry has no public name but 
     _engine_run_backward,
     get_gradient_edge,
 )
+from torch.utils import _pytree as pytree
 
 from counterflow.errors import CounterflowError
 from counterflow.schedule.actions import (
@@ -44,6 +45,7 @@ from counterflow.schedule.actions import (
 from counterflow.schedule.crossing import crossing
 from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.modes import Recompute
+from counterflow.schedule.segments import later, shifted
 
 from .failure import worker_error
 from .randomness import Rows
@@ -59,9 +61,12 @@ LossFunction = Callable[[Any, Any], Tensor]
 Key = tuple[int, Unit]
 """A stage and what runs through it (a micro-batch runs on one pipe only)."""
 
+Shapes = dict[Key, list[TensorSpec]]
+"""What each stage gives, by stage and unit (``Unit.shape``)."""
+
 
 class Owner(Protocol):
-    """What the interpreter leaves to the pipeline: all that is about weights."""
+    """What the interpreter leaves to who runs it: all that is about weights."""
 
     def start_sync(self, stage: int) -> None:
         """Begin to sum a stage's gradients."""
@@ -69,8 +74,8 @@ class Owner(Protocol):
     def wait_sync(self, stage: int) -> None:
         """Until they are summed."""
 
-    def update(self, stage: int, losses: Losses) -> None:
-        """Update a stage's weights."""
+    def update(self, stage: int, version: int, frees: Sequence[int]) -> None:
+        """Make a version of a stage's weights; the older ones that nothing later uses may go."""
 
 
 @dataclass(slots=True)
@@ -103,6 +108,7 @@ class Batch:
         known: the shapes of what travels, by stage and unit, if they were seen before.
         learnt: where they are noted.
         settle: waits for what the others were given, before anything they see; gives ``total``.
+        losses: of its micro-batches, as they come.
     """
 
     step: int
@@ -112,9 +118,10 @@ class Batch:
     total: int
     first: int
     training: bool
-    known: dict[Key, list[TensorSpec]] | None
-    learnt: dict[Key, list[TensorSpec]]
+    known: Shapes | None
+    learnt: Shapes
     settle: Callable[[], int] | None = None
+    losses: Losses = field(default_factory=Losses)
 
     def rows(self, units: Sequence[Unit]) -> tuple[Rows, ...]:
         """The samples of ``units`` in terms of the whole mini-batch."""
@@ -133,9 +140,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """An op as it ran, in seconds from the start of the step."""
+    """An op as it ran, in seconds; ``later``: how many periods later than it says."""
 
     op: Op
+    later: int
     start: float
     end: float
 
@@ -181,6 +189,7 @@ class _Task:
     action: Action
     handler: Callable[[_Task], None]
     units: tuple[Unit, ...] = ()
+    slot: int = 0  # of the mini-batch
     stage: int = 0
     number: int = -1  # of the message sent, received or waited for
     sent_as: int = -1  # number of the message with the op's output
@@ -201,12 +210,24 @@ class _Stash:
     held: list[Kept]
 
 
+@dataclass(frozen=True, slots=True)
+class Tasks:
+    """A worker's list, ready to be run: what nobody else sees or decides, and the rest of it."""
+
+    alone: tuple[_Task, ...]
+    beside: tuple[_Task, ...]
+
+    def __iter__(self) -> Iterator[_Task]:
+        yield from self.alone
+        yield from self.beside
+
+
 @dataclass(slots=True)
 class _State:
-    """What one step has at hand; empty again at its end."""
+    """What is under way; empty whenever the pipeline is."""
 
-    batch: Batch
-    losses: Losses = field(default_factory=Losses)
+    batches: list[Batch]
+    later: int = 0  # periods that the list at hand is run later than it says
     arrivals: dict[int, _Arrival | _DescribedArrival] = field(default_factory=dict)
     handed: dict[Key, list[Tensor]] = field(default_factory=dict)
     gradients: dict[Key, list[Tensor]] = field(default_factory=dict)
@@ -216,10 +237,11 @@ class _State:
 
 
 class Interpreter:
-    """One worker's actions, ready to be executed once a step.
+    """Runs one worker's action lists.
 
     Args:
-        program: the lowered schedule.
+        schedule: what the lists were lowered from.
+        slots: mini-batches that are under way at once.
         worker: this worker's number in its group.
         ranks: the ranks of this replica's workers.
         transport: how messages travel.
@@ -232,8 +254,9 @@ class Interpreter:
 
     def __init__(
         self,
-        program: Program,
+        schedule: Schedule,
         *,
+        slots: int = 1,
         worker: int,
         ranks: Sequence[int],
         transport: Transport,
@@ -243,7 +266,8 @@ class Interpreter:
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         saved: SavedBytes | None = None,
     ) -> None:
-        self.schedule: Schedule = program.schedule
+        self.schedule = schedule
+        self.slots = slots
         self.worker = worker
         self.ranks = tuple(ranks)
         self.transport = transport
@@ -254,23 +278,29 @@ class Interpreter:
         self.saved = saved
         self.counting = False
         self.pool = BufferPool(transport.device)
-        self.last_stage = program.schedule.stages - 1
-        self.ran: list[Ran] = []
+        self.last_stage = schedule.stages - 1
+        self.parts = {op.micro_batches[0]: op.parts for op in schedule.ops() if op.kind is OpKind.BACKWARD}
+        self.most_parts = max(self.parts.values(), default=1)
+        self.whole_timeline = False
+        """Whether ``timeline`` has all since the pipeline was empty, and not only the last step."""
         self.began_seconds = 0.0
-        """When the last step began, by the machine's clock (``time.perf_counter``)."""
-        self._state: _State
+        """When that began, by the machine's clock (``time.perf_counter``)."""
+        self._ran: list[Ran] = []
+        self._state = _State([])
+        self._newest = 0
         self._timed = self._cuda_timed if transport.device.type == "cuda" else self._host_timed
-        self._events: list[tuple[Op, torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: list[tuple[Op, int, torch.cuda.Event, torch.cuda.Event]] = []
         self._first_event: torch.cuda.Event | None = None
-        self.tasks = self._prepare(program)
-        alone = next((i for i, task in enumerate(self.tasks) if not self._alone(task)), len(self.tasks))
-        self._before_others, self._beside_others = self.tasks[:alone], self.tasks[alone:]
-        self.peers = {task.peer for task in self.tasks if task.peer >= 0}
-        """The ranks that this worker exchanges messages with."""
 
-    # -- before the first step
+    # -- before a list is run
 
-    def _prepare(self, program: Program) -> list[_Task]:
+    def prepare(self, program: Program, later: int = 0) -> Tasks:
+        """The list of this worker with all that can be looked up before it is run.
+
+        Args:
+            program: the lists of all workers.
+            later: how many periods later than it says it is going to run.
+        """
         handlers: dict[type[Action], Callable[[_Task], None]] = {
             Forward: self._forward,
             Backward: self._backward,
@@ -280,29 +310,30 @@ class Interpreter:
             ReceiveGradient: self._receive,
             StartGradientSync: lambda task: self.owner.start_sync(task.stage),
             WaitGradientSync: lambda task: self.owner.wait_sync(task.stage),
-            Update: lambda task: self.owner.update(task.stage, self._state.losses),
+            Update: self._update,
         }
-        parts = {op.micro_batches[0]: op.parts for op in self.schedule.ops() if op.kind is OpKind.BACKWARD}
-        self._numbers = numbers = _message_numbers(program)
         tasks = []
         mine = program.actions[self.worker]
-        sent = {action.output for action in mine if isinstance(action, Send)}
         for action in mine:
             task = _Task(action, handlers[type(action)])
             if isinstance(action, Compute):
                 op = action.op
-                task.units = _units(op, parts)
                 task.stage, task.copy = op.stage, self.stages[op.stage]
-                task.sends = op in sent
+                task.slot, task.units = self._units(op, later)
                 ahead = 1 if op.kind is OpKind.FORWARD else -1
-                task.hands_over = not task.sends and 0 <= op.stage + ahead <= self.last_stage
-                task.number = numbers.get(_carries(op, op.stage - ahead), -1)
-                task.sent_as = numbers.get(_carries(op, op.stage), -1)
+                goes_to = self._worker(op, op.stage + ahead)
+                task.sends = goes_to not in (None, self.worker)
+                task.hands_over = goes_to == self.worker
+                if self._worker(op, op.stage - ahead) not in (None, self.worker):
+                    task.number = self._number(op, op.stage - ahead, task.units[0])
+                if task.sends:
+                    task.sent_as = self._number(op, op.stage, task.units[0])
             elif isinstance(action, Send | Receive):
-                task.units = _units(action.output, parts)
-                task.stage = action.output.stage
+                op = action.output
+                task.slot, task.units = self._units(op, later)
+                task.stage = op.stage
                 task.peer = self.ranks[action.peer]
-                task.number = numbers[_carries(action.output, action.output.stage)]
+                task.number = self._number(op, op.stage, task.units[0])
             else:
                 task.stage = action.stage
             tasks.append(task)
@@ -310,7 +341,31 @@ class Interpreter:
             first, second = tasks[index : index + 2]
             both = _Task(first.action, self._exchange, peer=first.peer, both=(first, second))
             tasks[index : index + 2] = [both]
-        return tasks
+        alone = next((i for i, task in enumerate(tasks) if not self._alone(task)), len(tasks))
+        return Tasks(tuple(tasks[:alone]), tuple(tasks[alone:]))
+
+    def _worker(self, op: Op, stage: int) -> int | None:
+        """Who holds a stage of an op's pipe; None if there is no such stage."""
+        return self.schedule.placement.worker(op.pipe, stage) if 0 <= stage <= self.last_stage else None
+
+    def _units(self, op: Op, later: int) -> tuple[int, tuple[Unit, ...]]:
+        """The mini-batch's slot, and what an op runs on in pieces of what backwards run on."""
+        slot = (self.schedule.period_of(op) + later) % self.slots
+        found = []
+        for number in op.micro_batches:
+            m = number % self.schedule.micro_batches
+            if op.kind is OpKind.BACKWARD:
+                found.append(Unit(m, op.part, op.parts, slot))
+            else:  # of a whole micro-batch, also if there is no backward
+                parts = self.parts.get(number, 1)
+                found += [Unit(m, part, parts, slot) for part in range(parts)]
+        return slot, tuple(found)
+
+    def _number(self, op: Op, stage: int, first: Unit) -> int:
+        """Of the message with the output of ``stage`` for what ``op`` runs on; the same on all workers."""
+        micro_batch = first.slot * self.schedule.micro_batches + first.micro_batch
+        kind = op.kind is OpKind.BACKWARD
+        return ((micro_batch * (self.last_stage + 1) + stage) * 2 + kind) * self.most_parts + op.part
 
     def _alone(self, task: _Task) -> bool:
         """Whether no other worker sees it, and nothing in it depends on what others were given."""
@@ -319,51 +374,96 @@ class Interpreter:
 
     # -- a step
 
-    def run(self, batch: Batch) -> Losses:
-        """Execute the list once.
+    def run(self, tasks: Tasks, batch: Batch | None, *, later: int = 0, drains: bool = True) -> None:
+        """Run a list once.
+
+        Args:
+            tasks: the list.
+            batch: the mini-batch that it begins; None if it only ends what is under way.
+            later: how many periods later than it says it runs.
+            drains: whether nothing is under way at its end.
 
         Raises:
             WorkerError: something failed; it names the worker, the action and the cause.
         """
-        self._state = state = _State(batch)
-        self._start_clock()
-        status = self.transport.status
-        action: Action | None = None
+        state = self._state
+        state.later = later
+        if not (self.whole_timeline and state.batches):
+            self._start_clock()
+        if batch is not None:
+            self._take_in(batch)
+        task: _Task | None = None
         try:
-            for task in self._before_others:
-                action = task.action
-                status.now(action)
+            for task in self._in_turn(tasks, batch):
                 task.handler(task)
-            if batch.settle is not None:
-                batch.total = batch.settle()
-            for task in self._beside_others:
-                action = task.action
-                status.now(action)
-                task.handler(task)
-            for pending, _ in state.sending:
-                pending.wait()
+            if drains:
+                for pending, _ in state.sending:
+                    pending.wait()
         except CounterflowError:
             raise
         except Exception as error:
-            raise worker_error(self._place(action), error, self.transport) from error
-        state.sending.clear()
-        status.now("between steps")
-        return state.losses
+            raise worker_error(self._place(tasks, task), error, self.transport) from error
+        if drains:
+            state.sending.clear()
+            state.batches.clear()
+        self.transport.status.now("between steps")
 
-    def _place(self, action: Action | None) -> str:
+    def _in_turn(self, tasks: Tasks, batch: Batch | None) -> Iterator[_Task]:
+        """The tasks as they begin; before the first that others see, what these were given is known."""
+        status = self.transport.status
+        for task in tasks.alone:
+            status.now(task.action)
+            yield task
+        if batch is not None and batch.settle is not None:
+            batch.total = batch.settle()
+        for task in tasks.beside:
+            status.now(task.action)
+            yield task
+
+    def _take_in(self, batch: Batch) -> None:
+        """Give a mini-batch the slot after the last one's, in place of one that is over."""
+        batches = self._state.batches
+        if len(batches) < self.slots:
+            self._newest = len(batches)
+            batches.append(batch)
+        else:
+            self._newest = (self._newest + 1) % self.slots
+            batches[self._newest] = batch
+        if self.saved is not None and self.counting:
+            trees = [(one.inputs, one.targets) for one in batches]
+            self.saved.leave_out(t for t in pytree.tree_leaves(trees) if isinstance(t, Tensor))
+
+    def _place(self, tasks: Tasks, task: _Task | None) -> str:
         """``worker 2, action 5: Forward F1.2``."""
-        index = next((i for i, task in enumerate(self.tasks) if task.action is action), len(self.tasks))
+        if task is None:
+            return f"worker {self.worker}"
+        index = next(i for i, one in enumerate(tasks) if one is task)
+        action = shifted(task.action, self._state.later, self.schedule.micro_batches)
         return f"worker {self.worker}, action {index}: {action}"
+
+    def _update(self, task: _Task) -> None:
+        action, later = task.action, self._state.later
+        assert isinstance(action, Update)
+        self.owner.update(action.stage, action.version + later, [v + later for v in action.frees])
+
+    def _use(self, task: _Task, copy: StageCopy) -> None:
+        """Let a stage compute with the weights its op is to use."""
+        if copy.versions is not None:
+            assert isinstance(task.action, Forward | Backward)
+            copy.versions.use(task.action.op.version + self._state.later)
 
     # -- handlers
 
     def _forward(self, task: _Task) -> None:
-        state, batch = self._state, self._state.batch
+        state = self._state
+        batch = state.batches[task.slot]
         assert isinstance(task.action, Forward)
-        values, reused = self._inputs(task)
+        values, reused = self._inputs(task, batch)
         finish = self._timed(task.action.op)
         copy = task.copy
         assert copy is not None
+        if batch.training:
+            self._use(task, copy)
         outputs: list[list[Tensor]] = []
         keeps = copy.recompute is not Recompute.STAGE
         with torch.set_grad_enabled(batch.training and keeps), self.autocast():
@@ -377,16 +477,16 @@ class Interpreter:
             return
         for unit, tensors in zip(task.units, outputs, strict=True):
             if batch.known is None:
-                batch.learnt[task.stage, unit] = [TensorSpec.of(tensor) for tensor in tensors]
+                batch.learnt[task.stage, unit.shape] = [TensorSpec.of(tensor) for tensor in tensors]
             if task.hands_over:
                 state.handed[task.stage + 1, unit] = tensors
         if task.sends:
             flat = [tensor for tensors in outputs for tensor in tensors]
             state.outbox[task.sent_as] = flat
 
-    def _inputs(self, task: _Task) -> tuple[list[Any], list[list[Tensor]]]:
+    def _inputs(self, task: _Task, batch: Batch) -> tuple[list[Any], list[list[Tensor]]]:
         """The op's inputs by unit, as leaves; and which of them are buffers to give back."""
-        state, batch = self._state, self._state.batch
+        state = self._state
         if task.stage == 0:
             assert batch.inputs is not None
             found = [_part(batch.inputs[u.micro_batch], u, batch) for u in task.units]
@@ -394,13 +494,13 @@ class Interpreter:
         if task.number >= 0:
             tensors, pooled = state.arrivals.pop(task.number).take(len(task.units))
             if batch.known is not None:
-                specs = [batch.known[task.stage - 1, unit] for unit in task.units]
+                specs = [batch.known[task.stage - 1, unit.shape] for unit in task.units]
                 for unit_tensors, unit_specs in zip(tensors, specs, strict=True):
                     for tensor, spec in zip(unit_tensors, unit_specs, strict=True):
                         tensor.requires_grad_(spec.requires_grad and batch.training)
             else:
                 for unit, unit_tensors in zip(task.units, tensors, strict=True):
-                    batch.learnt[task.stage - 1, unit] = [TensorSpec.of(tensor) for tensor in unit_tensors]
+                    batch.learnt[task.stage - 1, unit.shape] = [TensorSpec.of(t) for t in unit_tensors]
             reused = tensors if pooled else [[] for _ in tensors]
         else:
             tensors = [
@@ -414,7 +514,7 @@ class Interpreter:
         self, task: _Task, copy: StageCopy, unit: Unit, value: Value, buffers: list[Tensor]
     ) -> list[Tensor]:
         """One unit's forward; gives what the next stage takes."""
-        state, batch = self._state, self._state.batch
+        batch = self._state.batches[task.slot]
         held: list[Kept] = []
         hooks = self.saved.watch(held) if self.saved is not None and self.counting else nullcontext()
         rows = batch.rows((unit,))
@@ -431,14 +531,14 @@ class Interpreter:
             tensors = _as_trained(tensors, copy, inputs)
         else:
             edges = [get_gradient_edge(t) for t in tensors if t.requires_grad]
-        state.stashes[task.stage, unit] = _Stash(inputs, edges, buffers, held)
+        self._state.stashes[task.stage, unit] = _Stash(inputs, edges, buffers, held)
         return tensors
 
     def _forward_together(
         self, task: _Task, copy: StageCopy, values: list[Value], reused: list[list[Tensor]]
     ) -> list[list[Tensor]]:
         """A doubled forward whose graph is made later, unit by unit: all units in one run."""
-        state, batch = self._state, self._state.batch
+        batch = self._state.batches[task.slot]
         inputs = [_flat(value) for value in values]
         joined = value_of([torch.cat(same) for same in zip(*inputs, strict=True)])
         output = copy.forward(joined, batch.step, batch.rows(task.units))
@@ -449,7 +549,7 @@ class Interpreter:
         for index, unit in enumerate(task.units):
             held: list[Kept] = []
             self._hold(inputs[index], held)
-            state.stashes[task.stage, unit] = _Stash(inputs[index], None, reused[index], held)
+            self._state.stashes[task.stage, unit] = _Stash(inputs[index], None, reused[index], held)
             tensors = [piece[index] for piece in pieces]
             if task.stage == self.last_stage:
                 self._with_loss(task, value_of(tensors), unit)
@@ -458,14 +558,14 @@ class Interpreter:
 
     def _with_loss(self, task: _Task, output: Any, unit: Unit, *, again: bool = False) -> list[Tensor]:
         """A stage's output tensors; after the last stage, the unit's share of the loss."""
-        batch = self._state.batch
+        batch = self._state.batches[task.slot]
         if task.stage != self.last_stage:
             return tensors_of(output, f"stage {task.stage}")
         assert batch.targets is not None
         loss = self.loss_function(output, _part(batch.targets[unit.micro_batch], unit, batch))
         share = batch.share(unit)
         if not again:
-            self._state.losses.entries.append((unit, loss.detach(), share))
+            batch.losses.entries.append((unit, loss.detach(), share))
         return [loss * share]
 
     def _backward(self, task: _Task) -> None:
@@ -475,6 +575,7 @@ class Interpreter:
         assert copy is not None
         gradients, reused = self._output_gradients(task)
         finish = self._timed(task.action.op)
+        self._use(task, copy)
         (unit,) = task.units
         stash = state.stashes.pop((task.stage, unit))
         edges: Sequence[GradientEdge | Tensor]
@@ -520,9 +621,9 @@ class Interpreter:
         self, task: _Task, copy: StageCopy, unit: Unit, stash: _Stash, gradients: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The outputs of a unit whose forward kept only its inputs, with their graph and gradients."""
-        batch = self._state.batch
+        batch = self._state.batches[task.slot]
         hooks = self.saved.watch(stash.held) if self.saved is not None and self.counting else nullcontext()
-        inputs: Any = value_of(stash.inputs) if task.stage else self._first_input(unit)
+        inputs: Any = value_of(stash.inputs) if task.stage else self._first_input(unit, batch)
         with torch.enable_grad(), self.autocast(), hooks:
             output: Any = copy.forward_again(inputs, batch.step, batch.rows((unit,)))
             tensors = self._with_loss(task, output, unit, again=True)
@@ -550,8 +651,7 @@ class Interpreter:
             used = {tensor.untyped_storage().data_ptr() for tensor in others}
             self.pool.give([b for b in buffers if b.untyped_storage().data_ptr() not in used])
 
-    def _first_input(self, unit: Unit) -> Any:
-        batch = self._state.batch
+    def _first_input(self, unit: Unit, batch: Batch) -> Any:
         assert batch.inputs is not None
         return _part(batch.inputs[unit.micro_batch], unit, batch)
 
@@ -562,19 +662,20 @@ class Interpreter:
 
     def _send(self, task: _Task) -> None:
         state = self._state
-        if state.batch.known is None:
+        known = state.batches[task.slot].known
+        if known is None:
             tensors = state.outbox.pop(task.number)
             pending = self.transport.send_described(tensors, task.peer, task.number)
         else:
-            tensors = self._to_send(task)
+            tensors = self._to_send(task, known)
             pending = self.transport.send(tensors, task.peer, task.number)
         self._keep(pending, tensors)
 
-    def _to_send(self, task: _Task) -> list[Tensor]:
+    def _to_send(self, task: _Task, known: Shapes) -> list[Tensor]:
         """The tensors of a message whose shapes the receiver knows."""
         tensors = [tensor.detach() for tensor in self._state.outbox.pop(task.number)]
         if isinstance(task.action, SendActivation):
-            self._as_known(task, tensors)
+            self._as_known(task, tensors, known)
         return tensors
 
     def _keep(self, pending: Pending, tensors: list[Tensor]) -> None:
@@ -584,10 +685,8 @@ class Interpreter:
             sending.popleft()
         sending.append((pending, tensors))
 
-    def _as_known(self, task: _Task, tensors: list[Tensor]) -> None:
-        known = self._state.batch.known
-        assert known is not None
-        expected = [spec for unit in task.units for spec in known[task.stage, unit]]
+    def _as_known(self, task: _Task, tensors: list[Tensor], known: Shapes) -> None:
+        expected = [spec for unit in task.units for spec in known[task.stage, unit.shape]]
         if len(tensors) == len(expected) and all(
             tensor.shape == spec.shape and tensor.dtype is spec.dtype
             for tensor, spec in zip(tensors, expected, strict=True)
@@ -600,34 +699,34 @@ class Interpreter:
 
     def _receive(self, task: _Task) -> None:
         state = self._state
-        if state.batch.known is None:
+        known = state.batches[task.slot].known
+        if known is None:
             arrival = _DescribedArrival(self.transport.receive_described(task.peer, task.number))
             state.arrivals[task.number] = arrival
             return
-        buffers, specs = self._to_receive(task, state.batch.known)
+        buffers, specs = self._to_receive(task, known)
         pending = self.transport.receive(buffers, task.peer, task.number)
         state.arrivals[task.number] = _Arrival(pending, buffers, specs)
 
-    def _to_receive(
-        self, task: _Task, known: Mapping[Key, list[TensorSpec]]
-    ) -> tuple[list[Tensor], list[list[TensorSpec]]]:
+    def _to_receive(self, task: _Task, known: Shapes) -> tuple[list[Tensor], list[list[TensorSpec]]]:
         """Buffers for a message of known shapes, and the shapes by unit."""
         if isinstance(task.action, ReceiveActivation):
-            specs = [known[task.stage, unit] for unit in task.units]
+            specs = [known[task.stage, unit.shape] for unit in task.units]
         else:  # the gradient of what the stage below gave
-            specs = [[s for s in known[task.stage - 1, unit] if s.requires_grad] for unit in task.units]
+            specs = [[s for s in known[task.stage - 1, unit.shape] if s.requires_grad] for unit in task.units]
         return [self.pool.take(spec) for unit in specs for spec in unit], specs
 
     def _exchange(self, task: _Task) -> None:
         """A send and a receive that cross the peer's, in one go."""
         state = self._state
-        if state.batch.known is None:
+        send, receive = sorted(task.both, key=lambda single: isinstance(single.action, Receive))
+        sent_as, received_as = (state.batches[single.slot].known for single in (send, receive))
+        if sent_as is None or received_as is None:
             for single in task.both:
                 single.handler(single)
             return
-        send, receive = sorted(task.both, key=lambda single: isinstance(single.action, Receive))
-        tensors = self._to_send(send)
-        buffers, specs = self._to_receive(receive, state.batch.known)
+        tensors = self._to_send(send, sent_as)
+        buffers, specs = self._to_receive(receive, received_as)
         sent, received = self.transport.exchange(
             Crossing(tensors, send.number, task.both[0] is send),
             Crossing(buffers, receive.number, task.both[0] is receive),
@@ -639,7 +738,7 @@ class Interpreter:
     # -- the clock
 
     def _start_clock(self) -> None:
-        self.ran.clear()
+        self._ran.clear()
         self._events.clear()
         self.began_seconds = time.perf_counter()
         if self.transport.device.type == "cuda":
@@ -647,25 +746,34 @@ class Interpreter:
             self._first_event.record()
 
     def _host_timed(self, op: Op) -> Callable[[], None]:
-        start = time.perf_counter() - self.began_seconds
-        return lambda: self.ran.append(Ran(op, start, time.perf_counter() - self.began_seconds))
+        periods, start = self._state.later, time.perf_counter()
+
+        def finish() -> None:
+            begun = self.began_seconds
+            self._ran.append(Ran(op, periods, start - begun, time.perf_counter() - begun))
+
+        return finish
 
     def _cuda_timed(self, op: Op) -> Callable[[], None]:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        self._events.append((op, start, end))
+        self._events.append((op, self._state.later, start, end))
         return end.record
 
-    def timeline(self) -> list[Ran]:
-        """The ops of the last step as they ran."""
+    def timeline(self) -> list[tuple[Op, float, float]]:
+        """The ops of the last step as they ran: their starts and ends in seconds from ``began_seconds``."""
         if self._first_event is not None:
             torch.cuda.synchronize(self.transport.device)
             first = self._first_event
-            self.ran = [
-                Ran(op, first.elapsed_time(start) / 1e3, first.elapsed_time(end) / 1e3)
-                for op, start, end in self._events
+            self._ran = [
+                Ran(op, late, first.elapsed_time(start) / 1e3, first.elapsed_time(end) / 1e3)
+                for op, late, start, end in self._events
             ]
-        return list(self.ran)
+        count = self.schedule.micro_batches
+        return [
+            (later(ran.op, ran.later, count) if ran.later else ran.op, ran.start, ran.end)
+            for ran in self._ran
+        ]
 
 
 def _part(tree: Any, unit: Unit, batch: Batch) -> Any:
@@ -673,27 +781,6 @@ def _part(tree: Any, unit: Unit, batch: Batch) -> Any:
     if unit.parts == 1:
         return tree
     return cut(tree, unit.rows(batch.samples[unit.micro_batch]))
-
-
-def _units(op: Op, parts: Mapping[int, int]) -> tuple[Unit, ...]:
-    """What an op runs on, in pieces of what backwards run on (all of a micro-batch if there is none)."""
-    if op.kind is OpKind.BACKWARD:
-        return (Unit(op.micro_batches[0], op.part, op.parts),)
-    return tuple(Unit(m, part, parts.get(m, 1)) for m in op.micro_batches for part in range(parts.get(m, 1)))
-
-
-_Carried = tuple[OpKind, int, tuple[int, ...], int]
-
-
-def _carries(op: Op, stage: int) -> _Carried:
-    """What a message carries: the output of ``stage`` for what ``op`` runs on."""
-    return op.kind, stage, op.micro_batches, op.part
-
-
-def _message_numbers(program: Program) -> dict[_Carried, int]:
-    """A number for each message, the same on all workers."""
-    sent = [action.output for actions in program.actions for action in actions if isinstance(action, Send)]
-    return {_carries(op, op.stage): number for number, op in enumerate(sent)}
 
 
 def _flat(value: Any) -> list[Tensor]:

@@ -11,54 +11,34 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
-from counterflow.errors import ConfigError, CounterflowError, WorkerError
+from counterflow.errors import ConfigError, CounterflowError
 from counterflow.models.costs import estimated_costs
 from counterflow.models.cut import balance, explicit
 from counterflow.models.layers import layers_of, state_names
+from counterflow.schedule.actions import Program
 from counterflow.schedule.check import checked_program
-from counterflow.schedule.ir import OpKind, Schedule
+from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.lowering import lower_evaluation
 from counterflow.schedule.modes import Recompute, Sync, parse_mode
 
+from .continuous import Continuous
 from .failure import worker_error
-from .gradients import clip_factor
-from .interpreter import Batch, Interpreter, Losses, LossFunction, Ran
+from .flushing import Flushing
+from .interpreter import Batch, Interpreter, LossFunction, Shapes
 from .randomness import RandomStreams
 from .saved_bytes import SavedBytes
 from .stage import NamedLayer, StageCopy, materialised
+from .step import Step, Workers, place
 from .transport import Gathering, Transport
-from .values import TensorSpec, Unit, cut, moved, samples_in, signature, split_points
+from .values import cut, moved, samples_in, signature, split_points
 from .weights import MakeOptimizer, MakeScheduler, Weights
-
-Shapes = dict[tuple[int, Unit], list[TensorSpec]]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What came of one step, the same on every worker but for ``seconds``.
-
-    Attributes:
-        number: of the step, from 0.
-        loss: mean over the samples of the mini-batch of all replicas.
-        grad_norm: global norm of the gradients before clipping, each stage counted once.
-        samples: of the mini-batch of all replicas.
-        seconds: from the call to its return, on this worker.
-    """
-
-    number: int
-    loss: float
-    grad_norm: float
-    samples: int
-    seconds: float
 
 
 class Pipeline:
@@ -72,7 +52,8 @@ class Pipeline:
             tuple of two or more tensors), or any module together with ``list_layers``. Layers on the meta
             device are made and initialised on their own workers only.
         loss_function: output of the last layer and target to the mean loss over the samples.
-        schedule: a synchronous schedule that the checker accepts.
+        schedule: a schedule that the checker accepts. One without a flush needs enough periods to show
+            what repeats, and goes on for as many steps as are made.
         optimizer: a function of parameters to an optimiser; called once a stage a worker holds.
         scheduler: a function of an optimiser to a learning-rate scheduler, stepped after each update.
         list_layers: the layers of ``model``, if it is neither a sequential nor a list.
@@ -84,7 +65,8 @@ class Pipeline:
         seed: of weights on the meta device and of all random draws of the layers.
         recompute: ``none``, ``stage`` or ``layer``: what a backward computes again to save memory.
         sync: ``end``, ``eager`` or ``eager-opt``: when gradients of a stage's copies are summed.
-        clip_norm: gradients of a larger global norm are scaled down to it; None: never.
+        clip_norm: gradients of a larger global norm are scaled down to it; None: never. Without a flush
+            each stage by its own norm, to ``clip_norm / sqrt(stages)``.
         autocast: a dtype (``torch.bfloat16``) in which layers run where torch deems it safe.
         compile_layers: whether layers go through ``torch.compile``; or the name of its backend.
         dynamic_shapes: whether shapes between stages may differ for inputs of the same shapes.
@@ -93,7 +75,8 @@ class Pipeline:
         timeout_seconds: how long another worker is waited for; by default as at the launch, or 300.
 
     Raises:
-        ConfigError: the model, the schedule and the workers do not fit together.
+        ConfigError: the model, the schedule and the workers do not fit together; or, without a flush,
+            stages share weights.
         ScheduleError: the checker does not accept the schedule.
         WorkerError: the copies of a stage do not start equal, or another worker failed.
     """
@@ -123,21 +106,18 @@ class Pipeline:
         count_memory_steps: int = 2,
         timeout_seconds: float | None = None,
     ) -> None:
-        if not schedule.synchronous:
-            raise ConfigError(f"{schedule}: the engine does not run schemes without a flush yet")
         self.schedule = schedule
         self.transport = _transport(transport, device, timeout_seconds)
         self.ranks = layout(self.transport, schedule, mesh)
         self.replicas = len(self.ranks)
-        self.replica, self.worker = _place(self.ranks, self.transport.rank)
+        self.replica, self.worker = place(self.ranks, self.transport.rank)
         self.device = self.transport.device
-        self.clip_norm = clip_norm
         self.digest_every = digest_every
         self.count_memory_steps = count_memory_steps
         self.dynamic_shapes = dynamic_shapes
         self.steps = 0
         recompute = parse_mode(Recompute, "recompute", recompute)
-        program = checked_program(schedule, replicas=self.replicas, sync=sync)
+        sync = parse_mode(Sync, "sync", sync)
         streams = RandomStreams(
             seed,
             self.device,
@@ -152,7 +132,7 @@ class Pipeline:
         self.weights = Weights(
             self.stages,
             names=self._names,
-            holders=[program.holders(stage) for stage in range(schedule.stages)],
+            holders=[Program(schedule, ()).holders(stage) for stage in range(schedule.stages)],
             ranks=self.ranks,
             worker=self.worker,
             transport=self.transport,
@@ -173,22 +153,28 @@ class Pipeline:
             transport=self.transport,
             stages=self.stages,
             loss_function=loss_function,
-            owner=self,
             autocast=self.autocast,
             saved=SavedBytes(constant),
         )
-        self._training: Interpreter = make(program)
-        self._evaluation: Interpreter = make(lower_evaluation(schedule))
-        self.transport.connect(self._training.peers | self._evaluation.peers)
+        workers = Workers(self.ranks, self.replica, self.worker, self.transport)
+        self._run: Flushing | Continuous
+        if schedule.synchronous:
+            program = checked_program(schedule, replicas=self.replicas, sync=sync)
+            self._run = Flushing(program, make, workers, self.weights, clip_norm)
+        else:
+            self._run = Continuous(schedule, make, workers, self.weights, clip_norm)
+        forwards = lower_evaluation(schedule)
+        self._evaluation: Interpreter = make(forwards.schedule, owner=self._run)
+        self._evaluation_tasks = self._evaluation.prepare(forwards)
+        every = (*self._run.lists, self._evaluation_tasks)
+        self.transport.connect({task.peer for tasks in every for task in tasks if task.peer >= 0})
         halves = max((op.parts for op in schedule.ops() if op.kind is OpKind.BACKWARD), default=1)
         self._fewest = schedule.micro_batches * halves
         """Samples a mini-batch must have."""
         self._shapes: dict[int, Shapes] = {}
-        self._agreed = False
-        self._result = math.nan, math.nan
-        self.keeps_gradients = False
-        self.gradients: dict[str, Tensor] = {}
-        """With ``keeps_gradients``: this worker's gradients of the last step, summed and clipped."""
+        self._given: tuple[int, int, int] = 0, 0, 0
+        """Samples and signature of the replica's last mini-batch, and the samples of all replicas'."""
+        self._untold: list[Step] = []
 
     # -- making
 
@@ -245,6 +231,9 @@ class Pipeline:
     def step(self, inputs: Any = None, targets: Any = None) -> Step:
         """Train on the replica's mini-batch.
 
+        Without a flush, a step begins its mini-batch and leaves part of it to the next steps, or to
+        ``flush``; until then all mini-batches have the same shapes.
+
         Args:
             inputs: tensors with the samples as first dimension; read on workers with the first stage.
             targets: likewise; read on workers with the last stage.
@@ -258,41 +247,64 @@ class Pipeline:
             batch = self._batch(inputs, targets, training=True)
             for stage in self.stages.values():
                 stage.train(True)
-            self._training.counting = self.steps < self.count_memory_steps
-            if self._training.saved is not None and self._training.counting:
-                self._training.saved.leave_out(_tensors_in((batch.inputs, batch.targets)))
-            self._agreed = False
-            losses = self._training.run(batch)
-            if not self._agreed:  # nothing on this worker is updated
-                self._agree(losses)
+            interpreter = self._run.interpreter
+            interpreter.counting = self.steps < self.counted_steps
+            told = self._run.step(batch)
             self._remember(batch)
-            self.weights.average_statistics()
-        loss, norm = self._result
-        step = Step(self.steps, loss, norm, batch.total, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        if told is None:
+            step = Step(self.steps, math.nan, math.nan, batch.total, seconds, None)
+        else:
+            step = Step(self.steps, told.loss, told.grad_norm, batch.total, seconds, told.step)
         self.steps += 1
-        if self.digest_every and self.steps % self.digest_every == 0:
+        if self.digest_every and self.steps % self.digest_every == 0 and not self._run.under_way:
             self.weights.check_copies(f"after step {step.number}")
         return step
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
         """The mean loss of a mini-batch, on every worker; no gradients, evaluation mode.
 
-        Args and errors as in ``step``.
+        Flushes first what is under way. Args and errors as in ``step``.
         """
+        self._untold += self.flush()
         with self._reported():
             batch = self._batch(inputs, targets, training=False)
             for stage in self.stages.values():
                 stage.train(False)
-            losses = self._evaluation.run(batch)
+            self._evaluation.run(self._evaluation_tasks, batch)
             self._remember(batch)
-            rows = self.transport.gather([losses.summed()[0]])
+            rows = self.transport.gather([batch.losses.summed()[0]])
         return math.fsum(row[0] for row in rows)
 
-    def flush(self) -> None:
-        """Drain what is under way; nothing is, after a step of a synchronous schedule."""
+    def flush(self) -> list[Step]:
+        """End what is under way, so that all weights are as after the last step; all workers call it.
+
+        After a step of a synchronous schedule nothing is. Without a flush the next step warms up again.
+
+        Returns:
+            The steps whose loss and norm no step has told.
+
+        Raises:
+            WorkerError: a worker failed, or a loss is not finite.
+        """
+        untold, self._untold = self._untold, []
+        if not self._run.under_way:
+            return untold
+        began = time.perf_counter()
+        with self._reported(), self.streams.step():
+            found = self._run.flush()
+        seconds = time.perf_counter() - began
+        untold += [Step(t.step, t.loss, t.grad_norm, t.samples, seconds / len(found), t.step) for t in found]
+        if self.digest_every:
+            self.weights.check_copies(f"after step {self.steps - 1}")
+        return untold
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a ``flush`` would have something to do."""
+        return self._run.under_way
 
     def _batch(self, inputs: Any, targets: Any, *, training: bool) -> Batch:
-        count = self.schedule.micro_batches
         samples = max(_samples(inputs), _samples(targets))
         needs_inputs, needs_targets = 0 in self.stages, self.schedule.stages - 1 in self.stages
         for needed, given, name, stage in (
@@ -301,30 +313,63 @@ class Pipeline:
         ):
             if needed and given is None:
                 raise ConfigError(f"worker {self.worker} holds the {stage} stage and needs the {name}")
-        tells = inputs is not None
-        kind = signature(inputs, samples, training) if tells else 0
+        kind = 0 if inputs is None else signature(inputs, samples, training)
+        if self._run.under_way:
+            return self._cut(inputs, targets, self._as_before(samples, kind), training=True)
         telling = self.transport.start_gather([samples, kind, float(training), self.steps])
-        known = self._shapes.get(kind)
-        ahead = known is not None and samples >= self._fewest
+        ahead = kind in self._shapes and samples >= self._fewest
         """Whether this worker knows enough to begin; what the others say is read before it sends."""
         total = samples
         if not ahead:
             samples, kind, total = self._agreed_on(telling, training)
-            known = self._shapes.get(kind)
-        self._kind = kind
+        given = samples, kind, total
+        settle = (lambda: self._settled(telling, training)) if ahead else None
+        return self._cut(inputs, targets, given, training=training, settle=settle)
+
+    def _as_before(self, samples: int, kind: int) -> tuple[int, int, int]:
+        """What is known of a mini-batch that follows others without a flush: it is like them.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        before = self._given
+        if samples not in (0, before[0]) or kind not in (0, before[1]):
+            raise ConfigError(
+                f"step {self.steps} was given {samples} samples, the one before {before[0]}, or tensors of "
+                "other shapes; flush() before mini-batches of another shape"
+            )
+        return before
+
+    def _settled(self, telling: Gathering, training: bool) -> int:
+        self._given = self._agreed_on(telling, training)
+        return self._given[2]
+
+    def _cut(
+        self,
+        inputs: Any,
+        targets: Any,
+        given: tuple[int, int, int],
+        *,
+        training: bool,
+        settle: Callable[[], int] | None = None,
+    ) -> Batch:
+        """The mini-batch in micro-batches."""
+        self._given = samples, kind, total = given
+        count = self.schedule.micro_batches
         points = split_points(samples, count)
         parts = [slice(points[m], points[m + 1]) for m in range(count)]
+        takes_targets = self.schedule.stages - 1 in self.stages
         return Batch(
             step=self.steps,
-            inputs=[moved(cut(inputs, part), self.device) for part in parts] if needs_inputs else None,
-            targets=[moved(cut(targets, part), self.device) for part in parts] if needs_targets else None,
+            inputs=[moved(cut(inputs, part), self.device) for part in parts] if 0 in self.stages else None,
+            targets=[moved(cut(targets, part), self.device) for part in parts] if takes_targets else None,
             samples=[part.stop - part.start for part in parts],
             total=total,
             first=self.replica * count,
             training=training,
-            known=known,
+            known=self._shapes.get(kind) if kind else None,
             learnt={},
-            settle=(lambda: self._agreed_on(telling, training)[2]) if ahead else None,
+            settle=settle,
         )
 
     def _agreed_on(self, telling: Gathering, training: bool) -> tuple[int, int, int]:
@@ -365,75 +410,76 @@ class Pipeline:
                 )
 
     def _remember(self, batch: Batch) -> None:
-        if batch.known is None and self._kind and not self.dynamic_shapes:
-            self._shapes[self._kind] = batch.learnt
-
-    # -- what the interpreter asks for (``Owner``)
-
-    def start_sync(self, stage: int) -> None:
-        """Begin to sum a stage's gradients over its copies."""
-        self.weights.start_sync(stage)
-
-    def wait_sync(self, stage: int) -> None:
-        """Until they are summed."""
-        self.weights.wait_sync(stage)
-
-    def update(self, stage: int, losses: Losses) -> None:
-        """Update a stage's weights; before the first update of a step the loss and the norm are agreed on."""
-        if not self._agreed:
-            self._agree(losses)
-        self.weights.update(stage)
-
-    def _agree(self, losses: Losses) -> None:
-        """Loss and gradient norm of the whole mini-batch, bitwise the same everywhere; then clip by it.
-
-        Raises:
-            WorkerError: the loss is not finite.
-        """
-        self._agreed = True
-        self.weights.sum_tied()
-        self.transport.status.now("agreeing on loss and gradient norm")
-        mine, odd = losses.summed()
-        rows = self.transport.gather([mine, self.weights.squared_norm(), odd])
-        loss = math.fsum(row[0] for row in rows)
-        if not math.isfinite(loss):
-            rank = next(rank for rank, row in enumerate(rows) if row[2] >= 0)
-            replica, worker = _place(self.ranks, rank)
-            group = f" of replica {replica}" if self.replicas > 1 else ""
-            where = f"micro-batch {rows[rank][2]:g} on worker {worker}{group}"
-            made = "1 step" if self.steps == 1 else f"{self.steps} steps"
-            raise WorkerError(f"after {made} the loss is {loss:g} ({where})")
-        norm = math.sqrt(math.fsum(rows[rank][1] for rank in self.ranks[0]))
-        self._result = loss, norm
-        factor = clip_factor(norm, self.clip_norm)
-        if factor < 1.0:
-            self.weights.scale(factor)
-        if self.keeps_gradients:
-            self.gradients = self.weights.gradients()
+        kind = self._given[1]
+        if batch.known is None and kind and not self.dynamic_shapes:
+            self._shapes[kind] = batch.learnt
 
     # -- looking at it
 
-    def timeline(self) -> list[list[Ran]]:
-        """The ops of the last step as they ran, by worker of replica 0; all workers call it."""
-        mine = platform.node(), self._training.began_seconds, self._training.timeline()
-        rows = cast("list[tuple[str, float, list[Ran]]]", self.transport.gather_objects(mine))
+    @property
+    def whole_timeline(self) -> bool:
+        """Whether ``timeline`` has all since the pipeline was empty, and not only the last step."""
+        return self._run.interpreter.whole_timeline
+
+    @whole_timeline.setter
+    def whole_timeline(self, whole: bool) -> None:
+        self._run.interpreter.whole_timeline = whole
+
+    def timeline(self) -> list[list[tuple[Op, float, float]]]:
+        """The ops of the last step as they ran, by worker of replica 0; all workers call it.
+
+        Returns:
+            By worker the ops in their order, with start and end in seconds. Those of schemes without a flush
+            count micro-batches and versions from the last flush.
+        """
+        mine = platform.node(), self._run.interpreter.began_seconds, self._run.interpreter.timeline()
+        rows = cast(
+            "list[tuple[str, float, list[tuple[Op, float, float]]]]", self.transport.gather_objects(mine)
+        )
         first: dict[str, float] = {}  # by machine: its workers share a clock, those of others do not
         for machine, began, _ in rows:
             first[machine] = min(began, first.get(machine, began))
         return [
-            [Ran(ran.op, ran.start + late, ran.end + late) for ran in row]
+            [(op, start + late, end + late) for op, start, end in row]
             for machine, began, row in (rows[rank] for rank in self.ranks[0])
             for late in (began - first[machine],)
         ]
 
     @property
+    def counted_steps(self) -> int:
+        """First steps in which bytes are counted: as asked for, and those until all periods are alike."""
+        return self.count_memory_steps + self._run.warm_up_steps
+
+    @property
     def peak_saved_bytes(self) -> int:
         """Most bytes that autograd kept for backward on this worker at once, in the steps counted."""
-        assert self._training.saved is not None
-        return self._training.saved.peak
+        saved = self._run.interpreter.saved
+        assert saved is not None
+        return saved.peak
+
+    @property
+    def peak_versions(self) -> dict[int, int]:
+        """The most versions of its weights that were held at once, for each stage of this worker."""
+        return {s: c.versions.peak if c.versions is not None else 1 for s, c in self.stages.items()}
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether ``gradients`` are kept."""
+        return self.weights.keeps_gradients
+
+    @keeps_gradients.setter
+    def keeps_gradients(self, keeps: bool) -> None:
+        self.weights.keeps_gradients = keeps
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """With ``keeps_gradients``: this worker's gradients of the last update, summed and clipped."""
+        return self.weights.kept_gradients
 
     def state_dict(self, *, local: bool = False) -> dict[str, Tensor]:
         """The model's parameters and buffers by its own names, on the CPU; all workers call it.
+
+        Flushes first what is under way.
 
         Args:
             local: only what this worker holds, without asking the others.
@@ -442,7 +488,9 @@ class Pipeline:
             WorkerError: the copies of a stage differ.
         """
         if local:
+            self._only_when_empty("state_dict(local=True)")
             return self.weights.state_dict()
+        self._untold += self.flush()
         self.weights.check_copies(f"after {self.steps} steps")
         return self.weights.whole_state_dict()
 
@@ -452,7 +500,12 @@ class Pipeline:
         Raises:
             ConfigError: a name is missing, or a shape differs.
         """
+        self._only_when_empty("load_state_dict")
         self.weights.load_state_dict(state)
+
+    def _only_when_empty(self, call: str) -> None:
+        if self._run.under_way:
+            raise ConfigError(f"{call} while mini-batches are under way; call flush() before, on all workers")
 
     @contextmanager
     def _reported(self) -> Iterator[None]:
@@ -493,13 +546,6 @@ def layout(transport: Transport, schedule: Schedule, mesh: DeviceMesh | None) ->
     return tuple(tuple(range(first, first + workers)) for first in range(0, transport.world_size, workers))
 
 
-def _place(ranks: tuple[tuple[int, ...], ...], rank: int) -> tuple[int, int]:
-    for replica, row in enumerate(ranks):
-        if rank in row:
-            return replica, row.index(rank)
-    raise ConfigError(f"rank {rank} is not in the mesh")
-
-
 def _transport(
     given: Transport | str | None, device: torch.device | str | None, timeout_seconds: float | None
 ) -> Transport:
@@ -522,7 +568,3 @@ def _samples(tree: Any) -> int:
 
 def _tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
-
-
-def _tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -1,28 +1,65 @@
 """One process without a pipeline: what every schedule's numbers are held to.
 
 It trains the same model on the same micro-batches, one after another, with the same random streams, and
-knows nothing of stages, workers or schedules.
+knows nothing of workers or schedules. For a scheme without a flush it keeps old weights, and computes each
+stage with the version that the scheme's table states for the period.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from counterflow.errors import ConfigError
 from counterflow.models.layers import state_names
+from counterflow.schedule.ir import Schedule
+from counterflow.schedule.registry import SCHEMES
 
 from .gradients import clip_factor, unique
 from .interpreter import LossFunction
-from .pipeline import Step
 from .randomness import RandomStreams, Rows
 from .stage import NamedLayer, materialised
+from .step import Step
 from .values import cut, samples_in, split_points
 from .weights import MakeOptimizer, MakeScheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """Which weights a scheme without a flush computes with.
+
+    Attributes:
+        cuts: the numbers of the layers with which stages 1, 2, ... begin.
+        version: number of stages, stage and period to the updates the weights have seen; periods and updates
+            count from the last flush.
+    """
+
+    cuts: tuple[int, ...]
+    version: Callable[[int, int, int], int]
+
+    @classmethod
+    def of(cls, schedule: Schedule, cuts: Sequence[int]) -> Staleness | None:
+        """What a schedule's scheme states; None for one with a flush.
+
+        Raises:
+            ConfigError: it states nothing.
+        """
+        if schedule.synchronous:
+            return None
+        scheme = SCHEMES.get(schedule.scheme)
+        if scheme is None or scheme.version is None:
+            raise ConfigError(
+                f"no table says which weights {schedule.scheme} computes with; there is nothing to compare "
+                "it with"
+            )
+        return cls(tuple(cuts), scheme.version)
 
 
 class Reference:
@@ -36,8 +73,10 @@ class Reference:
         scheduler: a function of an optimiser to a learning-rate scheduler.
         replicas: mini-batches a step, one for each replica of the pipeline it is compared with.
         seed: of weights on the meta device and of all random draws of the layers.
-        clip_norm: gradients of a larger global norm are scaled down to it.
+        clip_norm: gradients of a larger global norm are scaled down to it; with ``staleness`` each stage's
+            by its own norm, to ``clip_norm / sqrt(stages)``.
         device: where to compute.
+        staleness: which weights each stage computes with; None: the latest.
     """
 
     def __init__(
@@ -52,6 +91,7 @@ class Reference:
         seed: int = 0,
         clip_norm: float | None = None,
         device: torch.device | str = "cpu",
+        staleness: Staleness | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.streams = RandomStreams(seed, self.device)
@@ -69,6 +109,16 @@ class Reference:
         self.optimizer = optimizer(self.parameters)
         self.scheduler = scheduler(self.optimizer) if scheduler else None
         self.steps = 0
+        self.staleness = staleness
+        cuts = staleness.cuts if staleness else ()
+        owner: dict[int, int] = {}
+        for layer in self.layers:
+            for parameter in layer.module.parameters():
+                owner.setdefault(id(parameter), bisect_right(cuts, layer.index))
+        self._stage_of = [owner[id(parameter)] for parameter in self.parameters]
+        self._history: list[list[Tensor]] = []
+        """By updates since the last flush: all parameters."""
+        self.flush()
         self.gradients: dict[str, Tensor] = {}
         """Of the last step, clipped, by ``<layer>.<name>``."""
 
@@ -76,6 +126,7 @@ class Reference:
         """Train on the mini-batches (inputs, targets) of all replicas."""
         total = sum(samples_in(inputs) for inputs, _ in batches)
         losses = []
+        self._take_old_weights()
         with self.streams.step():
             for layer in self.layers:
                 layer.module.train()
@@ -83,13 +134,7 @@ class Reference:
                 loss = self._loss(inputs, targets, (first, rows)) * (rows / total)
                 loss.backward()
                 losses.append(float(loss.detach()))
-        norm = math.sqrt(
-            sum(float(p.grad.double().square().sum()) for p in self.parameters if p.grad is not None)
-        )
-        factor = clip_factor(norm, self.clip_norm)
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        norm = self._clip()
         self.gradients = {
             layer.names[name]: torch.zeros_like(p) if p.grad is None else p.grad.clone()
             for layer in self.layers
@@ -101,7 +146,40 @@ class Reference:
             self.scheduler.step()
         self.optimizer.zero_grad()
         self.steps += 1
-        return Step(self.steps - 1, math.fsum(losses), norm, total, 0.0)
+        if self.staleness is not None:
+            self._history.append([parameter.detach().clone() for parameter in self.parameters])
+        return Step(self.steps - 1, math.fsum(losses), norm, total, 0.0, self.steps - 1)
+
+    def flush(self) -> None:
+        """From here on versions count anew, the weights at hand being version 0."""
+        self._history = [[parameter.detach().clone() for parameter in self.parameters]]
+
+    def _take_old_weights(self) -> None:
+        """Let the model be what the step's forwards and backwards use."""
+        if self.staleness is None:
+            return
+        stages, period = len(self.staleness.cuts) + 1, len(self._history) - 1
+        with torch.no_grad():
+            for number, (parameter, stage) in enumerate(zip(self.parameters, self._stage_of, strict=True)):
+                version = self.staleness.version(stages, stage, period)
+                parameter.copy_(self._history[version][number])
+
+    def _clip(self) -> float:
+        """Clip the gradients, and put the latest weights in place for the update; the norm before."""
+        squares = [0.0 if p.grad is None else float(p.grad.double().square().sum()) for p in self.parameters]
+        norm = math.sqrt(sum(squares))
+        for number, (parameter, stage) in enumerate(zip(self.parameters, self._stage_of, strict=True)):
+            if self.staleness is None:
+                factor = clip_factor(norm, self.clip_norm)
+            else:
+                limit = self.clip_norm and self.clip_norm / math.sqrt(len(self.staleness.cuts) + 1)
+                of_stage = [s for s, other in zip(squares, self._stage_of, strict=True) if other == stage]
+                factor = clip_factor(math.sqrt(sum(of_stage)), limit)
+                with torch.no_grad():
+                    parameter.copy_(self._history[-1][number])
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        return norm
 
     def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> float:
         """The mean loss, without gradients."""

@@ -39,8 +39,12 @@ class SavedBytes:
         self.current = 0
         self.peak = 0
 
+    def never(self, tensors: Iterable[Tensor]) -> None:
+        """These do not count either: new versions of parameters."""
+        self._constant |= {_pointer(tensor) for tensor in tensors}
+
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """From now on these do not count either: the mini-batch, which is the user's."""
+        """These do not count, but those given before do: the mini-batches under way are the user's."""
         self._given = {_pointer(tensor) for tensor in tensors}
 
     def watch(self, collected: list[Kept]) -> torch.autograd.graph.saved_tensors_hooks:

@@ -19,6 +19,7 @@ from counterflow.schedule.modes import Recompute
 
 from .randomness import RandomStreams, Rows
 from .values import Value, tensors_of, value_of
+from .versions import Versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class StageCopy:
         self.recompute = recompute
         self.before_again: Callable[[], None] = _nothing
         """Called before a layer is recomputed, when the layer recomputed before it is done with."""
+        self.versions: Versions | None = None
+        """Of its weights, in schemes without a flush."""
         self.trains = any(p.requires_grad for layer in layers for p in layer.module.parameters())
         self._statistics = [
             buffer

@@ -38,11 +38,20 @@ class TensorSpec:
 
 
 class Unit(NamedTuple):
-    """What one backward computes: a micro-batch, or one of the ``parts`` it is halved into."""
+    """What one backward computes: a micro-batch, or one of the ``parts`` it is halved into.
+
+    ``slot`` tells the mini-batches apart that are under way at once, of which ``micro_batch`` is one.
+    """
 
     micro_batch: int
     part: int = 0
     parts: int = 1
+    slot: int = 0
+
+    @property
+    def shape(self) -> Unit:
+        """The unit in whose shapes this one's messages come: that of the first slot."""
+        return self if not self.slot else self._replace(slot=0)
 
     def rows(self, samples: int) -> slice:
         """Its samples among the ``samples`` of its micro-batch."""

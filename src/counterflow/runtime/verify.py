@@ -9,12 +9,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from counterflow.models.costs import estimated_costs
+from counterflow.models.cut import balance
+from counterflow.models.layers import layers_of
 from counterflow.schedule.ir import Schedule
 
 from .interpreter import LossFunction
 from .launch import launch
-from .pipeline import Pipeline, Step
-from .reference import Reference
+from .pipeline import Pipeline
+from .reference import Reference, Staleness
+from .step import Step
 from .weights import MakeOptimizer, MakeScheduler
 
 Transports = Literal["local", "gloo", "nccl"]
@@ -79,6 +83,7 @@ def verify(
     seed: int = 0,
     clip_norm: float | None = None,
     device: str = "cpu",
+    flush_after: Sequence[int] = (),
     reference: Trained | None = None,
     **options: Any,
 ) -> Agreement:
@@ -98,6 +103,7 @@ def verify(
         seed: of all random draws.
         clip_norm: gradients of a larger global norm are scaled down to it.
         device: where to compute.
+        flush_after: the steps after which the pipeline is flushed; it always is after the last.
         reference: what ``one_process`` gave for the same arguments, if it is at hand.
         options: further options of ``Pipeline``.
 
@@ -107,6 +113,10 @@ def verify(
     """
     replicas = len(batches[0])
     if reference is None:
+        modules = layers_of(list(layers))
+        cuts = options.get("cuts") or balance(
+            options.get("costs") or estimated_costs(modules), schedule.stages
+        )
         reference = one_process(
             layers,
             loss_function,
@@ -117,6 +127,8 @@ def verify(
             seed=seed,
             clip_norm=clip_norm,
             device=device,
+            staleness=Staleness.of(schedule, cuts),
+            flush_after=flush_after,
         )
     found: list[Trained] = launch(
         _train,
@@ -131,6 +143,7 @@ def verify(
             "clip_norm": clip_norm,
             "digest_every": 1,
             "timeout_seconds": timeout_seconds,
+            "flush_after": tuple(flush_after),
             **options,
         },
         workers=schedule.workers * replicas,
@@ -147,12 +160,18 @@ def one_process(
     loss_function: LossFunction,
     micro_batches: int,
     batches: MiniBatches,
+    *,
+    flush_after: Sequence[int] = (),
     **options: Any,
 ) -> Trained:
     """Train with one process; see ``Reference`` for the options."""
     replicas = len(batches[0])
     training = Reference(layers, loss_function, micro_batches, replicas=replicas, **options)
-    steps = [training.step(row) for row in batches]
+    steps = []
+    for number, row in enumerate(batches):
+        steps.append(training.step(row))
+        if number in flush_after:
+            training.flush()
     evaluation = training.evaluate(batches[0])
     return Trained(steps, evaluation, training.gradients, training.state_dict())
 
@@ -165,9 +184,17 @@ def _train(
     options: Mapping[str, Any],
 ) -> Trained:
     """One worker's part."""
+    options = dict(options)
+    flush_after = options.pop("flush_after")
     pipeline = Pipeline(layers, loss_function, schedule, **options)
     pipeline.keeps_gradients = True
-    steps = [pipeline.step(*row[pipeline.replica]) for row in batches]
+    told = []
+    for number, row in enumerate(batches):
+        told.append(pipeline.step(*row[pipeline.replica]))
+        if number in flush_after:
+            told += pipeline.flush()
+    told += pipeline.flush()
+    steps = [step for step in told if step.about is not None]
     evaluation = pipeline.evaluate(*batches[0][pipeline.replica])
     return Trained(steps, evaluation, pipeline.gradients, pipeline.state_dict())
 

@@ -67,6 +67,8 @@ class Weights:
         self.ranks = ranks
         self.worker = worker
         self.transport = transport
+        self.keeps_gradients = False
+        self.kept_gradients: dict[str, Tensor] = {}
         self._groups: dict[int, Group | None] = {}
         self._own: dict[int, Shard] = {}
         self._tied: list[Shard] = []
@@ -155,14 +157,33 @@ class Weights:
         for shard in self._tied:
             shard.wait()
 
-    def squared_norm(self) -> float:
-        """The part of the global gradient norm, squared, that this worker counts."""
+    @property
+    def shared(self) -> list[str]:
+        """Weights of the model that several stages share."""
+        return list(self._shared_names())
+
+    def counts(self, stage: int) -> bool:
+        """Whether this worker is the one of its group that counts a stage in the global norm."""
+        return self._own[stage].counted
+
+    def squared_norm(self, stage: int | None = None) -> float:
+        """The part of the global gradient norm, squared, that this worker counts; or that of a stage."""
+        if stage is not None:
+            return self._own[stage].squared_norm()
         return sum(shard.squared_norm() for shard in self._shards() if shard.counted)
 
-    def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
-        for shard in self._shards():
+    def scale(self, factor: float, stage: int | None = None) -> None:
+        """Multiply all gradients, or those of a stage."""
+        for shard in self._shards() if stage is None else (self._own[stage],):
             shard.scale(factor)
+
+    def note_gradients(self, stages: Iterable[int]) -> None:
+        """Keep a copy of the gradients that some stages are about to be updated with, if asked to."""
+        if self.keeps_gradients:
+            for stage in stages:
+                for name, parameter in self._parameters(stage).items():
+                    if parameter.grad is not None:
+                        self.kept_gradients[name] = parameter.grad.detach().clone()
 
     def update(self, stage: int) -> None:
         """Let a stage's optimiser step, and clear its gradients."""
@@ -192,15 +213,6 @@ class Weights:
             for buffer in floats:
                 buffer.copy_(flat[at : at + buffer.numel()].view_as(buffer))
                 at += buffer.numel()
-
-    def gradients(self) -> dict[str, Tensor]:
-        """A copy of the gradients at hand, by the parameters' names."""
-        found = {}
-        for stage in self.stages:
-            for name, parameter in self._parameters(stage).items():
-                if parameter.grad is not None:
-                    found[name] = parameter.grad.detach().clone()
-        return found
 
     # -- comparing and saving
 

@@ -142,7 +142,7 @@ def with_messages(program: Program, graph: OpGraph, times: tuple[list[int], list
         else:
             gaps[sender][sent].append(SendGradient(output, receiver))
             gaps[receiver][posted].append(ReceiveGradient(output, sender))
-    return _woven(program, _compute_actions(program.schedule), gaps)
+    return _woven(program, compute_actions(program.schedule), gaps)
 
 
 def with_syncs(program: Program, graph: OpGraph, times: tuple[Sequence[float], Sequence[float]]) -> Program:
@@ -200,7 +200,8 @@ def _waits_first(gaps: Gaps, schedule: Schedule) -> None:
         gaps[worker][len(order)].sort(key=lambda action: isinstance(action, Update))
 
 
-def _compute_actions(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+def compute_actions(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+    """The ops alone, as actions."""
     return tuple(
         tuple(Forward(op) if op.kind is OpKind.FORWARD else Backward(op) for op in order)
         for order in schedule.orders

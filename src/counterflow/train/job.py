@@ -33,8 +33,8 @@ from counterflow.models import (
     stage_layers,
 )
 from counterflow.schedule.ir import Schedule
+from counterflow.schedule.segments import segments
 
-from . import toml
 from .checkpoint import Checkpoint
 from .config import DataSection, ModelSection, OptimizerSection, RunConfig
 from .presets import Family
@@ -101,6 +101,21 @@ class Job:
         return section.learning_rate * rate_factor(section, self.config.train.steps, step)
 
 
+def _fits_without_flush(config: RunConfig, schedule: Schedule) -> None:
+    """Refuse what only schemes with a flush can do.
+
+    Raises:
+        ConfigError: the model's first and last stage share a weight.
+    """
+    segments(schedule, replicas=config.pipeline.replicas)  # it has enough periods, and is right
+    if getattr(config.model, "tied", False):
+        raise ConfigError(
+            f"model.tied = true: {schedule.scheme} updates each stage at its own time, and the first and the "
+            "last one would share a weight; leave it false, or choose a scheme with a flush, for example "
+            "chimera"
+        )
+
+
 def prepare(config: RunConfig, cuts: Sequence[int] | None = None) -> Job:
     """What a config trains.
 
@@ -113,10 +128,7 @@ def prepare(config: RunConfig, cuts: Sequence[int] | None = None) -> Job:
     """
     schedule = config.build_schedule()
     if not schedule.synchronous:
-        raise ConfigError(
-            f"schedule.scheme = {toml.dumps(schedule.scheme)}: it works without a flush, which the engine "
-            "cannot do yet; choose a synchronous scheme, for example chimera or dapple"
-        )
+        _fits_without_flush(config, schedule)
     text, name = _text(config.data)
     batches, loss = _data(config, text, name)
     with torch.device("meta"):
@@ -125,6 +137,12 @@ def prepare(config: RunConfig, cuts: Sequence[int] | None = None) -> Job:
     if config.train.resume is not None:
         start = Checkpoint.load(config.train.resume)
         start.check(layers, config.optimizer.name, config.train.steps)
+    first_step = start.step if start is not None else 0
+    if not schedule.synchronous and config.train.steps - first_step < schedule.periods:
+        raise ConfigError(
+            f"train.steps = {config.train.steps}: {config.train.steps - first_step} steps are fewer than "
+            f"schedule.periods = {schedule.periods}, which are timed together; make that smaller"
+        )
     cuts = tuple(_cuts(config, schedule, layers, batches) if cuts is None else cuts)
     stages = stage_layers(cuts, len(layers))
     about = About(

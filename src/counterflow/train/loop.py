@@ -21,8 +21,9 @@ from torch import Tensor
 
 from counterflow.errors import WorkerError
 from counterflow.runtime.measure import measure_stages
-from counterflow.runtime.pipeline import Pipeline, Step
-from counterflow.simulate import Costs, Span
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.step import Step
+from counterflow.simulate import Costs, Simulation, Span
 
 from .checkpoint import Checkpoint
 from .config import RunConfig
@@ -118,22 +119,25 @@ class Trainer:
         costs = self._measure()
         self.began = time.perf_counter()
         train, first = self.config.train, self.job.first_step
-        every = max(1, (train.steps - first) // _SAMPLED_PART)
-        # The first steps count memory, and the very first learns shapes: sampled only if there are no others.
-        fair = min(first + COUNTED_STEPS, train.steps - 1)
+        sampled = self._sampled()
+        window = self._window()
         stopped = False
         for number in range(first, train.steps):
+            if number == window.start:
+                self._flush()
+                self.pipeline.whole_timeline = True
             step = self._step(number)
             done = number + 1
-            if number >= fair and (done % every == 0 or done == train.steps or not self.samples):
+            if done == window.stop or number in sampled:
+                self._flush()
                 self._sample(step)
-            if train.evaluate_every and done % train.evaluate_every == 0:
-                self._evaluate()
-            if train.checkpoint_every and done % train.checkpoint_every == 0 and done < train.steps:
-                self._save()
-            stopped = done < train.steps and self._stops(done)
+                self.pipeline.whole_timeline = False
+            if done < window.stop:  # nothing may empty the pipeline, or end the run
+                continue
+            stopped = self._between_steps(done)
             if stopped:
                 break
+        self._flush()
         if not self.samples:  # stopped so early that only a step of counting was made
             self._sample(step)
         if self.validation[0] != self.pipeline.steps:
@@ -141,6 +145,36 @@ class Trainer:
         seconds = time.perf_counter() - self.began
         self._save()
         return self._finish(costs, stopped, seconds)
+
+    def _fair(self) -> int:
+        """The first step to be timed: those before count memory, and the very first learns shapes."""
+        return max(self.job.first_step, self.pipeline.counted_steps)
+
+    def _sampled(self) -> frozenset[int]:
+        """With a flush: the steps whose ops are timed."""
+        if not self.job.schedule.synchronous:
+            return frozenset()
+        first, steps = self.job.first_step, self.config.train.steps
+        every = max(1, (steps - first) // _SAMPLED_PART)
+        fair = range(min(self._fair(), steps - 1), steps)
+        return frozenset({fair[0], fair[-1]} | {number for number in fair if (number + 1) % every == 0})
+
+    def _window(self) -> range:
+        """Without a flush: the steps that are timed together, from an empty pipeline to an empty one."""
+        schedule = self.job.schedule
+        if schedule.synchronous:
+            return range(0)
+        start = min(self._fair(), self.config.train.steps - schedule.periods)
+        return range(start, start + schedule.periods)
+
+    def _between_steps(self, done: int) -> bool:
+        """Evaluate and save if it is time to; whether the run is to end here."""
+        train = self.config.train
+        if train.evaluate_every and done % train.evaluate_every == 0:
+            self._evaluate()
+        if train.checkpoint_every and done % train.checkpoint_every == 0 and done < train.steps:
+            self._save()
+        return done < train.steps and self._stops(done)
 
     # -- before
 
@@ -161,16 +195,26 @@ class Trainer:
     def _step(self, number: int) -> Step:
         inputs, targets = self._batch(number) if self.reads else (None, None)
         step = self.pipeline.step(inputs, targets)
-        self.losses.append(step.loss)
+        self._told(step)
+        return step
+
+    def _flush(self) -> None:
+        for step in self.pipeline.flush():
+            self._told(step)
+
+    def _told(self, step: Step) -> None:
+        """Note what came of a step; without a flush that is known only by a later one."""
         self.training_seconds += step.seconds
+        if step.about is None:
+            return
+        self.losses.append(step.loss)
         self._record(
-            step=number + 1,
+            step=step.about + 1,
             loss=step.loss,
             grad_norm=self._finite("gradient norm", step.grad_norm),
-            learning_rate=self.job.learning_rate(number),
+            learning_rate=self.job.learning_rate(step.about),
             samples_per_second=step.samples / step.seconds,
         )
-        return step
 
     def _finite(self, name: str, value: float) -> float:
         if math.isfinite(value):
@@ -187,11 +231,12 @@ class Trainer:
 
     def _sample(self, step: Step) -> None:
         rows = self.pipeline.timeline()
-        spans = (Span(w, ran.op, ran.start, ran.end) for w, row in enumerate(rows) for ran in row)
+        spans = (Span(w, *ran) for w, row in enumerate(rows) for ran in row)
         self.samples.append((step, tuple(spans)))
 
     def _evaluate(self) -> None:
         """The loss on a fixed set of samples, mini-batch by mini-batch."""
+        self._flush()
         samples = self.config.train.samples
         pieces = max(1, _VALIDATION_SAMPLES // (samples * self.pipeline.replicas))
         inputs, targets = self.job.batches.validation(
@@ -216,6 +261,7 @@ class Trainer:
     # -- after
 
     def _save(self) -> None:
+        self._flush()
         checkpoint = Checkpoint.of(self.pipeline, self.config.optimizer.name)
         if self.folder is not None:
             checkpoint.save(self.folder.path / CHECKPOINT)
@@ -243,15 +289,22 @@ class Trainer:
             training_loss=statistics.fmean(self.losses),
             training_steps=len(self.losses),
             validation_loss=self.validation[1],
+            timed_together=self.job.schedule.periods,
             sampled_steps=tuple(step.number + 1 for step, _ in self.samples),
             step_seconds=statistics.median(step.seconds for step, _ in self.samples),
             ops_seconds=Pair(statistics.median(o.makespan for o in ops), predicted.makespan),
-            bubble_ratio=Pair(statistics.median(o.bubble_ratio for o in ops), predicted.bubble_ratio),
+            bubble_ratio=Pair(statistics.median(map(_bubbles, ops)), _bubbles(predicted)),
             saved_bytes=tuple(Pair(*pair) for pair in zip(map(float, saved), peaks, strict=True)),
         )
         self.folder.put_timeline(middle)
         self.folder.put_summary(summary)
         return summary
+
+
+def _bubbles(timeline: Simulation) -> float:
+    """Share of the time in which workers have no op to run; without a flush in the steady part."""
+    steady = timeline.steady_bubble_ratio
+    return timeline.bubble_ratio if steady is None else steady
 
 
 def _rows(tensors: Tensor | tuple[Tensor, ...], rows: slice) -> Tensor | tuple[Tensor, ...]:

@@ -97,10 +97,13 @@ class Summary:
         training_loss: mean of the last ``training_steps`` steps.
         training_steps: 10, or fewer if there were fewer.
         validation_loss: on the part of the text that is kept for it, after the last step.
-        sampled_steps: whose ops were timed; the three figures below are medians over them.
+        timed_together: steps; 1, or without a flush those from an empty pipeline to an empty one.
+        sampled_steps: whose ops were timed (the last of those timed together); the three figures below are
+            medians over them.
         step_seconds: of a whole step: ops, syncs, updates and agreement.
         ops_seconds: from the first op's start to the last one's end.
-        bubble_ratio: share of that in which workers have no op to run.
+        bubble_ratio: share of that in which workers have no op to run; without a flush between warm-up and
+            drain.
         saved_bytes: most bytes saved for backward at once, by worker.
     """
 
@@ -112,6 +115,7 @@ class Summary:
     training_loss: float
     training_steps: int
     validation_loss: float
+    timed_together: int
     sampled_steps: tuple[int, ...]
     step_seconds: float
     ops_seconds: Pair

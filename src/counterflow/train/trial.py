@@ -46,7 +46,7 @@ def small_trial(
     steps: int = 3,
     dtype: torch.dtype = torch.float64,
     dropout: float = 0.1,
-    tied: bool = True,
+    tied: bool | None = None,
     seed: int = 0,
 ) -> Trial:
     """A trial for a schedule: as many layers as it has stages, or two more; samples that divide unevenly.
@@ -57,7 +57,7 @@ def small_trial(
         steps: mini-batches for each.
         dtype: of the weights.
         dropout: share dropped.
-        tied: whether embedding and output layer share their weight.
+        tied: whether embedding and output layer share their weight; by default if there is a flush.
         seed: of weights and mini-batches.
     """
     config = GPTConfig(
@@ -67,7 +67,7 @@ def small_trial(
         vocabulary=17,
         positions=4,
         dropout=dropout,
-        tied=tied,
+        tied=schedule.synchronous if tied is None else tied,
         deviation=0.3,
     )
     with torch.random.fork_rng(devices=[]):

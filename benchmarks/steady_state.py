@@ -1,0 +1,185 @@
+"""Schemes without a flush on emulated devices: is there no bubble between warm-up and drain?
+
+    python benchmarks/steady_state.py [--depths 4] [--payloads 4KiB 4MiB] [--periods 12] [--keep]
+
+Claim: at D=4 with messages of 4 KiB a period takes at most 1.03 of N (F + B), for every asynchronous scheme.
+
+Devices, stages and messages are those of `emulated_device.py`: a worker's share of the model takes 20 ms
+forward and 40 ms backward a micro-batch. The pipeline is filled once; then, without any flush, the time
+from one step's return to the return of a later one is taken on every worker, and divided by the periods
+between. The table shows the slowest worker, and beside it the same scheme with what a flush after every
+period would cost: the simulator's time of one period with its warm-up and drain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from emulated_device import (
+    BACKWARD_SECONDS,
+    BYTES,
+    FORWARD_SECONDS,
+    GOAL,
+    RESULTS,
+    SAMPLES,
+    note,
+    precise_sleep,
+    simulated,
+    sleepers,
+    trivial_loss,
+    undisturbed,
+)
+from machine import load, machine, shown
+
+import counterflow as cf
+from counterflow.runtime.world import current_transport
+
+
+@dataclass(slots=True)
+class Row:
+    name: str
+    micro_batches: int
+    copies: float
+    ideal: float
+    flushed: float
+    periods: list[float]
+    versions: list[int]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.periods)
+
+    @property
+    def ratio(self) -> float:
+        return self.median / self.ideal
+
+
+@dataclass(frozen=True)
+class Settings:
+    payloads: tuple[str, ...]
+    periods: int
+    repeats: int
+    only: tuple[str, ...]
+
+
+def schedules(depth: int) -> dict[str, cf.Schedule]:
+    s = cf.schemes
+    return {
+        "pipedream": s.pipedream(depth),
+        f"pipedream-2bw N={depth}": s.pipedream_2bw(depth, depth),
+        f"pipedream-2bw N={2 * depth}": s.pipedream_2bw(depth, 2 * depth),
+        f"wpipe M={depth}": s.wpipe(depth, depth),
+        f"wpipe M={2 * depth}": s.wpipe(depth, 2 * depth),
+    }
+
+
+def one_period(schedule: cf.Schedule) -> cf.Schedule:
+    """A period by itself, from an empty pipeline to an empty one."""
+    orders = tuple(
+        tuple(replace(op, version=0) for op in order if schedule.period_of(op) == 0)
+        for order in schedule.orders
+    )
+    return replace(schedule, orders=orders, periods=1, steady=None)
+
+
+def work(settings: Settings) -> dict[str, list[Row]]:
+    """What every worker runs; the rows by payload."""
+    torch.set_num_threads(1)
+    undisturbed()
+    precise_sleep()
+    transport = current_transport()
+    depth, rank = transport.world_size, transport.rank
+    found: dict[str, list[Row]] = {}
+    for payload in settings.payloads:
+        for name, schedule in schedules(depth).items():
+            if settings.only and not any(word in name for word in settings.only):
+                continue
+            count = schedule.micro_batches
+            ideal = count * (FORWARD_SECONDS + BACKWARD_SECONDS)
+            copies = sum(simulated(schedule).weight_copies) / schedule.stages
+            row = Row(name, count, copies, ideal, simulated(one_period(schedule)).makespan, [], [])
+            pipeline = cf.Pipeline(
+                sleepers(schedule.stages, depth),
+                trivial_loss,
+                schedule,
+                cuts=range(1, schedule.stages),
+                optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+                digest_every=0,
+            )
+            inputs = torch.empty(count * SAMPLES, BYTES[payload] // 4 // SAMPLES)
+            targets = torch.zeros(count * SAMPLES)
+            gc.collect()
+            gc.freeze()
+            for _ in range(2 * depth + 4):
+                pipeline.step(inputs, targets)
+            for _ in range(settings.repeats):
+                begin = time.perf_counter()
+                for _ in range(settings.periods):
+                    pipeline.step(inputs, targets)
+                row.periods.append((time.perf_counter() - begin) / settings.periods)
+            pipeline.flush()
+            rows = transport.gather(row.periods)
+            row.periods = [max(each) for each in zip(*rows, strict=True)]
+            held = transport.gather([float(sum(pipeline.peak_versions.values()))])
+            row.versions = [int(each[0]) for each in held]
+            found.setdefault(payload, []).append(row)
+            note(rank, f"D={depth} {payload}: {name} {row.median * 1e3:.1f} ms, ratio {row.ratio:.3f}")
+    return found
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    lines = [
+        "| scheme | versions and stages held, by worker | N (F + B), ms | a period, ms | least .. most | ratio "
+        "| with a flush, simulated ms | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row.name} | {' '.join(map(str, row.versions))} | {row.ideal * 1e3:.0f} | {row.median * 1e3:.1f} "
+            f"| {min(row.periods) * 1e3:.1f} .. {max(row.periods) * 1e3:.1f} | {row.ratio:.3f} "
+            f"| {row.flushed * 1e3:.0f} | {'' if row.ratio <= GOAL else 'over 1.03'} |"
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--depths", type=int, nargs="+", default=[4])
+    parser.add_argument("--payloads", nargs="+", choices=BYTES, default=list(BYTES))
+    parser.add_argument("--periods", type=int, default=6, help="periods timed together")
+    parser.add_argument("--repeats", type=int, default=5, help="times that is done, without a flush between")
+    parser.add_argument("--only", nargs="+", default=[], help="schemes whose name has one of these words")
+    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/steady_state.*")
+    options = parser.parse_args()
+    about = machine()
+    settings = Settings(tuple(options.payloads), options.periods, options.repeats, tuple(options.only))
+    lines = [f"# python benchmarks/steady_state.py, {shown(about)}"]
+    lines.append(
+        f"# medians of {settings.repeats} times {settings.periods} periods; 20 ms forward, 40 ms backward a "
+        "worker and micro-batch"
+    )
+    data: list[dict[str, object]] = []
+    for depth in options.depths:
+        found = cf.launch(work, settings, workers=depth, transport="gloo", threads=1)[0]
+        for payload, rows in found.items():
+            lines += ["", f"## D={depth}, messages of {payload}", "", *table(rows)]
+            data += [{"depth": depth, "payload": payload, **asdict(row)} for row in rows]
+    about["load_after"] = round(load(), 2)
+    print("\n".join(lines))
+    if options.keep:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "steady_state.txt").write_text("\n".join(lines) + "\n")
+        (RESULTS / "steady_state.json").write_text(
+            json.dumps({"machine": about, "rows": data}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

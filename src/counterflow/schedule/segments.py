@@ -1,0 +1,388 @@
+"""An asynchronous schedule, cut where its mini-batches come in: segments that a trainer plays one a step.
+
+Segment k is what every worker can do once mini-batch k is there: its ops up to the first one of period
+k + 1. From some k on the segments are the same but for their numbers; so training may go on for as long as
+it likes. A drain is what is left after segment k if no mini-batch follows.
+
+Invariant: segments 0 to k and the drain after k, one after another, are a program of the same scheme with
+k + 1 periods, which the checker accepts; that is looked at here, up to one repetition of the last segment.
+A message is sent and its receive posted in the same segment, so that nothing is awaited of a period that
+may never come.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from counterflow.errors import ConfigError, ScheduleError
+
+from .actions import (
+    Action,
+    Backward,
+    Forward,
+    Program,
+    Receive,
+    ReceiveActivation,
+    ReceiveGradient,
+    Send,
+    SendActivation,
+    SendGradient,
+    Update,
+    WaitGradientSync,
+)
+from .graph import OpGraph
+from .ir import Op, OpKind, Schedule
+from .lowering import compute_actions, unit_times, with_syncs, with_updates
+from .registry import SCHEMES, build
+from .rules import DEADLOCK_RENDEZVOUS, MESSAGES, RULES, SYNCS, VERSIONS, Subject, require
+
+Tagged = tuple[int, Action]
+"""The segment an action belongs to, and the action."""
+
+Gaps = list[dict[int, list[Tagged]]]
+"""For each worker, what stands before its op number i (i = number of ops: at the end)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """What the workers run as mini-batches come in.
+
+    Attributes:
+        schedule: what was cut.
+        steady: the segments, by mini-batch since the pipeline was empty; the last one repeats.
+        drains: what is left after each of them.
+        update_lag: segments from a period's own to the one in which its last update is made.
+        spread: segments until the slowest worker has ended what the fastest ended, if ops take 1 and 2.
+    """
+
+    schedule: Schedule
+    steady: tuple[Program, ...]
+    drains: tuple[Program, ...]
+    update_lag: int
+    spread: int
+
+    @property
+    def last(self) -> int:
+        """The number of the segment that repeats."""
+        return len(self.steady) - 1
+
+    @property
+    def periods_in_flight(self) -> int:
+        """The most periods of which something is left to do at once, the newest one included."""
+        return 1 + max(
+            number - self.schedule.period_of(op)
+            for programs in (self.steady, self.drains)
+            for number, program in enumerate(programs)
+            for actions in program.actions
+            for op in _ops(actions)
+        )
+
+    def program(self, periods: int) -> Program:
+        """All actions of a training of some periods, the drain at its end included.
+
+        >>> from counterflow.schedule.schemes import pipedream
+        >>> print(*segments(pipedream(stages=2)).program(1).actions[0], sep="; ")
+        Forward F0.0; ReceiveGradient B0.1 from worker 1; SendActivation F0.0 to worker 1; \
+Backward B0.0; Update stage 0 to version 1
+        """
+        parts = [self.steady[min(k, self.last)] for k in range(periods)]
+        shifts = [max(0, k - self.last) for k in range(periods)]
+        parts.append(self.drains[min(periods - 1, self.last)])
+        shifts.append(shifts[-1])
+        count = self.schedule.micro_batches
+        actions = tuple(
+            tuple(
+                shifted(action, shift, count)
+                for part, shift in zip(parts, shifts, strict=True)
+                for action in part.actions[worker]
+            )
+            for worker in range(self.schedule.workers)
+        )
+        orders = tuple(tuple(_ops(row)) for row in actions)
+        whole = replace(self.schedule, orders=orders, periods=periods, steady=None)
+        return Program(whole, actions, parts[0].replicas, parts[0].sync)
+
+
+def segments(schedule: Schedule, *, replicas: int = 1) -> Segments:
+    """Cut an asynchronous schedule, and check every training that its segments can make.
+
+    Args:
+        schedule: an asynchronous schedule that the checker accepts. One that was made by hand needs enough
+            periods to show what repeats; of a scheme's own as many are made as that takes.
+        replicas: pipeline groups that share each stage's gradients, 1 or more.
+
+    Raises:
+        ConfigError: it has too few periods, or is synchronous.
+        ScheduleError: the schedule, or what it is cut into, breaks a rule of the checker.
+    """
+    if schedule.synchronous:
+        raise ConfigError(f"{schedule} is synchronous: each mini-batch runs its whole order")
+    require(Subject(schedule), (rule for rule in RULES if not rule.lowered))
+    cut = _Cut(schedule, replicas)
+    last = cut.repeats_from()
+    while last is None:
+        longer = _longer(cut.schedule)
+        if longer is None:
+            raise ConfigError(
+                f"{schedule}: its {schedule.periods} periods do not reach the part that repeats; "
+                "make it with more"
+            )
+        cut = _Cut(longer, replicas)
+        last = cut.repeats_from()
+    steady = tuple(cut.segment(k) for k in range(last + 1))
+    drains = tuple(cut.drain(k) for k in range(last + 1))
+    found = Segments(cut.schedule, steady, drains, cut.update_lag(last), cut.spread(last))
+    for periods in range(1, last + 3):
+        program = found.program(periods)
+        rules = MESSAGES, DEADLOCK_RENDEZVOUS, VERSIONS, SYNCS
+        require(Subject(program.schedule, program), rules)
+    return found
+
+
+def _longer(schedule: Schedule) -> Schedule | None:
+    """The same with more periods, if it is just as its scheme makes it; within reason."""
+    options = dict(schedule.options)
+    known = SCHEMES.get(schedule.scheme)
+    if known is None or "periods" not in options or schedule.periods > 4 * schedule.stages + 16:
+        return None
+    if build(schedule.scheme, options) != schedule:
+        return None
+    return build(schedule.scheme, options | {"periods": 2 * schedule.periods})
+
+
+def shifted(action: Action, periods: int, micro_batches: int) -> Action:
+    """The same action, some periods of ``micro_batches`` later."""
+    if not periods:
+        return action
+    match action:
+        case Forward(op) | Backward(op):
+            return type(action)(later(op, periods, micro_batches))
+        case Update(stage, version, frees):
+            return Update(stage, version + periods, tuple(v + periods for v in frees))
+        case (
+            SendActivation(op, peer)
+            | SendGradient(op, peer)
+            | ReceiveActivation(op, peer)
+            | ReceiveGradient(op, peer)
+        ):
+            return type(action)(later(op, periods, micro_batches), peer)
+        case _:
+            return replace(action, period=action.period + periods)
+
+
+def later(op: Op, periods: int, micro_batches: int) -> Op:
+    """The same op, some periods of ``micro_batches`` later."""
+    moved = tuple(m + periods * micro_batches for m in op.micro_batches)
+    return replace(op, micro_batches=moved, version=op.version + periods)
+
+
+def _ops(actions: Iterable[Action]) -> Iterator[Op]:
+    return (action.op for action in actions if isinstance(action, Forward | Backward))
+
+
+class _Cut:
+    """One schedule under the knife."""
+
+    def __init__(self, schedule: Schedule, replicas: int) -> None:
+        self.schedule = schedule
+        self.replicas = replicas
+        self.bounds = [self._bounds(order) for order in schedule.orders]
+        graph = OpGraph(schedule)
+        _, self.ends = unit_times(graph)
+        self.graph = graph
+        self.gaps: Gaps = [defaultdict(list) for _ in schedule.orders]
+        _post(self.gaps, graph, self.ends, self.bounds, range(schedule.periods))
+        program = self._updated(schedule)
+        for worker, actions in enumerate(program.actions):
+            for index, action in _beside_ops(actions):
+                number = self._number_of(worker, index, action, program.needs_sync)
+                self.gaps[worker][index].append((number, action))
+
+    def _updated(self, schedule: Schedule) -> Program:
+        """Ops, syncs and updates without messages."""
+        graph = OpGraph(schedule)
+        program = Program(schedule, compute_actions(schedule), self.replicas)
+        return with_updates(with_syncs(program, graph, unit_times(graph)))
+
+    def _bounds(self, order: Sequence[Op]) -> list[int]:
+        """Where each segment begins in an order, and its end."""
+        first: dict[int, int] = {}
+        for index, op in enumerate(order):
+            first.setdefault(self.schedule.period_of(op), index)
+        bounds = [first[period] for period in range(self.schedule.periods)]
+        if bounds[0] or bounds != sorted(bounds):
+            raise ScheduleError(
+                f"{self.schedule}: periods must begin one after another on every worker; these begin at the "
+                f"ops {', '.join(map(str, bounds))} of an order"
+            )
+        return [*bounds, len(order)]
+
+    def _number_of(self, worker: int, index: int, action: Action, needs_sync: bool) -> int:
+        """The segment of a sync or an update before op ``index``.
+
+        Where a segment ends, what has to be waited for belongs to the next one, and the rest to it.
+        """
+        number = bisect_right(self.bounds[worker], index) - 1
+        if number == self.schedule.periods:  # at the very end
+            return number - 1
+        waits = isinstance(action, WaitGradientSync) or (isinstance(action, Update) and needs_sync)
+        return number - (index == self.bounds[worker][number] and not waits)
+
+    # -- segments
+
+    def segment(self, number: int) -> Program:
+        """What every worker runs when mini-batch ``number`` is there."""
+        rows = []
+        for worker, order in enumerate(self.schedule.orders):
+            start, stop = self.bounds[worker][number : number + 2]
+            rows.append(tuple(_woven(order, self.gaps[worker], start, stop, number)))
+        return Program(self.schedule, tuple(rows), self.replicas)
+
+    def repeats_from(self) -> int | None:
+        """The first segment that all later ones repeat; None if none does in these periods."""
+        made = [self.segment(k) for k in range(self.schedule.periods - 1)]  # the last one drains as well
+        count = self.schedule.micro_batches
+        same = [
+            later.actions == tuple(tuple(shifted(a, 1, count) for a in row) for row in one.actions)
+            for one, later in pairwise(made)
+        ]
+        found = len(same)
+        while found and same[found - 1]:
+            found -= 1
+        return found if found < len(same) else None
+
+    def drain(self, number: int) -> Program:
+        """What is left after segment ``number`` if nothing follows."""
+        count = number + 1
+        orders = tuple(
+            tuple(op for op in order if self.schedule.period_of(op) < count) for order in self.schedule.orders
+        )
+        short = replace(self.schedule, orders=orders, periods=count, steady=None)
+        graph = OpGraph(short)
+        _, ends = unit_times(graph)
+        begins = [self.bounds[worker][count] for worker in range(short.workers)]
+        gaps: Gaps = [defaultdict(list) for _ in orders]
+        cut = [[0] * count + [b, len(order)] for b, order in zip(begins, orders, strict=True)]
+        _post(gaps, graph, ends, cut, (count,))
+        made = [self.segment(k) for k in range(count)]
+        rows = []
+        for worker, actions in enumerate(self._updated(short).actions):
+            before = [action for program in made for action in program.actions[worker]]
+            done = {_named(action) for action in before}
+            for index, action in _beside_ops(actions):
+                if _named(action) not in done:
+                    gaps[worker][index].append((count, action))
+            row = _woven(orders[worker], gaps[worker], begins[worker], len(orders[worker]), count)
+            rows.append(tuple(_freeing(before, list(row))))
+        return Program(self.schedule, tuple(rows), self.replicas)
+
+    # -- what is known of all segments
+
+    def update_lag(self, number: int) -> int:
+        """Segments from a period's own to the one with its last update."""
+        program = self.segment(number)
+        return max(number + 1 - a.version for row in program.actions for a in row if isinstance(a, Update))
+
+    def spread(self, number: int) -> int:
+        """Segments until the slowest worker has ended what the fastest has."""
+        first, second = (
+            [self.ends[self.graph.first[w] + bounds[k + 1] - 1] for w, bounds in enumerate(self.bounds)]
+            for k in (number, number + 1)
+        )
+        period = max(late - early for early, late in zip(first, second, strict=True))
+        return max(1, math.ceil((max(first) - min(first)) / period))
+
+
+def _post(
+    gaps: Gaps, graph: OpGraph, ends: Sequence[int], bounds: Sequence[Sequence[int]], numbers: Iterable[int]
+) -> None:
+    """Put the messages that are sent in some segments into the gaps, as ``lowering.with_messages`` does.
+
+    The order of two workers' messages is the order of their sending, segment by segment. A receive is
+    posted before the op during which its message is sent, as far as its own segment reaches.
+    """
+    wanted = set(numbers)
+    latest: dict[tuple[int, int], int] = defaultdict(int)
+    by_worker = [ends[graph.first[w] : graph.first[w + 1]] for w in range(len(bounds))]
+    placed = []
+    for source, target in graph.messages:
+        sender = graph.worker[source]
+        sent = source - graph.first[sender]
+        number = bisect_right(bounds[sender], sent) - 1
+        if number in wanted:
+            placed.append((number, ends[source], sender, source, target))
+    for number, end, sender, source, target in sorted(placed):
+        receiver, output = graph.worker[target], graph.ops[source]
+        sent = source - graph.first[sender] + 1
+        needed = target - graph.first[receiver]
+        running = bisect_right(by_worker[receiver], end)
+        start, stop = bounds[receiver][number : number + 2]
+        if needed < start:
+            raise ScheduleError(
+                f"{graph.place(target)} comes before the mini-batch that {graph.place(source)} needs; "
+                "the schedule cannot be run as mini-batches come in"
+            )
+        posted = max(min(running, needed - 1, stop), start, latest[receiver, sender])
+        latest[receiver, sender], latest[sender, receiver] = posted, sent
+        forward = output.kind is OpKind.FORWARD
+        send: Send = (SendActivation if forward else SendGradient)(output, receiver)
+        receive: Receive = (ReceiveActivation if forward else ReceiveGradient)(output, sender)
+        gaps[sender][sent].append((number, send))
+        gaps[receiver][posted].append((number, receive))
+
+
+def _beside_ops(actions: Iterable[Action]) -> Iterator[tuple[int, Action]]:
+    """What is no op, with the number of ops before it."""
+    index = 0
+    for action in actions:
+        if isinstance(action, Forward | Backward):
+            index += 1
+        else:
+            yield index, action
+
+
+def _woven(
+    order: Sequence[Op], gaps: dict[int, list[Tagged]], start: int, stop: int, number: int
+) -> Iterator[Action]:
+    """The ops ``start`` to ``stop`` of an order with all in the gaps that belongs to segment ``number``."""
+    for index in range(start, stop + 1):
+        yield from (action for tag, action in gaps.get(index, ()) if tag == number)
+        if index < stop:
+            op = order[index]
+            yield Forward(op) if op.kind is OpKind.FORWARD else Backward(op)
+
+
+def _named(action: Action) -> tuple[type[Action], int, int] | None:
+    """What tells a sync or an update from others; what an update frees does not."""
+    match action:
+        case Update(stage, version, _):
+            return Update, stage, version
+        case Forward() | Backward() | SendActivation() | SendGradient():
+            return None
+        case ReceiveActivation() | ReceiveGradient():
+            return None
+        case _:
+            return type(action), action.stage, action.period
+
+
+def _freeing(before: Iterable[Action], row: list[Action]) -> Iterator[Action]:
+    """A worker's drain, whose updates free what nothing after them uses of what is held by then."""
+    held: dict[int, set[int]] = defaultdict(lambda: {0})
+    for action in before:
+        if isinstance(action, Update):
+            held[action.stage] |= {action.version}
+            held[action.stage] -= set(action.frees)
+    for index, action in enumerate(row):
+        if not isinstance(action, Update):
+            yield action
+            continue
+        used = {op.version for op in _ops(row[index:]) if op.stage == action.stage}
+        there = held[action.stage]
+        frees = tuple(sorted(v for v in there if v < min(used, default=action.version)))
+        held[action.stage] = (there | {action.version}) - set(frees)
+        yield replace(action, frees=frees)
