@@ -19,11 +19,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, ScheduleError
 
 from .actions import (
     Action,
@@ -123,26 +123,55 @@ def unit_times(graph: OpGraph) -> tuple[list[int], list[int]]:
 
 def with_messages(program: Program, graph: OpGraph, times: tuple[list[int], list[int]]) -> Program:
     """Compute actions, each send right after its op, each receive early (see the module docstring)."""
-    gaps: Gaps = [defaultdict(list) for _ in program.schedule.orders]
-    _, end = times
-    ends = [end[graph.first[w] : graph.first[w + 1]] for w in range(program.schedule.workers)]
-    latest: dict[tuple[int, int], int] = defaultdict(int)
-    by_sending = sorted(graph.messages, key=lambda m: (end[m[0]], graph.worker[m[0]], m[0]))
-    for source, target in by_sending:
-        sender, receiver = graph.worker[source], graph.worker[target]
-        output = graph.ops[source]
-        sent = source - graph.first[sender] + 1
-        running = bisect_right(ends[receiver], end[source])
-        needed = target - graph.first[receiver]
-        posted = max(min(running, needed - 1), latest[receiver, sender])
-        latest[receiver, sender], latest[sender, receiver] = posted, sent
-        if output.kind is OpKind.FORWARD:
-            gaps[sender][sent].append(SendActivation(output, receiver))
-            gaps[receiver][posted].append(ReceiveActivation(output, sender))
-        else:
-            gaps[sender][sent].append(SendGradient(output, receiver))
-            gaps[receiver][posted].append(ReceiveGradient(output, sender))
+    orders = program.schedule.orders
+    gaps: Gaps = [defaultdict(list) for _ in orders]
+    for worker, index, _, action in messages(graph, times[1], [(0, len(order)) for order in orders]):
+        gaps[worker][index].append(action)
     return _woven(program, compute_actions(program.schedule), gaps)
+
+
+def messages(
+    graph: OpGraph, ends: Sequence[int], bounds: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, int, int, Action]]:
+    """Sends and receives, as (worker, op before which it stands, segment, action).
+
+    Two workers' messages are in the order of their sending, segment by segment. A receive is posted before
+    the op during which its message is sent and at least one op before it is needed, as far as the segment
+    reaches in which its message is sent.
+
+    Args:
+        graph: the ops.
+        ends: of every op, in any unit.
+        bounds: by worker, the op with which each segment begins, and the number of its ops.
+
+    Raises:
+        ScheduleError: a message is needed in an earlier segment than the one it is sent in.
+    """
+    latest: dict[tuple[int, int], int] = defaultdict(int)
+    by_worker = [ends[graph.first[w] : graph.first[w + 1]] for w in range(len(bounds))]
+    placed = []
+    for source, target in graph.messages:
+        sender = graph.worker[source]
+        number = bisect_right(bounds[sender], source - graph.first[sender]) - 1
+        placed.append((number, ends[source], sender, source, target))
+    for number, end, sender, source, target in sorted(placed):
+        receiver, output = graph.worker[target], graph.ops[source]
+        sent = source - graph.first[sender] + 1
+        needed = target - graph.first[receiver]
+        running = bisect_right(by_worker[receiver], end)
+        start, stop = bounds[receiver][number : number + 2]
+        if needed < start:
+            raise ScheduleError(
+                f"{graph.place(target)} comes before the mini-batch that {graph.place(source)} needs; "
+                "the schedule cannot be run as mini-batches come in"
+            )
+        posted = max(min(running, needed - 1, stop), start, latest[receiver, sender])
+        latest[receiver, sender], latest[sender, receiver] = posted, sent
+        forward = output.kind is OpKind.FORWARD
+        send: Action = (SendActivation if forward else SendGradient)(output, receiver)
+        receive: Action = (ReceiveActivation if forward else ReceiveGradient)(output, sender)
+        yield sender, sent, number, send
+        yield receiver, posted, number, receive
 
 
 def with_syncs(program: Program, graph: OpGraph, times: tuple[Sequence[float], Sequence[float]]) -> Program:

@@ -26,18 +26,17 @@ from .actions import (
     Backward,
     Forward,
     Program,
-    Receive,
     ReceiveActivation,
     ReceiveGradient,
-    Send,
     SendActivation,
     SendGradient,
+    StartGradientSync,
     Update,
     WaitGradientSync,
 )
 from .graph import OpGraph
 from .ir import Op, OpKind, Schedule
-from .lowering import compute_actions, unit_times, with_syncs, with_updates
+from .lowering import compute_actions, messages, unit_times, with_syncs, with_updates
 from .registry import SCHEMES, build
 from .rules import DEADLOCK_RENDEZVOUS, MESSAGES, RULES, SYNCS, VERSIONS, Subject, require
 
@@ -134,7 +133,7 @@ def segments(schedule: Schedule, *, replicas: int = 1) -> Segments:
             )
         cut = _Cut(longer, replicas)
         last = cut.repeats_from()
-    steady = tuple(cut.segment(k) for k in range(last + 1))
+    steady = tuple(cut.segments[: last + 1])
     drains = tuple(cut.drain(k) for k in range(last + 1))
     found = Segments(cut.schedule, steady, drains, cut.update_lag(last), cut.spread(last))
     for periods in range(1, last + 3):
@@ -192,22 +191,21 @@ class _Cut:
         self.schedule = schedule
         self.replicas = replicas
         self.bounds = [self._bounds(order) for order in schedule.orders]
-        graph = OpGraph(schedule)
-        _, self.ends = unit_times(graph)
-        self.graph = graph
-        self.gaps: Gaps = [defaultdict(list) for _ in schedule.orders]
-        _post(self.gaps, graph, self.ends, self.bounds, range(schedule.periods))
-        program = self._updated(schedule)
+        self.graph = OpGraph(schedule)
+        _, self.ends = times = unit_times(self.graph)
+        gaps = _posted(self.graph, self.ends, self.bounds)
+        program = self._updated(self.graph, times)
         for worker, actions in enumerate(program.actions):
             for index, action in _beside_ops(actions):
                 number = self._number_of(worker, index, action, program.needs_sync)
-                self.gaps[worker][index].append((number, action))
+                gaps[worker][index].append((number, action))
+        self.segments = [self._segment(gaps, number) for number in range(schedule.periods)]
+        """What every worker runs when each mini-batch is there; the last one drains as well."""
 
-    def _updated(self, schedule: Schedule) -> Program:
+    def _updated(self, graph: OpGraph, times: tuple[list[int], list[int]]) -> Program:
         """Ops, syncs and updates without messages."""
-        graph = OpGraph(schedule)
-        program = Program(schedule, compute_actions(schedule), self.replicas)
-        return with_updates(with_syncs(program, graph, unit_times(graph)))
+        program = Program(graph.schedule, compute_actions(graph.schedule), self.replicas)
+        return with_updates(with_syncs(program, graph, times))
 
     def _bounds(self, order: Sequence[Op]) -> list[int]:
         """Where each segment begins in an order, and its end."""
@@ -235,21 +233,19 @@ class _Cut:
 
     # -- segments
 
-    def segment(self, number: int) -> Program:
-        """What every worker runs when mini-batch ``number`` is there."""
+    def _segment(self, gaps: Gaps, number: int) -> Program:
         rows = []
         for worker, order in enumerate(self.schedule.orders):
             start, stop = self.bounds[worker][number : number + 2]
-            rows.append(tuple(_woven(order, self.gaps[worker], start, stop, number)))
+            rows.append(tuple(_woven(order, gaps[worker], start, stop, number)))
         return Program(self.schedule, tuple(rows), self.replicas)
 
     def repeats_from(self) -> int | None:
         """The first segment that all later ones repeat; None if none does in these periods."""
-        made = [self.segment(k) for k in range(self.schedule.periods - 1)]  # the last one drains as well
         count = self.schedule.micro_batches
         same = [
-            later.actions == tuple(tuple(shifted(a, 1, count) for a in row) for row in one.actions)
-            for one, later in pairwise(made)
+            after.actions == tuple(tuple(shifted(a, 1, count) for a in row) for row in one.actions)
+            for one, after in pairwise(self.segments[:-1])
         ]
         found = len(same)
         while found and same[found - 1]:
@@ -264,15 +260,13 @@ class _Cut:
         )
         short = replace(self.schedule, orders=orders, periods=count, steady=None)
         graph = OpGraph(short)
-        _, ends = unit_times(graph)
+        times = unit_times(graph)
         begins = [self.bounds[worker][count] for worker in range(short.workers)]
-        gaps: Gaps = [defaultdict(list) for _ in orders]
-        cut = [[0] * count + [b, len(order)] for b, order in zip(begins, orders, strict=True)]
-        _post(gaps, graph, ends, cut, (count,))
-        made = [self.segment(k) for k in range(count)]
+        cut = [[*bounds[: count + 1], len(order)] for bounds, order in zip(self.bounds, orders, strict=True)]
+        gaps = _posted(graph, times[1], cut)
         rows = []
-        for worker, actions in enumerate(self._updated(short).actions):
-            before = [action for program in made for action in program.actions[worker]]
+        for worker, actions in enumerate(self._updated(graph, times).actions):
+            before = [action for program in self.segments[:count] for action in program.actions[worker]]
             done = {_named(action) for action in before}
             for index, action in _beside_ops(actions):
                 if _named(action) not in done:
@@ -285,8 +279,8 @@ class _Cut:
 
     def update_lag(self, number: int) -> int:
         """Segments from a period's own to the one with its last update."""
-        program = self.segment(number)
-        return max(number + 1 - a.version for row in program.actions for a in row if isinstance(a, Update))
+        rows = self.segments[number].actions
+        return max(number + 1 - a.version for row in rows for a in row if isinstance(a, Update))
 
     def spread(self, number: int) -> int:
         """Segments until the slowest worker has ended what the fastest has."""
@@ -298,42 +292,12 @@ class _Cut:
         return max(1, math.ceil((max(first) - min(first)) / period))
 
 
-def _post(
-    gaps: Gaps, graph: OpGraph, ends: Sequence[int], bounds: Sequence[Sequence[int]], numbers: Iterable[int]
-) -> None:
-    """Put the messages that are sent in some segments into the gaps, as ``lowering.with_messages`` does.
-
-    The order of two workers' messages is the order of their sending, segment by segment. A receive is
-    posted before the op during which its message is sent, as far as its own segment reaches.
-    """
-    wanted = set(numbers)
-    latest: dict[tuple[int, int], int] = defaultdict(int)
-    by_worker = [ends[graph.first[w] : graph.first[w + 1]] for w in range(len(bounds))]
-    placed = []
-    for source, target in graph.messages:
-        sender = graph.worker[source]
-        sent = source - graph.first[sender]
-        number = bisect_right(bounds[sender], sent) - 1
-        if number in wanted:
-            placed.append((number, ends[source], sender, source, target))
-    for number, end, sender, source, target in sorted(placed):
-        receiver, output = graph.worker[target], graph.ops[source]
-        sent = source - graph.first[sender] + 1
-        needed = target - graph.first[receiver]
-        running = bisect_right(by_worker[receiver], end)
-        start, stop = bounds[receiver][number : number + 2]
-        if needed < start:
-            raise ScheduleError(
-                f"{graph.place(target)} comes before the mini-batch that {graph.place(source)} needs; "
-                "the schedule cannot be run as mini-batches come in"
-            )
-        posted = max(min(running, needed - 1, stop), start, latest[receiver, sender])
-        latest[receiver, sender], latest[sender, receiver] = posted, sent
-        forward = output.kind is OpKind.FORWARD
-        send: Send = (SendActivation if forward else SendGradient)(output, receiver)
-        receive: Receive = (ReceiveActivation if forward else ReceiveGradient)(output, sender)
-        gaps[sender][sent].append((number, send))
-        gaps[receiver][posted].append((number, receive))
+def _posted(graph: OpGraph, ends: Sequence[int], bounds: Sequence[Sequence[int]]) -> Gaps:
+    """The messages of all segments, where they stand."""
+    gaps: Gaps = [defaultdict(list) for _ in bounds]
+    for worker, index, number, action in messages(graph, ends, bounds):
+        gaps[worker][index].append((number, action))
+    return gaps
 
 
 def _beside_ops(actions: Iterable[Action]) -> Iterator[tuple[int, Action]]:
@@ -362,12 +326,10 @@ def _named(action: Action) -> tuple[type[Action], int, int] | None:
     match action:
         case Update(stage, version, _):
             return Update, stage, version
-        case Forward() | Backward() | SendActivation() | SendGradient():
-            return None
-        case ReceiveActivation() | ReceiveGradient():
-            return None
+        case StartGradientSync(stage, period, _) | WaitGradientSync(stage, period, _):
+            return type(action), stage, period
         case _:
-            return type(action), action.stage, action.period
+            return None
 
 
 def _freeing(before: Iterable[Action], row: list[Action]) -> Iterator[Action]:
