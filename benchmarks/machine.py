@@ -5,15 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import os
 import platform
-from pathlib import Path
-
-
-def cpu() -> str:
-    """The processor's name."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def load() -> float:
@@ -25,8 +16,10 @@ def machine() -> dict[str, object]:
     """As it is now, for a JSON file."""
     import torch  # noqa: PLC0415 - not all benchmarks need it
 
+    from counterflow.train.profiling import processor  # noqa: PLC0415
+
     return {
-        "cpu": cpu(),
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -75,24 +75,6 @@ def exact(value: float) -> float | int:
     return int(value) if float(value).is_integer() else value
 
 
-def read_text(path: str) -> str:
-    """The text of a file the user named.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path}: is a directory, not a schedule file") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is no text (byte {error.start} is not UTF-8)") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-
-
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Around the writing of a file the user named: tells where and why it cannot be written.

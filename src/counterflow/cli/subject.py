@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from counterflow.errors import ConfigError, ScheduleError
+from counterflow.reading import read_text
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
 
 from .flags import SchemeOptions
-from .output import note, read_text
+from .output import note
 from .wording import flag
 
 
@@ -59,7 +60,7 @@ def load(path: str) -> Schedule:
     """
     from counterflow.schedule.formats import loads  # noqa: PLC0415  (only files need it)
 
-    return loads(read_text(path), path)
+    return loads(read_text(path, "is a directory, not a schedule file"), path)
 
 
 def build(name: str, given: dict[str, OptionValue]) -> Schedule:

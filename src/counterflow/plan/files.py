@@ -11,12 +11,13 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Protocol, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from counterflow import toml
 from counterflow.errors import ConfigError
+from counterflow.reading import read_text
 
 from .cluster import Cluster, Link
 from .model import Model
@@ -118,9 +119,7 @@ def load_cluster(path: Path | str) -> Cluster:
     Raises:
         ConfigError: it cannot be read, or is not of the form; the message says where.
     """
-    form = _form(Path(path), _Cluster)
-    with _named(f"{path}: "):
-        return form.value()
+    return _value(path, _Cluster)
 
 
 def load_profile(path: Path | str) -> Profile:
@@ -129,9 +128,7 @@ def load_profile(path: Path | str) -> Profile:
     Raises:
         ConfigError: it cannot be read, or is not of the form; the message says where.
     """
-    form = _form(Path(path), _Profile)
-    with _named(f"{path}: "):
-        return form.value()
+    return _value(path, _Profile)
 
 
 def load_model(path: Path | str) -> Model:
@@ -140,9 +137,7 @@ def load_model(path: Path | str) -> Model:
     Raises:
         ConfigError: it cannot be read, or is not of the form; the message says where.
     """
-    form = _form(Path(path), _Model)
-    with _named(f"{path}: "):
-        return form.value()
+    return _value(path, _Model)
 
 
 def dumps(value: Cluster | Profile | Model) -> str:
@@ -190,18 +185,30 @@ def _key(name: str) -> str:
     return name if plain else toml.dumps(name)
 
 
-Form = TypeVar("Form", _Cluster, _Profile, _Model)
+_T_co = TypeVar("_T_co", covariant=True)
 
 
-def _form(path: Path, form: type[Form]) -> Form:
-    """What a file says, of the right form."""
+class _Form(Protocol[_T_co]):
+    """A table of a file, with the value it stands for."""
+
+    @classmethod
+    def model_validate(cls, obj: Any) -> Self: ...
+
+    def value(self) -> _T_co: ...
+
+
+def _value(path: Path | str, form: type[_Form[_T_co]]) -> _T_co:
+    """What a file says, as the value it stands for."""
+    read = _read(Path(path))
     try:
-        return form.model_validate(_read(path))
+        found = form.model_validate(read)
     except ValidationError as error:
         # A misspelt key first: it explains the one that is missing.
         problems = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
         lines = [f"{path}: {_told(problem)}" for problem in problems[:5]]
         raise ConfigError("\n".join(lines)) from None
+    with _named(f"{path}: "):
+        return found.value()
 
 
 @contextmanager
@@ -226,16 +233,7 @@ def _told(problem: Any) -> str:
 
 
 def _read(path: Path) -> Any:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path}: is a folder, not a file") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is no text (byte {error.start} is not UTF-8)") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    text = read_text(path, "is a folder, not a file")
     is_json = path.suffix == ".json"
     try:
         return json.loads(text) if is_json else tomllib.loads(text)

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from counterflow import toml
 from counterflow.errors import ConfigError
+from counterflow.reading import read_text
 from counterflow.schedule import registry
 
 from .config import RunConfig, Section, legal_values
@@ -161,21 +162,13 @@ def _put(layers: _Layers, section: str, key: str, value: Any) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     """The tables of a TOML file."""
+    text = read_text(path, "is a folder, not a config file")
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path}: is a folder, not a config file") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is no text (byte {error.start} is not UTF-8)") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
     except (ValueError, RecursionError) as error:  # a number too long; lists in lists without end
         raise ConfigError(f"{path}: cannot be read as TOML: {error}") from None
-    return values
 
 
 def _parse(text: str) -> tuple[str, str, Any]:
