@@ -18,9 +18,11 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.segments import segments
 
+from .batch import Batch
 from .gradients import clip_factor
-from .interpreter import Batch, Interpreter, Tasks
+from .interpreter import Interpreter
 from .step import Told, Workers
+from .tasks import Tasks
 from .transport import Gathering
 from .versions import Versions
 from .weights import Weights

@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 
 from counterflow.schedule.actions import Program
 
+from .batch import Batch
 from .gradients import clip_factor
-from .interpreter import Batch, Interpreter, Tasks
+from .interpreter import Interpreter
 from .step import Told, Workers
+from .tasks import Tasks
 from .weights import Weights
 
 

@@ -28,11 +28,12 @@ from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.lowering import lower_evaluation
 from counterflow.schedule.modes import Recompute, Sync, parse_mode
 
+from .batch import Batch, Shapes
 from .compression import Compression
 from .continuous import Continuous
 from .failure import worker_error
 from .flushing import Flushing
-from .interpreter import Batch, Interpreter, LossFunction, Shapes
+from .interpreter import Interpreter, LossFunction
 from .randomness import RandomStreams
 from .saved_bytes import SavedBytes
 from .stage import NamedLayer, StageCopy, materialised

@@ -1,0 +1,83 @@
+"""The mini-batch of one step as a worker sees it: its part of the samples, the losses, known shapes.
+
+What it does not do: decide who gets which samples; ``pipeline.py`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import fsum, isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .randomness import Rows
+from .values import TensorSpec, Unit
+
+Key = tuple[int, Unit]
+"""A stage and what runs through it (a micro-batch runs on one pipe only)."""
+
+Shapes = dict[Key, list[TensorSpec]]
+"""What each stage gives, by stage and unit (``Unit.shape``)."""
+
+
+@dataclass(slots=True)
+class Losses:
+    """The losses of a step's micro-batches on this worker: (unit, mean loss, its share in the mini-batch)."""
+
+    entries: list[tuple[Unit, Tensor, float]] = field(default_factory=list)
+
+    def summed(self) -> tuple[float, int]:
+        """The worker's part of the mini-batch's loss; the first micro-batch whose is not finite, or -1."""
+        if not self.entries:
+            return 0.0, -1
+        values = torch.stack([loss for _, loss, _ in self.entries]).tolist()  # from a GPU all at once
+        odd = [e[0].micro_batch for e, value in zip(self.entries, values, strict=True) if not isfinite(value)]
+        return fsum(v * e[2] for e, v in zip(self.entries, values, strict=True)), min(odd, default=-1)
+
+
+@dataclass(slots=True)
+class Batch:
+    """The replica's mini-batch of one step.
+
+    Attributes:
+        step: the step's number.
+        inputs: by micro-batch; None on a worker without the first stage.
+        targets: by micro-batch; None on a worker without the last stage.
+        samples: by micro-batch.
+        total: samples of the mini-batch of all replicas.
+        first: number of this replica's first micro-batch among those of all replicas.
+        training: whether gradients are wanted.
+        known: the shapes of what travels, by stage and unit, if they were seen before.
+        learnt: where they are noted.
+        settle: waits for what the others were given, before anything they see; gives ``total``.
+        losses: of its micro-batches, as they come.
+    """
+
+    step: int
+    inputs: Sequence[Any] | None
+    targets: Sequence[Any] | None
+    samples: Sequence[int]
+    total: int
+    first: int
+    training: bool
+    known: Shapes | None
+    learnt: Shapes
+    settle: Callable[[], int] | None = None
+    losses: Losses = field(default_factory=Losses)
+
+    def rows(self, units: Sequence[Unit]) -> tuple[Rows, ...]:
+        """The samples of ``units`` in terms of the whole mini-batch."""
+        found = []
+        for unit in units:
+            samples = self.samples[unit.micro_batch]
+            rows = unit.rows(samples)
+            found.append(Rows(self.first + unit.micro_batch, samples, rows.start, rows.stop))
+        return tuple(found)
+
+    def share(self, unit: Unit) -> float:
+        """The unit's share of the mini-batch's samples."""
+        rows = unit.rows(self.samples[unit.micro_batch])
+        return float(rows.stop - rows.start) / self.total
