@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .transport import TimedOut
-from .values import number_of
+from .values import Value, number_of
 
 
 class Rows(NamedTuple):
@@ -37,8 +37,6 @@ class Rows(NamedTuple):
         """Whether it is the whole micro-batch."""
         return self.stop - self.start == self.samples
 
-
-_NOTHING = nullcontext()
 
 _process_lock = threading.RLock()
 """The default generators are the process's: threads that are workers take turns with their layers."""
@@ -61,6 +59,8 @@ class RandomStreams:
         self.device = device
         self.shared = shared
         self.timeout_seconds = timeout_seconds
+        self._quiet: dict[int, bool] = {}
+        """By layer, whether it drew nothing when it was watched, and may be run a second time."""
 
     @cached_property
     def generators(self) -> list[torch.Generator]:
@@ -92,17 +92,38 @@ class RandomStreams:
         """Around the initialisation of a layer's weights."""
         return self._seeded(number_of(self.seed, "weights", layer))
 
-    def layer(self, step: int, rows: Sequence[Rows], layer: int) -> AbstractContextManager[None]:
-        """Around a layer that runs on ``rows`` (of one micro-batch, or several one after another)."""
+    def run(self, layer: nn.Module, value: Value, *, index: int, step: int, rows: Sequence[Rows]) -> Value:
+        """A layer's output on ``rows`` (of one micro-batch, or several one after another).
+
+        Args:
+            layer: what runs.
+            value: what it takes.
+            index: its number among all layers.
+            step: the step's number.
+            rows: which samples ``value`` has.
+        """
         first = rows[0]
-        if len(rows) > 1 or not first.whole:
-            return self._seeded_rows([self._key(step, r.micro_batch, layer) for r in rows], rows)
-        key = self._key(step, first.micro_batch, layer)
-        if self.shared:
-            return self._seeded(key)
-        for generator in self.generators:
-            generator.manual_seed(key)
-        return _NOTHING  # what is restored is restored at the step's end
+        key = self._key(step, first.micro_batch, index)
+        if len(rows) == 1 and first.whole:
+            if self.shared:
+                with self._seeded(key):
+                    return layer(value)  # type: ignore[no-any-return]
+            for generator in self.generators:
+                generator.manual_seed(key)
+            return layer(value)  # type: ignore[no-any-return]  # the step restores the state
+        if self._quiet.get(index):
+            with self._seeded(key):
+                before = [generator.get_state() for generator in self.generators]
+                output: Value = layer(value)
+                if all(map(torch.equal, (g.get_state() for g in self.generators), before)):
+                    return output
+            self._quiet[index] = False  # it draws on some inputs only
+        keys = [self._key(step, r.micro_batch, index) for r in rows]
+        with self.kept() if self.shared else nullcontext(), _WholeDraws(self.generators, keys, rows) as draws:
+            output = layer(value)
+        if index not in self._quiet or draws.drew:
+            self._quiet[index] = not draws.drew and not any(map(keeps_statistics, layer.modules()))
+        return output
 
     def _key(self, step: int, micro_batch: int, layer: int) -> int:
         return number_of(self.seed, step, micro_batch, layer)
@@ -131,10 +152,10 @@ class RandomStreams:
                 generator.manual_seed(key)
             yield
 
-    @contextmanager
-    def _seeded_rows(self, keys: Sequence[int], rows: Sequence[Rows]) -> Iterator[None]:
-        with self.kept() if self.shared else nullcontext(), _WholeDraws(self.generators, keys, rows):
-            yield
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether a training forward changes the module's own buffers: running statistics of batch norms."""
+    return isinstance(module, nn.modules.batchnorm._NormBase)  # noqa: SLF001 - the base of all that keep any
 
 
 class _WholeDraws(TorchDispatchMode):
@@ -145,6 +166,7 @@ class _WholeDraws(TorchDispatchMode):
         self.generators = generators
         self.rows = rows
         self.count = sum(r.stop - r.start for r in rows)
+        self.drew = False
         self.states: list[list[Tensor]] = []
         for key in keys:
             for generator in generators:
@@ -155,7 +177,9 @@ class _WholeDraws(TorchDispatchMode):
         del types
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or not self._scale(args[0]):
+            self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
             return func(*args, **kwargs)
+        self.drew = True
         scale = self._scale(args[0])
         pieces = []
         at = 0

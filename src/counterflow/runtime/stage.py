@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from counterflow.errors import ConfigError
 from counterflow.schedule.modes import Recompute
 
-from .randomness import RandomStreams, Rows
+from .randomness import RandomStreams, Rows, keeps_statistics
 from .values import Value, tensors_of, value_of
 from .versions import Versions
 
@@ -63,7 +63,7 @@ class StageCopy:
             buffer
             for layer in layers
             for module in layer.module.modules()
-            if isinstance(module, nn.modules.batchnorm._NormBase)  # noqa: SLF001 - the base of all that keep any
+            if keeps_statistics(module)
             for buffer in module.buffers(recurse=False)
         ]
 
@@ -100,8 +100,7 @@ class StageCopy:
     def _run(self, layer: NamedLayer, value: Value, step: int, rows: Sequence[Rows]) -> Value:
         if not layer.module.training:
             return layer.module(value)  # type: ignore[no-any-return]
-        with self.streams.layer(step, rows, layer.index):
-            return layer.module(value)  # type: ignore[no-any-return]
+        return self.streams.run(layer.module, value, index=layer.index, step=step, rows=rows)
 
     def _recomputed(self, layer: NamedLayer, value: Value, step: int, rows: Sequence[Rows]) -> Value:
         """A layer of which only the input is kept.

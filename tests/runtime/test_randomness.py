@@ -1,0 +1,54 @@
+"""Random draws: the same for a micro-batch as a whole, in halves and beside another one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from counterflow.runtime.randomness import RandomStreams, Rows
+
+
+class Sometimes(nn.Module):
+    """Drops only where the first value is positive; counts its runs."""
+
+    runs = 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.runs += 1
+        return functional.dropout(value, 0.5) if value.flatten()[0] > 0 else value
+
+
+def output(streams: RandomStreams, layer: nn.Module, value: Tensor, start: int, stop: int) -> Tensor:
+    rows = [Rows(0, 4, start, stop)]
+    made = streams.run(layer, value[start:stop], index=3, step=7, rows=rows)
+    assert isinstance(made, Tensor)
+    return made
+
+
+def test_a_layer_that_begins_to_draw_draws_the_same_in_halves() -> None:
+    streams, layer = RandomStreams(5, torch.device("cpu")), Sometimes()
+    quiet, drawing = -torch.ones(4, 6), torch.ones(4, 6)
+    for value in (quiet, quiet, drawing, quiet, drawing):
+        whole = output(streams, layer, value, 0, 4)
+        halves = [output(streams, layer, value, 0, 2), output(streams, layer, value, 2, 4)]
+        assert torch.equal(torch.cat(halves), whole)
+    assert layer.runs == 15 + 1  # of the first half that drew after quiet ones, twice
+
+
+def test_two_micro_batches_together_draw_as_each_alone() -> None:
+    streams, layer = RandomStreams(5, torch.device("cpu")), nn.Dropout(0.5)
+    value = torch.ones(4, 6)
+    alone = [streams.run(layer, value, index=0, step=1, rows=[Rows(m, 4, 0, 4)]) for m in (0, 1)]
+    rows = [Rows(0, 4, 0, 4), Rows(1, 4, 0, 4)]
+    together = streams.run(layer, torch.cat([value, value]), index=0, step=1, rows=rows)
+    assert isinstance(together, Tensor)
+    assert torch.equal(together, torch.cat([t for t in alone if isinstance(t, Tensor)]))
+
+
+def test_running_statistics_are_taken_once() -> None:
+    streams, layer = RandomStreams(5, torch.device("cpu")), nn.BatchNorm1d(6)
+    for _ in range(3):
+        output(streams, layer, torch.randn(4, 6), 0, 2)
+    assert layer.num_batches_tracked is not None
+    assert int(layer.num_batches_tracked) == 3
