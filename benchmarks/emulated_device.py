@@ -15,6 +15,10 @@ Equal work: each contender cuts the same sleeping model, sleeps the same total (
 step. Backwards have two halves, the gradient of the input and that of the weight, 20 ms each, as two nodes
 of autograd's graph; zero-bubble schedules really run them apart. On stage 0 torch runs both as the weight's.
 
+What the machine itself takes is measured in the same turns: a loop of Gloo's sends, receives and sleeps in
+the schedule's order, and nothing else (`--bare`). It has no autograd, no weights, no shapes to check and no
+error to report, so that no engine in Python gets below it; what is left is the engine's.
+
 A step is timed alone: all workers start at one agreed time, and it ends when the last worker returns from
 it with its weights updated. Contenders take turns (A B C A B C), so that noise hits all alike.
 """
@@ -37,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.pipelining as theirs
 from machine import load, machine, shown
 from torch import Tensor, nn
@@ -44,6 +49,8 @@ from torch.distributed.pipelining.schedules import _ComputationType as Kind
 
 import counterflow as cf
 from counterflow.runtime.world import current_transport
+from counterflow.schedule.actions import Compute, Forward, Receive, Send
+from counterflow.schedule.lowering import lower
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.020, 0.040
 SAMPLES = 4
@@ -306,6 +313,48 @@ class Ours:
         self.pipeline.step(inputs, targets)
 
 
+class Bare:
+    """A schedule of Counterflow's by a loop that only sends, receives and sleeps."""
+
+    def __init__(self, name: str, schedule: cf.Schedule, size: int, transport: Any) -> None:
+        self.row = Row(f"{name}, bare", False, 0.0, simulated(schedule).makespan, None, [], [])
+        self.group = dist.group.WORLD
+        program = lower(schedule)
+        sends = [a for actions in program.actions for a in actions if isinstance(a, Send)]
+        self.tags = {self.key(a.output): tag for tag, a in enumerate(sends)}
+        self.todo = program.actions[transport.rank]
+        self.share = schedule.workers / schedule.stages
+        self.sent = torch.zeros(size // 4)
+        mine = [self.key(a.output) for a in self.todo if isinstance(a, Receive)]
+        self.buffers = {key: torch.zeros(size // 4) for key in mine}
+
+    @staticmethod
+    def key(op: Any, ahead: int = 0) -> tuple[Any, ...]:
+        """Of an op's output, or of the output ``ahead`` stages on."""
+        return op.kind, op.stage + ahead, op.micro_batches, op.part
+
+    def step(self, _: Tensor, __: Tensor) -> None:
+        send, receive = self.group.send, self.group.recv
+        arriving: dict[Any, Any] = {}
+        leaving = []
+        for action in self.todo:
+            if isinstance(action, Receive):
+                key = self.key(action.output)
+                arriving[key] = receive([self.buffers[key]], action.peer, self.tags[key])
+            elif isinstance(action, Send):
+                leaving.append(send([self.sent], action.peer, self.tags[self.key(action.output)]))
+            elif isinstance(action, Compute):
+                op = action.op
+                forward = isinstance(action, Forward)
+                work = arriving.pop(self.key(op, -1 if forward else 1), None)
+                if work is not None:
+                    work.wait()
+                seconds = op.load * self.share * (FORWARD_SECONDS if forward else BACKWARD_SECONDS)
+                DEVICE.compute(time.perf_counter(), seconds)
+        for work in leaving:
+            work.wait()
+
+
 class Theirs:
     """A schedule of torch.distributed.pipelining's."""
 
@@ -386,6 +435,7 @@ class Settings:
     repeats: int
     warm_up: int
     only: tuple[str, ...]
+    bare: bool
 
 
 def work(settings: Settings, count: int) -> dict[str, list[Row]]:
@@ -406,12 +456,18 @@ def work(settings: Settings, count: int) -> dict[str, list[Row]]:
     for payload in settings.payloads:
         message = message_seconds(transport, BYTES[payload])
         note(rank, f"D={workers} N={count} {payload}: a message takes {message * 1e3:.2f} ms")
-        contenders: list[Ours | Theirs] = [
+        contenders: list[Ours | Theirs | Bare] = [
             Ours(name, schedule, message, groups)
             for name, schedule in our_schedules(workers, count).items()
             if wanted(name)
         ]
         contenders += [Theirs(name, count, rank, workers) for name in THEIR_SCHEDULES if wanted(name)]
+        if settings.bare:
+            contenders += [
+                Bare(name, schedule, BYTES[payload], transport)
+                for name, schedule in our_schedules(workers, count).items()
+                if wanted(name)
+            ]
         note(rank, f"D={workers} N={count} {payload}: {len(contenders)} contenders made")
         inputs = torch.empty(count * SAMPLES, BYTES[payload] // 4 // SAMPLES)
         targets = torch.zeros(count * SAMPLES)
@@ -472,10 +528,14 @@ def note(rank: int, text: str) -> None:
 def table(rows: Sequence[Row]) -> list[str]:
     lines = [
         "| schedule | copies of the model | measured ms | least .. most | simulated ms | ratio "
-        "| with messages, ms | ratio | processor ms | |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| with messages, ms | ratio | bare ratio | processor ms | |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
+    by_name = {row.name: row for row in rows}
     for row in rows:
+        if row.name.endswith(", bare"):
+            continue
+        bare = by_name.get(f"{row.name}, bare")
         late = "over 1.03" if row.ours and row.ratio > GOAL else ""
         more = (
             f"{row.with_messages * 1e3:.1f} | {row.median / row.with_messages:.3f}"
@@ -485,7 +545,7 @@ def table(rows: Sequence[Row]) -> list[str]:
         lines.append(
             f"| {row.name} | {row.copies:g} | {row.median * 1e3:.1f} "
             f"| {min(row.steps) * 1e3:.1f} .. {max(row.steps) * 1e3:.1f} "
-            f"| {row.ideal * 1e3:.1f} | {row.ratio:.3f} | {more} "
+            f"| {row.ideal * 1e3:.1f} | {row.ratio:.3f} | {more} | {f'{bare.ratio:.3f}' if bare else ''} "
             f"| {statistics.median(row.busy) * 1e3:.0f} | {late} |"
         )
     return lines
@@ -495,10 +555,14 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
     by_name = {row.name: row for row in rows}
     lines = []
     own = [row for row in rows if row.ours]
-    others = [row for row in rows if not row.ours]
+    others = [row for row in rows if row.name in THEIR_SCHEDULES]
     if own:
         worst = max(own, key=lambda row: row.ratio)
         lines.append(f"farthest from its simulation: {worst.name}, {worst.ratio:.3f} (goal: {GOAL})")
+    beside = [(row, by_name[f"{row.name}, bare"]) for row in own if f"{row.name}, bare" in by_name]
+    if beside:
+        row, bare = max(beside, key=lambda pair: pair[0].median / pair[1].median)
+        lines.append(f"farthest from the bare loop: {row.name}, {row.median / bare.median:.3f}")
     if own and others:
         best = min(others, key=lambda row: row.median)
         for copies, label in (
@@ -535,11 +599,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="steps timed of each contender")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before; the engine counts bytes in 2")
     parser.add_argument("--only", nargs="+", default=[], help="contenders whose name has one of these words")
+    parser.add_argument("--bare", action="store_true", help="also time loops that only send and sleep")
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/emulated_device.*")
     options = parser.parse_args()
     about = machine()
     settings = Settings(
-        tuple(options.payloads), options.repeats, max(1, options.warm_up), tuple(options.only)
+        tuple(options.payloads), options.repeats, max(1, options.warm_up), tuple(options.only), options.bare
     )
     lines = [f"# python benchmarks/emulated_device.py, {shown(about)}"]
     lines.append(
