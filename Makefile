@@ -20,8 +20,15 @@ lint: .venv/.installed
 sweep: .venv/.installed
 	$(BIN)/python benchmarks/check_sweep.py
 
+# Tables of this machine (about 40 minutes); nothing else should run. Kept ones are in benchmarks/results.
 benchmarks: .venv/.installed
 	$(BIN)/python benchmarks/simulator_speed.py
+	$(BIN)/python benchmarks/engine_cost.py
+	$(BIN)/python benchmarks/emulated_device.py --bare
+	$(BIN)/python benchmarks/steady_state.py
+	$(BIN)/python benchmarks/real_compute.py
+	$(BIN)/python benchmarks/compression.py
+	$(BIN)/python benchmarks/prediction.py
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

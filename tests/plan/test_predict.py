@@ -181,6 +181,35 @@ def test_layers_are_cut_by_cost_or_evenly() -> None:
     assert stages.doubled_forward[1] == 2 * stages.half_backward[1] == 4
 
 
+def test_an_op_and_a_step_have_their_overhead() -> None:
+    """Two blocks a stage and sample: F = 1, B = 2; each op and the step take 0.5 more."""
+    profile = replace(PROFILE, op_overhead_seconds=0.5, step_overhead_seconds=0.5)
+    found = predict(MODEL, profile, CLUSTER, configured("dapple", stages=4, micro_batches=4))
+    assert found.step_seconds == (4 + 3) * (1.5 + 2.5) + 0.5
+    assert found.closed_form is not None
+    assert found.closed_form.seconds == (4 + 3) * (1.5 + 2.5)
+
+
+@pytest.mark.parametrize(
+    ("concat", "recompute", "forward"),
+    [
+        ("forward-doubling", "none", 2 * 2 + 0.5),  # two graphs
+        ("forward-doubling", "stage", 3 + 0.5),
+        ("backward-halving", "none", 2 * 1.5 + 0.5),
+        ("backward-halving", "stage", 2 + 0.5),
+    ],
+)
+def test_units_with_a_graph_of_their_own_run_in_turn(concat: str, recompute: str, forward: float) -> None:
+    """One, two, four samples take 1.5, 2 and 3."""
+    layer = LayerProfile((1.0, 2.0, 4.0), (1.5, 2.0, 3.0), (1.5, 2.0, 3.0), (1.0, 2.0, 4.0), 1.0, 0.0)
+    profile = Profile("p", "a device", "2026-01-01", {"block": layer}, op_overhead_seconds=0.5)
+    predictor = Predictor(Model("m", ("block",) * 2), profile, CLUSTER)
+    options: dict[str, Any] = {"stages": 2, "micro_batches": 4, "concat": concat}
+    play = predictor.play(Configuration.of("chimera", options, 1, 2, recompute=Recompute(recompute)))
+    lasts = {s.end - s.start for s in play.simulation.timeline if s.op.kind.value == "F"}
+    assert lasts == {forward}
+
+
 CONFIGURATIONS = st.sampled_from(
     [
         ("gpipe", {"stages": 4, "micro_batches": 4}),

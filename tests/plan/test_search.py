@@ -55,6 +55,8 @@ PROFILE = Profile(
     "2026-01-01",
     {"block": layer(0.5, 100.0, 4.0, 20.0), "head": layer(0.8, 150.0, 1.0, 30.0)},
     update_seconds_per_byte=1e-4,
+    op_overhead_seconds=0.07,
+    step_overhead_seconds=0.3,
 )
 MODEL = Model("m", (*["block"] * 7, "head"), optimizer_states=1.0)
 CLUSTER = Cluster(
@@ -181,7 +183,15 @@ def test_no_candidate_beats_its_bound(drawn: tuple[Cluster, Configuration]) -> N
     shape = shape_of(configuration.scheme, dict(configuration.options))
     links = network(cluster, shape.placement, configuration.replicas, configuration.arrangement)
     assert links == play.network
-    bound = bounds(shape, play.stages, links, cluster, configuration.recompute, update_seconds_per_byte=1e-4)
+    bound = bounds(
+        shape,
+        play.stages,
+        links,
+        cluster,
+        configuration.recompute,
+        update_seconds_per_byte=1e-4,
+        step_overhead_seconds=0.3,
+    )
     assert bound.seconds_in_any_memory <= play.seconds * (1 + 1e-9)
     assert bound.least_bytes <= max(w.total for w in play.memory) * (1 + 1e-9)
     if play.fits:

@@ -135,6 +135,12 @@ def test_ops_on_two_micro_batches_and_on_half_of_one_have_times_of_their_own() -
     halving = schemes.chimera(2, 4, concat="backward-halving")
     slow = simulate(halving, Costs(forward=1, backward=2, half_backward=1.5, recompute="stage"))
     assert {s.end - s.start for s in slow.timeline if s.op.kind.value == "B"} == {1.5 + 0.5}
+    half = {s.op.micro_batches for s in slow.timeline if s.op.kind.value == "B" and s.op.parts == 2}
+    twice = simulate(halving, Costs(forward=1, backward=2, halved_forward=[1.5, 1.25]))
+    for item in twice.timeline:
+        if item.op.kind.value == "F":
+            expected = (1.5, 1.25)[item.op.stage] if item.op.micro_batches in half else 1
+            assert item.end - item.start == expected
 
 
 def test_messages_by_link_and_by_the_bytes_of_a_stage() -> None:

@@ -21,7 +21,10 @@ def test_a_profile_is_a_readable_file_that_reads_back(config: Configure, tmp_pat
     found = measure(
         config(model__layers=3), sizes=(2, 1), workers=1, repeats=1, told=lambda *part: told.append(part)
     )
-    assert told == [("layers", 0, 2), ("layers", 1, 2), ("layers", 2, 2), ("links", 0, 1), ("links", 1, 1)]
+    assert told == [
+        *(("layers", done, 2) for done in (0, 1, 2)),
+        *((part, done, 1) for part in ("steps", "links") for done in (0, 1)),
+    ]
     assert found.model.runs() == [("embedding", 1), ("block", 3), ("head", 1)]
     assert found.cluster.size == 1
     assert found.messages == ()
@@ -36,6 +39,8 @@ def test_a_profile_is_a_readable_file_that_reads_back(config: Configure, tmp_pat
     block = found.profile.layer("block")
     assert block.samples == (1.0, 2.0)
     assert min(block.forward_seconds + block.backward_seconds) > 0
+    assert found.profile.op_overhead_seconds > 0
+    assert found.profile.step_overhead_seconds > 0
     assert block.saved_bytes[1] == 2 * block.saved_bytes[0]
     hidden, positions = 16, 16
     assert block.output_bytes == 4 * hidden * positions
@@ -45,14 +50,16 @@ def test_a_profile_is_a_readable_file_that_reads_back(config: Configure, tmp_pat
 
 
 def test_what_was_measured_is_what_is_predicted_with(config: Configure) -> None:
-    """A pipeline of one worker and micro-batch takes what its layers take, and the update."""
+    """A pipeline of one worker and micro-batch takes what its layers and two ops take, and the update."""
     found = measure(config(), sizes=(2,), workers=1, repeats=1)
     alone = Configuration.of("gpipe", {"stages": 1, "micro_batches": 1}, replicas=1, samples=2)
     step = predict(found.model, found.profile, found.cluster, alone)
     layers = [found.profile.layer(kind) for kind in found.model.layers]
     ops = sum(layer.forward(2) + layer.backward(2) for layer in layers)
     weights = sum(layer.weights_bytes for layer in layers)
-    assert step.step_seconds == pytest.approx(ops + found.profile.update_seconds_per_byte * weights)
+    profile = found.profile
+    update = profile.update_seconds_per_byte * weights + profile.step_overhead_seconds
+    assert step.step_seconds == pytest.approx(ops + 2 * profile.op_overhead_seconds + update)
 
 
 def test_sizes_below_one_are_refused(config: Configure) -> None:

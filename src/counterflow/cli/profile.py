@@ -140,6 +140,10 @@ def _print(found: Measured) -> None:
             )
     if found.messages:
         out.print(links)
+    out.print(
+        f"beside its layers an op takes {shown(found.profile.op_overhead_seconds)}, "
+        f"beside its ops a step {shown(found.profile.step_overhead_seconds)}"
+    )
     each = byte_size(cluster.memory_bytes)
     out.print(
         f"{cluster.devices} workers of {each} each" + (f" on {cluster.cores} cores" if cluster.cores else "")

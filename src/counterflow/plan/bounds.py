@@ -23,7 +23,7 @@ from counterflow.simulate.memory import StageBytes, stage_bytes
 
 from .cluster import Cluster
 from .placement import Network
-from .predict import message_buffers, sync_seconds
+from .predict import doubled_forward, halved_forward, message_buffers, sync_seconds
 from .stages import StageCosts
 
 
@@ -110,6 +110,7 @@ def bounds(
     recompute: Recompute,
     *,
     update_seconds_per_byte: float = 0.0,
+    step_overhead_seconds: float = 0.0,
 ) -> Bounds:
     """The bounds of one candidate.
 
@@ -120,6 +121,7 @@ def bounds(
         cluster: for memory.
         recompute: what is computed again.
         update_seconds_per_byte: the optimiser's update, for each byte of weights.
+        step_overhead_seconds: what an update takes beside ops, syncs and the optimiser.
     """
     times = _least_times(shape, stages, recompute)
     held = stage_bytes(stages.bytes, recompute, len(stages.forward))
@@ -137,6 +139,7 @@ def bounds(
     weights = stages.bytes.weights
     assert not isinstance(weights, (int, float))
     update = update_seconds_per_byte * max(sum(weights[s] for _, s in mine) for mine in owned)
+    update += step_overhead_seconds
     if not shape.synchronous:
         # In the steady state a worker still runs every op of an update in each period.
         least = max(work) + update
@@ -239,15 +242,21 @@ class _Times:
 def _least_times(shape: Shape, stages: StageCosts, recompute: Recompute) -> _Times:
     again = recompute is not Recompute.NONE
     forward, both, backward_op = [], [], []
-    for f, b, doubled, half in zip(
-        stages.forward, stages.backward, stages.doubled_forward, stages.half_backward, strict=True
+    for f, b, doubled, in_halves, half in zip(
+        stages.forward,
+        stages.backward,
+        doubled_forward(stages, recompute),
+        halved_forward(stages, recompute),
+        stages.half_backward,
+        strict=True,
     ):
         backward = b + (f if again else 0.0)
         half_op = half + (f / 2 if again else 0.0)
-        # A doubled forward serves two micro-batches, a half backward half of one.
+        # A doubled forward serves two micro-batches, a half backward half of one, whose forward may then run
+        # in halves.
         shared = shape.concat is Concat.FORWARD_DOUBLING
         halved = shape.concat is Concat.BACKWARD_HALVING
-        one = min(f, doubled / 2) if shared else f
+        one = min(f, doubled / 2) if shared else min(f, in_halves) if halved else f
         forward.append(one)
         both.append(one + (min(backward, 2 * half_op) if halved else backward))
         backward_op.append(min(backward, half_op) if halved else backward)

@@ -82,6 +82,8 @@ class _Profile(_Table):
     machine: str
     date: str
     update_seconds_per_byte: float = 0.0
+    op_overhead_seconds: float = 0.0
+    step_overhead_seconds: float = 0.0
     sources: dict[str, str] = {}
     layers: dict[str, _Layer]
 

@@ -100,7 +100,7 @@ class Parts:
         bubbles: idle time of the busiest worker that the order alone makes.
         messages: what messages add.
         allreduce: what gradient syncs add that nothing hides.
-        update: the optimiser.
+        update: the optimiser, and what an update takes whatever is in it.
         shared_cores: what workers add that wait for a core.
     """
 
@@ -276,8 +276,9 @@ class Play:
         return Costs(
             forward=self.stages.forward,
             backward=self.stages.backward,
-            doubled_forward=self.stages.doubled_forward,
+            doubled_forward=doubled_forward(self.stages, self.configuration.recompute),
             half_backward=self.stages.half_backward,
+            halved_forward=halved_forward(self.stages, self.configuration.recompute),
             p2p=tuple(tuple(links * x for x in row) for row in network_.latency_seconds),
             p2p_per_byte=tuple(tuple(links * x for x in row) for row in network_.seconds_per_byte),
             message_bytes=self.stages.output_bytes,
@@ -337,8 +338,9 @@ class Play:
 
     @cached_property
     def _update(self) -> float:
-        each = self.predictor.profile.update_seconds_per_byte
-        return each * max(_held(self.schedule, self.stages.bytes.weights))
+        profile = self.predictor.profile
+        optimizer = profile.update_seconds_per_byte * max(_held(self.schedule, self.stages.bytes.weights))
+        return optimizer + profile.step_overhead_seconds
 
     @cached_property
     def _work(self) -> tuple[float, ...]:
@@ -464,6 +466,19 @@ class Play:
                 f"{', '.join(beyond)} (at most {largest[beyond[0]]:g}): their times go on in a straight line"
             )
         return notes
+
+
+def doubled_forward(stages: StageCosts, recompute: Recompute) -> tuple[float, ...]:
+    """Seconds of each stage's forward of two micro-batches.
+
+    The engine runs them at once where their graph is made later; else each needs a graph of its own.
+    """
+    return stages.doubled_forward if recompute is Recompute.STAGE else stages.doubled_in_turn
+
+
+def halved_forward(stages: StageCosts, recompute: Recompute) -> tuple[float, ...]:
+    """Seconds of each stage's forward of a micro-batch whose backwards are halves, likewise."""
+    return stages.forward if recompute is Recompute.STAGE else stages.halved_forward
 
 
 def sync_seconds(stages: StageCosts, links: Network) -> tuple[float, ...]:

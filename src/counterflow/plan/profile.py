@@ -99,6 +99,9 @@ class Profile:
         layers: the kinds by name.
         update_seconds_per_byte: the optimiser's update, for each byte of weights.
         sources: where a number comes from, by its name.
+        op_overhead_seconds: what an op takes beside its layers: the engine's own code, and to post messages.
+        step_overhead_seconds: what an update takes beside ops, syncs and the optimiser: to begin together,
+            and to agree on loss and gradient norm.
 
     Raises:
         ConfigError: no kinds, or a negative number.
@@ -110,11 +113,14 @@ class Profile:
     layers: Mapping[str, LayerProfile]
     update_seconds_per_byte: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict)
+    op_overhead_seconds: float = 0.0
+    step_overhead_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ConfigError(f"profile {self.name}: has no layers; give one kind or more")
-        require_number("update_seconds_per_byte", self.update_seconds_per_byte)
+        for name in ("update_seconds_per_byte", "op_overhead_seconds", "step_overhead_seconds"):
+            require_number(name, getattr(self, name))
 
     def layer(self, kind: str) -> LayerProfile:
         """The layers of that kind.

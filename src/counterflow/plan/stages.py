@@ -40,6 +40,8 @@ class StageCosts:
         forward: seconds of a forward.
         backward: seconds of a backward, without recomputation.
         doubled_forward: seconds of a forward of two micro-batches at once.
+        doubled_in_turn: seconds of one that runs them one after the other, so that each has its own graph.
+        halved_forward: seconds of a forward of a micro-batch half by half, so that each half has its own.
         half_backward: seconds of a backward of half a micro-batch.
         output_bytes: bytes of the stage's output.
         bytes: what the stage's weights and activations take, in the simulator's terms.
@@ -50,6 +52,8 @@ class StageCosts:
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     doubled_forward: tuple[float, ...]
+    doubled_in_turn: tuple[float, ...]
+    halved_forward: tuple[float, ...]
     half_backward: tuple[float, ...]
     output_bytes: tuple[float, ...]
     bytes: ByteCosts
@@ -99,7 +103,7 @@ def _both(layer: LayerProfile, samples: float) -> float:
 
 
 def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: int) -> StageCosts:
-    """The costs of each stage.
+    """The costs of each stage; an op is its layers and the profile's overhead of an op.
 
     Raises:
         ConfigError: the profile has no layers of a kind; cuts that do not make stages.
@@ -115,6 +119,9 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
 
     def total(of: Callable[[LayerProfile], float]) -> tuple[float, ...]:
         return tuple(sum(map(of, stage)) for stage in stages)
+
+    def op(of: Callable[[LayerProfile], float]) -> tuple[float, ...]:
+        return tuple(seconds + profile.op_overhead_seconds for seconds in total(of))
 
     weights = total(lambda layer: layer.weights_bytes)
     held = ByteCosts(
@@ -132,10 +139,12 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
     return StageCosts(
         samples=samples,
         cuts=cuts,
-        forward=total(lambda layer: layer.forward(samples)),
-        backward=total(lambda layer: layer.backward(samples)),
-        doubled_forward=total(lambda layer: layer.forward(2 * samples)),
-        half_backward=total(lambda layer: layer.backward(samples / 2)),
+        forward=op(lambda layer: layer.forward(samples)),
+        backward=op(lambda layer: layer.backward(samples)),
+        doubled_forward=op(lambda layer: layer.forward(2 * samples)),
+        doubled_in_turn=op(lambda layer: 2 * layer.forward(samples)),
+        halved_forward=op(lambda layer: 2 * layer.forward(samples / 2)),
+        half_backward=op(lambda layer: layer.backward(samples / 2)),
         output_bytes=tuple(stage[-1].output_bytes * samples for stage in stages),
         bytes=held,
     )

@@ -52,6 +52,8 @@ class Costs:
         backward: backward of one stage on one micro-batch; a half one lasts half as long.
         doubled_forward: forward of one stage on two micro-batches at once; None means twice ``forward``.
         half_backward: backward of one stage on half a micro-batch; None means half of ``backward``.
+        halved_forward: forward of one stage on a micro-batch whose backwards are halves, which a runtime may
+            run half by half; None means ``forward``.
         p2p: one message between two workers; a number, or ``p2p[sender][receiver]``.
         p2p_per_byte: what each byte of a message adds, in the same forms.
         message_bytes: bytes of a stage's output for one micro-batch, and of the gradient of it.
@@ -73,6 +75,7 @@ class Costs:
     backward: PerStage = 2.0
     doubled_forward: PerStage | None = None
     half_backward: PerStage | None = None
+    halved_forward: PerStage | None = None
     p2p: PerLink = 0.0
     p2p_per_byte: PerLink = 0.0
     message_bytes: PerStage = 0.0
@@ -88,7 +91,8 @@ class Costs:
     def __post_init__(self) -> None:
         object.__setattr__(self, "sync_mode", parse_mode(Sync, "sync_mode", self.sync_mode))
         object.__setattr__(self, "recompute", parse_mode(Recompute, "recompute", self.recompute))
-        for name in ("forward", "backward", "doubled_forward", "half_backward", "sync", "sync_slowdown"):
+        shared = ("doubled_forward", "half_backward", "halved_forward")
+        for name in ("forward", "backward", *shared, "sync", "sync_slowdown"):
             if (value := getattr(self, name)) is not None:
                 _refuse_negative(name, value)
         _refuse_negative("message_bytes", self.message_bytes, "bytes")

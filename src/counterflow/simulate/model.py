@@ -8,6 +8,7 @@ one node for each gradient sync that later ops wait for.
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -90,6 +91,9 @@ class Model:
             shared = np.array(costs.shared_op_cost(self.schedule.stages))[kind, self.stage]
             is_shared = np.where(self.backward, self.load == 0.5, self.load == 2.0)
             seconds = np.where(is_shared, shared, seconds)
+        if costs.halved_forward is not None:
+            table = np.array(per_stage("halved_forward", costs.halved_forward, self.schedule.stages))
+            seconds = np.where(self._halved, table[self.stage], seconds)
         if costs.op_seconds:
             names = {str(op): node for node, op in enumerate(self.graph.ops)}
             for name, value in costs.op_seconds.items():
@@ -97,6 +101,13 @@ class Model:
                     raise ConfigError(f"op_seconds: {self.schedule} has no op {name!r}")
                 seconds[names[name]] = value
         return seconds
+
+    @cached_property
+    def _halved(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which ops are forwards of one micro-batch whose backwards are halves."""
+        ops = self.graph.ops
+        halved = {op.micro_batches for op in ops if op.kind is OpKind.BACKWARD and op.parts > 1}
+        return np.array([op.kind is OpKind.FORWARD and op.micro_batches in halved for op in ops], dtype=bool)
 
     def message_seconds(self, costs: Costs) -> Floats:
         """How long each message travels, in the order of ``message_edges``."""

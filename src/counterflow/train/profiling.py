@@ -1,9 +1,10 @@
 """Measures what a planner has to know: a model's layers on this machine, and the links between its workers.
 
-A layer is measured as a stage of its own, by the code that measures a run's stages, so that a profile and a
-run's prediction mean the same by forward, backward and saved bytes. All workers of the machine measure at
-one time, as they compute at one time in a run: they share caches, memory and power. Layers of one class with
-weights of the same shapes are one kind; its numbers are the medians over all of them.
+Times are taken from steps that train: in one run each layer is a stage of its own, which gives its share; in
+another the model is one stage, which gives the sum without the engine's code around each layer. The
+difference is that code. All workers of the machine measure at one time, as they compute at one time in a run:
+they share caches, memory and power. Layers of one class with weights of the same shapes are one kind; its
+numbers are the medians over all of them.
 
 Invariant: nothing is guessed. What was not measured (a second node) is left out, and the file says how each
 number came about.
@@ -18,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,8 +33,10 @@ from counterflow.plan import Cluster, LayerProfile, Link, Model, Profile
 from counterflow.runtime.launch import launch
 from counterflow.runtime.links import Travel, measure_allreduces, measure_messages
 from counterflow.runtime.measure import StageCost, measure_stages
+from counterflow.runtime.op_times import time_ops
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.world import current_transport
+from counterflow.schedule.ir import Schedule
 from counterflow.schedule.schemes import gpipe
 
 from .config import RunConfig
@@ -92,14 +96,16 @@ def measure(
     about = _device_name(device, threads)
     carrier: Literal["local", "gloo", "nccl"] = "local" if here == 1 else "nccl" if on_gpu else "gloo"
     today = dt.date.today().isoformat()
-    by_size: list[list[StageCost]] = []
+    run = partial(launch, workers=here, transport=carrier, device=device, threads=threads)
+    by_size: list[_AtSize] = []
     for number, size in enumerate(sizes):
         told("layers", number, len(sizes))
-        costs, update = launch(
-            _layers, job, size, repeats, workers=here, transport=carrier, device=device, threads=threads
-        )[0]
-        by_size.append(costs)
+        by_size.append(run(_layers, job, size, repeats)[0])
     told("layers", len(sizes), len(sizes))
+    update = statistics.median(each.update_seconds_per_byte for each in by_size)
+    told("steps", 0, 1)
+    gap, around = run(_steps, job, sizes[len(sizes) // 2], repeats, update)[0]
+    told("steps", 1, 1)
     kinds = kinds_of(job.layers)
     how = f"measured, median of {repeats}; layers of one kind: median over them"
     profile = Profile(
@@ -111,7 +117,14 @@ def measure(
             for kind in dict.fromkeys(kinds)
         },
         update_seconds_per_byte=update,
-        sources={"layers": how, "update_seconds_per_byte": f"{config.optimizer.name}: measured, median"},
+        op_overhead_seconds=gap + statistics.median(each.overhead_seconds for each in by_size),
+        step_overhead_seconds=around,
+        sources={
+            "layers": how,
+            "update_seconds_per_byte": f"{config.optimizer.name}: measured, median",
+            "op_overhead_seconds": "measured: between two ops, and what a stage more adds to its layers",
+            "step_overhead_seconds": "measured: a step without its ops and the optimiser",
+        },
     )
     told("links", 0, 1)
     messages: tuple[Travel, ...] = ()
@@ -192,29 +205,90 @@ def fitted(travels: Sequence[Travel], *, begins: int = 1) -> Link:
     return Link(max(0.0, float(latency)) / begins, max(0.0, float(each)))
 
 
-def _layers(job: Job, size: int, repeats: int) -> tuple[list[StageCost], float]:
+MICRO_BATCHES = 4
+"""Of a step that is timed, on each stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class _AtSize:
+    """What layers cost at a size of micro-batches; ``overhead_seconds``: of an op, beside its layers."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    costs: tuple[StageCost, ...]
+    overhead_seconds: float
+    update_seconds_per_byte: float
+
+
+def _layers(job: Job, size: int, repeats: int) -> _AtSize:
     """What each layer costs at a size, and the optimiser's seconds for a byte of weights."""
     count = len(job.layers)
-    pipeline = Pipeline(
+    batch = job.batches.batch(0, size * MICRO_BATCHES, replica=0, replicas=1)
+    one = _pipeline(job, gpipe(1, MICRO_BATCHES))
+    together = time_ops(one, *batch, repeats=repeats)
+    update = _median_seconds(one, repeats, lambda: [o.step() for o in one.weights.optimizers.values()])
+    each = _pipeline(job, gpipe(1, MICRO_BATCHES, groups=count))
+    apart = time_ops(each, *batch, repeats=repeats)
+    costs = measure_stages(each, *batch, repeats=1)
+    forward, in_forward = without_overhead(apart.forward, together.forward[0])
+    backward, in_backward = without_overhead(apart.backward, together.backward[0])
+    weights = sum(cost.weight_bytes for cost in costs)
+    return _AtSize(forward, backward, tuple(costs), (in_forward + in_backward) / 2, update / weights)
+
+
+def without_overhead(apart: Sequence[float], together: float) -> tuple[tuple[float, ...], float]:
+    """Layers' seconds that add up to what they take together, and what each took more alone.
+
+    The time of the layers together has that overhead once as well; it is taken out.
+
+    >>> without_overhead((2.0, 4.0), 5.0)
+    ((1.0, 3.0), 1.0)
+    >>> without_overhead((2.0, 4.0), 9.0)  # nothing more: in proportion
+    ((3.0, 6.0), 0.0)
+    """
+    more = (sum(apart) - together) / (len(apart) - 1) if len(apart) > 1 else 0.0
+    if more <= 0.0:
+        return tuple(seconds * together / sum(apart) for seconds in apart), 0.0
+    return tuple(max(0.0, seconds - more) for seconds in apart), more
+
+
+def _steps(job: Job, size: int, repeats: int, update: float) -> tuple[float, float]:
+    """What lies between ops, and around them in a step, of a pipeline over all workers."""
+    workers = current_transport().world_size
+    if workers > len(job.layers):
+        workers = 1
+    pipeline = _pipeline(job, gpipe(workers, 2 * MICRO_BATCHES))
+    samples = size * pipeline.schedule.micro_batches
+    times = time_ops(pipeline, *job.batches.batch(0, samples, replica=0, replicas=1), repeats=repeats)
+    held = [
+        sum(p.nbytes for layer in stage.layers for p in layer.module.parameters())
+        for stage in pipeline.stages.values()
+    ]
+    most = max(row[0] for row in pipeline.transport.gather([float(sum(held))]))
+    return times.gap_seconds, max(0.0, times.around_seconds - update * most)
+
+
+def _pipeline(job: Job, schedule: Schedule) -> Pipeline:
+    return Pipeline(
         job.layers,
         job.loss,
-        gpipe(1, 1, groups=count),
+        schedule,
         optimizer=job.optimizer,
-        cuts=range(1, count),
         seed=job.config.train.seed,
         autocast=torch.bfloat16 if job.config.pipeline.autocast else None,
+        digest_every=0,
     )
-    batch = job.batches.batch(0, size, replica=0, replicas=1)
-    costs = measure_stages(pipeline, *batch, repeats=repeats)
+
+
+def _median_seconds(pipeline: Pipeline, repeats: int, call: Callable[[], object]) -> float:
     taken = []
     for _ in range(repeats + 1):
         begin = time.perf_counter()
-        for optimizer in pipeline.weights.optimizers.values():
-            optimizer.step()
+        call()
         if pipeline.device.type == "cuda":
             torch.cuda.synchronize(pipeline.device)
         taken.append(time.perf_counter() - begin)
-    return costs, statistics.median(taken[1:]) / sum(cost.weight_bytes for cost in costs)
+    return statistics.median(taken[1:])
 
 
 def _links(repeats: int) -> tuple[tuple[Travel, ...], tuple[Travel, ...]]:
@@ -227,21 +301,19 @@ def _links(repeats: int) -> tuple[tuple[Travel, ...], tuple[Travel, ...]]:
     )
 
 
-def _layer(
-    members: Sequence[int], sizes: Sequence[int], by_size: Sequence[Sequence[StageCost]]
-) -> LayerProfile:
+def _layer(members: Sequence[int], sizes: Sequence[int], by_size: Sequence[_AtSize]) -> LayerProfile:
     """A kind's curves, from the layers of that kind."""
 
-    def median(of: Callable[[StageCost], float]) -> tuple[float, ...]:
-        return tuple(statistics.median(of(costs[i]) for i in members) for costs in by_size)
+    def median(of: Callable[[_AtSize, int], float]) -> tuple[float, ...]:
+        return tuple(statistics.median(of(one, i) for i in members) for one in by_size)
 
-    largest = by_size[-1]
+    largest = by_size[-1].costs
     after = [largest[i + 1].input_bytes for i in members if i + 1 < len(largest)]
     return LayerProfile(
         samples=tuple(map(float, sizes)),
-        forward_seconds=median(lambda cost: cost.forward_seconds),
-        backward_seconds=median(lambda cost: cost.backward_seconds),
-        saved_bytes=median(lambda cost: cost.activation_bytes),
+        forward_seconds=median(lambda one, i: one.forward[i]),
+        backward_seconds=median(lambda one, i: one.backward[i]),
+        saved_bytes=median(lambda one, i: one.costs[i].activation_bytes),
         weights_bytes=float(largest[members[0]].weight_bytes),
         output_bytes=max(after, default=0) / sizes[-1],
     )
