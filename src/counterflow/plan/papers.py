@@ -8,10 +8,13 @@ V100. Everything else is scaled from it:
 * saved bytes: 66·s·h + 9·heads·s² bytes a sample for a float32 block of s tokens (16 activations of 4 bytes
   and 2 masks of 1, a token and hidden number; 2 attention matrices of 4 bytes and a mask) makes 10.5 MiB of
   the measured block's 11.0; other blocks are that formula times 11.0/10.5.
+* saved bytes of GPT-2 and of MixPipe's models: that formula times a factor, fitted on what their papers say
+  fits a device.
 * A100: the V100's seconds times 15.7/19.5, the ratio of their peak float32 rates.
 
-No paper gives α and β of its links; they are stated with what they are taken from. So predictions compare
-plans on one machine; they are not the papers' seconds.
+No paper gives α and β of its links; they are stated with what they are taken from or fitted on
+(``benchmarks/fit_papers.py`` shows how far each may be moved). So predictions compare plans on one machine;
+they are not the papers' seconds.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ class Transformer:
         vocabulary: different tokens.
         positions: rows of the table of positions.
         bert: whether the head has a transformation, a pooler and biases, the embedding segments and a norm.
+        saved_factor: what the formula of saved bytes is multiplied by; 1 unless a paper says what fits.
+        saved_source: what that factor was fitted on.
     """
 
     blocks: int
@@ -54,6 +59,8 @@ class Transformer:
     vocabulary: int
     positions: int
     bert: bool
+    saved_factor: float = 1.0
+    saved_source: str = ""
 
     @property
     def block_weights(self) -> int:
@@ -89,7 +96,8 @@ class Transformer:
     def block_saved_bytes(self) -> float:
         """What a block keeps of one sample; see the head of this file."""
         s, h = self.tokens, self.hidden
-        return (66.0 * s * h + 9.0 * self.heads * s * s) * _SAVED_MEASURED / _SAVED_BY_FORMULA
+        formula = 66.0 * s * h + 9.0 * self.heads * s * s
+        return formula * _SAVED_MEASURED / _SAVED_BY_FORMULA * self.saved_factor
 
     @property
     def output_bytes(self) -> float:
@@ -217,7 +225,8 @@ def _scaled_block(block: LayerProfile, shape: Transformer) -> LayerProfile:
         sources={
             "forward_seconds": fit,
             "backward_seconds": fit,
-            "saved_bytes": "66sh + 9·heads·s² bytes times 11.0/10.5, at which the measured block comes out",
+            "saved_bytes": "66sh + 9·heads·s² bytes times 11.0/10.5, at which the measured block comes out"
+            + (f", times {shape.saved_factor:g}; {shape.saved_source}" if shape.saved_source else ""),
             "weights_bytes": "4 bytes · (12h² + 13h)",
             "output_bytes": "4 bytes · s · h",
         },
@@ -266,13 +275,21 @@ def _head(block: LayerProfile, shape: Transformer) -> LayerProfile:
     )
 
 
+_MIXPIPE_SAVED = (
+    "fit: with B=16 MixPipe (BERT-48, D=4, K=2) fits and Chimera (K=4) needs recomputation (MixPipe, section "
+    "IV-C); one float matrix of attention less would be 0.77"
+)
+_GPT_2_SAVED = (
+    "fit: of all but GEMS only Chimera fits without recomputation, at D=32 (Chimera, section 4.2.3)"
+)
+
 BERT_48 = Transformer(48, 1024, 16, 128, 30522, 512, bert=True)
-BERT_48_MIXPIPE = Transformer(48, 1024, 16, 512, 30592, 512, bert=True)
+BERT_48_MIXPIPE = Transformer(48, 1024, 16, 512, 30592, 512, True, 0.8, _MIXPIPE_SAVED)
 BERT_64 = Transformer(64, 2560, 64, 512, 30522, 512, bert=True)
 BERT_192 = Transformer(192, 768, 12, 128, 30522, 512, bert=True)
 BERT_768 = Transformer(768, 768, 12, 128, 30522, 512, bert=True)
-GPT_2 = Transformer(64, 1280, 20, 632, 50257, 1024, bert=False)
-GPT_72 = Transformer(72, 1024, 16, 512, 50304, 512, bert=False)
+GPT_2 = Transformer(64, 1280, 20, 632, 50257, 1024, False, 1.145, _GPT_2_SAVED)
+GPT_72 = Transformer(72, 1024, 16, 512, 50304, 512, False, 0.8, _MIXPIPE_SAVED)
 
 
 def model_of(name: str, shape: Transformer, optimizer_states: float, source: str) -> Model:
@@ -289,16 +306,17 @@ def model_of(name: str, shape: Transformer, optimizer_states: float, source: str
 
 _PIZ_DAINT = {
     "memory_bytes": "NVIDIA P100, 16 GB (Chimera, section 4)",
-    "between": "fit: 30 µs and 5 GB/s, half of Aries' rate: Chimera and DAPPLE are then best at D=4 "
-    "with B=8 and B=4, as in section 4.2.1 (stages cut evenly)",
-    "reserve_bytes": "fit: with 4.5 GiB GPipe (D=4, B=4) and 2BW (D=4, B=16) need recomputation and Chimera "
-    "(D=4) fits B=8, not 16, as in section 4.2.1; of it CUDA, PyTorch 1.6 and fragmentation",
+    "between": "fit on the best configurations of Figure 10: 1 GB/s of Aries' 10, Gloo's messages staged "
+    "through the host; 30 µs taken",
+    "allreduce_between": "fit on the same: 3.85 GB/s, so that Chimera and GPipe are best at D=4; 30 µs taken",
+    "reserve_bytes": "fit on the same: with 5.6 to 5.79 GiB GEMS fits D=4 with B=32 and not D=2, 2BW needs "
+    "recomputation with B=16, Chimera fits B=8 at D=4; CUDA, PyTorch 1.6, Gloo's buffers, fragmentation",
     "sync_slowdown": "fit: Gloo's threads; Chimera, Figure 12: eager-opt up to 1.09 times as fast as eager",
 }
 
 
 def _piz_daint(nodes: int) -> Cluster:
-    link = Link(latency_seconds=30e-6, seconds_per_byte=1 / 5e9)
+    link = Link(latency_seconds=30e-6, seconds_per_byte=1 / 1e9)
     return Cluster(
         name=f"Piz Daint, {nodes} nodes",
         nodes=nodes,
@@ -306,7 +324,8 @@ def _piz_daint(nodes: int) -> Cluster:
         memory_bytes=16.0 * GIB,
         inside=link,
         between=link,
-        reserve_bytes=4.5 * GIB,
+        allreduce_between=Link(latency_seconds=30e-6, seconds_per_byte=1 / 3.85e9),
+        reserve_bytes=5.7 * GIB,
         sync_slowdown=0.1,
         sources=_PIZ_DAINT,
     )
@@ -354,7 +373,8 @@ class Example:
     source: str
 
 
-def _chimera_bert48(name: str, nodes: int, mini_batch: int) -> Example:
+def chimera_bert48(name: str, nodes: int, mini_batch: int) -> Example:
+    """BERT-48 on so many nodes of Piz Daint."""
     return Example(
         name,
         f"BERT-48 on {nodes} nodes with one P100 each",
@@ -366,14 +386,15 @@ def _chimera_bert48(name: str, nodes: int, mini_batch: int) -> Example:
     )
 
 
-def _chimera_gpt2(name: str, nodes: int) -> Example:
+def chimera_gpt2(name: str, nodes: int, mini_batch: int | None = None) -> Example:
+    """GPT-2 on so many nodes of Piz Daint; one sample a node, unless it is given."""
     return Example(
         name,
         f"GPT-2 of 64 blocks on {nodes} nodes with one P100 each",
         model_of("gpt-2", GPT_2, 2.0, "Chimera, Table 4; Adam"),
         profile_of("p100", GPT_2),
         _piz_daint(nodes),
-        nodes,
+        nodes if mini_batch is None else mini_batch,
         "Chimera, section 4.2; one sample a node",
     )
 
@@ -397,17 +418,21 @@ def _chimera_v100(name: str) -> Example:
     )
 
 
-def _mixpipe(name: str, shape: Transformer, model: str, mini_batch: int) -> Example:
+def mixpipe(name: str, shape: Transformer, model: str, mini_batch: int, servers: int = 4) -> Example:
+    """A model on so many servers of 8 V100."""
     cluster = _servers(
-        "4 servers of 8 V100, Ethernet",
-        4,
+        f"{servers} servers of 8 V100, Ethernet",
+        servers,
         32.0,
-        Link(latency_seconds=50e-6, seconds_per_byte=1 / 3.125e9),
-        {"between": "taken: 50 µs, and 25 Gbit/s; MixPipe, section IV-A says Ethernet"},
+        Link(latency_seconds=50e-6, seconds_per_byte=1 / 12.5e9),
+        {
+            "between": "Ethernet (MixPipe, section IV-A), 50 µs taken; fit on Figure 8's GEMS: of the usual "
+            "10, 25, 40 and 100 Gbit/s only 100 comes within 10 %"
+        },
     )
     return Example(
         name,
-        f"{model} on 4 servers of 8 V100 with Ethernet",
+        f"{model} on {servers} servers of 8 V100 with Ethernet",
         model_of(model, shape, 2.0, "MixPipe, Table II; Adam"),
         profile_of("v100", shape),
         cluster,
@@ -416,7 +441,8 @@ def _mixpipe(name: str, shape: Transformer, model: str, mini_batch: int) -> Exam
     )
 
 
-def _hanayo(name: str) -> Example:
+def hanayo(name: str) -> Example:
+    """BERT-64 on a server of 8 A100."""
     cluster = _servers(
         "8 A100, NVLink between all",
         1,
@@ -435,7 +461,39 @@ def _hanayo(name: str) -> Example:
     )
 
 
-def _wpipe(name: str, shape: Transformer, model: str) -> Example:
+def hanayo_tacc(name: str, devices: int) -> Example:
+    """BERT-64 on so many A100 of Lonestar6: eight samples on 8 devices, and in proportion on more."""
+    link = Link(latency_seconds=20e-6, seconds_per_byte=1 / 1.05e9)
+    cluster = Cluster(
+        name=f"Lonestar6, {devices} A100",
+        nodes=devices,
+        devices=1,
+        memory_bytes=40.0 * GIB,
+        inside=link,
+        between=link,
+        allreduce_between=Link(latency_seconds=20e-6, seconds_per_byte=1 / 5e9),
+        reserve_bytes=2.0 * GIB,
+        sources={
+            "nodes": "taken: every device reaches every other alike; three share a node without NVLink",
+            "between": "20 µs taken; 1.05 GB/s: fit on Figure 11's Chimera-wave with 8 devices",
+            "allreduce_between": "taken: 20 µs and 5 GB/s",
+            "memory_bytes": "A100, 40 GB (Hanayo, section 5)",
+            "reserve_bytes": "taken: CUDA's context, libraries and fragmentation",
+        },
+    )
+    return Example(
+        name,
+        f"BERT-64 on {devices} A100 of Lonestar6",
+        model_of("bert-64", BERT_64, 2.0, "Hanayo, section 5; Adam"),
+        profile_of("a100", BERT_64),
+        cluster,
+        devices,
+        "Hanayo, section 5.4, Figure 11",
+    )
+
+
+def wpipe(name: str, shape: Transformer, model: str) -> Example:
+    """A model on WPipe's 64 V100."""
     cluster = _servers(
         "8 servers of 8 V100 16 GB, 25 Gbit/s Ethernet",
         8,
@@ -459,17 +517,17 @@ def _wpipe(name: str, shape: Transformer, model: str) -> Example:
 
 
 _EXAMPLES: dict[str, Callable[[str], Example]] = {
-    "chimera-bert48": lambda name: _chimera_bert48(name, 32, 512),
-    "chimera-bert48-64": lambda name: _chimera_bert48(name, 64, 1024),
-    "chimera-bert48-2048": lambda name: _chimera_bert48(name, 2048, 32768),
+    "chimera-bert48": lambda name: chimera_bert48(name, 32, 512),
+    "chimera-bert48-64": lambda name: chimera_bert48(name, 64, 1024),
+    "chimera-bert48-2048": lambda name: chimera_bert48(name, 2048, 32768),
     "chimera-bert48-v100": _chimera_v100,
-    "chimera-gpt2": lambda name: _chimera_gpt2(name, 512),
-    "chimera-gpt2-2048": lambda name: _chimera_gpt2(name, 2048),
-    "mixpipe-bert48": lambda name: _mixpipe(name, BERT_48_MIXPIPE, "bert-48-mixpipe", 512),
-    "mixpipe-gpt72": lambda name: _mixpipe(name, GPT_72, "gpt-72", 256),
-    "hanayo-bert64": _hanayo,
-    "wpipe-bert192": lambda name: _wpipe(name, BERT_192, "bert-192"),
-    "wpipe-bert768": lambda name: _wpipe(name, BERT_768, "bert-768"),
+    "chimera-gpt2": lambda name: chimera_gpt2(name, 512),
+    "chimera-gpt2-2048": lambda name: chimera_gpt2(name, 2048),
+    "mixpipe-bert48": lambda name: mixpipe(name, BERT_48_MIXPIPE, "bert-48-mixpipe", 512),
+    "mixpipe-gpt72": lambda name: mixpipe(name, GPT_72, "gpt-72", 256),
+    "hanayo-bert64": hanayo,
+    "wpipe-bert192": lambda name: wpipe(name, BERT_192, "bert-192"),
+    "wpipe-bert768": lambda name: wpipe(name, BERT_768, "bert-768"),
 }
 
 EXAMPLES = tuple(_EXAMPLES)
