@@ -43,7 +43,7 @@ def test_unknown_table(run: Run) -> None:
     answer = run("reproduce chimera-tabel2")
     assert (answer.code, answer.out) == (2, "")
     assert answer.err.startswith(
-        "Error: unknown table or figure 'chimera-tabel2'; did you mean 'chimera-table2'? Known: chimera-table2"
+        "Error: unknown table or figure 'chimera-tabel2'; did you mean 'chimera-table2'? Known: chimera-"
     )
     assert answer.err.rstrip().endswith(", ".join([*TABLES, *FIGURES]))
 

@@ -71,7 +71,7 @@ _MIXPIPE_DAPPLE = (
     "DAPPLE's step are bubbles"
 )
 _MIXPIPE_GPIPE = (
-    "recomputation costs the measured V100 1.38 times; DAPPLE, which the paper has 1.33 times slower, runs "
+    "recomputation costs the measured V100 1.39 times; DAPPLE, which the paper has 1.33 times slower, runs "
     "without it here and is met"
 )
 _BOTH_WAYS = "the sum of both directions' gradients crosses servers: {share} of its step, {more}"
