@@ -102,6 +102,7 @@ def draw_bars(bars: Bars, path: str | Path) -> None:
 _WIDTH = 0.8  # of a group's bars together, a group being 1 wide
 _BAR_INCHES = 0.5
 _HEIGHT = 4.2
+_WIDE = 8.0  # inches in which the whole legend has one line
 
 
 def make_bars(bars: Bars) -> Figure:
@@ -112,7 +113,8 @@ def make_bars(bars: Bars) -> Figure:
 
     width = max(6.6, 1.2 + _BAR_INCHES * len(bars.groups) * len(bars.series) / _WIDTH)
     figure = Figure(figsize=(width, _HEIGHT), dpi=DOTS_PER_INCH, facecolor=palette.BACKGROUND)
-    axes = figure.add_axes((0.8 / width, 0.1, 1 - 1.0 / width, 0.64), label="bars")
+    top = 0.8 if width > _WIDE else 0.74
+    axes = figure.add_axes((0.8 / width, 0.1, 1 - 1.0 / width, top - 0.1), label="bars")
     figure.text(0.12 / width, 0.955, bars.title, size=10, weight="bold", color=palette.INK)
     figure.text(0.12 / width, 0.905, bars.about, size=7.5, color=palette.FAINT)
     for index, series in enumerate(bars.series):
@@ -139,7 +141,7 @@ def _series(axes: Axes, bars: Bars, series: Series, index: int) -> None:
         axes.bar(middle, value or 0.0, 0.9 * each, color=hue.forward, edgecolor=hue.backward, label=label)
         top = max(value or 0.0, mark or 0.0)
         if mark is not None:
-            axes.hlines(mark, left, left + each, color=palette.INK, linewidth=1.4)
+            axes.hlines(mark, middle - 0.45 * each, middle + 0.45 * each, color=palette.INK, linewidth=1.4)
         above = (middle, top)
         shift = (0, 3)
         axes.annotate(
@@ -164,7 +166,7 @@ def _legend(figure: Figure, axes: Axes, bars: Bars, width: float) -> None:
         handles=handles,
         loc="upper left",
         bbox_to_anchor=(0.05 / width, 0.895),
-        ncols=len(handles) if width > 8 else 4,
+        ncols=len(handles) if width > _WIDE else 4,
         frameon=False,
         fontsize=7.5,
         columnspacing=1.2,

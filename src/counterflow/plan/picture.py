@@ -12,6 +12,7 @@ from counterflow.schedule.modes import Recompute
 
 from .compare import Entry, Reproduction
 from .figure import Quantity
+from .report import choices
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,14 @@ def _published(found: Reproduction, label: str, run: str) -> float | None:
     return None
 
 
+_SHORT = 8
+"""Characters of an option that a bar has room for: ``waves=2``, not ``concat=forward-doubling``."""
+
+
 def _text(entry: Entry) -> str:
     if entry.found is None:
         return "does\nnot fit"
     play = entry.found.play
     again = "" if play.configuration.recompute is Recompute.NONE else "\nR"
-    return f"D={play.schedule.workers}\nB={play.configuration.samples}{again}"
+    short = "".join(f"\n{text}" for text in choices(play.configuration).split() if len(text) <= _SHORT)
+    return f"D={play.schedule.workers}\nB={play.configuration.samples}{short}{again}"
