@@ -57,7 +57,8 @@ def test_a_figure(run: Run, tmp_path: Path) -> None:
     assert answer.err.splitlines() == [f"Drew {tmp_path / 'a.png'}", f"Drew {tmp_path / 'a.svg'}"]
     lines = [" ".join(line.split()) for line in answer.out.splitlines()]
     assert lines[0] == FIGURES[name].title
-    assert "Chimera 32 nodes D=4 W=8 B=8 the same fit D=4 W=8 B=8" in lines
+    assert "GPipe 32 nodes D=4 W=8 B=4 R D=4 W=8 B=4 R the same fit" in lines
+    assert "PipeDream 32 nodes D=4 W=8 B=32 R D=8 W=4 B=48 another fit" in lines
     for text in (*FIGURES[name].assumptions, *(f"{k}: {v}" for k, v in found.constants.items())):
         assert text in lines
     for row in found.rows:

@@ -51,8 +51,7 @@ def _draw(found: Reproduction, path: Path) -> None:
 
 
 def _print(found: Reproduction) -> None:
-    from rich import box  # noqa: PLC0415  (not for --json)
-    from rich.table import Table  # noqa: PLC0415
+    from rich.padding import Padding  # noqa: PLC0415  (not for --json)
     from rich.text import Text  # noqa: PLC0415
 
     figure = found.figure
@@ -60,87 +59,107 @@ def _print(found: Reproduction) -> None:
     out.print(Text(figure.title, style="bold"))
     out.print(Text(figure.setting, style="dim"))
     out.print()
-    out.print(Text(_heading(found), style="bold"))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in _COLUMNS:
-        table.add_column(column, justify="right" if column in _NUMBERS else "left")
-    for row in found.rows:
-        cells = _cells(found, row)
-        style = "" if row.holds else "bold yellow"
-        table.add_row(*(Text(cells[c], style=style if c == "difference" else "") for c in _COLUMNS))
-    out.print(table)
-    misses = [row for row in found.rows if not row.holds]
-    if misses:
-        out.print(Text("Misses", style="bold"))
-    for row in misses:
-        out.print(Text(f"  {row.published.label}, {_runs(row)}: {row.published.miss}"))
+    ratios = [row for row in found.rows if row.same is None]
+    best = [row for row in found.rows if row.same is not None]
+    if best:
+        out.print(Text("Best configurations; R: stages are recomputed", style="bold"))
+        out.print(_table(_BEST, [_best(found, row) for row in best]))
+    if ratios:
+        heading = (
+            f"{figure.subject} over the others, with the best configurations found; R: stages are recomputed"
+        )
+        out.print(Text(heading, style="bold"))
+        out.print(_table(_FOUND, [_found(row) for row in ratios]))
+    stated = [row for row in ratios if figure.competitor(row.published.label).stated is not None]
+    if stated:
+        out.print(Text("The same with what the paper states of the configurations", style="bold"))
+        out.print(_table(_STATED, [_stated(found, row) for row in stated]))
     out.print(Text("Throughput", style="bold"))
     out.print(_throughputs(found))
+    misses = [row for row in found.rows if not row.holds]
     for heading, lines in (
+        ("Misses", [f"{row.published.label}, {_runs(row)}: {row.published.miss}" for row in misses]),
         ("Assumed", list(figure.assumptions)),
         ("Constants", [f"{name}: {text}" for name, text in found.constants.items()]),
     ):
-        out.print(Text(heading, style="bold"))
+        if lines:
+            out.print(Text(heading, style="bold"))
         for line in lines:
-            out.print(Text(f"  {line}"))
+            out.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
     out.print(Text(found.summary(), style="bold"))
 
 
-def _heading(found: Reproduction) -> str:
-    if all(row.same is not None for row in found.rows):
-        return "Best configurations"
-    return f"{found.figure.subject} over the others, with the best configurations found"
+_BEST = ("scheme", "run", "found", "published", "difference", "use")
+_FOUND = ("scheme", "run", "found", "predicted", "published", "difference", "use")
+_STATED = ("scheme", "run", "stated", "predicted", "published", "difference")
+_RIGHT = ("predicted", "published", "difference")
 
 
-_COLUMNS = (
-    "scheme",
-    "run",
-    "found",
-    "predicted",
-    "published",
-    "difference",
-    "use",
-    "stated by the paper",
-    "predicted there",
-    "difference there",
-)
-_NUMBERS = ("predicted", "published", "difference", "predicted there", "difference there")
+def _table(columns: Sequence[str], rows: Sequence[tuple[dict[str, str], bool]]) -> Any:
+    """A table of (cells by column, whether to leave the difference unmarked)."""
+    from rich import box  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        right = column in _RIGHT
+        table.add_column(column, justify="right" if right else "left", no_wrap=right or column == "scheme")
+    for cells, holds in rows:
+        marked = "" if holds else "bold yellow"
+        table.add_row(*(Text(cells[c], style=marked if c == "difference" else "") for c in columns))
+    return table
 
 
-def _cells(found: Reproduction, row: Row) -> dict[str, str]:
-    value = row.published
-    stated = found.figure.competitor(value.label).stated
+def _best(found: Reproduction, row: Row) -> tuple[dict[str, str], bool]:
     cells = {
-        "scheme": value.label
-        + (f", {value.quantity.value}" if value.quantity.value.startswith("para") else ""),
+        "scheme": row.published.label,
         "run": _runs(row),
-        "found": " / ".join(row.found),
-        "use": value.use.value,
-        "stated by the paper": "" if stated is None else str(stated),
+        "found": _short(" / ".join(row.found)),
+        "published": _short(str(found.figure.competitor(row.published.label).stated)),
+        "difference": "the same" if row.same else "another",
+        "use": row.published.use.value,
     }
-    if row.same is not None:
-        return cells | {
-            "predicted": "",
-            "published": "",
-            "difference": "the same" if row.same else "another",
-            "predicted there": "",
-            "difference there": "",
-        }
-    return cells | {
+    return cells, row.holds
+
+
+def _found(row: Row) -> tuple[dict[str, str], bool]:
+    cells = {
+        "scheme": row.published.label,
+        "run": _runs(row),
+        "found": _short(" / ".join(row.found)),
         "predicted": _ratio(row.predicted),
-        "published": _ratio(value.value),
+        "published": _ratio(row.published.value),
         "difference": _percent(row.difference),
-        "predicted there": _ratio(row.at_stated) if stated is not None else "",
-        "difference there": _percent(row.stated_difference) if stated is not None else "",
+        "use": row.published.use.value,
     }
+    return cells, row.holds
+
+
+def _stated(found: Reproduction, row: Row) -> tuple[dict[str, str], bool]:
+    from counterflow.plan.compare import within  # noqa: PLC0415
+
+    cells = {
+        "scheme": row.published.label,
+        "run": _runs(row),
+        "stated": _short(str(found.figure.competitor(row.published.label).stated)),
+        "predicted": _ratio(row.at_stated),
+        "published": _ratio(row.published.value),
+        "difference": _percent(row.stated_difference),
+    }
+    return cells, within(row.stated_difference)
+
+
+def _short(configuration: str) -> str:
+    return configuration.replace("recompute stage", "R").replace("recompute", "R")
 
 
 def _runs(row: Row) -> str:
     runs = row.published.runs
     if len(runs) < 2:
         return runs[0]
-    mean = "mean of " if row.published.quantity.value == "speed-up" else ""
-    return f"{mean}{runs[0]} to {runs[-1]}"
+    how = "mean" if row.published.quantity.value == "speed-up" else "efficiency"
+    return f"{how}, {runs[0]} to {runs[-1]}"
 
 
 def _throughputs(found: Reproduction) -> Any:

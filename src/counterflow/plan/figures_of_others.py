@@ -7,8 +7,9 @@ from functools import partial
 from counterflow.schedule.modes import Recompute
 
 from .figure import Competitor, Figure, Published, Quantity, Run, Stated, Use
-from .papers import BERT_48_MIXPIPE, BERT_192, BERT_768, GPT_72, Transformer, hanayo_tacc, mixpipe, wpipe
+from .papers import hanayo_tacc, mixpipe, wpipe
 from .placement import Arrangement
+from .transformers import BERT_48_MIXPIPE, BERT_192, BERT_768, GPT_72, Transformer
 
 _ONE_PAIR = (("pairs", (1,)), ("concat", ("direct",)))
 _ONE_GROUP = (("groups", (1,)),)
