@@ -196,6 +196,21 @@ def test_what_does_not_fit_has_no_ratio() -> None:
         replace(figure, subject="Hanayo")
 
 
+def test_a_stated_configuration_that_does_not_fit_has_no_ratio_of_its_own() -> None:
+    small = Competitor("DAPPLE", "dapple", depths=(4,), stated=Stated(4, samples=64, recompute=False))
+    subject = Competitor("Chimera", "chimera", depths=(4,), samples=(8,))
+    run = Run("32 nodes", lambda: papers.example("chimera-bert48"))
+    value = Published("DAPPLE", Quantity.SPEEDUP, 1.1, ("32 nodes",))
+    found = reproduce(Figure("x", "x", "x", "Chimera", (small, subject), (run,), (value,)))
+    row = found.rows[0]
+    assert row.predicted is not None
+    assert row.at_stated is None
+    assert (
+        found.entry("Chimera", "32 nodes").throughput(at_stated=True) is not None
+    )  # nothing is stated of it
+    assert found.summary().endswith("(0 with the configurations that the paper states)")
+
+
 def test_progress_is_told() -> None:
     told: list[tuple[int, int, str]] = []
     figure = FIGURES["hanayo-fig11"]

@@ -18,6 +18,7 @@ from .figure import TOLERANCE, Competitor, Figure, Published, Quantity, Run, Sta
 from .papers import Example
 from .report import choices, parts_json, plan_json
 from .search import Plan, search
+from .space import Constraints
 
 Progress = Callable[[int, int, str], None]
 """Called with searches done, searches in all, and what is searched."""
@@ -31,7 +32,8 @@ class Entry:
         label: the competitor's.
         run: the run's label.
         found: the planner's best plan in the paper's space; None if nothing fits.
-        stated: the best plan with what the paper states of it; None if that is nothing, or does not fit.
+        states: whether the paper states something of its configuration.
+        stated: the best plan with what it states; None if that is nothing, or does not fit.
         devices: of the run.
         mini_batch: samples that the plans' seconds are of.
     """
@@ -39,13 +41,17 @@ class Entry:
     label: str
     run: str
     found: Plan | None
+    states: bool
     stated: Plan | None
     devices: int
     mini_batch: int
 
     def throughput(self, *, at_stated: bool = False) -> float | None:
-        """Samples a second; with ``at_stated`` of the stated configuration, or else of the one found."""
-        plan = (self.stated or self.found) if at_stated else self.found
+        """Samples a second; with ``at_stated`` of the stated configuration, if there is one.
+
+        None if that does not fit.
+        """
+        plan = self.stated if at_stated and self.states else self.found
         return None if plan is None else self.mini_batch / plan.seconds
 
 
@@ -170,7 +176,7 @@ def best_plan(competitor: Competitor, task: Example, *, at_stated: bool = False)
     """
     wanted = competitor.constraints(at_stated=at_stated)
     # PipeDream has no mini-batch; its 48 samples divide three of them.
-    mini_batch = task.mini_batch * (3 if any(size % 3 == 0 for size in wanted.samples or ()) else 1)
+    mini_batch = task.mini_batch * (3 if any(size % 3 == 0 for size in competitor.samples) else 1)
     legal = tuple(d for d in wanted.depths or () if task.cluster.size % d == 0)
     sizes = sorted(wanted.samples or (), reverse=True)
     # With ``largest`` the planner is asked one depth and size at a time.
@@ -180,7 +186,7 @@ def best_plan(competitor: Competitor, task: Example, *, at_stated: bool = False)
     for depths, samples in tries:
         if depths in settled:
             continue
-        plan = _search(task, mini_batch, competitor, (depths, samples), at_stated)
+        plan = _search(task, mini_batch, replace(wanted, depths=depths, samples=samples))
         if plan is None:
             continue
         settled.add(depths)
@@ -189,16 +195,7 @@ def best_plan(competitor: Competitor, task: Example, *, at_stated: bool = False)
     return best, mini_batch
 
 
-def _search(
-    task: Example,
-    mini_batch: int,
-    competitor: Competitor,
-    within_: tuple[tuple[int, ...], tuple[int, ...]],
-    at_stated: bool,
-) -> Plan | None:
-    depths, samples = within_
-    wanted = competitor.constraints(at_stated=at_stated)
-    wanted = replace(wanted, depths=depths, samples=samples)
+def _search(task: Example, mini_batch: int, wanted: Constraints) -> Plan | None:
     try:
         found = search(task.model, task.profile, task.cluster, mini_batch, wanted, count=1)
     except PlanError:
@@ -208,10 +205,9 @@ def _search(
 
 def _entry(competitor: Competitor, run: Run, task: Example) -> Entry:
     found, mini_batch = best_plan(competitor, task)
-    stated = None
-    if competitor.stated is not None:
-        stated = best_plan(competitor, task, at_stated=True)[0]
-    return Entry(competitor.label, run.label, found, stated, task.cluster.size, mini_batch)
+    states = competitor.stated is not None
+    stated = best_plan(competitor, task, at_stated=True)[0] if states else None
+    return Entry(competitor.label, run.label, found, states, stated, task.cluster.size, mini_batch)
 
 
 def _row(figure: Figure, published: Published, entries: Mapping[tuple[str, str], Entry]) -> Row:
