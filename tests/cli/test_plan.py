@@ -143,7 +143,7 @@ def test_wrong_requests_are_refused(refused: Callable[..., str], line: str, mess
 
 def test_where_nothing_fits_the_work_has_failed(run: Run, tmp_path: Path) -> None:
     cluster = papers.example("chimera-bert48").cluster
-    text = files.dumps(cluster).replace(f"memory_bytes = {cluster.memory_bytes!r}", "memory_bytes = 5e9")
+    text = files.dumps(cluster).replace(f"memory_bytes = {cluster.memory_bytes!r}", "memory_bytes = 6.5e9")
     path = tmp_path / "small.toml"
     path.write_text(text, encoding="utf-8")
     answer = run(f"plan --example chimera-bert48 --scheme gems --cluster {path}")

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from counterflow.plan.compare import reproduce
+from counterflow.plan.figures import FIGURES
 from counterflow.plan.tables import TABLES
 
 from .conftest import Run
@@ -11,11 +15,11 @@ from .conftest import Run
 def test_list(run: Run, line: str) -> None:
     answer = run(line)
     assert (answer.code, answer.err) == (0, "")
-    assert answer.out.splitlines() == list(TABLES)
+    assert answer.out.splitlines() == [*TABLES, *FIGURES]
 
 
 def test_list_as_json(run: Run) -> None:
-    assert run("reproduce --json").json == {"tables": list(TABLES)}
+    assert run("reproduce --json").json == {"tables": list(TABLES), "figures": list(FIGURES)}
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -39,5 +43,54 @@ def test_unknown_table(run: Run) -> None:
     answer = run("reproduce chimera-tabel2")
     assert (answer.code, answer.out) == (2, "")
     assert answer.err.startswith(
-        "Error: unknown table 'chimera-tabel2'; did you mean 'chimera-table2'? Known: chimera-table2, "
+        "Error: unknown table or figure 'chimera-tabel2'; did you mean 'chimera-table2'? Known: chimera-"
     )
+    assert answer.err.rstrip().endswith(", ".join([*TABLES, *FIGURES]))
+
+
+def test_a_figure(run: Run, tmp_path: Path) -> None:
+    """What is printed, in JSON and drawn is what the planner finds, and what the paper publishes."""
+    name = "chimera-fig10"
+    found = reproduce(FIGURES[name])
+    answer = run(f"reproduce {name} --out {tmp_path / 'a.png'} --out {tmp_path / 'a.svg'}")
+    assert answer.code == 0
+    assert answer.err.splitlines() == [f"Drew {tmp_path / 'a.png'}", f"Drew {tmp_path / 'a.svg'}"]
+    lines = [" ".join(line.split()) for line in answer.out.splitlines()]
+    assert lines[0] == FIGURES[name].title
+    assert "GPipe 32 nodes D=4 W=8 B=4 R D=4 W=8 B=4 R the same fit" in lines
+    assert "PipeDream 32 nodes D=4 W=8 B=32 R D=8 W=4 B=48 another fit" in lines
+    for text in (*FIGURES[name].assumptions, *(f"{k}: {v}" for k, v in found.constants.items())):
+        assert text in lines
+    for row in found.rows:
+        if not row.holds:
+            assert f"{row.published.label}, 32 nodes: {row.published.miss}" in lines
+    assert lines[-1] == found.summary() == "5 of 6 best configurations found"
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert run(f"reproduce {name} --json").json == found.to_json()
+
+
+def test_ratios_are_printed_with_their_difference(run: Run) -> None:
+    lines = [" ".join(line.split()) for line in run("reproduce hanayo-fig11").out.splitlines()]
+    assert "Chimera-wave 8 devices D=8 W=1 B=1 waves=1 1.080 1.082 -0.2% fit" in lines
+    assert "GPipe 32 devices D=16 W=2 B=1 1.451 1.333 +8.8% test" in lines
+    assert lines[-1].startswith("1 of 1 fit ratios within 10% ")
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (
+            "chimera-table2 --out x.png",
+            "chimera-table2 is a table: there is nothing to draw; leave out --out",
+        ),
+        (
+            "chimera-fig10 --out x.html",
+            "cannot tell what to draw from this name; legal endings: .png, .svg, .pdf",
+        ),
+    ],
+)
+def test_what_cannot_be_drawn(run: Run, line: str, told: str) -> None:
+    answer = run(f"reproduce {line}")
+    assert (answer.code, answer.out) == (2, "")
+    assert told in answer.err

@@ -119,3 +119,13 @@ def test_planning(tmp_path: Path) -> None:
     assert len(model.layers) == 14
     assert profile.layer("block").forward(3) == pytest.approx(0.002)
     assert cluster.allreduce_link(spans_nodes=True).seconds_per_byte == 2e-10
+
+
+def test_the_papers_figures_are_the_kept_results() -> None:
+    kept = (DOCS.parent / "benchmarks" / "results" / "reproduce.txt").read_text().splitlines()
+    page = (DOCS / "reproducing.md").read_text()
+    words = " ".join(page.split())
+    told = [line for line in kept if line.startswith(("|", "*")) or "test ratios within" in line]
+    assert len(told) > 60
+    for line in told:
+        assert line in (page.splitlines() if line.startswith("|") else words)

@@ -8,20 +8,20 @@ import pytest
 
 from counterflow import ConfigError
 from counterflow.models import parameter_count, preset
-from counterflow.plan import Arrangement, Configuration, Cutting, Predictor, papers
+from counterflow.plan import Arrangement, Configuration, Cutting, Predictor, papers, transformers
 from counterflow.plan.search import search
 from counterflow.plan.space import Constraints
 from counterflow.schedule.modes import Recompute
 from counterflow.train.presets import PRESETS
 
 SHAPES = {
-    "bert-48": papers.BERT_48,
-    "bert-48-mixpipe": papers.BERT_48_MIXPIPE,
-    "bert-64": papers.BERT_64,
-    "bert-192": papers.BERT_192,
-    "bert-768": papers.BERT_768,
-    "gpt-2": papers.GPT_2,
-    "gpt-72": papers.GPT_72,
+    "bert-48": transformers.BERT_48,
+    "bert-48-mixpipe": transformers.BERT_48_MIXPIPE,
+    "bert-64": transformers.BERT_64,
+    "bert-192": transformers.BERT_192,
+    "bert-768": transformers.BERT_768,
+    "gpt-2": transformers.GPT_2,
+    "gpt-72": transformers.GPT_72,
 }
 
 
@@ -51,15 +51,15 @@ def test_every_example_says_where_its_numbers_come_from(name: str) -> None:
 
 
 def test_the_measured_block() -> None:
-    block = papers.profile_of("p100", papers.BERT_48).layer("block")
+    block = transformers.profile_of("p100", transformers.BERT_48).layer("block")
     assert (block.forward(1), block.backward(64)) == (1.16e-3, 52.88e-3)
     assert block.saved(2) == 22 * 2**20
-    assert papers.profile_of("v100", papers.BERT_48).layer("block").forward(16) == 5.44e-3
+    assert transformers.profile_of("v100", transformers.BERT_48).layer("block").forward(16) == 5.44e-3
     # A shape that is not the measured one, but as long and wide, costs the same but for its weights' count.
-    twin = replace(papers.BERT_48, heads=8)
-    scaled = papers.profile_of("p100", twin).layer("block")
+    twin = replace(transformers.BERT_48, heads=8)
+    scaled = transformers.profile_of("p100", twin).layer("block")
     assert scaled.forward_seconds == pytest.approx(block.forward_seconds)
-    assert papers.BERT_LARGE_BLOCK.block_saved_bytes == pytest.approx(11 * 2**20)
+    assert transformers.BERT_LARGE_BLOCK.block_saved_bytes == pytest.approx(11 * 2**20)
     with pytest.raises(ConfigError, match="did you mean 'chimera-gpt2'"):
         papers.example("chimera-gpt-2")
 
@@ -106,8 +106,8 @@ def test_chimera_is_ahead_of_dapple_and_gems_as_in_section_4_2_3() -> None:
         return predictor.predict(chosen).step_seconds
 
     chimera = seconds("chimera", 8)
-    assert 1.1 < seconds("dapple", 4) / chimera < 1.3  # the paper: 1.19
-    assert 2.0 < seconds("gems", 32) / chimera < 3.0  # 2.41
+    assert seconds("dapple", 4) / chimera == pytest.approx(1.19, rel=0.1)
+    assert seconds("gems", 32) / chimera == pytest.approx(2.41, rel=0.1)
 
 
 def test_mixpipe_on_its_own_cluster() -> None:

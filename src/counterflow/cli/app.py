@@ -158,7 +158,11 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
         "verify hanayo --workers 2 --waves 2 --micro-batches 4 --replicas 2 --transport gloo",
         "verify edited.json --dtype float32",
     ),
-    reproduce: ("reproduce --list", "reproduce chimera-table2"),
+    reproduce: (
+        "reproduce --list",
+        "reproduce chimera-table2",
+        "reproduce chimera-fig14 --out fig14.png",
+    ),
 }
 
 for _command, _examples in _EXAMPLES.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +14,7 @@ from counterflow.schedule.modes import Recompute, Sync
 
 from .flags import JsonFlag
 from .output import WIDE, byte_size, console, note, number, print_json, writing
+from .search_bar import search_bar
 
 if TYPE_CHECKING:
     from counterflow.plan.papers import Example
@@ -148,7 +148,7 @@ def plan(
         cuts=Cutting.EVEN if even else Cutting.BALANCED,
         more_updates=more_updates,
     )
-    with _progress() as told:
+    with search_bar("planning") as told:
         found = search(
             task.model,
             task.profile,
@@ -249,22 +249,6 @@ def _write(task: Example, best: Plan, path: Path) -> None:
     config = planned_config(task.model, task.profile, task.cluster, best.play.prediction())
     with writing(path):
         path.write_text(config.to_toml(), encoding="utf-8")
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr, on a terminal only."""
-    from rich.console import Console  # noqa: PLC0415
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
-
-    err = Console(stderr=True, highlight=False)
-    if not err.is_terminal:
-        yield lambda _done, _of, _what: None
-        return
-    columns = (TextColumn("planning"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[what]}"), console=err, transient=True) as bar:
-        task = bar.add_task("", total=None, what="")
-        yield lambda done, of, what: bar.update(task, completed=done, total=of, what=what)
 
 
 def _print(task: Example, found: Found, explained: Why, top: int | None) -> None:

@@ -1,15 +1,17 @@
-"""``counterflow reproduce``: a paper's table, published and ours side by side."""
+"""``counterflow reproduce``: a paper's table or figure, published and ours side by side."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from counterflow.errors import ConfigError
 
+from .figures import show_figure
 from .flags import JsonFlag
 from .output import WIDE, console, print_json
 
@@ -20,22 +22,39 @@ if TYPE_CHECKING:
 def reproduce(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME]", help="The table; without it they are listed."),
+        typer.Argument(metavar="[NAME]", help="The table or figure; without it they are listed."),
     ] = None,
     *,
-    listed: Annotated[bool, typer.Option("--list", help="List the tables.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="List the tables and figures.")] = False,
+    out: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--out", metavar="FILE", help="Draw a figure into FILE: .png .svg .pdf; may be repeated."
+        ),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Reproduce a paper's table: published figure, ours, difference."""
-    from counterflow.plan.tables import TABLES  # noqa: PLC0415  (only this command needs it)
+    """Reproduce a paper's table or figure: published, ours, difference.
 
+    A figure's ratios are predicted by the planner: each scheme's best configuration in the paper's space, and
+    the one that the paper states. What a constant was fitted on is marked, the rest is the test.
+    """
+    from counterflow.plan.figures import FIGURES  # noqa: PLC0415  (only this command needs them)
+    from counterflow.plan.tables import TABLES  # noqa: PLC0415
+
+    known = (*TABLES, *FIGURES)
     if name is None or listed:
-        _list(TABLES, as_json)
+        _list(known, as_json)
         return
-    if name not in TABLES:
-        near = difflib.get_close_matches(name, TABLES, n=1)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ConfigError(f"unknown table {name!r}{hint} Known: {', '.join(TABLES)}")
+        raise ConfigError(f"unknown table or figure {name!r}{hint} Known: {', '.join(known)}")
+    if name in FIGURES:
+        show_figure(FIGURES[name], out or (), as_json=as_json)
+        return
+    if out:
+        raise ConfigError(f"{name} is a table: there is nothing to draw; leave out --out")
     table = TABLES[name]()
     if as_json:
         print_json(table.to_json())
@@ -43,11 +62,16 @@ def reproduce(
         _print(table)
 
 
-def _list(tables: Mapping[str, Callable[[], Table]], as_json: bool) -> None:
+def _list(known: Iterable[str], as_json: bool) -> None:
+    from counterflow.plan.figures import FIGURES  # noqa: PLC0415
+
+    names = list(known)
     if as_json:
-        print_json({"tables": list(tables)})
+        print_json(
+            {"tables": [n for n in names if n not in FIGURES], "figures": [n for n in names if n in FIGURES]}
+        )
         return
-    for name in tables:
+    for name in names:
         typer.echo(name)
 
 

@@ -1,17 +1,8 @@
-"""The papers' devices, clusters and models as the planner's data, each number with its source or its fit.
+"""The papers' clusters and runs as the planner's data, each number with its source or its fit.
 
-Measured by Chimera's authors: a BERT-large block (hidden 1024, 16 heads, 128 tokens, float32) on P100 and
-V100. Everything else is scaled from it:
-
-* seconds: as those of the measured block with as many tokens, times the ratio of floating-point operations.
-  A device that is filled as far is as fast.
-* saved bytes: 66·s·h + 9·heads·s² bytes a sample for a float32 block of s tokens (16 activations of 4 bytes
-  and 2 masks of 1, a token and hidden number; 2 attention matrices of 4 bytes and a mask) makes 10.5 MiB of
-  the measured block's 11.0; other blocks are that formula times 11.0/10.5.
-* A100: the V100's seconds times 15.7/19.5, the ratio of their peak float32 rates.
-
-No paper gives α and β of its links; they are stated with what they are taken from. So predictions compare
-plans on one machine; they are not the papers' seconds.
+No paper gives α and β of its links; they are stated with what they are taken from or fitted on
+(``benchmarks/fit_papers.py`` shows how far each may be moved). So predictions compare plans on one machine;
+they are not the papers' seconds. What the models' layers cost is in ``transformers.py``.
 """
 
 from __future__ import annotations
@@ -24,281 +15,35 @@ from counterflow.errors import ConfigError
 
 from .cluster import Cluster, Link
 from .model import Model
-from .profile import LayerProfile, Profile
+from .profile import Profile
+from .transformers import (
+    BERT_48,
+    BERT_48_MIXPIPE,
+    BERT_64,
+    BERT_192,
+    BERT_768,
+    GPT_2,
+    GPT_72,
+    Transformer,
+    model_of,
+    profile_of,
+)
 
-MIB = 2**20
 GIB = 2**30
-
-_FLOAT = 4
-"""Bytes of a number: all papers here train in float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class Transformer:
-    """The shape of a BERT or GPT, as far as its cost goes.
-
-    Attributes:
-        blocks: transformer blocks.
-        hidden: h, the width.
-        heads: attention heads.
-        tokens: s, tokens of a sample in the paper's runs.
-        vocabulary: different tokens.
-        positions: rows of the table of positions.
-        bert: whether the head has a transformation, a pooler and biases, the embedding segments and a norm.
-    """
-
-    blocks: int
-    hidden: int
-    heads: int
-    tokens: int
-    vocabulary: int
-    positions: int
-    bert: bool
-
-    @property
-    def block_weights(self) -> int:
-        """Parameters of a block: 12h² + 13h."""
-        return 12 * self.hidden**2 + 13 * self.hidden
-
-    @property
-    def embedding_weights(self) -> int:
-        """Parameters of the embedding."""
-        rows = self.vocabulary + self.positions + (2 if self.bert else 0)
-        return rows * self.hidden + (2 * self.hidden if self.bert else 0)
-
-    @property
-    def head_weights(self) -> int:
-        """Parameters of the head."""
-        h = self.hidden
-        plain = self.vocabulary * h + 2 * h
-        return plain + (self.vocabulary + 2 * (h * h + h) + 2 * h + 2 if self.bert else 0)
-
-    @property
-    def block_operations(self) -> float:
-        """Floating-point operations of a block's forward on one sample: 24sh² + 4s²h."""
-        s, h = self.tokens, self.hidden
-        return 24.0 * s * h * h + 4.0 * s * s * h
-
-    @property
-    def head_operations(self) -> float:
-        """Of the head's forward on one sample: 2shV, and 2sh² for BERT's transformation."""
-        s, h = self.tokens, self.hidden
-        return 2.0 * s * h * self.vocabulary + (2.0 * s * h * h if self.bert else 0.0)
-
-    @property
-    def block_saved_bytes(self) -> float:
-        """What a block keeps of one sample; see the head of this file."""
-        s, h = self.tokens, self.hidden
-        return (66.0 * s * h + 9.0 * self.heads * s * s) * _SAVED_MEASURED / _SAVED_BY_FORMULA
-
-    @property
-    def output_bytes(self) -> float:
-        """What a block gives, of one sample."""
-        return float(_FLOAT * self.tokens * self.hidden)
-
-
-BERT_LARGE_BLOCK = Transformer(1, 1024, 16, 128, 30522, 512, bert=True)
-"""The block that Chimera's authors measured."""
-
-_SAVED_MEASURED = 11.0 * MIB
-_SAVED_BY_FORMULA = 66.0 * 128 * 1024 + 9.0 * 16 * 128 * 128
-
-_SAMPLES = (1, 2, 4, 8, 16, 32, 64)
-_P100 = (
-    (1.16, 1.51, 2.52, 4.50, 9.30, 16.10, 31.07),
-    (1.67, 2.56, 4.20, 7.65, 14.88, 26.95, 52.88),
-)
-_V100 = (
-    (1.31, 1.58, 1.90, 2.90, 5.44, 10.39, 19.98),
-    (1.24, 1.56, 2.60, 4.55, 8.60, 16.28, 32.29),
-)
-"""Milliseconds of the measured block's forward and backward at each of ``_SAMPLES``."""
-
-_MEASURED = "measured by Chimera's authors, public with their code: BERT-large block, 128 tokens, float32"
-
-
-@dataclass(frozen=True, slots=True)
-class _Device:
-    """A measured device, or one whose seconds are those of a measured one times ``factor``."""
-
-    machine: str
-    milliseconds: tuple[tuple[float, ...], tuple[float, ...]]
-    date: str
-    factor: float = 1.0
-    fit: str = ""
-
-    def block(self) -> LayerProfile:
-        """The block as it was measured."""
-        forward, backward = (tuple(value / 1000 * self.factor for value in row) for row in self.milliseconds)
-        return LayerProfile(
-            samples=tuple(map(float, _SAMPLES)),
-            forward_seconds=forward,
-            backward_seconds=backward,
-            saved_bytes=tuple(_SAVED_MEASURED * n for n in _SAMPLES),
-            weights_bytes=48.6 * MIB,
-            output_bytes=BERT_LARGE_BLOCK.output_bytes,
-            sources={
-                "samples": _MEASURED,
-                "forward_seconds": self.fit or _MEASURED,
-                "backward_seconds": self.fit or _MEASURED,
-                "saved_bytes": f"{_MEASURED}: 11.0 MiB a sample",
-                "weights_bytes": f"{_MEASURED}; its 12h² + 13h parameters are 48.05 MiB",
-                "output_bytes": "4 bytes · 128 tokens · 1024",
-            },
-        )
-
-
-_DEVICES = {
-    "p100": _Device("NVIDIA P100 16 GB", _P100, "Chimera, SC'21"),
-    "v100": _Device("NVIDIA V100", _V100, "Chimera, SC'21"),
-    "a100": _Device(
-        "NVIDIA A100",
-        _V100,
-        "Chimera, SC'21, scaled",
-        factor=15.7 / 19.5,
-        fit="the V100's times 15.7/19.5, the ratio of their peak float32 rates in TFLOP/s",
-    ),
-}
-
-
-def profile_of(device: str, shape: Transformer) -> Profile:
-    """What a transformer's layers cost on a paper's device.
-
-    Args:
-        device: ``p100``, ``v100`` or ``a100``.
-        shape: the transformer.
-
-    >>> bert = profile_of("p100", BERT_48)
-    >>> bert.layer("block").forward(8), bert.layer("block").weights_bytes / MIB
-    (0.0045, 48.6)
-    """
-    measured = _DEVICES[device]
-    block = measured.block()
-    same = (shape.hidden, shape.heads, shape.tokens) == (1024, 16, 128)
-    layers = {
-        "embedding": _embedding(shape),
-        "block": block if same else _scaled_block(block, shape),
-        "head": _head(block, shape),
-    }
-    return Profile(
-        name=f"{device}-{shape.hidden}-{shape.tokens}",
-        machine=measured.machine,
-        date=measured.date,
-        layers=layers,
-        sources={"update_seconds_per_byte": "not measured; left out of the step"},
-    )
-
-
-def _sizes(shape: Transformer) -> tuple[float, ...]:
-    """Powers of two of samples with at most the 8,192 tokens that were measured, and one sample anyway."""
-    most = max(1, _SAMPLES[-1] * BERT_LARGE_BLOCK.tokens // shape.tokens)
-    return tuple(float(2**i) for i in range(most.bit_length()))
-
-
-def _scaled(
-    curve: Callable[[float], float], shape: Transformer, sizes: tuple[float, ...], operations: float
-) -> tuple[float, ...]:
-    """Seconds at each size: the measured block's with as many tokens, times the ratio of operations."""
-    ratio = shape.tokens / BERT_LARGE_BLOCK.tokens
-    each = operations / (BERT_LARGE_BLOCK.block_operations * ratio)
-    return tuple(curve(n * ratio) * each for n in sizes)
-
-
-def _scaled_block(block: LayerProfile, shape: Transformer) -> LayerProfile:
-    sizes = _sizes(shape)
-    fit = "those of the measured block with as many tokens, times the ratio of 24sh² + 4s²h operations"
-    return LayerProfile(
-        samples=sizes,
-        forward_seconds=_scaled(block.forward, shape, sizes, shape.block_operations),
-        backward_seconds=_scaled(block.backward, shape, sizes, shape.block_operations),
-        saved_bytes=tuple(shape.block_saved_bytes * n for n in sizes),
-        weights_bytes=float(_FLOAT * shape.block_weights),
-        output_bytes=shape.output_bytes,
-        sources={
-            "forward_seconds": fit,
-            "backward_seconds": fit,
-            "saved_bytes": "66sh + 9·heads·s² bytes times 11.0/10.5, at which the measured block comes out",
-            "weights_bytes": "4 bytes · (12h² + 13h)",
-            "output_bytes": "4 bytes · s · h",
-        },
-    )
-
-
-def _embedding(shape: Transformer) -> LayerProfile:
-    """Lookups and an addition move bytes and compute nothing: their time is left out."""
-    return LayerProfile(
-        samples=(1.0,),
-        forward_seconds=(0.0,),
-        backward_seconds=(0.0,),
-        saved_bytes=(shape.output_bytes * (2.25 if shape.bert else 0.25),),
-        weights_bytes=float(_FLOAT * shape.embedding_weights),
-        output_bytes=shape.output_bytes,
-        sources={
-            "forward_seconds": "taken as 0: lookups, small beside a block",
-            "backward_seconds": "taken as 0: as the forward",
-            "saved_bytes": "dropout's mask, and what BERT's norm keeps: counted, not measured",
-            "weights_bytes": "4 bytes · parameters",
-            "output_bytes": "4 bytes · s · h",
-        },
-    )
-
-
-def _head(block: LayerProfile, shape: Transformer) -> LayerProfile:
-    sizes = _sizes(shape)
-    fit = "those of the measured block with as many tokens, times the ratio of operations (2shV and 2sh²)"
-    logits = float(_FLOAT * shape.tokens * shape.vocabulary)
-    # The loss keeps the logits' log-softmax; the layers before them keep an input or two each.
-    saved = logits + shape.output_bytes * (4 if shape.bert else 2)
-    return LayerProfile(
-        samples=sizes,
-        forward_seconds=_scaled(block.forward, shape, sizes, shape.head_operations),
-        backward_seconds=_scaled(block.backward, shape, sizes, shape.head_operations),
-        saved_bytes=tuple(saved * n for n in sizes),
-        weights_bytes=float(_FLOAT * shape.head_weights),
-        output_bytes=logits,
-        sources={
-            "forward_seconds": fit,
-            "backward_seconds": fit,
-            "saved_bytes": "the log-softmax of the logits and the layers' inputs: counted, not measured",
-            "weights_bytes": "4 bytes · parameters",
-            "output_bytes": "4 bytes · s · vocabulary",
-        },
-    )
-
-
-BERT_48 = Transformer(48, 1024, 16, 128, 30522, 512, bert=True)
-BERT_48_MIXPIPE = Transformer(48, 1024, 16, 512, 30592, 512, bert=True)
-BERT_64 = Transformer(64, 2560, 64, 512, 30522, 512, bert=True)
-BERT_192 = Transformer(192, 768, 12, 128, 30522, 512, bert=True)
-BERT_768 = Transformer(768, 768, 12, 128, 30522, 512, bert=True)
-GPT_2 = Transformer(64, 1280, 20, 632, 50257, 1024, bert=False)
-GPT_72 = Transformer(72, 1024, 16, 512, 50304, 512, bert=False)
-
-
-def model_of(name: str, shape: Transformer, optimizer_states: float, source: str) -> Model:
-    """A transformer as a list of layers: embedding, blocks, head."""
-    return Model(
-        name=name,
-        layers=("embedding", *["block"] * shape.blocks, "head"),
-        optimizer_states=optimizer_states,
-        input_bytes=8.0 * shape.tokens * (2 if shape.bert else 1),
-        train={"kind": name, "positions": shape.tokens},
-        source=source,
-    )
-
 
 _PIZ_DAINT = {
     "memory_bytes": "NVIDIA P100, 16 GB (Chimera, section 4)",
-    "between": "fit: 30 µs and 5 GB/s, half of Aries' rate: Chimera and DAPPLE are then best at D=4 "
-    "with B=8 and B=4, as in section 4.2.1 (stages cut evenly)",
-    "reserve_bytes": "fit: with 4.5 GiB GPipe (D=4, B=4) and 2BW (D=4, B=16) need recomputation and Chimera "
-    "(D=4) fits B=8, not 16, as in section 4.2.1; of it CUDA, PyTorch 1.6 and fragmentation",
+    "between": "fit on the best configurations of Figure 10: 1 GB/s of Aries' 10, Gloo's messages staged "
+    "through the host; 30 µs taken",
+    "allreduce_between": "fit on the same: 3.85 GB/s, so that Chimera and GPipe are best at D=4; 30 µs taken",
+    "reserve_bytes": "fit on the same: with 5.6 to 5.79 GiB GEMS fits D=4 with B=32 and not D=2, 2BW needs "
+    "recomputation with B=16, Chimera fits B=8 at D=4; CUDA, PyTorch 1.6, Gloo's buffers, fragmentation",
     "sync_slowdown": "fit: Gloo's threads; Chimera, Figure 12: eager-opt up to 1.09 times as fast as eager",
 }
 
 
 def _piz_daint(nodes: int) -> Cluster:
-    link = Link(latency_seconds=30e-6, seconds_per_byte=1 / 5e9)
+    link = Link(latency_seconds=30e-6, seconds_per_byte=1 / 1e9)
     return Cluster(
         name=f"Piz Daint, {nodes} nodes",
         nodes=nodes,
@@ -306,7 +51,8 @@ def _piz_daint(nodes: int) -> Cluster:
         memory_bytes=16.0 * GIB,
         inside=link,
         between=link,
-        reserve_bytes=4.5 * GIB,
+        allreduce_between=Link(latency_seconds=30e-6, seconds_per_byte=1 / 3.85e9),
+        reserve_bytes=5.7 * GIB,
         sync_slowdown=0.1,
         sources=_PIZ_DAINT,
     )
@@ -354,7 +100,8 @@ class Example:
     source: str
 
 
-def _chimera_bert48(name: str, nodes: int, mini_batch: int) -> Example:
+def chimera_bert48(name: str, nodes: int, mini_batch: int) -> Example:
+    """BERT-48 on so many nodes of Piz Daint."""
     return Example(
         name,
         f"BERT-48 on {nodes} nodes with one P100 each",
@@ -366,14 +113,15 @@ def _chimera_bert48(name: str, nodes: int, mini_batch: int) -> Example:
     )
 
 
-def _chimera_gpt2(name: str, nodes: int) -> Example:
+def chimera_gpt2(name: str, nodes: int, mini_batch: int | None = None) -> Example:
+    """GPT-2 on so many nodes of Piz Daint; one sample a node, unless it is given."""
     return Example(
         name,
         f"GPT-2 of 64 blocks on {nodes} nodes with one P100 each",
         model_of("gpt-2", GPT_2, 2.0, "Chimera, Table 4; Adam"),
         profile_of("p100", GPT_2),
         _piz_daint(nodes),
-        nodes,
+        nodes if mini_batch is None else mini_batch,
         "Chimera, section 4.2; one sample a node",
     )
 
@@ -397,17 +145,21 @@ def _chimera_v100(name: str) -> Example:
     )
 
 
-def _mixpipe(name: str, shape: Transformer, model: str, mini_batch: int) -> Example:
+def mixpipe(name: str, shape: Transformer, model: str, mini_batch: int, servers: int = 4) -> Example:
+    """A model on so many servers of 8 V100."""
     cluster = _servers(
-        "4 servers of 8 V100, Ethernet",
-        4,
+        f"{servers} servers of 8 V100, Ethernet",
+        servers,
         32.0,
-        Link(latency_seconds=50e-6, seconds_per_byte=1 / 3.125e9),
-        {"between": "taken: 50 µs, and 25 Gbit/s; MixPipe, section IV-A says Ethernet"},
+        Link(latency_seconds=50e-6, seconds_per_byte=1 / 12.5e9),
+        {
+            "between": "Ethernet (MixPipe, section IV-A), 50 µs taken; fit on Figure 8's GEMS: of the usual "
+            "10, 25, 40 and 100 Gbit/s only 100 comes within 10 %"
+        },
     )
     return Example(
         name,
-        f"{model} on 4 servers of 8 V100 with Ethernet",
+        f"{model} on {servers} servers of 8 V100 with Ethernet",
         model_of(model, shape, 2.0, "MixPipe, Table II; Adam"),
         profile_of("v100", shape),
         cluster,
@@ -416,7 +168,8 @@ def _mixpipe(name: str, shape: Transformer, model: str, mini_batch: int) -> Exam
     )
 
 
-def _hanayo(name: str) -> Example:
+def hanayo(name: str) -> Example:
+    """BERT-64 on a server of 8 A100."""
     cluster = _servers(
         "8 A100, NVLink between all",
         1,
@@ -435,7 +188,39 @@ def _hanayo(name: str) -> Example:
     )
 
 
-def _wpipe(name: str, shape: Transformer, model: str) -> Example:
+def hanayo_tacc(name: str, devices: int) -> Example:
+    """BERT-64 on so many A100 of Lonestar6: eight samples on 8 devices, and in proportion on more."""
+    link = Link(latency_seconds=20e-6, seconds_per_byte=1 / 1.05e9)
+    cluster = Cluster(
+        name=f"Lonestar6, {devices} A100",
+        nodes=devices,
+        devices=1,
+        memory_bytes=40.0 * GIB,
+        inside=link,
+        between=link,
+        allreduce_between=Link(latency_seconds=20e-6, seconds_per_byte=1 / 5e9),
+        reserve_bytes=2.0 * GIB,
+        sources={
+            "nodes": "taken: every device reaches every other alike; three share a node without NVLink",
+            "between": "20 µs taken; 1.05 GB/s: fit on Figure 11's Chimera-wave with 8 devices",
+            "allreduce_between": "taken: 20 µs and 5 GB/s",
+            "memory_bytes": "A100, 40 GB (Hanayo, section 5)",
+            "reserve_bytes": "taken: CUDA's context, libraries and fragmentation",
+        },
+    )
+    return Example(
+        name,
+        f"BERT-64 on {devices} A100 of Lonestar6",
+        model_of("bert-64", BERT_64, 2.0, "Hanayo, section 5; Adam"),
+        profile_of("a100", BERT_64),
+        cluster,
+        devices,
+        "Hanayo, section 5.4, Figure 11",
+    )
+
+
+def wpipe(name: str, shape: Transformer, model: str) -> Example:
+    """A model on WPipe's 64 V100."""
     cluster = _servers(
         "8 servers of 8 V100 16 GB, 25 Gbit/s Ethernet",
         8,
@@ -459,17 +244,17 @@ def _wpipe(name: str, shape: Transformer, model: str) -> Example:
 
 
 _EXAMPLES: dict[str, Callable[[str], Example]] = {
-    "chimera-bert48": lambda name: _chimera_bert48(name, 32, 512),
-    "chimera-bert48-64": lambda name: _chimera_bert48(name, 64, 1024),
-    "chimera-bert48-2048": lambda name: _chimera_bert48(name, 2048, 32768),
+    "chimera-bert48": lambda name: chimera_bert48(name, 32, 512),
+    "chimera-bert48-64": lambda name: chimera_bert48(name, 64, 1024),
+    "chimera-bert48-2048": lambda name: chimera_bert48(name, 2048, 32768),
     "chimera-bert48-v100": _chimera_v100,
-    "chimera-gpt2": lambda name: _chimera_gpt2(name, 512),
-    "chimera-gpt2-2048": lambda name: _chimera_gpt2(name, 2048),
-    "mixpipe-bert48": lambda name: _mixpipe(name, BERT_48_MIXPIPE, "bert-48-mixpipe", 512),
-    "mixpipe-gpt72": lambda name: _mixpipe(name, GPT_72, "gpt-72", 256),
-    "hanayo-bert64": _hanayo,
-    "wpipe-bert192": lambda name: _wpipe(name, BERT_192, "bert-192"),
-    "wpipe-bert768": lambda name: _wpipe(name, BERT_768, "bert-768"),
+    "chimera-gpt2": lambda name: chimera_gpt2(name, 512),
+    "chimera-gpt2-2048": lambda name: chimera_gpt2(name, 2048),
+    "mixpipe-bert48": lambda name: mixpipe(name, BERT_48_MIXPIPE, "bert-48-mixpipe", 512),
+    "mixpipe-gpt72": lambda name: mixpipe(name, GPT_72, "gpt-72", 256),
+    "hanayo-bert64": hanayo,
+    "wpipe-bert192": lambda name: wpipe(name, BERT_192, "bert-192"),
+    "wpipe-bert768": lambda name: wpipe(name, BERT_768, "bert-768"),
 }
 
 EXAMPLES = tuple(_EXAMPLES)

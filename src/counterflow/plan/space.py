@@ -46,6 +46,7 @@ class Constraints:
         sync: only these.
         arrangements: only these.
         cuts: how layers are cut.
+        options: (name, values) pairs: a scheme that has an option of that name takes only these values of it.
         more_updates: also pipedream with more than one update in a mini-batch.
     """
 
@@ -58,7 +59,18 @@ class Constraints:
     sync: tuple[Sync, ...] = tuple(Sync)
     arrangements: tuple[Arrangement, ...] = tuple(Arrangement)
     cuts: Cuts = Cutting.BALANCED
+    options: tuple[tuple[str, tuple[OptionValue, ...]], ...] = ()
     more_updates: bool = False
+
+    def allows(self, options: Options) -> bool:
+        """Whether these options of a scheme have only wanted values.
+
+        >>> wanted = Constraints(options=(("pairs", (1,)), ("groups", (1, 2))))
+        >>> wanted.allows((("stages", 8), ("pairs", 1))), wanted.allows((("stages", 8), ("pairs", 2)))
+        (True, False)
+        """
+        wanted = dict(self.options)
+        return all(value in wanted[name] for name, value in options if name in wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +201,7 @@ def _of_depth(
         for options, stages in _CHOICES[scheme](depth, share // samples, len(model.layers)):
             if ("concat", Concat.BACKWARD_HALVING.value) in options and samples < 2:
                 continue  # half of one sample is none
-            if not may_cut(model, constraints.cuts, stages):
+            if not (constraints.allows(options) and may_cut(model, constraints.cuts, stages)):
                 continue
             yield Group(scheme, options, depth, stages, replicas, samples)
 

@@ -1,0 +1,35 @@
+"""A bar on stderr while the planner searches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def search_bar(doing: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr, on a terminal only; it is told what is done, of how much, and what is going on."""
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import (  # noqa: PLC0415
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    err = Console(stderr=True, highlight=False)
+    if not err.is_terminal:
+        yield lambda _done, _of, _what: None
+        return
+    columns = (
+        TextColumn(doing),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, TextColumn("{task.fields[what]}"), console=err, transient=True) as bar:
+        task = bar.add_task("", total=None, what="")
+        yield lambda done, of, what: bar.update(task, completed=done, total=of, what=what)

@@ -1,0 +1,174 @@
+"""Bars side by side in groups, as papers compare throughputs: PNG, SVG and PDF.
+
+Invariant: the same bars give the same file. This module imports matplotlib when a picture is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from counterflow.errors import ConfigError
+
+from . import palette
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMS = (".png", ".svg", ".pdf")
+"""Endings that a file of bars may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Bars of one colour, one in each group.
+
+    Attributes:
+        label: what the legend calls them.
+        values: heights, 0 or more; None leaves a bar out.
+        marks: heights to compare with, drawn as a line across the bar; None leaves one out.
+        texts: what stands above each bar.
+    """
+
+    label: str
+    values: tuple[float | None, ...]
+    marks: tuple[float | None, ...]
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """A picture of bars.
+
+    Attributes:
+        title: the heading.
+        about: the line under it.
+        axis: what heights are, with the unit.
+        groups: labels of the groups.
+        series: bars, each with as many values as there are groups.
+        mark: what the lines across the bars are; empty where there are none.
+    """
+
+    title: str
+    about: str
+    axis: str
+    groups: tuple[str, ...]
+    series: tuple[Series, ...] = field(default=())
+    mark: str = ""
+
+
+def require_form(path: Path) -> str:
+    """The ending of a file of bars.
+
+    Raises:
+        ConfigError: another one, or a folder that is not there.
+    """
+    form = path.suffix.lower()
+    if form not in FORMS:
+        raise ConfigError(
+            f"{path}: cannot tell what to draw from this name; legal endings: {', '.join(FORMS)}"
+        )
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: the folder {path.parent} is not there; make it first")
+    return form
+
+
+def draw_bars(bars: Bars, path: str | Path) -> None:
+    """Write the bars into a file; an existing one is replaced.
+
+    Args:
+        bars: what to draw.
+        path: the file; its suffix, ``.png``, ``.svg`` or ``.pdf``, says what to draw.
+
+    Raises:
+        ConfigError: another suffix, a folder that is not there, or a file that cannot be written.
+    """
+    path = Path(path)
+    form = require_form(path)
+    import matplotlib as mpl  # noqa: PLC0415 - takes a while to import
+
+    from .figure import SETTINGS, UNDATED  # noqa: PLC0415
+
+    with mpl.rc_context(SETTINGS):
+        figure = make_bars(bars)
+        try:
+            figure.savefig(path, format=form[1:], metadata=UNDATED[form[1:]])
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+_WIDTH = 0.8  # of a group's bars together, a group being 1 wide
+_BAR_INCHES = 0.5
+_HEIGHT = 4.2
+_WIDE = 8.0  # inches in which the whole legend has one line
+
+
+def make_bars(bars: Bars) -> Figure:
+    """The figure: one axes with the groups, the legend under the heading."""
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    from .figure import DOTS_PER_INCH  # noqa: PLC0415
+
+    width = max(6.6, 1.2 + _BAR_INCHES * len(bars.groups) * len(bars.series) / _WIDTH)
+    figure = Figure(figsize=(width, _HEIGHT), dpi=DOTS_PER_INCH, facecolor=palette.BACKGROUND)
+    top = 0.8 if width > _WIDE else 0.74
+    axes = figure.add_axes((0.8 / width, 0.1, 1 - 1.0 / width, top - 0.1), label="bars")
+    figure.text(0.12 / width, 0.955, bars.title, size=10, weight="bold", color=palette.INK)
+    figure.text(0.12 / width, 0.905, bars.about, size=7.5, color=palette.FAINT)
+    for index, series in enumerate(bars.series):
+        _series(axes, bars, series, index)
+    axes.set_xticks(range(len(bars.groups)), bars.groups, fontsize=8)
+    axes.set_xlim(-0.5, len(bars.groups) - 0.5)
+    axes.margins(y=0.14)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel(bars.axis, fontsize=8, color=palette.INK)
+    axes.tick_params(axis="y", labelsize=7.5, colors=palette.FAINT, width=0.6)
+    axes.tick_params(axis="x", length=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    _legend(figure, axes, bars, width)
+    return figure
+
+
+def _series(axes: Axes, bars: Bars, series: Series, index: int) -> None:
+    each = _WIDTH / len(bars.series)
+    hue = palette.hue(index)
+    for group, (value, mark, text) in enumerate(zip(series.values, series.marks, series.texts, strict=True)):
+        left = group - _WIDTH / 2 + index * each
+        middle = left + each / 2
+        label = series.label if group == 0 else "_nolegend_"
+        axes.bar(middle, value or 0.0, 0.9 * each, color=hue.forward, edgecolor=hue.backward, label=label)
+        top = max(value or 0.0, mark or 0.0)
+        if mark is not None:
+            axes.hlines(mark, middle - 0.45 * each, middle + 0.45 * each, color=palette.INK, linewidth=1.4)
+        above = (middle, top)
+        shift = (0, 3)
+        axes.annotate(
+            text,
+            above,
+            shift,
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            size=6,
+            color=palette.INK,
+        )
+
+
+def _legend(figure: Figure, axes: Axes, bars: Bars, width: float) -> None:
+    from matplotlib.lines import Line2D  # noqa: PLC0415
+
+    handles, _ = axes.get_legend_handles_labels()
+    if bars.mark:
+        handles.append(Line2D([], [], color=palette.INK, linewidth=1.4, label=bars.mark))
+    figure.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(0.05 / width, 0.895),
+        ncols=len(handles) if width > _WIDE else 4,
+        frameon=False,
+        fontsize=7.5,
+        columnspacing=1.2,
+        handlelength=1.3,
+    )
