@@ -1,14 +1,19 @@
 """Predicted against measured step times, over all schemes.
 
-    python benchmarks/prediction.py [--parts gpt emulated] [--depths 4 8] [--repeats 5] [--keep]
+    python benchmarks/prediction.py [--parts gpt emulated] [--depths 4 8] [--turns 15] [--keep]
 
 Claim: the planner's prediction is off by 3 % in the median and 10 % at most.
 
-`gpt`: the GPT example on two workers of this machine over Gloo, one thread each. Layers and links are
-profiled first, as `counterflow profile` does, in the same run; every scheme with several micro-batch sizes
-and counts is then predicted from that profile by `counterflow.plan.predict` and trained for some steps.
-`emulated`: stages that sleep (`emulated_device.py`) at depth 4 and 8, predicted from the seconds they are
-asked to sleep and the messages that were measured.
+`gpt`: the GPT example on two workers of this machine over Gloo, one thread each. Layers are profiled as
+`counterflow profile` does, every scheme is predicted from that profile by `counterflow.plan.predict`, with
+several micro-batch sizes and counts, and trained for some steps.
+`emulated`: stages that sleep (`emulated_device.py`) at depth 4 and 8, profiled in steps of gpipe alone, and
+predicted likewise.
+
+Profile and steps are taken in turns: each turn times a step of every pipeline that the profile is made of,
+then a step of every configuration, in a new order. A machine that others use as well may be quicker in one
+minute than in the next by more than what is to be shown; so it is as quick or slow for both. Medians over
+the turns.
 
 The table has every configuration; the picture, measured against predicted. The papers' closed forms stand
 beside the prediction where there is one.
@@ -19,17 +24,17 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from emulated_device import (
-    BACKWARD_SECONDS,
     BYTES,
-    FORWARD_SECONDS,
     RESULTS,
     SAMPLES,
     note,
@@ -45,11 +50,13 @@ from torch import Tensor
 import counterflow as cf
 from counterflow.plan import Cluster, Configuration, LayerProfile, Model, Prediction, Profile, predict
 from counterflow.runtime.links import measure_allreduces, measure_messages
+from counterflow.runtime.op_times import OpTimer, OpTimes
 from counterflow.runtime.world import current_transport
 from counterflow.schedule import registry
 from counterflow.train import load_config
 from counterflow.train.job import prepare
-from counterflow.train.profiling import MESSAGES, Measured, fitted, measure
+from counterflow.train.layer_times import AtSize, LayerTimer, StepTimer
+from counterflow.train.profiling import MESSAGES, fitted, kinds_of, profile_of
 
 GOAL_MEDIAN, GOAL_WORST = 0.03, 0.10
 
@@ -100,34 +107,77 @@ def built(configuration: Configuration) -> cf.Schedule:
     return registry.build(configuration.scheme, dict(configuration.options))
 
 
-def seconds(pipeline: cf.Pipeline, inputs: Any, targets: Any, repeats: int, transport: Any) -> list[float]:
-    """A step of a schedule with a flush; a period between warm-up and drain of one without."""
-    taken = []
-    if pipeline.schedule.synchronous:
-        for turn in range(repeats + 3):
-            one, _, _ = timed(lambda: pipeline.step(inputs, targets), transport)
-            taken += [one] if turn >= 3 else []
-        return taken
-    for _ in range(pipeline.counted_steps + 2):
-        pipeline.step(inputs, targets)
-    for _ in range(repeats):
+class Contender:
+    """A configuration that runs, step by step or, without a flush, some periods at a time."""
+
+    def __init__(self, pipeline: cf.Pipeline, inputs: Any, targets: Any) -> None:
+        self.pipeline = pipeline
+        self.batch = inputs, targets
+        self.taken: list[float] = []
+
+    def warm_up(self) -> None:
+        for _ in range(3):
+            self.pipeline.step(*self.batch)
+        self.pipeline.flush()
+
+    def turn(self, transport: Any) -> None:
+        step = partial(self.pipeline.step, *self.batch)
+        if self.pipeline.schedule.synchronous:
+            self.taken.append(timed(step, transport)[0])
+            return
+        for _ in range(self.pipeline.counted_steps - self.pipeline.count_memory_steps + 1):
+            step()
         begin = time.perf_counter()
-        for _ in range(2):
-            pipeline.step(inputs, targets)
-        taken.append((time.perf_counter() - begin) / 2)
-    pipeline.flush()
-    rows = transport.gather(taken)
-    return [max(each) for each in zip(*rows, strict=True)]
+        for _ in range(PERIODS):
+            step()
+        mine = (time.perf_counter() - begin) / PERIODS
+        self.pipeline.flush()
+        self.taken.append(max(row[0] for row in transport.gather([mine])))
+
+
+PERIODS = 4
+"""Timed together in the steady state of a scheme without a flush."""
+
+
+def in_turns(timers: Sequence[Any], contenders: Sequence[Contender], turns: int, what: str) -> None:
+    """Turns of the timers and of the contenders, after a warm-up of all; all workers call it."""
+    transport = current_transport()
+    for one in (*timers, *contenders):
+        one.warm_up()
+    note(transport.rank, f"{what}: {len(timers)} timers and {len(contenders)} contenders are warm")
+    order = random.Random(0)  # the same on all workers
+    for turn in range(turns):
+        gc.collect()
+        gc.freeze()
+        for timer in timers:
+            timer.turn()
+        for contender in order.sample(list(contenders), len(contenders)):
+            contender.turn(transport)
+        note(transport.rank, f"{what}: turn {turn + 1} of {turns}")
 
 
 # The GPT example
 
+SIZES = (1, 2, 4, 8, 16)
 
-def trained(plans: Sequence[tuple[Configuration, tuple[int, ...]]], repeats: int) -> list[list[float]]:
-    """What every worker runs: some steps of each configuration, with the cuts that were predicted."""
+
+def gpt_plans() -> list[Configuration]:
+    plans = [
+        c
+        for samples, count in ((2, 4), (4, 4), (4, 8))
+        for c in configurations(2, count, samples)
+        if dict(c.options).get("injected") != 2 or count == 4
+    ]
+    return plans + [Configuration.of("pipedream", {"stages": 2}, replicas=1, samples=s) for s in (8, 16)]
+
+
+def gpt_worker(turns: int) -> tuple[list[AtSize], tuple[float, float], Any, Any, list[Any]]:
+    """What every worker runs."""
     transport = current_transport()
-    found = []
-    for configuration, cuts in plans:
+    timers: list[Any] = [LayerTimer(prepare(load_config()), size) for size in SIZES]
+    steps = StepTimer(prepare(load_config()), SIZES[len(SIZES) // 2])
+    contenders = []
+    for configuration in gpt_plans():
         job = prepare(load_config())  # a pipeline makes the layers it is given
         schedule = built(configuration)
         pipeline = cf.Pipeline(
@@ -135,7 +185,6 @@ def trained(plans: Sequence[tuple[Configuration, tuple[int, ...]]], repeats: int
             job.loss,
             schedule,
             optimizer=job.optimizer,
-            cuts=cuts,
             recompute=configuration.recompute,
             sync=configuration.sync,
             clip_norm=1.0,
@@ -143,28 +192,33 @@ def trained(plans: Sequence[tuple[Configuration, tuple[int, ...]]], repeats: int
         )
         samples = configuration.samples * schedule.micro_batches
         batch = job.batches.batch(0, samples, replica=0, replicas=1)
-        gc.collect()
-        found.append(seconds(pipeline, *batch, repeats, transport))
-        note(transport.rank, f"gpt: {named(configuration)} B={configuration.samples}")
-    return found
+        contenders.append(Contender(pipeline, *batch))
+    in_turns([*timers, steps], contenders, turns, "gpt")
+    messages = measure_messages(transport, MESSAGES, repeats=15)
+    sums = measure_allreduces(transport, MESSAGES, repeats=15)
+    taken = [(c.taken, c.pipeline.cuts) for c in contenders]
+    return [timer.result() for timer in timers], steps.result(), messages, sums, taken
 
 
-def gpt(repeats: int) -> tuple[list[Row], Measured]:
-    profiled = measure(load_config(), sizes=(1, 2, 4, 8, 16), workers=2, repeats=5)
-    plans = [
-        c
-        for samples, count in ((2, 4), (4, 4), (4, 8))
-        for c in configurations(2, count, samples)
-        if dict(c.options).get("injected") != 2 or count == 4
-    ]
-    plans.append(Configuration.of("pipedream", {"stages": 2}, replicas=1, samples=8))
-    plans.append(Configuration.of("pipedream", {"stages": 2}, replicas=1, samples=16))
-    predictions = [predict(profiled.model, profiled.profile, profiled.cluster, c) for c in plans]
-    cuts = [p.configuration.cuts for p in predictions]
-    found = cf.launch(
-        trained, list(zip(plans, cuts, strict=True)), repeats, workers=2, transport="gloo", threads=1
+def gpt(turns: int) -> tuple[list[Row], str]:
+    job = prepare(load_config())
+    by_size, (gap, around), messages, sums, found = cf.launch(
+        gpt_worker, turns, workers=2, transport="gloo", threads=1
     )[0]
-    return [row("gpt D=2", p, taken) for p, taken in zip(predictions, found, strict=True)], profiled
+    profile = profile_of(job, "this machine", by_size, gap, around, how=f"measured, median of {turns}")
+    link = fitted(messages)
+    summing = fitted(sums, begins=2)
+    cluster = Cluster("this machine", 1, 2, 1e12, link, link, allreduce_inside=summing, cores=2)
+    model = Model("gpt", tuple(kinds_of(job.layers)), optimizer_states=2.0)
+    rows = []
+    for configuration, (taken, cuts) in zip(gpt_plans(), found, strict=True):
+        prediction = predict(model, profile, cluster, replace(configuration, cuts=cuts))
+        rows.append(row("gpt D=2", prediction, taken))
+    return rows, (
+        f"# gpt: an op takes {profile.op_overhead_seconds * 1e6:.0f} µs beside its layers, a step "
+        f"{profile.step_overhead_seconds * 1e3:.2f} ms beside its ops; a message "
+        f"{link.latency_seconds * 1e6:.0f} µs and {link.seconds_per_byte * 1e9:.2f} ns a byte"
+    )
 
 
 def row(part: str, prediction: Prediction, taken: Sequence[float]) -> Row:
@@ -184,64 +238,89 @@ def row(part: str, prediction: Prediction, taken: Sequence[float]) -> Row:
 # Emulated devices
 
 
-def slept(depth: int, count: int, payload: str, repeats: int) -> tuple[list[list[float]], Any, Any]:
-    """What every worker runs: links, then some steps of each configuration."""
-    torch.set_num_threads(1)
-    undisturbed()
-    precise_sleep()
-    transport = current_transport()
-    messages = measure_messages(transport, MESSAGES, repeats=15)
-    sums = measure_allreduces(transport, MESSAGES, repeats=9)
-    found = []
-    inputs = torch.empty(count * SAMPLES, BYTES[payload] // 4 // SAMPLES)
-    targets = torch.zeros(count * SAMPLES)
-    for configuration in configurations(depth, count, SAMPLES):
-        schedule = built(configuration)
-        pipeline = cf.Pipeline(
-            sleepers(schedule.stages, depth),
-            trivial_loss,
-            schedule,
-            cuts=range(1, schedule.stages),
-            optimizer=sgd,
-            digest_every=0,
-        )
-        gc.collect()
-        gc.freeze()
-        found.append(seconds(pipeline, inputs, targets, repeats, transport))
-        note(transport.rank, f"emulated D={depth}: {named(configuration)}")
-    return found, messages, sums
+PARTS = (0.5, 1, 2)
+"""Sizes of a micro-batch that sleeping stages are profiled at, in those that they run with."""
+
+
+def sleeping(schedule: cf.Schedule) -> cf.Pipeline:
+    return cf.Pipeline(
+        sleepers(schedule.stages, schedule.workers),
+        trivial_loss,
+        schedule,
+        cuts=range(1, schedule.stages),
+        optimizer=sgd,
+        digest_every=0,
+    )
 
 
 def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def emulated(depth: int, payload: str, repeats: int) -> list[Row]:
+def slept(depth: int, payload: str, turns: int) -> tuple[dict[int, list[OpTimes]], Any, Any, list[Any]]:
+    """What every worker runs: stages of a whole, half and quarter share at three sizes, and all schemes."""
+    torch.set_num_threads(1)
+    undisturbed()
+    precise_sleep()
+    transport = current_transport()
+    width = BYTES[payload] // 4 // SAMPLES
+
+    def batch(samples: float) -> tuple[Tensor, Tensor]:
+        return torch.empty(int(samples), width), torch.zeros(int(samples))
+
     count = 2 * depth
-    found, messages, sums = cf.launch(
-        slept, depth, count, payload, repeats, workers=depth, transport="gloo", threads=1
+    timers = {
+        groups: [
+            OpTimer(sleeping(cf.schemes.gpipe(depth, 4, groups=groups)), *batch(4 * SAMPLES * part))
+            for part in PARTS
+        ]
+        for groups in (1, 2, 4)
+    }
+    contenders = [
+        Contender(sleeping(built(c)), *batch(count * SAMPLES)) for c in configurations(depth, count, SAMPLES)
+    ]
+    in_turns([t for of in timers.values() for t in of], contenders, turns, f"emulated D={depth}")
+    messages = measure_messages(transport, MESSAGES, repeats=15)
+    sums = measure_allreduces(transport, MESSAGES, repeats=9)
+    times = {groups: [timer.times() for timer in of] for groups, of in timers.items()}
+    return times, messages, sums, [c.taken for c in contenders]
+
+
+def emulated(depth: int, payload: str, turns: int) -> tuple[list[Row], str]:
+    times, messages, sums, found = cf.launch(
+        slept, depth, payload, turns, workers=depth, transport="gloo", threads=1
     )[0]
     link = fitted(messages)
     cluster = Cluster(
         "emulated", 1, depth, 1e12, link, link, allreduce_inside=replace(fitted(sums, begins=2))
     )
-    rows = []
-    for configuration, taken in zip(configurations(depth, count, SAMPLES), found, strict=True):
-        stages = built(configuration).stages
-        share = depth / stages
-        size = float(SAMPLES)
-        layer = LayerProfile(
-            (size / 2, size, 2 * size),
-            tuple(share * FORWARD_SECONDS * part for part in (0.5, 1, 2)),
-            tuple(share * BACKWARD_SECONDS * part for part in (0.5, 1, 2)),
+    every = [one for of in times.values() for one in of]
+    gap = statistics.median(one.gap_seconds for one in every)
+    around = statistics.median(one.around_seconds for one in every)
+    layers = {
+        f"sleep-{groups}": LayerProfile(
+            tuple(SAMPLES * part for part in PARTS),
+            tuple(statistics.median(one.forward) for one in of),
+            tuple(statistics.median(one.backward) for one in of),
             (0.0, 0.0, 0.0),
             weights_bytes=4.0,
             output_bytes=BYTES[payload] / SAMPLES,
         )
-        model = Model("sleeping", ("sleep",) * stages, optimizer_states=0.0)
-        profile = Profile("sleeping", "emulated", "", {"sleep": layer})
+        for groups, of in times.items()
+    }
+    profile = Profile(
+        "sleeping", "emulated", "", layers, op_overhead_seconds=gap, step_overhead_seconds=around
+    )
+    rows = []
+    for configuration, taken in zip(configurations(depth, 2 * depth, SAMPLES), found, strict=True):
+        stages = built(configuration).stages
+        model = Model("sleeping", (f"sleep-{stages // depth}",) * stages, optimizer_states=0.0)
         rows.append(row(f"emulated D={depth}", predict(model, profile, cluster, configuration), taken))
-    return rows
+    return rows, (
+        f"# emulated D={depth}: 20 and 40 ms are {layers['sleep-1'].forward(SAMPLES) * 1e3:.2f} and "
+        f"{layers['sleep-1'].backward(SAMPLES) * 1e3:.2f} ms in steps; {gap * 1e6:.0f} µs between two ops, "
+        f"{around * 1e3:.2f} ms of a step beside its ops"
+    )
 
 
 # The report
@@ -307,21 +386,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=("gpt", "emulated"), default=["gpt", "emulated"])
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 8], help="of the emulated part")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/prediction.*")
     options = parser.parse_args()
     lines = [f"# python benchmarks/prediction.py, {shown(machine())}"]
     rows: list[Row] = []
-    if "gpt" in options.parts:
-        found, profiled = gpt(options.repeats)
-        rows += found
-        link = profiled.cluster.inside
-        lines.append(
-            f"# links: {link.latency_seconds * 1e6:.0f} µs and {link.seconds_per_byte * 1e9:.2f} ns a byte"
-        )
+    parts = [partial(gpt, options.turns)] if "gpt" in options.parts else []
     if "emulated" in options.parts:
-        for depth in options.depths:
-            rows += emulated(depth, "4KiB", options.repeats)
+        parts += [partial(emulated, depth, "4KiB", options.turns) for depth in options.depths]
+    for part in parts:
+        found, about = part()
+        rows += found
+        lines.append(about)
     lines += ["", *table(rows), "", *verdicts(rows)]
     print("\n".join(lines))
     if options.keep:

@@ -1,7 +1,8 @@
 """What ops take in steps as they run: layers one after another, other micro-batches in memory, messages.
 
 A layer run again and again finds its weights and activations in the processor's caches; in a step it does
-not. So a profile takes its times from steps.
+not. So a profile takes its times from steps. Several pipelines are best timed in turns, so that what else
+the machine does meets all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ WARM_UP_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class OpTimes:
-    """Medians over steps, micro-batches and workers.
+    """What an op takes in the mean over steps and micro-batches, and in the median over workers.
+
+    The mean, because a step is a sum of ops: what now and then takes longer does so in a step, too.
 
     Attributes:
         forward: seconds of a forward, by stage.
@@ -38,48 +41,74 @@ class OpTimes:
     around_seconds: float
 
 
-def time_ops(pipeline: Pipeline, inputs: Any, targets: Any, *, repeats: int) -> OpTimes:
-    """Train some steps and time their ops; all workers call it with a mini-batch as for ``step``.
+class OpTimer:
+    """Times the ops of a pipeline with a flush. All workers call all methods.
 
     Args:
-        pipeline: with a flush.
+        pipeline: what is timed; it trains.
         inputs: see ``Pipeline.step``.
         targets: likewise.
-        repeats: steps that count.
     """
-    last = pipeline.schedule.stages - 1
-    seconds: dict[tuple[OpKind, int], list[float]] = defaultdict(list)
-    gaps: list[float] = []
-    around: list[float] = []
-    for turn in range(WARM_UP_STEPS + repeats):
+
+    def __init__(self, pipeline: Pipeline, inputs: Any, targets: Any) -> None:
+        self.pipeline = pipeline
+        self._batch = inputs, targets
+        self._last_stage = pipeline.schedule.stages - 1
+        self._seconds: dict[tuple[OpKind, int], list[float]] = defaultdict(list)
+        self._gaps: list[float] = []
+        self._around: list[float] = []
+
+    def warm_up(self) -> None:
+        """Steps that are not timed."""
+        for _ in range(WARM_UP_STEPS):
+            self.pipeline.step(*self._batch)
+
+    def turn(self) -> None:
+        """A step that is timed."""
+        pipeline = self.pipeline
         pipeline.transport.gather([])  # all begin together
-        step = pipeline.step(inputs, targets)
+        step = pipeline.step(*self._batch)
         whole = max(row[0] for row in pipeline.transport.gather([step.seconds]))
         timeline = pipeline.timeline()
-        if turn < WARM_UP_STEPS:
-            continue
         for row in timeline:
             for op, start, end in row:
-                seconds[op.kind, op.stage].append(end - start)
-            gaps += [b[1] - a[2] for a, b in pairwise(row) if _waits_for_nobody(b[0], last)]
+                self._seconds[op.kind, op.stage].append(end - start)
+            self._gaps += [b[1] - a[2] for a, b in pairwise(row) if self._waits_for_nobody(b[0])]
         begins = min(row[0][1] for row in timeline if row)
         ends = max(row[-1][2] for row in timeline if row)
-        around.append(whole - (ends - begins))
-    mine = {key: statistics.median(found) for key, found in seconds.items()}
-    rows = pipeline.transport.gather_objects((mine, gaps, around))
-    found = cast("list[tuple[dict[tuple[OpKind, int], float], list[float], list[float]]]", rows)
-    forward, backward = (
-        tuple(statistics.median(row[0][kind, stage] for row in found) for stage in range(last + 1))
-        for kind in (OpKind.FORWARD, OpKind.BACKWARD)
-    )
-    return OpTimes(
-        forward,
-        backward,
-        statistics.median([gap for row in found for gap in row[1]] or [0.0]),
-        statistics.median([one for row in found for one in row[2]]),
-    )
+        self._around.append(whole - (ends - begins))
+
+    def times(self) -> OpTimes:
+        """What the turns found."""
+        mine = {key: _mean(found) for key, found in self._seconds.items()}
+        rows = self.pipeline.transport.gather_objects((mine, _mean(self._gaps), _mean(self._around)))
+        found = cast("list[tuple[dict[tuple[OpKind, int], float], float, float]]", rows)
+        forward, backward = (
+            tuple(
+                statistics.median(row[0][kind, stage] for row in found)
+                for stage in range(self._last_stage + 1)
+            )
+            for kind in (OpKind.FORWARD, OpKind.BACKWARD)
+        )
+        return OpTimes(
+            forward,
+            backward,
+            statistics.median(row[1] for row in found),
+            statistics.median(row[2] for row in found),
+        )
+
+    def _waits_for_nobody(self, op: Op) -> bool:
+        """Whether an op takes the mini-batch, or its own stage's loss."""
+        return op.stage == (0 if op.kind is OpKind.FORWARD else self._last_stage)
 
 
-def _waits_for_nobody(op: Op, last_stage: int) -> bool:
-    """Whether an op takes the mini-batch, or its own stage's loss."""
-    return op.stage == (0 if op.kind is OpKind.FORWARD else last_stage)
+_ODD = 5
+"""So many times the median is none of what an op takes: the machine was busy with something else."""
+
+
+def _mean(seconds: list[float]) -> float:
+    """The mean without what is odd; 0 of nothing."""
+    if not seconds:
+        return 0.0
+    most = _ODD * statistics.median(seconds)
+    return statistics.fmean(one for one in seconds if one <= most)

@@ -158,8 +158,17 @@ def keeps_statistics(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._NormBase)  # noqa: SLF001 - the base of all that keep any
 
 
+_draws: dict[Any, bool] = {}
+"""By operator, whether it draws random numbers: its tags are slow to ask for."""
+
+
 class _WholeDraws(TorchDispatchMode):
     """Draws random numbers for whole micro-batches and hands out those of the rows at hand."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not to have torch.compile kept out by a wrapper around every operator: it is slow."""
+        return False
 
     def __init__(self, generators: list[torch.Generator], keys: Sequence[int], rows: Sequence[Rows]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -176,10 +185,14 @@ class _WholeDraws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or not self._scale(args[0]):
-            self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
+        draws = _draws.get(func)
+        if draws is None:
+            draws = _draws[func] = torch.Tag.nondeterministic_seeded in func.tags
+        if not draws:
             return func(*args, **kwargs)
         self.drew = True
+        if not self._scale(args[0]):
+            return func(*args, **kwargs)
         scale = self._scale(args[0])
         pieces = []
         at = 0

@@ -16,7 +16,6 @@ import datetime as dt
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,15 +31,11 @@ from counterflow.errors import ConfigError
 from counterflow.plan import Cluster, LayerProfile, Link, Model, Profile
 from counterflow.runtime.launch import launch
 from counterflow.runtime.links import Travel, measure_allreduces, measure_messages
-from counterflow.runtime.measure import StageCost, measure_stages
-from counterflow.runtime.op_times import time_ops
-from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.world import current_transport
-from counterflow.schedule.ir import Schedule
-from counterflow.schedule.schemes import gpipe
 
 from .config import RunConfig
 from .job import Job, cores, prepare
+from .layer_times import AtSize, LayerTimer, StepTimer, timed
 
 SIZES = (1, 2, 4, 8, 16, 32)
 """Samples of the micro-batches that layers are measured with, if nothing else is asked for."""
@@ -95,37 +90,15 @@ def measure(
     threads = config.train.threads or max(1, cores() // here)
     about = _device_name(device, threads)
     carrier: Literal["local", "gloo", "nccl"] = "local" if here == 1 else "nccl" if on_gpu else "gloo"
-    today = dt.date.today().isoformat()
     run = partial(launch, workers=here, transport=carrier, device=device, threads=threads)
-    by_size: list[_AtSize] = []
+    by_size: list[AtSize] = []
     for number, size in enumerate(sizes):
         told("layers", number, len(sizes))
-        by_size.append(run(_layers, job, size, repeats)[0])
+        by_size.append(run(timed, LayerTimer, job, size, repeats)[0])
     told("layers", len(sizes), len(sizes))
-    update = statistics.median(each.update_seconds_per_byte for each in by_size)
     told("steps", 0, 1)
-    gap, around = run(_steps, job, sizes[len(sizes) // 2], repeats, update)[0]
+    gap, around = run(timed, StepTimer, job, sizes[len(sizes) // 2], repeats)[0]
     told("steps", 1, 1)
-    kinds = kinds_of(job.layers)
-    how = f"measured, median of {repeats}; layers of one kind: median over them"
-    profile = Profile(
-        name=f"{platform.node() or 'this machine'}, {today}",
-        machine=about,
-        date=today,
-        layers={
-            kind: _layer([i for i, other in enumerate(kinds) if other == kind], sizes, by_size)
-            for kind in dict.fromkeys(kinds)
-        },
-        update_seconds_per_byte=update,
-        op_overhead_seconds=gap + statistics.median(each.overhead_seconds for each in by_size),
-        step_overhead_seconds=around,
-        sources={
-            "layers": how,
-            "update_seconds_per_byte": f"{config.optimizer.name}: measured, median",
-            "op_overhead_seconds": "measured: between two ops, and what a stage more adds to its layers",
-            "step_overhead_seconds": "measured: a step without its ops and the optimiser",
-        },
-    )
     told("links", 0, 1)
     messages: tuple[Travel, ...] = ()
     sums: tuple[Travel, ...] = ()
@@ -139,10 +112,11 @@ def measure(
             threads=threads,
         )[0]
     told("links", 1, 1)
+    profile = profile_of(job, about, by_size, gap, around, how=f"measured, median of {repeats}")
     inputs, _ = job.batches.batch(0, 1, replica=0, replicas=1)
     model = Model(
         name=job.about.model,
-        layers=tuple(kinds),
+        layers=tuple(kinds_of(job.layers)),
         optimizer_states=_states(config),
         input_bytes=float(sum(t.nbytes for t in _tensors(inputs))),
         train=config.model.model_dump(exclude_none=True, mode="json"),
@@ -166,6 +140,41 @@ def measure(
         },
     )
     return Measured(model, profile, cluster, messages, sums)
+
+
+def profile_of(
+    job: Job, machine: str, by_size: Sequence[AtSize], gap: float, around: float, *, how: str
+) -> Profile:
+    """The profile of a model's layers.
+
+    Args:
+        job: the model.
+        machine: what was measured, in words.
+        by_size: what layers cost at each size of micro-batches.
+        gap: seconds between two ops.
+        around: seconds of a step beside its ops and the optimiser.
+        how: how times were measured.
+    """
+    kinds = kinds_of(job.layers)
+    today = dt.date.today().isoformat()
+    return Profile(
+        name=f"{platform.node() or 'this machine'}, {today}",
+        machine=machine,
+        date=today,
+        layers={
+            kind: _layer([i for i, other in enumerate(kinds) if other == kind], by_size)
+            for kind in dict.fromkeys(kinds)
+        },
+        update_seconds_per_byte=statistics.median(each.update_seconds_per_byte for each in by_size),
+        op_overhead_seconds=gap + statistics.median(each.overhead_seconds for each in by_size),
+        step_overhead_seconds=around,
+        sources={
+            "layers": f"{how}; layers of one kind: median over them",
+            "update_seconds_per_byte": f"{job.config.optimizer.name}: measured, median",
+            "op_overhead_seconds": "measured: between two ops, and what a stage more adds to its layers",
+            "step_overhead_seconds": "measured: a step without its ops and the optimiser",
+        },
+    )
 
 
 def kinds_of(layers: Sequence[nn.Module]) -> list[str]:
@@ -205,92 +214,6 @@ def fitted(travels: Sequence[Travel], *, begins: int = 1) -> Link:
     return Link(max(0.0, float(latency)) / begins, max(0.0, float(each)))
 
 
-MICRO_BATCHES = 4
-"""Of a step that is timed, on each stage."""
-
-
-@dataclass(frozen=True, slots=True)
-class _AtSize:
-    """What layers cost at a size of micro-batches; ``overhead_seconds``: of an op, beside its layers."""
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    costs: tuple[StageCost, ...]
-    overhead_seconds: float
-    update_seconds_per_byte: float
-
-
-def _layers(job: Job, size: int, repeats: int) -> _AtSize:
-    """What each layer costs at a size, and the optimiser's seconds for a byte of weights."""
-    count = len(job.layers)
-    batch = job.batches.batch(0, size * MICRO_BATCHES, replica=0, replicas=1)
-    one = _pipeline(job, gpipe(1, MICRO_BATCHES))
-    together = time_ops(one, *batch, repeats=repeats)
-    update = _median_seconds(one, repeats, lambda: [o.step() for o in one.weights.optimizers.values()])
-    each = _pipeline(job, gpipe(1, MICRO_BATCHES, groups=count))
-    apart = time_ops(each, *batch, repeats=repeats)
-    costs = measure_stages(each, *batch, repeats=1)
-    forward, in_forward = without_overhead(apart.forward, together.forward[0])
-    backward, in_backward = without_overhead(apart.backward, together.backward[0])
-    weights = sum(cost.weight_bytes for cost in costs)
-    return _AtSize(forward, backward, tuple(costs), (in_forward + in_backward) / 2, update / weights)
-
-
-def without_overhead(apart: Sequence[float], together: float) -> tuple[tuple[float, ...], float]:
-    """Layers' seconds that add up to what they take together, and what each took more alone.
-
-    The time of the layers together has that overhead once as well; it is taken out.
-
-    >>> without_overhead((2.0, 4.0), 5.0)
-    ((1.0, 3.0), 1.0)
-    >>> without_overhead((2.0, 4.0), 9.0)  # nothing more: in proportion
-    ((3.0, 6.0), 0.0)
-    """
-    more = (sum(apart) - together) / (len(apart) - 1) if len(apart) > 1 else 0.0
-    if more <= 0.0:
-        return tuple(seconds * together / sum(apart) for seconds in apart), 0.0
-    return tuple(max(0.0, seconds - more) for seconds in apart), more
-
-
-def _steps(job: Job, size: int, repeats: int, update: float) -> tuple[float, float]:
-    """What lies between ops, and around them in a step, of a pipeline over all workers."""
-    workers = current_transport().world_size
-    if workers > len(job.layers):
-        workers = 1
-    pipeline = _pipeline(job, gpipe(workers, 2 * MICRO_BATCHES))
-    samples = size * pipeline.schedule.micro_batches
-    times = time_ops(pipeline, *job.batches.batch(0, samples, replica=0, replicas=1), repeats=repeats)
-    held = [
-        sum(p.nbytes for layer in stage.layers for p in layer.module.parameters())
-        for stage in pipeline.stages.values()
-    ]
-    most = max(row[0] for row in pipeline.transport.gather([float(sum(held))]))
-    return times.gap_seconds, max(0.0, times.around_seconds - update * most)
-
-
-def _pipeline(job: Job, schedule: Schedule) -> Pipeline:
-    return Pipeline(
-        job.layers,
-        job.loss,
-        schedule,
-        optimizer=job.optimizer,
-        seed=job.config.train.seed,
-        autocast=torch.bfloat16 if job.config.pipeline.autocast else None,
-        digest_every=0,
-    )
-
-
-def _median_seconds(pipeline: Pipeline, repeats: int, call: Callable[[], object]) -> float:
-    taken = []
-    for _ in range(repeats + 1):
-        begin = time.perf_counter()
-        call()
-        if pipeline.device.type == "cuda":
-            torch.cuda.synchronize(pipeline.device)
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken[1:])
-
-
 def _links(repeats: int) -> tuple[tuple[Travel, ...], tuple[Travel, ...]]:
     """What messages and all-reduces of two workers take."""
     transport = current_transport()
@@ -301,21 +224,21 @@ def _links(repeats: int) -> tuple[tuple[Travel, ...], tuple[Travel, ...]]:
     )
 
 
-def _layer(members: Sequence[int], sizes: Sequence[int], by_size: Sequence[_AtSize]) -> LayerProfile:
+def _layer(members: Sequence[int], by_size: Sequence[AtSize]) -> LayerProfile:
     """A kind's curves, from the layers of that kind."""
 
-    def median(of: Callable[[_AtSize, int], float]) -> tuple[float, ...]:
+    def median(of: Callable[[AtSize, int], float]) -> tuple[float, ...]:
         return tuple(statistics.median(of(one, i) for i in members) for one in by_size)
 
-    largest = by_size[-1].costs
-    after = [largest[i + 1].input_bytes for i in members if i + 1 < len(largest)]
+    largest = by_size[-1]
+    after = [largest.costs[i + 1].input_bytes for i in members if i + 1 < len(largest.costs)]
     return LayerProfile(
-        samples=tuple(map(float, sizes)),
+        samples=tuple(float(one.size) for one in by_size),
         forward_seconds=median(lambda one, i: one.forward[i]),
         backward_seconds=median(lambda one, i: one.backward[i]),
         saved_bytes=median(lambda one, i: one.costs[i].activation_bytes),
-        weights_bytes=float(largest[members[0]].weight_bytes),
-        output_bytes=max(after, default=0) / sizes[-1],
+        weights_bytes=float(largest.costs[members[0]].weight_bytes),
+        output_bytes=max(after, default=0) / largest.size,
     )
 
 

@@ -1,0 +1,153 @@
+"""Times a model's layers in steps that train.
+
+In one pipeline each layer is a stage of its own, which gives its share; in another the model is one stage,
+which gives the sum without the engine's code around each layer. The difference is that code.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from counterflow.runtime.measure import StageCost, measure_stages
+from counterflow.runtime.op_times import OpTimer
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.world import current_transport
+from counterflow.schedule.ir import Schedule
+from counterflow.schedule.schemes import gpipe
+
+from .job import Job
+
+MICRO_BATCHES = 4
+"""Of a step that is timed, on each stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class AtSize:
+    """What layers cost at a size of micro-batches, in samples; seconds by layer.
+
+    ``overhead_seconds`` is what an op takes beside its layers.
+    """
+
+    size: int
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    costs: tuple[StageCost, ...]
+    overhead_seconds: float
+    update_seconds_per_byte: float
+
+
+class LayerTimer:
+    """Times layers at a size of micro-batches; all workers call all methods."""
+
+    def __init__(self, job: Job, size: int) -> None:
+        self.size = size
+        self._batch = job.batches.batch(0, size * MICRO_BATCHES, replica=0, replicas=1)
+        count = len(job.layers)
+        self._one = OpTimer(_pipeline(job, gpipe(1, MICRO_BATCHES)), *self._batch)
+        self._each = OpTimer(_pipeline(job, gpipe(1, MICRO_BATCHES, groups=count)), *self._batch)
+        self._updates: list[float] = []
+
+    def warm_up(self) -> None:
+        """Steps that are not timed."""
+        self._one.warm_up()
+        self._each.warm_up()
+
+    def turn(self) -> None:
+        """A step of each pipeline, and an update."""
+        self._one.turn()
+        self._each.turn()
+        pipeline = self._one.pipeline
+        begin = time.perf_counter()
+        for optimizer in pipeline.weights.optimizers.values():
+            optimizer.step()
+        if pipeline.device.type == "cuda":
+            torch.cuda.synchronize(pipeline.device)
+        self._updates.append(time.perf_counter() - begin)
+
+    def result(self) -> AtSize:
+        """What the turns found, and bytes."""
+        together, apart = self._one.times(), self._each.times()
+        costs = measure_stages(self._each.pipeline, *self._batch, repeats=1)
+        forward, in_forward = without_overhead(apart.forward, together.forward[0])
+        backward, in_backward = without_overhead(apart.backward, together.backward[0])
+        return AtSize(
+            self.size,
+            forward,
+            backward,
+            tuple(costs),
+            (in_forward + in_backward) / 2,
+            statistics.median(self._updates) / sum(cost.weight_bytes for cost in costs),
+        )
+
+
+class StepTimer:
+    """Times what lies between ops, and around them in a step, of a pipeline over all workers."""
+
+    def __init__(self, job: Job, size: int) -> None:
+        workers = current_transport().world_size
+        pipeline = _pipeline(job, gpipe(workers if workers <= len(job.layers) else 1, 2 * MICRO_BATCHES))
+        batch = job.batches.batch(0, 2 * MICRO_BATCHES * size, replica=0, replicas=1)
+        self._timer = OpTimer(pipeline, *batch)
+        self._updates: list[float] = []
+
+    def warm_up(self) -> None:
+        """Steps that are not timed."""
+        self._timer.warm_up()
+
+    def turn(self) -> None:
+        """A step, and an update."""
+        self._timer.turn()
+        begin = time.perf_counter()
+        for optimizer in self._timer.pipeline.weights.optimizers.values():
+            optimizer.step()
+        self._updates.append(time.perf_counter() - begin)
+
+    def result(self) -> tuple[float, float]:
+        """Seconds between two ops; of a step beside its ops and the optimiser."""
+        times = self._timer.times()
+        mine = statistics.median(self._updates)
+        update = max(row[0] for row in self._timer.pipeline.transport.gather([mine]))
+        return times.gap_seconds, max(0.0, times.around_seconds - update)
+
+
+def timed(make: Callable[[Job, int], LayerTimer | StepTimer], job: Job, size: int, repeats: int) -> Any:
+    """What a worker runs: a timer's turns."""
+    timer = make(job, size)
+    timer.warm_up()
+    for _ in range(repeats):
+        timer.turn()
+    return timer.result()
+
+
+def without_overhead(apart: Sequence[float], together: float) -> tuple[tuple[float, ...], float]:
+    """Layers' seconds that add up to what they take together, and what each took more alone.
+
+    The time of the layers together has that overhead once as well; it is taken out.
+
+    >>> without_overhead((2.0, 4.0), 5.0)
+    ((1.0, 3.0), 1.0)
+    >>> without_overhead((2.0, 4.0), 9.0)  # nothing more: in proportion
+    ((3.0, 6.0), 0.0)
+    """
+    more = (sum(apart) - together) / (len(apart) - 1) if len(apart) > 1 else 0.0
+    if more <= 0.0:
+        return tuple(seconds * together / sum(apart) for seconds in apart), 0.0
+    return tuple(max(0.0, seconds - more) for seconds in apart), more
+
+
+def _pipeline(job: Job, schedule: Schedule) -> Pipeline:
+    return Pipeline(
+        job.layers,
+        job.loss,
+        schedule,
+        optimizer=job.optimizer,
+        seed=job.config.train.seed,
+        autocast=torch.bfloat16 if job.config.pipeline.autocast else None,
+        digest_every=0,
+    )
