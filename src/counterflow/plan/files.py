@@ -71,6 +71,7 @@ class _Layer(_Table):
     saved_bytes: Numbers
     weights_bytes: float
     output_bytes: float
+    part_overhead_seconds: float = 0.0
     sources: dict[str, str] = {}
 
     def value(self) -> LayerProfile:

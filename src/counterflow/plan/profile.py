@@ -29,6 +29,8 @@ class LayerProfile:
         weights_bytes: the layer's weights.
         output_bytes: the layer's output, for one sample.
         sources: where a number comes from, by its name.
+        part_overhead_seconds: what a forward of half a micro-batch takes more than one of as many samples:
+            what it draws at random is drawn for the whole.
 
     Raises:
         ConfigError: no sizes, sizes that do not rise, a number for a size missing or negative.
@@ -45,6 +47,7 @@ class LayerProfile:
     weights_bytes: float
     output_bytes: float
     sources: Mapping[str, str] = field(default_factory=dict)
+    part_overhead_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.samples or self.samples[0] <= 0 or any(a >= b for a, b in pairwise(self.samples)):
@@ -59,8 +62,8 @@ class LayerProfile:
                 )
             for value in values:
                 require_number(name, value)
-        require_number("weights_bytes", self.weights_bytes)
-        require_number("output_bytes", self.output_bytes)
+        for name in ("weights_bytes", "output_bytes", "part_overhead_seconds"):
+            require_number(name, getattr(self, name))
 
     def forward(self, samples: float) -> float:
         """Seconds of the forward of a micro-batch of ``samples``."""

@@ -143,7 +143,7 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
         backward=op(lambda layer: layer.backward(samples)),
         doubled_forward=op(lambda layer: layer.forward(2 * samples)),
         doubled_in_turn=op(lambda layer: 2 * layer.forward(samples)),
-        halved_forward=op(lambda layer: 2 * layer.forward(samples / 2)),
+        halved_forward=op(lambda layer: 2 * (layer.forward(samples / 2) + layer.part_overhead_seconds)),
         half_backward=op(lambda layer: layer.backward(samples / 2)),
         output_bytes=tuple(stage[-1].output_bytes * samples for stage in stages),
         bytes=held,

@@ -17,6 +17,7 @@ import torch
 from counterflow.runtime.measure import StageCost, measure_stages
 from counterflow.runtime.op_times import OpTimer
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.values import cut
 from counterflow.runtime.world import current_transport
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.schemes import gpipe
@@ -31,7 +32,8 @@ MICRO_BATCHES = 4
 class AtSize:
     """What layers cost at a size of micro-batches, in samples; seconds by layer.
 
-    ``overhead_seconds`` is what an op takes beside its layers.
+    ``overhead_seconds`` is what an op takes beside its layers, ``part_overhead_seconds`` what a layer's
+    forward of half a micro-batch takes more than one of as many samples (None for a single sample).
     """
 
     size: int
@@ -39,6 +41,7 @@ class AtSize:
     backward: tuple[float, ...]
     costs: tuple[StageCost, ...]
     overhead_seconds: float
+    part_overhead_seconds: tuple[float, ...] | None
     update_seconds_per_byte: float
 
 
@@ -82,7 +85,18 @@ class LayerTimer:
             backward,
             tuple(costs),
             (in_forward + in_backward) / 2,
+            self._part_overhead() if self.size > 1 else None,
             statistics.median(self._updates) / sum(cost.weight_bytes for cost in costs),
+        )
+
+    def _part_overhead(self) -> tuple[float, ...]:
+        pipeline = self._each.pipeline
+        half = [cut(tree, slice(self.size // 2 * MICRO_BATCHES)) for tree in self._batch]
+        alone = measure_stages(pipeline, *half, repeats=9)
+        twice = measure_stages(pipeline, *self._batch, repeats=9, parts=2)
+        return tuple(
+            max(0.0, both.forward_seconds / 2 - one.forward_seconds)
+            for one, both in zip(alone, twice, strict=True)
         )
 
 

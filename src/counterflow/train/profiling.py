@@ -239,6 +239,10 @@ def _layer(members: Sequence[int], by_size: Sequence[AtSize]) -> LayerProfile:
         saved_bytes=median(lambda one, i: one.costs[i].activation_bytes),
         weights_bytes=float(largest.costs[members[0]].weight_bytes),
         output_bytes=max(after, default=0) / largest.size,
+        part_overhead_seconds=statistics.median(
+            [one.part_overhead_seconds[i] for one in by_size if one.part_overhead_seconds for i in members]
+            or [0.0]
+        ),
     )
 
 
