@@ -1,4 +1,8 @@
-"""One thread for these small tensors: more only wait for each other where the machine is busy."""
+"""What holds for all tests.
+
+One thread for these small tensors: more only wait for each other where the machine is busy. And examples
+that are the same in every run, however long one takes.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("counterflow", deadline=None, derandomize=True)
+settings.load_profile("counterflow")
 
 
 @pytest.fixture(autouse=True, scope="session")
