@@ -1,14 +1,15 @@
 """Pipelines against one process over the whole grid: every number within 1e-10 in float64.
 
     python benchmarks/agreement_grid.py [--depths 2,4,8] [--transport local|gloo] [--device cpu|cuda]
-                                        [--kinds flush,continuous] [--every K [--offset I]]
+                                        [--kinds flush,continuous] [--every K [--offset I]] [--log FILE]
 
 Schemes × depth × micro-batches below, at, above and not divisible by the depth × width 1 and 2 ×
 recomputation none, stage, layer × sync end, eager, eager-opt (where there are copies to sum). Threads with
 rendezvous sends and one order of messages for each pair of workers, as NCCL needs it; dropout on, tied
 embeddings, micro-batches of unequal size, AdamW steps, clipping. Schemes without a flush make four steps more
 than their warm-up, a flush and two steps more, and are compared with a process that keeps old weights.
-``--every K`` takes each K-th case, from the I-th on.
+``--every K`` takes each K-th case, from the I-th on; with ``--log`` what was done before is not done again,
+so that the whole can be run in parts.
 Prints a line a scheme and depth, and at the end what failed.
 """
 
@@ -17,11 +18,13 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import itertools
+import json
 import platform
 import sys
 import time
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,6 +97,32 @@ def reference(text: str, replicas: int, device: str) -> tuple[Trial, Trained | N
     return trial, made, ()
 
 
+def compared(schedule: Schedule, how: dict[str, Any], transport: str, device: str) -> tuple[float, str]:
+    """The largest relative error of a case, and what is wrong with it."""
+    options = dict(how)
+    replicas = options.pop("replicas")
+    trial, expected, flushes = reference(dumps(schedule), replicas, device)
+    try:
+        found = verify(
+            schedule,
+            trial.layers,
+            trial.loss,
+            trial.batches,
+            optimizer=trial.optimizer,
+            clip_norm=CLIP_NORM,
+            transport=transport,
+            strict=transport == "local",
+            device=device,
+            reference=expected,
+            flush_after=flushes,
+            **options,
+        )
+    except CounterflowError as problem:
+        return float("inf"), str(problem).splitlines()[0]
+    error = max(found.loss_error, found.norm_error, found.gradient_error, found.weight_error)
+    return error, "" if found.ok else str(found)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--depths", default="2,4,8")
@@ -102,6 +131,7 @@ def main() -> int:
     parser.add_argument("--kinds", default="flush,continuous")
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--offset", type=int, default=0)
+    parser.add_argument("--log", type=Path, help="note each case here; those in it are not run again")
     given = parser.parse_args()
     torch.set_num_threads(1)
     print(
@@ -109,6 +139,9 @@ def main() -> int:
         f"{given.device}, {given.transport}"
     )
     failed: list[str] = []
+    done: dict[str, Any] = {}
+    if given.log is not None and given.log.exists():
+        done = {row["case"]: row for row in map(json.loads, given.log.read_text().splitlines())}
     total = 0
     worst: dict[tuple[int, str], tuple[float, int]] = {}
     start = time.perf_counter()
@@ -120,30 +153,17 @@ def main() -> int:
             number += 1
             if number % given.every != given.offset % given.every:
                 continue
-            options = dict(how)
-            replicas = options.pop("replicas")
-            trial, expected, flushes = reference(dumps(schedule), replicas, given.device)
-            try:
-                found = verify(
-                    schedule,
-                    trial.layers,
-                    trial.loss,
-                    trial.batches,
-                    optimizer=trial.optimizer,
-                    clip_norm=CLIP_NORM,
-                    transport=given.transport,
-                    strict=given.transport == "local",
-                    device=given.device,
-                    reference=expected,
-                    flush_after=flushes,
-                    **options,
-                )
-                error = max(found.loss_error, found.norm_error, found.gradient_error, found.weight_error)
-                if not found.ok:
-                    failed.append(f"{schedule} {how}: {found}")
-            except CounterflowError as problem:
-                failed.append(f"{schedule} {how}: {str(problem).splitlines()[0]}")
-                error = float("inf")
+            case = f"{schedule} {how}"
+            row = done.get(case)
+            if row is None:
+                error, problem = compared(schedule, how, given.transport, given.device)
+                row = {"case": case, "error": error, "problem": problem}
+                if given.log is not None:
+                    with given.log.open("a") as log:
+                        log.write(json.dumps(row) + "\n")
+            error = row["error"]
+            if row["problem"]:
+                failed.append(f"{case}: {row['problem']}")
             before = worst.get((depth, name), (0.0, 0))
             worst[depth, name] = max(before[0], error), before[1] + 1
             total += 1
