@@ -53,7 +53,7 @@ from torch import Tensor
 import counterflow as cf
 from counterflow.plan import Cluster, Configuration, LayerProfile, Model, Prediction, Profile, predict
 from counterflow.runtime.links import measure_allreduces, measure_messages
-from counterflow.runtime.op_times import OpTimer, OpTimes
+from counterflow.runtime.op_times import WARM_UP_STEPS, OpTimer, OpTimes
 from counterflow.runtime.world import current_transport
 from counterflow.schedule import registry
 from counterflow.train import load_config
@@ -120,8 +120,8 @@ class Contender:
         self.batch = inputs, targets
         self.taken: list[float] = []
 
-    def warm_up(self) -> None:
-        for _ in range(3):
+    def warm_up(self, steps: int = WARM_UP_STEPS) -> None:
+        for _ in range(steps):
             self.pipeline.step(*self.batch)
         self.pipeline.flush()
 
@@ -155,8 +155,10 @@ def in_turns(timers: Sequence[Any], contenders: Sequence[Contender], turns: int,
         gc.collect()
         gc.freeze()
         for timer in timers:
+            timer.warm_up(1)  # what another one's step has driven out of the caches
             timer.turn()
         for contender in order.sample(list(contenders), len(contenders)):
+            contender.warm_up(1)
             contender.turn(transport)
         note(transport.rank, f"{what}: turn {turn + 1} of {turns}")
 

@@ -18,7 +18,7 @@ from counterflow.schedule.ir import Op, OpKind
 from .pipeline import Pipeline
 
 WARM_UP_STEPS = 3
-"""Steps that are not timed: shapes are learnt, bytes counted, memory got from the system."""
+"""Steps before all that are timed: shapes are learnt, bytes counted, memory got from the system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class OpTimer:
         self._gaps: list[float] = []
         self._around: list[float] = []
 
-    def warm_up(self) -> None:
+    def warm_up(self, steps: int = WARM_UP_STEPS) -> None:
         """Steps that are not timed."""
-        for _ in range(WARM_UP_STEPS):
+        for _ in range(steps):
             self.pipeline.step(*self._batch)
 
     def turn(self) -> None:

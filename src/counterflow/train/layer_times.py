@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from counterflow.runtime.measure import StageCost, measure_stages
-from counterflow.runtime.op_times import OpTimer
+from counterflow.runtime.op_times import WARM_UP_STEPS, OpTimer
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.values import cut
 from counterflow.runtime.world import current_transport
@@ -56,10 +56,10 @@ class LayerTimer:
         self._each = OpTimer(_pipeline(job, gpipe(1, MICRO_BATCHES, groups=count)), *self._batch)
         self._updates: list[float] = []
 
-    def warm_up(self) -> None:
+    def warm_up(self, steps: int = WARM_UP_STEPS) -> None:
         """Steps that are not timed."""
-        self._one.warm_up()
-        self._each.warm_up()
+        self._one.warm_up(steps)
+        self._each.warm_up(steps)
 
     def turn(self) -> None:
         """A step of each pipeline, and an update."""
@@ -110,9 +110,9 @@ class StepTimer:
         self._timer = OpTimer(pipeline, *batch)
         self._updates: list[float] = []
 
-    def warm_up(self) -> None:
+    def warm_up(self, steps: int = WARM_UP_STEPS) -> None:
         """Steps that are not timed."""
-        self._timer.warm_up()
+        self._timer.warm_up(steps)
 
     def turn(self) -> None:
         """A step, and an update."""
