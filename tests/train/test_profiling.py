@@ -40,7 +40,7 @@ def test_a_profile_is_a_readable_file_that_reads_back(config: Configure, tmp_pat
     assert block.samples == (1.0, 2.0)
     assert min(block.forward_seconds + block.backward_seconds) > 0
     assert found.profile.op_overhead_seconds > 0
-    assert found.profile.step_overhead_seconds > 0
+    assert found.profile.step_overhead_seconds >= 0
     assert block.saved_bytes[1] == 2 * block.saved_bytes[0]
     hidden, positions = 16, 16
     assert block.output_bytes == 4 * hidden * positions

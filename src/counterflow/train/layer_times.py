@@ -139,6 +139,10 @@ def timed(make: Callable[[Job, int], LayerTimer | StepTimer], job: Job, size: in
     return timer.result()
 
 
+_LEAST = 0.1
+"""Of a layer's time alone: so much of it is the layer's, however small that is beside the overhead."""
+
+
 def without_overhead(apart: Sequence[float], together: float) -> tuple[tuple[float, ...], float]:
     """Layers' seconds that add up to what they take together, and what each took more alone.
 
@@ -152,7 +156,7 @@ def without_overhead(apart: Sequence[float], together: float) -> tuple[tuple[flo
     more = (sum(apart) - together) / (len(apart) - 1) if len(apart) > 1 else 0.0
     if more <= 0.0:
         return tuple(seconds * together / sum(apart) for seconds in apart), 0.0
-    return tuple(max(0.0, seconds - more) for seconds in apart), more
+    return tuple(max(_LEAST * seconds, seconds - more) for seconds in apart), more
 
 
 def _pipeline(job: Job, schedule: Schedule) -> Pipeline:
