@@ -307,9 +307,7 @@ def emulated(depth: int, payload: str, turns: int) -> tuple[list[Row], str]:
         slept, depth, payload, turns, workers=depth, transport="gloo", threads=1
     )[0]
     link = fitted(messages)
-    cluster = Cluster(
-        "emulated", 1, depth, 1e12, link, link, allreduce_inside=replace(fitted(sums, begins=2))
-    )
+    cluster = Cluster("emulated", 1, depth, 1e12, link, link, allreduce_inside=fitted(sums, begins=2))
     every = [one for of in times.values() for one in of]
     gap = statistics.median(one.gap_seconds for one in every)
     around = statistics.median(one.around_seconds for one in every)

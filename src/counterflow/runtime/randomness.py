@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -119,7 +119,7 @@ class RandomStreams:
                     return output
             self._quiet[index] = False  # it draws on some inputs only
         keys = [self._key(step, r.micro_batch, index) for r in rows]
-        with self.kept() if self.shared else nullcontext(), _WholeDraws(self.generators, keys, rows) as draws:
+        with self._turn_kept(), _WholeDraws(self.generators, keys, rows) as draws:
             output = layer(value)
         if index not in self._quiet or draws.drew:
             self._quiet[index] = not draws.drew and not any(map(keeps_statistics, layer.modules()))
@@ -145,9 +145,13 @@ class RandomStreams:
         finally:
             _process_lock.release()
 
+    def _turn_kept(self) -> AbstractContextManager[None]:
+        """Around a layer: where workers are threads, keeps the random state that a step cannot."""
+        return self.kept() if self.shared else nullcontext()
+
     @contextmanager
     def _seeded(self, key: int) -> Iterator[None]:
-        with self.kept() if self.shared else nullcontext():
+        with self._turn_kept():
             for generator in self.generators:
                 generator.manual_seed(key)
             yield

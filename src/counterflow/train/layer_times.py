@@ -65,13 +65,7 @@ class LayerTimer:
         """A step of each pipeline, and an update."""
         self._one.turn()
         self._each.turn()
-        pipeline = self._one.pipeline
-        begin = time.perf_counter()
-        for optimizer in pipeline.weights.optimizers.values():
-            optimizer.step()
-        if pipeline.device.type == "cuda":
-            torch.cuda.synchronize(pipeline.device)
-        self._updates.append(time.perf_counter() - begin)
+        self._updates.append(_update_seconds(self._one.pipeline))
 
     def result(self) -> AtSize:
         """What the turns found, and bytes."""
@@ -117,10 +111,7 @@ class StepTimer:
     def turn(self) -> None:
         """A step, and an update."""
         self._timer.turn()
-        begin = time.perf_counter()
-        for optimizer in self._timer.pipeline.weights.optimizers.values():
-            optimizer.step()
-        self._updates.append(time.perf_counter() - begin)
+        self._updates.append(_update_seconds(self._timer.pipeline))
 
     def result(self) -> tuple[float, float]:
         """Seconds between two ops; of a step beside its ops and the optimiser."""
@@ -128,6 +119,16 @@ class StepTimer:
         mine = statistics.median(self._updates)
         update = max(row[0] for row in self._timer.pipeline.transport.gather([mine]))
         return times.gap_seconds, max(0.0, times.around_seconds - update)
+
+
+def _update_seconds(pipeline: Pipeline) -> float:
+    """One update of this worker's weights."""
+    begin = time.perf_counter()
+    for optimizer in pipeline.weights.optimizers.values():
+        optimizer.step()
+    if pipeline.device.type == "cuda":
+        torch.cuda.synchronize(pipeline.device)
+    return time.perf_counter() - begin
 
 
 def timed(make: Callable[[Job, int], LayerTimer | StepTimer], job: Job, size: int, repeats: int) -> Any:

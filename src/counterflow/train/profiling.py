@@ -1,10 +1,8 @@
 """Measures what a planner has to know: a model's layers on this machine, and the links between its workers.
 
-Times are taken from steps that train: in one run each layer is a stage of its own, which gives its share; in
-another the model is one stage, which gives the sum without the engine's code around each layer. The
-difference is that code. All workers of the machine measure at one time, as they compute at one time in a run:
-they share caches, memory and power. Layers of one class with weights of the same shapes are one kind; its
-numbers are the medians over all of them.
+Times are taken from steps that train (``layer_times.py``). All workers of the machine measure at one time, as
+they compute at one time in a run: they share caches, memory and power. Layers of one class with weights of
+the same shapes are one kind; its numbers are the medians over all of them.
 
 Invariant: nothing is guessed. What was not measured (a second node) is left out, and the file says how each
 number came about.
@@ -103,14 +101,7 @@ def measure(
     messages: tuple[Travel, ...] = ()
     sums: tuple[Travel, ...] = ()
     if here > 1:
-        messages, sums = launch(
-            _links,
-            repeats,
-            workers=2,
-            transport=carrier,
-            device=device,
-            threads=threads,
-        )[0]
+        messages, sums = run(_links, repeats, workers=2)[0]
     told("links", 1, 1)
     profile = profile_of(job, about, by_size, gap, around, how=f"measured, median of {repeats}")
     inputs, _ = job.batches.batch(0, 1, replica=0, replicas=1)
