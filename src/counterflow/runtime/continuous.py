@@ -2,8 +2,9 @@
 
 What a step runs is a segment of the schedule (``schedule/segments.py``); the next step goes on where it
 ended, so that no worker waits for the others between two steps. For the same reason loss and norm of a
-mini-batch are told by a later step, when everybody has sent its part long before; and gradients are
-clipped stage by stage, because a stage is updated before the gradients of the others are there.
+mini-batch are told by a later step, when everybody has sent its part long before, those of short periods
+several at a time; and gradients are clipped stage by stage, because a stage is updated before the gradients
+of the others are there.
 
 Invariant: n steps and a flush are the program of the scheme with n periods, action by action.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
@@ -26,6 +27,9 @@ from .tasks import Tasks
 from .transport import Gathering
 from .versions import Versions
 from .weights import Weights
+
+TOLD_TOGETHER = 8
+"""Micro-batches of which loss and norm are gathered at once: a gather costs as much as an op's messages."""
 
 
 class Continuous:
@@ -73,15 +77,18 @@ class Continuous:
             copy.versions = Versions(
                 stage, [layer.module for layer in copy.layers], saved.never if saved else lambda _: None
             )
-        self._under_way: list[Batch] = []
-        self._told = 0
+        self._together = math.ceil(TOLD_TOGETHER / schedule.micro_batches)
+        """Mini-batches that a gather tells of."""
+        self._begun = 0  # mini-batches, since the pipeline was empty
+        self._untold: deque[Batch] = deque()
         self._squared: dict[int, float] = defaultdict(float)
-        self._telling: deque[tuple[int, Gathering]] = deque()
+        self._telling: deque[tuple[list[tuple[int, int]], Gathering]] = deque()
+        self._heard: deque[Told] = deque()
 
     @property
     def under_way(self) -> bool:
         """Whether anything is left to do for a mini-batch that was begun."""
-        return bool(self._under_way)
+        return self._begun > 0
 
     @property
     def lists(self) -> Sequence[Tasks]:
@@ -93,35 +100,35 @@ class Continuous:
 
     def step(self, batch: Batch) -> Told | None:
         """Begin a mini-batch; what is known by now of one before, if there is one."""
-        number = len(self._under_way)
+        number = self._begun
         if not number:
             for copy in self.weights.stages.values():
                 assert copy.versions is not None
                 copy.versions.begin()
-        self._under_way.append(batch)
+        self._begun += 1
+        self._untold.append(batch)
         self._run(number, batch)
-        self._tell_until(number - self.segments.update_lag)
-        found = self._hear() if len(self._telling) > self.segments.spread else None
-        self._forget()
-        return found
+        if len(self._untold) == self.segments.update_lag + self._together:
+            self._tell(self._together)
+        told_by_all = number + 1 - self.segments.update_lag - self.segments.spread
+        return self._hear() if told_by_all >= self._together else None
 
     def flush(self) -> list[Told]:
         """End what is under way; what no step has told yet."""
-        if not self._under_way:
+        if not self._begun:
             return []
-        last = len(self._under_way) - 1
-        self._run(last, None)
+        self._run(self._begun - 1, None)
         for copy in self.weights.stages.values():
             assert copy.versions is not None
             copy.versions.end()
         self.weights.average_statistics()
-        self._tell_until(last)
+        if self._untold:
+            self._tell(len(self._untold))
         found = []
-        while self._telling:
+        while self._telling or self._heard:
             found.append(self._hear())
-        self._under_way.clear()
         self._squared.clear()
-        self._told = 0
+        self._begun = 0
         return found
 
     def _run(self, number: int, batch: Batch | None) -> None:
@@ -138,36 +145,38 @@ class Continuous:
 
     # -- loss and norm
 
-    def _tell_until(self, number: int) -> None:
-        """Tell everybody this worker's part in the mini-batches up to one, whose updates are made here."""
-        while self._told <= number:
-            batch = self._under_way[self._told]
+    def _tell(self, count: int) -> None:
+        """Tell everybody this worker's part in the oldest mini-batches, whose updates are made here."""
+        first = self._begun - len(self._untold)
+        batches = [self._untold.popleft() for _ in range(count)]
+        row: list[float] = [self._begun, batches[0].step]
+        for number, batch in enumerate(batches, first):
             mine, odd = batch.losses.summed()
-            row = [mine, self._squared.pop(self._told, 0.0), odd, batch.step, len(self._under_way)]
-            self._telling.append((self._told, self.workers.transport.start_gather(row)))
-            self._told += 1
+            row += [mine, self._squared.pop(number, 0.0), odd]
+        telling = self.workers.transport.start_gather(row)
+        self._telling.append(([(batch.step, batch.total) for batch in batches], telling))
 
     def _hear(self) -> Told:
-        """What everybody told of the oldest mini-batch."""
-        number, telling = self._telling.popleft()
-        batch = self._under_way[number]
-        self.workers.transport.status.now(f"hearing of step {batch.step}")
+        """What everybody told of the oldest mini-batch that no step has told yet."""
+        if not self._heard:
+            self._heard.extend(self._gathered(*self._telling.popleft()))
+        return self._heard.popleft()
+
+    def _gathered(self, batches: Sequence[tuple[int, int]], telling: Gathering) -> Iterator[Told]:
+        """What everybody told at once of mini-batches with these steps and samples."""
+        self.workers.transport.status.now(f"hearing of step {batches[0][0]}")
         rows = telling.wait()
         for rank, row in enumerate(rows):
-            if row[3:] != rows[0][3:]:
+            if row[:2] != rows[0][:2]:
                 raise ConfigError(
-                    f"rank {rank} told of step {row[3]:g} in call {row[4]:g} since the pipeline was empty, "
-                    f"rank 0 of step {rows[0][3]:g} in call {rows[0][4]:g}; all workers make the same calls "
+                    f"rank {rank} told of step {row[1]:g} in call {row[0]:g} since the pipeline was empty, "
+                    f"rank 0 of step {rows[0][1]:g} in call {rows[0][0]:g}; all workers make the same calls "
                     "in the same order"
                 )
-        loss, norm = self.workers.loss_and_norm(rows, batch.step)
-        return Told(batch.step, loss, norm, batch.total)
-
-    def _forget(self) -> None:
-        """Let go of the samples of mini-batches that are over."""
-        over = len(self._under_way) - self._slots
-        if over >= 0:
-            self._under_way[over].inputs = self._under_way[over].targets = None
+        for index, (step, samples) in enumerate(batches):
+            mine = slice(2 + 3 * index, 5 + 3 * index)
+            loss, norm = self.workers.loss_and_norm([row[mine] for row in rows], step)
+            yield Told(step, loss, norm, samples)
 
     # -- what the interpreter asks for (``Owner``)
 

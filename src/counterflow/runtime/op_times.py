@@ -7,15 +7,19 @@ the machine does meets all of them.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from counterflow.schedule.ir import Op, OpKind
 
 from .pipeline import Pipeline
+
+T = TypeVar("T")
 
 WARM_UP_STEPS = 3
 """Steps before all that are timed: shapes are learnt, bytes counted, memory got from the system."""
@@ -41,6 +45,16 @@ class OpTimes:
     around_seconds: float
 
 
+@dataclass(slots=True)
+class _Turn:
+    """What a timed step was made of, in seconds; ``whole`` is the same on all workers."""
+
+    whole: float
+    around: float
+    ops: dict[tuple[OpKind, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    gaps: list[float] = field(default_factory=list)
+
+
 class OpTimer:
     """Times the ops of a pipeline with a flush. All workers call all methods.
 
@@ -54,9 +68,7 @@ class OpTimer:
         self.pipeline = pipeline
         self._batch = inputs, targets
         self._last_stage = pipeline.schedule.stages - 1
-        self._seconds: dict[tuple[OpKind, int], list[float]] = defaultdict(list)
-        self._gaps: list[float] = []
-        self._around: list[float] = []
+        self._turns: list[_Turn] = []
 
     def warm_up(self, steps: int = WARM_UP_STEPS) -> None:
         """Steps that are not timed."""
@@ -69,23 +81,37 @@ class OpTimer:
         pipeline.transport.gather([])  # all begin together
         step = pipeline.step(*self._batch)
         whole = max(row[0] for row in pipeline.transport.gather([step.seconds]))
-        timeline = pipeline.timeline()
-        for row in timeline:
-            for op, start, end in row:
-                self._seconds[op.kind, op.stage].append(end - start)
-            self._gaps += [b[1] - a[2] for a, b in pairwise(row) if self._waits_for_nobody(b[0])]
+        timeline = pipeline.timeline(pipeline.replica)
         begins = min(row[0][1] for row in timeline if row)
         ends = max(row[-1][2] for row in timeline if row)
-        self._around.append(whole - (ends - begins))
+        turn = _Turn(whole, whole - (ends - begins))
+        for row in timeline:
+            for op, start, end in row:
+                turn.ops[op.kind, op.stage].append(end - start)
+            turn.gaps += [b[1] - a[2] for a, b in pairwise(row) if self._waits_for_nobody(b[0])]
+        self._turns.append(turn)
 
-    def times(self) -> OpTimes:
-        """What the turns found."""
-        mine = {key: _mean(found) for key, found in self._seconds.items()}
-        rows = self.pipeline.transport.gather_objects((mine, _mean(self._gaps), _mean(self._around)))
-        found = cast("list[tuple[dict[tuple[OpKind, int], float], float, float]]", rows)
+    def times(self, quietest: float = 1.0) -> OpTimes:
+        """What the turns found.
+
+        Args:
+            quietest: the share of the steps that count, those that took least.
+        """
+        turns = least(self._turns, quietest, key=lambda turn: turn.whole)
+        seconds: dict[tuple[OpKind, int], list[float]] = defaultdict(list)
+        for turn in turns:
+            for key, found in turn.ops.items():
+                seconds[key] += found
+        mine = {key: _mean(found) for key, found in seconds.items()}
+        gap = _mean([gap for turn in turns for gap in turn.gaps])
+        around = _mean([turn.around for turn in turns])
+        rows = cast(
+            "list[tuple[dict[tuple[OpKind, int], float], float, float]]",
+            self.pipeline.transport.gather_objects((mine, gap, around)),
+        )
         forward, backward = (
             tuple(
-                statistics.median(row[0][kind, stage] for row in found)
+                statistics.median(row[0][kind, stage] for row in rows)
                 for stage in range(self._last_stage + 1)
             )
             for kind in (OpKind.FORWARD, OpKind.BACKWARD)
@@ -93,13 +119,22 @@ class OpTimer:
         return OpTimes(
             forward,
             backward,
-            statistics.median(row[1] for row in found),
-            statistics.median(row[2] for row in found),
+            statistics.median(row[1] for row in rows),
+            statistics.median(row[2] for row in rows),
         )
 
     def _waits_for_nobody(self, op: Op) -> bool:
         """Whether an op takes the mini-batch, or its own stage's loss."""
         return op.stage == (0 if op.kind is OpKind.FORWARD else self._last_stage)
+
+
+def least(found: Sequence[T], share: float, key: Callable[[T], float]) -> list[T]:
+    """A share of what was found, one at least: what is least by ``key``.
+
+    >>> least([4, 1, 3, 2], 0.5, key=float)
+    [1, 2]
+    """
+    return sorted(found, key=key)[: max(1, math.ceil(share * len(found)))]
 
 
 _ODD = 5

@@ -432,8 +432,11 @@ class Pipeline:
     def whole_timeline(self, whole: bool) -> None:
         self._run.interpreter.whole_timeline = whole
 
-    def timeline(self) -> list[list[tuple[Op, float, float]]]:
-        """The ops of the last step as they ran, by worker of replica 0; all workers call it.
+    def timeline(self, replica: int = 0) -> list[list[tuple[Op, float, float]]]:
+        """The ops of the last step as they ran, by worker of a replica; all workers call it.
+
+        Args:
+            replica: whose; each worker may ask for another one.
 
         Returns:
             By worker the ops in their order, with start and end in seconds. Those of schemes without a flush
@@ -448,7 +451,7 @@ class Pipeline:
             first[machine] = min(began, first.get(machine, began))
         return [
             [(op, start + late, end + late) for op, start, end in row]
-            for machine, began, row in (rows[rank] for rank in self.ranks[0])
+            for machine, began, row in (rows[rank] for rank in self.ranks[replica])
             for late in (began - first[machine],)
         ]
 

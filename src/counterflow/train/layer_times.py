@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from counterflow.runtime.measure import StageCost, measure_stages
-from counterflow.runtime.op_times import WARM_UP_STEPS, OpTimer
+from counterflow.runtime.op_times import WARM_UP_STEPS, OpTimer, least
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.values import cut
 from counterflow.runtime.world import current_transport
 from counterflow.schedule.ir import Schedule
-from counterflow.schedule.schemes import gpipe
+from counterflow.schedule.schemes import dapple, gpipe, interleaved
 
 from .job import Job
 
@@ -52,8 +52,11 @@ class LayerTimer:
         self.size = size
         self._batch = job.batches.batch(0, size * MICRO_BATCHES, replica=0, replicas=1)
         count = len(job.layers)
-        self._one = OpTimer(_pipeline(job, gpipe(1, MICRO_BATCHES)), *self._batch)
-        self._each = OpTimer(_pipeline(job, gpipe(1, MICRO_BATCHES, groups=count)), *self._batch)
+        one = dapple(1, MICRO_BATCHES)
+        # One micro-batch after the other as well, so that both find as little in the processor's caches:
+        each = interleaved(1, MICRO_BATCHES, chunks=count) if count > 1 else one
+        self._one = OpTimer(_pipeline(job, one), *self._batch)
+        self._each = OpTimer(_pipeline(job, each), *self._batch)
         self._updates: list[float] = []
 
     def warm_up(self, steps: int = WARM_UP_STEPS) -> None:
@@ -67,9 +70,9 @@ class LayerTimer:
         self._each.turn()
         self._updates.append(_update_seconds(self._one.pipeline))
 
-    def result(self) -> AtSize:
-        """What the turns found, and bytes."""
-        together, apart = self._one.times(), self._each.times()
+    def result(self, quietest: float = 1.0) -> AtSize:
+        """What the turns found (see ``OpTimer.times``), and bytes."""
+        together, apart = self._one.times(quietest), self._each.times(quietest)
         costs = measure_stages(self._each.pipeline, *self._batch, repeats=1)
         forward, in_forward = without_overhead(apart.forward, together.forward[0])
         backward, in_backward = without_overhead(apart.backward, together.backward[0])
@@ -80,7 +83,7 @@ class LayerTimer:
             tuple(costs),
             (in_forward + in_backward) / 2,
             self._part_overhead() if self.size > 1 else None,
-            statistics.median(self._updates) / sum(cost.weight_bytes for cost in costs),
+            _typical(self._updates, quietest) / sum(cost.weight_bytes for cost in costs),
         )
 
     def _part_overhead(self) -> tuple[float, ...]:
@@ -113,10 +116,10 @@ class StepTimer:
         self._timer.turn()
         self._updates.append(_update_seconds(self._timer.pipeline))
 
-    def result(self) -> tuple[float, float]:
-        """Seconds between two ops; of a step beside its ops and the optimiser."""
-        times = self._timer.times()
-        mine = statistics.median(self._updates)
+    def result(self, quietest: float = 1.0) -> tuple[float, float]:
+        """Seconds between two ops; of a step beside its ops and the optimiser. See ``OpTimer.times``."""
+        times = self._timer.times(quietest)
+        mine = _typical(self._updates, quietest)
         update = max(row[0] for row in self._timer.pipeline.transport.gather([mine]))
         return times.gap_seconds, max(0.0, times.around_seconds - update)
 
@@ -129,6 +132,10 @@ def _update_seconds(pipeline: Pipeline) -> float:
     if pipeline.device.type == "cuda":
         torch.cuda.synchronize(pipeline.device)
     return time.perf_counter() - begin
+
+
+def _typical(seconds: Sequence[float], quietest: float) -> float:
+    return statistics.median(least(seconds, quietest, key=float))
 
 
 def timed(make: Callable[[Job, int], LayerTimer | StepTimer], job: Job, size: int, repeats: int) -> Any:
