@@ -152,23 +152,25 @@ class WeightHalf(torch.autograd.Function):
 
 
 class Both(torch.autograd.Function):
-    """The forward; in the backward where both halves begin: the one node run twice for zero bubbles."""
+    """Where in the backward both halves begin: the one node run twice for zero bubbles."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, weight: Tensor, seconds: float, clock: Clock) -> Tensor:
+    def forward(ctx: Any, value: Tensor, weight: Tensor, clock: Clock) -> Tensor:
         ctx.one, ctx.clock = torch.ones_like(weight), clock
-        made = torch.empty_like(value)  # nothing is written: memory is not what is measured
-        DEVICE.compute(clock.now, seconds)
-        return made
+        return torch.empty_like(value)  # nothing is written: memory is not what is measured
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.clock.now = time.perf_counter()
-        return gradients[0], ctx.one, None, None
+        return gradients[0], ctx.one, None
 
 
 class Sleep(nn.Module):
-    """A stage. The first one has no input gradient to make, but its layers behind the first have."""
+    """A stage. The first one has no input gradient to make, but its layers behind the first have.
+
+    A forward makes its graph first and sleeps then, so that it takes as long as it is to from when its code
+    is entered to when it returns; a backward's halves make what they give before they sleep.
+    """
 
     def __init__(self, share: float, *, first: bool) -> None:
         super().__init__()
@@ -183,7 +185,8 @@ class Sleep(nn.Module):
         half = work * BACKWARD_SECONDS / 2
         hidden = InputHalf.apply(value, self.anchor, half, clock)
         weight = WeightHalf.apply(self.weight, half, clock)
-        output: Tensor = Both.apply(hidden, weight, work * FORWARD_SECONDS, clock)
+        output: Tensor = Both.apply(hidden, weight, clock)
+        DEVICE.compute(clock.now, work * FORWARD_SECONDS)
         return output
 
 
@@ -318,7 +321,7 @@ class Bare:
 
     def __init__(self, name: str, schedule: cf.Schedule, size: int, transport: Any) -> None:
         self.row = Row(f"{name}, bare", False, 0.0, simulated(schedule).makespan, None, [], [])
-        self.group = dist.group.WORLD
+        self.lane = dist.group.WORLD._get_backend(torch.device("cpu"))
         program = lower(schedule)
         sends = [a for actions in program.actions for a in actions if isinstance(a, Send)]
         self.tags = {self.key(a.output): tag for tag, a in enumerate(sends)}
@@ -334,7 +337,7 @@ class Bare:
         return op.kind, op.stage + ahead, op.micro_batches, op.part
 
     def step(self, _: Tensor, __: Tensor) -> None:
-        send, receive = self.group.send, self.group.recv
+        send, receive = self.lane.send, self.lane.recv
         arriving: dict[Any, Any] = {}
         leaving = []
         for action in self.todo:

@@ -1,6 +1,6 @@
 """Schemes without a flush on emulated devices: is there no bubble between warm-up and drain?
 
-    python benchmarks/steady_state.py [--depths 4] [--payloads 4KiB 4MiB] [--periods 12] [--keep]
+    python benchmarks/steady_state.py [--depths 4] [--payloads 4KiB 4MiB] [--periods 12] [--bare] [--keep]
 
 Claim: at D=4 with messages of 4 KiB a period takes at most 1.03 of N (F + B), for every asynchronous scheme.
 
@@ -8,7 +8,9 @@ Devices, stages and messages are those of `emulated_device.py`: a worker's share
 forward and 40 ms backward a micro-batch. The pipeline is filled once; then, without any flush, the time
 from one step's return to the return of a later one is taken on every worker, and divided by the periods
 between. The table shows the slowest worker, and beside it the same scheme with what a flush after every
-period would cost: the simulator's time of one period with its warm-up and drain.
+period would cost: the simulator's time of one period with its warm-up and drain. `--bare` times a loop that
+only sends, receives and sleeps in the same order: what more periods take longer, by period. No engine in
+Python gets below it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from emulated_device import (
@@ -29,10 +33,12 @@ from emulated_device import (
     GOAL,
     RESULTS,
     SAMPLES,
+    Bare,
     note,
     precise_sleep,
     simulated,
     sleepers,
+    timed,
     trivial_loss,
     undisturbed,
 )
@@ -40,6 +46,7 @@ from machine import load, machine, shown
 
 import counterflow as cf
 from counterflow.runtime.world import current_transport
+from counterflow.schedule import registry
 
 
 @dataclass(slots=True)
@@ -51,6 +58,8 @@ class Row:
     flushed: float
     periods: list[float]
     versions: list[int]
+    bare: float | None = None
+    """A period of the bare loop, in seconds."""
 
     @property
     def median(self) -> float:
@@ -67,6 +76,7 @@ class Settings:
     periods: int
     repeats: int
     only: tuple[str, ...]
+    bare: bool
 
 
 def schedules(depth: int) -> dict[str, cf.Schedule]:
@@ -78,6 +88,21 @@ def schedules(depth: int) -> dict[str, cf.Schedule]:
         f"wpipe M={depth}": s.wpipe(depth, depth),
         f"wpipe M={2 * depth}": s.wpipe(depth, 2 * depth),
     }
+
+
+def bare_period(schedule: cf.Schedule, size: int, settings: Settings, transport: Any) -> float:
+    """Seconds of a period in a loop that only sends, receives and sleeps: of long runs without short ones."""
+    build = partial(registry.build, schedule.scheme)
+    options = dict(schedule.options)
+    counts = schedule.stages + 2, schedule.stages + 2 + settings.periods
+    loops = [Bare("", build(options | {"periods": count}), size, transport) for count in counts]
+    nothing = torch.empty(0)
+    taken: list[list[float]] = [[], []]
+    for _ in range(settings.repeats):
+        for loop, found in zip(loops, taken, strict=True):
+            found.append(timed(partial(loop.step, nothing, nothing), transport)[0])
+    short, long = map(statistics.median, taken)
+    return (long - short) / settings.periods
 
 
 def one_period(schedule: cf.Schedule) -> cf.Schedule:
@@ -129,6 +154,8 @@ def work(settings: Settings) -> dict[str, list[Row]]:
             row.periods = [max(each) for each in zip(*rows, strict=True)]
             held = transport.gather([float(sum(pipeline.peak_versions.values()))])
             row.versions = [int(each[0]) for each in held]
+            if settings.bare:
+                row.bare = bare_period(schedule, BYTES[payload], settings, transport)
             found.setdefault(payload, []).append(row)
             note(rank, f"D={depth} {payload}: {name} {row.median * 1e3:.1f} ms, ratio {row.ratio:.3f}")
     return found
@@ -137,16 +164,17 @@ def work(settings: Settings) -> dict[str, list[Row]]:
 def table(rows: Sequence[Row]) -> list[str]:
     lines = [
         "| scheme | weights held, in stages, by worker | N (F + B), ms | a period, ms | least .. most "
-        "| ratio | with a flush, simulated ms | |",
-        "|---|---|---|---|---|---|---|---|",
+        "| ratio | bare ratio | with a flush, simulated ms | |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         held = " ".join(map(str, row.versions))
         late = "" if row.ratio <= GOAL else "over 1.03"
+        bare = "" if row.bare is None else f"{row.bare / row.ideal:.3f}"
         lines.append(
             f"| {row.name} | {held} | {row.ideal * 1e3:.0f} | {row.median * 1e3:.1f} "
             f"| {min(row.periods) * 1e3:.1f} .. {max(row.periods) * 1e3:.1f} | {row.ratio:.3f} "
-            f"| {row.flushed * 1e3:.0f} | {late} |"
+            f"| {bare} | {row.flushed * 1e3:.0f} | {late} |"
         )
     return lines
 
@@ -158,10 +186,13 @@ def main() -> None:
     parser.add_argument("--periods", type=int, default=6, help="periods timed together")
     parser.add_argument("--repeats", type=int, default=5, help="times that is done, without a flush between")
     parser.add_argument("--only", nargs="+", default=[], help="schemes whose name has one of these words")
+    parser.add_argument("--bare", action="store_true", help="also time loops that only send and sleep")
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/steady_state.*")
     options = parser.parse_args()
     about = machine()
-    settings = Settings(tuple(options.payloads), options.periods, options.repeats, tuple(options.only))
+    settings = Settings(
+        tuple(options.payloads), options.periods, options.repeats, tuple(options.only), options.bare
+    )
     lines = [f"# python benchmarks/steady_state.py, {shown(about)}"]
     lines.append(
         f"# medians of {settings.repeats} times {settings.periods} periods; 20 ms forward, 40 ms backward a "

@@ -190,7 +190,7 @@ def test_processes_end_at_ctrl_c_with_what_was_reached(tmp_path: Path) -> None:
     assert f"Stopped after {steps:,} of 1,000,000 steps" in out
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["steps"], summary["stopped"]) == (steps, True)
-    assert {"model.pt", "timeline.json", "timeline.png"} <= {path.name for path in folder.iterdir()}
+    assert {"checkpoint", "timeline.json", "timeline.png"} <= {path.name for path in folder.iterdir()}
 
 
 def test_as_the_only_worker_of_torchrun(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 from counterflow import ConfigError
 from counterflow.errors import WorkerError
 from counterflow.schedule.formats import loads
-from counterflow.train import load_config
+from counterflow.train import load_config, load_weights
+from counterflow.train.checkpoint import Checkpoint
 from counterflow.train.folder import FILES, RunFolder, read_metrics, read_summary, read_timeline
 from counterflow.train.job import prepare
 from counterflow.train.run import run
@@ -130,7 +132,7 @@ def _resumed(train: Train, folder: Path, other: dict[str, Any], **same: Any) -> 
     same |= {"optimizer__schedule": "constant", "schedule__micro_batches": 4, "model__tied": True}
     train("whole", train__steps=6, **same)
     train("begun", train__steps=3, **same)
-    checkpoint = {"train__resume": folder / "begun" / "model.pt"}
+    checkpoint = {"train__resume": folder / "begun"}
     summary = train("resumed", train__steps=6, **(same | checkpoint | other))
     assert (summary.about.first_step, summary.steps) == (3, 6)
     assert summary.saved_bytes[0].measured > 0
@@ -139,17 +141,17 @@ def _resumed(train: Train, folder: Path, other: dict[str, Any], **same: Any) -> 
 def test_resumed_as_if_never_stopped(train: Train, tmp_path: Path) -> None:
     _resumed(train, tmp_path, {}, model__dropout=0.1)
     assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")[3:]
-    one, other = (torch.load(tmp_path / name / "model.pt") for name in ("whole", "resumed"))
-    assert one["step"] == other["step"] == 6
-    torch.testing.assert_close(one["model"], other["model"], rtol=0, atol=0)
-    torch.testing.assert_close(one["optimizer"], other["optimizer"], rtol=0, atol=0)
+    one, other = (Checkpoint.load(tmp_path / name, name) for name in ("whole", "resumed"))
+    assert one.step == other.step == 6
+    torch.testing.assert_close(one.model, other.model, rtol=0, atol=0)
+    torch.testing.assert_close(one.optimizer, other.optimizer, rtol=0, atol=0)
 
 
 def test_resumed_under_another_schedule(train: Train, tmp_path: Path) -> None:
     other = {"schedule__scheme": "dapple", "pipeline__cuts": [1]}
     _resumed(train, tmp_path, other, optimizer__name="sgd", optimizer__momentum=0.9)
     assert losses(tmp_path / "resumed") == pytest.approx(losses(tmp_path / "whole")[3:], rel=1e-5)
-    saved = [torch.load(tmp_path / name / "model.pt")["optimizer"] for name in ("whole", "resumed")]
+    saved = [Checkpoint.load(tmp_path / name, name).optimizer for name in ("whole", "resumed")]
     torch.testing.assert_close(*saved, rtol=1e-4, atol=1e-6)
 
 
@@ -157,7 +159,46 @@ def test_a_checkpoint_loads_into_the_model(train: Train, config: Configure, tmp_
     train(train__steps=1)
     layers = prepare(config()).layers
     model = torch.nn.Sequential(*layers).to_empty(device="cpu")
-    model.load_state_dict(torch.load(tmp_path / "run" / "model.pt")["model"])
+    model.load_state_dict(load_weights(tmp_path / "run"))
+
+
+def test_a_checkpoint_has_a_file_a_stage(train: Train, tmp_path: Path) -> None:
+    train(train__steps=5, train__checkpoint_every=2)
+    folder = tmp_path / "run" / "checkpoint"
+    files = [folder / "step-5" / f"stage-{stage}.pt" for stage in range(2)]
+    assert sorted(p for p in folder.rglob("*") if p.is_file()) == [folder / "checkpoint.json", *files]
+    parts = [torch.load(file) for file in files]
+    assert [sorted({name.partition(".")[0] for name in part["model"]}) for part in parts] == [
+        ["0", "1", "2"],
+        ["3"],
+    ]
+    for part in parts:
+        assert part["optimizer"].keys() == part["model"].keys()
+    for given in (folder, folder / "checkpoint.json"):
+        assert load_weights(given).keys() == {name for part in parts for name in part["model"]}
+    files[1].unlink()
+    with pytest.raises(ConfigError, match=r"runs: cannot be read: .*stage-1\.pt: No such file"):
+        Checkpoint.load(folder, "runs")
+    files[1].write_bytes(files[0].read_bytes()[:1000])
+    with pytest.raises(ConfigError, match="runs: is no checkpoint of a run, or damaged"):
+        Checkpoint.load(folder, "runs")
+
+
+def test_a_folder_that_a_worker_does_not_see(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exists, lock, asked = Path.exists, threading.Lock(), []
+
+    def once(path: Path, **options: Any) -> bool:
+        with lock:
+            if path == tmp_path / "run" / "config.toml" and "worker" in threading.current_thread().name:
+                asked.append(path)
+                return len(asked) > 1
+        return exists(path, **options)
+
+    monkeypatch.setattr(Path, "exists", once)
+    with pytest.raises(ConfigError, match=r"rank \d does not see .*run, where rank 0 writes .* train\.out"):
+        train(train__steps=1)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +217,8 @@ def test_a_checkpoint_loads_into_the_model(train: Train, config: Configure, tmp_
             {"optimizer__name": "sgd"},
             r"holds the state of optimizer\.name = adamw, not of sgd; give the same",
         ),
-        ({"train__resume": "none.pt"}, r"train\.resume = none\.pt: there is no such file"),
+        ({"train__resume": "none"}, r"train\.resume = none: there is no such file or folder"),
+        ({"train__resume": "."}, r"train\.resume = \.: is no checkpoint of a run, or damaged"),
         ({"train__resume": __file__}, r"test_run\.py: is no checkpoint of a run, or damaged"),
     ],
 )
@@ -184,7 +226,7 @@ def test_checkpoints_that_do_not_fit_are_refused(
     train: Train, config: Configure, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     train("begun", train__steps=2)
-    resumed = {"train__resume": tmp_path / "begun" / "model.pt", "train__steps": 3} | changes
+    resumed = {"train__resume": tmp_path / "begun", "train__steps": 3} | changes
     with pytest.raises(ConfigError, match=message):
         run(config("resumed", **resumed), Watcher())
     assert not (tmp_path / "resumed").exists()
@@ -321,5 +363,5 @@ def test_interrupted_after_the_step_under_way(train: Train, tmp_path: Path) -> N
     assert summary.stopped
     assert 4 <= summary.steps == len(losses(tmp_path / "run")) < 100_000
     assert read_summary(tmp_path / "run")["stopped"]
-    assert (tmp_path / "run" / "model.pt").exists()
+    assert load_weights(tmp_path / "run")
     assert signal.getsignal(signal.SIGINT) is before

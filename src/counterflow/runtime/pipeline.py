@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.models.costs import estimated_costs
@@ -473,6 +474,11 @@ class Pipeline:
         return {s: c.versions.peak if c.versions is not None else 1 for s, c in self.stages.items()}
 
     @property
+    def optimizers(self) -> Mapping[int, Optimizer]:
+        """By stage of this worker that has weights to train: its optimiser."""
+        return self.weights.optimizers
+
+    @property
     def keeps_gradients(self) -> bool:
         """Whether ``gradients`` are kept."""
         return self.weights.keeps_gradients
@@ -489,7 +495,8 @@ class Pipeline:
     def state_dict(self, *, local: bool = False) -> dict[str, Tensor]:
         """The model's parameters and buffers by its own names, on the CPU; all workers call it.
 
-        Flushes first what is under way.
+        Flushes first what is under way. Every worker gets the whole model; where that is too large for one,
+        each keeps what it holds (``local=True``).
 
         Args:
             local: only what this worker holds, without asking the others.

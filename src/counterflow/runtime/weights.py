@@ -234,23 +234,21 @@ class Weights:
                         + (_HINT if when == _AT_THE_START else "")
                     )
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers at hand by their names in the model, copied to the CPU."""
+    def state_dict(self, stage: int | None = None) -> dict[str, Tensor]:
+        """Parameters and buffers at hand, or those of a stage, by their names in the model; on the CPU."""
         return {
             layer.names[name]: tensor.detach().cpu().clone()
-            for copy in self.stages.values()
+            for copy in (self.stages.values() if stage is None else (self.stages[stage],))
             for layer in copy.layers
             for name, tensor in layer.module.state_dict().items()
         }
 
     def whole_state_dict(self) -> dict[str, Tensor]:
         """The same of the whole model, on every worker; stage by stage from the first that holds it."""
-        mine = self.state_dict()
         whole: dict[str, Tensor] = {}
         for stage, holders in enumerate(self.holders):
             sends = self.transport.rank == self.ranks[0][holders[0]]
-            layers = self.stages[stage].layers if sends else ()
-            part = {name: mine[name] for layer in layers for name in layer.names.values()}
+            part = self.state_dict(stage) if sends else {}
             for row in self.transport.gather_objects(part):
                 whole.update(cast("dict[str, Tensor]", row))
         return whole

@@ -1,6 +1,20 @@
-"""The main job: from a config to a trained model."""
+"""The main job: from a config to a trained model. Importing this does not import torch."""
+
+from typing import TYPE_CHECKING, Any
 
 from .config import RunConfig
 from .load import load_config
 
-__all__ = ["RunConfig", "load_config"]
+if TYPE_CHECKING:
+    from .checkpoint import load_weights
+
+__all__ = ["RunConfig", "load_config", "load_weights"]
+
+
+def __getattr__(name: str) -> Any:
+    """The name that needs torch, imported when it is first used."""
+    if name == "load_weights":
+        from .checkpoint import load_weights  # noqa: PLC0415
+
+        return load_weights
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

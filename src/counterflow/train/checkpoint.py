@@ -1,16 +1,22 @@
-"""``model.pt``: the weights by the model's own names, the optimiser's state by the same names, and the step.
+"""A run's checkpoint: weights by the model's own names, the optimiser's state by the same names, the step.
 
-Invariant: a checkpoint does not know the schedule it was made under: a run may go on under another scheme,
-depth or width.
+A folder with ``checkpoint.json``, which says what belongs to it, and a file for each stage, written by the
+first worker that holds it: no worker ever has the whole model. Files are read by mapping them into memory.
+
+Invariant: a checkpoint does not depend on the schedule it was made under: a run may go on under another
+scheme, depth or width. ``checkpoint.json`` is written last, in place of the one before; until then that one
+is whole.
 """
 
 from __future__ import annotations
 
+import json
 import pickle
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +25,66 @@ from counterflow.errors import ConfigError
 from counterflow.models import state_names
 from counterflow.runtime.pipeline import Pipeline
 
-from .folder import whole
+from .folder import CHECKPOINT, whole
 
 FORMAT = "counterflow-checkpoint"
+INDEX = "checkpoint.json"
 
 OptimizerState = dict[str, dict[str, Any]]
 """By the name of a parameter: what the optimiser keeps for it."""
+
+
+def save(pipeline: Pipeline, kind: str, folder: Path) -> None:
+    """Write a pipeline's checkpoint, in place of the one before; all workers call it.
+
+    Args:
+        pipeline: with nothing under way.
+        kind: of its optimiser.
+        folder: of checkpoints, on storage that all workers share.
+
+    Raises:
+        WorkerError: the copies of a stage differ.
+        CounterflowError: it cannot be written.
+    """
+    weights, transport = pipeline.weights, pipeline.transport
+    weights.check_copies(f"after {pipeline.steps} steps")
+    part = f"step-{pipeline.steps}"
+    for stage, holders in enumerate(weights.holders):
+        if transport.rank == pipeline.ranks[0][holders[0]]:
+            (folder / part).mkdir(parents=True, exist_ok=True)
+            found = {"model": weights.state_dict(stage), "optimizer": _optimizer_state(pipeline, stage)}
+            with whole(folder / part / _file(stage)) as file:
+                torch.save(found, file)
+    transport.gather([])  # all files are there
+    if transport.rank:
+        return
+    index = {
+        "format": FORMAT,
+        "format_version": 2,
+        "step": pipeline.steps,
+        "optimizer": kind,
+        "files": [f"{part}/{_file(stage)}" for stage in range(len(weights.holders))],
+    }
+    with whole(folder / INDEX) as file:
+        file.write((json.dumps(index, indent=2) + "\n").encode())
+    for old in folder.glob("step-*"):
+        if old.name != part:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def load_weights(path: Path | str) -> dict[str, Tensor]:
+    """The weights that a run came to, for ``model.load_state_dict``.
+
+    Args:
+        path: the run's folder.
+
+    Returns:
+        Parameters and buffers by their names in the model, on the CPU, mapped from their files.
+
+    Raises:
+        ConfigError: there is no checkpoint, or it is damaged.
+    """
+    return Checkpoint.load(Path(path), str(path)).model
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,53 +103,43 @@ class Checkpoint:
     model: dict[str, Tensor]
     optimizer: OptimizerState
     kind: str
-    path: Path | None = None
+    path: Path
 
     @classmethod
-    def of(cls, pipeline: Pipeline, kind: str) -> Checkpoint:
-        """That of a pipeline trained with an optimiser of this kind; all workers call it.
+    def load(cls, path: Path, place: str) -> Checkpoint:
+        """Read what ``save`` wrote.
 
-        Raises:
-            WorkerError: the copies of a stage differ.
-        """
-        return cls(pipeline.steps, pipeline.state_dict(), _whole_optimizer(pipeline), kind)
-
-    @classmethod
-    def load(cls, path: Path) -> Checkpoint:
-        """Read a file that ``save`` wrote.
+        Args:
+            path: its folder, the ``checkpoint.json`` in it, or the folder of a run.
+            place: who asked for it, for errors.
 
         Raises:
             ConfigError: it cannot be read, or is something else.
         """
-        place = f"train.resume = {path}"
+        if not path.exists():
+            raise ConfigError(f"{place}: there is no such file or folder")
+        index = next((p for p in (path / INDEX, path / CHECKPOINT / INDEX) if p.exists()), path)
+        damaged = ConfigError(
+            f"{place}: is no checkpoint of a run, or damaged; give the folder of a run of `counterflow train`"
+        )
         try:
-            data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except FileNotFoundError:
-            raise ConfigError(f"{place}: there is no such file") from None
+            data = json.loads(index.read_bytes())
+            if data["format"] != FORMAT:
+                raise damaged
+            step, kind = int(data["step"]), str(data["optimizer"])
+            parts = [
+                torch.load(index.parent / name, map_location="cpu", weights_only=True, mmap=True)
+                for name in data["files"]
+            ]
+            model = {name: tensor for part in parts for name, tensor in part["model"].items()}
+            optimizer = {name: state for part in parts for name, state in part["optimizer"].items()}
+        except IsADirectoryError:
+            raise damaged from None
         except OSError as error:
-            raise ConfigError(f"{place}: cannot be read: {error.strerror}") from None
-        except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError):
-            data = None
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ConfigError(
-                f"{place}: is no checkpoint of a run, or damaged; `counterflow train` writes model.pt"
-            )
-        return cls(data["step"], data["model"], data["optimizer"], data["optimizer_kind"], path)
-
-    def save(self, path: Path) -> None:
-        """Write it, in place of what was there."""
-        with whole(path) as file:
-            torch.save(
-                {
-                    "format": FORMAT,
-                    "format_version": 1,
-                    "step": self.step,
-                    "model": self.model,
-                    "optimizer_kind": self.kind,
-                    "optimizer": self.optimizer,
-                },
-                file,
-            )
+            raise ConfigError(f"{place}: cannot be read: {error.filename}: {error.strerror}") from None
+        except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, TypeError):
+            raise damaged from None
+        return cls(step, model, optimizer, kind, path)
 
     def check(self, layers: Sequence[nn.Module], kind: str, steps: int) -> None:
         """Refuse it for another model or optimiser, or for a run that would make no step.
@@ -132,7 +182,7 @@ class Checkpoint:
         pipeline.load_state_dict(self.model)
         pipeline.steps = self.step
         names = _names(pipeline)
-        for optimizer in pipeline.weights.optimizers.values():
+        for optimizer in pipeline.optimizers.values():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     kept = next((self.optimizer[n] for n in names[id(parameter)] if n in self.optimizer), {})
@@ -154,10 +204,10 @@ def _names(pipeline: Pipeline) -> dict[int, list[str]]:
     return names
 
 
-def _own_optimizer(pipeline: Pipeline, stage: int) -> OptimizerState:
+def _optimizer_state(pipeline: Pipeline, stage: int) -> OptimizerState:
     """What the optimiser of a stage keeps, under every name of each parameter."""
     names = _names(pipeline)
-    optimizer = pipeline.weights.optimizers.get(stage)
+    optimizer = pipeline.optimizers.get(stage)
     states: Mapping[Tensor, dict[str, Any]] = {} if optimizer is None else optimizer.state
     return {
         name: {key: _copied(value) for key, value in state.items()}
@@ -166,16 +216,8 @@ def _own_optimizer(pipeline: Pipeline, stage: int) -> OptimizerState:
     }
 
 
-def _whole_optimizer(pipeline: Pipeline) -> OptimizerState:
-    """The optimiser's state of the whole model, stage by stage from the first worker that holds it."""
-    weights, transport = pipeline.weights, pipeline.transport
-    whole_state: OptimizerState = {}
-    for stage, holders in enumerate(weights.holders):
-        sends = transport.rank == pipeline.ranks[0][holders[0]]
-        mine = _own_optimizer(pipeline, stage) if sends else {}
-        for row in transport.gather_objects(mine):
-            whole_state.update(cast("OptimizerState", row))
-    return whole_state
+def _file(stage: int) -> str:
+    return f"stage-{stage}.pt"
 
 
 def _copied(value: Any) -> Any:

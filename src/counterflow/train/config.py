@@ -340,7 +340,7 @@ class TrainSection(Section):
         None, "folder of the results; the next free runs/SCHEME-NUMBER where not given", _PATH
     )
     resume: PathKey | None = _key(
-        None, "a checkpoint (model.pt of a run) to go on from; fresh weights where not given", _PATH
+        None, "a run's folder, to go on from its checkpoint; fresh weights where not given", _PATH
     )
     threads: int | None = _key(
         None, "threads a worker computes with; the cores shared out where not given", _COUNT, ge=1

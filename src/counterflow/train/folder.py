@@ -28,14 +28,14 @@ SCHEDULE = "schedule.json"
 TIMELINE = "timeline.json"
 PICTURE = "timeline.png"
 SUMMARY = "summary.json"
-CHECKPOINT = "model.pt"
+CHECKPOINT = "checkpoint"
 
 FILES = {
     SUMMARY: "figures of the run",
     METRICS: "a line a step, and one an evaluation",
     PICTURE: "the measured timeline above the predicted one",
     TIMELINE: "the same as numbers",
-    CHECKPOINT: "weights and optimiser state",
+    CHECKPOINT: "weights and optimiser state, a file a stage",
     CONFIG: "the resolved config",
     SCHEDULE: "the schedule",
 }

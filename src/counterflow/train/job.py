@@ -135,7 +135,7 @@ def prepare(config: RunConfig, cuts: Sequence[int] | None = None) -> Job:
         layers = _model(config.model).build()
     start = None
     if config.train.resume is not None:
-        start = Checkpoint.load(config.train.resume)
+        start = Checkpoint.load(config.train.resume, f"train.resume = {config.train.resume}")
         start.check(layers, config.optimizer.name, config.train.steps)
     first_step = start.step if start is not None else 0
     if not schedule.synchronous and config.train.steps - first_step < schedule.periods:

@@ -127,7 +127,7 @@ class StepTimer:
 def _update_seconds(pipeline: Pipeline) -> float:
     """One update of this worker's weights."""
     begin = time.perf_counter()
-    for optimizer in pipeline.weights.optimizers.values():
+    for optimizer in pipeline.optimizers.values():
         optimizer.step()
     if pipeline.device.type == "cuda":
         torch.cuda.synchronize(pipeline.device)

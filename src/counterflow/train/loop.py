@@ -1,8 +1,8 @@
 """The loop of one worker: measure, predict, train, evaluate, keep; every worker runs the same lines.
 
 Invariant: what decides whether something collective is done (an evaluation, a timeline, a checkpoint, the
-end) is the same on every worker: the step's number, or what they agreed on. Only rank 0 writes, and nothing
-here prints.
+end) is the same on every worker: the step's number, or what they agreed on. Only rank 0 writes, but for
+checkpoints, and nothing here prints.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterflow.errors import WorkerError
+from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.measure import measure_stages
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.step import Step
 from counterflow.simulate import Costs, Simulation, Span
 
-from .checkpoint import Checkpoint
+from .checkpoint import save
 from .config import RunConfig
-from .folder import CHECKPOINT, RunFolder
+from .folder import CHECKPOINT, CONFIG, RunFolder
 from .job import Job, prepare
 from .report import Numbers, Pair, Summary
 from .stopping import STOP, listen
@@ -74,7 +74,7 @@ class Trainer:
 
     Args:
         job: what is trained.
-        folder: where the run writes; used by rank 0 only.
+        folder: where the run writes; rank 0's counts.
         watch: told every line of the metrics, on rank 0.
     """
 
@@ -106,6 +106,7 @@ class Trainer:
         self.writes = self.pipeline.transport.rank == 0
         assert folder is not None or not self.writes
         self.folder = RunFolder(folder) if folder is not None and self.writes else None
+        self.checkpoints = self._shared(folder) / CHECKPOINT
         self.watch = watch
         self.reads = not {0, job.schedule.stages - 1}.isdisjoint(self.pipeline.stages)
         self.losses: deque[float] = deque(maxlen=_LAST)
@@ -146,6 +147,22 @@ class Trainer:
         seconds = time.perf_counter() - self.began
         self._save()
         return self._finish(costs, stopped, seconds)
+
+    def _shared(self, folder: Path | None) -> Path:
+        """Rank 0's folder, if everybody sees it.
+
+        Raises:
+            ConfigError: somebody does not.
+        """
+        transport = self.pipeline.transport
+        path = Path(str(transport.gather_objects(folder and str(folder.absolute()))[0]))
+        for rank, (sees,) in enumerate(transport.gather([float((path / CONFIG).exists())])):
+            if not sees:
+                raise ConfigError(
+                    f"rank {rank} does not see {path}, where rank 0 writes and all write checkpoints; give a "
+                    "folder on storage that all machines share as train.out"
+                )
+        return path
 
     def _fair(self) -> int:
         """The first step to be timed: those before count memory, and the very first learns shapes."""
@@ -263,9 +280,7 @@ class Trainer:
 
     def _save(self) -> None:
         self._flush()
-        checkpoint = Checkpoint.of(self.pipeline, self.config.optimizer.name)
-        if self.folder is not None:
-            checkpoint.save(self.folder.path / CHECKPOINT)
+        save(self.pipeline, self.config.optimizer.name, self.checkpoints)
 
     def _finish(self, costs: Costs, stopped: bool, seconds: float) -> Summary | None:
         versions = sum(self.pipeline.peak_versions.values())

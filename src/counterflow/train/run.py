@@ -15,6 +15,7 @@ from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime import world
 from counterflow.runtime.launch import launch
 
+from .checkpoint import INDEX
 from .config import RunConfig
 from .folder import CHECKPOINT, RunFolder
 from .job import Job, prepare
@@ -138,8 +139,8 @@ def _launched(job: Job, folder: RunFolder, reporter: Reporter) -> Summary:
 def _kept(folder: RunFolder, steps: int) -> str:
     """What is left of a run that did not end well."""
     kept = f"the metrics of {steps} step{'s' if steps > 1 else ''} are in {folder.path}"
-    checkpoint = folder.path / CHECKPOINT
-    return f"{kept}, and train.resume can go on from {checkpoint}" if checkpoint.exists() else kept
+    resumes = (folder.path / CHECKPOINT / INDEX).exists()
+    return f"{kept}, and train.resume can go on from there" if resumes else kept
 
 
 def _with_place(error: WorkerError, place: str) -> WorkerError:

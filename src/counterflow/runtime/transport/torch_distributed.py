@@ -13,7 +13,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -232,6 +232,8 @@ class DistributedTransport(Transport):
             self._watch.stop()
             raise
         self._watch.all_are_here()
+        self._control_lane = _lane(self._control)
+        self._lane = self._messages if kind is TransportKind.NCCL else self._control_lane
         self._pinned = device.type == "cuda"
         if copy_out is None and self._pinned:
             copy_out = cuda_copy_out(device)
@@ -261,7 +263,7 @@ class DistributedTransport(Transport):
         tag = _tag(tag, _PAYLOAD)
         if self._staged:
             return self._carry(tensors, peer, tag)
-        works = self._post(self._messages, tensors, peer, tag)
+        works = self._post(self._lane, tensors, peer, tag)
         return self._sent(peer, works) if self.kind is TransportKind.GLOO else _Works(self, peer, works)
 
     def exchange(self, sent: Crossing, received: Crossing, peer: int) -> tuple[Pending, Pending]:
@@ -296,7 +298,7 @@ class DistributedTransport(Transport):
                 for buffer in buffers
             ]
             moves = tuple(zip(buffers, targets, strict=True))
-        return _Receiving(self, peer, self._accept(self._messages, targets, peer, _tag(tag, _PAYLOAD)), moves)
+        return _Receiving(self, peer, self._accept(self._lane, targets, peer, _tag(tag, _PAYLOAD)), moves)
 
     def send_described(
         self, tensors: Sequence[Tensor], peer: int, tag: int, *, aside: bool = False
@@ -311,15 +313,15 @@ class DistributedTransport(Transport):
             return self._carry(tensors, peer, _tag(tag, _DESCRIBED), preface)
         works: list[Work] = []
         for part, own in preface:
-            works += self._post(self._control, (part,), peer, own)
-        works += self._post(self._control, tensors, peer, _tag(tag, _DESCRIBED))
+            works += self._post(self._control_lane, (part,), peer, own)
+        works += self._post(self._control_lane, tensors, peer, _tag(tag, _DESCRIBED))
         return self._sent(peer, works)
 
     def receive_described(self, peer: int, tag: int, *, aside: bool = False) -> _DescribedReceiving:
         """See ``Transport.receive_described``."""
         del aside
         header = torch.empty(_HEADER_WORDS, dtype=torch.int64)
-        works = self._accept(self._control, (header,), peer, _tag(tag, _HEADER))
+        works = self._accept(self._control_lane, (header,), peer, _tag(tag, _HEADER))
         return _DescribedReceiving(self, peer, tag, header, works)
 
     def receive_after(self, header: Tensor, peer: int, tag: int) -> list[Tensor]:
@@ -327,24 +329,26 @@ class DistributedTransport(Transport):
         words = int(header[0])
         if words > _HEADER_WORDS:
             more = torch.empty(words - _HEADER_WORDS, dtype=torch.int64)
-            self.wait(self._accept(self._control, (more,), peer, _tag(tag, _MORE_HEADER)), peer)
+            self.wait(self._accept(self._control_lane, (more,), peer, _tag(tag, _MORE_HEADER)), peer)
             header = torch.cat((header, more))
         hosts, needing = _announced(header.tolist(), pinned=self._pinned)
-        self.wait(self._accept(self._control, hosts, peer, _tag(tag, _DESCRIBED)), peer)
+        self.wait(self._accept(self._control_lane, hosts, peer, _tag(tag, _DESCRIBED)), peer)
         return [
             host.to(self.device, non_blocking=True).requires_grad_(need)
             for host, need in zip(hosts, needing, strict=True)
         ]
 
-    def _post(self, group: ProcessGroup, tensors: Sequence[Tensor], peer: int, tag: int) -> list[Work]:
+    def _post(self, lane: Any, tensors: Sequence[Tensor], peer: int, tag: int) -> list[Work]:
+        plain = _bytes if lane is self._control_lane else _plain
         try:
-            return [group.send([_plain(tensor)], peer, tag) for tensor in tensors if tensor.numel()]
+            return [lane.send([plain(tensor)], peer, tag) for tensor in tensors if tensor.numel()]
         except RuntimeError as error:
             raise self.trouble(error, peer, 0.0) from error
 
-    def _accept(self, group: ProcessGroup, buffers: Sequence[Tensor], peer: int, tag: int) -> list[Work]:
+    def _accept(self, lane: Any, buffers: Sequence[Tensor], peer: int, tag: int) -> list[Work]:
+        plain = _bytes if lane is self._control_lane else _plain
         try:
-            return [group.recv([_plain(buffer)], peer, tag) for buffer in buffers if buffer.numel()]
+            return [lane.recv([plain(buffer)], peer, tag) for buffer in buffers if buffer.numel()]
         except RuntimeError as error:
             raise self.trouble(error, peer, 0.0) from error
 
@@ -365,7 +369,8 @@ class DistributedTransport(Transport):
         return _Sending(self, parcel)
 
     def _post_host(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return self._control.send([_plain(tensor)], peer, tag)
+        work: Work = self._control_lane.send([_bytes(tensor)], peer, tag)
+        return work
 
     # Collectives
 
@@ -407,9 +412,11 @@ class DistributedTransport(Transport):
             assert work is not None
             return _Gathering(self, rows if values else rows[:, :0], {-1: (work,)})
         peers = [rank for rank in range(self.world_size) if rank != self.rank]
-        arriving = {peer: self._accept(self._control, (rows[peer],), peer, _GATHER_TAG) for peer in peers}
+        arriving = {
+            peer: self._accept(self._control_lane, (rows[peer],), peer, _GATHER_TAG) for peer in peers
+        }
         for peer in peers:
-            self._sent(peer, self._post(self._control, (mine,), peer, _GATHER_TAG))
+            self._sent(peer, self._post(self._control_lane, (mine,), peer, _GATHER_TAG))
         rows[self.rank] = mine
         return _Gathering(self, rows if values else rows[:, :0], arriving)
 
@@ -564,6 +571,19 @@ def _tag(tag: int, lane: int) -> int:
 def _handle(group: Group) -> ProcessGroup:
     assert isinstance(group.handle, ProcessGroup), "only members of a group take part in its collectives"
     return group.handle
+
+
+def _lane(group: ProcessGroup) -> Any:
+    """What sends for a group over Gloo, without the walk through torch's dispatcher that the group adds.
+
+    The walk takes a third of what it costs to post a message.
+    """
+    return group._get_backend(torch.device("cpu"))  # noqa: SLF001
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A tensor as a lane takes it, which looks at its memory only: contiguous, of a type it knows."""
+    return tensor if tensor.dtype in _NATIVE and tensor.is_contiguous() else _plain(tensor)
 
 
 def _plain(tensor: Tensor) -> Tensor:
