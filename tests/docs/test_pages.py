@@ -105,6 +105,7 @@ def test_from_a_profile_to_a_plan_to_a_run(tmp_path: Path) -> None:
         *("model.toml", "profile.toml", "cluster.toml"),
     }
     assert "Trained 20 steps" in done.stdout
+    assert "by the plan" in done.stdout
 
 
 def test_planning(tmp_path: Path) -> None:

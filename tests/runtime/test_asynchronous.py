@@ -38,10 +38,11 @@ def agreement(
     dtype: torch.dtype = torch.float64,
     optimizer: Any = None,
     flush: bool = True,
+    periods: int = 3,
     **options: Any,
 ) -> Agreement:
-    """Three periods more than the warm-up; then a flush, and two periods more."""
-    steps = segments(schedule, replicas=replicas).last + 4
+    """Some periods more than the warm-up; then a flush, and two periods more."""
+    steps = segments(schedule, replicas=replicas).last + 1 + periods
     trial = small_trial(schedule, replicas=replicas, steps=steps + 2 * flush, dtype=dtype)
     return verify(
         schedule,
@@ -144,6 +145,13 @@ def test_versions_held_are_those_of_the_table(schedule: Schedule, expected: dict
     assert all(held == () for _, _, _, held in found)  # after a flush only the optimiser's own are left
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("schedule", [schemes.pipedream(2), schemes.pipedream_2bw(2, 2)], ids=str)
+def test_what_several_gathers_tell_is_of_the_right_steps(schedule: Schedule, replicas: int) -> None:
+    found = agreement(schedule, replicas=replicas, periods=30)  # gathers of 8 and of 4, most of them in steps
+    assert found.ok, found
+
+
 @pytest.mark.parametrize(
     ("schedule", "together"),
     [(schemes.pipedream(2), 8), (schemes.pipedream_2bw(2, 2), 4), (schemes.pipedream_2bw(2, 8), 1)],
@@ -210,6 +218,21 @@ def test_a_loss_that_is_not_finite_ends_the_training() -> None:
 
     with pytest.raises(WorkerError, match="after 2 steps the loss is inf"):
         run(work, workers=1)
+
+
+def test_steps_before_one_that_is_not_finite_are_told() -> None:
+    layers, told = linears(2), []
+
+    def work() -> None:
+        pipeline = Pipeline(layers, mean_square, schemes.pipedream(1), optimizer=momentum)
+        for number in range(40):
+            inputs, targets = numbers(4)
+            step = pipeline.step(inputs, targets * (math.inf if number == 13 else 1))
+            told.append(step.about)
+
+    with pytest.raises(WorkerError, match="after 13 steps the loss is inf"):
+        run(work, workers=1)
+    assert [about for about in told if about is not None] == list(range(13))
 
 
 class Tied(nn.Module):

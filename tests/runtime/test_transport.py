@@ -53,7 +53,8 @@ def a_tuple(seed: int) -> list[Tensor]:
     draw = torch.Generator().manual_seed(seed)
     some = [torch.randint(0, 100, (2, 3), generator=draw).to(torch.float32).to(dtype) for dtype in DTYPES]
     odd = [torch.rand((), generator=draw), torch.empty(0, 4), torch.rand(4, 5, generator=draw).t()]
-    return some + odd
+    negative = torch.rand(3, dtype=torch.complex64, generator=draw).conj().imag  # a bit, no minus in memory
+    return [*some, *odd, negative, torch._neg_view(odd[2].contiguous())]
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -64,7 +65,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def both_ways(transport: Transport) -> None:

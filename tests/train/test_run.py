@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -16,9 +17,10 @@ import torch
 
 from counterflow import ConfigError
 from counterflow.errors import WorkerError
+from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule.formats import loads
-from counterflow.train import load_config, load_weights
-from counterflow.train.checkpoint import Checkpoint
+from counterflow.train import load_config, load_weights, loop
+from counterflow.train.checkpoint import Checkpoint, save
 from counterflow.train.folder import FILES, RunFolder, read_metrics, read_summary, read_timeline
 from counterflow.train.job import prepare
 from counterflow.train.run import run
@@ -74,6 +76,14 @@ def test_about(train: Train) -> None:
     assert about.stage_layers == ((0, 2), (3, 3))
     assert (about.samples, about.processes, about.scheme) == (32, 4, "chimera")
     assert 3 < about.unigram_entropy < 3.5
+
+
+@pytest.mark.parametrize(("mini_batch", "expected"), [(16, 5.0), (17, None)])
+def test_what_a_plan_expected_of_this_mini_batch(
+    train: Train, mini_batch: int, expected: float | None
+) -> None:
+    summary = train(train__steps=1, plan__mini_batch=mini_batch, plan__samples_per_second=5.0)
+    assert summary.planned_samples_per_second == expected
 
 
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
@@ -184,21 +194,67 @@ def test_a_checkpoint_has_a_file_a_stage(train: Train, tmp_path: Path) -> None:
         Checkpoint.load(folder, "runs")
 
 
+def test_a_checkpoint_is_written_once_a_step(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[int] = []
+
+    def counting(pipeline: Pipeline, kind: str, folder: Path) -> None:
+        saved.append(pipeline.steps)
+        save(pipeline, kind, folder)
+
+    monkeypatch.setattr(loop, "save", counting)
+    monkeypatch.setattr(loop.Trainer, "_stops", lambda _, done: done == 2)
+    assert train(train__steps=9, train__checkpoint_every=2).stopped
+    assert saved == [2, 2]  # by each of two workers
+    assert Checkpoint.load(tmp_path / "run", "run").step == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format_version": 99}, r"run: is a checkpoint of version 99, and this Counterflow reads version 2"),
+        ({"files": ["step-1/stage-0.pt"]}, "run: is no checkpoint of a run, or damaged"),
+        ({"files": 3}, "run: is no checkpoint of a run, or damaged"),
+        ({"format": "another"}, "run: is no checkpoint of a run, or damaged"),
+        ({"step": None}, "run: is no checkpoint of a run, or damaged"),
+    ],
+)
+def test_damaged_checkpoints(train: Train, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    train(train__steps=1)
+    index = tmp_path / "run" / "checkpoint" / "checkpoint.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | changes))
+    with pytest.raises(ConfigError, match=message):
+        Checkpoint.load(tmp_path / "run", "run")
+
+
+def test_a_part_of_a_checkpoint_that_is_something_else(train: Train, tmp_path: Path) -> None:
+    train(train__steps=1)
+    torch.save({"model": [1], "optimizer": {}}, tmp_path / "run" / "checkpoint" / "step-1" / "stage-0.pt")
+    with pytest.raises(ConfigError, match="run: is no checkpoint of a run, or damaged"):
+        Checkpoint.load(tmp_path / "run", "run")
+
+
 def test_a_folder_that_a_worker_does_not_see(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exists, lock, asked = Path.exists, threading.Lock(), []
+    exists = Path.exists
+    kept = threading.local()
 
-    def once(path: Path, **options: Any) -> bool:
-        with lock:
-            if path == tmp_path / "run" / "config.toml" and "worker" in threading.current_thread().name:
-                asked.append(path)
-                return len(asked) > 1
-        return exists(path, **options)
+    def blind(path: Path, **options: Any) -> bool:
+        """On a disk of its own: what another thread wrote is not there."""
+        mine = getattr(kept, "mine", ())
+        return exists(path, **options) and (not re.fullmatch(r"\.[0-9a-f]{32}", path.name) or path in mine)
 
-    monkeypatch.setattr(Path, "exists", once)
-    with pytest.raises(ConfigError, match=r"rank \d does not see .*run, where rank 0 writes .* train\.out"):
+    def touch(path: Path, *rest: Any, **options: Any) -> None:
+        kept.mine = (*getattr(kept, "mine", ()), path)
+        path.write_bytes(b"")
+
+    monkeypatch.setattr(Path, "exists", blind)
+    monkeypatch.setattr(Path, "touch", touch)
+    with pytest.raises(ConfigError, match=r"rank 1 does not see .*run, where rank 0 writes .* train\.out"):
         train(train__steps=1)
+    assert not list(tmp_path.glob("run/.*"))
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,9 @@ def _figures(summary: Summary) -> Any:
     bubbles = "bubble ratio" if together == 1 else "bubble ratio, between warm-up and drain"
     table.add_row(bubbles, *(f"{ratio:.1%}" for ratio in _pair(summary.bubble_ratio)))
     table.add_row("whole step, with syncs and updates", _milliseconds(summary.step_seconds), "")
+    if summary.planned_samples_per_second is not None:
+        speeds = summary.samples_per_second, summary.planned_samples_per_second
+        table.add_row("samples/s over all steps, and by the plan", *(f"{speed:.4g}" for speed in speeds))
     for name, pair in _grouped(summary.saved_bytes):
         table.add_row(f"saved for backward, {name}", *map(byte_size, _pair(pair)))
     for name, pair in _grouped(summary.stages_held) if together > 1 else ():

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.segments import segments
 
-from .batch import Batch
+from .batch import Batch, Losses
 from .gradients import clip_factor
 from .interpreter import Interpreter
 from .step import Told, Workers
@@ -30,6 +31,14 @@ from .weights import Weights
 
 TOLD_TOGETHER = 8
 """Micro-batches of which loss and norm are gathered at once: a gather costs as much as an op's messages."""
+
+
+class _Own(NamedTuple):
+    """What this worker has to tell of a mini-batch: its step, its samples of all replicas, its losses."""
+
+    step: int
+    samples: int
+    losses: Losses
 
 
 class Continuous:
@@ -80,10 +89,10 @@ class Continuous:
         self._together = math.ceil(TOLD_TOGETHER / schedule.micro_batches)
         """Mini-batches that a gather tells of."""
         self._begun = 0  # mini-batches, since the pipeline was empty
-        self._untold: deque[Batch] = deque()
+        self._untold: deque[_Own] = deque()
         self._squared: dict[int, float] = defaultdict(float)
-        self._telling: deque[tuple[list[tuple[int, int]], Gathering]] = deque()
-        self._heard: deque[Told] = deque()
+        self._telling: deque[tuple[list[_Own], Gathering]] = deque()
+        self._heard: deque[tuple[_Own, list[list[float]]]] = deque()
 
     @property
     def under_way(self) -> bool:
@@ -106,8 +115,8 @@ class Continuous:
                 assert copy.versions is not None
                 copy.versions.begin()
         self._begun += 1
-        self._untold.append(batch)
         self._run(number, batch)
+        self._untold.append(_Own(batch.step, batch.total, batch.losses))
         if len(self._untold) == self.segments.update_lag + self._together:
             self._tell(self._together)
         told_by_all = number + 1 - self.segments.update_lag - self.segments.spread
@@ -153,18 +162,24 @@ class Continuous:
         for number, batch in enumerate(batches, first):
             mine, odd = batch.losses.summed()
             row += [mine, self._squared.pop(number, 0.0), odd]
-        telling = self.workers.transport.start_gather(row)
-        self._telling.append(([(batch.step, batch.total) for batch in batches], telling))
+        self._telling.append((batches, self.workers.transport.start_gather(row)))
 
     def _hear(self) -> Told:
-        """What everybody told of the oldest mini-batch that no step has told yet."""
-        if not self._heard:
-            self._heard.extend(self._gathered(*self._telling.popleft()))
-        return self._heard.popleft()
+        """What everybody told of the oldest mini-batch that no step has told yet.
 
-    def _gathered(self, batches: Sequence[tuple[int, int]], telling: Gathering) -> Iterator[Told]:
-        """What everybody told at once of mini-batches with these steps and samples."""
-        self.workers.transport.status.now(f"hearing of step {batches[0][0]}")
+        Raises:
+            WorkerError: its loss is not finite.
+        """
+        if not self._heard:
+            self._gather()
+        batch, rows = self._heard.popleft()
+        loss, norm = self.workers.loss_and_norm(rows, batch.step)
+        return Told(batch.step, loss, norm, batch.samples)
+
+    def _gather(self) -> None:
+        """Wait for what everybody told next."""
+        batches, telling = self._telling.popleft()
+        self.workers.transport.status.now(f"hearing of step {batches[0].step}")
         rows = telling.wait()
         for rank, row in enumerate(rows):
             if row[:2] != rows[0][:2]:
@@ -173,10 +188,9 @@ class Continuous:
                     f"rank 0 of step {rows[0][1]:g} in call {rows[0][0]:g}; all workers make the same calls "
                     "in the same order"
                 )
-        for index, (step, samples) in enumerate(batches):
-            mine = slice(2 + 3 * index, 5 + 3 * index)
-            loss, norm = self.workers.loss_and_norm([row[mine] for row in rows], step)
-            yield Told(step, loss, norm, samples)
+        for index, batch in enumerate(batches):
+            its = slice(2 + 3 * index, 5 + 3 * index)
+            self._heard.append((batch, [row[its] for row in rows]))
 
     # -- what the interpreter asks for (``Owner``)
 

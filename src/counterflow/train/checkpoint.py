@@ -21,14 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, CounterflowError
 from counterflow.models import state_names
 from counterflow.runtime.pipeline import Pipeline
 
-from .folder import CHECKPOINT, whole
+from .folder import CHECKPOINT, INDEX, whole
 
 FORMAT = "counterflow-checkpoint"
-INDEX = "checkpoint.json"
+VERSION = 2
+
+_DAMAGE = RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError, AttributeError
+"""What reading a file that is no checkpoint may raise."""
 
 OptimizerState = dict[str, dict[str, Any]]
 """By the name of a parameter: what the optimiser keeps for it."""
@@ -55,15 +58,23 @@ def save(pipeline: Pipeline, kind: str, folder: Path) -> None:
             found = {"model": weights.state_dict(stage), "optimizer": _optimizer_state(pipeline, stage)}
             with whole(folder / part / _file(stage)) as file:
                 torch.save(found, file)
-    transport.gather([])  # all files are there
+    transport.gather([])  # all are written
     if transport.rank:
         return
+    files = [f"{part}/{_file(stage)}" for stage in range(len(weights.holders))]
+    for name in files:
+        if not (folder / name).exists():
+            raise CounterflowError(
+                f"rank 0 does not see {folder / name}, which another worker wrote; give a folder on "
+                "storage that all machines share as train.out"
+            )
     index = {
         "format": FORMAT,
-        "format_version": 2,
+        "format_version": VERSION,
         "step": pipeline.steps,
         "optimizer": kind,
-        "files": [f"{part}/{_file(stage)}" for stage in range(len(weights.holders))],
+        "stages": len(files),
+        "files": files,
     }
     with whole(folder / INDEX) as file:
         file.write((json.dumps(index, indent=2) + "\n").encode())
@@ -79,7 +90,8 @@ def load_weights(path: Path | str) -> dict[str, Tensor]:
         path: the run's folder.
 
     Returns:
-        Parameters and buffers by their names in the model, on the CPU, mapped from their files.
+        Parameters and buffers by their names in the model, on the CPU, mapped from their files: a run that
+        goes on removes these when it writes its next checkpoint.
 
     Raises:
         ConfigError: there is no checkpoint, or it is damaged.
@@ -124,21 +136,28 @@ class Checkpoint:
         )
         try:
             data = json.loads(index.read_bytes())
-            if data["format"] != FORMAT:
-                raise damaged
-            step, kind = int(data["step"]), str(data["optimizer"])
+            mine, version = data["format"] == FORMAT, data["format_version"]
+            names = data["files"] if mine and version == VERSION else ()
             parts = [
                 torch.load(index.parent / name, map_location="cpu", weights_only=True, mmap=True)
-                for name in data["files"]
+                for name in names
             ]
             model = {name: tensor for part in parts for name, tensor in part["model"].items()}
             optimizer = {name: state for part in parts for name, state in part["optimizer"].items()}
+            step, kind, stages = int(data["step"]), str(data["optimizer"]), int(data.get("stages", 0))
         except IsADirectoryError:
             raise damaged from None
         except OSError as error:
             raise ConfigError(f"{place}: cannot be read: {error.filename}: {error.strerror}") from None
-        except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, TypeError):
+        except _DAMAGE:
             raise damaged from None
+        if mine and version != VERSION:
+            raise ConfigError(
+                f"{place}: is a checkpoint of version {version}, and this Counterflow reads version "
+                f"{VERSION}; go on with the one that wrote it"
+            )
+        if not mine or len(parts) != stages:
+            raise damaged
         return cls(step, model, optimizer, kind, path)
 
     def check(self, layers: Sequence[nn.Module], kind: str, steps: int) -> None:

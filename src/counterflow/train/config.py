@@ -337,7 +337,9 @@ class TrainSection(Section):
         0, "write a checkpoint each so many steps; 0: at the end only", _COUNT_OR_ZERO, ge=0
     )
     out: PathKey | None = _key(
-        None, "folder of the results; the next free runs/SCHEME-NUMBER where not given", _PATH
+        None,
+        "folder of the results, that all machines see; the next free runs/SCHEME-NUMBER where not given",
+        _PATH,
     )
     resume: PathKey | None = _key(
         None, "a run's folder, to go on from its checkpoint; fresh weights where not given", _PATH
@@ -348,7 +350,7 @@ class TrainSection(Section):
 
 
 class PlanSection(Section):
-    """What ``counterflow plan`` expects of the run; training does not look at it."""
+    """What ``counterflow plan`` expects of the run; told in its summary, and nothing else."""
 
     cluster: str | None = _key(None, "the devices it was planned for", "a text, in quotes")
     profile: str | None = _key(None, "what layers cost there", "a text, in quotes")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,8 @@ TIMELINE = "timeline.json"
 PICTURE = "timeline.png"
 SUMMARY = "summary.json"
 CHECKPOINT = "checkpoint"
+INDEX = "checkpoint.json"
+"""In that folder: says what belongs to the checkpoint."""
 
 FILES = {
     SUMMARY: "figures of the run",
@@ -80,7 +83,10 @@ class RunFolder:
         if (self.path / METRICS).stat().st_size:
             return
         for name in FILES:
-            (self.path / name).unlink(missing_ok=True)
+            if name == CHECKPOINT:
+                shutil.rmtree(self.path / name, ignore_errors=True)
+            else:
+                (self.path / name).unlink(missing_ok=True)
         try:
             self.path.rmdir()
         except OSError:  # the user's own files are in it
@@ -123,7 +129,15 @@ class RunFolder:
 
     def files(self) -> dict[str, str]:
         """What is there: each file's path and what it is."""
-        return {str(self.path / name): what for name, what in FILES.items() if (self.path / name).exists()}
+        there = {name for name in FILES if (self.path / name).exists()}
+        if not self.has_checkpoint:
+            there.discard(CHECKPOINT)
+        return {str(self.path / name): what for name, what in FILES.items() if name in there}
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a run can go on from here."""
+        return (self.path / CHECKPOINT / INDEX).exists()
 
 
 def is_run(path: Path) -> bool:

@@ -53,7 +53,7 @@ class LayerTimer:
         self._batch = job.batches.batch(0, size * MICRO_BATCHES, replica=0, replicas=1)
         count = len(job.layers)
         one = dapple(1, MICRO_BATCHES)
-        # One micro-batch after the other as well, so that both find as little in the processor's caches:
+        # 1F1B as well, in which no op follows another of the same layer: both find as little in the caches.
         each = interleaved(1, MICRO_BATCHES, chunks=count) if count > 1 else one
         self._one = OpTimer(_pipeline(job, one), *self._batch)
         self._each = OpTimer(_pipeline(job, each), *self._batch)

@@ -11,6 +11,7 @@ import math
 import signal
 import statistics
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from counterflow.simulate import Costs, Simulation, Span
 
 from .checkpoint import save
 from .config import RunConfig
-from .folder import CHECKPOINT, CONFIG, RunFolder
+from .folder import CHECKPOINT, RunFolder
 from .job import Job, prepare
 from .report import Numbers, Pair, Summary
 from .stopping import STOP, listen
@@ -113,6 +114,7 @@ class Trainer:
         self.samples: deque[tuple[Step, tuple[Span, ...]]] = deque(maxlen=_SAMPLES)
         self.training_seconds = 0.0
         self.validation: tuple[int, float] = (-1, 0.0)
+        self.saved = -1
         self.next_look = job.first_step
         self.began = 0.0
 
@@ -149,20 +151,28 @@ class Trainer:
         return self._finish(costs, stopped, seconds)
 
     def _shared(self, folder: Path | None) -> Path:
-        """Rank 0's folder, if everybody sees it.
+        """Rank 0's folder, if everybody sees it: not one of the same name on a disk of its own.
 
         Raises:
             ConfigError: somebody does not.
         """
         transport = self.pipeline.transport
-        path = Path(str(transport.gather_objects(folder and str(folder.absolute()))[0]))
-        for rank, (sees,) in enumerate(transport.gather([float((path / CONFIG).exists())])):
+        mark = folder.absolute() / f".{uuid.uuid4().hex}" if folder is not None and self.writes else None
+        if mark is not None:
+            mark.touch()
+        try:
+            theirs = Path(str(transport.gather_objects(mark and str(mark))[0]))
+            rows = transport.gather([float(theirs.exists())])
+        finally:
+            if mark is not None:
+                mark.unlink()
+        for rank, (sees,) in enumerate(rows):
             if not sees:
                 raise ConfigError(
-                    f"rank {rank} does not see {path}, where rank 0 writes and all write checkpoints; give a "
-                    "folder on storage that all machines share as train.out"
+                    f"rank {rank} does not see {theirs.parent}, where rank 0 writes and all write "
+                    "checkpoints; give a folder on storage that all machines share as train.out"
                 )
-        return path
+        return theirs.parent
 
     def _fair(self) -> int:
         """The first step to be timed: those before count memory, and the very first learns shapes."""
@@ -280,7 +290,9 @@ class Trainer:
 
     def _save(self) -> None:
         self._flush()
-        save(self.pipeline, self.config.optimizer.name, self.checkpoints)
+        if self.saved != self.pipeline.steps:
+            save(self.pipeline, self.config.optimizer.name, self.checkpoints)
+            self.saved = self.pipeline.steps
 
     def _finish(self, costs: Costs, stopped: bool, seconds: float) -> Summary | None:
         versions = sum(self.pipeline.peak_versions.values())
@@ -303,6 +315,7 @@ class Trainer:
             stopped=stopped,
             seconds=seconds,
             samples_per_second=made * self.job.about.samples / self.training_seconds,
+            planned_samples_per_second=self._planned(),
             training_loss=statistics.fmean(self.losses),
             training_steps=len(self.losses),
             validation_loss=self.validation[1],
@@ -320,6 +333,11 @@ class Trainer:
         self.folder.put_timeline(middle)
         self.folder.put_summary(summary)
         return summary
+
+    def _planned(self) -> float | None:
+        """Samples a second that the run's plan expects, if the mini-batch is still the plan's."""
+        plan = self.config.plan
+        return plan.samples_per_second if plan.mini_batch == self.job.about.samples else None
 
 
 def _bubbles(timeline: Simulation) -> float:

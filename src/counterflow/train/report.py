@@ -94,6 +94,7 @@ class Summary:
         stopped: whether it was ended before all steps were made.
         seconds: of training, evaluations among them.
         samples_per_second: over all steps, without evaluations.
+        planned_samples_per_second: what the plan that was trained expected; None without one.
         training_loss: mean of the last ``training_steps`` steps.
         training_steps: 10, or fewer if there were fewer.
         validation_loss: on the part of the text that is kept for it, after the last step.
@@ -113,6 +114,7 @@ class Summary:
     stopped: bool
     seconds: float
     samples_per_second: float
+    planned_samples_per_second: float | None
     training_loss: float
     training_steps: int
     validation_loss: float

@@ -15,9 +15,8 @@ from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime import world
 from counterflow.runtime.launch import launch
 
-from .checkpoint import INDEX
 from .config import RunConfig
-from .folder import CHECKPOINT, RunFolder
+from .folder import RunFolder
 from .job import Job, prepare
 from .loop import Trainer, work
 from .report import Reporter, Summary
@@ -139,8 +138,7 @@ def _launched(job: Job, folder: RunFolder, reporter: Reporter) -> Summary:
 def _kept(folder: RunFolder, steps: int) -> str:
     """What is left of a run that did not end well."""
     kept = f"the metrics of {steps} step{'s' if steps > 1 else ''} are in {folder.path}"
-    resumes = (folder.path / CHECKPOINT / INDEX).exists()
-    return f"{kept}, and train.resume can go on from there" if resumes else kept
+    return f"{kept}, and train.resume can go on from there" if folder.has_checkpoint else kept
 
 
 def _with_place(error: WorkerError, place: str) -> WorkerError:

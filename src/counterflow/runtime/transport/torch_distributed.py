@@ -583,7 +583,8 @@ def _lane(group: ProcessGroup) -> Any:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """A tensor as a lane takes it, which looks at its memory only: contiguous, of a type it knows."""
-    return tensor if tensor.dtype in _NATIVE and tensor.is_contiguous() else _plain(tensor)
+    as_it_is = tensor.dtype in _NATIVE and tensor.is_contiguous() and not tensor.is_neg()
+    return tensor if as_it_is else _plain(tensor.resolve_neg())
 
 
 def _plain(tensor: Tensor) -> Tensor:
