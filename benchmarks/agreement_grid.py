@@ -1,14 +1,15 @@
 """Pipelines against one process over the whole grid: every number within 1e-10 in float64.
 
     python benchmarks/agreement_grid.py [--depths 2,4,8] [--transport local|gloo] [--device cpu|cuda]
-                                        [--kinds flush,continuous] [--every K [--offset I]] [--log FILE]
+                                        [--kinds flush,continuous] [--only hanayo]
+                                        [--every K [--offset I]] [--log FILE]
 
 Schemes × depth × micro-batches below, at, above and not divisible by the depth × width 1 and 2 ×
 recomputation none, stage, layer × sync end, eager, eager-opt (where there are copies to sum). Threads with
 rendezvous sends and one order of messages for each pair of workers, as NCCL needs it; dropout on, tied
 embeddings, micro-batches of unequal size, AdamW steps, clipping. Schemes without a flush make four steps more
 than their warm-up, a flush and two steps more, and are compared with a process that keeps old weights.
-``--every K`` takes each K-th case, from the I-th on; with ``--log`` what was done before is not done again,
+``--every K`` takes each K-th case, from the I-th on; with ``--log`` what went well before is not done again,
 so that the whole can be run in parts.
 Prints a line a scheme and depth, and at the end what failed.
 """
@@ -60,8 +61,7 @@ def schedules(depth: int) -> Iterator[tuple[str, Schedule]]:
         if n > depth:
             yield "mixpipe K=max", schemes.mixpipe(depth, n, injected="max")
         for waves in (1, 2, 4):
-            if depth * waves <= 8:
-                yield f"hanayo waves={waves}", schemes.hanayo(depth, n, waves=waves)
+            yield f"hanayo waves={waves}", schemes.hanayo(depth, n, waves=waves)
 
 
 def cases(depth: int) -> Iterator[tuple[str, Schedule, dict[str, Any]]]:
@@ -129,6 +129,7 @@ def main() -> int:
     parser.add_argument("--transport", default="local", choices=("local", "gloo"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--kinds", default="flush,continuous")
+    parser.add_argument("--only", nargs="+", default=[], help="schemes whose name has one of these words")
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--offset", type=int, default=0)
     parser.add_argument("--log", type=Path, help="note each case here; those in it are not run again")
@@ -150,12 +151,14 @@ def main() -> int:
         for name, schedule, how in cases(depth):
             if ("flush" if schedule.synchronous else "continuous") not in given.kinds.split(","):
                 continue
+            if given.only and not any(word in name for word in given.only):
+                continue
             number += 1
             if number % given.every != given.offset % given.every:
                 continue
             case = f"{schedule} {how}"
             row = done.get(case)
-            if row is None:
+            if row is None or row["problem"]:
                 error, problem = compared(schedule, how, given.transport, given.device)
                 row = {"case": case, "error": error, "problem": problem}
                 if given.log is not None:
