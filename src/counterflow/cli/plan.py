@@ -14,7 +14,7 @@ from counterflow.schedule.modes import Recompute, Sync
 
 from .flags import JsonFlag
 from .output import WIDE, byte_size, console, note, number, print_json, writing
-from .search_bar import search_bar
+from .search_bar import search_bar, without_collections
 
 if TYPE_CHECKING:
     from counterflow.plan.papers import Example
@@ -148,7 +148,7 @@ def plan(
         cuts=Cutting.EVEN if even else Cutting.BALANCED,
         more_updates=more_updates,
     )
-    with search_bar("planning") as told:
+    with search_bar("planning") as told, without_collections():
         found = search(
             task.model,
             task.profile,
