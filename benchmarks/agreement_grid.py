@@ -132,7 +132,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], help="schemes whose name has one of these words")
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--offset", type=int, default=0)
-    parser.add_argument("--log", type=Path, help="note each case here; those in it are not run again")
+    parser.add_argument("--log", type=Path, help="note each case here; what went well is not run again")
     given = parser.parse_args()
     torch.set_num_threads(1)
     print(

@@ -129,10 +129,11 @@ class RunFolder:
 
     def files(self) -> dict[str, str]:
         """What is there: each file's path and what it is."""
-        there = {name for name in FILES if (self.path / name).exists()}
-        if not self.has_checkpoint:
-            there.discard(CHECKPOINT)
-        return {str(self.path / name): what for name, what in FILES.items() if name in there}
+        return {
+            str(self.path / name): what
+            for name, what in FILES.items()
+            if (self.has_checkpoint if name == CHECKPOINT else (self.path / name).exists())
+        }
 
     @property
     def has_checkpoint(self) -> bool:

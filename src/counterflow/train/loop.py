@@ -107,7 +107,7 @@ class Trainer:
         self.writes = self.pipeline.transport.rank == 0
         assert folder is not None or not self.writes
         self.folder = RunFolder(folder) if folder is not None and self.writes else None
-        self.checkpoints = self._shared(folder) / CHECKPOINT
+        self.checkpoints = self._shared() / CHECKPOINT
         self.watch = watch
         self.reads = not {0, job.schedule.stages - 1}.isdisjoint(self.pipeline.stages)
         self.losses: deque[float] = deque(maxlen=_LAST)
@@ -150,14 +150,14 @@ class Trainer:
         self._save()
         return self._finish(costs, stopped, seconds)
 
-    def _shared(self, folder: Path | None) -> Path:
+    def _shared(self) -> Path:
         """Rank 0's folder, if everybody sees it: not one of the same name on a disk of its own.
 
         Raises:
             ConfigError: somebody does not.
         """
         transport = self.pipeline.transport
-        mark = folder.absolute() / f".{uuid.uuid4().hex}" if folder is not None and self.writes else None
+        mark = self.folder.path.absolute() / f".{uuid.uuid4().hex}" if self.folder is not None else None
         if mark is not None:
             mark.touch()
         try:
