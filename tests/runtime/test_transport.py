@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from counterflow.runtime.launch import launch
-from counterflow.runtime.transport import Group, Lost, TimedOut, Transport, TransportKind
+from counterflow.runtime.transport import (
+    Group,
+    Lost,
+    TimedOut,
+    Transport,
+    TransportKind,
+    torch_distributed,
+)
 from counterflow.runtime.transport.local import Hub
 from counterflow.runtime.transport.torch_distributed import DistributedTransport
 from counterflow.runtime.world import current_transport
@@ -143,6 +150,11 @@ def gathers(transport: Transport) -> None:
     third = 1 / 3  # not a float32
     assert transport.gather([me + third, float("inf")]) == [[r + third, float("inf")] for r in range(size)]
     assert transport.gather([]) == [[]] * size
+    long = [me + i / 7 for i in range(75)]  # some may be asked for before, and the two may end together
+    transport.get_ready()
+    started = [transport.start_gather(values) for values in (long, [float(me)])]
+    assert [row[0] for row in started[1].wait()] == list(range(size))
+    assert started[0].wait() == [[r + i / 7 for i in range(75)] for r in range(size)]
     assert transport.gather_objects({"rank": me}) == [{"rank": r} for r in range(size)]
 
 
@@ -221,6 +233,9 @@ def check_all_over_gloo() -> dict[str, str]:
     )
     for check in MESSAGES:
         found[f"staged {check.__name__}"] = outcome(check, staged)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_distributed, "_FEW_WORKERS", 2)
+        found["gathers among many"] = outcome(gathers, staged)
     staged.close()
     found["after a failure"] = outcome(after_a_failure, current_transport())
     return found
@@ -276,7 +291,10 @@ def test_check(kind: str, check: str) -> None:
     assert [found[check] for found in outcomes(kind)] == ["passed"] * WORKERS
 
 
-@pytest.mark.parametrize("check", [f"staged {check.__name__}" for check in MESSAGES] + ["after a failure"])
+@pytest.mark.parametrize(
+    "check",
+    [*(f"staged {check.__name__}" for check in MESSAGES), "gathers among many", "after a failure"],
+)
 def test_check_over_gloo(check: str) -> None:
     assert [found[check] for found in outcomes("gloo")] == ["passed"] * WORKERS
 

@@ -76,12 +76,27 @@ class _Given(NamedTuple):
 
 @dataclass(slots=True)
 class _Stash:
-    """What a forward leaves for the backward of one unit."""
+    """What a forward leaves for the backward of one unit.
+
+    Attributes:
+        inputs: what it ran on.
+        outputs: its own, until ``edges`` are made of them.
+        edges: where the backward begins; None if it has to recompute the outputs first.
+        reused: buffers to give back after the backward.
+        held: what is counted as saved for the backward.
+    """
 
     inputs: list[Tensor]
-    edges: list[GradientEdge] | None
+    outputs: list[Tensor]
+    edges: Sequence[GradientEdge] | None
     reused: list[Tensor]
     held: list[Kept]
+
+    def settle(self) -> None:
+        """Keep of the outputs where the backward begins, and let them go."""
+        if self.outputs:
+            self.edges = [get_gradient_edge(t) for t in self.outputs if t.requires_grad]
+            self.outputs = []
 
 
 class Interpreter:
@@ -131,7 +146,14 @@ class Interpreter:
         self._last_stage = schedule.stages - 1
         self._clock = clock_of(transport.device)
         self._run_backward = _by_the_engine if transport.device.type == "cpu" else torch.autograd.backward
-        self._preparation = Preparation(schedule, slots=slots, worker=worker, ranks=ranks, stages=stages)
+        self._preparation = Preparation(
+            schedule,
+            slots=slots,
+            worker=worker,
+            ranks=ranks,
+            stages=stages,
+            keeps_order=transport.keeps_order,
+        )
         # What is under way; empty whenever the pipeline is:
         self._later = 0  # periods that the list at hand is run later than it says
         self._batches: list[Batch] = []
@@ -139,6 +161,8 @@ class Interpreter:
         self._handed: dict[Key, list[Tensor]] = {}
         self._gradients: dict[Key, list[Tensor]] = {}
         self._stashes: dict[Key, _Stash] = {}
+        self._unsettled: list[_Stash] = []
+        """Of ops that are over: what has time until the next op, after the send, is not done yet."""
         self._mail = Mail(transport, self._batches, compression)
 
     def prepare(self, program: Program, later: int = 0) -> Tasks:
@@ -192,12 +216,13 @@ class Interpreter:
                 for task in tasks.beside:
                     status.now(task.action)
                     task.handler(task)
+            self._settle()
             if drains:
                 self._mail.drain()
         except CounterflowError:
             raise
         except Exception as error:
-            raise worker_error(self._place(tasks, task), error, self.transport) from error
+            raise worker_error(self._place(task), error, self.transport) from error
         if drains:
             self._batches.clear()
         status.now("between steps")
@@ -215,13 +240,12 @@ class Interpreter:
             trees = [(one.inputs, one.targets) for one in batches]
             self.saved.leave_out(t for t in pytree.tree_leaves(trees) if isinstance(t, Tensor))
 
-    def _place(self, tasks: Tasks, task: Task | None) -> str:
+    def _place(self, task: Task | None) -> str:
         """``worker 2, action 5: Forward F1.2``."""
         if task is None:
             return f"worker {self.worker}"
-        index = next(i for i, one in enumerate(tasks) if one is task)
         action = shifted(task.action, self._later, self.schedule.micro_batches)
-        return f"worker {self.worker}, action {index}: {action}"
+        return f"worker {self.worker}, action {task.place}: {action}"
 
     @property
     def began_seconds(self) -> float:
@@ -236,6 +260,12 @@ class Interpreter:
             for ran in self._clock.ran()
         ]
 
+    def _settle(self) -> None:
+        """Do what the last op left to be done; graphs that were gone through go as well."""
+        for stash in self._unsettled:
+            stash.settle()
+        self._unsettled.clear()
+
     # -- handlers
 
     def _update(self, task: Task) -> None:
@@ -247,6 +277,7 @@ class Interpreter:
         action, copy = task.action, task.copy
         assert isinstance(action, Forward)
         assert copy is not None
+        self._settle()
         batch = self._batches[task.slot]
         given = self._inputs(task, batch)
         begin = self._clock.begin()
@@ -301,13 +332,14 @@ class Interpreter:
             self._mail.give_back(buffers, tensors)
             return tensors
         inputs = _flat(value)
-        edges: list[GradientEdge] | None = None
         if copy.recompute is Recompute.STAGE:
             self._hold(inputs, held)
             tensors = _as_trained(tensors, copy, inputs)
+            stash = _Stash(inputs, [], None, buffers, held)
         else:
-            edges = [get_gradient_edge(t) for t in tensors if t.requires_grad]
-        self._stashes[task.stage, unit] = _Stash(inputs, edges, buffers, held)
+            stash = _Stash(inputs, tensors, (), buffers, held)
+            self._unsettled.append(stash)
+        self._stashes[task.stage, unit] = stash
         return tensors
 
     def _forward_together(
@@ -325,7 +357,7 @@ class Interpreter:
         for index, each in enumerate(given):
             held: list[Kept] = []
             self._hold(inputs[index], held)
-            self._stashes[task.stage, each.unit] = _Stash(inputs[index], None, each.buffers, held)
+            self._stashes[task.stage, each.unit] = _Stash(inputs[index], [], None, each.buffers, held)
             tensors = [piece[index] for piece in pieces]
             if task.stage == self._last_stage:
                 self._with_loss(task, batch, value_of(tensors), each.unit)
@@ -349,6 +381,7 @@ class Interpreter:
         action, copy = task.action, task.copy
         assert isinstance(action, Backward)
         assert copy is not None
+        self._settle()
         (unit,) = task.units
         stash = self._stashes.pop((task.stage, unit))
         gradients, reused = self._output_gradients(task)
@@ -361,8 +394,6 @@ class Interpreter:
         if edges:
             with self._recomputed_layers(copy):
                 self._run_backward(edges, gradients or None)
-        del edges
-        stash.edges = None
         self._clock.end(action.op, self._later, begin)
         found: list[Tensor] = []
         if task.stage > 0:
@@ -377,6 +408,7 @@ class Interpreter:
         if stash.held:
             assert self.saved is not None
             self.saved.release(stash.held)
+        self._unsettled.append(stash)
         self._mail.give_back(reused, found)
         self._mail.give_back(stash.reused, [])
 

@@ -97,6 +97,7 @@ class Mail:
         """Wait for a message; its tensors by unit, and whether they are to be given back."""
         if self._loose:
             self.tidy()
+        self.transport.get_ready()
         return self._arrivals.pop(number).take(count)
 
     def give_back(self, buffers: list[Tensor], others: list[Tensor]) -> None:

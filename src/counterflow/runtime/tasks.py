@@ -33,6 +33,7 @@ class Task:
     Attributes:
         action: what it does.
         handler: who does it.
+        place: of the action in the worker's list.
         units: what the op, or the op whose output travels, runs on.
         slot: of the mini-batch.
         stage: of the op, or of the op whose output travels.
@@ -50,6 +51,7 @@ class Task:
 
     action: Action
     handler: Callable[[Task], None]
+    place: int
     units: tuple[Unit, ...] = ()
     slot: int = 0
     stage: int = 0
@@ -86,6 +88,7 @@ class Preparation:
         worker: this worker's number in its group.
         ranks: the ranks of this replica's workers.
         stages: the worker's stages.
+        keeps_order: whether the transport matches two workers' messages by their order.
     """
 
     def __init__(
@@ -96,12 +99,14 @@ class Preparation:
         worker: int,
         ranks: Sequence[int],
         stages: Mapping[int, StageCopy],
+        keeps_order: bool,
     ) -> None:
         self.schedule = schedule
         self.slots = slots
         self.worker = worker
         self.ranks = tuple(ranks)
         self.stages = stages
+        self.keeps_order = keeps_order
         self.last_stage = schedule.stages - 1
         self._parts = {op.micro_batches[0]: op.parts for op in schedule.ops() if op.kind is OpKind.BACKWARD}
         self._most_parts = max(self._parts.values(), default=1)
@@ -121,15 +126,22 @@ class Preparation:
             handlers: who does what kind of action.
             exchange: who does a send and a receive that cross the peer's, as one task.
         """
-        tasks = [self._task(action, handlers[type(action)], later) for action in program.actions[self.worker]]
-        for index in sorted(crossing(program, self.worker), reverse=True):
-            first, second = tasks[index : index + 2]
-            tasks[index : index + 2] = [Task(first.action, exchange, peer=first.peer, both=(first, second))]
+        tasks = [
+            self._task(action, handlers[type(action)], place, later)
+            for place, action in enumerate(program.actions[self.worker])
+        ]
+        if self.keeps_order:
+            for index in sorted(crossing(program, self.worker), reverse=True):
+                first, second = tasks[index : index + 2]
+                both = first, second
+                tasks[index : index + 2] = [Task(first.action, exchange, index, peer=first.peer, both=both)]
+        else:
+            tasks = posted_ahead(tasks)
         alone = next((i for i, task in enumerate(tasks) if not self._alone(task)), len(tasks))
         return Tasks(tuple(tasks[:alone]), tuple(tasks[alone:]))
 
-    def _task(self, action: Action, handler: Callable[[Task], None], later: int) -> Task:
-        task = Task(action, handler)
+    def _task(self, action: Action, handler: Callable[[Task], None], place: int, later: int) -> Task:
+        task = Task(action, handler, place)
         if isinstance(action, Compute):
             op = action.op
             task.stage, task.copy = op.stage, self.stages[op.stage]
@@ -179,3 +191,31 @@ class Preparation:
         """Whether no other worker sees it, and nothing in it depends on what others were given."""
         posts = isinstance(task.action, Receive) and not task.both
         return posts or (isinstance(task.action, Forward) and task.stage == 0 != self.last_stage)
+
+
+def posted_ahead(tasks: Sequence[Task]) -> list[Task]:
+    """A list in which every receive is posted before the op that runs ahead of the one that needs it.
+
+    A list lowered for transports that match by order posts no receive before an earlier message of the two
+    workers is sent; where that is just before the op, the message waits at its sender until it is asked
+    for. Where tags match, nobody waits longer because a receive is there earlier.
+    """
+    taken_by: dict[int, int] = {}
+    ops = 0
+    for task in tasks:
+        if isinstance(task.action, Compute):
+            taken_by[task.number] = ops
+            ops += 1
+    found: list[Task] = []
+    every, ops, ahead = ops, 0, 0
+    for task in tasks:
+        # What a later list takes counts as taken after the end.
+        if isinstance(task.action, Receive) and taken_by.get(task.number, every) == ops:
+            found.insert(ahead, task)
+            ahead += 1
+            continue
+        if isinstance(task.action, Compute):
+            ahead = len(found)
+            ops += 1
+        found.append(task)
+    return found

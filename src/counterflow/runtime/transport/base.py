@@ -119,6 +119,8 @@ class Transport(ABC):
         timeout_seconds: how long anything is waited for.
         status: what this worker does at the moment; the interpreter writes it.
         shares_process: whether other workers are threads of the same process.
+        keeps_order: whether two ranks' messages are matched by their order, whichever way they go, and not
+            by their tags.
     """
 
     kind: TransportKind
@@ -128,6 +130,7 @@ class Transport(ABC):
     timeout_seconds: float
     status: Status
     shares_process: bool = False
+    keeps_order: bool = True
 
     def connect(self, peers: Iterable[int]) -> None:
         """Make the connections to ``peers`` before messages do; each of them makes this call as well."""
@@ -189,6 +192,10 @@ class Transport(ABC):
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Everybody's ``values`` by rank, on every rank. Waits."""
         return self.start_gather(values).wait()
+
+    def get_ready(self) -> None:
+        """Do ahead what makes later calls quicker: called where a worker is likely to wait."""
+        return  # most transports have nothing to do
 
     @abstractmethod
     def gather_objects(self, value: object) -> list[object]:

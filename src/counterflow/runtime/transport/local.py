@@ -200,6 +200,7 @@ class LocalTransport(Transport):
         self.device = device
         self.timeout_seconds = hub.timeout_seconds
         self.status = hub.statuses[rank]
+        self.keeps_order = hub.strict
         self._calls: dict[tuple[int, ...], int] = {}
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> _Done:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,12 @@ _GATHER_TAG = _BREAK_TAG - 1
 
 _FEW_WORKERS = 16
 """So many tell each other directly what they gather."""
+
+_ROW_WORDS = 32
+"""They do it in rows of so many float64, a longer one in several: all messages of a tag are alike."""
+
+_GATHERS_AHEAD = 4
+"""Rows of so many gathers are asked for before they are needed: two a step, and what its caller gathers."""
 
 _HEADER_WORDS = 64
 """A header is this many int64; a longer description has the rest in a second message."""
@@ -173,20 +180,27 @@ class _DescribedReceiving:
         return self.tensors
 
 
+class _Rows(NamedTuple):
+    """Rows of a gather under way or to come: their place, and by peer (-1: all together) what brings them."""
+
+    rows: Tensor
+    arriving: Mapping[int, Sequence[Work]]
+
+
 class _Gathering:
-    """A gather under way: the rows to be, and by peer (-1: all together) what brings them."""
+    """A gather under way: its columns in one or several parts, and how many there are."""
 
-    __slots__ = ("arriving", "rows", "transport")
+    __slots__ = ("parts", "transport", "width")
 
-    def __init__(
-        self, transport: DistributedTransport, rows: Tensor, arriving: Mapping[int, Sequence[Work]]
-    ) -> None:
-        self.transport, self.rows, self.arriving = transport, rows, arriving
+    def __init__(self, transport: DistributedTransport, parts: Sequence[_Rows], width: int) -> None:
+        self.transport, self.parts, self.width = transport, parts, width
 
     def wait(self) -> list[list[float]]:
-        for peer, works in self.arriving.items():
-            self.transport.wait(works, peer)
-        gathered: list[list[float]] = self.rows.tolist()
+        for part in self.parts:
+            for peer, works in part.arriving.items():
+                self.transport.wait(works, peer)
+        whole = self.parts[0].rows if len(self.parts) == 1 else torch.cat([p.rows for p in self.parts], 1)
+        gathered: list[list[float]] = whole[:, : self.width].tolist()
         return gathered
 
 
@@ -209,6 +223,7 @@ class DistributedTransport(Transport):
         copy_out: CopyOut | None = None,
     ) -> None:
         self.kind = kind
+        self.keeps_order = kind is TransportKind.NCCL
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.device = device
@@ -237,6 +252,8 @@ class DistributedTransport(Transport):
         self._pinned = device.type == "cuda"
         if copy_out is None and self._pinned:
             copy_out = cuda_copy_out(device)
+        self._expected: deque[_Rows] = deque()
+        """The gathers to come whose receives are posted; their messages come in this order."""
         self._sweeper = Sweeper()
         self._courier = Courier(self._post_host, copy_out, self._sweeper) if copy_out else None
         self._staged = self._courier is not None and kind is TransportKind.GLOO
@@ -403,22 +420,39 @@ class DistributedTransport(Transport):
         Few workers tell each other directly: the last one to come has all the rows at once, and the others
         have its row after one message, where Gloo's ring takes one after another.
         """
-        mine = torch.tensor(values or [0.0], dtype=torch.float64)
-        rows = torch.empty(self.world_size, len(mine), dtype=torch.float64)
+        width = len(values)
         if self.world_size > _FEW_WORKERS:
+            mine = torch.tensor(values or [0.0], dtype=torch.float64)
+            rows = torch.empty(self.world_size, len(mine), dtype=torch.float64)
             work = self._collective(
                 lambda: dist.all_gather(list(rows.unbind()), mine, group=self._control, async_op=True)
             )
             assert work is not None
-            return _Gathering(self, rows if values else rows[:, :0], {-1: (work,)})
-        peers = [rank for rank in range(self.world_size) if rank != self.rank]
-        arriving = {
-            peer: self._accept(self._control_lane, (rows[peer],), peer, _GATHER_TAG) for peer in peers
-        }
-        for peer in peers:
-            self._sent(peer, self._post(self._control_lane, (mine,), peer, _GATHER_TAG))
-        rows[self.rank] = mine
-        return _Gathering(self, rows if values else rows[:, :0], arriving)
+            return _Gathering(self, (_Rows(rows, {-1: (work,)}),), width)
+        parts = []
+        for at in range(0, max(width, 1), _ROW_WORDS):
+            piece = values[at : at + _ROW_WORDS]
+            mine = torch.tensor([*piece, *[0.0] * (_ROW_WORDS - len(piece))], dtype=torch.float64)
+            part = self._expected.popleft() if self._expected else self._expect()
+            part.rows[self.rank] = mine
+            sent = [self._post(self._control_lane, (mine,), peer, _GATHER_TAG) for peer in part.arriving]
+            self._sent(-1, [work for works in sent for work in works])
+            parts.append(part)
+        return _Gathering(self, parts, width)
+
+    def get_ready(self) -> None:
+        """See ``Transport.get_ready``: a row that is asked for only when it is needed comes a way later."""
+        if self.world_size <= _FEW_WORKERS:
+            while len(self._expected) < _GATHERS_AHEAD:
+                self._expected.append(self._expect())
+
+    def _expect(self) -> _Rows:
+        """Post the receives of a gather's rows."""
+        rows = torch.empty(self.world_size, _ROW_WORDS, dtype=torch.float64)
+        peers = (rank for rank in range(self.world_size) if rank != self.rank)
+        return _Rows(
+            rows, {peer: self._accept(self._control_lane, (rows[peer],), peer, _GATHER_TAG) for peer in peers}
+        )
 
     def gather_objects(self, value: object) -> list[object]:
         """See ``Transport.gather_objects``."""
