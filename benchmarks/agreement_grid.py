@@ -31,13 +31,13 @@ from typing import Any
 import torch
 
 from counterflow.errors import CounterflowError
-from counterflow.runtime.verify import Trained, one_process, verify
+from counterflow.runtime.verify import Trained
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.segments import segments
 from counterflow.schedule.sync import needs_sync
-from counterflow.train.trial import CLIP_NORM, Trial, small_trial
+from counterflow.train.trial import Trial, small_trial
 
 
 def schedules(depth: int) -> Iterator[tuple[str, Schedule]]:
@@ -85,16 +85,7 @@ def reference(text: str, replicas: int, device: str) -> tuple[Trial, Trained | N
         steps = segments(schedule, replicas=replicas).last + 4
         return small_trial(schedule, replicas=replicas, steps=steps + 2), None, (steps - 1,)
     trial = small_trial(schedule, replicas=replicas, steps=2)
-    made = one_process(
-        trial.layers,
-        trial.loss,
-        schedule.micro_batches,
-        trial.batches,
-        optimizer=trial.optimizer,
-        clip_norm=CLIP_NORM,
-        device=device,
-    )
-    return trial, made, ()
+    return trial, trial.one_process(device=device), ()
 
 
 def compared(schedule: Schedule, how: dict[str, Any], transport: str, device: str) -> tuple[float, str]:
@@ -103,13 +94,7 @@ def compared(schedule: Schedule, how: dict[str, Any], transport: str, device: st
     replicas = options.pop("replicas")
     trial, expected, flushes = reference(dumps(schedule), replicas, device)
     try:
-        found = verify(
-            schedule,
-            trial.layers,
-            trial.loss,
-            trial.batches,
-            optimizer=trial.optimizer,
-            clip_norm=CLIP_NORM,
+        found = trial.verify(
             transport=transport,
             strict=transport == "local",
             device=device,

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from counterflow.runtime.verify import Agreement, Trained, one_process, verify
+from counterflow.runtime.verify import Agreement, Trained
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule
-from counterflow.train.trial import CLIP_NORM, Trial, small_trial
+from counterflow.train.trial import Trial, small_trial
 
 SCHEDULES: list[Schedule] = [
     *(schemes.gpipe(d, n) for d, n in ((2, 1), (4, 5), (8, 8))),
@@ -50,15 +50,7 @@ def trial(text: str, replicas: int, dtype: torch.dtype) -> tuple[Trial, Trained]
     """A schedule's trial and what one process makes of it."""
     schedule = loads(text, "trial")
     made = small_trial(schedule, replicas=replicas, dtype=dtype)
-    reference = one_process(
-        made.layers,
-        made.loss,
-        schedule.micro_batches,
-        made.batches,
-        optimizer=made.optimizer,
-        clip_norm=CLIP_NORM,
-    )
-    return made, reference
+    return made, made.one_process()
 
 
 def agreement(
@@ -70,17 +62,7 @@ def agreement(
     **options: Any,
 ) -> Agreement:
     made, reference = trial(dumps(schedule), replicas, dtype)
-    return verify(
-        schedule,
-        made.layers,
-        made.loss,
-        made.batches,
-        optimizer=made.optimizer,
-        clip_norm=CLIP_NORM,
-        strict=strict,
-        reference=reference,
-        **options,
-    )
+    return made.verify(strict=strict, reference=reference, **options)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
@@ -148,15 +130,7 @@ def test_an_edited_schedule_trains() -> None:
 def test_weights_do_not_agree_when_the_pipeline_is_wrong() -> None:
     schedule = schemes.dapple(2, 3)
     made, reference = trial(dumps(schedule), 1, torch.float64)
-    found = verify(
-        schedule,
-        made.layers,
-        made.loss,
-        made.batches,
-        optimizer=made.optimizer,
-        clip_norm=None,  # the reference clips
-        reference=reference,
-    )
+    found = made.verify(clip_norm=None, reference=reference)  # the reference clips
     assert not found.ok
     assert found.norm_error > found.tolerance  # from the second step on
     assert found.weight_error > found.tolerance

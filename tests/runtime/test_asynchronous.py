@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,12 +14,12 @@ from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.launch import launch
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.step import Step
-from counterflow.runtime.verify import Agreement, compare, one_process, verify
+from counterflow.runtime.verify import Agreement, compare
 from counterflow.runtime.versions import Versions
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.segments import segments
-from counterflow.train.trial import CLIP_NORM, small_trial
+from counterflow.train.trial import small_trial
 
 SCHEDULES: list[Schedule] = [
     *(schemes.pipedream(d) for d in (1, 2, 4, 8)),
@@ -44,15 +45,9 @@ def agreement(
     """Some periods more than the warm-up; then a flush, and two periods more."""
     steps = segments(schedule, replicas=replicas).last + 1 + periods
     trial = small_trial(schedule, replicas=replicas, steps=steps + 2 * flush, dtype=dtype)
-    return verify(
-        schedule,
-        trial.layers,
-        trial.loss,
-        trial.batches,
-        optimizer=optimizer or trial.optimizer,
-        flush_after=(steps - 1,) if flush else (),
-        **({"clip_norm": CLIP_NORM, "strict": True} | options),
-    )
+    if optimizer is not None:
+        trial = replace(trial, optimizer=optimizer)
+    return trial.verify(flush_after=(steps - 1,) if flush else (), **({"strict": True} | options))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
@@ -90,10 +85,8 @@ def test_a_process_without_old_weights_differs() -> None:
     """The comparison would notice a wrong version."""
     schedule = schemes.pipedream_2bw(2, 2)
     trial = small_trial(schedule, steps=4)
-    fresh = one_process(trial.layers, trial.loss, 2, trial.batches, optimizer=trial.optimizer)
-    late = verify(
-        schedule, trial.layers, trial.loss, trial.batches, optimizer=trial.optimizer, reference=fresh
-    )
+    fresh = trial.one_process()
+    late = trial.verify(reference=fresh)
     assert late.weight_error > 1e-4
     assert compare(fresh, [fresh]).ok
 

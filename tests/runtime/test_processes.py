@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from counterflow.runtime.verify import verify
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.train.trial import CLIP_NORM, small_trial
+from counterflow.train.trial import small_trial
 
 JOBS = Path(__file__).with_name("jobs.py")
 
@@ -28,16 +27,7 @@ JOBS = Path(__file__).with_name("jobs.py")
 )
 def test_processes_agree_with_one_process(schedule: Schedule, replicas: int, recompute: str) -> None:
     trial = small_trial(schedule, replicas=replicas, steps=3 if schedule.synchronous else 7)
-    found = verify(
-        schedule,
-        trial.layers,
-        trial.loss,
-        trial.batches,
-        optimizer=trial.optimizer,
-        clip_norm=CLIP_NORM,
-        transport="gloo",
-        recompute=recompute,
-    )
+    found = trial.verify(transport="gloo", recompute=recompute)
     assert found.ok, found
 
 

@@ -109,19 +109,12 @@ def _compared(
 ) -> Agreement:
     import torch  # noqa: PLC0415  (the other commands do without)
 
-    from counterflow.runtime.verify import verify as compare  # noqa: PLC0415
-    from counterflow.train.trial import CLIP_NORM, small_trial  # noqa: PLC0415
+    from counterflow.train.trial import small_trial  # noqa: PLC0415
 
     trial = small_trial(
         schedule, replicas=replicas, steps=steps, seed=seed, dtype=getattr(torch, dtype.value)
     )
-    return compare(
-        schedule,
-        trial.layers,
-        trial.loss,
-        trial.batches,
-        optimizer=trial.optimizer,
-        clip_norm=CLIP_NORM,
+    return trial.verify(
         transport=transport.value,
         strict=transport is Where.LOCAL,
         flush_after=() if schedule.synchronous else (steps - 3,),

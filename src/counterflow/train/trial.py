@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from counterflow.models.gpt import GPTConfig
+from counterflow.runtime.verify import Agreement, Trained, one_process, verify
 from counterflow.schedule.ir import OpKind, Schedule
 
 CLIP_NORM = 0.5
@@ -24,19 +26,45 @@ CLIP_NORM = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A model and what to train it on.
+    """A model, what to train it on, and what is to train it.
 
     Attributes:
+        schedule: what the pipeline executes.
         layers: the model.
         loss: output and target to the mean loss over the samples.
         batches: mini-batches by step and replica: inputs and targets.
         optimizer: a function of parameters to an optimiser.
     """
 
+    schedule: Schedule
     layers: list[nn.Module]
     loss: Callable[[Tensor, Tensor], Tensor]
     batches: list[list[tuple[Tensor, Tensor]]]
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+    def one_process(self, *, clip_norm: float | None = CLIP_NORM, **options: Any) -> Trained:
+        """What one process makes of it; options and errors as of ``runtime.verify.one_process``."""
+        return one_process(
+            self.layers,
+            self.loss,
+            self.schedule.micro_batches,
+            self.batches,
+            optimizer=self.optimizer,
+            clip_norm=clip_norm,
+            **options,
+        )
+
+    def verify(self, *, clip_norm: float | None = CLIP_NORM, **options: Any) -> Agreement:
+        """Train with one process and with the pipeline; options and errors as of ``runtime.verify.verify``."""
+        return verify(
+            self.schedule,
+            self.layers,
+            self.loss,
+            self.batches,
+            optimizer=self.optimizer,
+            clip_norm=clip_norm,
+            **options,
+        )
 
 
 def small_trial(
@@ -79,4 +107,4 @@ def small_trial(
     # One sample more than fits evenly, and one more in each further replica.
     samples = [fewest + (1 if fewest > 1 else 0) + replica for replica in range(replicas)]
     batches = [[config.sample(count, generator=generator) for count in samples] for _ in range(steps)]
-    return Trial(layers, config.loss, batches, partial(torch.optim.AdamW, lr=1e-2, eps=1e-3))
+    return Trial(schedule, layers, config.loss, batches, partial(torch.optim.AdamW, lr=1e-2, eps=1e-3))
