@@ -15,9 +15,10 @@ Equal work: each contender cuts the same sleeping model, sleeps the same total (
 step. Backwards have two halves, the gradient of the input and that of the weight, 20 ms each, as two nodes
 of autograd's graph; zero-bubble schedules really run them apart. On stage 0 torch runs both as the weight's.
 
-What the machine itself takes is measured in the same turns: a loop of Gloo's sends, receives and sleeps in
-the schedule's order, and nothing else (`--bare`). It has no autograd, no weights, no shapes to check and no
-error to report, so that no engine in Python gets below it; what is left is the engine's.
+What the machine itself takes is measured in the same turns (`--bare`): a loop of Gloo's sends, receives and
+sleeps in the schedule's order, and nothing else; and the same loop around the stages under autograd, with an
+optimiser's step at the end. That one does all that an engine on torch must do, but nothing that makes it one:
+no copies to sum, no loss or norm to agree on, no shapes to check, no error to report.
 
 A step is timed alone: all workers start at one agreed time, and it ends when the last worker returns from
 it with its weights updated. Contenders take turns (A B C A B C), so that noise hits all alike.
@@ -50,6 +51,7 @@ from torch.distributed.pipelining.schedules import _ComputationType as Kind
 import counterflow as cf
 from counterflow.runtime.world import current_transport
 from counterflow.schedule.actions import Compute, Forward, Receive, Send
+from counterflow.schedule.ir import OpKind
 from counterflow.schedule.lowering import lower
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.020, 0.040
@@ -87,6 +89,9 @@ def sleep_until(deadline: float) -> None:
 
 
 DEVICE = Device()
+
+REST_SECONDS = 0.005
+"""What is measured of a step is told so much later: workers that share a core are not held up by it."""
 
 
 def precise_sleep() -> float:
@@ -316,11 +321,14 @@ class Ours:
         self.pipeline.step(inputs, targets)
 
 
+BARE, AUTOGRAD = ", bare", ", with autograd"
+
+
 class Bare:
     """A schedule of Counterflow's by a loop that only sends, receives and sleeps."""
 
     def __init__(self, name: str, schedule: cf.Schedule, size: int, transport: Any) -> None:
-        self.row = Row(f"{name}, bare", False, 0.0, simulated(schedule).makespan, None, [], [])
+        self.row = Row(name + BARE, False, 0.0, simulated(schedule).makespan, None, [], [])
         self.lane = dist.group.WORLD._get_backend(torch.device("cpu"))
         program = lower(schedule)
         sends = [a for actions in program.actions for a in actions if isinstance(a, Send)]
@@ -352,10 +360,49 @@ class Bare:
                 work = arriving.pop(self.key(op, -1 if forward else 1), None)
                 if work is not None:
                     work.wait()
-                seconds = op.load * self.share * (FORWARD_SECONDS if forward else BACKWARD_SECONDS)
-                DEVICE.compute(time.perf_counter(), seconds)
+                self.compute(op, forward=forward)
         for work in leaving:
             work.wait()
+
+    def compute(self, op: Any, *, forward: bool) -> None:
+        seconds = op.load * self.share * (FORWARD_SECONDS if forward else BACKWARD_SECONDS)
+        DEVICE.compute(time.perf_counter(), seconds)
+
+
+class BareAutograd(Bare):
+    """The same loop around stages under autograd, with an optimiser: what any engine on torch has to do."""
+
+    def __init__(self, name: str, schedule: cf.Schedule, size: int, transport: Any) -> None:
+        super().__init__(name, schedule, size, transport)
+        self.row.name = name + AUTOGRAD
+        ops = [action.op for action in self.todo if isinstance(action, Compute)]
+        self.last = schedule.stages - 1
+        self.modules = {op.stage: Sleep(self.share, first=op.stage == 0) for op in ops}
+        parameters = [p for module in self.modules.values() for p in module.parameters()]
+        self.optimizer = torch.optim.SGD(parameters, lr=0.1)
+        self.parts = {op.micro_batches[0]: op.parts for op in ops if op.kind is OpKind.BACKWARD}
+        self.width = size // 4 // SAMPLES
+        self.gradients = {n: torch.zeros(SAMPLES // n, self.width) for n in self.parts.values()}
+        self.graphs: dict[tuple[int, int, int], Tensor] = {}
+
+    def step(self, _: Tensor, __: Tensor) -> None:
+        super().step(_, __)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def compute(self, op: Any, *, forward: bool) -> None:
+        stage = op.stage
+        if not forward:
+            gradient = None if stage == self.last else self.gradients[op.parts]
+            torch.autograd.backward(self.graphs.pop((stage, op.micro_batches[0], op.part)), gradient)
+            return
+        for number in op.micro_batches:
+            parts = self.parts[number]
+            for part in range(parts):
+                value = torch.empty(SAMPLES // parts, self.width, requires_grad=stage > 0)
+                output = self.modules[stage](value)
+                graph = trivial_loss(output, output) if stage == self.last else output
+                self.graphs[stage, number, part] = graph
 
 
 class Theirs:
@@ -467,7 +514,8 @@ def work(settings: Settings, count: int) -> dict[str, list[Row]]:
         contenders += [Theirs(name, count, rank, workers) for name in THEIR_SCHEDULES if wanted(name)]
         if settings.bare:
             contenders += [
-                Bare(name, schedule, BYTES[payload], transport)
+                kind(name, schedule, BYTES[payload], transport)
+                for kind in (Bare, BareAutograd)
                 for name, schedule in our_schedules(workers, count).items()
                 if wanted(name)
             ]
@@ -498,6 +546,7 @@ def timed(step: Callable[[], None], transport: Any) -> tuple[float, float, float
     busy = time.process_time()
     step()
     end, busy = time.perf_counter(), time.process_time() - busy
+    time.sleep(REST_SECONDS)
     rows = transport.gather([end, DEVICE.asked_seconds - slept, busy])
     return max(row[0] for row in rows) - start, sum(row[1] for row in rows), sum(row[2] for row in rows)
 
@@ -531,14 +580,15 @@ def note(rank: int, text: str) -> None:
 def table(rows: Sequence[Row]) -> list[str]:
     lines = [
         "| schedule | copies of the model | measured ms | least .. most | simulated ms | ratio "
-        "| with messages, ms | ratio | bare ratio | processor ms | |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| with messages, ms | ratio | bare ratio | with autograd | processor ms | |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     by_name = {row.name: row for row in rows}
     for row in rows:
-        if row.name.endswith(", bare"):
+        if row.name.endswith((BARE, AUTOGRAD)):
             continue
-        bare = by_name.get(f"{row.name}, bare")
+        loops = (by_name.get(row.name + kind) for kind in (BARE, AUTOGRAD))
+        beside = " | ".join(f"{loop.ratio:.3f}" if loop else "" for loop in loops)
         late = "over 1.03" if row.ours and row.ratio > GOAL else ""
         more = (
             f"{row.with_messages * 1e3:.1f} | {row.median / row.with_messages:.3f}"
@@ -548,7 +598,7 @@ def table(rows: Sequence[Row]) -> list[str]:
         lines.append(
             f"| {row.name} | {row.copies:g} | {row.median * 1e3:.1f} "
             f"| {min(row.steps) * 1e3:.1f} .. {max(row.steps) * 1e3:.1f} "
-            f"| {row.ideal * 1e3:.1f} | {row.ratio:.3f} | {more} | {f'{bare.ratio:.3f}' if bare else ''} "
+            f"| {row.ideal * 1e3:.1f} | {row.ratio:.3f} | {more} | {beside} "
             f"| {statistics.median(row.busy) * 1e3:.0f} | {late} |"
         )
     return lines
@@ -562,10 +612,11 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
     if own:
         worst = max(own, key=lambda row: row.ratio)
         lines.append(f"farthest from its simulation: {worst.name}, {worst.ratio:.3f} (goal: {GOAL})")
-    beside = [(row, by_name[f"{row.name}, bare"]) for row in own if f"{row.name}, bare" in by_name]
-    if beside:
-        row, bare = max(beside, key=lambda pair: pair[0].median / pair[1].median)
-        lines.append(f"farthest from the bare loop: {row.name}, {row.median / bare.median:.3f}")
+    for kind, label in ((BARE, "the bare loop"), (AUTOGRAD, "the loop with autograd")):
+        beside = [(row, by_name[row.name + kind]) for row in own if row.name + kind in by_name]
+        if beside:
+            row, loop = max(beside, key=lambda pair: pair[0].median / pair[1].median)
+            lines.append(f"farthest from {label}: {row.name}, {row.median / loop.median:.3f}")
     if own and others:
         best = min(others, key=lambda row: row.median)
         for copies, label in (
@@ -602,7 +653,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="steps timed of each contender")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before; the engine counts bytes in 2")
     parser.add_argument("--only", nargs="+", default=[], help="contenders whose name has one of these words")
-    parser.add_argument("--bare", action="store_true", help="also time loops that only send and sleep")
+    parser.add_argument("--bare", action="store_true", help="also time loops without an engine")
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/emulated_device.*")
     options = parser.parse_args()
     about = machine()

@@ -9,8 +9,8 @@ forward and 40 ms backward a micro-batch. The pipeline is filled once; then, wit
 from one step's return to the return of a later one is taken on every worker, and divided by the periods
 between. The table shows the slowest worker, and beside it the same scheme with what a flush after every
 period would cost: the simulator's time of one period with its warm-up and drain. `--bare` times a loop that
-only sends, receives and sleeps in the same order: what more periods take longer, by period. No engine in
-Python gets below it.
+only sends, receives and sleeps in the same order, and the same loop with the stages under autograd: what more
+periods take longer, by period. Neither updates anything.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from emulated_device import (
     RESULTS,
     SAMPLES,
     Bare,
+    BareAutograd,
     note,
     precise_sleep,
     simulated,
@@ -60,6 +61,8 @@ class Row:
     versions: list[int]
     bare: float | None = None
     """A period of the bare loop, in seconds."""
+    autograd: float | None = None
+    """The same of the loop with autograd."""
 
     @property
     def median(self) -> float:
@@ -90,12 +93,14 @@ def schedules(depth: int) -> dict[str, cf.Schedule]:
     }
 
 
-def bare_period(schedule: cf.Schedule, size: int, settings: Settings, transport: Any) -> float:
-    """Seconds of a period in a loop that only sends, receives and sleeps: of long runs without short ones."""
+def bare_period(
+    kind: type[Bare], schedule: cf.Schedule, size: int, settings: Settings, transport: Any
+) -> float:
+    """Seconds of a period in a loop without an engine: of long runs without short ones."""
     build = partial(registry.build, schedule.scheme)
     options = dict(schedule.options)
     counts = schedule.stages + 2, schedule.stages + 2 + settings.periods
-    loops = [Bare("", build(options | {"periods": count}), size, transport) for count in counts]
+    loops = [kind("", build(options | {"periods": count}), size, transport) for count in counts]
     nothing = torch.empty(0)
     taken: list[list[float]] = [[], []]
     for _ in range(settings.repeats):
@@ -155,7 +160,10 @@ def work(settings: Settings) -> dict[str, list[Row]]:
             held = transport.gather([float(sum(pipeline.peak_versions.values()))])
             row.versions = [int(each[0]) for each in held]
             if settings.bare:
-                row.bare = bare_period(schedule, BYTES[payload], settings, transport)
+                row.bare, row.autograd = (
+                    bare_period(kind, schedule, BYTES[payload], settings, transport)
+                    for kind in (Bare, BareAutograd)
+                )
             found.setdefault(payload, []).append(row)
             note(rank, f"D={depth} {payload}: {name} {row.median * 1e3:.1f} ms, ratio {row.ratio:.3f}")
     return found
@@ -164,17 +172,18 @@ def work(settings: Settings) -> dict[str, list[Row]]:
 def table(rows: Sequence[Row]) -> list[str]:
     lines = [
         "| scheme | weights held, in stages, by worker | N (F + B), ms | a period, ms | least .. most "
-        "| ratio | bare ratio | with a flush, simulated ms | |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| ratio | bare ratio | with autograd | with a flush, simulated ms | |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         held = " ".join(map(str, row.versions))
         late = "" if row.ratio <= GOAL else "over 1.03"
-        bare = "" if row.bare is None else f"{row.bare / row.ideal:.3f}"
+        loops = (row.bare, row.autograd)
+        beside = " | ".join("" if loop is None else f"{loop / row.ideal:.3f}" for loop in loops)
         lines.append(
             f"| {row.name} | {held} | {row.ideal * 1e3:.0f} | {row.median * 1e3:.1f} "
             f"| {min(row.periods) * 1e3:.1f} .. {max(row.periods) * 1e3:.1f} | {row.ratio:.3f} "
-            f"| {bare} | {row.flushed * 1e3:.0f} | {late} |"
+            f"| {beside} | {row.flushed * 1e3:.0f} | {late} |"
         )
     return lines
 
@@ -186,7 +195,7 @@ def main() -> None:
     parser.add_argument("--periods", type=int, default=6, help="periods timed together")
     parser.add_argument("--repeats", type=int, default=5, help="times that is done, without a flush between")
     parser.add_argument("--only", nargs="+", default=[], help="schemes whose name has one of these words")
-    parser.add_argument("--bare", action="store_true", help="also time loops that only send and sleep")
+    parser.add_argument("--bare", action="store_true", help="also time loops without an engine")
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/steady_state.*")
     options = parser.parse_args()
     about = machine()

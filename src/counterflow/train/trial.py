@@ -55,7 +55,7 @@ class Trial:
         )
 
     def verify(self, *, clip_norm: float | None = CLIP_NORM, **options: Any) -> Agreement:
-        """Train with one process and with the pipeline; options and errors as of ``runtime.verify.verify``."""
+        """One process against the pipeline; options and errors as of ``runtime.verify.verify``."""
         return verify(
             self.schedule,
             self.layers,
