@@ -321,14 +321,14 @@ class Ours:
         self.pipeline.step(inputs, targets)
 
 
-BARE, AUTOGRAD = ", bare", ", with autograd"
-
-
 class Bare:
     """A schedule of Counterflow's by a loop that only sends, receives and sleeps."""
 
+    suffix = ", bare"
+    """Of the row's name, after the schedule's."""
+
     def __init__(self, name: str, schedule: cf.Schedule, size: int, transport: Any) -> None:
-        self.row = Row(name + BARE, False, 0.0, simulated(schedule).makespan, None, [], [])
+        self.row = Row(name + self.suffix, False, 0.0, simulated(schedule).makespan, None, [], [])
         self.lane = dist.group.WORLD._get_backend(torch.device("cpu"))
         program = lower(schedule)
         sends = [a for actions in program.actions for a in actions if isinstance(a, Send)]
@@ -372,21 +372,22 @@ class Bare:
 class BareAutograd(Bare):
     """The same loop around stages under autograd, with an optimiser: what any engine on torch has to do."""
 
+    suffix = ", with autograd"
+
     def __init__(self, name: str, schedule: cf.Schedule, size: int, transport: Any) -> None:
         super().__init__(name, schedule, size, transport)
-        self.row.name = name + AUTOGRAD
         ops = [action.op for action in self.todo if isinstance(action, Compute)]
         self.last = schedule.stages - 1
-        self.modules = {op.stage: Sleep(self.share, first=op.stage == 0) for op in ops}
-        parameters = [p for module in self.modules.values() for p in module.parameters()]
+        self.modules = sleepers(schedule.stages, schedule.workers)
+        parameters = [p for stage in {op.stage for op in ops} for p in self.modules[stage].parameters()]
         self.optimizer = torch.optim.SGD(parameters, lr=0.1)
         self.parts = {op.micro_batches[0]: op.parts for op in ops if op.kind is OpKind.BACKWARD}
         self.width = size // 4 // SAMPLES
         self.gradients = {n: torch.zeros(SAMPLES // n, self.width) for n in self.parts.values()}
         self.graphs: dict[tuple[int, int, int], Tensor] = {}
 
-    def step(self, _: Tensor, __: Tensor) -> None:
-        super().step(_, __)
+    def step(self, inputs: Tensor, targets: Tensor) -> None:
+        super().step(inputs, targets)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -585,9 +586,9 @@ def table(rows: Sequence[Row]) -> list[str]:
     ]
     by_name = {row.name: row for row in rows}
     for row in rows:
-        if row.name.endswith((BARE, AUTOGRAD)):
+        if row.name.endswith((Bare.suffix, BareAutograd.suffix)):
             continue
-        loops = (by_name.get(row.name + kind) for kind in (BARE, AUTOGRAD))
+        loops = (by_name.get(row.name + kind.suffix) for kind in (Bare, BareAutograd))
         beside = " | ".join(f"{loop.ratio:.3f}" if loop else "" for loop in loops)
         late = "over 1.03" if row.ours and row.ratio > GOAL else ""
         more = (
@@ -612,8 +613,9 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
     if own:
         worst = max(own, key=lambda row: row.ratio)
         lines.append(f"farthest from its simulation: {worst.name}, {worst.ratio:.3f} (goal: {GOAL})")
-    for kind, label in ((BARE, "the bare loop"), (AUTOGRAD, "the loop with autograd")):
-        beside = [(row, by_name[row.name + kind]) for row in own if row.name + kind in by_name]
+    for kind, label in ((Bare, "the bare loop"), (BareAutograd, "the loop with autograd")):
+        names = [(row, row.name + kind.suffix) for row in own]
+        beside = [(row, by_name[name]) for row, name in names if name in by_name]
         if beside:
             row, loop = max(beside, key=lambda pair: pair[0].median / pair[1].median)
             lines.append(f"farthest from {label}: {row.name}, {row.median / loop.median:.3f}")

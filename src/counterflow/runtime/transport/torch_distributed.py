@@ -435,8 +435,10 @@ class DistributedTransport(Transport):
             mine = torch.tensor([*piece, *[0.0] * (_ROW_WORDS - len(piece))], dtype=torch.float64)
             part = self._expected.popleft() if self._expected else self._expect()
             part.rows[self.rank] = mine
-            sent = [self._post(self._control_lane, (mine,), peer, _GATHER_TAG) for peer in part.arriving]
-            self._sent(-1, [work for works in sent for work in works])
+            works: list[Work] = []
+            for peer in part.arriving:
+                works += self._post(self._control_lane, (mine,), peer, _GATHER_TAG)
+            self._sent(-1, works)
             parts.append(part)
         return _Gathering(self, parts, width)
 
