@@ -47,11 +47,11 @@ from counterflow.data.text import shipped_text, unigram_entropy
 from counterflow.draw import palette
 from counterflow.draw.figure import DOTS_PER_INCH, SETTINGS, UNDATED
 from counterflow.models.costs import estimated_costs, parameter_count
-from counterflow.models.cut import balance
 from counterflow.models.gpt import GPTConfig
 from counterflow.models.presets import preset
 from counterflow.models.resnext import Norm, ResNeXtConfig
 from counterflow.runtime.reference import Reference, Staleness
+from counterflow.schedule.cuts import balance
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

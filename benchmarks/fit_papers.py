@@ -1,7 +1,7 @@
 """Which values of the papers' unknown constants agree with what they were fitted on.
 
 Each constant is varied with the others as they stand; what it was fitted on is predicted at each value, and
-``<`` marks the value that ``plan/papers.py`` has. Prints tables; one process, half a minute.
+``<`` marks the value that ``papers/examples.py`` has. Prints tables; one process, half a minute.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from counterflow.papers.examples import GIB, Example
+from counterflow.papers.figures import FIGURES
+from counterflow.papers.figures.published import Figure, Run, Stated
+from counterflow.papers.figures.reproduction import best_plan, reproduce
 from counterflow.plan.cluster import Cluster, Link
-from counterflow.plan.compare import best_plan, reproduce
-from counterflow.plan.figure import Figure, Run, Stated
-from counterflow.plan.figures import FIGURES
-from counterflow.plan.papers import GIB, Example
 from counterflow.schedule.modes import Recompute
 
 Change = Callable[[Example], Example]

@@ -53,7 +53,9 @@ from machine import machine, shown
 from torch import Tensor
 
 import counterflow as cf
-from counterflow.plan import Cluster, Configuration, LayerProfile, Model, Prediction, Profile, predict
+from counterflow.papers.step_times import beside
+from counterflow.plan import Cluster, Configuration, LayerProfile, Model, Predictor, Profile
+from counterflow.plan.predict import Play
 from counterflow.runtime.links import measure_allreduces, measure_messages
 from counterflow.runtime.op_times import WARM_UP_STEPS, OpTimer, OpTimes, least
 from counterflow.runtime.world import current_transport
@@ -245,8 +247,8 @@ def gpt(turns: int) -> tuple[list[Row], str]:
     model = Model("gpt", tuple(kinds_of(job.layers)), optimizer_states=2.0)
     rows = []
     for configuration, (taken, cuts) in zip(gpt_plans(), found, strict=True):
-        predictions = [predict(model, p, cluster, replace(configuration, cuts=cuts)) for p in profiles]
-        rows.append(row("gpt D=2", predictions, taken))
+        plays = [Predictor(model, p, cluster).play(replace(configuration, cuts=cuts)) for p in profiles]
+        rows.append(row("gpt D=2", plays, taken))
     profile = profiles[0]
     return rows, (
         f"# gpt: an op takes {profile.op_overhead_seconds * 1e6:.0f} µs beside its layers, a step "
@@ -255,10 +257,10 @@ def gpt(turns: int) -> tuple[list[Row], str]:
     )
 
 
-def row(part: str, predictions: Sequence[Prediction], taken: list[float]) -> Row:
+def row(part: str, plays: Sequence[Play], taken: list[float]) -> Row:
     """A line of the table; the predictions by share of the steps that count."""
-    prediction, of_all = predictions
-    closed = prediction.closed_form
+    prediction, of_all = (play.prediction() for play in plays)
+    closed = beside(plays[0])
     return Row(
         part,
         named(prediction.configuration),
@@ -332,8 +334,8 @@ def emulated(depth: int, payload: str, turns: int) -> tuple[list[Row], str]:
     for configuration, taken in zip(configurations(depth, 2 * depth, SAMPLES), found, strict=True):
         stages = built(configuration).stages
         model = Model("sleeping", (f"sleep-{stages // depth}",) * stages, optimizer_states=0.0)
-        predictions = [predict(model, profile, cluster, configuration) for profile in profiles]
-        rows.append(row(f"emulated D={depth}", predictions, taken))
+        plays = [Predictor(model, profile, cluster).play(configuration) for profile in profiles]
+        rows.append(row(f"emulated D={depth}", plays, taken))
     profile = profiles[0]
     sleep = profile.layer("sleep-1")
     return rows, (

@@ -31,10 +31,10 @@ from torch import Tensor, nn
 
 import counterflow as cf
 from counterflow.models.costs import estimated_costs
-from counterflow.models.cut import balance
 from counterflow.models.gpt import GPTConfig
 from counterflow.models.presets import preset
 from counterflow.runtime.world import current_transport
+from counterflow.schedule.cuts import balance
 
 RESULTS = Path(__file__).parent / "results"
 WORKERS = 2

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 
-from counterflow.plan.compare import Reproduction, Row, reproduce, within
-from counterflow.plan.figure import TOLERANCE, Quantity, Use
-from counterflow.plan.figures import FIGURES
+from counterflow.papers.figures import FIGURES
+from counterflow.papers.figures.published import TOLERANCE, Quantity, Use
+from counterflow.papers.figures.reproduction import Reproduction, Row, reproduce, within
 
 
 def lines(found: Reproduction) -> list[str]:

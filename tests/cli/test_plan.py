@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from counterflow.plan import Cluster, LayerProfile, Link, Model, Profile, files, papers
+from counterflow.papers import examples
+from counterflow.plan import Cluster, LayerProfile, Link, Model, Profile, files
 from counterflow.train import load_config
 
 from .conftest import Run
@@ -120,8 +121,8 @@ def test_the_table_says_what_the_json_says(run: Run) -> None:
 
 
 def test_the_examples_are_listed(run: Run) -> None:
-    assert [line.split()[0] for line in run("plan --list").out.splitlines()] == list(papers.EXAMPLES)
-    assert [e["name"] for e in run("plan --list --json").json["examples"]] == list(papers.EXAMPLES)
+    assert [line.split()[0] for line in run("plan --list").out.splitlines()] == list(examples.EXAMPLES)
+    assert [e["name"] for e in run("plan --list --json").json["examples"]] == list(examples.EXAMPLES)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_wrong_requests_are_refused(refused: Callable[..., str], line: str, mess
 
 
 def test_where_nothing_fits_the_work_has_failed(run: Run, tmp_path: Path) -> None:
-    cluster = papers.example("chimera-bert48").cluster
+    cluster = examples.example("chimera-bert48").cluster
     text = files.dumps(cluster).replace(f"memory_bytes = {cluster.memory_bytes!r}", "memory_bytes = 6.5e9")
     path = tmp_path / "small.toml"
     path.write_text(text, encoding="utf-8")
@@ -167,8 +168,8 @@ def test_a_model_without_a_train_table_has_no_plan_file(run: Run, inputs: str, t
 
 def test_planning_starts_without_torch() -> None:
     code = (
-        "import sys; from counterflow.plan import papers, search, files;"
-        "e = papers.example('chimera-bert48');"
+        "import sys; from counterflow.papers import examples; from counterflow.plan import search, files;"
+        "e = examples.example('chimera-bert48');"
         "search.search(e.model, e.profile, e.cluster, 512,"
         " search.Constraints(schemes=('dapple',), depths=(4,), samples=(4,)));"
         "sys.exit('torch' in sys.modules)"

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from counterflow.plan.compare import reproduce
-from counterflow.plan.figures import FIGURES
-from counterflow.plan.tables import TABLES
+from counterflow.papers.figures import FIGURES
+from counterflow.papers.figures.reproduction import reproduce
+from counterflow.papers.tables import TABLES
 
 from .conftest import Run
 

@@ -13,11 +13,11 @@ from counterflow.models import (
     BERTConfig,
     GPTConfig,
     ResNeXtConfig,
-    balance,
     estimated_costs,
     measured_costs,
     parameter_count,
 )
+from counterflow.schedule.cuts import balance
 
 GPT = GPTConfig(layers=2, hidden=16, heads=2, vocabulary=40, positions=8)
 

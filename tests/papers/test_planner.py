@@ -8,7 +8,8 @@ import pytest
 
 from counterflow import ConfigError
 from counterflow.models import parameter_count, preset
-from counterflow.plan import Arrangement, Configuration, Cutting, Predictor, papers, transformers
+from counterflow.papers import examples, transformers
+from counterflow.plan import Arrangement, Configuration, Cutting, Predictor
 from counterflow.plan.search import search
 from counterflow.plan.space import Constraints
 from counterflow.schedule.modes import Recompute
@@ -38,16 +39,16 @@ def test_shapes_have_the_parameters_of_the_models(name: str) -> None:
     assert PRESETS[name].layers == shape.blocks
 
 
-@pytest.mark.parametrize("name", papers.EXAMPLES)
+@pytest.mark.parametrize("name", examples.EXAMPLES)
 def test_every_example_says_where_its_numbers_come_from(name: str) -> None:
-    example = papers.example(name)
-    assert example.model.train["kind"] in SHAPES
-    assert example.cluster.sources
-    for kind, layer in example.profile.layers.items():
+    task = examples.example(name)
+    assert task.model.train["kind"] in SHAPES
+    assert task.cluster.sources
+    for kind, layer in task.profile.layers.items():
         assert {"forward_seconds", "backward_seconds", "saved_bytes", "weights_bytes"} <= set(
             layer.sources
         ), kind
-        assert kind in example.model.layers
+        assert kind in task.model.layers
 
 
 def test_the_measured_block() -> None:
@@ -61,12 +62,12 @@ def test_the_measured_block() -> None:
     assert scaled.forward_seconds == pytest.approx(block.forward_seconds)
     assert transformers.BERT_LARGE_BLOCK.block_saved_bytes == pytest.approx(11 * 2**20)
     with pytest.raises(ConfigError, match="did you mean 'chimera-gpt2'"):
-        papers.example("chimera-gpt-2")
+        examples.example("chimera-gpt-2")
 
 
 def test_chimera_section_4_2_1_which_fit() -> None:
     """GPipe and 2BW need recomputation where Chimera and DAPPLE do not."""
-    task = papers.example("chimera-bert48")
+    task = examples.example("chimera-bert48")
     predictor = Predictor(task.model, task.profile, task.cluster)
 
     def fits(scheme: str, samples: int, recompute: Recompute = Recompute.NONE) -> bool:
@@ -87,7 +88,7 @@ def test_chimera_section_4_2_1_which_fit() -> None:
 @pytest.mark.parametrize(("scheme", "samples"), [("chimera", 8), ("dapple", 4)])
 def test_chimera_section_4_2_1_best_configurations(scheme: str, samples: int) -> None:
     """W=8, D=4, and B=8 for Chimera, B=4 for DAPPLE, with the paper's own pairs of pipes and cuts."""
-    task = papers.example("chimera-bert48")
+    task = examples.example("chimera-bert48")
     wanted = Constraints(schemes=(scheme,), depths=(2, 4, 8, 16), cuts=Cutting.EVEN)
     found = search(task.model, task.profile, task.cluster, task.mini_batch, wanted, count=40)
     usual = [p for p in found.best if dict(p.play.configuration.options).get("pairs", 1) == 1]
@@ -97,7 +98,7 @@ def test_chimera_section_4_2_1_best_configurations(scheme: str, samples: int) ->
 
 
 def test_chimera_is_ahead_of_dapple_and_gems_as_in_section_4_2_3() -> None:
-    task = papers.example("chimera-bert48-64")
+    task = examples.example("chimera-bert48-64")
     predictor = Predictor(task.model, task.profile, task.cluster)
 
     def seconds(scheme: str, samples: int) -> float:
@@ -112,7 +113,7 @@ def test_chimera_is_ahead_of_dapple_and_gems_as_in_section_4_2_3() -> None:
 
 def test_mixpipe_on_its_own_cluster() -> None:
     """Section IV-C: ahead of DAPPLE (1.34) and GEMS (2.39), all copies of a stage in one server."""
-    task = papers.example("mixpipe-bert48")
+    task = examples.example("mixpipe-bert48")
     wanted = Constraints(schemes=("mixpipe", "dapple", "gems"), depths=(4, 8), samples=(4, 8, 16))
     found = search(task.model, task.profile, task.cluster, task.mini_batch, wanted)
     seconds = {plan.play.configuration.scheme: plan.seconds for plan in found.of_schemes}

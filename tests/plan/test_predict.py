@@ -1,4 +1,4 @@
-"""Predictions: literal steps, memory by hand, closed forms beside them, parts that add up."""
+"""Predictions: literal steps, memory by hand, parts that add up."""
 
 from __future__ import annotations
 
@@ -65,8 +65,6 @@ def test_messages_and_the_sum_of_gradients() -> None:
     found = predict(MODEL, PROFILE, slow, configured("dapple", replicas=2, stages=4, micro_batches=1))
     # Down and up: 6 messages of 4 bytes; then stage 0's 200 bytes over two copies.
     assert found.step_seconds == pytest.approx(4 * 3 + 6 * (0.25 + 2) + 2 * 0.25 + 0.5 * 200)
-    assert found.closed_form is not None
-    assert found.difference == pytest.approx(0)
 
 
 def test_memory_by_hand() -> None:
@@ -110,34 +108,6 @@ def test_an_asynchronous_step_is_a_steady_period() -> None:
     assert each.step_seconds == pytest.approx(8 * 3)
     waves = predict(MODEL, PROFILE, CLUSTER, configured("wpipe", workers=4, micro_batches=4))
     assert waves.step_seconds == pytest.approx(4 * 3)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "options"),
-    [
-        ("gpipe", {"stages": 4, "micro_batches": 8}),
-        ("dapple", {"stages": 4, "micro_batches": 6}),
-        ("gems", {"stages": 4, "micro_batches": 4}),
-        ("chimera", {"stages": 4, "micro_batches": 4}),
-        ("chimera", {"stages": 8, "micro_batches": 24}),
-        ("mixpipe", {"stages": 4, "micro_batches": 4, "injected": 2, "early_forwards": 1}),
-        ("hanayo", {"workers": 4, "micro_batches": 4, "waves": 1}),
-        ("pipedream-2bw", {"stages": 4, "micro_batches": 8}),
-        ("pipedream", {"stages": 4}),
-        ("wpipe", {"workers": 4, "micro_batches": 8}),
-    ],
-)
-def test_closed_forms_agree_where_their_assumptions_hold(scheme: str, options: dict[str, Any]) -> None:
-    found = predict(MODEL, PROFILE, CLUSTER, Configuration.of(scheme, options, 1, 1))
-    assert found.closed_form is not None
-    assert found.difference == pytest.approx(0)
-
-
-def test_closed_forms_are_reported_with_their_difference() -> None:
-    uneven = Model("m", ("big", *["block"] * 7))
-    found = predict(uneven, PROFILE, CLUSTER, configured("dapple", stages=4, micro_batches=4, cuts=(2, 4, 6)))
-    assert found.closed_form is not None
-    assert (found.difference or 0) > 0.1  # it takes all stages to be as slow as the first
 
 
 def test_workers_that_share_a_core_are_told() -> None:
@@ -186,8 +156,6 @@ def test_an_op_and_a_step_have_their_overhead() -> None:
     profile = replace(PROFILE, op_overhead_seconds=0.5, step_overhead_seconds=0.5)
     found = predict(MODEL, profile, CLUSTER, configured("dapple", stages=4, micro_batches=4))
     assert found.step_seconds == (4 + 3) * (1.5 + 2.5) + 0.5
-    assert found.closed_form is not None
-    assert found.closed_form.seconds == (4 + 3) * (1.5 + 2.5)
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ from .output import WIDE, console, note, number, print_json
 from .search_bar import search_bar
 
 if TYPE_CHECKING:
-    from counterflow.plan.compare import Reproduction, Row
-    from counterflow.plan.figure import Figure
+    from counterflow.papers.figures.published import Figure
+    from counterflow.papers.figures.reproduction import Reproduction, Row
 
 
 def show_figure(figure: Figure, out: Sequence[Path], *, as_json: bool) -> None:
     """Predict a figure, print it, and draw it into each of the files."""
     from counterflow.draw.bars import require_form  # noqa: PLC0415  (only a figure needs them)
-    from counterflow.plan.compare import reproduce  # noqa: PLC0415
+    from counterflow.papers.figures.reproduction import reproduce  # noqa: PLC0415
 
     for path in out:
         require_form(path)
@@ -34,7 +34,7 @@ def show_figure(figure: Figure, out: Sequence[Path], *, as_json: bool) -> None:
 
 def _draw(found: Reproduction, path: Path) -> None:
     from counterflow.draw.bars import Bars, Series, draw_bars  # noqa: PLC0415
-    from counterflow.plan.picture import scheme_bars  # noqa: PLC0415
+    from counterflow.papers.figures.throughputs import scheme_bars  # noqa: PLC0415
 
     figure = found.figure
     schemes = scheme_bars(found)
@@ -137,7 +137,7 @@ def _found(row: Row) -> tuple[dict[str, str], bool]:
 
 
 def _stated(found: Reproduction, row: Row) -> tuple[dict[str, str], bool]:
-    from counterflow.plan.compare import within  # noqa: PLC0415
+    from counterflow.papers.figures.reproduction import within  # noqa: PLC0415
 
     cells = {
         "scheme": row.published.label,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +17,7 @@ from .output import WIDE, byte_size, console, note, number, print_json, writing
 from .search_bar import search_bar, without_collections
 
 if TYPE_CHECKING:
-    from counterflow.plan.papers import Example
+    from counterflow.papers.examples import Example
     from counterflow.plan.predict import Configuration, Parts, Prediction
     from counterflow.plan.search import Found, Plan
     from counterflow.plan.why import Why
@@ -162,10 +162,11 @@ def plan(
     if out is not None:
         _write(task, found.best[0], out)
     if as_json:
+        from counterflow.papers.step_times import plan_with_form_json  # noqa: PLC0415
         from counterflow.plan.report import as_json as data  # noqa: PLC0415
 
         head = {"model": task.model.name, "profile": task.profile.name, "cluster": task.cluster.name}
-        print_json(head | data(found, explained))
+        print_json(head | data(found, explained, plan_with_form_json))
         return
     _print(task, found, explained, top)
     if out is not None:
@@ -190,7 +191,8 @@ def _task(
     Raises:
         ConfigError: neither an example nor all that one has.
     """
-    from counterflow.plan import files, papers  # noqa: PLC0415
+    from counterflow.papers import examples  # noqa: PLC0415
+    from counterflow.plan import files  # noqa: PLC0415
 
     given: dict[str, Any] = {}
     readers: dict[str, tuple[Path | None, Callable[[Path], Any]]] = {
@@ -204,7 +206,7 @@ def _task(
     if mini_batch is not None:
         given["mini_batch"] = mini_batch
     if example is not None:
-        return replace(papers.example(example), **given)
+        return replace(examples.example(example), **given)
     missing = [flag for flag in (*readers, "mini_batch") if flag not in given]
     if missing:
         flags = ", ".join("--" + name.replace("_", "-") for name in missing)
@@ -212,11 +214,11 @@ def _task(
             f"nothing to plan: give --example NAME (see --list), or also {flags}; "
             "--example NAME --save-inputs DIR writes files to start from"
         )
-    return papers.Example("", "", source="", **given)
+    return examples.Example("", "", source="", **given)
 
 
 def _list(as_json: bool) -> None:
-    from counterflow.plan.papers import EXAMPLES, example  # noqa: PLC0415
+    from counterflow.papers.examples import EXAMPLES, example  # noqa: PLC0415
 
     known = [example(name) for name in EXAMPLES]
     if as_json:
@@ -268,9 +270,9 @@ def _print(task: Example, found: Found, explained: Why, top: int | None) -> None
     out.print(Text(about, style="dim"))
     plans = found.best if top else found.of_schemes
     predictions = [each.play.prediction() for each in plans]
-    out.print(_ranking(predictions, width=out.width, with_arrangement=cluster.devices > 1))
+    out.print(_ranking(plans, width=out.width, with_arrangement=cluster.devices > 1))
     best = found.best[0].play.prediction()
-    for line in _of_best(best):
+    for line in _of_best(found.best[0]):
         out.print(Text(line))
     out.print()
     for line in _explained(explained, best):
@@ -288,7 +290,8 @@ _ROOM = 128
 """Columns that all of the ranking takes; in fewer, what the best plan's line tells is left out."""
 
 
-def _ranking(predictions: list[Prediction], *, width: int, with_arrangement: bool) -> Any:
+def _ranking(plans: Sequence[Plan], *, width: int, with_arrangement: bool) -> Any:
+    from counterflow.papers.step_times import beside  # noqa: PLC0415
     from counterflow.plan.report import choices  # noqa: PLC0415
 
     whole = width >= _ROOM + (18 if with_arrangement else 0)
@@ -306,20 +309,28 @@ def _ranking(predictions: list[Prediction], *, width: int, with_arrangement: boo
         "samples/s": lambda p: number(round(p.samples_per_second, 1)),
         "bubbles": lambda p: f"{p.bubble_ratio:.1%}",
         "peak memory": lambda p: byte_size(max(p.peak_bytes)),
-        "closed form": lambda p: "" if p.difference is None else f"{p.difference:+.1%}",
     }
     if not (whole and with_arrangement):
         del cells["devices"]
     if not whole:
-        del cells["sync"], cells["closed form"]
-    table = _table(*cells, left=("scheme", "options", "recompute", "sync", "devices"))
-    for prediction in predictions:
-        table.add_row(*(cell(prediction) for cell in cells.values()))
+        del cells["sync"]
+    beyond = ("closed form",) if whole else ()
+    table = _table(*cells, *beyond, left=("scheme", "options", "recompute", "sync", "devices"))
+    for plan in plans:
+        prediction = plan.play.prediction()
+        form = beside(plan.play) if whole else None
+        difference = form and form.difference(plan.seconds)
+        shown = ("" if difference is None else f"{difference:+.1%}",) if whole else ()
+        table.add_row(*(cell(prediction) for cell in cells.values()), *shown)
     return table
 
 
-def _of_best(best: Prediction) -> Iterator[str]:
+def _of_best(found: Plan) -> Iterator[str]:
     """What the table has no room for: memory by worker, cuts, closed form, notes."""
+    from counterflow.papers.step_times import beside  # noqa: PLC0415
+
+    best, form = found.play.prediction(), beside(found.play)
+    difference = form and form.difference(found.seconds)
     plan = best.configuration
     yield (
         f"Best plan: {best.schedule}, {plan.replicas} replica{'s' if plan.replicas > 1 else ''}, "
@@ -336,10 +347,10 @@ def _of_best(best: Prediction) -> Iterator[str]:
     yield "  peak memory by worker   " + ", ".join(shown)
     if isinstance(plan.cuts, tuple) and plan.cuts:
         yield f"  stages begin at layers  0, {', '.join(map(str, plan.cuts))}"
-    if best.closed_form is not None and best.difference is not None:
+    if form is not None and difference is not None:
         yield (
-            f"  closed form             {_seconds(best.closed_form.seconds)} ({best.closed_form.source}), "
-            f"{best.difference:+.1%} from the simulation"
+            f"  closed form             {_seconds(form.seconds)} ({form.source}), "
+            f"{difference:+.1%} from the simulation"
         )
     for text in best.notes:
         yield f"  note                    {text}"

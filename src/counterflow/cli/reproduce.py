@@ -16,7 +16,7 @@ from .flags import JsonFlag
 from .output import WIDE, console, print_json
 
 if TYPE_CHECKING:
-    from counterflow.plan.table import Table
+    from counterflow.papers.tables.layout import Table
 
 
 def reproduce(
@@ -39,8 +39,8 @@ def reproduce(
     A figure's ratios are predicted by the planner: each scheme's best configuration in the paper's space, and
     the one that the paper states. What a constant was fitted on is marked, the rest is the test.
     """
-    from counterflow.plan.figures import FIGURES  # noqa: PLC0415  (only this command needs them)
-    from counterflow.plan.tables import TABLES  # noqa: PLC0415
+    from counterflow.papers.figures import FIGURES  # noqa: PLC0415  (only this command needs them)
+    from counterflow.papers.tables import TABLES  # noqa: PLC0415
 
     known = (*TABLES, *FIGURES)
     if name is None or listed:
@@ -63,7 +63,7 @@ def reproduce(
 
 
 def _list(known: Iterable[str], as_json: bool) -> None:
-    from counterflow.plan.figures import FIGURES  # noqa: PLC0415
+    from counterflow.papers.figures import FIGURES  # noqa: PLC0415
 
     names = list(known)
     if as_json:

@@ -1,14 +1,12 @@
-"""The papers' models, and how any model is listed by layers, costed and cut into stages.
+"""The papers' models, and how any model is listed by layers and costed.
 
-Where layers are cut is known without torch; the other names import it when they are first used.
+All names import torch when they are first used.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
-
-from .cut import balance, explicit, stage_layers
 
 if TYPE_CHECKING:
     from .bert import BERTConfig
@@ -38,10 +36,8 @@ __all__ = [
     "Norm",
     "Preset",
     "ResNeXtConfig",
-    "balance",
     "classification_loss",
     "estimated_costs",
-    "explicit",
     "layers_of",
     "masked_token_loss",
     "measured_costs",
@@ -50,7 +46,6 @@ __all__ = [
     "parameter_names",
     "preset",
     "shared_parameters",
-    "stage_layers",
     "state_names",
 ]
 

@@ -1,4 +1,4 @@
-"""Which plan: clusters and costs as data, predictions, the search, device placement, the papers' figures."""
+"""Which plan: clusters and costs as data, predictions, the search, device placement."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 The schedule's real order is played with each stage's seconds at the micro-batch size at hand, messages by
 their link and bytes, all-reduces (Rabenseifner) on a lane beside compute. Memory is weights · (1 + gradients
 + optimiser states) of every copy and version held, the simulated peak of stashed activations, message
-buffers, and the cluster's reserve. The closed forms stand beside it and never decide.
+buffers, and the cluster's reserve.
 
 Not predicted: reading data, the loss's own kernels beyond the profile's layers, and start-up.
 """
@@ -30,7 +30,6 @@ from .model import Model
 from .placement import Arrangement, Network, network
 from .profile import Profile
 from .stages import Cuts, Cutting, StageCosts, cut, stage_costs
-from .step_times import ClosedForm, StageTimes, closed_form
 
 STEADY_PERIODS = 4
 """Whole periods that an asynchronous schedule is played for in its steady state; the first is not counted."""
@@ -128,7 +127,6 @@ class Prediction:
         bubble_ratio: share of the step in which a worker computes nothing, the mean of all workers.
         memory: of each worker at its peak.
         usable_bytes: what a device has for it.
-        closed_form: the papers' answer; None where there is none.
         notes: what to know before believing the numbers.
     """
 
@@ -142,7 +140,6 @@ class Prediction:
     bubble_ratio: float
     memory: tuple[WorkerMemory, ...]
     usable_bytes: float
-    closed_form: ClosedForm | None
     notes: tuple[str, ...] = ()
 
     @property
@@ -159,13 +156,6 @@ class Prediction:
     def fits(self) -> bool:
         """Whether every worker's memory is there."""
         return max(self.peak_bytes) <= self.usable_bytes
-
-    @property
-    def difference(self) -> float | None:
-        """The closed form's seconds over the simulated ones, minus 1."""
-        if self.closed_form is None or not self.step_seconds:
-            return None
-        return self.closed_form.seconds / self.step_seconds - 1
 
 
 def predict(
@@ -198,8 +188,6 @@ def predict(
     >>> found = predict(model, profile, cluster, dapple)
     >>> found.step_seconds, found.peak_bytes  # 2 blocks a stage: F = 1, B = 2
     (21.0, (880.0, 860.0, 840.0, 820.0))
-    >>> predict(model, profile, cluster, dapple).closed_form.seconds
-    21.0
     """
     return Predictor(model, profile, cluster).predict(configuration, mini_batch=mini_batch)
 
@@ -404,7 +392,6 @@ class Play:
             bubble_ratio=max(0.0, idle),
             memory=self.memory,
             usable_bytes=self.predictor.cluster.usable_bytes,
-            closed_form=self._closed_form(),
             notes=tuple(self._notes()),
         )
 
@@ -424,25 +411,6 @@ class Play:
             update=self._update * n,
             shared_cores=self._waiting * n,
         )
-
-    def _closed_form(self) -> ClosedForm | None:
-        forward, backward = self.costs.op_cost(self.schedule.stages)
-        message = max(
-            latency + per_byte * max(self.stages.output_bytes[:-1], default=0.0)
-            for latencies, per_bytes in zip(
-                self.network.latency_seconds, self.network.seconds_per_byte, strict=True
-            )
-            for latency, per_byte in zip(latencies, per_bytes, strict=True)
-        )
-        synced = self.network.copies > 1
-        times = StageTimes(
-            _of_slowest(self.schedule, forward),
-            _of_slowest(self.schedule, backward),
-            message,
-            sync_seconds(self.stages, self.network)[0] if synced else 0.0,
-        )
-        found = closed_form(self.schedule, times)
-        return found and ClosedForm(found.seconds * self.updates, found.source)
 
     def _notes(self) -> list[str]:
         notes = []
@@ -517,12 +485,6 @@ def _held(schedule: Schedule, amounts: Any) -> list[float]:
         sum(amounts[stage] for _, stage in schedule.placement.held(worker))
         for worker in range(schedule.workers)
     ]
-
-
-def _of_slowest(schedule: Schedule, seconds: list[float]) -> float:
-    """Seconds of a stage, the mean over what the slowest worker holds."""
-    held = [sum(1 for _ in schedule.placement.held(worker)) for worker in range(schedule.workers)]
-    return max(total / count for total, count in zip(_held(schedule, seconds), held, strict=True))
 
 
 def _require_samples(configuration: Configuration) -> None:

@@ -5,6 +5,7 @@ Times in seconds, memory in bytes, throughput in samples a second. What it does 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from counterflow.schedule import registry
@@ -14,14 +15,23 @@ from .search import Found, Plan, Rejections
 from .why import Why
 
 
-def as_json(found: Found, explained: Why) -> dict[str, Any]:
-    """All of it."""
+def as_json(
+    found: Found, explained: Why, shown: Callable[[Plan], dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """All of it.
+
+    Args:
+        found: what the search found.
+        explained: why the best plan is the best.
+        shown: what is said of a plan; None: ``plan_json``.
+    """
+    shown = shown or plan_json
     larger = explained.in_more_memory
     return {
         "mini_batch": found.mini_batch,
         "usable_bytes": found.usable_bytes,
-        "best": [plan_json(plan) for plan in found.best],
-        "schemes": [plan_json(plan) for plan in found.of_schemes],
+        "best": [shown(plan) for plan in found.best],
+        "schemes": [shown(plan) for plan in found.of_schemes],
         "rejected": [
             {"scheme": scheme, **_rejections(rejected)} for scheme, rejected in found.rejections.items()
         ],
@@ -32,7 +42,7 @@ def as_json(found: Found, explained: Why) -> dict[str, Any]:
             "second": explained.second and explained.second.play.configuration.scheme,
             "second_parts": explained.second_parts and parts_json(explained.second_parts),
             "second_wins_if": [{"what": turn.what, "times": turn.times} for turn in explained.turns],
-            "in_more_memory": larger and {**plan_json(larger), "needed_bytes": explained.needed_bytes},
+            "in_more_memory": larger and {**shown(larger), "needed_bytes": explained.needed_bytes},
         },
     }
 
@@ -44,7 +54,6 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 def prediction_json(prediction: Prediction) -> dict[str, Any]:
     """One prediction, with its configuration."""
-    form = prediction.closed_form
     return {
         **configuration_json(prediction.configuration),
         "workers": prediction.workers,
@@ -60,8 +69,6 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
             for worker in prediction.memory
         ],
         "fits": prediction.fits,
-        "closed_form": form
-        and {"seconds": form.seconds, "source": form.source, "difference": prediction.difference},
         "notes": list(prediction.notes),
     }
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from counterflow.errors import ConfigError
-from counterflow.models.cut import balance, explicit, stage_layers
+from counterflow.schedule.cuts import balance, explicit, stage_layers
 from counterflow.simulate import ByteCosts
 
 from .model import Model

@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.models.costs import estimated_costs
-from counterflow.models.cut import balance, explicit
 from counterflow.models.layers import layers_of, state_names
 from counterflow.schedule.actions import Program
 from counterflow.schedule.check import checked_program
+from counterflow.schedule.cuts import balance, explicit
 from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.lowering import lower_evaluation
 from counterflow.schedule.modes import Recompute, Sync, parse_mode

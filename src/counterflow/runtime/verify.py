@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.models.costs import estimated_costs
-from counterflow.models.cut import balance
 from counterflow.models.layers import layers_of
+from counterflow.schedule.cuts import balance
 from counterflow.schedule.ir import Schedule
 
 from .interpreter import LossFunction

@@ -25,13 +25,12 @@ from counterflow.models import (
     PRESETS,
     BERTConfig,
     GPTConfig,
-    balance,
     estimated_costs,
     masked_token_loss,
     next_token_loss,
     parameter_count,
-    stage_layers,
 )
+from counterflow.schedule.cuts import balance, stage_layers
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.segments import segments
 

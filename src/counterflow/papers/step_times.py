@@ -1,14 +1,19 @@
 """The papers' closed forms of a step's time, to stand beside a simulated one.
 
 They assume stages that all last as long as those of the slowest worker, and know neither memory nor the
-order of messages; they never decide. None where no paper, and nothing that follows from one, gives a form.
+order of messages. They stand beside a prediction and never decide: the planner does not know them. None where
+no paper, and nothing that follows from one, gives a form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from counterflow.plan.predict import Play, sync_seconds
+from counterflow.plan.report import plan_json
+from counterflow.plan.search import Plan
 from counterflow.schedule.ir import Schedule
 
 from .closed_forms import gems_makespan, mixpipe_idle
@@ -43,6 +48,10 @@ class ClosedForm:
     seconds: float
     source: str
 
+    def difference(self, simulated_seconds: float) -> float | None:
+        """The form's seconds over the simulated ones, minus 1; None where a step takes no time."""
+        return self.seconds / simulated_seconds - 1 if simulated_seconds else None
+
 
 def closed_form(schedule: Schedule, times: StageTimes) -> ClosedForm | None:
     """What the papers' form says of a step of this schedule; None where there is none.
@@ -53,6 +62,52 @@ def closed_form(schedule: Schedule, times: StageTimes) -> ClosedForm | None:
     """
     form = _FORMS.get(schedule.scheme)
     return form(schedule, times) if form else None
+
+
+def beside(play: Play) -> ClosedForm | None:
+    """What the papers' form says of a configuration that the planner played; None where there is none.
+
+    >>> from counterflow.plan import Configuration, Predictor
+    >>> from .examples import example
+    >>> task = example("chimera-bert48")
+    >>> dapple = Configuration.of("dapple", {"stages": 4, "micro_batches": 4}, replicas=8, samples=16)
+    >>> beside(Predictor(task.model, task.profile, task.cluster).play(dapple)).source
+    'Chimera, Table 2'
+    """
+    forward, backward = play.costs.op_cost(play.schedule.stages)
+    message = max(
+        latency + per_byte * max(play.stages.output_bytes[:-1], default=0.0)
+        for latencies, per_bytes in zip(
+            play.network.latency_seconds, play.network.seconds_per_byte, strict=True
+        )
+        for latency, per_byte in zip(latencies, per_bytes, strict=True)
+    )
+    times = StageTimes(
+        _of_slowest(play.schedule, forward),
+        _of_slowest(play.schedule, backward),
+        message,
+        sync_seconds(play.stages, play.network)[0] if play.network.copies > 1 else 0.0,
+    )
+    found = closed_form(play.schedule, times)
+    return found and ClosedForm(found.seconds * play.updates, found.source)
+
+
+def plan_with_form_json(plan: Plan) -> dict[str, Any]:
+    """A plan as plain data, with the closed form beside it."""
+    form = beside(plan.play)
+    return {
+        **plan_json(plan),
+        "closed_form": form
+        and {"seconds": form.seconds, "source": form.source, "difference": form.difference(plan.seconds)},
+    }
+
+
+def _of_slowest(schedule: Schedule, seconds: list[float]) -> float:
+    """Seconds of a stage, the mean over what the slowest worker holds."""
+    each = [
+        [seconds[stage] for _, stage in schedule.placement.held(worker)] for worker in range(schedule.workers)
+    ]
+    return max(sum(held) / len(held) for held in each)
 
 
 def _flushed(schedule: Schedule, t: StageTimes) -> ClosedForm | None:

@@ -7,9 +7,9 @@ from fractions import Fraction
 
 import pytest
 
-from counterflow.plan.closed_forms import Range
-from counterflow.plan.table import COLUMNS, Relation, Row, Table
-from counterflow.plan.tables import TABLES
+from counterflow.papers.closed_forms import Range
+from counterflow.papers.tables import TABLES
+from counterflow.papers.tables.layout import COLUMNS, Relation, Row, Table
 
 _BUILT: dict[str, Table] = {}
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from counterflow.plan.report import choices
 from counterflow.schedule.modes import Recompute
 
-from .compare import Entry, Reproduction
-from .figure import Quantity
-from .report import choices
+from .published import Quantity
+from .reproduction import Entry, Reproduction
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from enum import Enum
 from fractions import Fraction
 from typing import Any
 
-from .closed_forms import Range
+from ..closed_forms import Range
 
 COLUMNS = (
     "scheme",

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterflow.errors import ConfigError
-from counterflow.models import balance, explicit, stage_layers
+from counterflow.schedule.cuts import balance, explicit, stage_layers
 
 Rank = tuple[Fraction, Fraction, tuple[int, ...]]
 

@@ -6,11 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from counterflow.plan import papers
-from counterflow.plan.compare import Reproduction, best_plan, reproduce
-from counterflow.plan.figure import TOLERANCE, Competitor, Figure, Published, Quantity, Run, Stated, Use
-from counterflow.plan.figures import FIGURES
-from counterflow.plan.picture import scheme_bars
+from counterflow.papers import examples
+from counterflow.papers.figures import FIGURES
+from counterflow.papers.figures.published import (
+    TOLERANCE,
+    Competitor,
+    Figure,
+    Published,
+    Quantity,
+    Run,
+    Stated,
+    Use,
+)
+from counterflow.papers.figures.reproduction import Reproduction, best_plan, reproduce
+from counterflow.papers.figures.throughputs import scheme_bars
 from counterflow.schedule.modes import Recompute
 
 PUBLISHED = {
@@ -89,11 +98,11 @@ def test_what_was_fitted_is_marked_and_little() -> None:
         ("hanayo-fig11", "Chimera-wave", ("8 devices",)),
     }
     assert all(value.use is Use.FIT for value in FIGURES["chimera-fig10"].published)
-    daint = papers.example("chimera-bert48").cluster.sources
+    daint = examples.example("chimera-bert48").cluster.sources
     for name in ("between", "allreduce_between", "reserve_bytes"):
         assert daint[name].startswith("fit on the")
-    assert "fit on Figure 8's GEMS" in papers.example("mixpipe-bert48").cluster.sources["between"]
-    assert "fit on Figure 11's Chimera-wave" in papers.hanayo_tacc("", 8).cluster.sources["between"]
+    assert "fit on Figure 8's GEMS" in examples.example("mixpipe-bert48").cluster.sources["between"]
+    assert "fit on Figure 11's Chimera-wave" in examples.hanayo_tacc("", 8).cluster.sources["between"]
 
 
 def _shown(found: Reproduction) -> dict[str, tuple[str, float | None]]:
@@ -152,7 +161,7 @@ def test_every_miss_has_a_reason_and_only_misses_have(name: str) -> None:
 
 def test_the_largest_micro_batch_that_fits() -> None:
     """PipeDream-2BW of Figure 10 would be quicker with B=8, which needs no recomputation."""
-    task = papers.example("chimera-bert48")
+    task = examples.example("chimera-bert48")
     largest = FIGURES["chimera-fig10"].competitor("PipeDream-2BW")
     greedy, _ = best_plan(largest, task)
     free, _ = best_plan(replace(largest, largest=False), task)
@@ -180,7 +189,7 @@ def test_gpt_2_without_recomputation_fits_as_in_section_4_2_3() -> None:
 def test_what_does_not_fit_has_no_ratio() -> None:
     tiny = Competitor("DAPPLE", "dapple", depths=(4,), recompute=(Recompute.NONE,), samples=(32,))
     other = Competitor("GEMS", "gems", depths=(4,), stated=Stated(4, samples=32))
-    run = Run("32 nodes", lambda: papers.example("chimera-bert48"))
+    run = Run("32 nodes", lambda: examples.example("chimera-bert48"))
     value = Published("DAPPLE", Quantity.SPEEDUP, 1.0, ("32 nodes",))
     figure = Figure("x", "x", "x", "GEMS", (tiny, other), (run,), (value,))
     found = reproduce(figure)
@@ -199,7 +208,7 @@ def test_what_does_not_fit_has_no_ratio() -> None:
 def test_a_stated_configuration_that_does_not_fit_has_no_ratio_of_its_own() -> None:
     small = Competitor("DAPPLE", "dapple", depths=(4,), stated=Stated(4, samples=64, recompute=False))
     subject = Competitor("Chimera", "chimera", depths=(4,), samples=(8,))
-    run = Run("32 nodes", lambda: papers.example("chimera-bert48"))
+    run = Run("32 nodes", lambda: examples.example("chimera-bert48"))
     value = Published("DAPPLE", Quantity.SPEEDUP, 1.1, ("32 nodes",))
     found = reproduce(Figure("x", "x", "x", "Chimera", (small, subject), (run,), (value,)))
     row = found.rows[0]

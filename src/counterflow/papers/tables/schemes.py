@@ -25,9 +25,9 @@ from counterflow.schedule.schemes import (
 )
 from counterflow.simulate import ByteCosts, Costs, Simulation, simulate
 
-from . import closed_forms as forms
-from .closed_forms import Range
-from .table import COLUMNS, Relation, Row, Table
+from .. import closed_forms as forms
+from ..closed_forms import Range
+from .layout import COLUMNS, Relation, Row, Table
 
 _BUBBLE_RATIO = "bubble ratio"
 _WEIGHTS = "weights, in stages"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .figure import Figure
-from .figures_of_chimera import FIGURE_10, FIGURE_14, FIGURE_15, FIGURE_17, FIGURE_18
-from .figures_of_others import HANAYO_11, MIXPIPE_8, MIXPIPE_9, WPIPE_8
+from .chimera import FIGURE_10, FIGURE_14, FIGURE_15, FIGURE_17, FIGURE_18
+from .others import HANAYO_11, MIXPIPE_8, MIXPIPE_9, WPIPE_8
+from .published import Figure
 
 FIGURES: dict[str, Figure] = {
     figure.name: figure

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .model import Model
-from .profile import LayerProfile, Profile
+from counterflow.plan.model import Model
+from counterflow.plan.profile import LayerProfile, Profile
 
 MIB = 2**20
 

@@ -1,7 +1,7 @@
 """A published figure described as data: who competes where, under which restrictions, and what was measured.
 
 Invariant: a description holds what the paper says and what is assumed where it says nothing, never a
-prediction; ``compare.py`` makes those with the planner. Every miss that is known has its reason here, and a
+prediction; ``reproduction.py`` makes those with the planner. Every known miss has its reason here, and a
 published value that a constant was fitted on is marked so.
 """
 
@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from counterflow.plan.placement import Arrangement
+from counterflow.plan.space import Constraints
+from counterflow.plan.stages import Cutting
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute
 
-from .papers import Example
-from .placement import Arrangement
-from .space import Constraints
-from .stages import Cutting
+from ..examples import Example
 
 TOLERANCE = 0.10
 """What a predicted ratio may differ by from the published one."""

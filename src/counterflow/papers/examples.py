@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from counterflow.errors import ConfigError
+from counterflow.plan.cluster import Cluster, Link
+from counterflow.plan.model import Model
+from counterflow.plan.profile import Profile
 
-from .cluster import Cluster, Link
-from .model import Model
-from .profile import Profile
 from .transformers import (
     BERT_48,
     BERT_48_MIXPIPE,

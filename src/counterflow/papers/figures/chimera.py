@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from .figure import Competitor, Figure, Published, Quantity, Run, Stated, Use
-from .papers import chimera_bert48, chimera_gpt2
+from ..examples import chimera_bert48, chimera_gpt2
+from .published import Competitor, Figure, Published, Quantity, Run, Stated, Use
 
 _ONE_PAIR = (("pairs", (1,)), ("concat", ("direct",)))
 _ONE_GROUP = (("groups", (1,)),)

@@ -12,13 +12,14 @@ from statistics import fmean
 from typing import Any
 
 from counterflow.errors import PlanError
+from counterflow.plan.report import choices, parts_json
+from counterflow.plan.search import Plan, search
+from counterflow.plan.space import Constraints
 from counterflow.schedule.modes import Recompute
 
-from .figure import TOLERANCE, Competitor, Figure, Published, Quantity, Run, Stated, Use
-from .papers import Example
-from .report import choices, parts_json, plan_json
-from .search import Plan, search
-from .space import Constraints
+from ..examples import Example
+from ..step_times import plan_with_form_json
+from .published import TOLERANCE, Competitor, Figure, Published, Quantity, Run, Stated, Use
 
 Progress = Callable[[int, int, str], None]
 """Called with searches done, searches in all, and what is searched."""
@@ -307,7 +308,7 @@ def _row_json(figure: Figure, row: Row) -> dict[str, Any]:
 
 def _entry_json(entry: Entry) -> dict[str, Any]:
     def shown(plan: Plan | None) -> dict[str, Any] | None:
-        return None if plan is None else {**plan_json(plan), "parts": parts_json(plan.play.parts())}
+        return None if plan is None else {**plan_with_form_json(plan), "parts": parts_json(plan.play.parts())}
 
     return {
         "scheme": entry.label,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
+from counterflow.plan.placement import Arrangement
 from counterflow.schedule.modes import Recompute
 
-from .figure import Competitor, Figure, Published, Quantity, Run, Stated, Use
-from .papers import hanayo_tacc, mixpipe, wpipe
-from .placement import Arrangement
-from .transformers import BERT_48_MIXPIPE, BERT_192, BERT_768, GPT_72, Transformer
+from ..examples import hanayo_tacc, mixpipe, wpipe
+from ..transformers import BERT_48_MIXPIPE, BERT_192, BERT_768, GPT_72, Transformer
+from .published import Competitor, Figure, Published, Quantity, Run, Stated, Use
 
 _ONE_PAIR = (("pairs", (1,)), ("concat", ("direct",)))
 _ONE_GROUP = (("groups", (1,)),)

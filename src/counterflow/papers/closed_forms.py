@@ -1,7 +1,7 @@
 """The papers' closed forms: bubble ratio, idle time, weights and activations of each scheme.
 
 They stand beside the simulator as cross-checks and never decide. Every function quotes its source; where
-a published form differs from an exact simulation its docstring says so and ``tables.py`` shows by how
+a published form differs from an exact simulation its docstring says so and ``tables`` shows by how
 much. Numbers are exact (``Fraction``). Units: time in forwards of one stage (F = 1); weights in stages;
 activations in (stage x micro-batch), unless a docstring says models.
 """

@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 
 from counterflow import Costs, Schedule, simulate
-from counterflow.plan import closed_forms as forms
-from counterflow.plan.closed_forms import Range
+from counterflow.papers import closed_forms as forms
+from counterflow.papers.closed_forms import Range
 from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.schemes import (
     chimera,
