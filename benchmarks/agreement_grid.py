@@ -31,13 +31,13 @@ from typing import Any
 import torch
 
 from counterflow.errors import CounterflowError
-from counterflow.runtime.verify import Trained
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.segments import segments
 from counterflow.schedule.sync import needs_sync
 from counterflow.train.trial import Trial, small_trial
+from counterflow.verify.agreement import Trained
 
 
 def schedules(depth: int) -> Iterator[tuple[str, Schedule]]:

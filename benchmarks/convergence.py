@@ -46,12 +46,12 @@ from counterflow.data.batches import NextByte
 from counterflow.data.text import shipped_text, unigram_entropy
 from counterflow.draw import palette
 from counterflow.draw.figure import DOTS_PER_INCH, SETTINGS, UNDATED
-from counterflow.models.costs import estimated_costs, parameter_count
 from counterflow.models.gpt import GPTConfig
 from counterflow.models.presets import preset
 from counterflow.models.resnext import Norm, ResNeXtConfig
-from counterflow.runtime.reference import Reference, Staleness
+from counterflow.runtime.estimates import estimated_costs, parameter_count
 from counterflow.schedule.cuts import balance
+from counterflow.verify.reference import Reference, Staleness
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

@@ -16,7 +16,7 @@ def machine() -> dict[str, object]:
     """As it is now, for a JSON file."""
     import torch  # noqa: PLC0415 - not all benchmarks need it
 
-    from counterflow.train.profiling import processor  # noqa: PLC0415
+    from counterflow.measure.machine import processor  # noqa: PLC0415
 
     return {
         "cpu": processor(),

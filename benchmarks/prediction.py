@@ -53,17 +53,17 @@ from machine import machine, shown
 from torch import Tensor
 
 import counterflow as cf
+from counterflow.measure.layer_times import AtSize, LayerTimer, StepTimer
+from counterflow.measure.links import measure_allreduces, measure_messages
+from counterflow.measure.op_times import WARM_UP_STEPS, OpTimer, OpTimes, least
 from counterflow.papers.step_times import beside
 from counterflow.plan import Cluster, Configuration, LayerProfile, Model, Predictor, Profile
 from counterflow.plan.predict import Play
-from counterflow.runtime.links import measure_allreduces, measure_messages
-from counterflow.runtime.op_times import WARM_UP_STEPS, OpTimer, OpTimes, least
 from counterflow.runtime.world import current_transport
 from counterflow.schedule import registry
 from counterflow.train import load_config
 from counterflow.train.job import prepare
-from counterflow.train.layer_times import AtSize, LayerTimer, StepTimer
-from counterflow.train.profiling import MESSAGES, fitted, kinds_of, profile_of
+from counterflow.train.profiling import MESSAGES, fitted, kinds_of, profile_of, subject_of
 
 GOAL_MEDIAN, GOAL_WORST = 0.03, 0.10
 QUIETEST = 0.5
@@ -205,8 +205,8 @@ def gpt_worker(turns: int) -> tuple[list[tuple[list[AtSize], tuple[float, float]
     """What every worker runs; the timers' results by share of the steps that count."""
     transport = current_transport()
     own_core(transport.rank)
-    timers: list[Any] = [LayerTimer(prepare(load_config()), size) for size in SIZES]
-    steps = StepTimer(prepare(load_config()), SIZES[len(SIZES) // 2])
+    timers: list[Any] = [LayerTimer(subject_of(prepare(load_config())), size) for size in SIZES]
+    steps = StepTimer(subject_of(prepare(load_config())), SIZES[len(SIZES) // 2])
     contenders = []
     for configuration in gpt_plans():
         job = prepare(load_config())  # a pipeline makes the layers it is given

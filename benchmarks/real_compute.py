@@ -30,9 +30,9 @@ from machine import load, machine, shown
 from torch import Tensor, nn
 
 import counterflow as cf
-from counterflow.models.costs import estimated_costs
 from counterflow.models.gpt import GPTConfig
 from counterflow.models.presets import preset
+from counterflow.runtime.estimates import estimated_costs
 from counterflow.runtime.world import current_transport
 from counterflow.schedule.cuts import balance
 

@@ -10,15 +10,13 @@ from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
 from counterflow.models import (
-    Activation,
     BERTConfig,
     GPTConfig,
     ModelConfig,
     Norm,
     ResNeXtConfig,
-    parameter_count,
-    shared_parameters,
 )
+from counterflow.runtime.layers import Activation, parameter_count
 
 GPT = GPTConfig(layers=3, hidden=16, heads=2, vocabulary=20, positions=8, dropout=0.0)
 BERT = BERTConfig(layers=2, hidden=16, heads=2, vocabulary=20, positions=8, dropout=0.0)
@@ -36,6 +34,15 @@ MODELS: dict[str, ModelConfig] = {
 }
 
 every_model = pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+
+
+def shared_parameters(layers: list[nn.Module]) -> list[tuple[tuple[int, str], ...]]:
+    """Parameters that several layers hold: for each, the layers' indices and its names there."""
+    holders: dict[int, list[tuple[int, str]]] = {}
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            holders.setdefault(id(parameter), []).append((index, name))
+    return [tuple(places) for places in holders.values() if len(places) > 1]
 
 
 def run(layers: list[nn.Module], value: Activation) -> Activation:

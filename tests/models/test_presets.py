@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from counterflow.errors import ConfigError
-from counterflow.models import PRESETS, BERTConfig, GPTConfig, ResNeXtConfig, parameter_count, preset
+from counterflow.models import PRESETS, BERTConfig, GPTConfig, ResNeXtConfig, preset
+from counterflow.runtime.layers import parameter_count
 
 PUBLISHED = {
     "bert-48": (50, 669_790_012),

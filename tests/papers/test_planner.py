@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from counterflow import ConfigError
-from counterflow.models import parameter_count, preset
+from counterflow.models import preset
 from counterflow.papers import examples, transformers
 from counterflow.plan import Arrangement, Configuration, Cutting, Predictor
 from counterflow.plan.search import search
 from counterflow.plan.space import Constraints
+from counterflow.runtime.layers import parameter_count
 from counterflow.schedule.modes import Recompute
 from counterflow.train.presets import PRESETS
 

@@ -14,12 +14,12 @@ from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.launch import launch
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.step import Step
-from counterflow.runtime.verify import Agreement, compare
 from counterflow.runtime.versions import Versions
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.segments import segments
 from counterflow.train.trial import small_trial
+from counterflow.verify.agreement import Agreement, compare
 
 SCHEDULES: list[Schedule] = [
     *(schemes.pipedream(d) for d in (1, 2, 4, 8)),

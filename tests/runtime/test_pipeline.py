@@ -17,10 +17,10 @@ from counterflow.models.gpt import GPTConfig
 from counterflow.models.resnext import ResNeXtConfig
 from counterflow.runtime.launch import launch
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.verify import one_process, verify
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule
+from counterflow.verify.agreement import one_process, verify
 
 Work = Callable[..., Any]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from counterflow.errors import ConfigError
+from counterflow.measure.links import Travel, measure_allreduces, measure_messages
 from counterflow.plan import Configuration, files, predict
 from counterflow.runtime.launch import launch
-from counterflow.runtime.links import Travel, measure_allreduces, measure_messages
 from counterflow.runtime.world import current_transport
 from counterflow.train.profiling import fitted, measure
 

@@ -18,7 +18,7 @@ from .output import WIDE, console, note, print_json
 from .subject import schedule_of
 
 if TYPE_CHECKING:
-    from counterflow.runtime.verify import Agreement
+    from counterflow.verify.agreement import Agreement
 
 
 class Dtype(Enum):

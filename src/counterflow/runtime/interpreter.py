@@ -37,16 +37,15 @@ from counterflow.schedule.modes import Recompute
 from counterflow.schedule.segments import later, shifted
 
 from .batch import Batch, Key
-from .clock import clock_of
 from .compression import Compression
-from .failure import worker_error
 from .mail import Mail
+from .meters import Kept, SavedBytes, clock_of
 from .randomness import Rows
-from .saved_bytes import Kept, SavedBytes
 from .stage import StageCopy
 from .tasks import Preparation, Task, Tasks
 from .transport import Transport
 from .values import TensorSpec, Unit, Value, cut, tensors_of, value_of
+from .watch import worker_error
 
 LossFunction = Callable[[Any, Any], Tensor]
 """Output of the last stage and target to the mean loss over the samples."""

@@ -20,8 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from counterflow.errors import ConfigError, CounterflowError
-from counterflow.models.costs import estimated_costs
-from counterflow.models.layers import layers_of, state_names
 from counterflow.schedule.actions import Program
 from counterflow.schedule.check import checked_program
 from counterflow.schedule.cuts import balance, explicit
@@ -32,15 +30,17 @@ from counterflow.schedule.modes import Recompute, Sync, parse_mode
 from .batch import Batch, Shapes
 from .compression import Compression
 from .continuous import Continuous
-from .failure import worker_error
+from .estimates import estimated_costs
 from .flushing import Flushing
 from .interpreter import Interpreter, LossFunction
+from .layers import layers_of, state_names
+from .meters import SavedBytes
 from .randomness import RandomStreams
-from .saved_bytes import SavedBytes
 from .stage import NamedLayer, StageCopy, materialised
 from .step import Step, Workers, place
 from .transport import Gathering, Transport
 from .values import cut, moved, samples_in, signature, split_points
+from .watch import worker_error
 from .weights import MakeOptimizer, MakeScheduler, Weights
 
 

@@ -20,7 +20,7 @@ from typing import NoReturn, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
-from ..errors import CounterflowError
+from ..errors import CounterflowError, WorkerError
 from .transport.base import Lost, Status, TimedOut, Transport
 
 _T = TypeVar("_T")
@@ -251,3 +251,16 @@ def _end(why: str) -> NoReturn:
     sys.stderr.write(f"counterflow: worker {rank} ends: {why}\n")
     sys.stderr.flush()
     os._exit(1)
+
+
+def worker_error(place: str, error: Exception, transport: Transport) -> WorkerError:
+    """The error to raise for ``error`` at ``place``; a consequence if another worker is to blame."""
+    if isinstance(error, TimedOut):
+        who = culprit(transport)
+        found = WorkerError(f"{place}: {error}" + (f"; {who}" if who else ""))
+    elif isinstance(error, Lost):
+        found = WorkerError(f"{place}: {error}")
+    else:
+        return WorkerError(f"{place}: {type(error).__name__}: {error}")
+    found.consequence = True
+    return found

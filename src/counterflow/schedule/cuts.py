@@ -6,7 +6,8 @@ A cut is the tuple of the layers at which each stage after the first begins:
     stages  ──0── ─1─ ──2───       cuts (2, 3)
 
 Invariant: every stage has at least one layer, and the same costs always give the same cuts. What a layer
-costs is told elsewhere; nothing here knows torch.
+costs is told elsewhere; nothing here knows torch. It belongs to the
+schedule's room because the planner and the engine both cut, and neither knows the other.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.errors import ConfigError, CounterflowError
-from counterflow.models import state_names
+from counterflow.runtime.layers import state_names
 from counterflow.runtime.pipeline import Pipeline
 
 from .folder import CHECKPOINT, INDEX, whole

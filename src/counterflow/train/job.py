@@ -21,15 +21,16 @@ from torch import Tensor, nn
 from counterflow.data.batches import Batches, MaskedByte, NextByte
 from counterflow.data.text import read_text, shipped_text, unigram_entropy
 from counterflow.errors import ConfigError
+from counterflow.measure.machine import cores
 from counterflow.models import (
     PRESETS,
     BERTConfig,
     GPTConfig,
-    estimated_costs,
     masked_token_loss,
     next_token_loss,
-    parameter_count,
 )
+from counterflow.runtime.estimates import estimated_costs
+from counterflow.runtime.layers import parameter_count
 from counterflow.schedule.cuts import balance, stage_layers
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.segments import segments
@@ -232,10 +233,3 @@ def _workers_here(workers: int) -> int:
     told = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     number = re.match(r"\d+", told)
     return min(workers, int(number[0])) if number else workers
-
-
-def cores() -> int:
-    """CPU cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

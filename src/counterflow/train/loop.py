@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from counterflow.errors import ConfigError, WorkerError
-from counterflow.runtime.measure import measure_stages
+from counterflow.measure.stages import measure_stages
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.step import Step
 from counterflow.simulate import Costs, Simulation, Span

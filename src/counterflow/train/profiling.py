@@ -1,8 +1,8 @@
 """Measures what a planner has to know: a model's layers on this machine, and the links between its workers.
 
-Times are taken from steps that train (``layer_times.py``). All workers of the machine measure at one time, as
-they compute at one time in a run: they share caches, memory and power. Layers of one class with weights of
-the same shapes are one kind; its numbers are the medians over all of them.
+The room ``measure`` takes the times, from steps that train; here they become the planner's files. All workers
+of the machine measure at one time, as they compute at one time in a run: they share caches, memory and power.
+Layers of one class with weights of the same shapes are one kind; its numbers are the medians over them.
 
 Invariant: nothing is guessed. What was not measured (a second node) is left out, and the file says how each
 number came about.
@@ -11,13 +11,11 @@ number came about.
 from __future__ import annotations
 
 import datetime as dt
-import os
 import platform
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -25,15 +23,17 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from counterflow.data.batches import Batches
 from counterflow.errors import ConfigError
+from counterflow.measure.layer_times import AtSize, LayerTimer, StepTimer, Subject, timed
+from counterflow.measure.links import Travel, measure_allreduces, measure_messages
+from counterflow.measure.machine import cores, device_name, memory_bytes
 from counterflow.plan import Cluster, LayerProfile, Link, Model, Profile
 from counterflow.runtime.launch import launch
-from counterflow.runtime.links import Travel, measure_allreduces, measure_messages
 from counterflow.runtime.world import current_transport
 
 from .config import RunConfig
-from .job import Job, cores, prepare
-from .layer_times import AtSize, LayerTimer, StepTimer, timed
+from .job import Job, prepare
 
 SIZES = (1, 2, 4, 8, 16, 32)
 """Samples of the micro-batches that layers are measured with, if nothing else is asked for."""
@@ -82,20 +82,21 @@ def measure(
     if not sizes or sizes[0] < 1:
         raise ConfigError(f"sizes = {list(sizes)}: give one size of a micro-batch or more, each 1 or more")
     job = prepare(config)
+    subject = subject_of(job)
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
     here = workers or (torch.cuda.device_count() if on_gpu else cores())
     threads = config.train.threads or max(1, cores() // here)
-    about = _device_name(device, threads)
+    about = device_name(device, threads)
     carrier: Literal["local", "gloo", "nccl"] = "local" if here == 1 else "nccl" if on_gpu else "gloo"
     run = partial(launch, workers=here, transport=carrier, device=device, threads=threads)
     by_size: list[AtSize] = []
     for number, size in enumerate(sizes):
         told("layers", number, len(sizes))
-        by_size.append(run(timed, LayerTimer, job, size, repeats)[0])
+        by_size.append(run(timed, LayerTimer, subject, size, repeats)[0])
     told("layers", len(sizes), len(sizes))
     told("steps", 0, 1)
-    gap, around = run(timed, StepTimer, job, sizes[len(sizes) // 2], repeats)[0]
+    gap, around = run(timed, StepTimer, subject, sizes[len(sizes) // 2], repeats)[0]
     told("steps", 1, 1)
     told("links", 0, 1)
     messages: tuple[Travel, ...] = ()
@@ -118,7 +119,7 @@ def measure(
         name=f"{platform.node() or 'this machine'}",
         nodes=1,
         devices=here,
-        memory_bytes=_memory(device, here),
+        memory_bytes=memory_bytes(device, here),
         inside=link,
         between=link,
         allreduce_inside=fitted(sums, begins=2) if sums else None,
@@ -131,6 +132,22 @@ def measure(
         },
     )
     return Measured(model, profile, cluster, messages, sums)
+
+
+def subject_of(job: Job) -> Subject:
+    """What is timed of a job."""
+    return Subject(
+        layers=job.layers,
+        loss=job.loss,
+        optimizer=job.optimizer,
+        batch=partial(_batch, job.batches),
+        seed=job.config.train.seed,
+        autocast=torch.bfloat16 if job.config.pipeline.autocast else None,
+    )
+
+
+def _batch(batches: Batches, samples: int) -> tuple[Any, Any]:
+    return batches.batch(0, samples, replica=0, replicas=1)
 
 
 def profile_of(
@@ -246,30 +263,6 @@ def _states(config: RunConfig) -> float:
     if config.optimizer.name == "adamw":
         return 2.0
     return 1.0 if config.optimizer.momentum else 0.0
-
-
-def _memory(device: str, workers: int) -> float:
-    """Bytes of memory of a worker."""
-    if device == "cuda":
-        return float(torch.cuda.get_device_properties(0).total_memory)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / workers
-
-
-def _device_name(device: str, threads: int) -> str:
-    if device == "cuda":
-        return f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}"
-    used = "1 thread" if threads == 1 else f"{threads} threads"
-    return f"{cores()} cores of {processor()}, {used} a worker, torch {torch.__version__}"
-
-
-def processor() -> str:
-    """The processor's name, as far as the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _range(travels: Sequence[Travel]) -> str:

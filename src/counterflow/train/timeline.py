@@ -25,7 +25,7 @@ from counterflow.simulate import ByteCosts, Costs, Simulation, Span, simulate
 from counterflow.simulate.model import model_of
 
 if TYPE_CHECKING:
-    from counterflow.runtime.measure import StageCost
+    from counterflow.measure.stages import StageCost
 
 FORMAT = "counterflow-timeline"
 

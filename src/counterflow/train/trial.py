@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.models.gpt import GPTConfig
-from counterflow.runtime.verify import Agreement, Trained, one_process, verify
 from counterflow.schedule.ir import OpKind, Schedule
+from counterflow.verify.agreement import Agreement, Trained, one_process, verify
 
 CLIP_NORM = 0.5
 """Below the norm of the first gradients, so that they are clipped."""
@@ -43,7 +43,7 @@ class Trial:
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
     def one_process(self, *, clip_norm: float | None = CLIP_NORM, **options: Any) -> Trained:
-        """What one process makes of it; options and errors as of ``runtime.verify.one_process``."""
+        """What one process makes of it; options and errors as of ``verify.agreement.one_process``."""
         return one_process(
             self.layers,
             self.loss,
@@ -55,7 +55,7 @@ class Trial:
         )
 
     def verify(self, *, clip_norm: float | None = CLIP_NORM, **options: Any) -> Agreement:
-        """One process against the pipeline; options and errors as of ``runtime.verify.verify``."""
+        """One process against the pipeline; options and errors as of ``verify.agreement.verify``."""
         return verify(
             self.schedule,
             self.layers,

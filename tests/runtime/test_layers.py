@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
-from counterflow.models import ListLayers, layers_of, parameter_names, shared_parameters, state_names
+from counterflow.runtime.layers import ListLayers, layers_of, parameter_count, state_names
 
 
 class Tower(nn.Module):
@@ -45,20 +45,18 @@ def wrapped(tower: Tower) -> list[nn.Module]:
 def test_a_sequential() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 1)))
     assert layers_of(model) == [model[0], model[1]]
-    assert parameter_names(model) == ["0.", "1."]
     assert state_names(model)[1] == {"1.weight": "1.1.weight", "1.bias": "1.1.bias"}
 
 
 def test_a_sequential_with_names() -> None:
     model = nn.Sequential(OrderedDict(first=nn.Linear(2, 3), second=nn.ReLU()))
-    assert parameter_names(model) == ["first.", "second."]
+    assert state_names(model) == [{"weight": "first.weight", "bias": "first.bias"}, {}]
 
 
 def test_a_list() -> None:
     layers = [nn.Linear(2, 3), nn.ReLU()]
     for model in (layers, tuple(layers), nn.ModuleList(layers)):
         assert layers_of(model) == layers
-        assert parameter_names(model) == ["0.", "1."]
         assert state_names(model) == [{"weight": "0.weight", "bias": "0.bias"}, {}]
 
 
@@ -66,15 +64,12 @@ def test_a_module_that_stands_there_twice() -> None:
     twice = nn.Linear(2, 2)
     model = nn.Sequential(twice, nn.ReLU(), twice)
     assert layers_of(model) == [twice, model[1], twice]
-    assert parameter_names(model) == ["0.", "1.", "2."]
     assert [name for names in state_names(model) for name in names.values()] == list(model.state_dict())
-    assert shared_parameters(layers_of(model)) == [((0, "weight"), (2, "weight")), ((0, "bias"), (2, "bias"))]
 
 
 def test_a_module_with_a_function_that_lists_its_layers() -> None:
     tower = Tower()
     assert layers_of(tower, submodules) == submodules(tower)
-    assert parameter_names(tower, submodules) == ["entry.", "trunk.0.", "trunk.1.", "exit."]
 
 
 @pytest.mark.parametrize("list_layers", [submodules, wrapped])
@@ -88,8 +83,6 @@ def test_state_names_cover_the_models_state(list_layers: ListLayers) -> None:
 def test_layers_that_wrap_parts() -> None:
     tower = Tower()
     assert state_names(tower, wrapped)[0] == {"part.weight": "entry.weight", "part.bias": "entry.bias"}
-    with pytest.raises(ConfigError, match=r"layer 0 \(Named\) is not a submodule of the Tower"):
-        parameter_names(tower, wrapped)
     with pytest.raises(ConfigError, match=r"part\.weight of layer 4 \(Named\) is no parameter or buffer"):
         state_names(tower, lambda t: [*wrapped(t), Named(nn.Linear(2, 2))])
 
@@ -113,3 +106,8 @@ def test_what_is_refused() -> None:
         layers_of([nn.ReLU(), submodules])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match=r"exit\.weight of the Tower is in none of the 3 listed layers"):
         layers_of(Tower(), lambda tower: submodules(tower)[:-1])
+
+
+def test_a_tied_parameter_counts_once() -> None:
+    linear = nn.Linear(3, 3)
+    assert parameter_count([linear]) == parameter_count([linear, linear]) == 12

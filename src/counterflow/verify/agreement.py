@@ -9,17 +9,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from counterflow.models.costs import estimated_costs
-from counterflow.models.layers import layers_of
+from counterflow.runtime.estimates import estimated_costs
+from counterflow.runtime.interpreter import LossFunction
+from counterflow.runtime.launch import launch
+from counterflow.runtime.layers import layers_of
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.step import Step
+from counterflow.runtime.weights import MakeOptimizer, MakeScheduler
 from counterflow.schedule.cuts import balance
 from counterflow.schedule.ir import Schedule
 
-from .interpreter import LossFunction
-from .launch import launch
-from .pipeline import Pipeline
 from .reference import Reference, Staleness
-from .step import Step
-from .weights import MakeOptimizer, MakeScheduler
 
 Transports = Literal["local", "gloo", "nccl"]
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
+from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule.ir import Op, OpKind
-
-from .pipeline import Pipeline
 
 T = TypeVar("T")
 

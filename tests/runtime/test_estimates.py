@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,10 +11,8 @@ from counterflow.models import (
     BERTConfig,
     GPTConfig,
     ResNeXtConfig,
-    estimated_costs,
-    measured_costs,
-    parameter_count,
 )
+from counterflow.runtime.estimates import estimated_costs
 from counterflow.schedule.cuts import balance
 
 GPT = GPTConfig(layers=2, hidden=16, heads=2, vocabulary=40, positions=8)
@@ -77,47 +73,3 @@ def test_a_layer_that_does_not_run_on_meta() -> None:
 
     with pytest.raises(ConfigError, match=r"layer 1 \(Peeks\) does not run on the meta device"):
         estimated_costs([nn.Linear(2, 2), Peeks()], torch.zeros(1, 2))
-
-
-def test_measuring_leaves_the_model_alone() -> None:
-    config = ResNeXtConfig((1,), groups=2, width=2, classes=3, planes=4, small_images=True)
-    layers = config.build()
-    images, classes = config.sample(2, 8)
-    before = copy.deepcopy([layer.state_dict() for layer in layers])
-    state = torch.get_rng_state()
-    seconds = measured_costs(layers, images, lambda output: config.loss(output, classes), repeats=2)
-    assert len(seconds) == len(layers)
-    assert all(0 < second < 10 for second in seconds)
-    assert torch.equal(torch.get_rng_state(), state)
-    for layer, kept in zip(layers, before, strict=True):
-        assert all(parameter.grad is None for parameter in layer.parameters())
-        assert all(torch.equal(tensor, kept[name]) for name, tensor in layer.state_dict().items())
-
-
-def test_the_wider_layer_takes_longer() -> None:
-    layers = [nn.Linear(8, 8), nn.Linear(8, 4096), nn.Linear(4096, 8), nn.Identity()]
-    seconds = measured_costs(layers, torch.randn(256, 8))
-    assert min(seconds[1:3]) > seconds[0]
-
-
-def test_measuring_tuples_and_layers_without_parameters() -> None:
-    config = BERTConfig(layers=1, hidden=8, heads=2, vocabulary=10, positions=4)
-    inputs, target = config.sample(2)
-    mask = torch.ones(2, 4, dtype=torch.bool)
-    layers = config.build()
-    assert len(measured_costs(layers, (*inputs, mask), repeats=1)) == 3
-    assert len(measured_costs(layers, inputs, lambda output: config.loss(output, target), repeats=1)) == 3
-
-
-def test_what_cannot_be_measured() -> None:
-    with pytest.raises(ConfigError, match="repeats=0: must be 1 or more"):
-        measured_costs([nn.ReLU()], torch.zeros(1), repeats=0)
-    with pytest.raises(ConfigError, match="nothing can be measured on the meta device"):
-        measured_costs([nn.ReLU()], torch.zeros(1, device="meta"))
-    with pytest.raises(ConfigError, match="nothing can be measured on the meta device"):
-        measured_costs([nn.Linear(1, 1, device="meta")], torch.zeros(1))
-
-
-def test_a_tied_parameter_counts_once() -> None:
-    linear = nn.Linear(3, 3)
-    assert parameter_count([linear]) == parameter_count([linear, linear]) == 12

@@ -18,17 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
-from counterflow.models.layers import state_names
+from counterflow.runtime.gradients import clip_factor, unique
+from counterflow.runtime.interpreter import LossFunction
+from counterflow.runtime.layers import state_names
+from counterflow.runtime.randomness import RandomStreams, Rows
+from counterflow.runtime.stage import NamedLayer, materialised
+from counterflow.runtime.step import Step
+from counterflow.runtime.values import cut, samples_in, split_points
+from counterflow.runtime.weights import MakeOptimizer, MakeScheduler
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.registry import SCHEMES
-
-from .gradients import clip_factor, unique
-from .interpreter import LossFunction
-from .randomness import RandomStreams, Rows
-from .stage import NamedLayer, materialised
-from .step import Step
-from .values import cut, samples_in, split_points
-from .weights import MakeOptimizer, MakeScheduler
 
 
 @dataclass(frozen=True, slots=True)

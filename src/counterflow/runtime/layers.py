@@ -59,39 +59,10 @@ def layers_of(model: Model, list_layers: ListLayers | None = None) -> list[nn.Mo
     return layers
 
 
-def parameter_names(model: Model, list_layers: ListLayers | None = None) -> list[str]:
-    """For each layer, what stands before its own names in the model's ``state_dict``.
-
-    Args:
-        model: as in :func:`layers_of`.
-        list_layers: as in :func:`layers_of`.
-
-    Returns:
-        For an ``nn.Sequential`` the names it gives its layers, for a list their indices, for any other module
-        the names under which it holds the very objects that were listed.
-
-    Raises:
-        ConfigError: as :func:`layers_of`; a listed layer that is not itself a submodule of the model.
-
-    >>> parameter_names([nn.ReLU(), nn.ReLU()])
-    ['0.', '1.']
-    """
-    layers = layers_of(model, list_layers)
-    names = []
-    for index, (layer, prefix) in enumerate(zip(layers, _prefixes(model, layers, list_layers), strict=True)):
-        if prefix is None:
-            raise ConfigError(
-                f"layer {index} ({type(layer).__name__}) is not a submodule of the {type(model).__name__}, "
-                "so it has no name there: list submodules, or take state_names, which names each parameter"
-            )
-        names.append(prefix)
-    return names
-
-
 def state_names(model: Model, list_layers: ListLayers | None = None) -> list[dict[str, str]]:
     """For each layer, the model's name of each entry of the layer's ``state_dict``.
 
-    Unlike :func:`parameter_names` it also names what is in a layer that only wraps parts of the model.
+    A layer that only wraps parts of the model has the names of those parts.
 
     Args:
         model: as in :func:`layers_of`.
@@ -124,21 +95,15 @@ def state_names(model: Model, list_layers: ListLayers | None = None) -> list[dic
     return names
 
 
-def shared_parameters(layers: Sequence[nn.Module]) -> list[tuple[tuple[int, str], ...]]:
-    """The parameters that several layers hold: for each, the layer's index and its name in that layer.
+def parameter_count(layers: Sequence[nn.Module]) -> int:
+    """How many numbers the layers' parameters have; a tied parameter counts once.
 
-    ``Module.to_empty`` from the meta device, and ``copy.deepcopy`` of single layers, make these separate:
-    whoever does that ties them again.
-
-    >>> linear = nn.Linear(2, 2)
-    >>> shared_parameters([linear, nn.ReLU(), nn.Sequential(linear)])
-    [((0, 'weight'), (2, '0.weight')), ((0, 'bias'), (2, '0.bias'))]
+    >>> linear = nn.Linear(3, 2)
+    >>> parameter_count([linear, nn.ReLU(), linear])
+    8
     """
-    holders: dict[int, list[tuple[int, str]]] = {}
-    for index, layer in enumerate(layers):
-        for name, parameter in layer.named_parameters():
-            holders.setdefault(id(parameter), []).append((index, name))
-    return [tuple(places) for places in holders.values() if len(places) > 1]
+    parameters = {id(parameter): parameter for layer in layers for parameter in layer.parameters()}
+    return sum(parameter.numel() for parameter in parameters.values())
 
 
 def _prefixes(model: Model, layers: Sequence[nn.Module], list_layers: ListLayers | None) -> list[str | None]:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .pipeline import Pipeline
-from .randomness import Rows
-from .saved_bytes import SavedBytes
-from .stage import StageCopy
-from .values import Unit, cut, moved, samples_in, split_points, tensors_of, value_of
+from counterflow.runtime.meters import SavedBytes
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.randomness import Rows
+from counterflow.runtime.stage import StageCopy
+from counterflow.runtime.values import Unit, cut, moved, samples_in, split_points, tensors_of, value_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,19 +13,40 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from counterflow.runtime.measure import StageCost, measure_stages
-from counterflow.runtime.op_times import WARM_UP_STEPS, OpTimer, least
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.values import cut
 from counterflow.runtime.world import current_transport
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.schemes import dapple, gpipe, interleaved
 
-from .job import Job
+from .op_times import WARM_UP_STEPS, OpTimer, least
+from .stages import StageCost, measure_stages
 
 MICRO_BATCHES = 4
 """Of a step that is timed, on each stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is timed; every process gets a copy of it.
+
+    Attributes:
+        layers: the model, on the meta device.
+        loss: the model's output and targets to the mean loss over the samples.
+        optimizer: of some parameters.
+        batch: inputs and targets of that many samples.
+        seed: of weights and random draws.
+        autocast: the dtype that ops compute in; None: that of the weights.
+    """
+
+    layers: list[nn.Module]
+    loss: Callable[[Any, Any], Tensor]
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    batch: Callable[[int], tuple[Any, Any]]
+    seed: int
+    autocast: torch.dtype | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +69,15 @@ class AtSize:
 class LayerTimer:
     """Times layers at a size of micro-batches; all workers call all methods."""
 
-    def __init__(self, job: Job, size: int) -> None:
+    def __init__(self, subject: Subject, size: int) -> None:
         self.size = size
-        self._batch = job.batches.batch(0, size * MICRO_BATCHES, replica=0, replicas=1)
-        count = len(job.layers)
+        self._batch = subject.batch(size * MICRO_BATCHES)
+        count = len(subject.layers)
         one = dapple(1, MICRO_BATCHES)
         # 1F1B as well, in which no op follows another of the same layer: both find as little in the caches.
         each = interleaved(1, MICRO_BATCHES, chunks=count) if count > 1 else one
-        self._one = OpTimer(_pipeline(job, one), *self._batch)
-        self._each = OpTimer(_pipeline(job, each), *self._batch)
+        self._one = OpTimer(_pipeline(subject, one), *self._batch)
+        self._each = OpTimer(_pipeline(subject, each), *self._batch)
         self._updates: list[float] = []
 
     def warm_up(self, steps: int = WARM_UP_STEPS) -> None:
@@ -100,10 +121,12 @@ class LayerTimer:
 class StepTimer:
     """Times what lies between ops, and around them in a step, of a pipeline over all workers."""
 
-    def __init__(self, job: Job, size: int) -> None:
+    def __init__(self, subject: Subject, size: int) -> None:
         workers = current_transport().world_size
-        pipeline = _pipeline(job, gpipe(workers if workers <= len(job.layers) else 1, 2 * MICRO_BATCHES))
-        batch = job.batches.batch(0, 2 * MICRO_BATCHES * size, replica=0, replicas=1)
+        pipeline = _pipeline(
+            subject, gpipe(workers if workers <= len(subject.layers) else 1, 2 * MICRO_BATCHES)
+        )
+        batch = subject.batch(2 * MICRO_BATCHES * size)
         self._timer = OpTimer(pipeline, *batch)
         self._updates: list[float] = []
 
@@ -138,9 +161,11 @@ def _typical(seconds: Sequence[float], quietest: float) -> float:
     return statistics.median(least(seconds, quietest, key=float))
 
 
-def timed(make: Callable[[Job, int], LayerTimer | StepTimer], job: Job, size: int, repeats: int) -> Any:
+def timed(
+    make: Callable[[Subject, int], LayerTimer | StepTimer], subject: Subject, size: int, repeats: int
+) -> Any:
     """What a worker runs: a timer's turns."""
-    timer = make(job, size)
+    timer = make(subject, size)
     timer.warm_up()
     for _ in range(repeats):
         timer.turn()
@@ -167,13 +192,13 @@ def without_overhead(apart: Sequence[float], together: float) -> tuple[tuple[flo
     return tuple(max(_LEAST * seconds, seconds - more) for seconds in apart), more
 
 
-def _pipeline(job: Job, schedule: Schedule) -> Pipeline:
+def _pipeline(subject: Subject, schedule: Schedule) -> Pipeline:
     return Pipeline(
-        job.layers,
-        job.loss,
+        subject.layers,
+        subject.loss,
         schedule,
-        optimizer=job.optimizer,
-        seed=job.config.train.seed,
-        autocast=torch.bfloat16 if job.config.pipeline.autocast else None,
+        optimizer=subject.optimizer,
+        seed=subject.seed,
+        autocast=subject.autocast,
         digest_every=0,
     )

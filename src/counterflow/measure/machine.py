@@ -1,0 +1,41 @@
+"""The machine at hand: its cores, processor and memory, as the system tells."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+
+def cores() -> int:
+    """CPU cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory_bytes(device: str, workers: int) -> float:
+    """Bytes of memory of a worker."""
+    if device == "cuda":
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / workers
+
+
+def device_name(device: str, threads: int) -> str:
+    """The workers' device in words."""
+    if device == "cuda":
+        return f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}"
+    used = "1 thread" if threads == 1 else f"{threads} threads"
+    return f"{cores()} cores of {processor()}, {used} a worker, torch {torch.__version__}"
+
+
+def processor() -> str:
+    """The processor's name, as far as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

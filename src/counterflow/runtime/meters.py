@@ -1,0 +1,200 @@
+"""What a worker's ops took: when each ran, and the bytes that autograd saves for backward.
+
+Ops are timed by the machine's clock, or by events on a GPU, which are read when they are asked for: to note
+an op costs no wait. Clocks of two machines are not compared.
+
+A storage that autograd saves counts once however many nodes saved it; weights and buffers of the model do not
+count. What a backward frees counts until the backward is over, as in the simulator.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from counterflow.schedule.ir import Op
+
+
+class Ran(NamedTuple):
+    """An op as it ran, in seconds since the clock was started.
+
+    ``later`` tells how many periods later than the op says.
+    """
+
+    op: Op
+    later: int
+    start: float
+    end: float
+
+
+class Clock(Protocol):
+    """Notes ops between two starts."""
+
+    began_seconds: float
+    """When it was started, in seconds of ``time.perf_counter``."""
+
+    def start(self) -> None:
+        """Forget what was noted, and begin anew."""
+
+    def begin(self) -> Any:
+        """A mark, as an op begins."""
+
+    def end(self, op: Op, later: int, begin: Any) -> None:
+        """Note an op that ends, with the mark of its beginning."""
+
+    def ran(self) -> list[Ran]:
+        """All that was noted, in order."""
+
+
+class HostClock:
+    """For ops that are over when they return."""
+
+    def __init__(self) -> None:
+        self.began_seconds = 0.0
+        self._noted: list[tuple[Op, int, float, float]] = []
+
+    def start(self) -> None:
+        """See ``Clock``."""
+        self._noted.clear()
+        self.began_seconds = time.perf_counter()
+
+    def begin(self) -> float:
+        """See ``Clock``."""
+        return time.perf_counter()
+
+    def end(self, op: Op, later: int, begin: float) -> None:
+        """See ``Clock``."""
+        self._noted.append((op, later, begin, time.perf_counter()))
+
+    def ran(self) -> list[Ran]:
+        """See ``Clock``."""
+        zero = self.began_seconds
+        return [Ran(op, later, start - zero, end - zero) for op, later, start, end in self._noted]
+
+
+class CudaClock:
+    """For ops that are only under way when they return.
+
+    Args:
+        device: a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.began_seconds = 0.0
+        self._device = device
+        self._first: torch.cuda.Event | None = None
+        self._noted: list[tuple[Op, int, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def start(self) -> None:
+        """See ``Clock``."""
+        self._noted.clear()
+        self.began_seconds = time.perf_counter()
+        self._first = self.begin()
+
+    def begin(self) -> torch.cuda.Event:
+        """See ``Clock``."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def end(self, op: Op, later: int, begin: torch.cuda.Event) -> None:
+        """See ``Clock``."""
+        self._noted.append((op, later, begin, self.begin()))
+
+    def ran(self) -> list[Ran]:
+        """See ``Clock``."""
+        first = self._first
+        if first is None:
+            return []
+        torch.cuda.synchronize(self._device)
+        return [
+            Ran(op, later, first.elapsed_time(start) / 1e3, first.elapsed_time(end) / 1e3)
+            for op, later, start, end in self._noted
+        ]
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock for ops on a device."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+class Kept:
+    """A storage that is kept, and how many times."""
+
+    __slots__ = ("alive", "pointer", "size", "users")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.pointer = storage.data_ptr()
+        self.size = storage.nbytes()
+        self.alive = StorageWeakRef(storage)
+        self.users = 0
+
+
+class SavedBytes:
+    """The count. What is kept for one unit is noted in a list; ``release`` lets the list go.
+
+    Args:
+        constant: tensors that do not count: parameters and buffers.
+    """
+
+    def __init__(self, constant: Iterable[Tensor]) -> None:
+        self._constant = {_pointer(tensor) for tensor in constant}
+        self._given: set[int] = set()
+        self._kept: dict[int, Kept] = {}
+        self.current = 0
+        self.peak = 0
+
+    def never(self, tensors: Iterable[Tensor]) -> None:
+        """These do not count either: new versions of parameters."""
+        self._constant |= {_pointer(tensor) for tensor in tensors}
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """These do not count, but those given before do: the mini-batches under way are the user's."""
+        self._given = {_pointer(tensor) for tensor in tensors}
+
+    def watch(self, collected: list[Kept]) -> torch.autograd.graph.saved_tensors_hooks:
+        """Within this context what autograd saves is counted and noted in ``collected``."""
+
+        def pack(tensor: Tensor) -> Tensor:
+            self.hold(tensor, collected)
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, _same)
+
+    def hold(self, tensor: Tensor, collected: list[Kept]) -> None:
+        """Count a tensor that is kept for backward."""
+        storage = tensor.untyped_storage()
+        pointer = storage.data_ptr()
+        if not pointer or pointer in self._constant or pointer in self._given:
+            return
+        kept = self._kept.get(pointer)
+        # What a running backward freed still counts; its memory may be another storage's by now.
+        if kept is None or kept.alive.expired():
+            kept = self._kept[pointer] = Kept(storage)
+            self.current += kept.size
+            self.peak = max(self.peak, self.current)
+        kept.users += 1
+        collected.append(kept)
+
+    def release(self, collected: list[Kept]) -> None:
+        """What was collected is not kept any more."""
+        for kept in collected:
+            kept.users -= 1
+            if not kept.users:
+                self.current -= kept.size
+                if self._kept.get(kept.pointer) is kept:
+                    del self._kept[kept.pointer]
+        collected.clear()
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _pointer(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
