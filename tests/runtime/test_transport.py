@@ -21,11 +21,11 @@ from counterflow.runtime.transport import (
     Lost,
     TimedOut,
     Transport,
-    TransportKind,
-    torch_distributed,
 )
+from counterflow.runtime.transport import gathers as gather_rows
+from counterflow.runtime.transport.gloo import GlooTransport
 from counterflow.runtime.transport.local import Hub
-from counterflow.runtime.transport.torch_distributed import DistributedTransport
+from counterflow.runtime.transport.nccl import NcclTransport
 from counterflow.runtime.world import current_transport
 
 WORKERS = 3
@@ -224,19 +224,29 @@ def check_all() -> dict[str, str]:
     return {check.__name__: outcome(check, current_transport()) for check in CHECKS}
 
 
+class NcclOverGloo(NcclTransport):
+    """NCCL's data plane without a GPU: its calls, on a group of Gloo."""
+
+    def make_data_plane(self) -> None:
+        self._messages = self.group_of_all("gloo")
+
+
 @Job
 def check_all_over_gloo() -> dict[str, str]:
     """The checks, those of messages once more as if staged, and at last what a failure does."""
     found: dict[str, str] = check_all()
-    staged = DistributedTransport(
-        TransportKind.GLOO, torch.device("cpu"), 60.0, copy_out=lambda tensors: (copies(tensors), a_moment)
-    )
+    staged = GlooTransport(torch.device("cpu"), 60.0, copy_out=lambda tensors: (copies(tensors), a_moment))
     for check in MESSAGES:
         found[f"staged {check.__name__}"] = outcome(check, staged)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_distributed, "_FEW_WORKERS", 2)
+        patch.setattr(gather_rows, "_FEW_WORKERS", 2)
         found["gathers among many"] = outcome(gathers, staged)
     staged.close()
+    ordered = NcclOverGloo(torch.device("cpu"), 60.0)
+    ordered.connect({peer for peer in range(WORKERS) if peer != ordered.rank})
+    for check in MESSAGES:
+        found[f"nccl {check.__name__}"] = outcome(check, ordered)
+    ordered.close()
     found["after a failure"] = outcome(after_a_failure, current_transport())
     return found
 
@@ -293,7 +303,11 @@ def test_check(kind: str, check: str) -> None:
 
 @pytest.mark.parametrize(
     "check",
-    [*(f"staged {check.__name__}" for check in MESSAGES), "gathers among many", "after a failure"],
+    [
+        *(f"{how} {check.__name__}" for how in ("staged", "nccl") for check in MESSAGES),
+        "gathers among many",
+        "after a failure",
+    ],
 )
 def test_check_over_gloo(check: str) -> None:
     assert [found[check] for found in outcomes("gloo")] == ["passed"] * WORKERS

@@ -20,7 +20,9 @@ import torch.distributed as dist
 
 from ..errors import ConfigError, WorkerError
 from .transport.base import Lost, TimedOut, Transport, TransportKind
-from .transport.torch_distributed import DistributedTransport
+from .transport.control import DistributedTransport
+from .transport.gloo import GlooTransport
+from .transport.nccl import NcclTransport
 
 _FIRST_PORT, _PORTS = 15_000, 15_000
 """Slurm's jobs meet at a port below those that systems hand out by themselves."""
@@ -137,7 +139,7 @@ def _make(
             "with torchrun --nproc-per-node 4 script.py, or with srun --ntasks 4 python script.py"
         )
     try:
-        transport = DistributedTransport(wanted, where, timeout_seconds)
+        transport = (NcclTransport if wanted is TransportKind.NCCL else GlooTransport)(where, timeout_seconds)
     except (Lost, TimedOut) as error:
         raise WorkerError(f"the workers did not all come together: {error}") from error
     if _process.world is None:

@@ -1,0 +1,363 @@
+"""The control plane of workers that are processes: what Gloo's and NCCL's transport have in common.
+
+It makes the groups, waits, tells what an error of torch.distributed means, gathers, and closes; and carries
+what needs a header, values or objects, always over a Gloo group, so that it never changes the order of NCCL's
+messages. How tensors of known shapes travel is told in ``gloo.py`` and ``nccl.py``.
+
+Invariant: what is sent and received here never meets what a user's own code sends, because all groups are
+this transport's own. It does not choose a device and does not start the process group; ``world.py`` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+# The store has no public name; torch's own checkpoint and elastic code reach it the same way.
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from ..watch import Watch
+from .base import Group, Lost, Status, TimedOut, Transport
+from .gathers import Gathering, Gathers
+from .headers import HEADER_WORDS, announced, as_bytes, describe
+from .pending import DONE, DescribedReceiving, Done, Sending, Works
+from .staging import CopyOut, Courier, Parcel, Sweeper, cuda_copy_out
+from .tags import BREAK_TAG, DESCRIBED, HEADER, MORE_HEADER, lane_tag
+
+_T = TypeVar("_T")
+
+_CLOSE_SECONDS = 1.0
+"""How long a transport that closes waits for what is still under way."""
+
+_BROKEN = ("gloo", "pair closure")
+"""Gloo's errors about connections have one of these in them; they have no class of their own."""
+
+_ROOT_CAUSE_SECONDS = 1.0
+"""How long a worker whose connection broke waits to hear why."""
+
+_numbers = itertools.count()
+"""Each transport of a process has its own part of the store; all workers make theirs in one order."""
+
+
+class DistributedTransport(Transport):
+    """One process's transport over torch.distributed. All ranks make one at the same time.
+
+    Args:
+        device: where this worker computes.
+        timeout_seconds: how long anything is waited for.
+        copy_out: how tensors are copied to the host if they are staged; None: as the device needs it.
+    """
+
+    def __init__(
+        self, device: torch.device, timeout_seconds: float, *, copy_out: CopyOut | None = None
+    ) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.device = device
+        self.timeout_seconds = timeout_seconds
+        self.status = Status(self.rank)
+        self.closed = False
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._groups: list[ProcessGroup] = []
+        self._watch = Watch(
+            PrefixStore(f"counterflow/{next(_numbers)}", _get_default_store()),
+            self.status,
+            self.world_size,
+            timeout_seconds=timeout_seconds,
+            break_waits=self._break_waits,
+        )
+        try:
+            self.control = self.group_of_all("gloo")
+            self.make_data_plane()
+        except BaseException:
+            self._watch.stop()
+            raise
+        self._watch.all_are_here()
+        self._lane = _lane(self.control)
+        self._pinned = device.type == "cuda"
+        if copy_out is None and self._pinned:
+            copy_out = cuda_copy_out(device)
+        self._gathers = Gathers(self)
+        self._sweeper = Sweeper()
+        self._courier = Courier(self._post_host, copy_out, self._sweeper) if copy_out else None
+
+    @abstractmethod
+    def make_data_plane(self) -> None:
+        """Make the groups that tensors of known shapes travel over, beside ``control``."""
+
+    # Messages over the host
+
+    def send_described(
+        self, tensors: Sequence[Tensor], peer: int, tag: int, *, aside: bool = False
+    ) -> Sending:
+        """See ``Transport.send_described``; it has lanes of its own and keeps no order anyway."""
+        del aside
+        described = describe(tensors)
+        preface = [(described[:HEADER_WORDS], lane_tag(tag, HEADER))]
+        if len(described) > HEADER_WORDS:
+            preface.append((described[HEADER_WORDS:], lane_tag(tag, MORE_HEADER)))
+        if self._courier is not None:
+            return self.carry(tensors, peer, lane_tag(tag, DESCRIBED), preface)
+        works: list[Work] = []
+        for part, own in preface:
+            works += self.post((part,), peer, own)
+        works += self.post(tensors, peer, lane_tag(tag, DESCRIBED))
+        return self.sent(peer, works)
+
+    def receive_described(self, peer: int, tag: int, *, aside: bool = False) -> DescribedReceiving:
+        """See ``Transport.receive_described``."""
+        del aside
+        header = torch.empty(HEADER_WORDS, dtype=torch.int64)
+        works = self.accept((header,), peer, lane_tag(tag, HEADER))
+        return DescribedReceiving(self, peer, tag, header, works)
+
+    def receive_after(self, header: Tensor, peer: int, tag: int) -> list[Tensor]:
+        """Receive the tensors that a header announces."""
+        words = int(header[0])
+        if words > HEADER_WORDS:
+            more = torch.empty(words - HEADER_WORDS, dtype=torch.int64)
+            self.wait(self.accept((more,), peer, lane_tag(tag, MORE_HEADER)), peer)
+            header = torch.cat((header, more))
+        hosts, needing = announced(header.tolist(), pinned=self._pinned)
+        self.wait(self.accept(hosts, peer, lane_tag(tag, DESCRIBED)), peer)
+        return [
+            host.to(self.device, non_blocking=True).requires_grad_(need)
+            for host, need in zip(hosts, needing, strict=True)
+        ]
+
+    def post(self, tensors: Sequence[Tensor], peer: int, tag: int) -> list[Work]:
+        """Begin to send host tensors over Gloo."""
+        return self.each(self._lane.send, [as_bytes(t) for t in tensors if t.numel()], peer, tag)
+
+    def accept(self, buffers: Sequence[Tensor], peer: int, tag: int) -> list[Work]:
+        """Begin to receive host tensors over Gloo."""
+        return self.each(self._lane.recv, [as_bytes(t) for t in buffers if t.numel()], peer, tag)
+
+    def each(self, call: Callable[..., Any], tensors: Sequence[Tensor], peer: int, tag: int) -> list[Work]:
+        """What a group's or a lane's ``send`` or ``recv`` begins, of tensors that it takes as they are."""
+        try:
+            return [call([tensor], peer, tag) for tensor in tensors]
+        except RuntimeError as error:
+            raise self.trouble(error, peer, 0.0) from error
+
+    def carry(
+        self,
+        tensors: Sequence[Tensor],
+        peer: int,
+        tag: int,
+        preface: Sequence[tuple[Tensor, int]] = (),
+    ) -> Sending:
+        """Begin to send device tensors through the host, after a preface of host tensors."""
+        assert self._courier is not None
+        filled = [tensor for tensor in tensors if tensor.numel()]
+        return Sending(self, self._courier.send(filled, peer, tag, preface))
+
+    def sent(self, peer: int, works: Sequence[Work]) -> Sending:
+        """Look after a message that was posted over Gloo."""
+        parcel = Parcel(peer, works)
+        self._sweeper.take(parcel)
+        return Sending(self, parcel)
+
+    def _post_host(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        work: Work = self._lane.send([as_bytes(tensor)], peer, tag)
+        return work
+
+    # Collectives
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """See ``Transport.group``. Two groups of the same ranks are two: their collectives may cross."""
+        alone = len(ranks) == 1
+        return Group(tuple(ranks), None if alone else self._new_group(ranks, self.kind.value))
+
+    def all_reduce(self, tensor: Tensor, group: Group) -> Works | Done:
+        """See ``Transport.all_reduce``. Gloo and NCCL sum each element in one place, then spread it."""
+        if len(group.ranks) == 1:
+            return DONE
+        work = self.collective(lambda: dist.all_reduce(tensor, group=_handle(group), async_op=True))
+        assert work is not None
+        return Works(self, -1, (work,))
+
+    def broadcast(self, tensor: Tensor, source: int, group: Group) -> None:
+        """See ``Transport.broadcast``."""
+        if len(group.ranks) == 1:
+            return
+        plain = tensor.detach()
+        whole = plain.contiguous()
+        self.collective(lambda: dist.broadcast(whole, source, group=_handle(group)))
+        if whole is not plain and self.rank != source:
+            plain.copy_(whole)
+
+    def start_gather(self, values: Sequence[float]) -> Gathering:
+        """See ``Transport.start_gather``."""
+        return self._gathers.start(values)
+
+    def get_ready(self) -> None:
+        """See ``Transport.get_ready``."""
+        self._gathers.expect()
+
+    def gather_objects(self, value: object) -> list[object]:
+        """See ``Transport.gather_objects``."""
+        gathered: list[object] = [None] * self.world_size
+        self.collective(lambda: dist.all_gather_object(gathered, value, group=self.control))
+        return gathered
+
+    def collective(self, call: Callable[[], _T]) -> _T:
+        """What a call of torch.distributed with all of a group gives; raises as ``wait`` does."""
+        began = time.monotonic()
+        self.status.waiting_for = -1
+        try:
+            result = call()
+        except RuntimeError as error:
+            raise self.trouble(error, -1, time.monotonic() - began) from error
+        self.status.waiting_for = None
+        return result
+
+    def group_of_all(self, backend: str) -> ProcessGroup:
+        """A group of its own of all workers."""
+        made = self._new_group(range(self.world_size), backend)
+        assert made is not None
+        return made
+
+    def _new_group(self, ranks: Sequence[int], backend: str) -> ProcessGroup | None:
+        """A process group; None if this rank is not in it."""
+        world = dist.group.WORLD
+        assert world is not None
+        bound = world.bound_device_id
+        try:
+            # A group bound to a device has one NCCL stream for all its messages, where a receive posted early
+            # holds up sends to other peers; one that is not has a stream for each pair.
+            world.bound_device_id = None
+            made = self.collective(
+                lambda: dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
+            )
+        finally:
+            world.bound_device_id = bound
+        if self.rank not in ranks:
+            return None
+        assert isinstance(made, ProcessGroup)
+        self._groups.append(made)
+        return made
+
+    # Waiting and failing
+
+    def wait(self, works: Sequence[Work], peer: int) -> None:
+        """Wait for work with a peer, -1 for a collective's.
+
+        Raises:
+            Lost: the peer is gone, or another worker failed.
+            TimedOut: it took longer than the timeout.
+        """
+        began = time.monotonic()
+        self.status.waiting_for = peer
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise self.trouble(error, peer, time.monotonic() - began) from error
+        self.status.waiting_for = None
+
+    def wait_sent(self, parcel: Parcel) -> None:
+        """Wait until a message is sent; raises as ``wait`` does."""
+        began = time.monotonic()
+        self.status.waiting_for = parcel.peer
+        if parcel.lock.acquire(timeout=self.timeout_seconds):
+            parcel.finish(self._timeout)
+            parcel.lock.release()
+        else:
+            parcel.error = RuntimeError("gloo: a message was not sent in time")
+        if parcel.error is not None:
+            raise self.trouble(parcel.error, parcel.peer, time.monotonic() - began) from parcel.error
+        self.status.waiting_for = None
+
+    def trouble(self, error: RuntimeError, peer: int, waited_seconds: float) -> Exception:
+        """What an error of torch.distributed means: a worker failed, was too slow, or is gone.
+
+        Raises:
+            RuntimeError: the error itself, if it is not about a connection.
+        """
+        text = str(error)
+        if not isinstance(error, dist.DistError) and not any(sign in text for sign in _BROKEN):
+            raise error
+        late = waited_seconds >= 0.95 * self.timeout_seconds
+        # A worker that fails says so before its connections close; the news may still be under way.
+        failure = self._watch.failure(0.0 if late else _ROOT_CAUSE_SECONDS)
+        self._watch.told = True
+        if failure is not None:
+            return Lost(failure.rank, f"worker of rank {failure.rank} failed: {failure.why}")
+        if late:
+            return TimedOut(peer if peer >= 0 else None, self.timeout_seconds)
+        if peer >= 0:
+            return Lost(peer, f"the connection to rank {peer} broke")
+        return Lost(None, "a connection broke during a collective")
+
+    def _break_waits(self) -> None:
+        """End all waits on Gloo, from another thread.
+
+        Gloo closes all connections of a group as soon as one of its waits is too long, and everything
+        that waits on them fails; so a wait that cannot be over in a millisecond is begun on each.
+        """
+        for group in tuple(self._groups):
+            with contextlib.suppress(RuntimeError, ValueError):  # broken already, or just closed
+                if dist.get_backend(group) == "gloo":
+                    peer = (group.rank() + 1) % group.size()
+                    group.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
+
+    @property
+    def failed(self) -> bool:
+        """Whether this worker has met an error of the transport, or reported one of its own."""
+        return self._watch.told
+
+    def statuses(self) -> list[Status | None]:
+        """See ``Transport.statuses``; the other ranks' are as old as their last post."""
+        return self._watch.statuses()
+
+    def fail(self, error: BaseException) -> None:
+        """See ``Transport.fail``; only the first failure counts."""
+        self._watch.post_failure(error)
+
+    def leave(self, *, hosts_store: bool) -> None:
+        """Close at the end of the process; who hosts the store stays until the others are there too."""
+        if not self.closed and not self.failed:
+            self._watch.leave(hosts=hosts_store)
+        self.close()
+
+    def close(self) -> None:
+        """See ``Transport.close``. After a failure the groups stay: what they wait for may never come."""
+        if self.closed:
+            return
+        self.closed = True
+        self._watch.stop()
+        if self.failed:
+            self._break_waits()
+        ended = self._courier is None or self._courier.close(_CLOSE_SECONDS)
+        if not (self._sweeper.close(_CLOSE_SECONDS) and ended):  # something was never received
+            self._break_waits()
+            self._sweeper.close(_CLOSE_SECONDS)
+        if not self.failed:
+            for group in self._groups:
+                with contextlib.suppress(RuntimeError, ValueError):  # its world may have been ended before
+                    dist.destroy_process_group(group)
+        self._groups.clear()
+
+
+def _handle(group: Group) -> ProcessGroup:
+    assert isinstance(group.handle, ProcessGroup), "only members of a group take part in its collectives"
+    return group.handle
+
+
+def _lane(group: ProcessGroup) -> Any:
+    """What sends for a group over Gloo, without the walk through torch's dispatcher that the group adds.
+
+    The walk takes a third of what it costs to post a message.
+    """
+    return group._get_backend(torch.device("cpu"))  # noqa: SLF001

@@ -1,0 +1,43 @@
+"""Tensors of known shapes over Gloo: from CPU memory as they are, from a GPU through pinned host memory.
+
+Gloo matches messages by tag, and connects all workers when a group is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .base import TransportKind
+from .control import DistributedTransport
+from .pending import Receiving, Sending, in_place_of
+from .tags import PAYLOAD, lane_tag
+
+
+class GlooTransport(DistributedTransport):
+    """One process's transport over Gloo."""
+
+    kind = TransportKind.GLOO
+    keeps_order = False
+
+    def make_data_plane(self) -> None:
+        """See ``DistributedTransport``: the control plane's group carries all."""
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Sending:
+        """See ``Transport.send``."""
+        tag = lane_tag(tag, PAYLOAD)
+        if self._courier is not None:
+            return self.carry(tensors, peer, tag)
+        return self.sent(peer, self.post(tensors, peer, tag))
+
+    def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> Receiving:
+        """See ``Transport.receive``."""
+        targets: Sequence[Tensor] = buffers
+        moves: Sequence[tuple[Tensor, Tensor]] = ()
+        staged = self._courier is not None
+        if staged or not all(buffer.is_contiguous() for buffer in buffers):
+            device = torch.device("cpu") if staged else self.device
+            targets, moves = in_place_of(buffers, device, pinned=staged and self._pinned)
+        return Receiving(self, peer, self.accept(targets, peer, lane_tag(tag, PAYLOAD)), moves)
