@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.values import cut
+from counterflow.runtime.samples import cut
 from counterflow.runtime.world import current_transport
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.schemes import dapple, gpipe, interleaved

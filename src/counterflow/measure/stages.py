@@ -20,8 +20,9 @@ from torch.utils import _pytree as pytree
 from counterflow.runtime.meters import SavedBytes
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.randomness import Rows
+from counterflow.runtime.samples import cut, moved, samples_in, split_points
 from counterflow.runtime.stage import StageCopy
-from counterflow.runtime.values import Unit, cut, moved, samples_in, split_points, tensors_of, value_of
+from counterflow.runtime.values import Unit, tensors_of, value_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def measure_stages(
     """
     count = pipeline.schedule.micro_batches
     last = pipeline.schedule.stages - 1
-    samples = split_points(samples_in(inputs), count)[1]
+    samples = split_points(samples_in(inputs, pipeline.input_dims), count)[1]
     # What one backward computes is measured: halves do not cost half of a whole to the byte.
     if parts is None:
         parts = max((op.parts for op in pipeline.schedule.ops()), default=1)
@@ -82,7 +83,7 @@ def measure_stages(
         first = None
         if stage in pipeline.stages:
             if stage == 0:
-                taken[stage] = moved(cut(inputs, unit), pipeline.device)
+                taken[stage] = moved(cut(inputs, unit, pipeline.input_dims), pipeline.device)
             else:
                 taken[stage] = _made(described, pipeline.device)
             if stage < last:
@@ -95,7 +96,9 @@ def measure_stages(
                 ]
         found = pipeline.transport.gather_objects(first)
         described = next((cast("_Described", row) for row in found if row is not None), [])
-    target = moved(cut(targets, unit), pipeline.device) if last in pipeline.stages else None
+    target = (
+        moved(cut(targets, unit, pipeline.target_dims), pipeline.device) if last in pipeline.stages else None
+    )
     mine = {
         stage: _measured(
             pipeline, copy, taken[stage], target if stage == last else None, rows=rows, repeats=repeats

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .randomness import Rows
+from .samples import Dims
 from .values import TensorSpec, Unit
 
 Key = tuple[int, Unit]
@@ -50,6 +51,8 @@ class Batch:
         total: samples of the mini-batch of all replicas.
         first: number of this replica's first micro-batch among those of all replicas.
         training: whether gradients are wanted.
+        input_dims: which dimensions of the inputs the samples are.
+        target_dims: likewise of the targets.
         known: the shapes of what travels, by stage and unit, if they were seen before.
         learnt: where they are noted.
         settle: waits for what the others were given, before anything they see; gives ``total``.
@@ -63,6 +66,8 @@ class Batch:
     total: int
     first: int
     training: bool
+    input_dims: Dims
+    target_dims: Dims
     known: Shapes | None
     learnt: Shapes
     settle: Callable[[], int] | None = None

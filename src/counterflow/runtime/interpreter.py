@@ -41,10 +41,11 @@ from .compression import Compression
 from .mail import Mail
 from .meters import Kept, SavedBytes, clock_of
 from .randomness import Rows
+from .samples import Dims, cut
 from .stage import StageCopy
 from .tasks import Preparation, Task, Tasks
 from .transport import Transport
-from .values import TensorSpec, Unit, Value, cut, tensors_of, value_of
+from .values import TensorSpec, Unit, Value, tensors_of, value_of
 from .watch import worker_error
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -370,7 +371,9 @@ class Interpreter:
         if task.stage != self._last_stage:
             return tensors_of(output, f"stage {task.stage}")
         assert batch.targets is not None
-        loss = self.loss_function(output, _part(batch.targets[unit.micro_batch], unit, batch))
+        loss = self.loss_function(
+            output, _part(batch.targets[unit.micro_batch], unit, batch, batch.target_dims)
+        )
         share = batch.share(unit)
         if not again:
             batch.losses.entries.append((unit, loss.detach(), share))
@@ -457,17 +460,17 @@ class Interpreter:
 
     def _first_input(self, unit: Unit, batch: Batch) -> Any:
         assert batch.inputs is not None
-        return _part(batch.inputs[unit.micro_batch], unit, batch)
+        return _part(batch.inputs[unit.micro_batch], unit, batch, batch.input_dims)
 
 
 _NOTHING = nullcontext()
 
 
-def _part(tree: Any, unit: Unit, batch: Batch) -> Any:
+def _part(tree: Any, unit: Unit, batch: Batch, dims: Dims) -> Any:
     """A unit's samples of its micro-batch."""
     if unit.parts == 1:
         return tree
-    return cut(tree, unit.rows(batch.samples[unit.micro_batch]))
+    return cut(tree, unit.rows(batch.samples[unit.micro_batch]), dims)
 
 
 def _flat(value: Any) -> list[Tensor]:

@@ -36,12 +36,17 @@ from .interpreter import Interpreter, LossFunction
 from .layers import layers_of, state_names
 from .meters import SavedBytes
 from .randomness import RandomStreams
+from .samples import Dims, cut, moved, samples_in, split_points
 from .stage import NamedLayer, StageCopy, materialised
 from .step import Step, Workers, place
 from .transport import Gathering, Transport
-from .values import cut, moved, samples_in, signature, split_points
+from .values import signature
 from .watch import worker_error
 from .weights import MakeOptimizer, MakeScheduler, Weights
+
+_NAMES = "inputs", "targets"
+_NOT_GIVEN = -1
+"""In place of a number of samples."""
 
 
 class Pipeline:
@@ -74,6 +79,10 @@ class Pipeline:
         compile_layers: whether layers go through ``torch.compile``; or the name of its backend.
         compress: whether activations and gradients go between workers in half precision where that loses
             little (WPipe, appendix A.3); the first step's never do.
+        input_dims: which dimension of the inputs' tensors the samples are: an int for all of them, or a tree
+            of ints and None (no samples: all micro-batches get it whole) of the inputs' structure or of its
+            first levels, as ``torch.vmap`` takes ``in_dims``.
+        target_dims: likewise of the targets.
         dynamic_shapes: whether shapes between stages may differ for inputs of the same shapes.
         digest_every: steps after which the copies of the stages are compared; 0: never.
         count_memory_steps: first steps in which the bytes saved for backward are counted.
@@ -107,6 +116,8 @@ class Pipeline:
         autocast: torch.dtype | None = None,
         compile_layers: bool | str = False,
         compress: bool = False,
+        input_dims: Dims = 0,
+        target_dims: Dims = 0,
         dynamic_shapes: bool = False,
         digest_every: int = 100,
         count_memory_steps: int = 2,
@@ -121,6 +132,8 @@ class Pipeline:
         self.digest_every = digest_every
         self.count_memory_steps = count_memory_steps
         self.dynamic_shapes = dynamic_shapes
+        self.input_dims = input_dims
+        self.target_dims = target_dims
         self.steps = 0
         recompute = parse_mode(Recompute, "recompute", recompute)
         sync = parse_mode(Sync, "sync", sync)
@@ -243,11 +256,13 @@ class Pipeline:
         ``flush``; until then all mini-batches have the same shapes.
 
         Args:
-            inputs: tensors with the samples as first dimension; read on workers with the first stage.
-            targets: likewise; read on workers with the last stage.
+            inputs: a tensor, or tensors in any structure, with the samples in ``input_dims``; read on workers
+                with the first stage. Numbers, texts and None in it go to all micro-batches.
+            targets: likewise, in ``target_dims``; read on workers with the last stage.
 
         Raises:
-            ConfigError: the mini-batch has fewer samples than micro-batches, or is missing.
+            ConfigError: the mini-batch has fewer samples than micro-batches, or is missing; or its tensors
+                have different numbers of samples.
             WorkerError: a worker failed, or the loss is not finite.
         """
         began = time.perf_counter()
@@ -313,7 +328,8 @@ class Pipeline:
         return self._run.under_way
 
     def _batch(self, inputs: Any, targets: Any, *, training: bool) -> Batch:
-        samples = max(_samples(inputs), _samples(targets))
+        mine = _samples(inputs, self.input_dims, "inputs"), _samples(targets, self.target_dims, "targets")
+        samples = max(mine)
         needs_inputs, needs_targets = 0 in self.stages, self.schedule.stages - 1 in self.stages
         for needed, given, name, stage in (
             (needs_inputs, inputs, "inputs", "first"),
@@ -323,9 +339,9 @@ class Pipeline:
                 raise ConfigError(f"worker {self.worker} holds the {stage} stage and needs the {name}")
         kind = 0 if inputs is None else signature(inputs, samples, training)
         if self._run.under_way:
-            return self._cut(inputs, targets, self._as_before(samples, kind), training=True)
-        telling = self.transport.start_gather([samples, kind, float(training), self.steps])
-        ahead = kind in self._shapes and samples >= self._fewest
+            return self._cut(inputs, targets, self._as_before(mine, kind), training=True)
+        telling = self.transport.start_gather([*mine, kind, float(training), self.steps])
+        ahead = kind in self._shapes and samples >= self._fewest and mine[1] in (samples, _NOT_GIVEN)
         """Whether this worker knows enough to begin; what the others say is read before it sends."""
         total = samples
         if not ahead:
@@ -334,16 +350,17 @@ class Pipeline:
         settle = (lambda: self._settled(telling, training)) if ahead else None
         return self._cut(inputs, targets, given, training=training, settle=settle)
 
-    def _as_before(self, samples: int, kind: int) -> tuple[int, int, int]:
+    def _as_before(self, mine: tuple[int, int], kind: int) -> tuple[int, int, int]:
         """What is known of a mini-batch that follows others without a flush: it is like them.
 
         Raises:
             ConfigError: it is not.
         """
         before = self._given
-        if samples not in (0, before[0]) or kind not in (0, before[1]):
+        if not {*mine} <= {_NOT_GIVEN, before[0]} or kind not in (0, before[1]):
+            now = " and ".join(f"{n} samples" for n in sorted({*mine} - {_NOT_GIVEN}))
             raise ConfigError(
-                f"step {self.steps} was given {samples} samples, the one before {before[0]}, or tensors of "
+                f"step {self.steps} was given {now}, the one before {before[0]}, or tensors of "
                 "other shapes; flush() before mini-batches of another shape"
             )
         return before
@@ -369,16 +386,25 @@ class Pipeline:
         takes_targets = self.schedule.stages - 1 in self.stages
         return Batch(
             step=self.steps,
-            inputs=[moved(cut(inputs, part), self.device) for part in parts] if 0 in self.stages else None,
-            targets=[moved(cut(targets, part), self.device) for part in parts] if takes_targets else None,
+            inputs=self._moved(inputs, parts, self.input_dims) if 0 in self.stages else None,
+            targets=self._moved(targets, parts, self.target_dims) if takes_targets else None,
             samples=[part.stop - part.start for part in parts],
             total=total,
             first=self.replica * count,
             training=training,
+            input_dims=self.input_dims,
+            target_dims=self.target_dims,
             known=self._shapes.get(kind) if kind else None,
             learnt={},
             settle=settle,
         )
+
+    def _moved(self, tree: Any, parts: Sequence[slice], dims: Dims) -> list[Any]:
+        """The micro-batches on the device. Without a flush they are needed when the step is over, and the
+        user may have filled their memory anew.
+        """
+        copied = not self.schedule.synchronous
+        return [moved(cut(tree, part, dims), self.device, copied=copied) for part in parts]
 
     def _agreed_on(self, telling: Gathering, training: bool) -> tuple[int, int, int]:
         """Samples and signature of the replica's mini-batch, and the samples of all replicas'.
@@ -389,7 +415,7 @@ class Pipeline:
         self.transport.status.now("agreeing on the mini-batch")
         rows = telling.wait()
         self._agree_on_call(rows, training)
-        by_replica = [max(int(rows[rank][0]) for rank in ranks) for ranks in self.ranks]
+        by_replica = [self._agreed_samples(rows, replica) for replica in range(self.replicas)]
         if min(by_replica) < self._fewest:
             count = self.schedule.micro_batches
             raise ConfigError(
@@ -397,7 +423,7 @@ class Pipeline:
                 f"{'' if self._fewest == count else ' of 2 samples or more'}; "
                 f"give {self._fewest} samples or more a replica"
             )
-        kinds = {int(rows[rank][1]) for rank in self.ranks[self.replica]} - {0}
+        kinds = {int(rows[rank][2]) for rank in self.ranks[self.replica]} - {0}
         if len(kinds) > 1:
             raise ConfigError(
                 f"workers of replica {self.replica} were given mini-batches of different shapes; "
@@ -405,12 +431,34 @@ class Pipeline:
             )
         return by_replica[self.replica], kinds.pop() if kinds else 0, sum(by_replica)
 
+    def _agreed_samples(self, rows: list[list[float]], replica: int) -> int:
+        """The samples of a replica's mini-batch.
+
+        Raises:
+            ConfigError: its workers' inputs and targets differ in it.
+        """
+        told = [
+            (int(samples), name, rank)
+            for rank in self.ranks[replica]
+            for name, samples in zip(_NAMES, rows[rank], strict=False)
+            if samples != _NOT_GIVEN
+        ]
+        least, most = min(told), max(told)
+        if most[0] != least[0]:
+            where = f" of replica {replica}" if self.replicas > 1 else ""
+            first, second = (f"{n} samples in the {name} of rank {rank}" for n, name, rank in (least, most))
+            raise ConfigError(
+                f"the mini-batch{where} has {first} and {second}; inputs and targets have the same samples, "
+                "in the dimensions that input_dims and target_dims say"
+            )
+        return most[0]
+
     def _agree_on_call(self, rows: list[list[float]], training: bool) -> None:
         for rank, row in enumerate(rows):
-            if (row[2], row[3]) != (float(training), self.steps):
+            if (row[3], row[4]) != (float(training), self.steps):
                 mine, other = (
                     f"{'step' if t else 'evaluate'}, after {int(n)} steps"
-                    for t, n in ((training, self.steps), (row[2], row[3]))
+                    for t, n in ((training, self.steps), (row[3], row[4]))
                 )
                 raise ConfigError(
                     f"rank {self.transport.rank} calls {mine}; rank {rank} calls {other}; "
@@ -579,8 +627,8 @@ def _autocast(device: torch.device, dtype: torch.dtype | None) -> Callable[[], A
     return partial(torch.autocast, device.type, dtype=dtype)
 
 
-def _samples(tree: Any) -> int:
-    return 0 if tree is None else samples_in(tree)
+def _samples(tree: Any, dims: Dims, name: str) -> int:
+    return _NOT_GIVEN if tree is None else samples_in(tree, dims, name)
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

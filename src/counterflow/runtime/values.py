@@ -1,7 +1,4 @@
-"""What travels between stages: a tensor or a tuple of tensors, and how samples are cut out of it.
-
-Invariant: the first dimension of everything that travels is the samples (or a fixed multiple of them).
-"""
+"""What travels between stages: a tensor or a tuple of tensors."""
 
 from __future__ import annotations
 
@@ -9,18 +6,14 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from counterflow.errors import ConfigError
-
 Value = Tensor | tuple[Tensor, ...]
 """What a stage takes and gives."""
-
-Tree = TypeVar("Tree")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,47 +70,6 @@ def tensors_of(value: object, place: str) -> list[Tensor]:
 def value_of(tensors: Sequence[Tensor]) -> Value:
     """What a stage takes: the one tensor, or the tuple."""
     return tensors[0] if len(tensors) == 1 else tuple(tensors)
-
-
-def samples_in(tree: object) -> int:
-    """The number of samples of a mini-batch: the first dimension of its tensors.
-
-    Raises:
-        ConfigError: there is no tensor, or they do not agree.
-    """
-    sizes = {
-        leaf.shape[0] if leaf.dim() else 0 for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)
-    }
-    if len(sizes) != 1:
-        found = f"{sorted(sizes)}" if sizes else "no tensor"
-        raise ConfigError(
-            f"a mini-batch's tensors must have the samples as their first dimension; found {found}"
-        )
-    return int(sizes.pop())
-
-
-def split_points(samples: int, micro_batches: int) -> list[int]:
-    """Where micro-batches begin, and ``samples`` at the end: the first ones get one sample more.
-
-    >>> split_points(10, 4)
-    [0, 3, 6, 8, 10]
-    """
-    size, more = divmod(samples, micro_batches)
-    return [m * size + min(m, more) for m in range(micro_batches + 1)]
-
-
-def cut(tree: Tree, rows: slice) -> Tree:
-    """Some samples of a mini-batch, whatever its structure."""
-    found: Tree = pytree.tree_map(lambda leaf: leaf[rows] if isinstance(leaf, Tensor) else leaf, tree)
-    return found
-
-
-def moved(tree: Tree, device: torch.device) -> Tree:
-    """The same on a device."""
-    found: Tree = pytree.tree_map(
-        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, tree
-    )
-    return found
 
 
 def number_of(*parts: object) -> int:

@@ -22,9 +22,9 @@ from counterflow.runtime.gradients import clip_factor, unique
 from counterflow.runtime.interpreter import LossFunction
 from counterflow.runtime.layers import state_names
 from counterflow.runtime.randomness import RandomStreams, Rows
+from counterflow.runtime.samples import cut, samples_in, split_points
 from counterflow.runtime.stage import NamedLayer, materialised
 from counterflow.runtime.step import Step
-from counterflow.runtime.values import cut, samples_in, split_points
 from counterflow.runtime.weights import MakeOptimizer, MakeScheduler
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.registry import SCHEMES
