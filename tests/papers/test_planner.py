@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 
 from counterflow import ConfigError
-from counterflow.models import preset
+from counterflow.models import preset, shapes
 from counterflow.papers import examples, transformers
 from counterflow.plan import Arrangement, Configuration, Cutting, Predictor
 from counterflow.plan.search import search
 from counterflow.plan.space import Constraints
 from counterflow.runtime.layers import parameter_count
 from counterflow.schedule.modes import Recompute
-from counterflow.train.presets import PRESETS
 
 SHAPES = {
     "bert-48": transformers.BERT_48,
@@ -37,7 +36,7 @@ def test_shapes_have_the_parameters_of_the_models(name: str) -> None:
     assert parameter_count([block]) == shape.block_weights
     assert parameter_count([embedding]) == shape.embedding_weights
     assert parameter_count([head]) == shape.head_weights
-    assert PRESETS[name].layers == shape.blocks
+    assert shapes.SHAPES[name].layers == shape.blocks
 
 
 @pytest.mark.parametrize("name", examples.EXAMPLES)

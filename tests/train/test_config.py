@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from counterflow import ConfigError, schemes
+from counterflow.models.shapes import SHAPES, Family
 from counterflow.schedule.formats import dumps
 from counterflow.schedule.registry import SCHEMES
 from counterflow.train import RunConfig, load_config
 from counterflow.train.config import ScheduleSection, legal_values
 from counterflow.train.load import SECTIONS
-from counterflow.train.presets import PRESETS, Family
 
 
 def test_an_empty_config_is_the_built_in_example() -> None:
@@ -80,31 +80,16 @@ def test_a_model_without_vocabulary_has_the_datas() -> None:
     assert load_config(sets=["model.kind=bert", "model.vocabulary=300"]).model.vocabulary == 300
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", SHAPES)
 def test_a_preset_gives_the_shape_and_keys_change_it(name: str) -> None:
     model = load_config(sets=[f"model.kind={name}", "model.layers=4"]).model
-    preset = PRESETS[name]
+    preset = SHAPES[name]
     assert (model.family, model.layers, model.hidden) == (preset.family, 4, preset.hidden)
     assert (model.heads, model.positions, model.vocabulary) == (
         preset.heads,
         preset.positions,
         preset.vocabulary,
     )
-
-
-def test_the_named_models_are_those_of_the_models_room() -> None:
-    from counterflow.models import BERTConfig, GPTConfig
-    from counterflow.models.presets import PRESETS as MODELS
-
-    texts = {name: model.config for name, model in MODELS.items() if not name.startswith("resnext")}
-    assert list(texts) == list(PRESETS)
-    for name, config in texts.items():
-        assert isinstance(config, (GPTConfig, BERTConfig))
-        preset = PRESETS[name]
-        assert (preset.family is Family.GPT) == isinstance(config, GPTConfig)
-        assert not config.tied
-        for key in ("layers", "hidden", "heads", "positions", "vocabulary", "dropout"):
-            assert getattr(preset, key) == getattr(config, key), (name, key)
 
 
 def test_without_a_word_the_model_is_the_example() -> None:
@@ -171,7 +156,7 @@ def test_the_number_of_processes() -> None:
         ),
         (
             ["model.kind=gtp"],
-            f"model.kind = \"gtp\": unknown; did you mean 'gpt'? Known: gpt, bert, {', '.join(PRESETS)}",
+            f"model.kind = \"gtp\": unknown; did you mean 'gpt'? Known: gpt, bert, {', '.join(SHAPES)}",
         ),
         (
             ["schedule.stages=3"],
@@ -298,7 +283,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     }
     return {
         "model": {
-            "kind": draw(st.sampled_from(["gpt", "bert", *PRESETS])),
+            "kind": draw(st.sampled_from(["gpt", "bert", *SHAPES])),
             "layers": draw(st.integers(14, 99)),
             "heads": heads,
             "hidden": heads * draw(st.integers(1, 9)),

@@ -21,7 +21,7 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule.formats import loads
 from counterflow.train import load_config, load_weights, loop
 from counterflow.train.checkpoint import Checkpoint, save
-from counterflow.train.folder import FILES, RunFolder, read_metrics, read_summary, read_timeline
+from counterflow.train.folder import FILES, RunFolder, read_metrics, read_timeline
 from counterflow.train.job import prepare
 from counterflow.train.run import run
 
@@ -49,7 +49,9 @@ def test_what_a_run_writes_reads_back(
 
     assert load_config(folder / "config.toml") == given
     assert loads((folder / "schedule.json").read_text(), "") == given.build_schedule()
-    assert read_summary(folder) == json.loads(json.dumps(dataclasses.asdict(summary)))
+    assert json.loads((folder / "summary.json").read_text()) == json.loads(
+        json.dumps(dataclasses.asdict(summary))
+    )
 
     lines = read_metrics(folder)
     assert lines == watcher.lines
@@ -418,6 +420,6 @@ def test_interrupted_after_the_step_under_way(train: Train, tmp_path: Path) -> N
     summary = train(watcher=Watcher(interrupt), train__steps=100_000, train__evaluate_every=0)
     assert summary.stopped
     assert 4 <= summary.steps == len(losses(tmp_path / "run")) < 100_000
-    assert read_summary(tmp_path / "run")["stopped"]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped"]
     assert load_weights(tmp_path / "run")
     assert signal.getsignal(signal.SIGINT) is before

@@ -20,7 +20,9 @@ from counterflow.errors import ConfigError
 
 from .bert import BERTConfig
 from .gpt import GPTConfig
+from .parts import INITIAL_DEVIATION
 from .resnext import ResNeXtConfig
+from .shapes import SHAPES, Family, Shape
 
 ModelConfig = GPTConfig | BERTConfig | ResNeXtConfig
 """The shape of a model: ``build()`` gives its layers, ``sample()`` random data, ``loss()`` its loss."""
@@ -43,9 +45,15 @@ class Preset:
     sequence: int | None = None
 
 
-def _wpipe_bert(layers: int) -> Preset:
-    config = BERTConfig(layers=layers, hidden=768, heads=12)
-    return Preset(f"bert-{layers}", config, "WPipe, appendix A.2", sequence=128)
+def _language(name: str, shape: Shape) -> Preset:
+    names = ("layers", "hidden", "heads", "positions", "vocabulary", "dropout")
+    numbers = {key: getattr(shape, key) for key in names}
+    config: ModelConfig
+    if shape.family is Family.BERT:
+        config = BERTConfig(**numbers)
+    else:
+        config = GPTConfig(**numbers, deviation=shape.deviation or INITIAL_DEVIATION)
+    return Preset(name, config, shape.source, shape.sequence)
 
 
 def _resnext(blocks: tuple[int, ...], width: int, source: str) -> Preset:
@@ -56,35 +64,7 @@ def _resnext(blocks: tuple[int, ...], width: int, source: str) -> Preset:
 PRESETS: dict[str, Preset] = {
     preset.name: preset
     for preset in (
-        Preset(
-            "example",
-            GPTConfig(layers=8, hidden=64, heads=4, vocabulary=256, positions=64, dropout=0.0, deviation=0.1),
-            "Counterflow's example: bytes of text, on a processor of two cores",
-        ),
-        Preset("bert-48", BERTConfig(layers=48, hidden=1024, heads=16), "Chimera, Table 4", sequence=128),
-        Preset(
-            "bert-48-mixpipe",
-            BERTConfig(layers=48, hidden=1024, heads=16, vocabulary=30592),
-            "MixPipe, Table II; the vocabulary padded to a multiple of 128",
-        ),
-        Preset("bert-64", BERTConfig(layers=64, hidden=2560, heads=64), "Hanayo, §5"),
-        *map(_wpipe_bert, (96, 192, 384, 768)),
-        Preset(
-            "gpt-2",
-            GPTConfig(layers=64, hidden=1280, heads=20, vocabulary=50257, positions=1024),
-            "Chimera, Table 4",
-            sequence=632,
-        ),
-        Preset(
-            "gpt-72",
-            GPTConfig(layers=72, hidden=1024, heads=16, vocabulary=50304, positions=512),
-            "MixPipe, Table II",
-        ),
-        Preset(
-            "gpt-128",
-            GPTConfig(layers=128, hidden=1024, heads=16, vocabulary=50257, positions=1024),
-            "Hanayo, §5",
-        ),
+        *(_language(name, shape) for name, shape in SHAPES.items()),
         _resnext((3, 4, 6, 3), 4, "Xie et al. 2017, 32×4d; WPipe, Table 2"),
         _resnext((3, 4, 23, 3), 8, "Xie et al. 2017, 32×8d; WPipe, Table 2"),
         _resnext((3, 24, 36, 3), 4, "WPipe, appendix A.2"),

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Protocol, Self, TypeVar
 
+import tomlkit
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
-from counterflow import toml
 from counterflow.errors import ConfigError
 from counterflow.reading import read_text
 
@@ -145,7 +145,7 @@ def load_model(path: Path | str) -> Model:
 
 def dumps(value: Cluster | Profile | Model) -> str:
     """A cluster, profile or model as a TOML file."""
-    return "\n".join(_lines(as_data(value))) + "\n"
+    return tomlkit.dumps(as_data(value))
 
 
 def as_data(value: Cluster | Profile | Model | LayerProfile | Link) -> dict[str, Any]:
@@ -160,32 +160,6 @@ def as_data(value: Cluster | Profile | Model | LayerProfile | Link) -> dict[str,
         elif isinstance(part, Mapping):
             data[name] = {k: as_data(v) if isinstance(v, LayerProfile) else v for k, v in part.items()}
     return {name: part for name, part in data.items() if not isinstance(part, Mapping) or part}
-
-
-def _lines(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[str]:
-    """A table: its values first, then the tables in it."""
-    tables = {k: v for k, v in table.items() if isinstance(v, Mapping)}
-    runs = {k: v for k, v in table.items() if k not in tables and _is_tables(v)}
-    for key, value in table.items():
-        if key not in tables and key not in runs:
-            yield f"{_key(key)} = {toml.dumps(value)}"
-    for key, rows in runs.items():
-        for row in rows:
-            yield f"\n[[{'.'.join(map(_key, (*path, key)))}]]"
-            yield from _lines(row, (*path, key))
-    for key, inner in tables.items():
-        if any(not isinstance(value, Mapping) for value in inner.values()):
-            yield f"\n[{'.'.join(map(_key, (*path, key)))}]"
-        yield from _lines(inner, (*path, key))
-
-
-def _is_tables(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(row, Mapping) for row in value)
-
-
-def _key(name: str) -> str:
-    plain = name and all(c.isascii() and (c.isalnum() or c in "-_") for c in name)
-    return name if plain else toml.dumps(name)
 
 
 _T_co = TypeVar("_T_co", covariant=True)

@@ -18,13 +18,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, mode
 
 from counterflow import toml
 from counterflow.errors import ConfigError, ScheduleError
+from counterflow.models.shapes import EXAMPLE, SHAPES, Family
 from counterflow.schedule import registry
 from counterflow.schedule.check import check
 from counterflow.schedule.formats import loads
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.modes import Recompute, Sync
-
-from .presets import EXAMPLE, PRESETS, Family
 
 WORKERS = 4
 """Workers of the built-in example, and of any scheme that is given no depth."""
@@ -78,7 +77,7 @@ class ModelSection(Section):
     """What is trained. A model with a name has a shape, which may be changed key by key."""
 
     kind: str = _key(
-        "gpt", "architecture, or the name of a model", f"gpt, bert, or one of {', '.join(PRESETS)}"
+        "gpt", "architecture, or the name of a model", f"gpt, bert, or one of {', '.join(SHAPES)}"
     )
     layers: int = _key(EXAMPLE.layers, "transformer blocks, without embedding and head", _COUNT, ge=1)
     hidden: int = _key(EXAMPLE.hidden, "width of the hidden states", _COUNT, ge=1)
@@ -97,15 +96,14 @@ class ModelSection(Section):
         kind = data.get("kind", "gpt") if isinstance(data, dict) else None
         if not isinstance(kind, str):
             return data
-        preset = PRESETS.get(kind)
+        preset = SHAPES.get(kind)
         if preset is None:
             if kind not in list(Family):
                 raise ConfigError(
-                    _unknown("model.kind", kind, [family.value for family in Family] + [*PRESETS])
+                    _unknown("model.kind", kind, [family.value for family in Family] + [*SHAPES])
                 )
             return {"vocabulary": _BYTE_VALUES + (kind == Family.BERT), **data}
-        shape = {name: getattr(preset, name) for name in preset.__slots__ if name != "family"}
-        return shape | data
+        return {name: getattr(preset, name) for name in preset.__slots__ if name in cls.model_fields} | data
 
     @model_validator(mode="after")
     def _check(self) -> ModelSection:
@@ -126,7 +124,7 @@ class ModelSection(Section):
     @property
     def family(self) -> Family:
         """Whether it is a GPT or a BERT."""
-        preset = PRESETS.get(self.kind)
+        preset = SHAPES.get(self.kind)
         return preset.family if preset else Family(self.kind)
 
     @property

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.schedule.formats import dumps, loads
@@ -169,12 +169,6 @@ def read_timeline(path: Path) -> Timeline:
 def read_metrics(path: Path) -> list[Numbers]:
     """All lines of a run's metrics."""
     return RunFolder(path).new_records()
-
-
-def read_summary(path: Path) -> dict[str, Any]:
-    """A run's summary."""
-    summary: dict[str, Any] = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
-    return summary
 
 
 @contextmanager

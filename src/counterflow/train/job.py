@@ -29,6 +29,7 @@ from counterflow.models import (
     masked_token_loss,
     next_token_loss,
 )
+from counterflow.models.shapes import Family
 from counterflow.runtime.estimates import estimated_costs
 from counterflow.runtime.layers import parameter_count
 from counterflow.schedule.cuts import balance, stage_layers
@@ -37,7 +38,6 @@ from counterflow.schedule.segments import segments
 
 from .checkpoint import Checkpoint
 from .config import DataSection, ModelSection, OptimizerSection, RunConfig
-from .presets import Family
 from .report import About
 
 _DEVIATION_AT_WIDTH_1 = 0.8
