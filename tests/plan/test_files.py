@@ -60,6 +60,24 @@ def test_files_read_back_equal(value: object, load: Callable[[Path], object], tm
         ('name = "x"\nnode = 1', r"node: there is no such key"),
         ('name = "x"', r"nodes: is missing"),
         ("name = ", r"not TOML"),
+        ("name = 2026-01-01", r"x\.toml: 2026-01-01 is a date or a time; write it in quotes"),
+        (
+            files.dumps(CLUSTER).replace("nodes = 2", "nodes = 2.5"),
+            r"x\.toml: nodes: input should be a valid int",
+        ),
+        (
+            files.dumps(CLUSTER).replace("nodes = 2", 'nodes = "2"'),
+            r"x\.toml: nodes: input should be a valid int",
+        ),
+        (
+            files.dumps(CLUSTER).replace("sync_slowdown = 0.0", "sync_slowdown = nan"),
+            r"sync_slowdown: .*finite",
+        ),
+        (files.dumps(CLUSTER).replace("[between]", "[betwen]"), r"x\.toml: betwen: there is no such key"),
+        (
+            files.dumps(CLUSTER).replace("[inside]", "[inside]\nwidth = 1"),
+            r"inside\.width: there is no such key",
+        ),
         (files.dumps(CLUSTER).replace("nodes = 2", "nodes = 0"), r"x\.toml: nodes=0: must be 1 or more"),
         (
             files.dumps(CLUSTER).replace("seconds_per_byte = 1e-10", "seconds_per_byte = -1.0"),

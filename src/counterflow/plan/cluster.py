@@ -9,8 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from counterflow.errors import ConfigError
+
+FORM: Final = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+"""How pydantic reads these data types from files: nothing unknown, nothing converted, finite numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,8 @@ class Link:
     >>> Link(latency_seconds=1e-5, seconds_per_byte=1e-9).seconds(1e6)
     0.00101
     """
+
+    __pydantic_config__ = FORM
 
     latency_seconds: float
     seconds_per_byte: float
@@ -62,6 +68,8 @@ class Cluster:
     Raises:
         ConfigError: a number out of its range.
     """
+
+    __pydantic_config__ = FORM
 
     name: str
     nodes: int

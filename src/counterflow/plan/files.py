@@ -1,100 +1,32 @@
 """Clusters, profiles and models as files: TOML to read and edit, or the same as JSON.
 
 Invariant: what ``dumps`` writes, ``load_*`` reads back equal. A message names the file, the key and what is
-legal. pydantic checks form here; ranges are the data types' own business.
+legal. pydantic reads the data types themselves, and checks form; ranges are the data types' own business.
 """
 
 from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Protocol, Self, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tomlkit
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from counterflow.errors import ConfigError
 from counterflow.reading import read_text
 
 from .cluster import Cluster, Link
-from .model import Model
+from .model import Model, TrainValue
 from .profile import LayerProfile, Profile
 
-Numbers = Annotated[tuple[float, ...], Strict(False)]
-TrainValue = str | bool | int | float
+_T = TypeVar("_T")
 
 
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class _Link(_Table):
-    latency_seconds: float
-    seconds_per_byte: float
-
-    def value(self) -> Link:
-        return Link(self.latency_seconds, self.seconds_per_byte)
-
-
-class _Cluster(_Table):
-    name: str
-    nodes: int
-    devices: int
-    memory_bytes: float
-    reserve_bytes: float = 0.0
-    shared_adapter: bool = False
-    overlap: bool = True
-    sync_slowdown: float = 0.0
-    cores: int | None = None
-    inside: _Link
-    between: _Link
-    allreduce_inside: _Link | None = None
-    allreduce_between: _Link | None = None
-    sources: dict[str, str] = {}
-
-    def value(self) -> Cluster:
-        given: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields}
-        for name, part in given.items():
-            if isinstance(part, _Link):
-                with _named(f"{name}."):
-                    given[name] = part.value()
-        return Cluster(**given)
-
-
-class _Layer(_Table):
-    samples: Numbers
-    forward_seconds: Numbers
-    backward_seconds: Numbers
-    saved_bytes: Numbers
-    weights_bytes: float
-    output_bytes: float
-    part_overhead_seconds: float = 0.0
-    sources: dict[str, str] = {}
-
-    def value(self) -> LayerProfile:
-        return LayerProfile(**{name: getattr(self, name) for name in type(self).model_fields})
-
-
-class _Profile(_Table):
-    name: str
-    machine: str
-    date: str
-    update_seconds_per_byte: float = 0.0
-    op_overhead_seconds: float = 0.0
-    step_overhead_seconds: float = 0.0
-    sources: dict[str, str] = {}
-    layers: dict[str, _Layer]
-
-    def value(self) -> Profile:
-        given = {name: getattr(self, name) for name in type(self).model_fields}
-        layers = {}
-        for kind, layer in self.layers.items():
-            with _named(f"layers.{kind}."):
-                layers[kind] = layer.value()
-        return Profile(**given | {"layers": layers})
 
 
 class _Run(_Table):
@@ -116,13 +48,18 @@ class _Model(_Table):
         return Model(**given | {"layers": kinds})
 
 
+_CLUSTER = TypeAdapter(Cluster)
+_PROFILE = TypeAdapter(Profile)
+_MODEL = TypeAdapter(_Model)
+
+
 def load_cluster(path: Path | str) -> Cluster:
     """The cluster in a file.
 
     Raises:
         ConfigError: it cannot be read, or is not of the form; the message says where.
     """
-    return _value(path, _Cluster)
+    return _value(path, _CLUSTER)
 
 
 def load_profile(path: Path | str) -> Profile:
@@ -131,7 +68,7 @@ def load_profile(path: Path | str) -> Profile:
     Raises:
         ConfigError: it cannot be read, or is not of the form; the message says where.
     """
-    return _value(path, _Profile)
+    return _value(path, _PROFILE)
 
 
 def load_model(path: Path | str) -> Model:
@@ -140,7 +77,11 @@ def load_model(path: Path | str) -> Model:
     Raises:
         ConfigError: it cannot be read, or is not of the form; the message says where.
     """
-    return _value(path, _Model)
+    found = _value(path, _MODEL)
+    try:
+        return found.value()
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def dumps(value: Cluster | Profile | Model) -> str:
@@ -162,51 +103,40 @@ def as_data(value: Cluster | Profile | Model | LayerProfile | Link) -> dict[str,
     return {name: part for name, part in data.items() if not isinstance(part, Mapping) or part}
 
 
-_T_co = TypeVar("_T_co", covariant=True)
-
-
-class _Form(Protocol[_T_co]):
-    """A table of a file, with the value it stands for."""
-
-    @classmethod
-    def model_validate(cls, obj: Any) -> Self: ...
-
-    def value(self) -> _T_co: ...
-
-
-def _value(path: Path | str, form: type[_Form[_T_co]]) -> _T_co:
-    """What a file says, as the value it stands for."""
-    read = _read(Path(path))
+def _value(path: Path | str, form: TypeAdapter[_T]) -> _T:
+    """What a file says."""
     try:
-        found = form.model_validate(read)
+        # As JSON, because a strict form takes a table of a file for a data type only from there.
+        return form.validate_json(json.dumps(_read(Path(path)), default=_no_json))
     except ValidationError as error:
         # A misspelt key first: it explains the one that is missing.
-        problems = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+        problems = sorted(error.errors(), key=lambda e: e["type"] not in _UNKNOWN_KEY)
         lines = [f"{path}: {_told(problem)}" for problem in problems[:5]]
         raise ConfigError("\n".join(lines)) from None
-    with _named(f"{path}: "):
-        return found.value()
+    except (TypeError, RecursionError) as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
-@contextmanager
-def _named(place: str) -> Iterator[None]:
-    """Puts the place in front of what is wrong with a value."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{place}{error}") from None
+def _no_json(value: object) -> Any:
+    raise TypeError(f"{value} is a date or a time; write it in quotes")
+
+
+_UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 
 
 def _told(problem: Any) -> str:
     place = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in problem["loc"]).lstrip(".")
-    if problem["type"] == "extra_forbidden":
+    if problem["type"] in _UNKNOWN_KEY:
         return f"{place}: there is no such key"
     if problem["type"] == "missing":
         return f"{place}: is missing"
+    if problem["type"] == "value_error":  # a data type's own
+        return f"{place}.{problem['ctx']['error']}" if place else str(problem["ctx"]["error"])
     message = problem["msg"][0].lower() + problem["msg"][1:]
     got = problem["input"]
     shown = "a table" if isinstance(got, Mapping) else json.dumps(got, default=str)
-    return f"{place}: {message}, got {shown if len(shown) <= 60 else shown[:57] + '…'}"
+    where = f"{place}: " if place else ""
+    return f"{where}{message}, got {shown if len(shown) <= 60 else shown[:57] + '…'}"
 
 
 def _read(path: Path) -> Any:

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from counterflow.errors import ConfigError
 
-from .cluster import require_number
+from .cluster import FORM, require_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class LayerProfile:
     >>> layer.forward(2), layer.forward(8), layer.forward(0.5), layer.saved(2), layer.saved(8)
     (1.5, 4.5, 1.0, 20.0, 80.0)
     """
+
+    __pydantic_config__ = FORM
 
     samples: tuple[float, ...]
     forward_seconds: tuple[float, ...]
@@ -109,6 +111,8 @@ class Profile:
     Raises:
         ConfigError: no kinds, or a negative number.
     """
+
+    __pydantic_config__ = FORM
 
     name: str
     machine: str
