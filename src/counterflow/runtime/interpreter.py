@@ -70,7 +70,7 @@ class _Given(NamedTuple):
 
     unit: Unit
     value: Value
-    buffers: list[Tensor]
+    buffers: Sequence[Tensor]
     rows: Rows
 
 
@@ -89,7 +89,7 @@ class _Stash:
     inputs: list[Tensor]
     outputs: list[Tensor]
     edges: Sequence[GradientEdge] | None
-    reused: list[Tensor]
+    reused: Sequence[Tensor]
     held: list[Kept]
 
     def settle(self) -> None:
@@ -312,13 +312,13 @@ class Interpreter:
             handed = [self._handed.pop((task.stage, unit)) for unit in units]
             leaves = [[t.detach().requires_grad_(t.requires_grad) for t in tensors] for tensors in handed]
             return [_Given(u, value_of(t), none, r) for u, t, r in zip(units, leaves, rows, strict=True)]
-        taken, pooled = self._mail.take(task.number, len(units))
+        taken = self._mail.take(task.number, len(units), as_leaves=batch.training)
         if batch.known is None:
-            for unit, tensors in zip(units, taken, strict=True):
+            for unit, (tensors, _) in zip(units, taken, strict=True):
                 batch.learnt[task.stage - 1, unit.shape] = [TensorSpec.of(t) for t in tensors]
         return [
-            _Given(u, value_of(t), t if pooled else none, r)
-            for u, t, r in zip(units, taken, rows, strict=True)
+            _Given(u, value_of(tensors), buffers, r)
+            for u, (tensors, buffers), r in zip(units, taken, rows, strict=True)
         ]
 
     def _forward_unit(self, task: Task, copy: StageCopy, batch: Batch, given: _Given) -> list[Tensor]:
@@ -329,7 +329,7 @@ class Interpreter:
             output: Any = copy.forward(value, batch.step, (rows,))
             tensors = self._with_loss(task, batch, output, unit)
         if not batch.training:
-            self._mail.give_back(buffers, tensors)
+            self._mail.give_back(buffers)
             return tensors
         inputs = _flat(value)
         if copy.recompute is Recompute.STAGE:
@@ -411,16 +411,15 @@ class Interpreter:
             assert self.saved is not None
             self.saved.release(stash.held)
         self._unsettled.append(stash)
-        self._mail.give_back(reused, found)
-        self._mail.give_back(stash.reused, [])
+        self._mail.give_back(reused)
+        self._mail.give_back(stash.reused)
 
-    def _output_gradients(self, task: Task) -> tuple[list[Tensor], list[Tensor]]:
+    def _output_gradients(self, task: Task) -> tuple[list[Tensor], Sequence[Tensor]]:
         if task.stage == self._last_stage:
             return [], []
         if task.number < 0:
             return self._gradients.pop((task.stage, task.units[0])), []
-        tensors, pooled = self._mail.take(task.number, 1)
-        return tensors[0], tensors[0] if pooled else []
+        return self._mail.take(task.number, 1)[0]
 
     def _recomputed(
         self, task: Task, copy: StageCopy, unit: Unit, stash: _Stash, gradients: list[Tensor]

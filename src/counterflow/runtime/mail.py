@@ -1,7 +1,6 @@
 """One worker's messages between stages: what is posted, what has come, what is on its way out.
 
-Invariant: a buffer goes back to the pool only when nothing refers to its content. Nothing that can wait is
-done between an op and the send of its output: ``tidy`` does it after that.
+Invariant: what was received is in a buffer of its own until nothing refers to it.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from .transport import Crossing, Pending, Transport
 from .transport.base import Described
 from .values import BufferPool, TensorSpec
 
+_Taken = tuple[list[Tensor], Sequence[Tensor]]
+_NONE: Sequence[Tensor] = ()
 _Restore = Callable[[list[Tensor], list[TensorSpec]], list[Tensor]]
 
 
@@ -38,19 +39,27 @@ class _Arrival:
     ) -> None:
         self.pending, self.buffers, self.specs, self.restore = pending, buffers, specs, restore
 
-    def take(self, count: int) -> tuple[list[list[Tensor]], bool]:
-        """The tensors by unit, and whether they are buffers of the pool."""
+    def take(self, count: int, *, as_leaves: bool) -> list[_Taken]:
+        """What came, by unit: the tensors, and the buffers of the pool that they are in.
+
+        The tensors are not the buffers: what is asked of a tensor (hooks, a gradient) stays with it.
+        """
         self.pending.wait()
-        tensors = self.buffers
+        buffers = self.buffers
         if self.restore is not None:
-            tensors = self.restore(tensors, [spec for unit in self.specs for spec in unit])
-        if count == 1:
-            return [tensors], True
-        found, at = [], 0
-        for unit in self.specs:
-            found.append(tensors[at : at + len(unit)])
-            at += len(unit)
-        return found, True
+            buffers = self.restore(buffers, [spec for unit in self.specs for spec in unit])
+        found: list[_Taken] = []
+        at = 0
+        for specs in self.specs:
+            own = buffers if count == 1 else buffers[at : at + len(specs)]
+            at += len(specs)
+            tensors = [buffer.detach() for buffer in own]
+            if as_leaves:
+                for tensor, spec in zip(tensors, specs, strict=True):
+                    if spec.requires_grad:
+                        tensor.requires_grad_()
+            found.append((tensors, own))
+        return found
 
 
 class _DescribedArrival:
@@ -61,11 +70,12 @@ class _DescribedArrival:
     def __init__(self, pending: Described) -> None:
         self.pending = pending
 
-    def take(self, count: int) -> tuple[list[list[Tensor]], bool]:
-        """The tensors by unit; each unit has as many."""
+    def take(self, count: int, *, as_leaves: bool) -> list[_Taken]:
+        """What came, by unit, each of as many tensors; in no buffers of the pool."""
+        del as_leaves  # they are as on the sender
         tensors = self.pending.wait()
         each = len(tensors) // count
-        return [tensors[i * each : (i + 1) * each] for i in range(count)], False
+        return [(tensors[i * each : (i + 1) * each], _NONE) for i in range(count)]
 
 
 class Mail:
@@ -87,40 +97,35 @@ class Mail:
         self._arrivals: dict[int, _Arrival | _DescribedArrival] = {}
         self._outbox: dict[int, list[Tensor]] = {}
         self._sending: deque[tuple[Pending, Sequence[Tensor]]] = deque()
-        self._loose: list[tuple[list[Tensor], list[Tensor]]] = []
 
     def put(self, number: int, tensors: list[Tensor]) -> None:
         """Lay ready what a later task sends."""
         self._outbox[number] = tensors
 
-    def take(self, number: int, count: int) -> tuple[list[list[Tensor]], bool]:
-        """Wait for a message; its tensors by unit, and whether they are to be given back."""
-        if self._loose:
-            self.tidy()
+    def take(self, number: int, count: int, *, as_leaves: bool = False) -> list[_Taken]:
+        """Wait for a message.
+
+        Args:
+            number: of the message.
+            count: units it is about.
+            as_leaves: whether gradients are made for those tensors that required them on the sender.
+
+        Returns:
+            By unit its tensors, and the buffers to be given back when they are needed no more.
+        """
         self.transport.get_ready()
-        return self._arrivals.pop(number).take(count)
+        return self._arrivals.pop(number).take(count, as_leaves=as_leaves)
 
-    def give_back(self, buffers: list[Tensor], others: list[Tensor]) -> None:
-        """Give buffers back at the next pause, but for those that ``others`` share memory with."""
+    def give_back(self, buffers: Sequence[Tensor]) -> None:
+        """The engine needs what came in these buffers no more."""
         if buffers:
-            self._loose.append((buffers, others))
-
-    def tidy(self) -> None:
-        """Do what had time until the next pause."""
-        for buffers, others in self._loose:
-            used = {tensor.untyped_storage().data_ptr() for tensor in others}
-            free = [b for b in buffers if b.untyped_storage().data_ptr() not in used]
-            for buffer in free:
-                buffer.requires_grad_(False)
-            self._pool.give(free)
-        self._loose.clear()
+            self._pool.give(buffers)
 
     def drain(self) -> None:
         """Wait until all is sent."""
         for pending, _ in self._sending:
             pending.wait()
         self._sending.clear()
-        self.tidy()
 
     # -- handlers
 
@@ -140,16 +145,14 @@ class Mail:
 
     def receive(self, task: Task) -> None:
         """Post a receive."""
-        if self._loose:
-            self.tidy()
         batch = self.batches[task.slot]
         arrival: _Arrival | _DescribedArrival
         if batch.known is None:
             arrival = _DescribedArrival(self.transport.receive_described(task.peer, task.number))
         else:
-            buffers = self._to_receive(task, batch, batch.known)
+            buffers = self._to_receive(task, batch.known)
             pending = self.transport.receive(buffers, task.peer, task.number)
-            arrival = _Arrival(pending, buffers, task.specs, self._restore(task, batch))
+            arrival = _Arrival(pending, buffers, task.specs, self._restore(task))
         self._arrivals[task.number] = arrival
 
     def exchange(self, task: Task) -> None:
@@ -161,7 +164,7 @@ class Mail:
                 single.handler(single)
             return
         tensors, full = self._to_send(send, sent_as)
-        buffers = self._to_receive(receive, batch, batch.known)
+        buffers = self._to_receive(receive, batch.known)
         sent, received = self.transport.exchange(
             Crossing(tensors, send.number, task.both[0] is send),
             Crossing(buffers, receive.number, task.both[0] is receive),
@@ -170,9 +173,7 @@ class Mail:
         if full:
             self._send_full(send, full)
         self._keep(sent, tensors)
-        self._arrivals[receive.number] = _Arrival(
-            received, buffers, receive.specs, self._restore(receive, batch)
-        )
+        self._arrivals[receive.number] = _Arrival(received, buffers, receive.specs, self._restore(receive))
 
     # -- their parts
 
@@ -208,39 +209,23 @@ class Mail:
             sending.popleft()
         sending.append((pending, tensors))
 
-    def _to_receive(self, task: Task, batch: Batch, known: Shapes) -> list[Tensor]:
+    def _to_receive(self, task: Task, known: Shapes) -> list[Tensor]:
         """Buffers for a message of known shapes."""
         if task.known is not known:
             self._look_up(task, known)
-        buffers = [self._pool.take(spec) for spec in task.message]
-        if self.compression is None:
-            _as_leaves(buffers, task, batch)
-        return buffers
+        return [self._pool.take(spec) for spec in task.message]
 
-    def _restore(self, task: Task, batch: Batch) -> _Restore | None:
+    def _restore(self, task: Task) -> _Restore | None:
         """What makes tensors of a compressed message."""
-        return None if self.compression is None else partial(self._restored, task, batch)
+        return None if self.compression is None else partial(self._restored, task)
 
-    def _restored(
-        self, task: Task, batch: Batch, message: list[Tensor], specs: list[TensorSpec]
-    ) -> list[Tensor]:
+    def _restored(self, task: Task, message: list[Tensor], specs: list[TensorSpec]) -> list[Tensor]:
         assert self.compression is not None
 
         def rest() -> list[Tensor]:
             return self.transport.receive_described(task.peer, task.number, aside=True).wait()
 
-        tensors = self.compression.unpack(message, specs, self._pool, rest)
-        _as_leaves(tensors, task, batch)
-        return tensors
-
-
-def _as_leaves(tensors: Sequence[Tensor], task: Task, batch: Batch) -> None:
-    """Let activations be leaves that gradients are made for."""
-    if task.activation and batch.training:
-        specs = (spec for unit in task.specs for spec in unit)
-        for tensor, spec in zip(tensors, specs, strict=True):
-            if spec.requires_grad:
-                tensor.requires_grad_()
+        return self.compression.unpack(message, specs, self._pool, rest)
 
 
 def _check(task: Task, tensors: Sequence[Tensor]) -> None:

@@ -47,6 +47,8 @@ from .weights import MakeOptimizer, MakeScheduler, Weights
 _NAMES = "inputs", "targets"
 _NOT_GIVEN = -1
 """In place of a number of samples."""
+_KINDS = 256
+"""The shapes of so many kinds of mini-batches are known at once."""
 
 
 class Pipeline:
@@ -469,6 +471,8 @@ class Pipeline:
         kind = self._given[1]
         if batch.known is None and kind and not self.dynamic_shapes:
             self._shapes[kind] = batch.learnt
+            if len(self._shapes) > _KINDS:  # all workers of a replica forget the same
+                del self._shapes[next(iter(self._shapes))]
 
     # -- looking at it
 

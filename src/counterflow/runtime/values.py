@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -84,19 +84,72 @@ def signature(tree: object, *more: Any) -> int:
     return 1 + number_of(*[(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves], *more)
 
 
+_TRIES = 3
+"""A buffer that is still shared when it has been looked at so often is not waited for."""
+
+
 class BufferPool:
-    """Receive buffers that are used again: as many of a shape and dtype as were ever in use at once."""
+    """Receive buffers that are used again.
+
+    Invariant: what is taken is in nobody's hands, whatever a layer or a hook kept of it. All buffers, in use
+    or free, are together never more bytes than were once in use at once.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._free: dict[tuple[torch.Size, torch.dtype], deque[tuple[Tensor, int]]] = {}
+        self._free_bytes = self._used_bytes = self._most_bytes = 0
+        self.made = 0
+        """Buffers that were allocated."""
 
     def take(self, spec: TensorSpec) -> Tensor:
         """A buffer nobody else has; its content is left over from its last use."""
-        free = self._free[spec.shape, spec.dtype]
-        return free.pop() if free else torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+        free = self._free.get((spec.shape, spec.dtype))
+        buffer = self._unshared(free) if free else None
+        if buffer is None:  # what is left of the free ones is shared: in use
+            self.made += 1
+            buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+            shared = buffer.nbytes * (len(free) if free else 0)
+            self._most_bytes = max(self._most_bytes, self._used_bytes + buffer.nbytes + shared)
+        self._used_bytes += buffer.nbytes
+        self._most_bytes = max(self._most_bytes, self._used_bytes)
+        return buffer
+
+    def _unshared(self, free: deque[tuple[Tensor, int]]) -> Tensor | None:
+        for _ in range(len(free)):
+            buffer, tries = free.popleft()
+            if not _is_shared(buffer):
+                self._free_bytes -= buffer.nbytes
+                return buffer
+            if tries < _TRIES:
+                free.append((buffer, tries + 1))
+            else:  # it is theirs who keep it
+                self._free_bytes -= buffer.nbytes
+        return None
 
     def give(self, buffers: Sequence[Tensor]) -> None:
-        """Give buffers back, once nothing refers to their content."""
+        """Give buffers back that the engine needs no more; what others have of them may live on."""
         for buffer in buffers:
-            self._free[buffer.shape, buffer.dtype].append(buffer)
+            key = buffer.shape, buffer.dtype
+            self._used_bytes -= buffer.nbytes
+            self._free_bytes += buffer.nbytes
+            free = self._free.get(key)
+            if free is None:
+                free = self._free[key] = deque()
+            free.append((buffer, 0))
+            while self._free_bytes + self._used_bytes > self._most_bytes:
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        """Let a buffer go, of the shape that was first given back."""
+        key = next(iter(self._free))
+        free = self._free[key]
+        if free:
+            self._free_bytes -= free.popleft()[0].nbytes
+        if not free:
+            del self._free[key]
+
+
+def _is_shared(buffer: Tensor) -> bool:
+    """Whether another tensor has the memory: one for the buffer, and one for asking."""
+    return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) > 2  # noqa: SLF001

@@ -1,0 +1,115 @@
+"""Receive buffers: used again, but never while somebody has what came in them; and not too many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from counterflow.runtime.launch import launch
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.values import BufferPool, TensorSpec
+from counterflow.schedule import schemes
+from counterflow.schedule.ir import Schedule
+
+SCHEMES = [
+    schemes.gpipe(2, 4),
+    schemes.dapple(2, 4),
+    schemes.interleaved(2, 4, chunks=2),
+    schemes.chimera(2, 4, concat="forward-doubling"),
+    schemes.chimera(2, 4, concat="backward-halving"),
+    schemes.hanayo(2, 4, waves=1),
+    schemes.pipedream_2bw(2, 4),
+]
+
+
+def run(work: Callable[..., Any], *args: object) -> list[Any]:
+    return launch(work, *args, workers=2, transport="local", timeout_seconds=30)
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def spec(*shape: int) -> TensorSpec:
+    return TensorSpec(torch.Size(shape), torch.float32, requires_grad=False)
+
+
+def test_a_buffer_that_somebody_has_is_not_used_again() -> None:
+    pool = BufferPool(torch.device("cpu"))
+    free, kept = pool.take(spec(4)), pool.take(spec(4))
+    alias = kept.detach()[1:]
+    pool.give([kept, free])
+    first, second = pool.take(spec(4)), pool.take(spec(4))
+    assert first.data_ptr() == free.data_ptr()
+    assert second.data_ptr() != kept.data_ptr() == alias.data_ptr() - 4
+    assert pool.made == 3
+
+
+def test_a_pool_has_never_more_bytes_than_were_in_use_at_once() -> None:
+    pool = BufferPool(torch.device("cpu"))
+    pool.give([pool.take(spec(100)), pool.take(spec(100))])
+    for length in range(1, 200):
+        pool.give([pool.take(spec(length))])
+        free = [buffer for buffers in pool._free.values() for buffer, _ in buffers]
+        assert sum(buffer.nbytes for buffer in free) <= 800
+        assert len(free) == len({buffer.data_ptr() for buffer in free})
+
+
+def _kept(layers: list[nn.Module], schedule: Schedule, mode: str) -> tuple[int, int, int]:
+    pipeline = Pipeline(layers, nn.functional.mse_loss, schedule, optimizer=sgd, recompute=mode)
+    kept: list[tuple[Tensor, Tensor]] = []
+    calls: list[int] = []
+
+    def keep(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+        (x,) = given
+        kept.append((x.detach()[1:], x.detach()[1:].clone()))
+        if x.requires_grad and torch.is_grad_enabled():
+            calls.append(0)
+            number = len(calls) - 1
+
+            def count(_: Tensor) -> None:
+                calls[number] += 1
+
+            x.register_hook(count)
+
+    for stage in pipeline.stages.values():
+        for layer in stage.layers:
+            layer.module.register_forward_pre_hook(keep)
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        pipeline.step(x, x)
+    pipeline.flush()
+    return len(kept), sum(not torch.equal(a, b) for a, b in kept), max(calls, default=1)
+
+
+@pytest.mark.parametrize("mode", ["none", "stage"])
+@pytest.mark.parametrize("schedule", SCHEMES, ids=str)
+def test_what_a_hook_keeps_of_an_input_stays_as_it_was(schedule: Schedule, mode: str) -> None:
+    layers = [nn.Linear(4, 4) for _ in range(schedule.stages)]
+    for count, changed, most in run(_kept, layers, schedule, mode):
+        assert count
+        assert not changed
+        assert most == 1  # a hook on a tensor ends with it
+
+
+def _made(layers: list[nn.Module], schedule: Schedule, **options: Any) -> list[int]:
+    pipeline = Pipeline(layers, nn.functional.mse_loss, schedule, optimizer=sgd, **options)
+    found = []
+    for _ in range(8):
+        pipeline.step(torch.ones(16, 4), torch.ones(16, 4))
+        found.append(pipeline._run.interpreter._mail._pool.made)
+    pipeline.flush()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["none", "stage", "layer"])
+@pytest.mark.parametrize("schedule", SCHEMES, ids=str)
+def test_buffers_are_used_again(schedule: Schedule, mode: str) -> None:
+    layers = [nn.Linear(4, 4) for _ in range(schedule.stages)]
+    for made in run(partial(_made, recompute=mode), layers, schedule):
+        assert made[3] == made[-1] > 0
