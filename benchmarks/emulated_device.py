@@ -365,7 +365,7 @@ class Bare:
             work.wait()
 
     def compute(self, op: Any, *, forward: bool) -> None:
-        seconds = op.load * self.share * (FORWARD_SECONDS if forward else BACKWARD_SECONDS)
+        seconds = op.work * self.share * (FORWARD_SECONDS if forward else BACKWARD_SECONDS)
         DEVICE.compute(time.perf_counter(), seconds)
 
 

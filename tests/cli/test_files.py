@@ -108,7 +108,7 @@ def test_a_file_fixes_its_options(refused: Refused, exported: Exported, command:
 def test_check_shows_the_circle(run: Run, deadlocked: Path) -> None:
     answer = run(f"check {deadlocked}")
     assert (answer.code, answer.err) == (1, "")
-    assert "✓ every op exactly once" in answer.out
+    assert "✓ every product exactly once" in answer.out
     assert "✗ no deadlock with buffered sends" in answer.out
     for line in CIRCLE:
         assert line in answer.out
@@ -141,7 +141,7 @@ def test_a_file_that_is_wrong_but_can_be_played(run: Run, wrong: Path, command: 
     answer = run(f"{command} {wrong}")
     assert answer.code == 0
     assert answer.err == (
-        f"Warning: {wrong} does not pass the checker (every op exactly once); "
+        f"Warning: {wrong} does not pass the checker (every product exactly once); "
         f"see: counterflow check {wrong}\n"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -181,9 +182,8 @@ def test_mixpipe_ratio_is_published_for_n_equal_d_only() -> None:
         return Schedule(
             "mixpipe",
             (("stages", 4), ("injected", injected), ("early_forwards", 1)),
-            chimera_of_mixpipe.placement,
+            replace(chimera_of_mixpipe.workload, micro_batches=micro_batches),
             chimera_of_mixpipe.orders,
-            micro_batches,
         )
 
     assert forms.published_bubble_ratio(mixed(2, 4)) == Fraction(7, 19)

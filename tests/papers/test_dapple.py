@@ -38,7 +38,7 @@ def test_order_is_warm_up_then_alternation_then_drain(depth: int, micro_batches:
         warm_up = min(depth - stage, micro_batches)
         steady = micro_batches - warm_up
         assert kinds == "F" * warm_up + "BF" * steady + "B" * warm_up
-        for kind in OpKind:
+        for kind in (OpKind.FORWARD, OpKind.BACKWARD):
             batches = [op.micro_batches[0] for op in order if op.kind is kind]
             assert batches == list(range(micro_batches))
 

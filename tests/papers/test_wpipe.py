@@ -12,8 +12,8 @@ import pytest
 from counterflow import ByteCosts, Costs, OpKind, Schedule, simulate
 from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.placement import looped
+from counterflow.schedule.residency import peak_activations
 from counterflow.schedule.schemes import gpipe, pipedream, pipedream_2bw, wpipe
-from counterflow.simulate.residency import peak_activations
 
 from .reading import EQUAL_SLOTS
 

@@ -210,7 +210,7 @@ def test_shapes_are_those_of_the_schedules(drawn: tuple[Cluster, Configuration])
     passes = [0.0] * schedule.pipes
     for op in schedule.ops():
         if op.kind is OpKind.FORWARD and op.stage == 0:
-            passes[op.pipe] += op.load / schedule.periods
+            passes[op.pipe] += op.work / schedule.periods
     assert list(shape.passes) == passes
 
 

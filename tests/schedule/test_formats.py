@@ -21,7 +21,7 @@ ops = st.builds(
     micro_batches=st.lists(st.integers(0, 9999), min_size=1, max_size=3).map(tuple),
     pipe=st.integers(0, 9),
     part=st.integers(0, 3),
-    parts=st.integers(2, 4),
+    parts=st.integers(4, 6),
     version=st.integers(0, 9),
 )
 
@@ -70,7 +70,7 @@ def damaged(**changes: Any) -> str:
         ("[]", "not a schedule file"),
         ("[" * 100_000, "x.json"),
         (damaged(format="other"), "not a schedule file"),
-        (damaged(format_version=2), "format_version"),
+        (damaged(format_version=3), "format_version"),
         (damaged(micro_batches="four"), "micro_batches"),
         (damaged(micro_batches=0), "micro_batches"),
         (damaged(surprise=1), "surprise"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from counterflow import Costs, Op, OpKind, Schedule, simulate
 from counterflow.schedule.registry import SCHEMES, build
 from counterflow.schedule.schemes import Concat, chimera, dapple, mixpipe
+from counterflow.schedule.workload import passes_of
 
 moderate = settings(max_examples=25, deadline=None, derandomize=bool(os.environ.get("CI")))
 
@@ -365,7 +367,8 @@ def mirrored(schedule: Schedule, pairs: int) -> Schedule:
         )
         for order in reversed(schedule.orders)
     )
-    return Schedule(schedule.scheme, schedule.options, schedule.placement, orders, schedule.micro_batches)
+    workload = replace(schedule.workload, passes=passes_of(op for order in orders for op in order))
+    return Schedule(schedule.scheme, schedule.options, workload, orders)
 
 
 @moderate

@@ -130,7 +130,7 @@ def test_ops_on_two_micro_batches_and_on_half_of_one_have_times_of_their_own() -
     same = simulate(doubling, Costs(forward=1, backward=2, doubled_forward=2))
     assert plain.timeline == same.timeline
     quick = simulate(doubling, Costs(forward=1, backward=2, doubled_forward=[1.5, 1.25]))
-    lasts = {(s.op.stage, s.op.load): s.end - s.start for s in quick.timeline if s.op.kind.value == "F"}
+    lasts = {(s.op.stage, s.op.work): s.end - s.start for s in quick.timeline if s.op.kind.value == "F"}
     assert lasts == {(0, 2): 1.5, (1, 2): 1.25}
     halving = schemes.chimera(2, 4, concat="backward-halving")
     slow = simulate(halving, Costs(forward=1, backward=2, half_backward=1.5, recompute="stage"))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
 
-from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
+from counterflow.schedule.ir import Op, OptionValue, Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement
 from counterflow.simulate import MemoryUse, Simulation, Span, SyncSpan
@@ -194,7 +194,7 @@ def _op_box(schedule: Schedule, lane_of: dict[tuple[int, int], int], span: Span)
         worker=span.worker,
         start=span.start,
         end=span.end,
-        kind=BoxKind.FORWARD if op.kind is OpKind.FORWARD else BoxKind.BACKWARD,
+        kind=BoxKind.FORWARD if op.kind.makes_output else BoxKind.BACKWARD,
         label=label,
         stage=op.stage,
         lane=lane_of[op.pipe, op.stage],

@@ -125,6 +125,7 @@ class Pipeline:
         count_memory_steps: int = 2,
         timeout_seconds: float | None = None,
     ) -> None:
+        _refuse_split(schedule)
         self.schedule = schedule
         self.transport = _transport(transport, device, timeout_seconds)
         self.ranks = layout(self.transport, schedule, mesh)
@@ -191,7 +192,7 @@ class Pipeline:
         self._evaluation_tasks = self._evaluation.prepare(forwards)
         every = (*self._run.lists, self._evaluation_tasks)
         self.transport.connect({task.peer for tasks in every for task in tasks if task.peer >= 0})
-        halves = max((op.parts for op in schedule.ops() if op.kind is OpKind.BACKWARD), default=1)
+        halves = max((op.parts for op in schedule.ops()), default=1)
         self._fewest = schedule.micro_batches * halves
         """Samples a mini-batch must have."""
         self._shapes: dict[int, Shapes] = {}
@@ -613,6 +614,19 @@ def layout(transport: Transport, schedule: Schedule, mesh: DeviceMesh | None) ->
             f"start {workers}, or a multiple of it"
         )
     return tuple(tuple(range(first, first + workers)) for first in range(0, transport.world_size, workers))
+
+
+def _refuse_split(schedule: Schedule) -> None:
+    """The engine does not run input gradients and weight gradients as ops of their own."""
+    op = next((op for op in schedule.ops() if op.kind in _SPLIT), None)
+    if op is not None:
+        raise ConfigError(
+            f"{schedule} splits its backward ({op}): it can be checked, simulated and drawn, not trained; "
+            "take a schedule whose backwards are whole"
+        )
+
+
+_SPLIT = OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENTS
 
 
 def _transport(

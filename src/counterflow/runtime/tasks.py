@@ -19,7 +19,7 @@ from counterflow.schedule.actions import (
     SendActivation,
 )
 from counterflow.schedule.crossing import crossing
-from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.ir import Op, Schedule
 
 from .batch import Shapes
 from .stage import StageCopy
@@ -108,7 +108,7 @@ class Preparation:
         self.stages = stages
         self.keeps_order = keeps_order
         self.last_stage = schedule.stages - 1
-        self._parts = {op.micro_batches[0]: op.parts for op in schedule.ops() if op.kind is OpKind.BACKWARD}
+        self._parts = {op.micro_batches[0]: op.parts for op in schedule.ops() if not op.kind.makes_output}
         self._most_parts = max(self._parts.values(), default=1)
 
     def tasks(
@@ -146,7 +146,7 @@ class Preparation:
             op = action.op
             task.stage, task.copy = op.stage, self.stages[op.stage]
             task.slot, task.units = self._units(op, later)
-            ahead = 1 if op.kind is OpKind.FORWARD else -1
+            ahead = 1 if op.kind.makes_output else -1
             goes_to = self._worker(op, op.stage + ahead)
             task.hands_over = goes_to == self.worker
             if self._worker(op, op.stage - ahead) not in (None, self.worker):
@@ -174,7 +174,7 @@ class Preparation:
         found = []
         for number in op.micro_batches:
             m = number % self.schedule.micro_batches
-            if op.kind is OpKind.BACKWARD:
+            if not op.kind.makes_output:
                 found.append(Unit(m, op.part, op.parts, slot))
             else:  # of a whole micro-batch, also if there is no backward
                 parts = self._parts.get(number, 1)
@@ -184,8 +184,8 @@ class Preparation:
     def _number(self, op: Op, stage: int, first: Unit) -> int:
         """Of the message with the output of ``stage`` for what ``op`` runs on; the same on all workers."""
         micro_batch = first.slot * self.schedule.micro_batches + first.micro_batch
-        kind = op.kind is OpKind.BACKWARD
-        return ((micro_batch * (self.last_stage + 1) + stage) * 2 + kind) * self._most_parts + op.part
+        gradient = op.kind.makes_input_gradient
+        return ((micro_batch * (self.last_stage + 1) + stage) * 2 + gradient) * self._most_parts + op.part
 
     def _alone(self, task: Task) -> bool:
         """Whether no other worker sees it, and nothing in it depends on what others were given."""

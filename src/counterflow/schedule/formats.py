@@ -16,33 +16,42 @@ from counterflow.errors import ConfigError
 
 from .ir import Op, OpKind, OptionValue, Schedule
 from .placement import Placement
+from .registry import SCHEMES
+from .workload import Versions, Workload, passes_of
 
 FORMAT = "counterflow-schedule"
+VERSION = 2
+"""The format that is written. Version 1, which had neither split backwards nor ``versions``, is read too."""
 
 _OP = re.compile(
-    r"(?P<kind>[FB])(?:(?P<one>\d+)|\((?P<group>\d+(?:,\d+)+)\))\.(?P<stage>\d+)"
+    r"(?P<kind>[FBIW])(?:(?P<one>\d+)|\((?P<group>\d+(?:,\d+)+)\))\.(?P<stage>\d+)"
     r"(?:p(?P<pipe>\d+))?(?::(?P<part>\d+)/(?P<parts>\d+))?(?:v(?P<version>\d+))?"
 )
 _OP_HELP = (
     "an op reads like F3.7 (forward of micro-batch 3, stage 7), B4.0p1 (backward on pipe 1), "
-    "F(0,1).2 (two micro-batches at once), B4.0:1/2 (the second half), F5.0v2 (weight version 2)"
+    "F(0,1).2 (two micro-batches at once), B4.0:1/2 (the second half), I4.0 and W4.0 (a backward's input "
+    "gradient and weight gradients apart), F5.0v2 (weight version 2)"
 )
 
-Count = Annotated[int, Field(ge=1, le=10**9)]
-Index = Annotated[int, Field(ge=0, le=10**9)]
+MOST = 10**9
+"""The largest number that is read."""
+
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Index = Annotated[int, Field(ge=0, le=MOST)]
 
 
 class _File(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     format: Literal["counterflow-schedule"]
-    format_version: Literal[1]
+    format_version: Literal[1, 2]
     scheme: Annotated[str, Field(min_length=1)]
     options: dict[str, OptionValue] = {}
     synchronous: bool = True
     micro_batches: Count
     periods: Count = 1
     placement: Annotated[list[Annotated[list[Index], Field(min_length=1)]], Field(min_length=1)]
+    versions: list[Annotated[list[Index], Field(min_length=1)]] | None = None
     steady: list[Annotated[list[Index], Field(min_length=2, max_length=2)]] | None = None
     orders: Annotated[list[list[str]], Field(min_length=1)]
 
@@ -56,7 +65,7 @@ def dumps(schedule: Schedule) -> str:
     """
     head: dict[str, object] = {
         "format": FORMAT,
-        "format_version": 1,
+        "format_version": VERSION,
         "scheme": schedule.scheme,
         "options": dict(schedule.options),
         "synchronous": schedule.synchronous,
@@ -65,6 +74,8 @@ def dumps(schedule: Schedule) -> str:
     }
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     lines.append(_rows("placement", [list(pipe) for pipe in schedule.placement.pipes_stages]))
+    if schedule.workload.versions is not None:
+        lines.append(_rows("versions", [list(row) for row in schedule.workload.versions]))
     if schedule.steady is not None:
         lines.append(_rows("steady", [list(span) for span in schedule.steady]))
     lines.append(_rows("orders", [[str(op) for op in order] for order in schedule.orders]))
@@ -92,6 +103,8 @@ def loads(text: str, name: str) -> Schedule:
             f"{name}: not JSON, at line {error.lineno}, column {error.colno}: {error.msg}; "
             "is the file cut off or damaged?"
         ) from None
+    except ValueError:  # Python's limit on the digits of a number
+        raise ConfigError(f"{name}: a number of thousands of digits; is the file damaged?") from None
     except RecursionError:
         raise ConfigError(f"{name}: nested too deeply for a schedule file") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -139,16 +152,38 @@ def _schedule(file: _File, name: str) -> Schedule:
         tuple(_op(text, f"{name}: orders[{w}][{i}]") for i, text in enumerate(order))
         for w, order in enumerate(file.orders)
     )
-    return Schedule(
-        scheme=file.scheme,
-        options=tuple(file.options.items()),
+    there = sum(len(op.micro_batches) for order in orders for op in order if op.kind.makes_output)
+    if file.micro_batches * file.periods > there:
+        raise ConfigError(
+            f"{name}: micro_batches={file.micro_batches} and periods={file.periods}, but the orders run "
+            f"{there} forwards in all; each micro-batch has one on every stage"
+        )
+    workload = Workload(
         placement=Placement(workers, tuple(map(tuple, file.placement))),
-        orders=orders,
         micro_batches=file.micro_batches,
+        passes=passes_of(op for order in orders for op in order),
         periods=file.periods,
         synchronous=file.synchronous,
-        steady=steady,
+        versions=_versions(file, stages, name),
     )
+    return Schedule(file.scheme, tuple(file.options.items()), workload, orders, steady)
+
+
+def _versions(file: _File, stages: int, name: str) -> Versions | None:
+    """The weight versions promised: the file's, or, in the older format, those of the scheme it names."""
+    if file.synchronous:
+        if file.versions is not None:
+            raise ConfigError(f"{name}: versions: a synchronous schedule has one version; leave them out")
+        return None
+    if file.versions is None:
+        known = SCHEMES.get(file.scheme)
+        if known is None or known.version is None:
+            return None
+        promised = known.version
+        return tuple(tuple(promised(stages, s, t) for t in range(file.periods)) for s in range(stages))
+    if len(file.versions) != stages or any(len(row) != file.periods for row in file.versions):
+        raise ConfigError(f"{name}: versions: expected {stages} rows, one a stage, of {file.periods} periods")
+    return tuple(map(tuple, file.versions))
 
 
 def parse_op(text: str) -> Op:
@@ -167,16 +202,25 @@ def _op(text: str, place: str) -> Op:
     match = _OP.fullmatch(text) if len(text) < 10_000 else None
     if match is None:
         raise ConfigError(f"{place}: {_shown(text)} is no op; {_OP_HELP}")
-    one, group = match["one"], match["group"]
-    return Op(
+
+    def number(digits: str | None, default: int = 0) -> int:
+        if digits is not None and len(digits) > len(str(MOST)):
+            raise ConfigError(f"{place}: {_shown(text)}: a number of {len(digits)} digits")
+        return default if digits is None else int(digits)
+
+    group = match["group"].split(",") if match["one"] is None else [match["one"]]
+    op = Op(
         OpKind(match["kind"]),
-        int(match["stage"]),
-        (int(one),) if one else tuple(map(int, group.split(","))),
-        int(match["pipe"] or 0),
-        int(match["part"] or 0),
-        int(match["parts"] or 1),
-        int(match["version"] or 0),
+        number(match["stage"]),
+        tuple(map(number, group)),
+        number(match["pipe"]),
+        number(match["part"]),
+        number(match["parts"], 1),
+        number(match["version"]),
     )
+    if not op.part < op.parts:
+        raise ConfigError(f"{place}: {_shown(text)}: parts count from 0, so {op.part} is none of {op.parts}")
+    return op
 
 
 def _path(location: tuple[int | str, ...]) -> str:

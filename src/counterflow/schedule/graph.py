@@ -1,9 +1,10 @@
-"""What each op waits for: the op before it on its worker and the op whose output it takes.
+"""What each op waits for: the op before it on its worker and the op whose product it takes.
 
 The one description of dependencies that the checker, the lowering and the simulator share. A forward of
-stage s takes the output of the forward of stage s − 1 of the same micro-batches; a backward of stage s
-takes that of the backward of stage s + 1 of the same micro-batch and part. That a backward follows its
-own forward is a matter of one worker's order, hence a rule of the checker and no edge here.
+stage s takes the output of stage s − 1 of the same micro-batches; what makes an input gradient takes that
+of stage s + 1 of the same micro-batch and part. What an op needs of its own stage (a backward its forward,
+weight gradients their input gradient) is a matter of one worker's order, hence a rule of the checker and
+no edge here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ from functools import cached_property
 
 from counterflow.errors import DeadlockError, ScheduleError
 
-from .ir import Op, OpKind, Schedule
+from .ir import Op, OpKind, Product, Schedule
+
+_MAKES = {kind: tuple(product.value for product in kind.products) for kind in OpKind}
+_TAKES = {
+    OpKind.FORWARD: (Product.OUTPUT.value, -1),
+    OpKind.BACKWARD: (Product.INPUT_GRADIENT.value, 1),
+    OpKind.INPUT_GRADIENT: (Product.INPUT_GRADIENT.value, 1),
+    OpKind.WEIGHT_GRADIENTS: (Product.INPUT_GRADIENT.value, 0),
+}
+"""What an op takes: the product, and how many stages further on it is made."""
 
 
 class OpGraph:
@@ -37,37 +47,30 @@ class OpGraph:
         self.source: list[int | None] = self._sources()
 
     def _sources(self) -> list[int | None]:
-        forwards: dict[tuple[int, int, tuple[int, ...]], int] = {}
-        backwards: dict[tuple[int, int, tuple[int, ...], int, int], int] = {}
-        is_forward = [op.kind is OpKind.FORWARD for op in self.ops]
+        makers: dict[tuple[str, int, int, tuple[int, ...], int, int], int] = {}
         for node, op in enumerate(self.ops):
-            if is_forward[node]:
-                forwards[op.pipe, op.stage, op.micro_batches] = node
-            else:
-                backwards[op.pipe, op.stage, op.micro_batches, op.part, op.parts] = node
-        if len(forwards) + len(backwards) != len(self.ops):
-            raise ScheduleError(f"{self.schedule}: an op is there more than once; run the checker")
+            for product in _MAKES[op.kind]:
+                key = product, op.pipe, op.stage, op.micro_batches, op.part, op.parts
+                if makers.setdefault(key, node) != node:
+                    raise ScheduleError(
+                        f"{self.schedule}: the {product} of {op} is made twice; run the checker"
+                    )
         sources: list[int | None] = []
-        last = self.schedule.stages - 1
+        stages = range(self.schedule.stages)
         for node, op in enumerate(self.ops):
+            product, step = _TAKES[op.kind]
             source: int | None = None
-            if is_forward[node]:
-                if op.stage > 0:
-                    source = forwards.get((op.pipe, op.stage - 1, op.micro_batches))
-                    if source is None:
-                        raise self._no_input(node, op.stage - 1)
-            elif op.stage < last:
-                key = (op.pipe, op.stage + 1, op.micro_batches, op.part, op.parts)
-                source = backwards.get(key)
+            if step and op.stage + step in stages:
+                key = product, op.pipe, op.stage + step, op.micro_batches, op.part, op.parts
+                source = makers.get(key)
                 if source is None:
-                    raise self._no_input(node, op.stage + 1)
+                    raise self._no_input(node, "forward" if step < 0 else "backward", op.stage + step)
             sources.append(source)
         return sources
 
-    def _no_input(self, node: int, stage: int) -> ScheduleError:
-        kind = "forward" if self.ops[node].kind is OpKind.FORWARD else "backward"
+    def _no_input(self, node: int, name: str, stage: int) -> ScheduleError:
         return ScheduleError(
-            f"{self.place(node)} has no input: no {kind} of stage {stage} on the same micro-batches "
+            f"{self.place(node)} has no input: no {name} of stage {stage} on the same micro-batches "
             "is in any order"
         )
 

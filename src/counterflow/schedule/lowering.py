@@ -39,7 +39,7 @@ from .actions import (
     WaitGradientSync,
 )
 from .graph import OpGraph
-from .ir import OpKind, Schedule
+from .ir import Schedule
 from .modes import Sync, parse_mode
 from .rules import DEADLOCK_RENDEZVOUS, MESSAGES, SYNCS, VERSIONS, Rule, Subject, require
 from .sync import by_last_backward, first_users, gradient_syncs, plan_syncs
@@ -100,14 +100,10 @@ def lower_evaluation(schedule: Schedule) -> Program:
         ScheduleError: a pass broke a rule.
     """
     orders = tuple(
-        tuple(
-            replace(op, version=0)
-            for op in order
-            if op.kind is OpKind.FORWARD and schedule.period_of(op) == 0
-        )
+        tuple(replace(op, version=0) for op in order if op.kind.makes_output and schedule.period_of(op) == 0)
         for order in schedule.orders
     )
-    forwards = replace(schedule, orders=orders, periods=1, synchronous=True, steady=None)
+    forwards = replace(schedule, workload=schedule.workload.evaluation(), orders=orders, steady=None)
     graph = OpGraph(forwards)
     program = with_messages(Program(forwards, ()), graph, unit_times(graph))
     require(Subject(forwards, program), (MESSAGES, DEADLOCK_RENDEZVOUS))
@@ -115,10 +111,9 @@ def lower_evaluation(schedule: Schedule) -> Program:
 
 
 def unit_times(graph: OpGraph) -> tuple[list[int], list[int]]:
-    """Start and end of every node with F = 1 and B = 2 (in units of a stage and micro-batch / parts)."""
+    """Start and end of every node with F = I = W = 1 and B = 2, in units of stage and micro-batch / parts."""
     scale = max((op.parts for op in graph.ops), default=1)
-    cost = {OpKind.FORWARD: scale, OpKind.BACKWARD: 2 * scale}
-    return graph.earliest([int(cost[op.kind] * op.load) or 1 for op in graph.ops])
+    return graph.earliest([int(len(op.kind.products) * scale * op.work) or 1 for op in graph.ops])
 
 
 def with_messages(program: Program, graph: OpGraph, times: tuple[list[int], list[int]]) -> Program:
@@ -167,7 +162,7 @@ def messages(
             )
         posted = max(min(running, needed - 1, stop), start, latest[receiver, sender])
         latest[receiver, sender], latest[sender, receiver] = posted, sent
-        forward = output.kind is OpKind.FORWARD
+        forward = output.kind.makes_output
         send: Action = (SendActivation if forward else SendGradient)(output, receiver)
         receive: Action = (ReceiveActivation if forward else ReceiveGradient)(output, sender)
         yield sender, sent, number, send
@@ -232,7 +227,7 @@ def _waits_first(gaps: Gaps, schedule: Schedule) -> None:
 def compute_actions(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """The ops alone, as actions."""
     return tuple(
-        tuple(Forward(op) if op.kind is OpKind.FORWARD else Backward(op) for op in order)
+        tuple(Forward(op) if op.kind.makes_output else Backward(op) for op in order)
         for order in schedule.orders
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from counterflow.errors import DeadlockError, ScheduleError
@@ -30,7 +30,7 @@ from .actions import (
 from .graph import OpGraph
 from .ir import Op, OpKind, Schedule
 from .play import describe_circle, play
-from .registry import SCHEMES
+from .residency import stash_change
 
 MOST_SHOWN = 5
 """Violations of one rule that are shown; the rest are counted."""
@@ -57,26 +57,34 @@ class Rule:
 
 
 def _complete(subject: Subject) -> Iterator[str]:
-    """Every op of every micro-batch exactly once, grouped and divided alike on all stages."""
+    """Every product of the workload exactly once, by ops that share and split work as it says."""
     schedule = subject.schedule
+    workload = schedule.workload
+    yield from workload.faults()
+    wanted = {_unversioned(op) for op in workload.ops()}
     found: Counter[Op] = Counter()
-    pipes: dict[int, set[int]] = defaultdict(set)
+    makers: dict[tuple[int, int, tuple[int, ...], int, int], OpKind] = {}
     for worker, order in enumerate(schedule.orders):
-        for index, op in enumerate(order):
+        for index, versioned in enumerate(order):
+            op = _unversioned(versioned)
             found[op] += 1
+            place = f"worker {worker}, op {index}: {versioned}"
             if not _in_range(schedule, op):
-                yield f"worker {worker}, op {index}: {op} is not one of {_extent(schedule)}"
-            for m in op.micro_batches:
-                pipes[m].add(op.pipe)
+                yield f"{place} is not one of {_extent(schedule)}"
+            elif op not in wanted:
+                yield f"{place} is none of the workload's ops, which share or split this work in another way"
             if found[op] == 2:
-                yield f"worker {worker}, op {index}: {op} is there more than once"
-    for m in range(schedule.total_micro_batches):
-        if len(pipes[m]) > 1:
-            shown = " and ".join(map(str, sorted(pipes[m])))
-            yield f"micro-batch {m} is on pipes {shown}; only one is allowed"
-        elif not pipes[m]:
-            yield f"micro-batch {m} is in no order"
-    yield from _uneven_stages(schedule, found)
+                yield f"{place} is there more than once"
+            elif op.kind.makes_input_gradient and found[op] == 1:
+                first = makers.setdefault((op.pipe, op.stage, op.micro_batches, op.part, op.parts), op.kind)
+                if first is not op.kind:
+                    yield f"{place} makes an input gradient that {replace(op, kind=first)} makes as well"
+    for op in sorted(wanted - found.keys(), key=lambda op: (op.pipe, op.micro_batches, op.stage, op.part)):
+        yield f"{op} is in no order, though other stages of pipe {op.pipe} have its micro-batch"
+
+
+def _unversioned(op: Op) -> Op:
+    return replace(op, version=0) if op.version else op
 
 
 def _in_range(schedule: Schedule, op: Op) -> bool:
@@ -87,7 +95,7 @@ def _in_range(schedule: Schedule, op: Op) -> bool:
         and all(0 <= m < schedule.total_micro_batches for m in op.micro_batches)
         and len({m // schedule.micro_batches for m in op.micro_batches}) == 1
         and 0 <= op.part < op.parts
-        and (op.parts == 1 or op.kind is OpKind.BACKWARD)
+        and (op.parts == 1 or not op.kind.makes_output)
     )
 
 
@@ -96,48 +104,6 @@ def _extent(schedule: Schedule) -> str:
         f"{schedule.pipes} pipes, {schedule.stages} stages, "
         f"{schedule.total_micro_batches} micro-batches, groups within one update"
     )
-
-
-_Work = tuple[tuple[int, ...], int, int]
-"""What an op of a stage does: (micro-batches, part, parts)."""
-
-
-def _uneven_stages(schedule: Schedule, found: Iterable[Op]) -> Iterator[str]:
-    """Stages of a pipe on which a micro-batch is missing, or grouped or divided in another way."""
-    work: dict[tuple[int, OpKind, int], set[_Work]] = defaultdict(set)
-    for op in found:
-        work[op.pipe, op.kind, op.stage].add((op.micro_batches, op.part, op.parts))
-    for pipe in range(schedule.pipes):
-        everything: dict[OpKind, set[_Work]] = {
-            kind: set().union(*(work[pipe, kind, stage] for stage in range(schedule.stages)))
-            for kind in OpKind
-        }
-        for kind in OpKind:
-            for stage in range(schedule.stages):
-                for batches, part, parts in sorted(everything[kind] - work[pipe, kind, stage]):
-                    op = Op(kind, stage, batches, pipe, part, parts)
-                    yield f"{op} is in no order, though other stages of pipe {pipe} have it"
-        yield from _uncovered(pipe, everything)
-
-
-def _uncovered(pipe: int, everything: dict[OpKind, set[_Work]]) -> Iterator[str]:
-    """Micro-batches whose forwards or backwards do not add up to one whole each."""
-    group_of: dict[int, tuple[int, ...]] = {}
-    share: dict[OpKind, dict[int, float]] = {kind: defaultdict(float) for kind in OpKind}
-    for kind in OpKind:
-        for batches, _part, parts in everything[kind]:
-            for m in batches:
-                share[kind][m] += 1 / parts
-            if kind is OpKind.FORWARD:
-                group_of |= dict.fromkeys(batches, batches)
-    for m in sorted(share[OpKind.FORWARD] | share[OpKind.BACKWARD]):
-        for kind in OpKind:
-            if abs(share[kind][m] - 1) > 1e-9:
-                name = kind.name.lower()
-                yield f"micro-batch {m} of pipe {pipe}: {share[kind][m]:g} {name}s a stage, expected 1"
-    for batches, _part, _parts in sorted(everything[OpKind.BACKWARD]):
-        if len({group_of.get(m) for m in batches}) > 1:
-            yield f"pipe {pipe}: a backward of micro-batches {batches} that no one forward made together"
 
 
 def _placed(subject: Subject) -> Iterator[str]:
@@ -157,10 +123,20 @@ def _forward_first(subject: Subject) -> Iterator[str]:
         done: set[tuple[int, int, int]] = set()
         for index, op in enumerate(order):
             keys = [(op.pipe, op.stage, m) for m in op.micro_batches]
-            if op.kind is OpKind.FORWARD:
+            if op.kind.makes_output:
                 done.update(keys)
-            elif not done.issuperset(keys):
+            elif op.kind.makes_input_gradient and not done.issuperset(keys):
                 yield f"worker {worker}, op {index}: {op} comes before its forward"
+
+
+def _input_gradient_first(subject: Subject) -> Iterator[str]:
+    for worker, order in enumerate(subject.schedule.orders):
+        done: set[Op] = set()
+        for index, op in enumerate(order):
+            if op.kind is OpKind.INPUT_GRADIENT:
+                done.add(op)
+            elif op.kind is OpKind.WEIGHT_GRADIENTS and replace(op, kind=OpKind.INPUT_GRADIENT) not in done:
+                yield f"worker {worker}, op {index}: {op} comes before its input gradient"
 
 
 def _no_deadlock(subject: Subject) -> Iterator[str]:
@@ -256,16 +232,11 @@ def _versions(subject: Subject) -> Iterator[str]:
 
 
 def _promised_versions(schedule: Schedule) -> Iterator[str]:
-    known = SCHEMES.get(schedule.scheme)
     forward: dict[tuple[int, int, int], int] = {}
     for worker, order in enumerate(schedule.orders):
         for index, op in enumerate(order):
             place = f"worker {worker}, op {index}: {op}"
-            promised: int | None = None
-            if schedule.synchronous:
-                promised = 0
-            elif known is not None and known.version is not None:
-                promised = known.version(schedule.stages, op.stage, schedule.period_of(op))
+            promised = schedule.workload.version(op.stage, schedule.period_of(op))
             if promised is not None and op.version != promised:
                 yield f"{place} uses version {op.version}, {schedule.scheme} promises {promised}"
             for m in op.micro_batches:
@@ -278,7 +249,7 @@ def _held_versions(schedule: Schedule, worker: int, actions: tuple[Action, ...])
     """Versions used before they are made or after they are freed; updates before their gradients."""
     held: dict[int, set[int]] = {stage: {0} for _, stage in schedule.placement.held(worker)}
     left = Counter(
-        (op.stage, schedule.period_of(op)) for op in schedule.orders[worker] if op.kind is OpKind.BACKWARD
+        (op.stage, schedule.period_of(op)) for op in schedule.orders[worker] if op.kind.makes_weight_gradients
     )
     for index, action in enumerate(actions):
         place = f"worker {worker}, action {index}: {action}"
@@ -287,7 +258,7 @@ def _held_versions(schedule: Schedule, worker: int, actions: tuple[Action, ...])
                 if op.version not in held[op.stage]:
                     shown = ", ".join(map(str, sorted(held[op.stage])))
                     yield f"{place}: version {op.version} of stage {op.stage} is not there, only {shown}"
-                if op.kind is OpKind.BACKWARD:
+                if op.kind.makes_weight_gradients:
                     left[op.stage, schedule.period_of(op)] -= 1
             case Update(stage, version, frees):
                 if version - 1 not in held[stage] or version in held[stage]:
@@ -376,7 +347,7 @@ def _peak(subject: Subject) -> Iterator[str]:
     for worker, order in enumerate(subject.schedule.orders):
         stashed = 0.0
         for index, op in enumerate(order):
-            stashed += op.load if op.kind is OpKind.FORWARD else -op.load
+            stashed += stash_change(op)
             if stashed > subject.peak_limit:
                 yield (
                     f"worker {worker}, op {index}: {op} makes {stashed:g} stashed forwards, "
@@ -385,13 +356,16 @@ def _peak(subject: Subject) -> Iterator[str]:
                 break
 
 
-COMPLETE = Rule("every op exactly once", _complete)
+COMPLETE = Rule("every product exactly once", _complete)
 PLACED = Rule("every op on the worker that holds its stage", _placed, (COMPLETE.name,))
 FORWARD_FIRST = Rule("forward before its backward", _forward_first, (COMPLETE.name, PLACED.name))
+INPUT_GRADIENT_FIRST = Rule(
+    "input gradient before its weight gradients", _input_gradient_first, (COMPLETE.name, PLACED.name)
+)
 DEADLOCK = Rule(
     "no deadlock with buffered sends", _no_deadlock, (COMPLETE.name, PLACED.name), error=DeadlockError
 )
-_LOWERABLE = (COMPLETE.name, PLACED.name, FORWARD_FIRST.name, DEADLOCK.name)
+_LOWERABLE = (COMPLETE.name, PLACED.name, FORWARD_FIRST.name, INPUT_GRADIENT_FIRST.name, DEADLOCK.name)
 DEADLOCK_RENDEZVOUS = Rule(
     "no deadlock with rendezvous sends",
     _no_deadlock_rendezvous,
@@ -408,6 +382,7 @@ RULES = (
     COMPLETE,
     PLACED,
     FORWARD_FIRST,
+    INPUT_GRADIENT_FIRST,
     DEADLOCK,
     DEADLOCK_RENDEZVOUS,
     MESSAGES,

@@ -35,7 +35,7 @@ from .actions import (
     WaitGradientSync,
 )
 from .graph import OpGraph
-from .ir import Op, OpKind, Schedule
+from .ir import Op, Schedule
 from .lowering import compute_actions, messages, unit_times, with_syncs, with_updates
 from .registry import SCHEMES, build
 from .rules import DEADLOCK_RENDEZVOUS, MESSAGES, RULES, SYNCS, VERSIONS, Subject, require
@@ -103,7 +103,8 @@ Backward B0.0; Update stage 0 to version 1
             for worker in range(self.schedule.workers)
         )
         orders = tuple(tuple(_ops(row)) for row in actions)
-        whole = replace(self.schedule, orders=orders, periods=periods, steady=None)
+        workload = self.schedule.workload.of_periods(periods)
+        whole = replace(self.schedule, workload=workload, orders=orders, steady=None)
         return Program(whole, actions, parts[0].replicas, parts[0].sync)
 
 
@@ -258,7 +259,8 @@ class _Cut:
         orders = tuple(
             tuple(op for op in order if self.schedule.period_of(op) < count) for order in self.schedule.orders
         )
-        short = replace(self.schedule, orders=orders, periods=count, steady=None)
+        workload = self.schedule.workload.of_periods(count)
+        short = replace(self.schedule, workload=workload, orders=orders, steady=None)
         graph = OpGraph(short)
         times = unit_times(graph)
         begins = [self.bounds[worker][count] for worker in range(short.workers)]
@@ -318,7 +320,7 @@ def _woven(
         yield from (action for tag, action in gaps.get(index, ()) if tag == number)
         if index < stop:
             op = order[index]
-            yield Forward(op) if op.kind is OpKind.FORWARD else Backward(op)
+            yield Forward(op) if op.kind.makes_output else Backward(op)
 
 
 def _named(action: Action) -> tuple[type[Action], int, int] | None:

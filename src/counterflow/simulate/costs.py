@@ -25,6 +25,8 @@ class ByteCosts:
         gradients: gradients of one copy; None means as many as the weights.
         optimizer: optimiser state of one copy.
         activations: what a forward saves for its backward, for one micro-batch, without recomputation.
+        kept_for_weights: of it, what weight gradients still need once the input gradient is made, where these
+            are two ops; None means all of it.
         inputs: the stage's input for one micro-batch: all that is kept with ``recompute="stage"``. If the
             backward needs it, it is a part of ``activations``.
         layers: layers in the stage; with ``recompute="layer"`` one input a layer is kept.
@@ -37,6 +39,7 @@ class ByteCosts:
     gradients: PerStage | None = None
     optimizer: PerStage = 0.0
     activations: PerStage = 0.0
+    kept_for_weights: PerStage | None = None
     inputs: PerStage = 0.0
     layers: PerStage = 1.0
     layer_inputs: PerStage | None = None
@@ -50,6 +53,10 @@ class Costs:
     Attributes:
         forward: forward of one stage on one micro-batch; a doubled forward lasts twice as long.
         backward: backward of one stage on one micro-batch; a half one lasts half as long.
+        input_gradient: the part of a split backward that makes the input gradient; None means half of
+            ``backward``.
+        weight_gradients: the other part; None means what ``backward`` takes beyond ``input_gradient``, but
+            no less than nothing.
         doubled_forward: forward of one stage on two micro-batches at once; None means twice ``forward``.
         half_backward: backward of one stage on half a micro-batch; None means half of ``backward``.
         halved_forward: forward of one stage on a micro-batch whose backwards are halves, which a runtime may
@@ -73,6 +80,8 @@ class Costs:
 
     forward: PerStage = 1.0
     backward: PerStage = 2.0
+    input_gradient: PerStage | None = None
+    weight_gradients: PerStage | None = None
     doubled_forward: PerStage | None = None
     half_backward: PerStage | None = None
     halved_forward: PerStage | None = None
@@ -91,7 +100,7 @@ class Costs:
     def __post_init__(self) -> None:
         object.__setattr__(self, "sync_mode", parse_mode(Sync, "sync_mode", self.sync_mode))
         object.__setattr__(self, "recompute", parse_mode(Recompute, "recompute", self.recompute))
-        shared = ("doubled_forward", "half_backward", "halved_forward")
+        shared = ("input_gradient", "weight_gradients", "doubled_forward", "half_backward", "halved_forward")
         for name in ("forward", "backward", *shared, "sync", "sync_slowdown"):
             if (value := getattr(self, name)) is not None:
                 _refuse_negative(name, value)
@@ -109,6 +118,23 @@ class Costs:
         if self.recompute is not Recompute.NONE:
             backward = [b + f for f, b in zip(forward, backward, strict=True)]
         return forward, backward
+
+    def split_cost(self, stages: int) -> tuple[list[float], list[float]]:
+        """Seconds of an input gradient and of weight gradients by stage.
+
+        What is recomputed is recomputed once, with the input gradient.
+        """
+        forward = per_stage("forward", self.forward, stages)
+        backward = per_stage("backward", self.backward, stages)
+        inputs = [b / 2 for b in backward]
+        if self.input_gradient is not None:
+            inputs = per_stage("input_gradient", self.input_gradient, stages)
+        weights = [max(0.0, b - i) for b, i in zip(backward, inputs, strict=True)]
+        if self.weight_gradients is not None:
+            weights = per_stage("weight_gradients", self.weight_gradients, stages)
+        if self.recompute is not Recompute.NONE:
+            inputs = [i + f for f, i in zip(forward, inputs, strict=True)]
+        return inputs, weights
 
     def shared_op_cost(self, stages: int) -> tuple[list[float], list[float]]:
         """Seconds of a doubled forward and of a half backward by stage, recomputation included."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from counterflow.schedule.ir import OpKind, Schedule
 from counterflow.schedule.modes import Recompute
+from counterflow.schedule.residency import version_lives
 
 from .costs import ByteCosts, Costs, per_stage
-from .residency import version_lives
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,9 @@ def memory_use(
 ) -> tuple[MemoryUse, ...]:
     """Memory of every worker over time.
 
-    A forward's stash is there from its start to the end of its backward; what recomputation needs
-    besides is there while the backward runs. Weights, gradients and optimiser state of every copy are
+    A forward's stash is there from its start to the end of its backward; of a split one, what only the input
+    gradient needs goes with it, the rest with the weight gradients. What recomputation needs besides is there
+    while the backward runs. Weights, gradients and optimiser state of every copy are
     there throughout, a further weight version from its update until nothing needs it.
 
     Args:
@@ -52,15 +53,12 @@ def memory_use(
             into.append((time, 0 if change < 0 else 1, change))
 
         for index, op in enumerate(order):
-            stash, working = parts.stash[op.stage] * op.load, parts.working[op.stage] * op.load
             began, ended = start[first + index], end[first + index]
-            if op.kind is OpKind.FORWARD:
-                add(began, stash)
-            else:
-                add(ended, -stash)
-                if working:
-                    add(began, working)
-                    add(ended, -working)
+            at_start, at_end = parts.changes(op.kind, op.stage)
+            if at_start:
+                add(began, at_start * op.work)
+            if at_end:
+                add(ended, at_end * op.work)
         base = sum(parts.fixed[stage] for _, stage in schedule.placement.held(worker))
         for stage, version, born, dies in version_lives(schedule, worker):
             if version and born >= 0:
@@ -76,14 +74,34 @@ def memory_use(
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Bytes by stage: one version of the weights, gradients and optimiser state, and of one micro-batch what
-    is kept from forward to backward and what is there besides while the backward runs.
+    """Bytes by stage.
+
+    Attributes:
+        weights: one version of the weights.
+        fixed: gradients and optimiser state.
+        stash: of one micro-batch, what is kept from its forward to its backward.
+        working: what is there besides while the backward, or its input gradient, runs.
+        between: what is there between input gradient and weight gradients, where these are two ops.
     """
 
     weights: list[float]
     fixed: list[float]
     stash: list[float]
     working: list[float]
+    between: list[float]
+
+    def changes(self, kind: OpKind, stage: int) -> tuple[float, float]:
+        """What an op on one micro-batch adds when it starts and when it has ended."""
+        stash, working, between = self.stash[stage], self.working[stage], self.between[stage]
+        match kind:
+            case OpKind.FORWARD:
+                return stash, 0.0
+            case OpKind.BACKWARD:
+                return working, -stash - working
+            case OpKind.INPUT_GRADIENT:
+                return working, between - stash - working
+            case OpKind.WEIGHT_GRADIENTS:
+                return 0.0, -between
 
 
 def stage_bytes(costs: ByteCosts, recompute: Recompute, stages: int) -> StageBytes:
@@ -112,7 +130,12 @@ def stage_bytes(costs: ByteCosts, recompute: Recompute, stages: int) -> StageByt
             strict=True,
         )
     ]
-    return StageBytes(weights, fixed, stash, working)
+    between = (
+        full
+        if costs.kept_for_weights is None
+        else per_stage("kept_for_weights", costs.kept_for_weights, stages)
+    )
+    return StageBytes(weights, fixed, stash, working, between)
 
 
 def _steps(base: float, changes: list[tuple[float, int, float]]) -> MemoryUse:

@@ -16,6 +16,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import OpKind, Schedule
 from counterflow.schedule.modes import Recompute, Sync
+from counterflow.schedule.residency import version_lives
 from counterflow.schedule.sync import (
     GradientSync,
     by_last_backward,
@@ -28,7 +29,6 @@ from counterflow.schedule.sync import (
 from .costs import Costs, PerLink, per_stage
 from .kernel import Floats, Ints, longest_paths
 from .memory import stage_bytes
-from .residency import version_lives
 
 KEPT_MODELS = 8
 """Models kept, so that trying many costs on a few schedules builds each of them once."""
@@ -46,8 +46,10 @@ class Model:
         ops = self.graph.ops
         self.worker: Ints = np.array(self.graph.worker, dtype=np.int64)
         self.stage: Ints = np.array([op.stage for op in ops], dtype=np.int64)
-        self.backward = np.array([op.kind is OpKind.BACKWARD for op in ops], dtype=bool)
-        self.load: Floats = np.array([op.load for op in ops])
+        rows = {kind: row for row, kind in enumerate(OpKind)}
+        self.kind: Ints = np.array([rows[op.kind] for op in ops], dtype=np.int64)
+        """Of each op its row in tables that have one a kind, in the order of ``OpKind``."""
+        self.work: Floats = np.array([op.work for op in ops])
         self._add_edges()
 
     def _add_edges(self) -> None:
@@ -71,9 +73,10 @@ class Model:
         self.senders: Ints = self.worker[source[fed][crosses]]
         self.receivers: Ints = self.worker[fed][crosses]
         sent = source[fed][crosses]
-        # A forward sends its stage's output, a backward the gradient of the output of the stage before.
-        self.sent_output: Ints = self.stage[sent] - self.backward[sent]
-        self.sent_load: Floats = self.load[sent]
+        # Either its stage's output is sent, or the gradient of the output of the stage before.
+        gradient = np.array([kind.makes_input_gradient for kind in OpKind])
+        self.sent_output: Ints = self.stage[sent] - gradient[self.kind[sent]]
+        self.sent_work: Floats = self.work[sent]
         # Where a worker is busy with its messages, the op after the sending one waits for them.
         sending = np.full(count, -1, dtype=np.int64)
         sending[source[fed][crosses]] = np.arange(crosses.sum())
@@ -84,13 +87,13 @@ class Model:
 
     def seconds(self, costs: Costs) -> Floats:
         """How long each op lasts."""
-        table = np.array(costs.op_cost(self.schedule.stages))
-        kind = self.backward.astype(np.int64)
-        seconds: Floats = table[kind, self.stage] * self.load
+        stages = self.schedule.stages
+        table = np.array([*costs.op_cost(stages), *costs.split_cost(stages)])
+        seconds: Floats = table[self.kind, self.stage] * self.work
         if costs.doubled_forward is not None or costs.half_backward is not None:
-            shared = np.array(costs.shared_op_cost(self.schedule.stages))[kind, self.stage]
-            is_shared = np.where(self.backward, self.load == 0.5, self.load == 2.0)
-            seconds = np.where(is_shared, shared, seconds)
+            for row, (work, shared) in enumerate(zip((2.0, 0.5), costs.shared_op_cost(stages), strict=True)):
+                is_shared = (self.kind == row) & (self.work == work)
+                seconds = np.where(is_shared, np.array(shared)[self.stage], seconds)
         if costs.halved_forward is not None:
             table = np.array(per_stage("halved_forward", costs.halved_forward, self.schedule.stages))
             seconds = np.where(self._halved, table[self.stage], seconds)
@@ -106,8 +109,8 @@ class Model:
     def _halved(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Which ops are forwards of one micro-batch whose backwards are halves."""
         ops = self.graph.ops
-        halved = {op.micro_batches for op in ops if op.kind is OpKind.BACKWARD and op.parts > 1}
-        return np.array([op.kind is OpKind.FORWARD and op.micro_batches in halved for op in ops], dtype=bool)
+        halved = {op.micro_batches for op in ops if op.parts > 1}
+        return np.array([op.kind.makes_output and op.micro_batches in halved for op in ops], dtype=bool)
 
     def message_seconds(self, costs: Costs) -> Floats:
         """How long each message travels, in the order of ``message_edges``."""
@@ -115,7 +118,7 @@ class Model:
         if costs.p2p_per_byte == 0.0:
             return seconds
         sizes = np.array(per_stage("message_bytes", costs.message_bytes, self.schedule.stages))
-        sent = sizes[self.sent_output] * self.sent_load
+        sent = sizes[self.sent_output] * self.sent_work
         return seconds + self._by_message("p2p_per_byte", costs.p2p_per_byte) * sent
 
     def _by_message(self, name: str, value: PerLink) -> Floats:
@@ -147,10 +150,8 @@ class Model:
         """
         assert costs.memory is not None
         parts = stage_bytes(costs.memory, Recompute(costs.recompute), self.schedule.stages)
-        stash = np.array(parts.stash)[self.stage] * self.load
-        working = np.array(parts.working)[self.stage] * self.load
-        begins = np.where(self.backward, working, stash)
-        ends = np.where(self.backward, -stash - working, 0.0)
+        changes = np.array([[parts.changes(kind, s) for s in range(len(parts.stash))] for kind in OpKind])
+        begins, ends = (changes[self.kind, self.stage] * self.work[:, None]).T
         peaks = []
         for worker in range(self.schedule.workers):
             first, stop = self.graph.first[worker : worker + 2]

@@ -11,12 +11,12 @@ from functools import cached_property
 import numpy as np
 
 from counterflow.schedule.ir import Op, Schedule
+from counterflow.schedule.residency import peak_activations, weight_copies
 
 from .costs import ByteCosts, Costs
 from .kernel import Floats
 from .memory import MemoryUse, memory_use
 from .model import Model
-from .residency import peak_activations, weight_copies
 
 
 @dataclass(frozen=True, slots=True)

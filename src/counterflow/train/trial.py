@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.models.gpt import GPTConfig
-from counterflow.schedule.ir import OpKind, Schedule
+from counterflow.schedule.ir import Schedule
 from counterflow.verify.agreement import Agreement, Trained, one_process, verify
 
 CLIP_NORM = 0.5
@@ -102,7 +102,7 @@ def small_trial(
         torch.manual_seed(seed)
         layers = list(nn.ModuleList(config.build()).to(dtype))
     generator = torch.Generator().manual_seed(seed + 1)
-    halves = max((op.parts for op in schedule.ops() if op.kind is OpKind.BACKWARD), default=1)
+    halves = max((op.parts for op in schedule.ops()), default=1)
     fewest = schedule.micro_batches * halves
     # One sample more than fits evenly, and one more in each further replica.
     samples = [fewest + (1 if fewest > 1 else 0) + replica for replica in range(replicas)]

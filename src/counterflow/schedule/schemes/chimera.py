@@ -26,13 +26,15 @@ Source: Li & Hoefler, Chimera (SC'21): sections 3.1, 3.5 (Figure 7) and 3.6 (Fig
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
+from typing import NamedTuple
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.placement import Placement, bidirectional
 from counterflow.schedule.slots import Placed, orders_by_slot, spread
+from counterflow.schedule.workload import Pass, Share, Workload
 
 from ._legal import at_least
 
@@ -72,16 +74,16 @@ def chimera(
         legal = ", ".join(Concat)
         raise ConfigError(f"concat={concat!r}: unknown; legal: {legal}") from None
     placement = bidirectional(stages, pairs)
-    units = list(_units(stages, micro_batches, pairs, concat))
-    placed = _placed(placement, concat, units)
+    passes = list(_passes(stages, list(_units(stages, micro_batches, pairs, concat)), 2 * pairs, concat))
     options = (
         ("stages", stages),
         ("micro_batches", micro_batches),
         ("pairs", pairs),
         ("concat", concat.value),
     )
-    orders = orders_by_slot(stages, placed)
-    return Schedule("chimera", options, placement, orders, micro_batches)
+    orders = orders_by_slot(stages, _placed(placement, passes))
+    by_number = sorted((one.work for one in passes), key=lambda work: work.micro_batches)
+    return Schedule("chimera", options, Workload(placement, micro_batches, tuple(by_number)), orders)
 
 
 def _units(
@@ -99,47 +101,39 @@ def _units(
         yield unit * shift, basic, shares[0::2] + shares[1::2]
 
 
-def _placed(
-    placement: Placement, concat: Concat, units: list[tuple[int, bool, list[int]]]
-) -> Iterator[Placed]:
-    for pipe, workers in enumerate(placement.pipes_stages):
-        # A pipe's micro-batches are numbered on from unit to unit, after those of the pipes before it.
-        first = sum(shares[q] for _, _, shares in units for q in range(pipe))
+class _Slots(NamedTuple):
+    """A pass and its slots: of its forward on stage 0, and of its shares' backwards on stage D - 1."""
+
+    work: Pass
+    forward: int
+    backwards: tuple[int, ...]
+
+
+def _passes(
+    stages: int, units: Sequence[tuple[int, bool, list[int]]], pipes: int, concat: Concat
+) -> Iterator[_Slots]:
+    """Every pass, pipe by pipe; a pipe's micro-batches are numbered on from unit to unit."""
+    first = 0
+    for pipe in range(pipes):
         for start, basic, shares in units:
             batches = range(first, first + shares[pipe])
             first = batches.stop
-            if basic:
-                yield from _basic(start, pipe, workers, batches)
-            else:
-                yield from _equalised(start, pipe, workers, batches, concat)
+            step = 2 if concat is Concat.FORWARD_DOUBLING and not basic else 1
+            halves = 2 if concat is Concat.BACKWARD_HALVING else 1
+            for j, begin in enumerate(range(batches.start, batches.stop, step)):
+                group = tuple(range(begin, min(begin + step, batches.stop)))
+                parts = tuple(Share((m,), part, halves) for m in group for part in range(halves))
+                # A unit of doubled or halved ops: a forward works as long as a backward (Figure 7 c, d).
+                slots = [stages + 2 * j] if basic else [stages + 2 * (2 * j + i) for i in range(len(parts))]
+                yield _Slots(Pass(pipe, group, parts), start + 2 * j, tuple(start + slot for slot in slots))
 
 
-def _basic(start: int, pipe: int, workers: tuple[int, ...], batches: range) -> Iterator[Placed]:
-    depth = len(workers)
-    for j, m in enumerate(batches):
+def _placed(placement: Placement, passes: Sequence[_Slots]) -> Iterator[Placed]:
+    for work, forward, backwards in passes:
+        workers = placement.pipes_stages[work.pipe]
+        last = len(workers) - 1
         for s, worker in enumerate(workers):
-            slot = start + 2 * j + s
-            yield slot, worker, Op(OpKind.FORWARD, s, (m,), pipe)
-            slot = start + 2 * j + 2 * depth - 1 - s
-            yield slot, worker, Op(OpKind.BACKWARD, s, (m,), pipe)
-
-
-def _equalised(
-    start: int, pipe: int, workers: tuple[int, ...], batches: range, concat: Concat
-) -> Iterator[Placed]:
-    """A unit in which a forward op works as long as a backward op (section 3.5, Figure 7 c and d)."""
-    depth = len(workers)
-    halving = concat is Concat.BACKWARD_HALVING
-    step = 1 if halving else 2
-    for j, begin in enumerate(range(batches.start, batches.stop, step)):
-        group = tuple(range(begin, min(begin + step, batches.stop)))
-        for s, worker in enumerate(workers):
-            yield start + 2 * j + s, worker, Op(OpKind.FORWARD, s, group, pipe)
-            for i in range(2 if halving else len(group)):
-                slot = start + depth + 2 * (2 * j + i) + depth - 1 - s
-                op = (
-                    Op(OpKind.BACKWARD, s, group, pipe, part=i, parts=2)
-                    if halving
-                    else Op(OpKind.BACKWARD, s, (group[i],), pipe)
-                )
-                yield slot, worker, op
+            yield forward + s, worker, Op(OpKind.FORWARD, s, work.micro_batches, work.pipe)
+            for share, slot in zip(work.shares, backwards, strict=True):
+                op = Op(OpKind.BACKWARD, s, share.micro_batches, work.pipe, share.part, share.parts)
+                yield slot + last - s, worker, op

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.placement import linear
+from counterflow.schedule.workload import plain
 
 from ._legal import at_least
 from .one_forward_one_backward import one_forward_one_backward
@@ -36,4 +37,4 @@ def dapple(stages: int, micro_batches: int) -> Schedule:
     at_least("micro_batches", micro_batches, 1)
     orders = tuple(one_forward_one_backward(s, micro_batches, in_flight=stages - s) for s in range(stages))
     options = (("stages", stages), ("micro_batches", micro_batches))
-    return Schedule("dapple", options, linear(stages), orders, micro_batches)
+    return Schedule("dapple", options, plain(linear(stages), micro_batches), orders)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.placement import bidirectional
+from counterflow.schedule.workload import plain
 
 from ._legal import at_least
 
@@ -40,9 +41,10 @@ def gems(stages: int, micro_batches: int) -> Schedule:
         tuple(
             Op(kind, worker if m % 2 == 0 else stages - 1 - worker, (m,), pipe=m % 2)
             for m in range(micro_batches)
-            for kind in OpKind
+            for kind in (OpKind.FORWARD, OpKind.BACKWARD)
         )
         for worker in range(stages)
     )
     options = (("stages", stages), ("micro_batches", micro_batches))
-    return Schedule("gems", options, placement, orders, micro_batches)
+    workload = plain(placement, micro_batches, pipe_of=lambda m: m % 2)
+    return Schedule("gems", options, workload, orders)

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.placement import looped
+from counterflow.schedule.workload import plain
 
 from ._legal import at_least
 
@@ -43,7 +44,7 @@ def gpipe(stages: int, micro_batches: int, groups: int = 1) -> Schedule:
     at_least("groups", groups, 1)
     orders = tuple(tuple(_order(w, stages, groups, micro_batches)) for w in range(stages))
     options = (("stages", stages), ("micro_batches", micro_batches), ("groups", groups))
-    return Schedule("gpipe", options, looped(stages, groups), orders, micro_batches)
+    return Schedule("gpipe", options, plain(looped(stages, groups), micro_batches), orders)
 
 
 def _order(worker: int, workers: int, chunks: int, micro_batches: int) -> Iterator[Op]:

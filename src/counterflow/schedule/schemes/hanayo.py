@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.placement import Placement, wave
 from counterflow.schedule.slots import Placed, orders_by_slot
+from counterflow.schedule.workload import plain
 
 from ._legal import at_least
 
@@ -44,7 +45,7 @@ def hanayo(workers: int, micro_batches: int, waves: int = 1) -> Schedule:
     placement = wave(workers, waves)
     orders = orders_by_slot(workers, _placed(placement, micro_batches))
     options = (("workers", workers), ("micro_batches", micro_batches), ("waves", waves))
-    return Schedule("hanayo", options, placement, orders, micro_batches)
+    return Schedule("hanayo", options, plain(placement, micro_batches), orders)
 
 
 def _placed(placement: Placement, micro_batches: int) -> Iterator[Placed]:

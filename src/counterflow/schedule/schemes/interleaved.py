@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.placement import looped
 from counterflow.schedule.slots import spread
+from counterflow.schedule.workload import plain
 
 from ._legal import at_least
 
@@ -45,7 +46,7 @@ def interleaved(workers: int, micro_batches: int, chunks: int = 2) -> Schedule:
     rounds = spread(micro_batches, max(1, micro_batches // workers))
     orders = tuple(_order(w, workers, chunks, rounds) for w in range(workers))
     options = (("workers", workers), ("micro_batches", micro_batches), ("chunks", chunks))
-    return Schedule("interleaved", options, looped(workers, chunks), orders, micro_batches)
+    return Schedule("interleaved", options, plain(looped(workers, chunks), micro_batches), orders)
 
 
 def _order(worker: int, workers: int, chunks: int, rounds: list[int]) -> tuple[Op, ...]:

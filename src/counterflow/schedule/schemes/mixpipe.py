@@ -30,6 +30,7 @@ from __future__ import annotations
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.placement import bidirectional
+from counterflow.schedule.workload import plain
 
 from ._legal import at_least
 from .mixpipe_plan import mixpipe_orders
@@ -72,7 +73,8 @@ def mixpipe(
         ("injected", injected),
         ("early_forwards", early_forwards),
     )
-    return Schedule("mixpipe", options, placement, orders, micro_batches)
+    workload = plain(placement, micro_batches, pipe_of=lambda m: m % 2)
+    return Schedule("mixpipe", options, workload, orders)
 
 
 def _refuse(stages: int, injected: OptionValue, early_forwards: int) -> None:

@@ -18,6 +18,7 @@ from functools import partial
 
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.placement import linear
+from counterflow.schedule.workload import plain
 
 from ._legal import at_least
 from .one_forward_one_backward import one_forward_one_backward, steady_slices
@@ -48,4 +49,5 @@ def pipedream(stages: int, periods: int = 8) -> Schedule:
     )
     steady = steady_slices([stages - s for s in range(stages)], 1, periods)
     options = (("stages", stages), ("periods", periods))
-    return Schedule("pipedream", options, linear(stages), orders, 1, periods, False, steady)
+    workload = plain(linear(stages), 1, periods=periods, version=partial(version, stages))
+    return Schedule("pipedream", options, workload, orders, steady)

@@ -13,8 +13,11 @@ Source: Narayanan et al., PipeDream-2BW (ICML 2021); WPipe (ICLR 2022) section 2
 
 from __future__ import annotations
 
+from functools import partial
+
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.placement import linear
+from counterflow.schedule.workload import plain
 
 from ._legal import at_least
 from .one_forward_one_backward import one_forward_one_backward, steady_slices
@@ -53,4 +56,5 @@ def pipedream_2bw(stages: int, micro_batches: int, periods: int = 8) -> Schedule
     )
     steady = steady_slices([stages - s for s in range(stages)], micro_batches, periods)
     options = (("stages", stages), ("micro_batches", micro_batches), ("periods", periods))
-    return Schedule("pipedream-2bw", options, linear(stages), orders, micro_batches, periods, False, steady)
+    workload = plain(linear(stages), micro_batches, periods=periods, version=partial(version, stages))
+    return Schedule("pipedream-2bw", options, workload, orders, steady)

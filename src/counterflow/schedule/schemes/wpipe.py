@@ -16,11 +16,13 @@ Source: Yang et al., WPipe (ICLR 2022) section 3.2, Figures 4 and 5, equation 1.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.placement import looped
 from counterflow.schedule.slots import Placed, orders_by_slot
+from counterflow.schedule.workload import plain
 
 from ._legal import at_least
 
@@ -54,16 +56,9 @@ def wpipe(workers: int, micro_batches: int, periods: int = 8) -> Schedule:
         )
     orders = orders_by_slot(workers, _placed(workers, micro_batches, periods))
     options = (("workers", workers), ("micro_batches", micro_batches), ("periods", periods))
-    return Schedule(
-        scheme="wpipe",
-        options=options,
-        placement=looped(workers, chunks=2),
-        orders=orders,
-        micro_batches=micro_batches,
-        periods=periods,
-        synchronous=False,
-        steady=_steady(orders, micro_batches),
-    )
+    placement = looped(workers, chunks=2)
+    workload = plain(placement, micro_batches, periods=periods, version=partial(version, placement.stages))
+    return Schedule("wpipe", options, workload, orders, _steady(orders, micro_batches))
 
 
 def _placed(workers: int, micro_batches: int, periods: int) -> Iterator[Placed]:

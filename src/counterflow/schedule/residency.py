@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from counterflow.schedule.ir import OpKind, Schedule
+from .ir import Op, Schedule
+
+
+def stash_change(op: Op) -> float:
+    """What an op adds to its worker's stashed forwards, in (stage x micro-batch) units.
+
+    A forward is stashed until its weight gradients are made.
+    """
+    if op.kind.makes_output:
+        return op.work
+    return -op.work if op.kind.makes_weight_gradients else 0.0
 
 
 def peak_activations(schedule: Schedule, stages: range | None = None) -> tuple[float, ...]:
@@ -20,11 +30,8 @@ def peak_activations(schedule: Schedule, stages: range | None = None) -> tuple[f
         for op in order:
             if stages is not None and op.stage not in stages:
                 continue
-            if op.kind is OpKind.FORWARD:
-                stashed += op.load
-                peak = max(peak, stashed)
-            else:
-                stashed -= op.load
+            stashed += stash_change(op)
+            peak = max(peak, stashed)
         peaks.append(peak)
     return tuple(peaks)
 
@@ -41,7 +48,7 @@ def version_lives(schedule: Schedule, worker: int) -> Iterator[tuple[int, int, i
     last_use: dict[tuple[int, int, int], int] = {}
     for index, op in enumerate(order):
         last_use[op.pipe, op.stage, op.version] = index
-        if op.kind is OpKind.BACKWARD:
+        if op.kind.makes_weight_gradients:
             last_backward[op.pipe, op.stage, schedule.period_of(op)] = index
     for pipe, stage in schedule.placement.held(worker):
         # A synchronous schedule ends with its update, which is made in place.

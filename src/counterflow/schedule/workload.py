@@ -1,0 +1,272 @@
+"""The workload: what has to be computed, in no order. Plain, frozen data.
+
+A workload is a placement, the micro-batches and how work is shared and split; it lists all ops and what each
+needs. An order of its ops on each worker makes a schedule of it.
+
+Invariant: nothing here knows an order. A workload need not be right (``faults`` tells), so that edited files
+can be looked at.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+
+from .op import Op, OpKind
+from .placement import Placement
+
+Versions = tuple[tuple[int, ...], ...]
+"""``versions[stage][period]``: the weight version that a period's work uses on a stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one backward differentiates: micro-batches that a forward ran, or a part of them.
+
+    Attributes:
+        micro_batches: one, or several together.
+        part: which part of them, from 0.
+        parts: into how many they are divided.
+        split: the stages on which input gradient and weight gradients are ops of their own, ascending.
+    """
+
+    micro_batches: tuple[int, ...]
+    part: int = 0
+    parts: int = 1
+    split: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Micro-batches that go through a pipe together, and what their backwards differentiate one by one."""
+
+    pipe: int
+    micro_batches: tuple[int, ...]
+    shares: tuple[Share, ...]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """All the ops of some periods, and what each of them needs.
+
+    Attributes:
+        placement: which worker holds which stage of which pipe.
+        micro_batches: of one period (one update of every stage). Micro-batch m belongs to period
+            ``m // micro_batches``.
+        passes: what goes through the pipes, by micro-batch.
+        periods: updates of every stage, 1 or more.
+        synchronous: whether a flush ends the only period, so that no work uses old weights.
+        versions: the weight versions promised to each stage and period; None: nothing is promised. Every
+            synchronous workload uses version 0.
+        trains: whether gradients are wanted; else outputs alone (an evaluation).
+    """
+
+    placement: Placement
+    micro_batches: int
+    passes: tuple[Pass, ...]
+    periods: int = 1
+    synchronous: bool = True
+    versions: Versions | None = None
+    trains: bool = True
+
+    @property
+    def total_micro_batches(self) -> int:
+        """Micro-batches of all periods together."""
+        return self.micro_batches * self.periods
+
+    def period_of(self, op: Op) -> int:
+        """The period whose gradients ``op`` adds to, or whose samples it reads."""
+        return op.micro_batches[0] // self.micro_batches
+
+    def version(self, stage: int, period: int) -> int | None:
+        """The weight version promised to a stage's work of a period; None if nothing is."""
+        if self.synchronous:
+            return 0
+        return None if self.versions is None else self.versions[stage][period]
+
+    # -- ops
+
+    def ops(self) -> Iterator[Op]:
+        """Every op, by micro-batch, then stage; versions as promised.
+
+        >>> from .placement import linear
+        >>> print(*plain(linear(2), 1, split=True).ops())
+        F0.0 F0.1 I0.0 W0.0 I0.1 W0.1
+        """
+        stages = range(self.placement.stages)
+        for one in self.passes:
+            used = [self.version(s, one.micro_batches[0] // self.micro_batches) or 0 for s in stages]
+            for s in stages:
+                yield Op(OpKind.FORWARD, s, one.micro_batches, one.pipe, version=used[s])
+            for share in one.shares:
+                for s in stages:
+                    for kind in kinds_of(share, s):
+                        yield Op(kind, s, share.micro_batches, one.pipe, share.part, share.parts, used[s])
+
+    def needs(self, op: Op) -> tuple[Op, ...]:
+        """The ops whose products an op takes: of its own stage first, then of the stage before or after.
+
+        Raises:
+            KeyError: the op is none of this workload's.
+
+        >>> from .placement import linear
+        >>> work = plain(linear(2), 1)
+        >>> [[str(need) for need in work.needs(op)] for op in work.ops()]
+        [[], ['F0.0'], ['F0.0', 'B0.1'], ['F0.1']]
+        """
+        one = self._pass_of[op.micro_batches[0]]
+        period = self.period_of(op)
+
+        def other(kind: OpKind, stage: int, share: Share) -> Op:
+            version = op.version if stage == op.stage else self.version(stage, period) or 0
+            return Op(kind, stage, share.micro_batches, op.pipe, share.part, share.parts, version)
+
+        if op.kind.makes_output:
+            return (other(op.kind, op.stage - 1, Share(op.micro_batches)),) if op.stage else ()
+        key = op.micro_batches, op.part, op.parts
+        share = next(s for s in one.shares if (s.micro_batches, s.part, s.parts) == key)
+        if not op.kind.makes_input_gradient:
+            return (other(OpKind.INPUT_GRADIENT, op.stage, share),)
+        needed = [other(OpKind.FORWARD, op.stage, Share(one.micro_batches))]
+        if op.stage + 1 < self.placement.stages:
+            needed.append(other(kinds_of(share, op.stage + 1)[0], op.stage + 1, share))
+        return tuple(needed)
+
+    @cached_property
+    def _pass_of(self) -> dict[int, Pass]:
+        return {m: one for one in self.passes for m in one.micro_batches}
+
+    # -- is it right?
+
+    def faults(self) -> Iterator[str]:
+        """What keeps the ops from making every product of every micro-batch exactly once."""
+        passes: dict[int, list[Pass]] = defaultdict(list)
+        for one in self.passes:
+            for m in one.micro_batches:
+                passes[m].append(one)
+        for m in range(self.total_micro_batches):
+            pipes = sorted({one.pipe for one in passes[m]})
+            if len(pipes) > 1:
+                shown = " and ".join(map(str, pipes))
+                yield f"micro-batch {m} is on pipes {shown}; only one is allowed"
+            elif not pipes:
+                yield f"micro-batch {m} has no forward"
+            elif len(passes[m]) > 1:
+                yield f"micro-batch {m} of pipe {pipes[0]}: {len(passes[m])} forwards a stage, expected 1"
+        for one in self.passes:
+            yield from self._uncovered(one)
+
+    def _uncovered(self, one: Pass) -> Iterator[str]:
+        """Of a pass, what no backward differentiates, or several do. By exact fractions."""
+        covered: dict[int, list[tuple[Fraction, Fraction]]] = {m: [] for m in one.micro_batches}
+        for share in one.shares:
+            if not covered.keys() >= set(share.micro_batches):
+                yield (
+                    f"pipe {one.pipe}: a backward of micro-batches {share.micro_batches} "
+                    "that no one forward made together"
+                )
+                continue
+            span = Fraction(share.part, share.parts), Fraction(share.part + 1, share.parts)
+            for m in share.micro_batches:
+                covered[m].append(span)
+        for m, spans in covered.items() if self.trains else ():
+            at = Fraction(0)
+            for start, stop in (*sorted(spans), (Fraction(1), Fraction(1))):
+                if start > at:
+                    yield f"micro-batch {m} of pipe {one.pipe}: no backward of {_extent(at, start)}"
+                if start < at:
+                    twice = _extent(start, min(stop, at))
+                    yield f"micro-batch {m} of pipe {one.pipe}: more than one backward of {twice}"
+                at = max(at, stop)
+
+    # -- others like it
+
+    def of_periods(self, periods: int) -> Workload:
+        """The same with another number of periods; further ones are like the last, a version later each."""
+        count = self.micro_batches
+        passes = [p for p in self.passes if p.micro_batches[0] < count * periods]
+        last = [p for p in self.passes if p.micro_batches[0] // count == self.periods - 1]
+        for more in range(1, periods - self.periods + 1):
+            passes += [_moved(one, more * count) for one in last]
+        versions = self.versions
+        if versions is not None:
+            late = range(1, periods - self.periods + 1)
+            versions = tuple((*row[:periods], *(row[-1] + more for more in late)) for row in versions)
+        return replace(self, passes=tuple(passes), periods=periods, versions=versions)
+
+    def evaluation(self) -> Workload:
+        """The forwards of one period alone."""
+        passes = tuple(replace(p, shares=()) for p in self.of_periods(1).passes)
+        return replace(self, passes=passes, periods=1, synchronous=True, versions=None, trains=False)
+
+
+def kinds_of(share: Share, stage: int) -> tuple[OpKind, ...]:
+    """The kinds of op that differentiate a share on a stage."""
+    split = OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENTS
+    return split if stage in share.split else (OpKind.BACKWARD,)
+
+
+def plain(
+    placement: Placement,
+    micro_batches: int,
+    *,
+    pipe_of: Callable[[int], int] | Sequence[int] = lambda _: 0,
+    split: bool = False,
+    periods: int = 1,
+    version: Callable[[int, int], int] | None = None,
+) -> Workload:
+    """A workload in which every micro-batch goes alone.
+
+    Args:
+        placement: which worker holds what.
+        micro_batches: of one period.
+        pipe_of: the pipe of each micro-batch.
+        split: whether input and weight gradients are ops of their own on every stage.
+        periods: updates of every stage; 1 with a flush.
+        version: for a workload without a flush, the weight version that a (stage, period) uses.
+    """
+    every = tuple(range(placement.stages)) if split else ()
+    pipe = pipe_of if callable(pipe_of) else pipe_of.__getitem__
+    passes = tuple(Pass(pipe(m), (m,), (Share((m,), split=every),)) for m in range(micro_batches * periods))
+    if version is None:
+        return Workload(placement, micro_batches, passes, periods)
+    versions = tuple(tuple(version(s, t) for t in range(periods)) for s in range(placement.stages))
+    return Workload(placement, micro_batches, passes, periods, synchronous=False, versions=versions)
+
+
+def passes_of(ops: Iterable[Op]) -> tuple[Pass, ...]:
+    """How the ops of some orders share and split work: their forwards, and what each backward takes of them.
+
+    A backward whose micro-batches no forward made together is a pass of its own, without micro-batches.
+    """
+    forwards: set[tuple[tuple[int, ...], int]] = set()
+    shares: dict[tuple[int, tuple[int, ...], int, int], set[int]] = defaultdict(set)
+    for op in ops:
+        if op.kind.makes_output:
+            forwards.add((op.micro_batches, op.pipe))
+        else:
+            split = shares[op.pipe, op.micro_batches, op.part, op.parts]
+            if op.kind is not OpKind.BACKWARD:
+                split.add(op.stage)
+    group_of = {(m, pipe): group for group, pipe in forwards for m in group}
+    found: dict[tuple[tuple[int, ...], int], list[Share]] = {key: [] for key in sorted(forwards)}
+    for (pipe, batches, part, parts), split in sorted(shares.items()):
+        groups = {group_of.get((m, pipe), ()) for m in batches}
+        group = groups.pop() if len(groups) == 1 else ()
+        found.setdefault((group, pipe), []).append(Share(batches, part, parts, tuple(sorted(split))))
+    return tuple(Pass(pipe, group, tuple(own)) for (group, pipe), own in found.items())
+
+
+def _moved(one: Pass, by: int) -> Pass:
+    def moved(micro_batches: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(m + by for m in micro_batches)
+
+    shares = tuple(replace(share, micro_batches=moved(share.micro_batches)) for share in one.shares)
+    return Pass(one.pipe, moved(one.micro_batches), shares)
+
+
+def _extent(start: Fraction, stop: Fraction) -> str:
+    return "it" if stop - start == 1 else f"its part from {start} to {stop}"
