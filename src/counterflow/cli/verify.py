@@ -107,13 +107,9 @@ def _compared(
     dtype: Dtype,
     **options: Any,
 ) -> Agreement:
-    import torch  # noqa: PLC0415  (the other commands do without)
+    from counterflow.train.trial import small_trial  # noqa: PLC0415  (imports torch)
 
-    from counterflow.train.trial import small_trial  # noqa: PLC0415
-
-    trial = small_trial(
-        schedule, replicas=replicas, steps=steps, seed=seed, dtype=getattr(torch, dtype.value)
-    )
+    trial = small_trial(schedule, replicas=replicas, steps=steps, seed=seed, dtype=dtype.value)
     return trial.verify(
         transport=transport.value,
         strict=transport is Where.LOCAL,

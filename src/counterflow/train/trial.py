@@ -72,7 +72,7 @@ def small_trial(
     *,
     replicas: int = 1,
     steps: int = 3,
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype | str = torch.float64,
     dropout: float = 0.1,
     tied: bool | None = None,
     seed: int = 0,
@@ -83,7 +83,7 @@ def small_trial(
         schedule: what will run it.
         replicas: pipeline groups, each with mini-batches of its own, the later ones larger.
         steps: mini-batches for each.
-        dtype: of the weights.
+        dtype: of the weights, or its name in torch.
         dropout: share dropped.
         tied: whether embedding and output layer share their weight; by default if there is a flush.
         seed: of weights and mini-batches.
@@ -98,6 +98,8 @@ def small_trial(
         tied=schedule.synchronous if tied is None else tied,
         deviation=0.3,
     )
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         layers = list(nn.ModuleList(config.build()).to(dtype))
