@@ -306,21 +306,6 @@ def test_copies_that_differ_are_found() -> None:
         run(_corrupted, schemes.chimera(4, 4), linears(4), workers=4)
 
 
-def _differently(schedule: Schedule, start: Tensor) -> None:
-    from counterflow.runtime.world import current_transport
-
-    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
-    for layer in layers:
-        nn.init.constant_(layer.weight, float(start) + current_transport().rank)
-        nn.init.zeros_(layer.bias)
-    Pipeline(layers, mean_square, schedule, optimizer=sgd)
-
-
-def test_copies_that_start_differently_are_refused() -> None:
-    with pytest.raises(WorkerError, match="at the start the copies of stage 0 on ranks 0 and 1 differ"):
-        run(_differently, schemes.chimera(2, 2), torch.tensor(1.0), workers=2)
-
-
 class Raises(nn.Linear):
     """Raises in the forward of its third micro-batch."""
 

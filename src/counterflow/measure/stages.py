@@ -123,7 +123,6 @@ def _made(described: _Described, device: torch.device) -> Any:
 
 def _forward(pipeline: Pipeline, copy: StageCopy, value: Any, rows: Rows) -> Any:
     with pipeline.streams.step(), pipeline.autocast():
-        copy.train(True)
         return copy.forward_again(value, pipeline.steps, [rows])
 
 
@@ -131,8 +130,8 @@ def _measured(
     pipeline: Pipeline, copy: StageCopy, value: Any, target: Any, *, rows: Rows, repeats: int
 ) -> StageCost:
     given = _tensors(value)
-    parameters = [p for layer in copy.layers for p in layer.module.parameters()]
-    constant = [*parameters, *(b for layer in copy.layers for b in layer.module.buffers())]
+    parameters = copy.parameters()
+    constant = [*parameters, *(b for layer in copy.with_weights for b in layer.module.buffers())]
     if copy.stage == 0:
         constant += given  # the mini-batch is the user's
     if target is not None:
@@ -143,6 +142,7 @@ def _measured(
             return [pipeline.loss_function(output, target)]
         return [t for t in tensors_of(output, "stage") if t.requires_grad]
 
+    pipeline.weights.attach()
     recompute, copy.recompute = copy.recompute, type(copy.recompute).NONE
     try:
         forward, backward = [], []
@@ -162,6 +162,7 @@ def _measured(
     finally:
         copy.recompute = recompute
         pipeline.weights.clear()
+        pipeline.weights.detach()
     scale = rows.samples / (rows.stop - rows.start)
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in given}
     return StageCost(

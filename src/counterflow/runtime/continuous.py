@@ -84,13 +84,15 @@ class Continuous:
         saved = self.interpreter.saved
         for stage, copy in weights.stages.items():
             copy.versions = Versions(
-                stage, [layer.module for layer in copy.layers], saved.never if saved else lambda _: None
+                stage, copy.parameters, saved.never if saved is not None else lambda _: None
             )
         self._together = math.ceil(TOLD_TOGETHER / schedule.micro_batches)
         """Mini-batches that a gather tells of."""
         self._begun = 0  # mini-batches, since the pipeline was empty
         self._untold: deque[_Own] = deque()
         self._squared: dict[int, float] = defaultdict(float)
+        self._stopped: dict[int, tuple[int, str] | None] = {}
+        """Stages that are updated no more, because a gradient was not finite, and which that was."""
         self._telling: deque[tuple[list[_Own], Gathering]] = deque()
         self._heard: deque[tuple[_Own, list[list[float]]]] = deque()
 
@@ -110,10 +112,11 @@ class Continuous:
     def step(self, batch: Batch) -> Told | None:
         """Begin a mini-batch; what is known by now of one before, if there is one."""
         number = self._begun
-        if not number:
-            for copy in self.weights.stages.values():
-                assert copy.versions is not None
-                copy.versions.begin()
+        for versions in self._versions():
+            if number:
+                versions.go_on()
+            else:
+                versions.begin()
         self._begun += 1
         self._run(number, batch)
         self._untold.append(_Own(batch.step, batch.total, batch.losses))
@@ -127,9 +130,8 @@ class Continuous:
         if not self._begun:
             return []
         self._run(self._begun - 1, None)
-        for copy in self.weights.stages.values():
-            assert copy.versions is not None
-            copy.versions.end()
+        for versions in self._versions():
+            versions.end()
         self.weights.average_statistics()
         if self._untold:
             self._tell(len(self._untold))
@@ -143,7 +145,14 @@ class Continuous:
     def _run(self, number: int, batch: Batch | None) -> None:
         index = min(number, self.segments.last)
         tasks = self._tasks(batch is None, index, number - index)
+        self.weights.attach()
         self.interpreter.run(tasks, batch, later=number - index, drains=batch is None)
+        self.weights.detach()
+        for versions in self._versions():
+            versions.show_latest()
+
+    def _versions(self) -> list[Versions]:
+        return [copy.versions for copy in self.weights.stages.values() if copy.versions is not None]
 
     def _tasks(self, drains: bool, index: int, later: int) -> Tasks:
         key = drains, index, later % self._slots
@@ -168,13 +177,16 @@ class Continuous:
         """What everybody told of the oldest mini-batch that no step has told yet.
 
         Raises:
-            WorkerError: its loss is not finite.
+            WorkerError: its loss or a gradient is not finite.
         """
         if not self._heard:
             self._gather()
         batch, rows = self._heard.popleft()
-        loss, norm = self.workers.loss_and_norm(rows, batch.step)
+        loss, norm = self.workers.loss_and_norm(rows, batch.step, self._not_finite)
         return Told(batch.step, loss, norm, batch.samples)
+
+    def _not_finite(self) -> tuple[int, str] | None:
+        return min((found for found in self._stopped.values() if found is not None), default=None)
 
     def _gather(self) -> None:
         """Wait for what everybody told next."""
@@ -203,14 +215,22 @@ class Continuous:
         self.weights.wait_sync(stage)
 
     def update(self, stage: int, version: int, frees: Sequence[int]) -> None:
-        """Make a version of a stage's weights from the gradients at hand."""
+        """Make a version of a stage's weights from the gradients at hand.
+
+        From one that is not finite none is made any more; everybody ends when that is heard.
+        """
         squared = self.weights.squared_norm(stage)
         self._squared[version - 1] += squared if self.weights.counts(stage) else 0.0
-        factor = clip_factor(math.sqrt(squared), self.limit)
-        if factor < 1.0:
-            self.weights.scale(factor, stage)
-        self.weights.note_gradients([stage])
         versions = self.weights.stages[stage].versions
         assert versions is not None
         versions.make(version, frees)
-        self.weights.update(stage)
+        if not math.isfinite(squared) and stage not in self._stopped:
+            self._stopped[stage] = self.weights.not_finite(stage)
+        if stage in self._stopped:
+            self.weights.clear(stage)
+            return
+        factor = clip_factor(math.sqrt(squared), self.limit)
+        if factor < 1.0:
+            self.weights.scale(factor, stage)
+        with versions.unseen():
+            self.weights.update(stage)

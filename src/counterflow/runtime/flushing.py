@@ -55,8 +55,10 @@ class Flushing:
     def step(self, batch: Batch) -> Told:
         """Run the order once."""
         self._batch, self._told = batch, None
+        self.weights.attach()
         self.interpreter.run(self.tasks, batch)
         told = self._told or self._agree()  # nothing on this worker is updated: nobody has asked yet
+        self.weights.detach()
         self.weights.average_statistics()
         return told
 
@@ -85,16 +87,15 @@ class Flushing:
         """Loss and gradient norm of the whole mini-batch; then clip by the norm.
 
         Raises:
-            WorkerError: the loss is not finite.
+            WorkerError: the loss or a gradient is not finite.
         """
         self.weights.sum_tied()
         self.workers.transport.status.now("agreeing on loss and gradient norm")
         mine, odd = self._batch.losses.summed()
         rows = self.workers.transport.gather([mine, self.weights.squared_norm(), odd])
         step = self._batch.step
-        loss, norm = self.workers.loss_and_norm(rows, step)
+        loss, norm = self.workers.loss_and_norm(rows, step, self.weights.not_finite)
         factor = clip_factor(norm, self.clip_norm)
         if factor < 1.0:
             self.weights.scale(factor)
-        self.weights.note_gradients(self.weights.stages)
         return Told(step, loss, norm, self._batch.total)

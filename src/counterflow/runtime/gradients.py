@@ -1,12 +1,14 @@
 """Gradients of one worker: kept in flat buffers, summed over a stage's copies in buckets.
 
 Invariant: every parameter of the worker is in exactly one ``Shard``, also one that several stages share
-(tied embeddings); a shard is what is summed, measured and updated together.
+(tied embeddings); a shard is what is summed, measured and updated together. A parameter that no copy of
+its stage used has no gradient when it is updated (``grad is None``), as in one process: no optimiser
+decays it or keeps state for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,43 +19,129 @@ BUCKET_BYTES = 25 * 1024 * 1024
 """The size of the pieces in which gradients are summed, as in torch's DistributedDataParallel."""
 
 
+class _Flat:
+    """Gradients of some parameters of one dtype and device, one after another.
+
+    Whether a parameter was used is seen from the version counter of its gradient, which every view has for
+    itself: autograd adds to gradients in place. Where others hold copies, one number a parameter follows
+    that says so and is summed with the gradients.
+    """
+
+    __slots__ = ("_clean", "_tail", "_used", "gradients", "parameters", "views", "whole")
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *, shared: bool) -> None:
+        first = parameters[0]
+        size = sum(p.numel() for p in parameters)
+        tail = len(parameters) if shared else 0
+        self.parameters = parameters
+        self.whole = torch.zeros(size + tail, dtype=first.dtype, device=first.device)
+        self.gradients = self.whole[:size]
+        self._tail = self.whole[size:]
+        self.views: list[Tensor] = []
+        at = 0
+        for parameter in parameters:
+            view = self.whole[at : at + parameter.numel()].view_as(parameter)
+            self.views.append(view.data)  # .data: with a version counter of its own
+            at += parameter.numel()
+        self._clean = [0] * len(parameters)
+        self._used: list[bool] | None = None
+
+    def attach(self) -> None:
+        """Let autograd add to the gradients."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is not view:
+                parameter.grad = view
+
+    def detach(self) -> None:
+        """Let the parameters have no gradients that anybody could change."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def collect(self) -> None:
+        """See which parameters were used; take in gradients that somebody put in place of these."""
+        if self._used is not None:
+            return
+        self._used = used = []
+        for parameter, view, clean in zip(self.parameters, self.views, self._clean, strict=True):
+            grad = parameter.grad
+            if grad is not view:
+                with torch.no_grad():
+                    if grad is None:
+                        view.zero_()
+                    else:
+                        view.copy_(grad)
+                used.append(grad is not None)
+            else:
+                used.append(view._version != clean)  # noqa: SLF001 - documented as what tells a change
+        if not len(self._tail):
+            return
+        if all(used):
+            self._tail.fill_(1)
+        else:
+            self._tail.copy_(torch.tensor(used))
+
+    def used(self) -> list[bool]:
+        """Which parameters were used, here or, once the sum is there, on any copy."""
+        self.collect()
+        assert self._used is not None
+        if len(self._tail) and not all(self._used):
+            self._used = [abs(number) > 0 for number in self._tail.tolist()]
+        return self._used
+
+    def clear(self) -> None:
+        self.whole.zero_()
+        self._clean = [view._version for view in self.views]  # noqa: SLF001
+        self._used = None
+
+
 class Shard:
     """Parameters whose gradients are summed over the same workers, in flat buffers.
 
     Args:
-        parameters: parameters that require a gradient.
+        parameters: by their names in the model; those that require no gradient have no buffer.
         group: the ranks that hold a copy; None if there is only this one.
         counted: whether this rank is the one of its pipeline group that counts them in the global norm.
         stage: the stage whose update updates them.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], group: Group | None, *, counted: bool, stage: int
+        self, parameters: Mapping[str, nn.Parameter], group: Group | None, *, counted: bool, stage: int
     ) -> None:
-        self.parameters = list(parameters)
+        self.parameters = dict(parameters)
         self.group = group
         self.counted = counted
         self.stage = stage
-        self.flat: list[Tensor] = []
+        self._flats: list[_Flat] = []
         self._pending: list[Pending] = []
+        self.make()
+
+    def make(self) -> None:
+        """Make the buffers, for the parameters that require a gradient by now."""
         by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-        for parameter in self.parameters:
-            by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        for (dtype, device), members in by_kind.items():
-            flat = torch.zeros(sum(p.numel() for p in members), dtype=dtype, device=device)
-            self.flat.append(flat)
-            at = 0
-            for parameter in members:
-                parameter.grad = flat[at : at + parameter.numel()].view_as(parameter)
-                at += parameter.numel()
+        for parameter in self.parameters.values():
+            if parameter.requires_grad:
+                by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        self._flats = [_Flat(members, shared=self.group is not None) for members in by_kind.values()]
+
+    def attach(self) -> None:
+        """Let autograd add to the gradients: from here to ``detach`` nobody else touches them."""
+        for flat in self._flats:
+            flat.attach()
+
+    def detach(self) -> None:
+        """Show no gradients: what users do to them between steps (``zero_grad()``) changes nothing."""
+        for flat in self._flats:
+            flat.detach()
 
     def start(self, transport: Transport) -> None:
         """Begin to sum over the group."""
         if self.group is None or self._pending:
             return
-        for flat in self.flat:
-            size = max(1, BUCKET_BYTES // flat.element_size())
-            for bucket in flat.split(size):
+        for flat in self._flats:
+            flat.collect()
+            numbers = real(flat.whole)
+            size = max(1, BUCKET_BYTES // numbers.element_size())
+            for bucket in numbers.split(size):
                 self._pending.append(transport.all_reduce(bucket, self.group))
 
     def wait(self) -> None:
@@ -64,17 +152,41 @@ class Shard:
 
     def squared_norm(self) -> float:
         """The sum of squares of the gradients."""
-        return sum(float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2 for flat in self.flat)
+        total = 0.0
+        for flat in self._flats:
+            flat.collect()
+            norm = float(torch.linalg.vector_norm(real(flat.gradients), dtype=torch.float64))
+            total += norm * norm
+        return total
+
+    def not_finite(self) -> str | None:
+        """The first parameter whose gradient is not finite."""
+        odd = {
+            id(parameter)
+            for flat in self._flats
+            for parameter, view in zip(flat.parameters, flat.views, strict=True)
+            if not view.isfinite().all()
+        }
+        return next((name for name, parameter in self.parameters.items() if id(parameter) in odd), None)
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients."""
-        for flat in self.flat:
-            flat.mul_(factor)
+        for flat in self._flats:
+            flat.gradients.mul_(factor)
+
+    def show(self) -> None:
+        """Let parameters have their gradients, as an optimiser takes them: None where there is none."""
+        for flat in self._flats:
+            flat.attach()
+            for parameter, used in zip(flat.parameters, flat.used(), strict=True):
+                if not used:
+                    parameter.grad = None
 
     def clear(self) -> None:
-        """Set the gradients to zero."""
-        for flat in self.flat:
-            flat.zero_()
+        """Set the gradients to zero, and let autograd add to them again."""
+        for flat in self._flats:
+            flat.clear()
+            flat.attach()
 
 
 def clip_factor(norm: float, limit: float | None) -> float:
@@ -82,11 +194,16 @@ def clip_factor(norm: float, limit: float | None) -> float:
     return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
 
 
-def unique(parameters: Iterator[nn.Parameter], taken: set[int]) -> list[nn.Parameter]:
-    """Those that require a gradient and are not in ``taken`` (by identity), which then has them too."""
-    found = []
-    for parameter in parameters:
-        if parameter.requires_grad and id(parameter) not in taken:
+def unique(parameters: Iterable[tuple[str, nn.Parameter]], taken: set[int]) -> dict[str, nn.Parameter]:
+    """Those that could be trained and are not in ``taken`` (by identity), which then has them too."""
+    found = {}
+    for name, parameter in parameters:
+        if (parameter.is_floating_point() or parameter.is_complex()) and id(parameter) not in taken:
             taken.add(id(parameter))
-            found.append(parameter)
+            found[name] = parameter
     return found
+
+
+def real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs: sums and norms are the same."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

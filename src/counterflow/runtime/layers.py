@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from counterflow.errors import ConfigError
 
@@ -18,6 +19,9 @@ Activation = Tensor | tuple[Tensor, ...]
 
 Model = nn.Module | Sequence[nn.Module]
 """An ``nn.Sequential``, a list of layers, or any module together with a function that lists its layers."""
+
+_EXTRA = "_extra_state"
+"""What a module's own further state is called in a ``state_dict``."""
 
 ListLayers = Callable[[Any], Iterable[nn.Module]]
 """A user's function: the model to its layers, in the order in which they run."""
@@ -54,6 +58,12 @@ def layers_of(model: Model, list_layers: ListLayers | None = None) -> list[nn.Mo
     for index, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             raise ConfigError(f"layer {index} is a {type(layer).__name__}: every layer must be an nn.Module")
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            if is_lazy(tensor):
+                raise ConfigError(
+                    f"{name} of layer {index} ({type(layer).__name__}) has no shape yet: give the layer its "
+                    "sizes, or run the model once before it goes into a pipeline"
+                )
     if isinstance(model, nn.Module):
         _refuse_missing(model, layers)
     return layers
@@ -76,23 +86,48 @@ def state_names(model: Model, list_layers: ListLayers | None = None) -> list[dic
     """
     layers = layers_of(model, list_layers)
     known: dict[int, str] = {}
+    extra: dict[int, str] = {}
     if isinstance(model, nn.Module):
         for name, tensor in model.state_dict(keep_vars=True).items():
-            known.setdefault(id(tensor), name)
+            if isinstance(tensor, Tensor):
+                known.setdefault(id(tensor), name)
+        for name, module in model.named_modules():
+            extra[id(module)] = f"{name}.{_EXTRA}" if name else _EXTRA
     names = []
     for index, (layer, prefix) in enumerate(zip(layers, _prefixes(model, layers, list_layers), strict=True)):
         entries = layer.state_dict(keep_vars=True)
         if prefix is not None:
             names.append({name: prefix + name for name in entries})
             continue
+        mine = {}
         for name, tensor in entries.items():
-            if id(tensor) not in known:
+            owner, _, leaf = name.rpartition(".")
+            ours = extra.get(id(layer.get_submodule(owner))) if leaf == _EXTRA else known.get(id(tensor))
+            if ours is None:
                 raise ConfigError(
                     f"{name} of layer {index} ({type(layer).__name__}) is no parameter or buffer of the "
                     f"{type(model).__name__}: a layer may only wrap what the model has"
                 )
-        names.append({name: known[id(tensor)] for name, tensor in entries.items()})
+            mine[name] = ours
+        names.append(mine)
     return names
+
+
+def aliases_of(model: Model) -> dict[str, tuple[str, ...]]:
+    """The tensors that the model's ``state_dict`` has under several names: by the first one, all names.
+
+    >>> tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    >>> tied[1].weight = tied[0].weight
+    >>> aliases_of(tied)
+    {'0.weight': ('0.weight', '1.weight')}
+    """
+    if not isinstance(model, nn.Module):
+        return {}
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            names.setdefault(id(tensor), []).append(name)
+    return {same[0]: tuple(same) for same in names.values() if len(same) > 1}
 
 
 def parameter_count(layers: Sequence[nn.Module]) -> int:

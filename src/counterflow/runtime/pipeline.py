@@ -10,7 +10,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -33,11 +33,11 @@ from .continuous import Continuous
 from .estimates import estimated_costs
 from .flushing import Flushing
 from .interpreter import Interpreter, LossFunction
-from .layers import layers_of, state_names
+from .layers import aliases_of, layers_of, state_names
 from .meters import SavedBytes
 from .randomness import RandomStreams
 from .samples import Dims, cut, moved, samples_in, split_points
-from .stage import NamedLayer, StageCopy, materialised
+from .stage import LOSS, NamedLayer, StageCopy, loss_layer, materialised
 from .step import Step, Workers, place
 from .transport import Gathering, Transport
 from .values import signature
@@ -61,10 +61,12 @@ class Pipeline:
         model: an ``nn.Sequential``, a list of layers, each taking the previous one's output (a tensor or a
             tuple of two or more tensors), or any module together with ``list_layers``. Layers on the meta
             device are made and initialised on their own workers only.
-        loss_function: output of the last layer and target to the mean loss over the samples.
+        loss_function: output of the last layer and target to the mean loss over the samples. Weights of a
+            module are trained with the last stage; states have them as ``loss_function.<name>``.
         schedule: a schedule that the checker accepts. One without a flush needs enough periods to show
             what repeats, and goes on for as many steps as are made.
-        optimizer: a function of parameters to an optimiser; called once a stage a worker holds.
+        optimizer: a function of parameters to an optimiser; called once a stage a worker holds, with all
+            its parameters, also those that are frozen.
         scheduler: a function of an optimiser to a learning-rate scheduler, stepped after each update.
         list_layers: the layers of ``model``, if it is neither a sequential nor a list.
         cuts: the numbers of the layers with which stages 1, 2, ... begin; by default balanced.
@@ -94,7 +96,7 @@ class Pipeline:
         ConfigError: the model, the schedule and the workers do not fit together; or, without a flush,
             stages share weights.
         ScheduleError: the checker does not accept the schedule.
-        WorkerError: the copies of a stage do not start equal, or another worker failed.
+        WorkerError: another worker failed.
     """
 
     def __init__(
@@ -151,10 +153,13 @@ class Pipeline:
         self.autocast = _autocast(self.device, autocast)
         self.compression = Compression() if compress else None
         self._read_layers(model, list_layers, cuts, costs)
+        self._loss = loss_layer(loss_function)
+        self._read_names(model)
         self.stages = self._make_stages(streams, recompute)
         self.weights = Weights(
             self.stages,
             names=self._names,
+            aliases=aliases_of(model),
             holders=[Program(schedule, ()).holders(stage) for stage in range(schedule.stages)],
             ranks=self.ranks,
             worker=self.worker,
@@ -168,14 +173,14 @@ class Pipeline:
                 for stage in self.stages.values():
                     for layer in stage.layers:
                         layer.module.compile(backend=backend)
-        constant = [t for s in self.stages.values() for x in s.layers for t in _tensors(x.module)]
+        constant = [t for s in self.stages.values() for x in s.with_weights for t in _tensors(x.module)]
         make = partial(
             Interpreter,
             worker=self.worker,
             ranks=self.ranks[self.replica],
             transport=self.transport,
             stages=self.stages,
-            loss_function=loss_function,
+            loss_function=self.loss_function,
             autocast=self.autocast,
             compression=self.compression,
             saved=SavedBytes(constant),
@@ -220,11 +225,15 @@ class Pipeline:
         self.cuts = tuple(found)
         edges = (0, *self.cuts, len(modules))
         self._layers_of = [self.layers[edges[s] : edges[s + 1]] for s in range(stages)]
+
+    def _read_names(self, model: nn.Module | Sequence[nn.Module]) -> None:
+        self._order = list(model.state_dict(keep_vars=True)) if isinstance(model, nn.Module) else []
         first: dict[int, str] = {}
         self._names: list[list[tuple[str, str]]] = []  # by stage: (name, name of the first that shares it)
-        for layers in self._layers_of:
+        for stage, layers in enumerate(self._layers_of):
             names = []
-            for layer in layers:
+            last = stage == self.schedule.stages - 1
+            for layer in (*layers, self._loss) if last and self._loss is not None else layers:
                 for name, parameter in layer.module.named_parameters(remove_duplicate=False):
                     full = layer.names[name]
                     names.append((full, first.setdefault(id(parameter), full)))
@@ -232,20 +241,26 @@ class Pipeline:
 
     def _make_stages(self, streams: RandomStreams, recompute: Recompute) -> dict[int, StageCopy]:
         held = sorted({stage for _, stage in self.schedule.placement.held(self.worker)})
-        made = materialised(
-            [layer for stage in held for layer in self._layers_of[stage]],
-            self.device,
-            streams,
-            copied=self.transport.shares_process,
-        )
+        mine = [layer for stage in held for layer in self._layers_of[stage]]
+        last = self.schedule.stages - 1
+        if self._loss is not None and last in held:
+            mine.append(self._loss)
+        made = materialised(mine, self.device, streams, copied=self.transport.shares_process)
         by_index = {layer.index: layer for layer in made}
+        loss = by_index.get(LOSS)
+        if loss is not None:
+            self.loss_function = loss.module
         for layers in self._layers_of:  # the rest of the model is not this worker's
             for layer in layers:
                 by_index.setdefault(layer.index, layer)
         self.layers = []
         return {
             stage: StageCopy(
-                stage, [by_index[layer.index] for layer in self._layers_of[stage]], streams, recompute
+                stage,
+                [by_index[layer.index] for layer in self._layers_of[stage]],
+                streams,
+                recompute,
+                loss if stage == last else None,
             )
             for stage in held
         }
@@ -253,7 +268,7 @@ class Pipeline:
     # -- a step
 
     def step(self, inputs: Any = None, targets: Any = None) -> Step:
-        """Train on the replica's mini-batch.
+        """Train on the replica's mini-batch, each module in the mode (training, evaluation) it is in.
 
         Without a flush, a step begins its mini-batch and leaves part of it to the next steps, or to
         ``flush``; until then all mini-batches have the same shapes.
@@ -266,13 +281,11 @@ class Pipeline:
         Raises:
             ConfigError: the mini-batch has fewer samples than micro-batches, or is missing; or its tensors
                 have different numbers of samples.
-            WorkerError: a worker failed, or the loss is not finite.
+            WorkerError: a worker failed, or the loss or a gradient is not finite.
         """
         began = time.perf_counter()
         with self._reported(), self.streams.step():
             batch = self._batch(inputs, targets, training=True)
-            for stage in self.stages.values():
-                stage.train(True)
             interpreter = self._run.interpreter
             interpreter.counting = self.steps < self.counted_steps
             told = self._run.step(batch)
@@ -293,10 +306,10 @@ class Pipeline:
         Flushes first what is under way. Args and errors as in ``step``.
         """
         self._untold = self.flush()
-        with self._reported():
+        with self._reported(), ExitStack() as evaluating:
             batch = self._batch(inputs, targets, training=False)
             for stage in self.stages.values():
-                stage.train(False)
+                evaluating.enter_context(stage.evaluating())
             self._evaluation.run(self._evaluation_tasks, batch)
             self._remember(batch)
             rows = self.transport.gather([batch.losses.summed()[0]])
@@ -545,8 +558,8 @@ class Pipeline:
         """With ``keeps_gradients``: this worker's gradients of the last update, summed and clipped."""
         return self.weights.kept_gradients
 
-    def state_dict(self, *, local: bool = False) -> dict[str, Tensor]:
-        """The model's parameters and buffers by its own names, on the CPU; all workers call it.
+    def state_dict(self, *, local: bool = False) -> dict[str, Any]:
+        """The model's parameters, buffers and extra state by its own names, on the CPU; all workers call it.
 
         Flushes first what is under way. Every worker gets the whole model; where that is too large for one,
         each keeps what it holds (``local=True``).
@@ -562,9 +575,11 @@ class Pipeline:
             return self.weights.state_dict()
         self._untold = self.flush()
         self.weights.check_copies(f"after {self.steps} steps")
-        return self.weights.whole_state_dict()
+        state = self.weights.whole_state_dict()
+        order = {name: number for number, name in enumerate(self._order)}
+        return dict(sorted(state.items(), key=lambda item: order.get(item[0], len(order))))
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take this worker's weights from a whole model's state, or from as much of it as it holds.
 
         Raises:

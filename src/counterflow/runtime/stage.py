@@ -6,7 +6,8 @@ Invariant: whether a layer's weights were given or are made here, they do not de
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,28 +38,50 @@ class NamedLayer:
     module: nn.Module
 
 
+LOSS = -1
+"""The number of a loss function among the layers."""
+
+
+def loss_layer(loss_function: object) -> NamedLayer | None:
+    """A loss function that is a module with weights or buffers, which belong to the last stage."""
+    if not isinstance(loss_function, nn.Module):
+        return None
+    names = {name: f"loss_function.{name}" for name in loss_function.state_dict(keep_vars=True)}
+    has_any = names or any(True for _ in loss_function.buffers())
+    return NamedLayer(LOSS, names, loss_function) if has_any else None
+
+
 class StageCopy:
     """The layers of one stage on one worker.
 
     Args:
         stage: its number.
         layers: its layers, on the worker's device.
+        loss: the last stage's loss function, if that is a module.
         streams: where random draws come from.
         recompute: what is computed again in the backward.
     """
 
     def __init__(
-        self, stage: int, layers: Sequence[NamedLayer], streams: RandomStreams, recompute: Recompute
+        self,
+        stage: int,
+        layers: Sequence[NamedLayer],
+        streams: RandomStreams,
+        recompute: Recompute,
+        loss: NamedLayer | None = None,
     ) -> None:
         self.stage = stage
         self.layers = tuple(layers)
+        self.with_weights = self.layers if loss is None else (*self.layers, loss)
+        """Whatever has weights: the layers, and a loss function with weights of its own."""
+        self._evaluates = False
         self.streams = streams
         self.recompute = recompute
         self.before_again: Callable[[], None] = _nothing
         """Called before a layer is recomputed, when the layer recomputed before it is done with."""
         self.versions: Versions | None = None
         """Of its weights, in schemes without a flush."""
-        self.trains = any(p.requires_grad for layer in layers for p in layer.module.parameters())
+        self.trains = any(p.requires_grad for p in self.parameters())
         self._statistics = [
             buffer
             for layer in layers
@@ -72,11 +95,20 @@ class StageCopy:
         """Buffers that a training forward changes: running statistics of batch norms."""
         return self._statistics
 
-    def train(self, training: bool) -> None:
-        """Put the layers into training or evaluation mode."""
-        for layer in self.layers:
-            if layer.module.training is not training:
-                layer.module.train(training)
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters, each once."""
+        found = [p for layer in self.with_weights for p in layer.module.parameters()]
+        return list({id(parameter): parameter for parameter in found}.values())
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within this context the modules are in evaluation mode and layers draw no keyed random numbers."""
+        self._evaluates = True
+        try:
+            with evaluating([layer.module for layer in self.with_weights]):
+                yield
+        finally:
+            self._evaluates = False
 
     def forward(self, value: Value, step: int, rows: Sequence[Rows]) -> Value:
         """The stage's output on some rows, in the mode that autograd is in."""
@@ -98,7 +130,7 @@ class StageCopy:
         return result
 
     def _run(self, layer: NamedLayer, value: Value, step: int, rows: Sequence[Rows]) -> Value:
-        if not layer.module.training:
+        if self._evaluates:
             return layer.module(value)  # type: ignore[no-any-return]
         return self.streams.run(layer.module, value, index=layer.index, step=step, rows=rows)
 
@@ -134,6 +166,22 @@ def _nothing() -> None:
     return
 
 
+@contextmanager
+def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within this context modules are in evaluation mode; after it each is in the one it had before."""
+    given = [(module, module.training) for module in modules]
+    modes = [(child, child.training) for module, _ in given for child in module.modules()]
+    try:
+        for module, _ in given:
+            module.eval()
+        yield
+    finally:
+        for module, mode in given:
+            module.train(mode)  # some do more than to note it
+        for child, mode in modes:
+            child.training = mode
+
+
 def materialised(
     layers: Sequence[NamedLayer], device: torch.device, streams: RandomStreams, *, copied: bool
 ) -> list[NamedLayer]:
@@ -149,19 +197,61 @@ def materialised(
         copied: whether other workers hold the same objects (threads), so that these must be copied.
 
     Raises:
-        ConfigError: a module on the meta device has parameters or buffers but no ``reset_parameters``.
+        ConfigError: a module on the meta device has parameters or buffers but no ``reset_parameters``; or a
+            part of a layer is on the meta device and the rest is not.
     """
     memo: dict[int, Any] = {}
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     result = []
     for layer in layers:
-        module = copy.deepcopy(layer.module, memo) if copied else layer.module
-        if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
+        module = _copied(layer.module, memo) if copied else layer.module
+        tensors = dict((*module.named_parameters(), *module.named_buffers()))
+        meta = [name for name, tensor in tensors.items() if tensor.is_meta]
+        if meta:
+            real = next((name for name, tensor in tensors.items() if not tensor.is_meta), None)
+            if real is not None:
+                raise ConfigError(
+                    f"layer {layer.index} ({type(module).__name__}) has {meta[0]} on the meta device and "
+                    f"{real} on a real one: it would be made anew; build the whole layer on one of them"
+                )
             _made(module, layer, device, streams, made)
         else:
             module.to(device)
         result.append(NamedLayer(layer.index, layer.names, module))
     return result
+
+
+def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A copy with what the user attached to parameters, which ``copy.deepcopy`` leaves behind."""
+    known = set(memo)
+    found = copy.deepcopy(module, memo)
+    for parameter in module.parameters():
+        if id(parameter) not in known:
+            attached = copy.deepcopy((parameter.__dict__, *_hooks(parameter)), memo)
+            _attach(memo[id(parameter)], *attached)
+    return found
+
+
+def _hooks(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
+    """A parameter's hooks: of its gradient, and those after this was accumulated."""
+    kinds = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)  # noqa: SLF001
+    before, after = (list((hooks or {}).values()) for hooks in kinds)
+    return before, after
+
+
+def _attach(
+    parameter: nn.Parameter, attributes: Mapping[str, Any], before: list[Any], after: list[Any]
+) -> None:
+    """Give a parameter attributes and hooks."""
+    for name, value in attributes.items():
+        setattr(parameter, name, value)
+    trains = parameter.requires_grad
+    parameter.requires_grad_(True)  # a frozen one takes no hooks, though it keeps those it has
+    for hook in before:
+        parameter.register_hook(hook)
+    for hook in after:
+        parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(trains)
 
 
 def _made(
@@ -193,4 +283,7 @@ def _made(
         if id(old) in made:
             setattr(holder, leaf, made[id(old)][1])
         else:
-            made[id(old)] = old, getattr(holder, leaf)  # the old one too, so that its id stays its own
+            new = getattr(holder, leaf)
+            made[id(old)] = old, new  # the old one too, so that its id stays its own
+            if new is not old:
+                _attach(new, old.__dict__, *_hooks(old))

@@ -7,8 +7,9 @@ everywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from counterflow.errors import ConfigError, WorkerError
 
@@ -68,16 +69,22 @@ class Workers:
         """Pipeline groups."""
         return len(self.ranks)
 
-    def loss_and_norm(self, rows: Sequence[Sequence[float]], updates: int) -> tuple[float, float]:
+    def loss_and_norm(
+        self,
+        rows: Sequence[Sequence[float]],
+        updates: int,
+        not_finite: Callable[[], tuple[int, str] | None],
+    ) -> tuple[float, float]:
         """Loss and gradient norm of a mini-batch of all replicas.
 
         Args:
             rows: of every rank its part of the loss, of the squared norm, and its first micro-batch whose
                 loss is not finite or -1.
             updates: that were made before, for the message.
+            not_finite: stage and name of this worker's first parameter whose gradient is not finite.
 
         Raises:
-            WorkerError: the loss is not finite.
+            WorkerError: the loss or a gradient is not finite.
         """
         loss = math.fsum(row[0] for row in rows)
         if not math.isfinite(loss):
@@ -87,7 +94,16 @@ class Workers:
             where = f"micro-batch {rows[rank][2]:g} on worker {worker}{group}"
             made = "1 step" if updates == 1 else f"{updates} steps"
             raise WorkerError(f"after {made} the loss is {loss:g} ({where})")
-        return loss, math.sqrt(math.fsum(rows[rank][1] for rank in self.ranks[0]))
+        squares = [rows[rank][1] for rank in self.ranks[0]]
+        if all(map(math.isfinite, squares)):
+            return loss, math.sqrt(math.fsum(squares))
+        # Everybody has the same rows, so everybody asks.
+        found = cast("list[tuple[int, str] | None]", self.transport.gather_objects(not_finite()))
+        known = sorted(each for each in found if each is not None)
+        what = f"the gradient of {known[0][1]} (stage {known[0][0]}) is" if known else "the gradient norm is"
+        raise WorkerError(
+            f"step {updates}: {what} not finite, though the loss is {loss:g}; nothing was updated with it"
+        )
 
 
 def place(ranks: tuple[tuple[int, ...], ...], rank: int) -> tuple[int, int]:

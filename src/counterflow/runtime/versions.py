@@ -1,31 +1,24 @@
 """Weight versions of one stage, for schemes without a flush: which of them are held, and which is in use.
 
 The schedule says which version an op uses, when a new one is made and which old ones may go then. Here
-every version held has storages of its own, so that a backward finds the weights its forward used; the
-optimiser's own parameters always show the latest one.
+every version held has storages of its own, and a parameter shows the one in use. Parameters themselves
+stay the same objects, so that hooks, gradients and whoever keeps them elsewhere know of no versions.
 
-Invariant: as many versions are held as the schedule needs, and no more. All versions add to the same
-gradients, because the gradients of one period are summed before those of the next begin.
+Invariant: as many versions are held as the schedule needs, and no more. A backward runs while the version
+its forward used is shown: what autograd saved of a parameter has the numbers that it had. All versions add
+to the same gradients, because the gradients of one period are summed before those of the next begin.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from counterflow.errors import ScheduleError
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A parameter's name in its module, and its number among the stage's."""
-
-    module: nn.Module
-    name: str
-    number: int
+from counterflow.errors import ConfigError, ScheduleError
 
 
 class Versions:
@@ -33,46 +26,60 @@ class Versions:
 
     Args:
         stage: the stage's number, for messages.
-        modules: its layers.
+        parameters: gives the stage's parameters.
         made: called with a new version's tensors.
     """
 
     def __init__(
-        self, stage: int, modules: Sequence[nn.Module], made: Callable[[Sequence[Tensor]], None]
+        self,
+        stage: int,
+        parameters: Callable[[], Iterable[nn.Parameter]],
+        made: Callable[[Sequence[Tensor]], None],
     ) -> None:
         self.stage = stage
         self.made = made
-        numbers: dict[int, int] = {}
-        self.masters: list[nn.Parameter] = []
-        """The optimiser's: they are the latest version's tensors under another name."""
-        self._places: list[_Place] = []
-        for module in (child for layer in modules for child in layer.modules()):
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                if not parameter.requires_grad:
-                    continue
-                if id(parameter) not in numbers:
-                    numbers[id(parameter)] = len(self.masters)
-                    self.masters.append(parameter)
-                self._places.append(_Place(module, name, numbers[id(parameter)]))
-        self._held: dict[int, list[nn.Parameter]] = {}
-        self._used: list[nn.Parameter] = self.masters
+        self._all = parameters
+        self._frozen: tuple[nn.Parameter, ...] = ()
+        self._trained: tuple[nn.Parameter, ...] = ()
+        self._held: dict[int, list[Tensor]] = {}
+        self._shown: list[Tensor] = []
         self.peak = 0
         """The most versions that were held at once."""
 
     @property
     def held(self) -> tuple[int, ...]:
-        """The versions held, oldest first; none while the pipeline is empty and the masters are in use."""
+        """The versions held, oldest first; none while the pipeline is empty."""
         return tuple(sorted(self._held))
 
     def begin(self) -> None:
         """The weights are version 0."""
-        self._held = {0: [self._of(master.data, master) for master in self.masters]}
+        every = tuple(self._all())
+        self._frozen = tuple(p for p in every if not p.requires_grad)
+        self._trained = tuple(p for p in every if p.requires_grad)
+        self._shown = [parameter.data for parameter in self._trained]
+        self._held = {0: self._shown}
         self.peak = max(self.peak, 1)
 
+    def go_on(self) -> None:
+        """Refuse to go on when parameters were unfrozen while versions are held.
+
+        Raises:
+            ConfigError: they were.
+        """
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise ConfigError(
+                f"parameters of stage {self.stage} were unfrozen while mini-batches are under way; "
+                "flush() before, on all workers"
+            )
+
     def end(self) -> None:
-        """Keep only the latest version, and compute with the optimiser's parameters again."""
-        self._swap(self.masters)
+        """Keep only the latest version."""
+        self.show_latest()
         self._held.clear()
+
+    def show_latest(self) -> None:
+        """Show the latest version, which is what everybody but an op wants to see."""
+        self.use(max(self._held))
 
     def use(self, version: int) -> None:
         """Let the stage compute with a version.
@@ -84,11 +91,11 @@ class Versions:
         if found is None:
             held = ", ".join(map(str, self.held))
             raise ScheduleError(f"version {version} of stage {self.stage} is not there, only {held}")
-        if found is not self._used:
-            self._swap(found)
+        if found is not self._shown:
+            self._show(found)
 
     def make(self, version: int, frees: Sequence[int]) -> None:
-        """Let the masters be a new version, equal to the latest one until the optimiser changes them.
+        """Show a new version, equal to the latest one until the optimiser changes it.
 
         Args:
             version: its number, one more than the latest one's.
@@ -99,26 +106,25 @@ class Versions:
         if any(found is latest for found in freed):
             new = latest  # nobody needs the old numbers: they are changed in place
         else:
-            new = freed[0] if freed else [self._of(torch.empty_like(m), m) for m in self.masters]
-            with torch.no_grad():
-                for target, source in zip(new, latest, strict=True):
-                    target.copy_(source)
+            new = freed[0] if freed else [torch.empty_like(tensor) for tensor in latest]
+            for target, source in zip(new, latest, strict=True):
+                target.copy_(source)
         self._held[version] = new
         self.peak = max(self.peak, len(self._held))
-        if new is not latest:
-            if not freed:
-                self.made(new)
-            for master, tensor in zip(self.masters, new, strict=True):
-                master.data = tensor.data
+        if new is not latest and not freed:
+            self.made(new)
+        if new is not self._shown:
+            self._show(new)
 
-    def _of(self, data: Tensor, master: nn.Parameter) -> nn.Parameter:
-        """A version's parameter; it adds to the master's gradient."""
-        parameter = nn.Parameter(data)
-        parameter.grad = master.grad
-        return parameter
+    def unseen(self) -> AbstractContextManager[None]:
+        """Around an update: autograd may go on with what it saved of the parameters.
 
-    def _swap(self, parameters: list[nn.Parameter]) -> None:
-        # As torch.func.functional_call does for one call, and without Module.__setattr__ for each of many.
-        for place in self._places:
-            place.module._parameters[place.name] = parameters[place.number]  # noqa: SLF001
-        self._used = parameters
+        It would refuse, because the parameter at hand was changed in place; but what a backward sees is the
+        version that its forward used, which was not.
+        """
+        return _unsafe_preserve_version_counter(self._trained)  # as FSDP2 does
+
+    def _show(self, tensors: list[Tensor]) -> None:
+        for parameter, tensor in zip(self._trained, tensors, strict=True):
+            parameter.data = tensor
+        self._shown = tensors

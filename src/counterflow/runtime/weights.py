@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import cast
+from copy import deepcopy
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +29,11 @@ Names = Sequence[Sequence[tuple[str, str]]]
 """By stage: each parameter's name in the model, and the name of the first one that is the same object."""
 
 
-_AT_THE_START = "at the start"
-_HINT = (
-    "; make the model from the same seed on every worker (where these are threads, which share their random "
-    "state: once, before the launch), or on the meta device"
-)
+_BROADCAST_BYTES = 25 * 1024 * 1024
+"""The size of the pieces in which copies are sent their weights at the start."""
+
+
+_DIGEST_BYTES = 16
 
 
 class Weights:
@@ -41,6 +42,7 @@ class Weights:
     Args:
         stages: the worker's stages.
         names: of the parameters of all stages of the model.
+        aliases: by the first name of a tensor that the model has under several, all its names.
         holders: by stage, the workers of a group that hold a copy.
         ranks: ``ranks[replica][worker]``.
         worker: this worker.
@@ -54,6 +56,7 @@ class Weights:
         stages: Mapping[int, StageCopy],
         *,
         names: Names,
+        aliases: Mapping[str, Sequence[str]],
         holders: Sequence[Sequence[int]],
         ranks: Sequence[Sequence[int]],
         worker: int,
@@ -63,6 +66,7 @@ class Weights:
     ) -> None:
         self.stages = stages
         self.names = names
+        self.aliases = aliases
         self.holders = holders
         self.ranks = ranks
         self.worker = worker
@@ -73,11 +77,11 @@ class Weights:
         self._own: dict[int, Shard] = {}
         self._tied: list[Shard] = []
         self._make_shards()
-        self.check_copies(_AT_THE_START)
+        self._start_alike()
         self.optimizers: dict[int, Optimizer] = {}
         self.schedulers: dict[int, LRScheduler] = {}
         for stage in stages:
-            parameters = [p for shard in self._updated_with(stage) for p in shard.parameters]
+            parameters = [p for shard in self._updated_with(stage) for p in shard.parameters.values()]
             if parameters:
                 self.optimizers[stage] = made = optimizer(parameters)
                 if scheduler is not None:
@@ -102,12 +106,12 @@ class Weights:
             parameter = parameters[held[0]][name]
             if group is not None:  # they start as the first stage that has them was made
                 self.transport.broadcast(parameter.data, self.ranks[0][self.holders[stages[0]][0]], group)
-            own = unique(iter([parameter]), taken)
+            own = unique([(name, parameter)], taken)
             self._tied.append(Shard(own, group, counted=self.worker == holders[0], stage=held[0]))
         for stage, copies in enumerate(self.holders):
             group = self._group(copies)
             if stage in self.stages:
-                own = unique(iter(parameters[stage].values()), taken)
+                own = unique(parameters[stage].items(), taken)
                 self._own[stage] = Shard(own, group, counted=self.worker == copies[0], stage=stage)
                 self._groups[stage] = group
 
@@ -126,7 +130,7 @@ class Weights:
         names = iter(self.names[stage])
         return {
             next(names)[1]: parameter
-            for layer in self.stages[stage].layers
+            for layer in self.stages[stage].with_weights
             for _, parameter in layer.module.named_parameters(remove_duplicate=False)
         }
 
@@ -140,7 +144,53 @@ class Weights:
     def _updated_with(self, stage: int) -> list[Shard]:
         return [shard for shard in self._shards() if shard.stage == stage]
 
+    def _start_alike(self) -> None:
+        """Let every copy of a stage start as its first holder's, whatever each was made with.
+
+        Raises:
+            ConfigError: the copies have other shapes.
+        """
+        digests = {stage: _shapes(copy) + _digest(copy, buffers=True) for stage, copy in self.stages.items()}
+        rows = cast("list[dict[int, bytes]]", self.transport.gather_objects(digests))
+        for stage, copies in enumerate(self.holders):
+            found = {rank: row[stage] for rank, row in enumerate(rows) if stage in row}
+            source = self.ranks[0][copies[0]]
+            for rank, digest in found.items():
+                if digest[:_DIGEST_BYTES] != found[source][:_DIGEST_BYTES]:
+                    raise ConfigError(
+                        f"ranks {source} and {rank} hold stage {stage} with weights of other shapes; "
+                        "make the same model on every worker"
+                    )
+            group = self._groups.get(stage)
+            if group is not None and any(digest != found[source] for digest in found.values()):
+                self._send_copies(_tensors(self.stages[stage]), source, group)
+
+    def _send_copies(self, tensors: Sequence[Tensor], source: int, group: Group) -> None:
+        """Tensors become those of one rank; as bytes, in pieces."""
+        piece: list[Tensor] = []
+        for number, tensor in enumerate(tensors, 1):
+            piece.append(tensor)
+            if number < len(tensors) and sum(t.nbytes for t in piece) < _BROADCAST_BYTES:
+                continue
+            flat = torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in piece])
+            self.transport.broadcast(flat, source, group)
+            parts = flat.split([t.nbytes for t in piece])
+            with torch.no_grad():
+                for target, part in zip(piece, parts, strict=True):
+                    target.copy_(part.clone().view(target.dtype).view(target.shape))
+            piece = []
+
     # -- gradients and updates
+
+    def attach(self) -> None:
+        """Let backwards add to the gradients."""
+        for shard in self._shards():
+            shard.attach()
+
+    def detach(self) -> None:
+        """Keep the gradients from whoever is not a backward or an update."""
+        for shard in self._shards():
+            shard.detach()
 
     def start_sync(self, stage: int) -> None:
         """Begin to sum a stage's gradients over its copies."""
@@ -177,16 +227,23 @@ class Weights:
         for shard in self._shards() if stage is None else (self._own[stage],):
             shard.scale(factor)
 
-    def note_gradients(self, stages: Iterable[int]) -> None:
-        """Keep a copy of the gradients that some stages are about to be updated with, if asked to."""
-        if self.keeps_gradients:
-            for stage in stages:
-                for name, parameter in self._parameters(stage).items():
-                    if parameter.grad is not None:
-                        self.kept_gradients[name] = parameter.grad.detach().clone()
+    def not_finite(self, stage: int | None = None) -> tuple[int, str] | None:
+        """Stage and name of the first parameter whose gradient is not finite; or that of a stage."""
+        for shard in self._shards() if stage is None else (self._own[stage],):
+            name = shard.not_finite()
+            if name is not None:
+                return shard.stage, name
+        return None
 
     def update(self, stage: int) -> None:
         """Let a stage's optimiser step, and clear its gradients."""
+        for shard in self._updated_with(stage):
+            shard.show()
+            if self.keeps_gradients:
+                for name, parameter in shard.parameters.items():
+                    self.kept_gradients.pop(name, None)
+                    if parameter.grad is not None:
+                        self.kept_gradients[name] = parameter.grad.detach().clone()
         if stage in self.optimizers:
             self.optimizers[stage].step()
         if stage in self.schedulers:
@@ -194,9 +251,9 @@ class Weights:
         for shard in self._updated_with(stage):
             shard.clear()
 
-    def clear(self) -> None:
-        """Set all gradients to zero."""
-        for shard in self._shards():
+    def clear(self, stage: int | None = None) -> None:
+        """Set all gradients to zero, or those of a stage."""
+        for shard in self._shards() if stage is None else (self._own[stage],):
             shard.clear()
 
     def average_statistics(self) -> None:
@@ -231,54 +288,74 @@ class Weights:
                 if digest != found[first]:
                     raise WorkerError(
                         f"{when} the copies of stage {stage} on ranks {first} and {rank} differ"
-                        + (_HINT if when == _AT_THE_START else "")
                     )
 
-    def state_dict(self, stage: int | None = None) -> dict[str, Tensor]:
-        """Parameters and buffers at hand, or those of a stage, by their names in the model; on the CPU."""
-        return {
-            layer.names[name]: tensor.detach().cpu().clone()
-            for copy in (self.stages.values() if stage is None else (self.stages[stage],))
-            for layer in copy.layers
-            for name, tensor in layer.module.state_dict().items()
-        }
+    def state_dict(self, stage: int | None = None) -> dict[str, Any]:
+        """Parameters, buffers and extra state at hand, or those of a stage, by all names; on the CPU."""
+        found: dict[str, Any] = {}
+        for copy in self.stages.values() if stage is None else (self.stages[stage],):
+            for layer in copy.with_weights:
+                for name, value in layer.module.state_dict().items():
+                    kept = value.detach().cpu().clone() if isinstance(value, Tensor) else deepcopy(value)
+                    full = layer.names[name]
+                    for each in self.aliases.get(full, (full,)):
+                        found[each] = kept
+        return found
 
-    def whole_state_dict(self) -> dict[str, Tensor]:
+    def whole_state_dict(self) -> dict[str, Any]:
         """The same of the whole model, on every worker; stage by stage from the first that holds it."""
-        whole: dict[str, Tensor] = {}
+        whole: dict[str, Any] = {}
         for stage, holders in enumerate(self.holders):
             sends = self.transport.rank == self.ranks[0][holders[0]]
             part = self.state_dict(stage) if sends else {}
             for row in self.transport.gather_objects(part):
-                whole.update(cast("dict[str, Tensor]", row))
+                whole.update(cast("dict[str, Any]", row))
         return whole
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the weights at hand from a model's state.
 
         Raises:
             ConfigError: a name is missing, or a shape differs.
         """
+        parts = []
         for copy in self.stages.values():
-            for layer in copy.layers:
-                for name, tensor in layer.module.state_dict().items():
+            for layer in copy.with_weights:
+                part = {}
+                for name, mine in layer.module.state_dict().items():
                     full = layer.names[name]
-                    given = state.get(full)
-                    if given is None:
+                    known = next((n for n in (full, *self.aliases.get(full, ())) if n in state), None)
+                    if known is None:
                         raise ConfigError(f"the state has no {full!r}")
-                    if given.shape != tensor.shape:
+                    part[name] = given = state[known]
+                    shape = tuple(given.shape) if isinstance(given, Tensor) else None
+                    if isinstance(mine, Tensor) and shape != tuple(mine.shape):
                         raise ConfigError(
-                            f"{full} has shape {tuple(given.shape)} in the state, "
-                            f"{tuple(tensor.shape)} in the model"
+                            f"{full} has shape {shape} in the state, {tuple(mine.shape)} in the model"
                         )
-                    with torch.no_grad():
-                        tensor.copy_(given)
+                parts.append((layer.module, part))
+        for module, part in parts:
+            module.load_state_dict(part)
 
 
-def _digest(copy: StageCopy) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    for layer in copy.layers:
-        for parameter in layer.module.parameters():
-            data = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            digest.update(data.numpy().data)
+def _shapes(copy: StageCopy) -> bytes:
+    shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in _tensors(copy)]
+    return hashlib.blake2b(repr(shapes).encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+def _digest(copy: StageCopy, *, buffers: bool = False) -> bytes:
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for tensor in _tensors(copy, buffers=buffers):
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(data.numpy().data)
     return digest.digest()
+
+
+def _tensors(copy: StageCopy, *, buffers: bool = True) -> list[Tensor]:
+    """A stage's parameters, and its buffers."""
+    found: list[Tensor] = []
+    for layer in copy.with_weights:
+        found += layer.module.parameters()
+        if buffers:
+            found += layer.module.buffers()
+    return found

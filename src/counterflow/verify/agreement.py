@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.runtime.estimates import estimated_costs
+from counterflow.runtime.gradients import real
 from counterflow.runtime.interpreter import LossFunction
 from counterflow.runtime.launch import launch
 from counterflow.runtime.layers import layers_of
@@ -201,7 +202,7 @@ def _train(
 
 def compare(reference: Trained, found: Sequence[Trained]) -> Agreement:
     """The largest errors of what all workers found."""
-    dtype = torch.result_type(*[next(iter(reference.gradients.values()))] * 2)
+    dtype = next(iter(reference.gradients.values())).dtype.to_real()
     losses, norms, gradients, weights = [0.0], [0.0], [0.0], [0.0]
     for worker in found:
         for ours, theirs in zip(worker.steps, reference.steps, strict=True):
@@ -222,11 +223,12 @@ def _relative(ours: float, theirs: float) -> float:
 
 def _largest(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
     """The largest relative error of any tensor of ``ours``."""
+    ours, theirs = ({n: t for n, t in each.items() if isinstance(t, Tensor)} for each in (ours, theirs))
     floor = SMALL * max((float(t.abs().max()) for t in theirs.values() if t.numel()), default=0.0)
     errors = [0.0]
     for name, tensor in ours.items():
         other = theirs[name].to(tensor.device)
         if tensor.numel():
             scale = max(float(other.abs().max()), floor, 1e-30)
-            errors.append(float((tensor.double() - other.double()).abs().max()) / scale)
+            errors.append(float((real(tensor).double() - real(other).double()).abs().max()) / scale)
     return max(errors)

@@ -7,7 +7,6 @@ stage with the version that the scheme's table states for the period.
 
 from __future__ import annotations
 
-import copy
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -18,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
-from counterflow.runtime.gradients import clip_factor, unique
+from counterflow.runtime.gradients import clip_factor, real, unique
 from counterflow.runtime.interpreter import LossFunction
 from counterflow.runtime.layers import state_names
 from counterflow.runtime.randomness import RandomStreams, Rows
 from counterflow.runtime.samples import cut, samples_in, split_points
-from counterflow.runtime.stage import NamedLayer, materialised
+from counterflow.runtime.stage import NamedLayer, evaluating, loss_layer, materialised
 from counterflow.runtime.step import Step
 from counterflow.runtime.weights import MakeOptimizer, MakeScheduler
 from counterflow.schedule.ir import Schedule
@@ -94,26 +93,31 @@ class Reference:
     ) -> None:
         self.device = torch.device(device)
         self.streams = RandomStreams(seed, self.device)
-        memo: dict[int, Any] = {}
         named = [
-            NamedLayer(index, names, copy.deepcopy(layer, memo))
+            NamedLayer(index, names, layer)
             for index, (layer, names) in enumerate(zip(layers, state_names(layers), strict=True))
         ]
-        self.layers = materialised(named, self.device, self.streams, copied=False)
-        self.loss_function = loss_function
+        loss = loss_layer(loss_function)
+        made = materialised(named if loss is None else [*named, loss], self.device, self.streams, copied=True)
+        self.layers = made[: len(named)]
+        self.with_weights = made
+        self.loss_function = loss_function if loss is None else made[-1].module
         self.micro_batches = micro_batches
         self.replicas = replicas
         self.clip_norm = clip_norm
-        self.parameters = unique((p for layer in self.layers for p in layer.module.parameters()), set())
+        pairs = (
+            (layer.names[n], p) for layer in self.with_weights for n, p in layer.module.named_parameters()
+        )
+        self.parameters = list(unique(pairs, set()).values())
         self.optimizer = optimizer(self.parameters)
         self.scheduler = scheduler(self.optimizer) if scheduler else None
         self.steps = 0
         self.staleness = staleness
         cuts = staleness.cuts if staleness else ()
         owner: dict[int, int] = {}
-        for layer in self.layers:
+        for index, layer in enumerate(self.with_weights):
             for parameter in layer.module.parameters():
-                owner.setdefault(id(parameter), bisect_right(cuts, layer.index))
+                owner.setdefault(id(parameter), bisect_right(cuts, index))
         self._stage_of = [owner[id(parameter)] for parameter in self.parameters]
         self._history: list[list[Tensor]] = []
         """By updates since the last flush: all parameters."""
@@ -127,8 +131,6 @@ class Reference:
         losses = []
         self._take_old_weights()
         with self.streams.step():
-            for layer in self.layers:
-                layer.module.train()
             for first, rows, inputs, targets in self._micro_batches(batches):
                 loss = self._loss(inputs, targets, (first, rows)) * (rows / total)
                 loss.backward()
@@ -136,7 +138,7 @@ class Reference:
         norm = self._clip()
         self.gradients = {
             layer.names[name]: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            for layer in self.layers
+            for layer in self.with_weights
             for name, p in layer.module.named_parameters()
             if p.requires_grad
         }
@@ -165,7 +167,9 @@ class Reference:
 
     def _clip(self) -> float:
         """Clip the gradients, and put the latest weights in place for the update; the norm before."""
-        squares = [0.0 if p.grad is None else float(p.grad.double().square().sum()) for p in self.parameters]
+        squares = [
+            0.0 if p.grad is None else float(real(p.grad).double().square().sum()) for p in self.parameters
+        ]
         norm = math.sqrt(sum(squares))
         for number, (parameter, stage) in enumerate(zip(self.parameters, self._stage_of, strict=True)):
             if self.staleness is None:
@@ -184,19 +188,17 @@ class Reference:
         """The mean loss, without gradients."""
         total = sum(samples_in(inputs) for inputs, _ in batches)
         losses = []
-        with torch.no_grad():
-            for layer in self.layers:
-                layer.module.eval()
+        with torch.no_grad(), evaluating(layer.module for layer in self.with_weights):
             for _, rows, inputs, targets in self._micro_batches(batches):
                 losses.append(float(self._loss(inputs, targets, None)) * rows / total)
         return math.fsum(losses)
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers by ``<layer>.<name>``."""
         return {
-            layer.names[name]: tensor.detach().clone()
-            for layer in self.layers
-            for name, tensor in layer.module.state_dict().items()
+            layer.names[name]: value.detach().clone() if isinstance(value, Tensor) else value
+            for layer in self.with_weights
+            for name, value in layer.module.state_dict().items()
         }
 
     def _micro_batches(self, batches: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, Any, Any]]:

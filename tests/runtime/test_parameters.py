@@ -1,0 +1,501 @@
+"""Parameters are treated as in one process: what has no gradient stays, hooks and attributes stay."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from counterflow.errors import ConfigError, WorkerError
+from counterflow.runtime.launch import launch
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.world import current_transport
+from counterflow.schedule import schemes
+from counterflow.schedule.ir import Schedule
+from counterflow.verify.agreement import verify
+
+FLUSHING = [schemes.dapple(2, 2), schemes.chimera(2, 2)]
+CONTINUOUS = [schemes.pipedream(2), schemes.pipedream_2bw(2, 2), schemes.wpipe(1, 2)]
+EVERY = [*FLUSHING, *CONTINUOUS]
+
+State = dict[str, Tensor]
+
+
+def run(work: Callable[..., Any], *args: object, workers: int = 2) -> list[Any]:
+    return launch(work, *args, workers=workers, transport="local", strict=True, timeout_seconds=30)
+
+
+def mean_square(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).flatten(1).mean(dim=1).mean()
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1)
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def linears(count: int = 2) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(4, 4, dtype=torch.float64) for _ in range(count)]
+
+
+def batch(seed: int = 0, samples: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(2, samples, 4, generator=generator, dtype=torch.float64)
+    return x, y
+
+
+def trained(
+    schedule: Schedule,
+    layers: Sequence[nn.Module],
+    loss: Any = mean_square,
+    steps: int = 3,
+    **options: Any,
+) -> State:
+    options = {"optimizer": adamw} | options
+    pipeline = Pipeline(list(layers), loss, schedule, **options)
+    share = 8 // pipeline.replicas
+    rows = slice(pipeline.replica * share, (pipeline.replica + 1) * share)
+    for number in range(steps):
+        x, y = batch(number)
+        pipeline.step(x[rows], y[rows])
+    return pipeline.state_dict()
+
+
+def in_one_process(
+    layers: Sequence[nn.Module], steps: int = 3, optimizer: Any = adamw, micro_batches: int = 1
+) -> State:
+    """Plain torch, in the modes that the layers are in."""
+    model = nn.Sequential(*copy.deepcopy(list(layers)))
+    updates = optimizer(list(model.parameters()))
+    for number in range(steps):
+        for x, y in zip(*(t.chunk(micro_batches) for t in batch(number)), strict=True):
+            (mean_square(model(x), y) / micro_batches).backward()
+        updates.step()
+        updates.zero_grad()
+    return model.state_dict()
+
+
+def assert_equal(found: State, expected: State) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-11)
+
+
+class Unused(nn.Linear):
+    """It has a parameter that it never uses, and one that it uses for large mini-batches only."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, dtype=torch.float64)
+        self.unused = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.sometimes = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * self.sometimes if float(x.detach()[0, 0]) > 0 else y
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("schedule", FLUSHING, ids=str)
+def test_parameters_without_a_gradient_stay_as_they_are(schedule: Schedule, replicas: int) -> None:
+    torch.manual_seed(0)
+    layers = [Unused(), Unused()]
+    # Which micro-batches use `sometimes` differs by micro-batch: copies and replicas have to agree.
+    expected = in_one_process(layers, micro_batches=2 * replicas)
+    for state in run(trained, schedule, layers, workers=2 * replicas):
+        assert torch.equal(state["0.unused"], layers[0].unused)
+        assert_equal(state, expected)
+
+
+@pytest.mark.parametrize("schedule", CONTINUOUS, ids=str)
+def test_without_a_flush_too(schedule: Schedule) -> None:
+    torch.manual_seed(0)
+    layers = [Unused(), Unused()]
+    found = verify(
+        schedule,
+        layers,
+        mean_square,
+        [[batch(n)] for n in range(8)],
+        optimizer=adamw,
+        cuts=(1,),
+        strict=True,
+    )
+    assert found.ok, found
+
+
+def test_an_optimizer_keeps_nothing_for_what_is_not_used() -> None:
+    torch.manual_seed(0)
+    layers = [Unused(), *linears(1)]
+
+    def work() -> int:
+        pipeline = Pipeline(layers, mean_square, schemes.dapple(2, 2), optimizer=adamw)
+        pipeline.step(*batch())
+        return sum(len(optimizer.state) for optimizer in pipeline.optimizers.values())
+
+    assert run(work)[0] in (2, 3)  # weight and bias, perhaps `sometimes`; never `unused`
+
+
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
+def test_a_layer_frozen_between_steps_stays(schedule: Schedule) -> None:
+    layers = linears()
+
+    def work() -> list[State]:
+        pipeline = Pipeline(layers, mean_square, schedule, optimizer=adamw, cuts=(1,))
+        pipeline.step(*batch(0))
+        states = [pipeline.state_dict()]
+        for stage in pipeline.stages.values():
+            for layer in stage.layers:
+                layer.module.requires_grad_(layer.index > 0)
+        for number in range(3):
+            pipeline.step(*batch(number))
+        return [*states, pipeline.state_dict()]
+
+    for before, after in run(work, workers=schedule.workers):
+        assert all(torch.equal(before[name], after[name]) == name.startswith("0.") for name in before)
+
+
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zero_grad_changes_nothing(schedule: Schedule, to_none: bool) -> None:
+    layers = linears()
+
+    def work(calls: bool) -> tuple[list[float], State]:
+        pipeline = Pipeline(layers, mean_square, schedule, optimizer=sgd, clip_norm=0.1, cuts=(1,))
+        told = []
+        for number in range(4):
+            if calls:
+                for optimizer in pipeline.optimizers.values():
+                    optimizer.zero_grad(set_to_none=to_none)
+            told.append(pipeline.step(*batch(number)))
+        told += pipeline.flush()
+        return [step.grad_norm for step in told if step.about is not None], pipeline.state_dict()
+
+    (norms, state), (other_norms, other) = (run(work, c, workers=schedule.workers)[0] for c in (False, True))
+    assert norms == other_norms
+    assert min(norms) > 0
+    assert all(torch.equal(state[name], other[name]) for name in state)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
+def test_a_gradient_that_is_not_finite_stops_and_is_not_applied(
+    schedule: Schedule, clip_norm: float | None
+) -> None:
+    layers = linears()
+    kept: dict[int, Pipeline] = {}
+
+    def odd(output: Tensor, target: Tensor) -> Tensor:
+        return mean_square(output, target) + torch.sqrt(output.sum() * 0 + (target[0, 0] < 100))
+
+    def work() -> None:
+        pipeline = Pipeline(layers, odd, schedule, optimizer=sgd, clip_norm=clip_norm, cuts=(1,))
+        kept[pipeline.transport.rank] = pipeline
+        for number in range(20):
+            x, y = batch(number)
+            if number == 3:
+                y[0, 0] = 101
+            pipeline.step(x, y)
+        pipeline.flush()
+
+    with pytest.raises(WorkerError, match=r"step 3: the gradient of 0\.weight \(stage 0\) is not finite"):
+        run(work, workers=schedule.workers)
+    for pipeline in kept.values():
+        for stage in pipeline.stages.values():
+            assert all(bool(p.isfinite().all()) for p in stage.parameters())
+
+
+class Loss(nn.Module):
+    """Has weights of its own, and one of the model's."""
+
+    scale: Tensor
+
+    def __init__(self, shared: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.log_variance = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        self.register_buffer("scale", torch.full((4,), 2.0, dtype=torch.float64))
+        self.shared = shared
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        error = (output - target) ** 2 * torch.exp(-self.log_variance) * self.scale + self.log_variance
+        found = error.mean(dim=1).mean()
+        return found if self.shared is None else found + (self.shared**2).mean()
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
+def test_a_loss_function_with_weights_is_trained(schedule: Schedule, recompute: str) -> None:
+    batches = [[batch(n)] for n in range(6)]
+    found = verify(
+        schedule,
+        linears(),
+        Loss(),
+        batches,
+        optimizer=adamw,
+        cuts=(1,),
+        strict=True,
+        recompute=recompute,
+    )
+    assert found.ok, found
+    state = run(trained, schedule, linears(), Loss(), workers=schedule.workers)[0]
+    assert float(state["loss_function.log_variance"].abs().min()) > 0.01
+    assert "loss_function.scale" in state
+
+
+def test_a_loss_function_may_share_a_weight_with_the_first_stage() -> None:
+    layers = linears()
+    found = verify(
+        schemes.chimera(2, 2),
+        layers,
+        Loss(layers[0].weight),  # type: ignore[arg-type]
+        [[batch(n)] for n in range(3)],
+        optimizer=adamw,
+        strict=True,
+    )
+    assert found.ok, found
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
+def test_hooks_and_attributes_of_parameters_are_kept(schedule: Schedule, device: str) -> None:
+    with torch.device(device):
+        layers = linears()
+    accumulated: list[int] = []
+    weight, bias = (layers[0].get_parameter(name) for name in ("weight", "bias"))
+    weight.register_hook(lambda gradient: gradient * 0)
+    bias.register_post_accumulate_grad_hook(lambda p: accumulated.append(p.numel()))
+    weight.no_decay = True  # type: ignore[attr-defined]
+    layers[1].register_forward_hook(lambda _, __, output: output * 2)
+    seen: list[bool] = []
+
+    def plain(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        seen.extend(getattr(p, "no_decay", False) for p in parameters)
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    def work() -> tuple[State, State]:
+        pipeline = Pipeline(layers, mean_square, schedule, optimizer=plain, cuts=(1,))
+        before = pipeline.state_dict()
+        for number in range(3):
+            pipeline.step(*batch(number))
+        return before, pipeline.state_dict()
+
+    before, after = run(work, workers=schedule.workers)[0]
+    assert any(seen)
+    assert torch.equal(before["0.weight"], after["0.weight"])
+    assert not torch.equal(before["0.bias"], after["0.bias"])
+    assert len(accumulated) >= 3 * schedule.micro_batches
+
+
+class Keeps(nn.Module):
+    """Finds its weight in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4, dtype=torch.float64) / 2)
+        self.kept = [self.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.kept[0])
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
+@pytest.mark.parametrize("schedule", CONTINUOUS, ids=str)
+def test_modules_that_keep_their_parameters_elsewhere(schedule: Schedule, recompute: str) -> None:
+    found = verify(
+        schedule,
+        [Keeps(), Keeps()],
+        mean_square,
+        [[batch(n)] for n in range(8)],
+        optimizer=sgd,
+        cuts=(1,),
+        strict=True,
+        recompute=recompute,
+    )
+    assert found.ok, found
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("alone", [False, True])
+def test_every_module_stays_in_its_own_mode(alone: bool, evaluates: bool) -> None:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(4, dtype=torch.float64).eval()
+    first, last = linears()
+    layers = [first, norm, last] if alone else [nn.Sequential(first, norm), last]
+    name = "1." if alone else "0.1."
+
+    def work() -> State:
+        pipeline = Pipeline(layers, mean_square, schemes.dapple(2, 2), optimizer=adamw)
+        for number in range(2):
+            if evaluates:
+                pipeline.evaluate(*batch())
+            pipeline.step(*batch(number))
+        return pipeline.state_dict()
+
+    state = run(work)[0]
+    assert int(state[f"{name}num_batches_tracked"]) == 0
+    assert torch.equal(state[f"{name}running_mean"], torch.zeros(4, dtype=torch.float64))
+    assert_equal(state, dict(zip(state, in_one_process(layers, 2).values(), strict=True)))
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.01])
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
+def test_complex_weights(schedule: Schedule, clip_norm: float | None) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4, dtype=torch.complex128), Magnitude(), *linears(1)]
+    batches = [[(x.to(torch.complex128), y)] for x, y in map(batch, range(6))]
+    found = verify(
+        schedule,
+        layers,
+        mean_square,
+        batches,
+        optimizer=adamw,
+        cuts=(2,),
+        strict=True,
+        clip_norm=clip_norm,
+    )
+    assert found.ok, found
+
+
+class Magnitude(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.abs()
+
+
+class Model(nn.Module):
+    """A weight under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Embedding(7, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, Wrapped], ids=["submodules", "wrappers"])
+def test_the_state_has_all_names_of_a_tied_weight(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model = Model()
+    ids = torch.randint(0, 7, (8, 3))
+
+    def work() -> tuple[State, State]:
+        pipeline = Pipeline(
+            model,
+            lambda o, t: nn.functional.cross_entropy(o.flatten(0, 1), t.flatten()),
+            schemes.chimera(2, 2),
+            optimizer=adamw,
+            list_layers=lambda m: [wrap(each) for each in m.children()],
+        )
+        pipeline.step(ids, ids)
+        state = pipeline.state_dict()
+        del state["embed.weight"]  # one of the names is enough
+        pipeline.load_state_dict(state)
+        return pipeline.state_dict(), pipeline.state_dict(local=True)
+
+    whole, local = run(work)[0]
+    assert list(whole) == list(model.state_dict())
+    Model().load_state_dict(whole)
+    assert {"embed.weight", "head.weight"} <= local.keys()
+
+
+class Extra(nn.Linear):
+    """Has state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, dtype=torch.float64)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        return super().forward(x)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Extra(), Extra()
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, Wrapped], ids=["submodules", "wrappers"])
+def test_extra_state_is_saved_and_loaded(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    def work(load: dict[str, Any] | None) -> dict[str, Any]:
+        pipeline = Pipeline(
+            Both(),
+            mean_square,
+            schemes.dapple(2, 2),
+            optimizer=adamw,
+            list_layers=lambda m: [wrap(each) for each in m.children()],
+        )
+        if load is not None:
+            pipeline.load_state_dict(load)
+        pipeline.step(*batch())
+        return pipeline.state_dict()
+
+    first = run(work, None)[0]
+    assert first["last._extra_state"] == {"calls": 2}
+    Both().load_state_dict(first)
+    assert run(work, first)[0]["first._extra_state"] == {"calls": 4}
+
+
+@pytest.mark.parametrize("real", ["weight", "bias"])
+def test_a_layer_that_is_partly_on_the_meta_device_is_refused(real: str) -> None:
+    layer = nn.Linear(4, 4, device="meta")
+    setattr(layer, real, nn.Parameter(torch.ones(4)))
+    other = {"weight": "bias", "bias": "weight"}[real]
+    with pytest.raises(
+        ConfigError, match=rf"layer 1 \(Linear\) has {other} on the meta device and {real} on"
+    ):
+        run(trained, schemes.dapple(2, 2), [nn.Linear(4, 4), layer])
+
+
+def test_layers_without_shapes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"weight of layer 1 \(LazyLinear\) has no shape yet"):
+        run(trained, schemes.dapple(2, 2), [nn.Linear(4, 4), nn.LazyLinear(4)])
+
+
+@pytest.mark.parametrize("schedule", [schemes.chimera(2, 2), schemes.wpipe(1, 2)], ids=str)
+def test_copies_start_as_the_first_holders(schedule: Schedule) -> None:
+    def work() -> tuple[State, State]:
+        rank = current_transport().rank
+        layers = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4)]
+        model = nn.Sequential(*layers).double()
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data.fill_(rank + 1)
+        pipeline = Pipeline(layers, mean_square, schedule, optimizer=adamw, cuts=(1,))
+        before = pipeline.state_dict(local=True)
+        pipeline.step(*batch(pipeline.replica))
+        return before, pipeline.state_dict()
+
+    workers = schedule.workers * (3 - schedule.workers)
+    found = run(work, workers=max(2, workers))
+    assert all(float(t.double().min()) == 1 for n, t in found[1][0].items() if n.startswith("0."))
+    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
+
+
+def test_copies_of_other_shapes_are_refused() -> None:
+    def work() -> None:
+        rank = current_transport().rank
+        layers = [nn.Linear(4, 4), nn.Linear(4, 4 + rank)]
+        Pipeline(layers, mean_square, schemes.chimera(2, 2), optimizer=adamw)
+
+    with pytest.raises(ConfigError, match="ranks 0 and 1 hold stage 1 with weights of other shapes"):
+        run(work)
