@@ -68,7 +68,7 @@ class Alone(Transport):
         self.device = torch.device("cpu")
         self.timeout_seconds = 60.0
         self.status = Status(rank)
-        self.units: dict[int, int] = {}  # by tag, the tensors of a message
+        self.units: dict[int, tuple[int, bool]] = {}  # by tag, tensors, and of activations or not
         self.new_buffers = True  # they may hold anything; later steps use them again
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Ready:
@@ -84,7 +84,9 @@ class Alone(Transport):
         return Ready()
 
     def receive_described(self, peer: int, tag: int, *, aside: bool = False) -> Ready:
-        return Ready([torch.zeros(SHAPE, requires_grad=True) for _ in range(self.units[tag])])
+        units, activation = self.units[tag]
+        head = [torch.empty(0, dtype=torch.uint8)] if activation else []
+        return Ready([*head, *(torch.zeros(SHAPE, requires_grad=True) for _ in range(units))])
 
     def group(self, ranks: Sequence[int]) -> Group:
         return Group(tuple(ranks))
@@ -135,7 +137,9 @@ def pipeline(schedule: cf.Schedule, worker: int) -> cf.Pipeline:
         transport=alone,
         digest_every=0,
     )
-    alone.units = {task.number: len(task.units) for task in made._run.tasks if task.peer >= 0}
+    alone.units = {
+        task.number: (len(task.units), task.activation) for task in made._run.tasks if task.peer >= 0
+    }
     return made
 
 

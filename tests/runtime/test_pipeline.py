@@ -331,9 +331,9 @@ def test_an_error_names_worker_action_and_cause() -> None:
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        (lambda x: (x,), "stage 0 gives a tuple of Tensor"),
-        (lambda x: {"x": x}, "stage 0 gives a dict"),
-        (lambda _: None, "stage 0 gives a NoneType"),
+        (lambda _: object(), "stage 0 gives a object; stages hand on tensors"),
+        (lambda x: {"x": (x, {1, 2})}, r"stage 0 gives a set at \['x'\]\[1\]; stages hand on tensors"),
+        (lambda x: [x, torch.Generator()], r"stage 0 gives a torch._C.Generator at \[1\]"),
     ],
 )
 def test_what_a_stage_cannot_hand_on(output: Callable[[Tensor], object], message: str) -> None:
@@ -342,7 +342,7 @@ def test_what_a_stage_cannot_hand_on(output: Callable[[Tensor], object], message
             return output(super().forward(x))
 
     layers = [Odd(4, 4, dtype=torch.float64), *linears(1)]
-    with pytest.raises(WorkerError, match=message):
+    with pytest.raises(ConfigError, match=message):
         run(_one_step, schemes.gpipe(2, 2), layers, mean_square, numbers(4), workers=2)
 
 

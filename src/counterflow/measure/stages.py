@@ -22,7 +22,7 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.randomness import Rows
 from counterflow.runtime.samples import cut, moved, samples_in, split_points
 from counterflow.runtime.stage import StageCopy
-from counterflow.runtime.values import Unit, tensors_of, value_of
+from counterflow.runtime.values import Structure, Unit, put_together, take_apart, takes_gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class StageCost:
     weight_bytes: int
 
 
-_Described = list[tuple[torch.Size, torch.dtype, bool]]
+_Described = tuple[Structure | None, list[tuple[torch.Size, torch.dtype, bool]]]
 
 
 def measure_stages(
@@ -78,7 +78,7 @@ def measure_stages(
     unit = Unit(0, 0, parts).rows(samples)
     rows = Rows(0, samples, unit.start, unit.stop)
     taken: dict[int, Any] = {}
-    described: _Described = []
+    described: _Described = None, []
     for stage in range(last + 1):
         first = None
         if stage in pipeline.stages:
@@ -89,13 +89,11 @@ def measure_stages(
             if stage < last:
                 with torch.no_grad():
                     output = _forward(pipeline, pipeline.stages[stage], taken[stage], rows)
-                trains = pipeline.stages[stage].trains or any(grad for _, _, grad in described)
-                first = [
-                    (t.shape, t.dtype, trains and t.is_floating_point())
-                    for t in tensors_of(output, f"stage {stage}")
-                ]
+                trains = pipeline.stages[stage].trains or any(grad for _, _, grad in described[1])
+                structure, tensors = take_apart(output, f"stage {stage}")
+                first = structure, [(t.shape, t.dtype, trains and takes_gradient(t)) for t in tensors]
         found = pipeline.transport.gather_objects(first)
-        described = next((cast("_Described", row) for row in found if row is not None), [])
+        described = next((cast("_Described", row) for row in found if row is not None), (None, []))
     target = (
         moved(cut(targets, unit, pipeline.target_dims), pipeline.device) if last in pipeline.stages else None
     )
@@ -111,13 +109,15 @@ def measure_stages(
 
 def _made(described: _Described, device: torch.device) -> Any:
     """A stage's input of the shapes it will have; values do not matter to costs."""
-    return value_of(
+    structure, tensors = described
+    return put_together(
+        structure,
         [
             torch.randn(shape, device=device).to(dtype).requires_grad_(grad)
             if dtype.is_floating_point
             else torch.zeros(shape, dtype=dtype, device=device)
-            for shape, dtype, grad in described
-        ]
+            for shape, dtype, grad in tensors
+        ],
     )
 
 
@@ -140,7 +140,7 @@ def _measured(
     def loss(output: Any) -> list[Tensor]:
         if target is not None:
             return [pipeline.loss_function(output, target)]
-        return [t for t in tensors_of(output, "stage") if t.requires_grad]
+        return [t for t in take_apart(output, "a stage")[1] if t.requires_grad]
 
     pipeline.weights.attach()
     recompute, copy.recompute = copy.recompute, type(copy.recompute).NONE
@@ -193,7 +193,7 @@ def _by_layer(
             box.append(_forward(pipeline, single, value, rows))
 
         beyond.append(_saved([*constant, *given], run))
-        value = value_of([t.detach().requires_grad_(t.requires_grad) for t in _tensors(box[0])])
+        value = pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), box[0])
     return beyond, inputs.current, value
 
 

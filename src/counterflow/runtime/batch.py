@@ -15,12 +15,12 @@ from torch import Tensor
 
 from .randomness import Rows
 from .samples import Dims
-from .values import TensorSpec, Unit
+from .values import Layout, Unit
 
 Key = tuple[int, Unit]
 """A stage and what runs through it (a micro-batch runs on one pipe only)."""
 
-Shapes = dict[Key, list[TensorSpec]]
+Shapes = dict[Key, Layout]
 """What each stage gives, by stage and unit (``Unit.shape``)."""
 
 

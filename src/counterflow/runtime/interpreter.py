@@ -38,18 +38,22 @@ from counterflow.schedule.segments import later, shifted
 
 from .batch import Batch, Key
 from .compression import Compression
-from .mail import Mail
+from .mail import Mail, Taken
 from .meters import Kept, SavedBytes, clock_of
 from .randomness import Rows
 from .samples import Dims, cut
 from .stage import StageCopy
 from .tasks import Preparation, Task, Tasks
 from .transport import Transport
-from .values import TensorSpec, Unit, Value, tensors_of, value_of
+from .values import Layout, Structure, TensorSpec, Unit, Value, put_together, take_apart, takes_gradient
 from .watch import worker_error
 
 LossFunction = Callable[[Any, Any], Tensor]
 """Output of the last stage and target to the mean loss over the samples."""
+
+
+_Output = tuple[Structure | None, list[Tensor]]
+"""A stage's output for a unit, taken apart."""
 
 
 class Owner(Protocol):
@@ -69,6 +73,8 @@ class _Given(NamedTuple):
     """What a forward runs on, for one unit; ``buffers`` are those of the inputs that are given back."""
 
     unit: Unit
+    structure: Structure | None
+    tensors: list[Tensor]
     value: Value
     buffers: Sequence[Tensor]
     rows: Rows
@@ -79,13 +85,15 @@ class _Stash:
     """What a forward leaves for the backward of one unit.
 
     Attributes:
-        inputs: what it ran on.
+        structure: of what it ran on.
+        inputs: the tensors of it.
         outputs: its own, until ``edges`` are made of them.
         edges: where the backward begins; None if it has to recompute the outputs first.
         reused: buffers to give back after the backward.
         held: what is counted as saved for the backward.
     """
 
+    structure: Structure | None
     inputs: list[Tensor]
     outputs: list[Tensor]
     edges: Sequence[GradientEdge] | None
@@ -158,7 +166,7 @@ class Interpreter:
         self._later = 0  # periods that the list at hand is run later than it says
         self._batches: list[Batch] = []
         self._newest = 0
-        self._handed: dict[Key, list[Tensor]] = {}
+        self._handed: dict[Key, _Output] = {}
         self._gradients: dict[Key, list[Tensor]] = {}
         self._stashes: dict[Key, _Stash] = {}
         self._unsettled: list[_Stash] = []
@@ -293,13 +301,13 @@ class Interpreter:
         if task.stage == self._last_stage:
             return
         if task.sent_as >= 0:
-            flat = outputs[0] if len(outputs) == 1 else [t for tensors in outputs for t in tensors]
-            self._mail.put(task.sent_as, flat)
-        for unit, tensors in zip(task.units, outputs, strict=True):
+            flat = outputs[0][1] if len(outputs) == 1 else [t for _, tensors in outputs for t in tensors]
+            self._mail.put(task.sent_as, flat, [(structure, len(tensors)) for structure, tensors in outputs])
+        for unit, output in zip(task.units, outputs, strict=True):
             if batch.known is None:
-                batch.learnt[task.stage, unit.shape] = [TensorSpec.of(tensor) for tensor in tensors]
+                batch.learnt[task.stage, unit.shape] = _layout(*output)
             if task.hands_over:
-                self._handed[task.stage + 1, unit] = tensors
+                self._handed[task.stage + 1, unit] = output
 
     def _inputs(self, task: Task, batch: Batch) -> list[_Given]:
         """The op's inputs by unit, as leaves."""
@@ -307,69 +315,87 @@ class Interpreter:
         rows = batch.rows(units)  # before anything is waited for
         none: list[Tensor] = []
         if task.stage == 0:
-            return [_Given(u, self._first_input(u, batch), none, r) for u, r in zip(units, rows, strict=True)]
+            found = []
+            for unit, its in zip(units, rows, strict=True):
+                value = self._first_input(unit, batch)
+                found.append(_Given(unit, None, _tensors(value), value, none, its))
+            return found
         if task.number < 0:
-            handed = [self._handed.pop((task.stage, unit)) for unit in units]
-            leaves = [[t.detach().requires_grad_(t.requires_grad) for t in tensors] for tensors in handed]
-            return [_Given(u, value_of(t), none, r) for u, t, r in zip(units, leaves, rows, strict=True)]
-        taken = self._mail.take(task.number, len(units), as_leaves=batch.training)
-        if batch.known is None:
-            for unit, (tensors, _) in zip(units, taken, strict=True):
-                batch.learnt[task.stage - 1, unit.shape] = [TensorSpec.of(t) for t in tensors]
+            taken: list[Taken] = []
+            for unit in units:
+                structure, handed = self._handed.pop((task.stage, unit))
+                leaves = [t.detach().requires_grad_(t.requires_grad) for t in handed]
+                taken.append((structure, leaves, none))
+        else:
+            taken = self._mail.take(task.number, len(units), as_leaves=batch.training)
+            if batch.known is None:
+                for unit, (structure, tensors, _) in zip(units, taken, strict=True):
+                    batch.learnt[task.stage - 1, unit.shape] = _layout(structure, tensors)
         return [
-            _Given(u, value_of(tensors), buffers, r)
-            for u, (tensors, buffers), r in zip(units, taken, rows, strict=True)
+            _Given(unit, structure, tensors, put_together(structure, tensors), buffers, its)
+            for unit, (structure, tensors, buffers), its in zip(units, taken, rows, strict=True)
         ]
 
-    def _forward_unit(self, task: Task, copy: StageCopy, batch: Batch, given: _Given) -> list[Tensor]:
+    def _forward_unit(self, task: Task, copy: StageCopy, batch: Batch, given: _Given) -> _Output:
         """One unit's forward; gives what the next stage takes."""
-        unit, value, buffers, rows = given
+        unit, structure, inputs, value, buffers, rows = given
         held: list[Kept] = []
         with self._counted(held):
             output: Any = copy.forward(value, batch.step, (rows,))
-            tensors = self._with_loss(task, batch, output, unit)
+            found, tensors = self._with_loss(task, batch, output, unit)
         if not batch.training:
             self._mail.give_back(buffers)
-            return tensors
-        inputs = _flat(value)
+            return found, self._handed_on(tensors)
         if copy.recompute is Recompute.STAGE:
             self._hold(inputs, held)
             tensors = _as_trained(tensors, copy, inputs)
-            stash = _Stash(inputs, [], None, buffers, held)
+            stash = _Stash(structure, inputs, [], None, buffers, held)
         else:
-            stash = _Stash(inputs, tensors, (), buffers, held)
+            stash = _Stash(structure, inputs, tensors, (), buffers, held)
             self._unsettled.append(stash)
         self._stashes[task.stage, unit] = stash
-        return tensors
+        return found, self._handed_on(tensors)
+
+    def _handed_on(self, tensors: list[Tensor]) -> list[Tensor]:
+        """What a stage gives, and copies of what its weights and buffers are: these change in place."""
+        saved = self.saved
+        if saved is None or not any(map(saved.is_constant, tensors)):
+            return tensors
+        return [
+            t.detach().clone().requires_grad_(t.requires_grad) if saved.is_constant(t) else t for t in tensors
+        ]
 
     def _forward_together(
         self, task: Task, copy: StageCopy, batch: Batch, given: Sequence[_Given]
-    ) -> list[list[Tensor]]:
+    ) -> list[_Output]:
         """A doubled forward whose graph is made later, unit by unit: all units in one run."""
-        inputs = [_flat(each.value) for each in given]
-        joined = value_of([torch.cat(same) for same in zip(*inputs, strict=True)])
-        rows = [each.rows for each in given]
-        output = copy.forward(joined, batch.step, rows)
-        sizes = [r.stop - r.start for r in rows]
-        whole = tensors_of(output, f"stage {task.stage}")
+        sizes = [each.rows.stop - each.rows.start for each in given]
+        if not _joins([each.value for each in given], sizes, batch):
+            return [self._forward_unit(task, copy, batch, each) for each in given]
+        joined = torch.cat([each.value for each in given])
+        output = copy.forward(joined, batch.step, [each.rows for each in given])
+        structure, whole = take_apart(output, f"stage {task.stage}")
+        if any(t.shape[:1].numel() % sum(sizes) or not t.dim() for t in whole):  # not all are its samples'
+            return [self._forward_unit(task, copy, batch, each) for each in given]
         pieces = [t.split([t.shape[0] // sum(sizes) * size for size in sizes]) for t in whole]
         outputs = []
         for index, each in enumerate(given):
             held: list[Kept] = []
-            self._hold(inputs[index], held)
-            self._stashes[task.stage, each.unit] = _Stash(inputs[index], [], None, each.buffers, held)
+            self._hold(each.tensors, held)
+            stash = _Stash(each.structure, each.tensors, [], None, each.buffers, held)
+            self._stashes[task.stage, each.unit] = stash
             tensors = [piece[index] for piece in pieces]
             if task.stage == self._last_stage:
-                self._with_loss(task, batch, value_of(tensors), each.unit)
-            outputs.append(_as_trained(tensors, copy, inputs[index]))
+                self._with_loss(task, batch, put_together(structure, tensors), each.unit)
+            outputs.append((structure, self._handed_on(_as_trained(tensors, copy, each.tensors))))
         return outputs
 
     def _with_loss(
         self, task: Task, batch: Batch, output: Any, unit: Unit, *, again: bool = False
-    ) -> list[Tensor]:
-        """A stage's output tensors; after the last stage, the unit's share of the loss."""
+    ) -> _Output:
+        """A stage's output taken apart; after the last stage, the unit's share of the loss."""
         if task.stage != self._last_stage:
-            return tensors_of(output, f"stage {task.stage}")
+            return take_apart(output, f"stage {task.stage}")
         assert batch.targets is not None
         loss = self.loss_function(
             output, _part(batch.targets[unit.micro_batch], unit, batch, batch.target_dims)
@@ -377,7 +403,7 @@ class Interpreter:
         share = batch.share(unit)
         if not again:
             batch.losses.entries.append((unit, loss.detach(), share))
-        return [loss * share]
+        return None, [loss * share]
 
     def _backward(self, task: Task) -> None:
         action, copy = task.action, task.copy
@@ -419,20 +445,21 @@ class Interpreter:
             return [], []
         if task.number < 0:
             return self._gradients.pop((task.stage, task.units[0])), []
-        return self._mail.take(task.number, 1)[0]
+        ((_, tensors, buffers),) = self._mail.take(task.number, 1)
+        return tensors, buffers
 
     def _recomputed(
         self, task: Task, copy: StageCopy, unit: Unit, stash: _Stash, gradients: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The outputs of a unit whose forward kept only its inputs, with their graph and gradients."""
         batch = self._batches[task.slot]
-        inputs: Any = value_of(stash.inputs) if task.stage else self._first_input(unit, batch)
+        inputs = put_together(stash.structure, stash.inputs) if task.stage else self._first_input(unit, batch)
         with self.autocast(), self._counted(stash.held):
             output: Any = copy.forward_again(inputs, batch.step, batch.rows((unit,)))
-            tensors = self._with_loss(task, batch, output, unit, again=True)
+            _, tensors = self._with_loss(task, batch, output, unit, again=True)
         if task.stage == self._last_stage:
             return [tensor for tensor in tensors if tensor.requires_grad], []
-        floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+        floating = [tensor for tensor in tensors if takes_gradient(tensor)]
         pairs = [(t, g) for t, g in zip(floating, gradients, strict=True) if t.requires_grad]
         return [t for t, _ in pairs], [g for _, g in pairs]
 
@@ -459,7 +486,10 @@ class Interpreter:
 
     def _first_input(self, unit: Unit, batch: Batch) -> Any:
         assert batch.inputs is not None
-        return _part(batch.inputs[unit.micro_batch], unit, batch, batch.input_dims)
+        part = _part(batch.inputs[unit.micro_batch], unit, batch, batch.input_dims)
+        if isinstance(part, Tensor):
+            return part
+        return pytree.tree_map(lambda leaf: leaf, part)  # a layer may take things out of its dicts
 
 
 _NOTHING = nullcontext()
@@ -472,17 +502,29 @@ def _part(tree: Any, unit: Unit, batch: Batch, dims: Dims) -> Any:
     return cut(tree, unit.rows(batch.samples[unit.micro_batch]), dims)
 
 
-def _flat(value: Any) -> list[Tensor]:
+def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    return [v for v in value if isinstance(v, Tensor)] if isinstance(value, tuple) else []
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _layout(structure: Structure | None, tensors: Sequence[Tensor]) -> Layout:
+    return Layout(structure, [TensorSpec.of(tensor) for tensor in tensors])
+
+
+def _joins(values: Sequence[Any], sizes: Sequence[int], batch: Batch) -> bool:
+    """Whether values of several units are one of all their samples: lone tensors with these before all."""
+    return batch.input_dims == 0 and all(
+        isinstance(value, Tensor) and value.dim() > 0 and not value.shape[0] % size
+        for value, size in zip(values, sizes, strict=True)
+    )
 
 
 def _as_trained(tensors: list[Tensor], copy: StageCopy, inputs: list[Tensor]) -> list[Tensor]:
     """Outputs made without a graph, marked as they would be with one."""
     if not copy.trains and not any(t.requires_grad for t in inputs):
         return tensors
-    return [t.detach().requires_grad_() if t.is_floating_point() else t for t in tensors]
+    return [t.detach().requires_grad_() if takes_gradient(t) else t for t in tensors]
 
 
 def _by_the_engine(edges: Sequence[Any], gradients: Sequence[Tensor] | None) -> None:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from counterflow.errors import ConfigError
 from counterflow.schedule.actions import Receive
 
 from .batch import Batch, Shapes
@@ -18,29 +20,31 @@ from .compression import Compression
 from .tasks import Task
 from .transport import Crossing, Pending, Transport
 from .transport.base import Described
-from .values import BufferPool, TensorSpec
+from .values import NUMBER, BufferPool, Structure, TensorSpec, described, read_description
 
-_Taken = tuple[list[Tensor], Sequence[Tensor]]
+Taken = tuple[Structure | None, list[Tensor], Sequence[Tensor]]
+_Sized = tuple[Structure | None, int]
 _NONE: Sequence[Tensor] = ()
-_Restore = Callable[[list[Tensor], list[TensorSpec]], list[Tensor]]
+_Restore = Callable[[list[Tensor], Sequence[TensorSpec]], list[Tensor]]
 
 
 class _Arrival:
     """A posted receive of known shapes; ``restore`` makes tensors of what came in another form."""
 
-    __slots__ = ("buffers", "pending", "restore", "specs")
+    __slots__ = ("buffers", "pending", "restore", "specs", "structures")
 
     def __init__(
         self,
         pending: Pending,
         buffers: list[Tensor],
-        specs: list[list[TensorSpec]],
+        task: Task,
         restore: _Restore | None,
     ) -> None:
-        self.pending, self.buffers, self.specs, self.restore = pending, buffers, specs, restore
+        self.pending, self.buffers, self.restore = pending, buffers, restore
+        self.structures, self.specs = task.structures, task.specs
 
-    def take(self, count: int, *, as_leaves: bool) -> list[_Taken]:
-        """What came, by unit: the tensors, and the buffers of the pool that they are in.
+    def take(self, count: int, *, as_leaves: bool) -> list[Taken]:
+        """What came, by unit: structure, tensors, and the buffers of the pool that they are in.
 
         The tensors are not the buffers: what is asked of a tensor (hooks, a gradient) stays with it.
         """
@@ -48,9 +52,9 @@ class _Arrival:
         buffers = self.buffers
         if self.restore is not None:
             buffers = self.restore(buffers, [spec for unit in self.specs for spec in unit])
-        found: list[_Taken] = []
+        found: list[Taken] = []
         at = 0
-        for specs in self.specs:
+        for structure, specs in zip(self.structures, self.specs, strict=True):
             own = buffers if count == 1 else buffers[at : at + len(specs)]
             at += len(specs)
             tensors = [buffer.detach() for buffer in own]
@@ -58,24 +62,31 @@ class _Arrival:
                 for tensor, spec in zip(tensors, specs, strict=True):
                     if spec.requires_grad:
                         tensor.requires_grad_()
-            found.append((tensors, own))
+            found.append((structure, tensors, own))
         return found
 
 
 class _DescribedArrival:
     """A posted receive whose shapes come with it."""
 
-    __slots__ = ("pending",)
+    __slots__ = ("activation", "pending")
 
-    def __init__(self, pending: Described) -> None:
-        self.pending = pending
+    def __init__(self, pending: Described, *, activation: bool) -> None:
+        self.pending, self.activation = pending, activation
 
-    def take(self, count: int, *, as_leaves: bool) -> list[_Taken]:
-        """What came, by unit, each of as many tensors; in no buffers of the pool."""
+    def take(self, count: int, *, as_leaves: bool) -> list[Taken]:
+        """What came, by unit; in no buffers of the pool."""
         del as_leaves  # they are as on the sender
         tensors = self.pending.wait()
-        each = len(tensors) // count
-        return [(tensors[i * each : (i + 1) * each], _NONE) for i in range(count)]
+        if not self.activation:
+            return [(None, tensors, _NONE)]
+        structures, counts = read_description(tensors[0], count)
+        found: list[Taken] = []
+        at = 1
+        for structure, own in zip(structures, counts, strict=True):
+            found.append((structure, tensors[at : at + own], _NONE))
+            at += own
+        return found
 
 
 class Mail:
@@ -95,14 +106,14 @@ class Mail:
         self.compression = compression
         self._pool = BufferPool(transport.device)
         self._arrivals: dict[int, _Arrival | _DescribedArrival] = {}
-        self._outbox: dict[int, list[Tensor]] = {}
+        self._outbox: dict[int, tuple[list[Tensor], Sequence[_Sized]]] = {}
         self._sending: deque[tuple[Pending, Sequence[Tensor]]] = deque()
 
-    def put(self, number: int, tensors: list[Tensor]) -> None:
-        """Lay ready what a later task sends."""
-        self._outbox[number] = tensors
+    def put(self, number: int, tensors: list[Tensor], structures: Sequence[_Sized] = ()) -> None:
+        """Lay ready what a later task sends; of activations also the structure and size of each unit's."""
+        self._outbox[number] = tensors, structures
 
-    def take(self, number: int, count: int, *, as_leaves: bool = False) -> list[_Taken]:
+    def take(self, number: int, count: int, *, as_leaves: bool = False) -> list[Taken]:
         """Wait for a message.
 
         Args:
@@ -111,7 +122,8 @@ class Mail:
             as_leaves: whether gradients are made for those tensors that required them on the sender.
 
         Returns:
-            By unit its tensors, and the buffers to be given back when they are needed no more.
+            By unit its structure (of activations), its tensors, and the buffers to be given back when they
+            are needed no more.
         """
         self.transport.get_ready()
         return self._arrivals.pop(number).take(count, as_leaves=as_leaves)
@@ -134,7 +146,9 @@ class Mail:
         known = self.batches[task.slot].known
         tensors: Sequence[Tensor]
         if known is None:
-            tensors = self._outbox.pop(task.number)
+            tensors, structures = self._outbox.pop(task.number)
+            if task.activation:
+                tensors = [described(*zip(*structures, strict=True)), *tensors]
             pending = self.transport.send_described(tensors, task.peer, task.number)
             self._keep(pending, tensors)
             return
@@ -148,11 +162,13 @@ class Mail:
         batch = self.batches[task.slot]
         arrival: _Arrival | _DescribedArrival
         if batch.known is None:
-            arrival = _DescribedArrival(self.transport.receive_described(task.peer, task.number))
+            arrival = _DescribedArrival(
+                self.transport.receive_described(task.peer, task.number), activation=task.activation
+            )
         else:
             buffers = self._to_receive(task, batch.known)
             pending = self.transport.receive(buffers, task.peer, task.number)
-            arrival = _Arrival(pending, buffers, task.specs, self._restore(task))
+            arrival = _Arrival(pending, buffers, task, self._restore(task))
         self._arrivals[task.number] = arrival
 
     def exchange(self, task: Task) -> None:
@@ -173,28 +189,31 @@ class Mail:
         if full:
             self._send_full(send, full)
         self._keep(sent, tensors)
-        self._arrivals[receive.number] = _Arrival(received, buffers, receive.specs, self._restore(receive))
+        self._arrivals[receive.number] = _Arrival(received, buffers, receive, self._restore(receive))
 
     # -- their parts
 
     def _look_up(self, task: Task, known: Shapes) -> None:
         """Note on a task in what shapes its message comes."""
         if task.activation:
-            task.specs = [known[task.stage, unit.shape] for unit in task.units]
+            layouts = [known[task.stage, unit.shape] for unit in task.units]
+            task.structures = [layout.structure for layout in layouts]
+            task.specs = [layout.tensors for layout in layouts]
         else:  # the gradient of what the stage below gave
-            below = task.stage - 1
-            task.specs = [[s for s in known[below, unit.shape] if s.requires_grad] for unit in task.units]
+            layouts = [known[task.stage - 1, unit.shape] for unit in task.units]
+            task.structures = [None] * len(layouts)
+            task.specs = [[s for s in layout.tensors if s.requires_grad] for layout in layouts]
         message = [spec for unit in task.specs for spec in unit]
         task.message = message if self.compression is None else self.compression.message(message)
         task.known = known
 
     def _to_send(self, task: Task, known: Shapes) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """A message whose shapes the receiver knows, and what has to follow it in full."""
-        tensors = self._outbox.pop(task.number)
+        tensors, structures = self._outbox.pop(task.number)
         if task.activation:
             if task.known is not known:
                 self._look_up(task, known)
-            _check(task, tensors)
+            _check(task, tensors, structures)
         if self.compression is None:
             return tensors, ()
         return self.compression.pack([tensor.detach() for tensor in tensors])
@@ -228,8 +247,14 @@ class Mail:
         return self.compression.unpack(message, specs, self._pool, rest)
 
 
-def _check(task: Task, tensors: Sequence[Tensor]) -> None:
-    """Refuse outputs of other shapes than those that the receiver has buffers for."""
+def _check(task: Task, tensors: Sequence[Tensor], structures: Sequence[_Sized]) -> None:
+    """Refuse outputs of other structures and shapes than those that the receiver knows."""
+    for (structure, _), known in zip(structures, task.structures, strict=True):
+        if structure is not known and structure != known:
+            raise ConfigError(
+                f"stage {task.stage} gave {_said(structure)} where it gave {_said(known)} for inputs of the "
+                "same shapes before; make the pipeline with dynamic_shapes=True"
+            )
     expected = task.specs[0] if len(task.specs) == 1 else [spec for unit in task.specs for spec in unit]
     if len(tensors) == len(expected):
         for tensor, spec in zip(tensors, expected, strict=True):
@@ -241,6 +266,18 @@ def _check(task: Task, tensors: Sequence[Tensor]) -> None:
         f"stage {task.stage} gave {_shapes(tensors)} where it gave {_shapes(expected)} for inputs of the "
         "same shapes before; make the pipeline with dynamic_shapes=True"
     )
+
+
+def _said(structure: Structure | None) -> str:
+    """A structure for a message, with the numbers of its tensors."""
+    if structure is None:
+        return "a tensor"
+    constants = iter(structure.constants)
+    leaves = [
+        f"tensor {at}" if at >= 0 else "a number" if at == NUMBER else repr(next(constants)[1])
+        for at in structure.at
+    ]
+    return str(pytree.tree_unflatten(leaves, structure.spec))
 
 
 def _shapes(found: Sequence[Tensor | TensorSpec]) -> str:

@@ -157,6 +157,10 @@ class SavedBytes:
         """These do not count, but those given before do: the mini-batches under way are the user's."""
         self._given = {_pointer(tensor) for tensor in tensors}
 
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Whether it has the memory of a parameter or buffer."""
+        return _pointer(tensor) in self._constant
+
     def watch(self, collected: list[Kept]) -> torch.autograd.graph.saved_tensors_hooks:
         """Within this context what autograd saves is counted and noted in ``collected``."""
 

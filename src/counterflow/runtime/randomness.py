@@ -107,10 +107,10 @@ class RandomStreams:
         if len(rows) == 1 and first.whole:
             if self.shared:
                 with self._seeded(key):
-                    return layer(value)  # type: ignore[no-any-return]
+                    return layer(value)
             for generator in self.generators:
                 generator.manual_seed(key)
-            return layer(value)  # type: ignore[no-any-return]  # the step restores the state
+            return layer(value)  # the step restores the state
         if self._quiet.get(index):
             with self._seeded(key):
                 before = [generator.get_state() for generator in self.generators]

@@ -22,7 +22,7 @@ the value's structure or of its first levels, as ``torch.vmap`` takes ``in_dims`
 
 Tree = TypeVar("Tree")
 
-_PLAIN = (
+PLAIN: tuple[type, ...] = (
     type(None), bool, int, float, complex, str, bytes, enum.Enum,
     torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
@@ -117,7 +117,7 @@ def moved(tree: Tree, device: torch.device, *, copied: bool = False) -> Tree:
 def _is_leaf(node: object) -> bool:
     """What is cut as one thing: a list of numbers or texts, a mask by blocks."""
     if type(node) in (list, tuple):
-        return bool(node) and all(isinstance(entry, _PLAIN) for entry in node)  # type: ignore[attr-defined]
+        return bool(node) and all(isinstance(entry, PLAIN) for entry in node)  # type: ignore[attr-defined]
     return isinstance(node, BlockMask)
 
 
@@ -146,7 +146,7 @@ def _size(leaf: Any, dim: int, path: str, option: str) -> int | None:
         return masks if masks > 1 else None  # one is for all samples
     if isinstance(leaf, (list, tuple)):
         return len(leaf)
-    if isinstance(leaf, _PLAIN):
+    if isinstance(leaf, PLAIN):
         return None
     kind = type(leaf)
     raise ConfigError(

@@ -19,7 +19,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.modes import Recompute
 
 from .randomness import RandomStreams, Rows, keeps_statistics
-from .values import Value, tensors_of, value_of
+from .values import Structure, Value, put_together, take_apart
 from .versions import Versions
 
 
@@ -131,7 +131,7 @@ class StageCopy:
 
     def _run(self, layer: NamedLayer, value: Value, step: int, rows: Sequence[Rows]) -> Value:
         if self._evaluates:
-            return layer.module(value)  # type: ignore[no-any-return]
+            return layer.module(value)
         return self.streams.run(layer.module, value, index=layer.index, step=step, rows=rows)
 
     def _recomputed(self, layer: NamedLayer, value: Value, step: int, rows: Sequence[Rows]) -> Value:
@@ -142,24 +142,27 @@ class StageCopy:
         """
         place = f"layer {layer.index} ({type(layer.module).__name__})"
         again = False
+        made: Structure | None = None
 
         def run(_: Tensor, *tensors: Tensor) -> Any:
-            nonlocal again
+            nonlocal again, made
             if again:
                 self.before_again()
             kept = [buffer.clone() for buffer in self._statistics] if again else []
-            result = tensors_of(self._run(layer, value_of(tensors), step, rows), place)
+            given = put_together(structure, tensors)
+            made, result = take_apart(self._run(layer, given, step, rows), place)
             if again:
                 with torch.no_grad():
                     for buffer, before in zip(self._statistics, kept, strict=True):
                         buffer.copy_(before)
+                return tuple(result)
             again = True
-            return tuple(result)
+            return tuple(t.detach() for t in result)  # else a buffer would be an output of the checkpoint
 
         anchor = torch.empty(0, requires_grad=True)
-        given = [value] if isinstance(value, Tensor) else list(value)
+        structure, given = take_apart(value, f"what {place} takes")
         result = checkpoint(run, anchor, *given, use_reentrant=True, preserve_rng_state=False)
-        return value_of(result)
+        return put_together(made, result)
 
 
 def _nothing() -> None:

@@ -23,7 +23,7 @@ from counterflow.schedule.ir import Op, Schedule
 
 from .batch import Shapes
 from .stage import StageCopy
-from .values import TensorSpec, Unit
+from .values import Structure, TensorSpec, Unit
 
 
 @dataclass(slots=True)
@@ -45,6 +45,7 @@ class Task:
         both: of an exchange, the two.
         hands_over: the op's output is taken by an op of this worker.
         known: the shapes that ``specs`` and ``message`` were looked up in.
+        structures: of the values that travel, by unit.
         specs: of the tensors that travel, by unit.
         message: of the tensors of the message.
     """
@@ -63,7 +64,8 @@ class Task:
     both: tuple[Task, ...] = ()
     hands_over: bool = False
     known: Shapes | None = None
-    specs: list[list[TensorSpec]] = field(default_factory=list)
+    structures: Sequence[Structure | None] = ()
+    specs: Sequence[Sequence[TensorSpec]] = ()
     message: list[TensorSpec] = field(default_factory=list)
 
 

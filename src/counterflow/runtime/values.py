@@ -1,10 +1,15 @@
-"""What travels between stages: a tensor or a tuple of tensors."""
+"""What travels between stages: any pytree, taken apart into its structure and its tensors.
+
+Invariant: a lone tensor has no structure and costs nothing but its message; a structure goes with the first
+message of its kind, and from then on the tensors alone.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-Value = Tensor | tuple[Tensor, ...]
+from counterflow.errors import ConfigError
+
+from .samples import PLAIN
+
+Value = Any
 """What a stage takes and gives."""
 
 
@@ -51,25 +60,167 @@ class Unit(NamedTuple):
         return slice(samples * self.part // self.parts, samples * (self.part + 1) // self.parts)
 
 
-def tensors_of(value: object, place: str) -> list[Tensor]:
-    """The tensors of a stage's output.
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """How a value is put together of its tensors.
+
+    Attributes:
+        spec: its tuples, lists, dicts and whatever else torch's pytrees know.
+        at: by leaf the number of its tensor; -1: a constant, -2: a number.
+        constants: their types and values.
+        numbers: types of the ints and floats in it, which may differ from one micro-batch to the next and go
+            as one tensor after the others.
+        flat: tuple or list, if it is one of that many tensors and nothing else.
+    """
+
+    spec: pytree.TreeSpec
+    at: tuple[int, ...]
+    constants: tuple[tuple[type, object], ...] = ()
+    numbers: tuple[type, ...] = ()
+    flat: type | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a receiver has to know of a value before it comes; ``structure`` is None for a lone tensor."""
+
+    structure: Structure | None
+    tensors: Sequence[TensorSpec]
+
+
+CONSTANT, NUMBER = -1, -2
+_EXACT = 2**53
+"""Ints up to this are exact as float64."""
+
+_flat: dict[tuple[type, int], Structure] = {}
+"""Of tuples and lists of tensors, by length."""
+
+
+def take_apart(value: object, place: str) -> tuple[Structure | None, list[Tensor]]:
+    """A value's structure and its tensors, each once.
+
+    Args:
+        value: tensors, numbers, texts, None and the like in tuples, lists, dicts and what else is registered
+            with torch's pytrees.
+        place: what gave it, for the message.
 
     Raises:
-        TypeError: it is neither a tensor nor a tuple of two or more.
+        ConfigError: something else is in it.
     """
     if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)) and len(value) > 1 and all(isinstance(v, Tensor) for v in value):
-        return list(value)
-    shown = type(value).__name__
-    if isinstance(value, (tuple, list)):
-        shown = f"{shown} of {', '.join(type(v).__name__ for v in value) or 'nothing'}"
-    raise TypeError(f"{place} gives a {shown}; stages hand on a tensor, or a tuple of two or more tensors")
+        return None, [value]
+    kind = type(value)
+    if kind is tuple or kind is list:
+        count = len(value)  # type: ignore[arg-type]
+        if all(isinstance(v, Tensor) for v in value) and len({id(v) for v in value}) == count:  # type: ignore[attr-defined]
+            found = _flat.get((kind, count))
+            if found is None:
+                spec = pytree.tree_flatten(value)[1]
+                found = _flat[kind, count] = Structure(spec, tuple(range(count)), flat=kind)
+            return found, list(value)  # type: ignore[call-overload]
+    return _take_apart(value, place)
 
 
-def value_of(tensors: Sequence[Tensor]) -> Value:
-    """What a stage takes: the one tensor, or the tuple."""
-    return tensors[0] if len(tensors) == 1 else tuple(tensors)
+def _take_apart(value: object, place: str) -> tuple[Structure, list[Tensor]]:
+    leaves, spec = pytree.tree_flatten(value)
+    at: list[int] = []
+    tensors: list[Tensor] = []
+    constants: list[tuple[type, object]] = []
+    numbers: list[float] = []
+    places: dict[int, int] = {}
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            at.append(places.setdefault(id(leaf), len(tensors)))
+            if at[-1] == len(tensors):
+                tensors.append(leaf)
+        elif type(leaf) is float or (type(leaf) is int and abs(leaf) <= _EXACT):
+            at.append(NUMBER)
+            numbers.append(leaf)
+        elif isinstance(leaf, PLAIN):
+            at.append(CONSTANT)
+            constants.append((type(leaf), leaf))
+        else:
+            raise ConfigError(_refused(value, leaf, place))
+    kinds = tuple(type(number) for number in numbers)
+    if numbers:  # as bits: no gradient is made for them, and they are not rounded
+        tensors.append(torch.tensor(numbers, dtype=torch.float64).view(torch.int64))
+    return Structure(spec, tuple(at), tuple(constants), kinds), tensors
+
+
+def _refused(value: object, leaf: object, place: str) -> str:
+    paths = pytree.tree_flatten_with_path(value)[0]
+    path = next(pytree.keystr(keys) for keys, other in paths if other is leaf)
+    kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
+    where = f" at {path}" if path else ""
+    return (
+        f"{place} gives a {kind}{where}; stages hand on tensors, numbers, texts and None, in tuples, lists, "
+        "dicts and other pytrees: make it of these in the layer that needs it, or register its class with "
+        "torch.utils._pytree.register_pytree_node"
+    )
+
+
+def put_together(structure: Structure | None, tensors: Sequence[Tensor]) -> Any:
+    """The value of a structure and its tensors."""
+    if structure is None:
+        return tensors[0]
+    if structure.flat is not None:
+        return structure.flat(tensors)
+    constants = iter(structure.constants)
+    numbers: Iterator[float] = iter(())
+    if structure.numbers:
+        numbers = iter(tensors[-1].detach().view(torch.float64).tolist())
+    kinds = iter(structure.numbers)
+    leaves: list[Any] = []
+    for at in structure.at:
+        if at >= 0:
+            leaves.append(tensors[at])
+        else:
+            leaves.append(next(constants)[1] if at == CONSTANT else next(kinds)(next(numbers)))
+    return pytree.tree_unflatten(leaves, structure.spec)
+
+
+def described(structures: Sequence[Structure | None], counts: Sequence[int]) -> Tensor:
+    """What goes ahead of values of unknown structure: nothing if they are lone tensors.
+
+    Raises:
+        ConfigError: something in it cannot go to another worker.
+    """
+    if all(structure is None for structure in structures):
+        return torch.empty(0, dtype=torch.uint8)
+    told = [s and (_skeleton(s), s.at, s.constants, s.numbers, s.flat) for s in structures]
+    try:
+        data = pickle.dumps((told, tuple(counts)))
+    except Exception as error:
+        raise ConfigError(
+            f"a stage gives what cannot go to another worker ({error}); hand on tensors, numbers and texts "
+            "in tuples, lists, dicts, or in classes that a module has by name"
+        ) from error
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _skeleton(structure: Structure) -> Any:
+    """The tree with numbers for leaves, which has a structure of its own on every worker."""
+    return pytree.tree_unflatten(range(len(structure.at)), structure.spec)
+
+
+def read_description(head: Tensor, count: int) -> tuple[Sequence[Structure | None], Sequence[int]]:
+    """Of ``count`` values their structures, and how many tensors each has."""
+    if not head.numel():
+        return (None,) * count, (1,) * count
+    told, counts = pickle.loads(head.cpu().numpy().tobytes())  # noqa: S301 - from a worker of this run
+    return [one and _known(Structure(pytree.tree_structure(one[0]), *one[1:])) for one in told], counts
+
+
+def _known(structure: Structure) -> Structure:
+    """The one that is compared in no time."""
+    if structure.flat is None:
+        return structure
+    return _flat.setdefault((structure.flat, len(structure.at)), structure)
+
+
+def takes_gradient(tensor: Tensor) -> bool:
+    """Whether a gradient can be made for a tensor of this dtype."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def number_of(*parts: object) -> int:

@@ -1,0 +1,263 @@
+"""What stages hand on: any pytree, the same on the other side, in every scheme and recomputation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from counterflow.errors import ConfigError
+from counterflow.runtime.launch import launch
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.samples import cut, samples_in, split_points
+from counterflow.runtime.values import described, put_together, read_description, take_apart
+from counterflow.schedule import schemes
+from counterflow.schedule.ir import Schedule
+
+F = torch.float64
+
+SCHEMES = [
+    schemes.gpipe(3, 4),
+    schemes.dapple(3, 4),
+    schemes.interleaved(2, 4, chunks=2),
+    schemes.chimera(4, 4, concat="forward-doubling"),
+    schemes.chimera(4, 4, concat="backward-halving"),
+    schemes.hanayo(2, 4, waves=1),
+]
+MODES = ["none", "stage", "layer"]
+
+
+def run(work: Callable[..., Any], *args: object, workers: int, **options: Any) -> list[Any]:
+    options = {"transport": "local", "strict": True, **options}
+    return launch(work, *args, workers=workers, timeout_seconds=30, **options)
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+X, Y = torch.ones(2, 3), torch.zeros(4, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        X,
+        (X,),
+        (X, Y),
+        [X, Y],
+        {"x": X, "more": [Y, (X, None)]},
+        (X, X),
+        Pair(X, OrderedDict(a=1, b=True, c="text", d=2.5)),
+        {"dtype": torch.bfloat16, "big": 2**60, "z": 1 + 2j, "inf": -math.inf, "0": -0.0},
+        (),
+        {},
+        None,
+        3,
+    ],
+)
+def test_a_value_is_the_same_after_a_message(value: Any) -> None:
+    structure, tensors = take_apart(value, "here")
+    head = described([structure, structure], [len(tensors)] * 2)
+    (found, other), counts = read_description(head, 2)
+    assert found == other == structure
+    assert list(counts) == [len(tensors)] * 2
+    result = put_together(found, [tensor.clone() for tensor in tensors])
+    assert str(result) == str(value)
+    assert type(result) is type(value)
+    assert not isinstance(value, Tensor) or not head.numel()
+
+
+def test_a_tensor_goes_once() -> None:
+    structure, tensors = take_apart({"a": X, "b": [X, Y]}, "here")
+    assert [tensor is other for tensor, other in zip(tensors, (X, Y), strict=True)] == [True, True]
+    found = put_together(structure, tensors)
+    assert found["a"] is found["b"][0]
+
+
+def test_what_cannot_be_handed_on_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"stage 3 gives a torch._C.Generator at \['a'\]\[1\]; "):
+        take_apart({"a": [X, torch.Generator()]}, "stage 3")
+
+    class Own(NamedTuple):
+        x: Tensor
+
+    structure, tensors = take_apart(Own(X), "here")
+    with pytest.raises(ConfigError, match="cannot go to another worker"):
+        described([structure], [len(tensors)])
+
+
+class First(nn.Linear):
+    """Gives everything there is."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, dtype=F)
+        self.register_buffer("table", torch.randn(1, 4, dtype=F))
+        self.scale = nn.Parameter(torch.ones(4, dtype=F))
+
+    def forward(self, given: Any) -> Any:
+        x = given.pop("x")
+        h = super().forward(x)
+        return {
+            "h": h,
+            "again": [h, (given["ids"],)],
+            "view": h[:, :2],
+            "table": self.table,
+            "scale": self.scale,
+            "square": self.scale.square().sum(),
+            "keep": x > 0,
+            "wave": torch.complex(h, 2 * h),
+            "turned": h.t(),
+            "rows": x.shape[0],
+            "half": 0.5,
+            "name": "add" if given["flag"] else "",
+            "nothing": None,
+        }
+
+
+class Middle(nn.Linear):
+    """Changes some of it, and the container."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, dtype=F)
+
+    def forward(self, given: Any) -> Any:
+        assert given["nothing"] is None
+        assert given["rows"] == given["h"].shape[0]
+        h = super().forward(given["h"] + given["again"][0]) + given["turned"].t()
+        if given["name"] == "add" and "wave" in given:
+            wave = given.pop("wave") * given.pop("half")
+            h = h + wave.real + wave.imag
+        given["h"] = h + given["view"].repeat(1, 2) * given["square"]
+        return given
+
+
+class Last(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4, dtype=F)
+
+    def forward(self, given: Any) -> Any:
+        h = super().forward(given["h"].tanh() + given["table"]) * given["scale"]
+        h = torch.where(given["keep"], h, h * 2) + given["again"][1][0][:, None]
+        return {"logits": (h,)}
+
+
+class Between(nn.Module):
+    """Hands on what it got, as it got it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=F))
+
+    def forward(self, given: Any) -> Any:
+        given["again"][0] = given["again"][0] * self.weight
+        return given
+
+
+def loss(output: Any, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output["logits"][0], target)
+
+
+def model(stages: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [First(), *[Middle() for _ in range(2)], *[Between() for _ in range(stages)], Last()]
+
+
+def mini_batch(samples: int) -> tuple[Any, Tensor]:
+    generator = torch.Generator().manual_seed(samples)
+    x, y = (torch.randn(samples, 4, generator=generator, dtype=F) for _ in range(2))
+    return {"x": x, "ids": torch.arange(samples), "flag": True}, y
+
+
+def one_process(layers: list[nn.Module], batches: list[Any], micro_batches: int) -> Any:
+    whole = nn.Sequential(*layers)
+    before = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    optimizer, losses = sgd(list(whole.parameters())), []
+    for inputs, targets in batches:
+        samples, told = samples_in(inputs), 0.0
+        points = split_points(samples, micro_batches)
+        for begin, end in itertools.pairwise(points):
+            part = slice(begin, end)
+            one = loss(whole(cut(inputs, part)), targets[part]) * ((end - begin) / samples)
+            one.backward()
+            told += one.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(told)
+    after = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    whole.load_state_dict(before)
+    return losses, after
+
+
+def _train(layers: list[nn.Module], schedule: Schedule, batches: list[Any], options: dict[str, Any]) -> Any:
+    pipeline = Pipeline(layers, loss, schedule, optimizer=sgd, **options)
+    losses = []
+    for inputs, targets in batches:
+        losses.append(pipeline.step(dict(inputs), targets).loss)
+        pipeline.evaluate(dict(inputs), targets)
+    return losses, pipeline.state_dict()
+
+
+def agree(schedule: Schedule, found: list[Any], layers: list[nn.Module], batches: list[Any]) -> None:
+    losses, state = one_process(layers, batches, schedule.micro_batches)
+    for told, ours in found:
+        assert told == pytest.approx(losses, rel=1e-10)
+        for name, tensor in state.items():
+            torch.testing.assert_close(ours[name], tensor, rtol=1e-10, atol=1e-12)
+
+
+BATCHES = [mini_batch(samples) for samples in (8, 8, 9, 8)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("schedule", SCHEMES, ids=str)
+def test_any_pytree_flows(schedule: Schedule, mode: str) -> None:
+    layers = model(schedule.stages)
+    options = {"recompute": mode, "clip_norm": None}
+    found = run(_train, layers, schedule, BATCHES, options, workers=schedule.workers)
+    agree(schedule, found, layers, BATCHES)
+
+
+def test_any_pytree_flows_between_processes() -> None:
+    schedule = schemes.chimera(2, 4)
+    layers = model(2)
+    options = {"dynamic_shapes": True}
+    found = run(_train, layers, schedule, BATCHES, options, workers=2, transport="gloo", strict=False)
+    agree(schedule, found, layers, BATCHES)
+
+
+class Loose(nn.Linear):
+    """Gives another structure, from its third micro-batch on."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, dtype=F)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        h = super().forward(x)
+        return {"logits": (h,)} if self.calls < 3 else {"logits": (h, h)}
+
+
+def _loose(layers: list[nn.Module], dynamic: bool) -> list[float]:
+    pipeline = Pipeline(layers, loss, schemes.dapple(2, 2), optimizer=sgd, dynamic_shapes=dynamic, cuts=[1])
+    x = torch.ones(4, 4, dtype=F)
+    return [pipeline.step(x, x).loss for _ in range(3)]
+
+
+def test_another_structure_for_inputs_of_the_same_shapes() -> None:
+    layers = [Loose(), nn.Identity()]
+    assert len(run(_loose, layers, True, workers=2)[0]) == 3
+    with pytest.raises(ConfigError, match=r"stage 0 gave .* where it gave .* dynamic_shapes=True"):
+        run(_loose, layers, False, workers=2)
