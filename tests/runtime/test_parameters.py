@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from counterflow.runtime.world import current_transport
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.verify.agreement import verify
+from counterflow.verify.reference import Reference, Staleness
 
 FLUSHING = [schemes.dapple(2, 2), schemes.chimera(2, 2)]
 CONTINUOUS = [schemes.pipedream(2), schemes.pipedream_2bw(2, 2), schemes.wpipe(1, 2)]
@@ -499,3 +501,214 @@ def test_copies_of_other_shapes_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="ranks 0 and 1 hold stage 1 with weights of other shapes"):
         run(work)
+
+
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
+def test_layers_are_unfrozen_between_steps(schedule: Schedule) -> None:
+    layers = linears()
+    layers[0].requires_grad_(requires_grad=False)
+    alone = Reference(
+        layers, mean_square, schedule.micro_batches, optimizer=adamw, staleness=Staleness.of(schedule, (1,))
+    )
+
+    def everything(_: str) -> bool:
+        return True
+
+    def first_alone(name: str) -> bool:
+        return name.startswith("0.")
+
+    def work() -> State:
+        pipeline = Pipeline(layers, mean_square, schedule, optimizer=adamw, cuts=(1,))
+        for number in range(9):
+            if number in (3, 6):
+                pipeline.set_trainable(everything if number == 3 else first_alone)
+            pipeline.step(*batch(number))
+        return pipeline.state_dict()
+
+    for number in range(9):
+        if number in (3, 6):
+            alone.flush()
+            alone.layers[0].module.requires_grad_(requires_grad=True)
+            alone.layers[1].module.requires_grad_(requires_grad=number == 3)
+        alone.step([batch(number)])
+    for state in run(work, workers=schedule.workers):
+        assert_equal(state, alone.state_dict())
+
+
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
+def test_unfreezing_without_a_word_is_refused(schedule: Schedule) -> None:
+    layers = linears()
+    layers[0].requires_grad_(requires_grad=False)
+
+    def work() -> None:
+        pipeline = Pipeline(layers, mean_square, schedule, optimizer=adamw, cuts=(1,))
+        pipeline.step(*batch())
+        for stage in pipeline.stages.values():
+            for layer in stage.layers:
+                layer.module.requires_grad_(requires_grad=True)
+        pipeline.step(*batch())
+
+    with pytest.raises(ConfigError, match=r"0\.weight of stage 0 requires a gradient.*set_trainable\(\)"):
+        run(work, workers=schedule.workers)
+
+
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
+def test_an_optimizer_may_take_names(schedule: Schedule) -> None:
+    layers = linears()
+
+    def groups(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        bias = [pair for pair in named if pair[0].endswith("bias")]
+        weight = [pair for pair in named if not pair[0].endswith("bias")]
+        return torch.optim.AdamW(
+            [{"params": bias, "weight_decay": 0.0}, {"params": weight, "weight_decay": 0.5}], lr=0.1
+        )
+
+    def by_shape(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        bias = [p for p in parameters if p.dim() == 1]
+        weight = [p for p in parameters if p.dim() > 1]
+        return torch.optim.AdamW(
+            [{"params": bias, "weight_decay": 0.0}, {"params": weight, "weight_decay": 0.5}], lr=0.1
+        )
+
+    def work() -> tuple[State, list[str]]:
+        pipeline = Pipeline(layers, mean_square, schedule, optimizer=groups, named_parameters=True, cuts=(1,))
+        for number in range(3):
+            pipeline.step(*batch(number))
+        made = pipeline.optimizers.values()
+        return pipeline.state_dict(), [n for o in made for g in o.param_groups for n in g["param_names"]]
+
+    def without() -> State:
+        return trained(schedule, layers, optimizer=by_shape, cuts=(1,))
+
+    found = run(work, workers=schedule.workers)
+    assert {name for _, names in found for name in names} == set(found[0][0])
+    assert_equal(found[0][0], run(without, workers=schedule.workers)[0])
+
+
+@pytest.mark.parametrize("sync", ["end", "eager-opt"])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("schedule", [*FLUSHING, schemes.gpipe(1, 2)], ids=str)
+def test_gradients_of_several_steps_make_one_update(schedule: Schedule, replicas: int, sync: str) -> None:
+    """As large mini-batches do, of unequal parts."""
+    layers: list[nn.Module] = [nn.Sequential(*linears(1), Idle()), *linears(1)]
+    options: dict[str, Any] = {"optimizer": adamw, "clip_norm": 0.05, "sync": sync}
+
+    def work(parts: Sequence[int]) -> tuple[list[float], list[float], State]:
+        pipeline = Pipeline(layers, mean_square, schedule, **options)
+        losses, norms = [0.0], []
+        for number in range(3):
+            x, y = (
+                torch.cat(each[pipeline.replica :: pipeline.replicas])
+                for each in zip(*(batch(10 * number + i, 4) for i in range(4)), strict=True)
+            )
+            for index, (inputs, targets) in enumerate(zip(x.split(parts), y.split(parts), strict=True)):
+                step = pipeline.step(inputs, targets, update=index == len(parts) - 1)
+                losses[-1] += step.loss * step.samples
+                pipeline.evaluate(inputs, targets)
+            norms.append(step.grad_norm)
+            losses.append(0.0)
+            assert step.samples == parts[-1] * replicas
+        return losses, norms, pipeline.state_dict()
+
+    share = 16 // replicas
+    losses, norms, whole = run(work, [share], workers=schedule.workers * replicas)[0]
+    for others, other, state in run(work, [4, share - 6, 2], workers=schedule.workers * replicas):
+        assert others == pytest.approx(losses, rel=1e-9)
+        assert other == pytest.approx(norms, rel=1e-9)
+        assert_equal(state, whole)
+
+
+def test_steps_without_an_update_need_a_flush_and_end_with_one() -> None:
+    layers = linears()
+
+    def late() -> None:
+        Pipeline(layers, mean_square, schemes.pipedream(2), optimizer=adamw).step(*batch(), update=False)
+
+    with pytest.raises(ConfigError, match=r"pipedream .* cannot make a step without an update"):
+        run(late)
+
+    def work() -> Any:
+        pipeline = Pipeline(layers, mean_square, schemes.dapple(2, 2), optimizer=adamw)
+        step = pipeline.step(*batch(), update=False)
+        assert math.isnan(step.grad_norm)
+        return pipeline.training_state_dict()
+
+    with pytest.raises(ConfigError, match="training_state_dict while gradients wait for an update"):
+        run(work)
+
+    def apart() -> None:
+        pipeline = Pipeline(layers, mean_square, schemes.dapple(2, 2), optimizer=adamw)
+        pipeline.step(*batch(), update=pipeline.worker == 0)
+
+    with pytest.raises(ConfigError, match=r"calls step.*; rank . calls step"):
+        run(apart)
+
+
+class Idle(nn.Module):
+    """Does nothing, and has a weight for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+def _goes_on(schedule: Schedule, layers: list[nn.Module], state: Any, steps: range, scheduler: Any) -> Any:
+    pipeline = Pipeline(
+        layers,
+        mean_square,
+        schedule,
+        optimizer=adamw,
+        scheduler=scheduler,
+        seed=3 if state is None else 4,
+        cuts=(1,),
+    )
+    if state is not None:
+        pipeline.load_training_state_dict(state)
+    for number in steps:
+        pipeline.step(*batch(number))
+    return pipeline.training_state_dict()
+
+
+@pytest.mark.parametrize("scheduler", [None, stepped])
+@pytest.mark.parametrize("schedule", FLUSHING, ids=str)
+def test_a_training_goes_on_from_its_state_under_any_schedule(schedule: Schedule, scheduler: Any) -> None:
+    layers: list[nn.Module] = [nn.Sequential(*linears(1), nn.Dropout(0.5)), *linears(1)]
+    whole = run(_goes_on, schedule, layers, None, range(7), scheduler)[0]
+    half = run(_goes_on, schemes.chimera(2, 2), layers, None, range(3), scheduler)[0]
+    resumed = run(_goes_on, schedule, layers, half, range(3, 7), scheduler)[0]
+    assert (resumed["step"], resumed["seed"]) == (whole["step"], whole["seed"]) == (7, 3)
+    assert_equal(resumed["model"], whole["model"])
+    assert resumed["scheduler"] == whole["scheduler"]
+    for name, kept in whole["optimizer"].items():
+        assert_equal(resumed["optimizer"][name]["state"], kept["state"])
+        assert resumed["optimizer"][name]["options"] == kept["options"]
+
+
+@pytest.mark.parametrize("schedule", CONTINUOUS, ids=str)
+def test_a_training_without_a_flush_goes_on_from_its_state(schedule: Schedule) -> None:
+    layers = linears()
+
+    def undisturbed() -> State:
+        pipeline = Pipeline(layers, mean_square, schedule, optimizer=adamw, cuts=(1,), seed=3)
+        for number in range(7):
+            pipeline.step(*batch(number))
+            if number == 2:
+                pipeline.flush()
+        return pipeline.state_dict()
+
+    half = run(_goes_on, schedule, layers, None, range(3), stepped, workers=schedule.workers)[0]
+    missing = half | {"optimizer": {}}
+    with pytest.raises(ConfigError, match=r"has nothing of the optimizer for '[01]\.weight'"):
+        run(_goes_on, schedule, layers, missing, range(3, 7), None, workers=schedule.workers)
+    half = run(_goes_on, schedule, layers, None, range(3), None, workers=schedule.workers)[0]
+    with pytest.raises(ConfigError, match=r"has no learning-rate schedule for stage [01] with its 1 group"):
+        run(_goes_on, schedule, layers, half, range(3, 7), stepped, workers=schedule.workers)
+    resumed = run(_goes_on, schedule, layers, half, range(3, 7), None, workers=schedule.workers)[0]
+    assert_equal(resumed["model"], run(undisturbed, workers=schedule.workers)[0])

@@ -109,13 +109,20 @@ class Continuous:
 
     # -- steps
 
-    def step(self, batch: Batch) -> Told | None:
-        """Begin a mini-batch; what is known by now of one before, if there is one."""
+    def step(self, batch: Batch, *, update: bool = True) -> Told | None:
+        """Begin a mini-batch; what is known by now of one before, if there is one.
+
+        Raises:
+            ConfigError: it is to be made without an update.
+        """
+        if not update:
+            raise ConfigError(
+                f"{self.interpreter.schedule.scheme} updates each stage at its own time, and cannot make a "
+                "step without an update; give more micro-batches, or take a scheme with a flush"
+            )
         number = self._begun
-        for versions in self._versions():
-            if number:
-                versions.go_on()
-            else:
+        if not number:
+            for versions in self._versions():
                 versions.begin()
         self._begun += 1
         self._run(number, batch)

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from counterflow.errors import ConfigError
+
 from .transport import Group, Pending, Transport
 
 BUCKET_BYTES = 25 * 1024 * 1024
@@ -112,6 +114,7 @@ class Shard:
         self.counted = counted
         self.stage = stage
         self._flats: list[_Flat] = []
+        self._frozen: dict[str, nn.Parameter] = {}
         self._pending: list[Pending] = []
         self.make()
 
@@ -122,9 +125,21 @@ class Shard:
             if parameter.requires_grad:
                 by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         self._flats = [_Flat(members, shared=self.group is not None) for members in by_kind.values()]
+        self._frozen = {name: p for name, p in self.parameters.items() if not p.requires_grad}
 
     def attach(self) -> None:
-        """Let autograd add to the gradients: from here to ``detach`` nobody else touches them."""
+        """Let autograd add to the gradients: from here to ``detach`` nobody else touches them.
+
+        Raises:
+            ConfigError: a parameter was unfrozen, and the others do not know of its gradient.
+        """
+        if self._frozen:
+            unfrozen = next((name for name, p in self._frozen.items() if p.requires_grad), None)
+            if unfrozen is not None:
+                raise ConfigError(
+                    f"{unfrozen} of stage {self.stage} requires a gradient and did not when the pipeline was "
+                    "made; let pipeline.set_trainable() unfreeze it, on all workers"
+                )
         for flat in self._flats:
             flat.attach()
 

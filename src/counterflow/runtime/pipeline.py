@@ -68,6 +68,8 @@ class Pipeline:
         optimizer: a function of parameters to an optimiser; called once a stage a worker holds, with all
             its parameters, also those that are frozen.
         scheduler: a function of an optimiser to a learning-rate scheduler, stepped after each update.
+        named_parameters: whether ``optimizer`` takes a list of (name, parameter), with the model's own names,
+            as ``model.named_parameters()`` gives them and torch's optimisers take them.
         list_layers: the layers of ``model``, if it is neither a sequential nor a list.
         cuts: the numbers of the layers with which stages 1, 2, ... begin; by default balanced.
         costs: cost of each layer, to balance by; by default estimated from the parameters.
@@ -107,6 +109,7 @@ class Pipeline:
         *,
         optimizer: MakeOptimizer,
         scheduler: MakeScheduler | None = None,
+        named_parameters: bool = False,
         list_layers: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
         cuts: Sequence[int] | None = None,
         costs: Sequence[float] | None = None,
@@ -166,6 +169,7 @@ class Pipeline:
             transport=self.transport,
             optimizer=optimizer,
             scheduler=scheduler,
+            named=named_parameters,
         )
         if compile_layers:
             backend = "inductor" if compile_layers is True else compile_layers
@@ -267,8 +271,11 @@ class Pipeline:
 
     # -- a step
 
-    def step(self, inputs: Any = None, targets: Any = None) -> Step:
+    def step(self, inputs: Any = None, targets: Any = None, *, update: bool = True) -> Step:
         """Train on the replica's mini-batch, each module in the mode (training, evaluation) it is in.
+
+        With ``update=False`` its gradients are kept: the next update is made with those of the mean loss over
+        all samples since the one before, and ``grad_norm`` is told then.
 
         Without a flush, a step begins its mini-batch and leaves part of it to the next steps, or to
         ``flush``; until then all mini-batches have the same shapes.
@@ -277,6 +284,7 @@ class Pipeline:
             inputs: a tensor, or tensors in any structure, with the samples in ``input_dims``; read on workers
                 with the first stage. Numbers, texts and None in it go to all micro-batches.
             targets: likewise, in ``target_dims``; read on workers with the last stage.
+            update: whether the weights are updated; False only in schemes with a flush.
 
         Raises:
             ConfigError: the mini-batch has fewer samples than micro-batches, or is missing; or its tensors
@@ -285,16 +293,16 @@ class Pipeline:
         """
         began = time.perf_counter()
         with self._reported(), self.streams.step():
-            batch = self._batch(inputs, targets, training=True)
+            batch = self._batch(inputs, targets, _STEP if update else _KEEP)
             interpreter = self._run.interpreter
             interpreter.counting = self.steps < self.counted_steps
-            told = self._run.step(batch)
+            told = self._run.step(batch, update=update)
             self._remember(batch)
         seconds = time.perf_counter() - began
         if told is None:
             step = Step(self.steps, math.nan, math.nan, batch.total, seconds, None)
         else:
-            step = Step(self.steps, told.loss, told.grad_norm, batch.total, seconds, told.step)
+            step = Step(self.steps, told.loss, told.grad_norm, told.samples, seconds, told.step)
         self.steps += 1
         if self.digest_every and self.steps % self.digest_every == 0 and not self._run.under_way:
             self.weights.check_copies(f"after step {step.number}")
@@ -307,7 +315,7 @@ class Pipeline:
         """
         self._untold = self.flush()
         with self._reported(), ExitStack() as evaluating:
-            batch = self._batch(inputs, targets, training=False)
+            batch = self._batch(inputs, targets, _EVALUATE)
             for stage in self.stages.values():
                 evaluating.enter_context(stage.evaluating())
             self._evaluation.run(self._evaluation_tasks, batch)
@@ -343,7 +351,8 @@ class Pipeline:
         """Whether a ``flush`` would have something to do."""
         return self._run.under_way
 
-    def _batch(self, inputs: Any, targets: Any, *, training: bool) -> Batch:
+    def _batch(self, inputs: Any, targets: Any, call: float) -> Batch:
+        training = call != _EVALUATE
         mine = _samples(inputs, self.input_dims, "inputs"), _samples(targets, self.target_dims, "targets")
         samples = max(mine)
         needs_inputs, needs_targets = 0 in self.stages, self.schedule.stages - 1 in self.stages
@@ -356,14 +365,14 @@ class Pipeline:
         kind = 0 if inputs is None else signature(inputs, samples, training)
         if self._run.under_way:
             return self._cut(inputs, targets, self._as_before(mine, kind), training=True)
-        telling = self.transport.start_gather([*mine, kind, float(training), self.steps])
+        telling = self.transport.start_gather([*mine, kind, call, self.steps])
         ahead = kind in self._shapes and samples >= self._fewest and mine[1] in (samples, _NOT_GIVEN)
         """Whether this worker knows enough to begin; what the others say is read before it sends."""
         total = samples
         if not ahead:
-            samples, kind, total = self._agreed_on(telling, training)
+            samples, kind, total = self._agreed_on(telling, call)
         given = samples, kind, total
-        settle = (lambda: self._settled(telling, training)) if ahead else None
+        settle = (lambda: self._settled(telling, call)) if ahead else None
         return self._cut(inputs, targets, given, training=training, settle=settle)
 
     def _as_before(self, mine: tuple[int, int], kind: int) -> tuple[int, int, int]:
@@ -381,8 +390,8 @@ class Pipeline:
             )
         return before
 
-    def _settled(self, telling: Gathering, training: bool) -> int:
-        self._given = self._agreed_on(telling, training)
+    def _settled(self, telling: Gathering, call: float) -> int:
+        self._given = self._agreed_on(telling, call)
         return self._given[2]
 
     def _cut(
@@ -422,7 +431,7 @@ class Pipeline:
         copied = not self.schedule.synchronous
         return [moved(cut(tree, part, dims), self.device, copied=copied) for part in parts]
 
-    def _agreed_on(self, telling: Gathering, training: bool) -> tuple[int, int, int]:
+    def _agreed_on(self, telling: Gathering, call: float) -> tuple[int, int, int]:
         """Samples and signature of the replica's mini-batch, and the samples of all replicas'.
 
         Raises:
@@ -430,7 +439,7 @@ class Pipeline:
         """
         self.transport.status.now("agreeing on the mini-batch")
         rows = telling.wait()
-        self._agree_on_call(rows, training)
+        self._agree_on_call(rows, call)
         by_replica = [self._agreed_samples(rows, replica) for replica in range(self.replicas)]
         if min(by_replica) < self._fewest:
             count = self.schedule.micro_batches
@@ -469,12 +478,11 @@ class Pipeline:
             )
         return most[0]
 
-    def _agree_on_call(self, rows: list[list[float]], training: bool) -> None:
+    def _agree_on_call(self, rows: list[list[float]], call: float) -> None:
         for rank, row in enumerate(rows):
-            if (row[3], row[4]) != (float(training), self.steps):
+            if (row[3], row[4]) != (call, self.steps):
                 mine, other = (
-                    f"{'step' if t else 'evaluate'}, after {int(n)} steps"
-                    for t, n in ((training, self.steps), (row[3], row[4]))
+                    f"{_CALLS[c]}, after {int(n)} steps" for c, n in ((call, self.steps), (row[3], row[4]))
                 )
                 raise ConfigError(
                     f"rank {self.transport.rank} calls {mine}; rank {rank} calls {other}; "
@@ -588,6 +596,60 @@ class Pipeline:
         self._only_when_empty("load_state_dict")
         self.weights.load_state_dict(state)
 
+    def training_state_dict(self, *, local: bool = False) -> dict[str, Any]:
+        """All that a training goes on from, on the CPU; all workers call it.
+
+        Flushes first what is under way. Another pipeline of the same model takes it, under any schedule where
+        the optimiser is the same; a learning-rate scheduler wants as many stages.
+
+        Args:
+            local: only what this worker holds, without asking the others.
+
+        Returns:
+            ``model`` as ``state_dict`` gives it; in ``optimizer``, by parameter's name, what the optimiser
+            keeps and the options of its group; in ``scheduler``, by stage, its state; ``step`` and ``seed``,
+            from which all random draws come.
+
+        Raises:
+            ConfigError: gradients wait for an update, or ``local`` while mini-batches are under way.
+            WorkerError: the copies of a stage differ.
+        """
+        self._only_updated("training_state_dict")
+        model = self.state_dict(local=local)
+        rest = self.weights.training_state() if local else self.weights.whole_training_state()
+        return {"model": model, **rest, "step": self.steps, "seed": self.streams.seed}
+
+    def load_training_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where a training was, with as much of its state as this worker holds or more.
+
+        Raises:
+            ConfigError: a name is missing, or something does not fit; or gradients wait for an update.
+        """
+        self._only_updated("load_training_state_dict")
+        self.load_state_dict(state["model"])
+        self.weights.load_training_state(state)
+        self.steps, self.streams.seed = state["step"], state["seed"]
+
+    def set_trainable(self, chosen: Callable[[str], bool]) -> None:
+        """Freeze and unfreeze parameters from the next step on; all workers call it alike.
+
+        Flushes first what is under way.
+
+        Args:
+            chosen: a parameter's name in the model to whether it is trained.
+
+        Raises:
+            ConfigError: gradients wait for an update.
+        """
+        self._only_updated("set_trainable")
+        self._untold = self.flush()
+        self.weights.set_trainable(chosen)
+        self._shapes.clear()  # which gradients travel is known with the shapes
+
+    def _only_updated(self, call: str) -> None:
+        if isinstance(self._run, Flushing) and self._run.waiting:
+            raise ConfigError(f"{call} while gradients wait for an update; make a step with one before")
+
     def _only_when_empty(self, call: str) -> None:
         if self._run.under_way:
             raise ConfigError(f"{call} while mini-batches are under way; call flush() before, on all workers")
@@ -608,6 +670,11 @@ class Pipeline:
         except BaseException as error:  # interrupted: the others must know too
             self.transport.fail(error)
             raise
+
+
+_EVALUATE, _STEP, _KEEP = 0.0, 1.0, 2.0
+_CALLS = {_EVALUATE: "evaluate", _STEP: "step", _KEEP: "step without an update"}
+"""What workers tell each other that they call."""
 
 
 def layout(transport: Transport, schedule: Schedule, mesh: DeviceMesh | None) -> tuple[tuple[int, ...], ...]:

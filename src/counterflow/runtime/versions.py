@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from counterflow.errors import ConfigError, ScheduleError
+from counterflow.errors import ScheduleError
 
 
 class Versions:
@@ -39,7 +39,6 @@ class Versions:
         self.stage = stage
         self.made = made
         self._all = parameters
-        self._frozen: tuple[nn.Parameter, ...] = ()
         self._trained: tuple[nn.Parameter, ...] = ()
         self._held: dict[int, list[Tensor]] = {}
         self._shown: list[Tensor] = []
@@ -53,24 +52,10 @@ class Versions:
 
     def begin(self) -> None:
         """The weights are version 0."""
-        every = tuple(self._all())
-        self._frozen = tuple(p for p in every if not p.requires_grad)
-        self._trained = tuple(p for p in every if p.requires_grad)
+        self._trained = tuple(p for p in self._all() if p.requires_grad)
         self._shown = [parameter.data for parameter in self._trained]
         self._held = {0: self._shown}
         self.peak = max(self.peak, 1)
-
-    def go_on(self) -> None:
-        """Refuse to go on when parameters were unfrozen while versions are held.
-
-        Raises:
-            ConfigError: they were.
-        """
-        if any(parameter.requires_grad for parameter in self._frozen):
-            raise ConfigError(
-                f"parameters of stage {self.stage} were unfrozen while mini-batches are under way; "
-                "flush() before, on all workers"
-            )
 
     def end(self) -> None:
         """Keep only the latest version."""

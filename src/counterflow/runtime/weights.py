@@ -22,7 +22,9 @@ from .gradients import Shard, unique
 from .stage import StageCopy
 from .transport import Group, Transport
 
-MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+MakeOptimizer = Callable[[Any], Optimizer]
+"""Of a list of parameters, or of (name, parameter)."""
+
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 
 Names = Sequence[Sequence[tuple[str, str]]]
@@ -49,6 +51,7 @@ class Weights:
         transport: how to reach the others.
         optimizer: a function of parameters to an optimiser.
         scheduler: a function of an optimiser to a learning-rate scheduler.
+        named: whether ``optimizer`` takes (name, parameter), and not parameters alone.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Weights:
         transport: Transport,
         optimizer: MakeOptimizer,
         scheduler: MakeScheduler | None,
+        named: bool = False,
     ) -> None:
         self.stages = stages
         self.names = names
@@ -81,9 +85,10 @@ class Weights:
         self.optimizers: dict[int, Optimizer] = {}
         self.schedulers: dict[int, LRScheduler] = {}
         for stage in stages:
-            parameters = [p for shard in self._updated_with(stage) for p in shard.parameters.values()]
+            parameters = [pair for shard in self._updated_with(stage) for pair in shard.parameters.items()]
             if parameters:
-                self.optimizers[stage] = made = optimizer(parameters)
+                made = optimizer(parameters if named else [parameter for _, parameter in parameters])
+                self.optimizers[stage] = made
                 if scheduler is not None:
                     self.schedulers[stage] = scheduler(made)
 
@@ -179,6 +184,21 @@ class Weights:
                 for target, part in zip(piece, parts, strict=True):
                     target.copy_(part.clone().view(target.dtype).view(target.shape))
             piece = []
+
+    def set_trainable(self, chosen: Callable[[str], bool]) -> None:
+        """Freeze and unfreeze the parameters at hand, by their first names in the model."""
+        for copy in self.stages.values():
+            for name, parameter in self._parameters(copy.stage).items():
+                if parameter.is_floating_point() or parameter.is_complex():
+                    parameter.requires_grad_(chosen(name))
+            copy.trains = any(p.requires_grad for p in copy.parameters())
+        for shard in self._shards():
+            shard.make()
+        self.detach()
+
+    def _updated_names(self, stage: int) -> dict[int, str]:
+        """By identity: the parameters that a stage's update updates."""
+        return {id(p): name for shard in self._updated_with(stage) for name, p in shard.parameters.items()}
 
     # -- gradients and updates
 
@@ -336,6 +356,66 @@ class Weights:
                 parts.append((layer.module, part))
         for module, part in parts:
             module.load_state_dict(part)
+
+    def training_state(self, stage: int | None = None) -> dict[str, Any]:
+        """What the optimisers and schedulers at hand, or of a stage, keep: by parameter's name, by stage."""
+        optimizers = {}
+        stages = self.stages if stage is None else (stage,)
+        for each in (s for s in stages if s in self.optimizers):
+            optimizer, names = self.optimizers[each], self._updated_names(each)
+            for group in optimizer.param_groups:
+                options = {key: _kept(value) for key, value in group.items() if not key.startswith("param")}
+                for parameter in group["params"]:
+                    state = {key: _kept(value) for key, value in optimizer.state.get(parameter, {}).items()}
+                    optimizers[names[id(parameter)]] = {"state": state, "options": options}
+        schedulers = {s: deepcopy(self.schedulers[s].state_dict()) for s in stages if s in self.schedulers}
+        return {"optimizer": optimizers, "scheduler": schedulers}
+
+    def whole_training_state(self) -> dict[str, Any]:
+        """The same of all stages, on every worker."""
+        whole: dict[str, Any] = {"optimizer": {}, "scheduler": {}}
+        for stage, holders in enumerate(self.holders):
+            sends = self.transport.rank == self.ranks[0][holders[0]]
+            for row in self.transport.gather_objects(self.training_state(stage) if sends else {}):
+                for part, found in cast("dict[str, Any]", row).items():
+                    whole[part] |= found
+        return whole
+
+    def load_training_state(self, state: Mapping[str, Any]) -> None:
+        """Take what the optimisers and schedulers at hand keep from a whole training's state.
+
+        Raises:
+            ConfigError: a parameter is missing, or a scheduler that fits.
+        """
+        for stage, optimizer in self.optimizers.items():
+            names = self._updated_names(stage)
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    name = names[id(parameter)]
+                    every = (name, *self.aliases.get(name, ()))
+                    kept = next((state["optimizer"][n] for n in every if n in state["optimizer"]), None)
+                    if kept is None:
+                        raise ConfigError(f"the training state has nothing of the optimizer for {name!r}")
+                    group.update(deepcopy(kept["options"]))
+                    optimizer.state[parameter] = {
+                        key: value.to(parameter.device if value.dim() else "cpu", copy=True)
+                        if isinstance(value, Tensor)
+                        else deepcopy(value)
+                        for key, value in kept["state"].items()
+                    }
+        for stage, scheduler in self.schedulers.items():
+            given = state["scheduler"].get(stage)
+            rates = scheduler.state_dict().get("base_lrs", ())
+            if given is None or len(given.get("base_lrs", ())) != len(rates):
+                raise ConfigError(
+                    f"the training state has no learning-rate schedule for stage {stage} with its "
+                    f"{len(rates)} groups of parameters; load it with the stages it was saved with"
+                )
+            scheduler.load_state_dict(deepcopy(given))
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else deepcopy(value)
 
 
 def _shapes(copy: StageCopy) -> bytes:
