@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import counterflow as cf
 from counterflow.plan import files
@@ -23,7 +24,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def test_train_your_own_model(tmp_path: Path) -> None:
-    program, meta = blocks("train-your-own-model.md", "python")
+    program, named, meta = blocks("train-your-own-model.md", "python")
     script = tmp_path / "train.py"
     script.write_text(program)
     done = subprocess.run(
@@ -36,6 +37,9 @@ def test_train_your_own_model(tmp_path: Path) -> None:
     scope: dict[str, object] = {}
     exec(f"import torch\nfrom torch import nn\n{meta}", scope)
     assert len(scope["layers"]) == 64  # type: ignore[arg-type]
+    exec(f"import torch\n{named}", scope)
+    made = scope["optimizer"](list(torch.nn.Linear(2, 2).named_parameters()))  # type: ignore[operator]
+    assert [group["weight_decay"] for group in made.param_groups] == [0.0, 0.01]
 
 
 SCHEDULES: dict[str, Schedule] = {
