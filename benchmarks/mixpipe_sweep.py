@@ -1,10 +1,20 @@
-"""Check mixpipe_orders with a simulation of its own, and print tables (about 25 minutes)."""
+"""Check mixpipe_orders with a simulation of its own, and print tables (a few minutes).
+
+    python benchmarks/mixpipe_sweep.py [--against REVISION]
+
+With a revision, the orders of that revision's mixpipe_plan.py are timed beside today's.
+"""
 
 from __future__ import annotations
 
+import argparse
+import subprocess
 import sys
 import time
+from itertools import product
+from types import ModuleType
 
+from counterflow.schedule.schemes import mixpipe_plan
 from counterflow.schedule.schemes.mixpipe_plan import mixpipe_orders
 
 Op = tuple[str, int]
@@ -15,8 +25,8 @@ LITERAL = {
     (2, 1): ("F0 F1 B1 F2 F3 B3 B0 B2", "F0 F1 B1 F2 F3 B0 B3 B2"),
 }
 OPTIMUM = {
-    (4, 2, 0): 9, (4, 2, 1): 6, (4, 4, 0): 4, (6, 4, 0): 12, (6, 4, 1): 9, (6, 6, 0): 8,
-    (8, 4, 0): 23, (8, 4, 1): 18, (8, 4, 2): 15, (8, 6, 0): 15, (8, 6, 1): 13,
+    (4, 2, 0): 9, (4, 2, 1): 6, (4, 4, 0): 4, (6, 4, 0): 12, (6, 4, 1): 10, (6, 6, 0): 8,
+    (8, 4, 0): 23, (8, 4, 1): 19, (8, 4, 2): 17, (8, 6, 0): 15, (8, 6, 1): 14,
 }  # fmt: skip
 AIM = {(14, 8, 0): 36, (16, 8, 0): 48, (16, 8, 1): 43}
 
@@ -77,12 +87,10 @@ def injected_first(order: list[Op], parity: int) -> int:
     return count
 
 
-def check(
-    depth: int, n: int, k: int, g: int, problems: list[str], exact: bool = True
-) -> tuple[int, int, list[int], float]:
+def check(depth: int, n: int, k: int, g: int, problems: list[str]) -> tuple[int, int, list[int], float]:
     """Idle units of the busiest worker (makespan - its busy time), makespan, peaks, seconds."""
     began = time.perf_counter()
-    orders = mixpipe_orders(depth, n, k, g, exact_injection=exact)
+    orders = mixpipe_orders(depth, n, k, g)
     took = time.perf_counter() - began
     name = f"D={depth} N={n} K={k} G={g}"
     makespan, peaks = simulate(orders, depth, n)
@@ -94,7 +102,7 @@ def check(
     for order, parity, most in firsts:
         got = injected_first(order, parity)
         want = min(k // 2, most)
-        if exact and most and got != want:
+        if most and got != want:
             problems.append(f"{name}: {got} forwards injected, not {want}")
     return makespan - 3 * n, makespan, peaks, took
 
@@ -120,15 +128,14 @@ def sweep_literal(problems: list[str]) -> None:
 
 
 def sweep_small(problems: list[str]) -> None:
-    print("\nN = D <= 16. 'best' is the known optimum; 'free' is the idle with")
-    print("exact_injection=False. '>' marks idle above the formula where it is required (K >= D/2; for")
-    print("D = 14, 16: K > D/2), '~' above it for K < D/2, where it is not.")
-    print("  D  K  G  idle  formula  best  free  middle/largest/allowed peak   ms")
+    print("\nN = D <= 16. 'best' is the optimum with K/2 forwards first, for D = 14 and 16 the best known")
+    print("order. '>' marks idle above the formula where it is required (K >= D/2; for D = 14, 16: K > D/2),")
+    print("'~' above it for K < D/2, where it is not.")
+    print("  D  K  G  idle  formula  best  middle/largest/allowed peak   ms")
     slowest = 0.0
     for depth in range(2, 17, 2):
         for k, g in legal(depth):
             idle, _, peaks, took = check(depth, depth, k, g, problems)
-            free, *_ = check(depth, depth, k, g, problems, exact=False)
             slowest = max(slowest, took)
             formula = 5 * depth - 3 * k - 4 - 3 * g
             mark = " "
@@ -138,24 +145,26 @@ def sweep_small(problems: list[str]) -> None:
                     problems.append(f"D={depth} K={k} G={g}: idle {idle} > {formula}")
             best = OPTIMUM.get((depth, k, g), AIM.get((depth, k, g), ""))
             print(
-                f" {depth:2} {k:2} {g:2}  {idle:4}{mark}  {formula:6}  {best!s:>4}  {free:4}"
+                f" {depth:2} {k:2} {g:2}  {idle:4}{mark}  {formula:6}  {best!s:>4}"
                 f"  {peaks[depth // 2 - 1]:6}/{max(peaks)}/{k + g:<20} {1000 * took:5.1f}"
             )
     print(f"slowest: {slowest:.3f} s")
 
 
 def sweep_deep(problems: list[str]) -> None:
+    print("\nN = D, deeper: every fourth K and G to D = 32, some to 64")
     count = above = 0
     slowest = (0.0, "")
-    for depth in range(2, 65, 2):
-        for k, g in legal(depth):
-            idle, _, _, took = check(depth, depth, k, g, problems)
-            slowest = max(slowest, (took, f"D={depth} K={k} G={g}"))
-            count += 1
-            if 2 * k >= depth and idle > 5 * depth - 3 * k - 4 - 3 * g:
-                above += 1
-                print(f"K >= D/2, idle above the formula: D={depth} K={k} G={g} {idle}")
-    print(f"\nN = D = 2..64: {count} shapes, {above} with K >= D/2 above the formula;", end=" ")
+    shapes = [(depth, k, g) for depth in range(18, 33, 2) for k, g in legal(depth)[::4]]
+    shapes += [(depth, k, g) for depth in (40, 48, 56, 64) for k, g in legal(depth)[::61]]
+    for depth, k, g in shapes:
+        idle, _, _, took = check(depth, depth, k, g, problems)
+        slowest = max(slowest, (took, f"D={depth} K={k} G={g}"))
+        count += 1
+        if 2 * k >= depth and idle > 5 * depth - 3 * k - 4 - 3 * g:
+            above += 1
+            print(f"  K >= D/2, idle above the formula: D={depth} K={k} G={g} {idle}")
+    print(f"{count} shapes, {above} with K >= D/2 above the formula;", end=" ")
     print(f"slowest {slowest[0]:.2f} s at {slowest[1]}")
 
 
@@ -183,12 +192,12 @@ def sweep_max(problems: list[str]) -> None:
 
 
 def sweep_other_n(problems: list[str]) -> None:
-    print("\nN != D, D in 2..12, N in 1..4D, all K and G; and against direct concatenation at 2D, 4D")
+    print("\nN != D, D in 2..12, all K and G; and against direct concatenation at 2D, 4D")
     count = longer = 0
     gained = []
     slowest = 0.0
     for depth in range(2, 13, 2):
-        for n in range(1, 4 * depth + 1):
+        for n in sorted({1, 2, 3, depth // 2, depth - 1, depth + 1, 2 * depth, 3 * depth + 1, 4 * depth}):
             for k, g in legal(depth):
                 _, makespan, _, took = check(depth, n, k, g, problems)
                 slowest = max(slowest, took)
@@ -206,10 +215,80 @@ def sweep_other_n(problems: list[str]) -> None:
         print(f"D={depth} N={n} K={k} G={g}: makespan {makespan}, peak {max(peaks)}, {took:.2f} s")
 
 
+def medium() -> list[tuple[int, int, int, int]]:
+    """(D, N, K, G): every K and G for N = D = 6..16, and for N = 2D, 4D and 8D at some depths."""
+    shapes = [(depth, depth, k, g) for depth in range(6, 17, 2) for k, g in legal(depth)]
+    return shapes + [(d, times * d, k, g) for d in (4, 8, 12) for times in (2, 4, 8) for k, g in legal(d)]
+
+
+def told(spans: list[int], base: list[int]) -> str:
+    """How much longer, on average and at most, for N = D and for the other shapes."""
+    text = []
+    for same in (True, False):
+        longer = [
+            100 * (span / least - 1)
+            for (depth, n, *_), span, least in zip(medium(), spans, base, strict=True)
+            if (n == depth) == same
+        ]
+        text.append(f"{sum(longer) / len(longer):+6.2f} % ({min(longer):+5.1f} .. {max(longer):+5.1f})")
+    return "   ".join(text)
+
+
+def sweep_parts() -> None:
+    """What each part of the method gains."""
+    rules = list(product(mixpipe_plan.WAITS, mixpipe_plan.STARTS))
+    once: list[list[int]] = []  # by shape, by rule: the makespan of the first plan
+    both: list[list[int]] = []  # of the better one
+    for depth, n, k, g in medium():
+        shape = mixpipe_plan.Shape(depth, n // 2, k + g, min(k // 2, n // 2))
+        plans = [plan["B"][0][-1] for plan in mixpipe_plan._tries(shape)]
+        once.append(plans[::2])
+        both.append([min(pair) for pair in zip(plans[::2], plans[1::2], strict=True)])
+    base = [min(spans) for spans in both]
+    print("\nWhat the parts gain: how much longer the orders are without one")
+    print("                              N = D = 6..16              N = 2D, 4D, 8D; D = 4, 8, 12")
+    print("without there and back     ", told([min(spans) for spans in once], base))
+    for at, name in enumerate(("wait", "start")):
+        for value in (mixpipe_plan.WAITS, mixpipe_plan.STARTS)[at]:
+            kept = [number for number, rule in enumerate(rules) if rule[at] != value]
+            spans = [min(row[number] for number in kept) for row in both]
+            print(f"without {name} {value:2}{'':{15 - len(name)}} ", told(spans, base))
+    best = min(range(len(rules)), key=lambda number: sum(row[number] for row in both))
+    name = "wait {}, start {} alone".format(*rules[best])
+    print(f"{name:27}", told([row[best] for row in both], base))
+
+
+def sweep_against(revision: str) -> None:
+    path = "src/counterflow/schedule/schemes/mixpipe_plan.py"
+    old = ModuleType("old_plan")
+    sys.modules["old_plan"] = old
+    text = subprocess.run(["git", "show", f"{revision}:{path}"], capture_output=True, text=True, check=True)
+    exec(compile(text.stdout, path, "exec"), old.__dict__)
+    spans, base, seconds = [], [], [0.0, 0.0]
+    for depth, n, k, g in medium():
+        for kept, made in ((spans, mixpipe_orders), (base, old.mixpipe_orders)):
+            began = time.process_time()
+            orders = made(depth, n, k, g)
+            seconds[kept is base] += time.process_time() - began
+            kept.append(simulate(orders, depth, n)[0])
+    print(f"\nAgainst the orders of {revision}, which had 32 rules and a table for 19 shapes")
+    print("today's orders are longer by", told(spans, base))
+    longer = sum(span > least for span, least in zip(spans, base, strict=True))
+    shorter = sum(span < least for span, least in zip(spans, base, strict=True))
+    print(f"{longer} longer, {shorter} shorter, of {len(base)};", end=" ")
+    print(f"built in {seconds[0]:.1f} s, then {seconds[1]:.1f} s")
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--against", metavar="REVISION")
+    arguments = parser.parse_args()
     problems: list[str] = []
     sweep_literal(problems)
     sweep_small(problems)
+    sweep_parts()
+    if arguments.against:
+        sweep_against(arguments.against)
     sweep_max(problems)
     sweep_other_n(problems)
     sweep_deep(problems)

@@ -13,11 +13,11 @@ are advanced past backwards of the other pipe, so that a worker stashes at most 
 is for N > D: forwards as early as memory allows with peak 3D/2 − 1.
 
 How the order is made (``mixpipe_plan.py``): only orders symmetric for the two directions are built, as a
-list schedule of one pipe folded onto D/2 workers. Every op has a due time, linear in its stage and
-micro-batch; a free worker starts the op due first that fits in memory. Some thirty such rules, found by
-search, are simulated and the shortest plan is kept; for nineteen shapes with D = 10 to 16 a few due times
-are moved by a kept table. One place in memory is always left for the later of a worker's two stages, so
-no plan can deadlock, whatever the due times.
+list schedule of one pipe folded onto D/2 workers. Every op has a due time; a free worker starts the op due
+first that fits in memory. The first due times are linear in stage and micro-batch; the schedule is then made
+again from its end, which tells how late each op may start, and once more from its beginning with these as
+due times. Twelve such schedules are made and the shortest is kept. One place in memory is always left for the
+later of a worker's two stages, so none can deadlock, whatever the due times.
 
 The paper's idle time 5D − 3K − 4 − 3Γ is exact at D=4; from K ≥ D/2 on the orders here idle at most that
 long up to D=16; for K < D/2 it cannot be reached within a peak of K + Γ. Only a simulation tells.
