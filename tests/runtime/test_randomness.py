@@ -1,4 +1,4 @@
-"""Random draws: the same for a micro-batch as a whole, in halves and beside another one."""
+"""Random draws: the same for a micro-batch as a whole and in halves."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ class Sometimes(nn.Module):
 
 
 def output(streams: RandomStreams, layer: nn.Module, value: Tensor, start: int, stop: int) -> Tensor:
-    rows = [Rows(0, 4, start, stop)]
-    made = streams.run(layer, value[start:stop], index=3, step=7, rows=rows)
+    made = streams.run(layer, value[start:stop], index=3, step=7, rows=Rows(0, 4, start, stop))
     assert isinstance(made, Tensor)
     return made
 
@@ -34,16 +33,6 @@ def test_a_layer_that_begins_to_draw_draws_the_same_in_halves() -> None:
         halves = [output(streams, layer, value, 0, 2), output(streams, layer, value, 2, 4)]
         assert torch.equal(torch.cat(halves), whole)
     assert layer.runs == 15 + 1  # of the first half that drew after quiet ones, twice
-
-
-def test_two_micro_batches_together_draw_as_each_alone() -> None:
-    streams, layer = RandomStreams(5, torch.device("cpu")), nn.Dropout(0.5)
-    value = torch.ones(4, 6)
-    alone = [streams.run(layer, value, index=0, step=1, rows=[Rows(m, 4, 0, 4)]) for m in (0, 1)]
-    rows = [Rows(0, 4, 0, 4), Rows(1, 4, 0, 4)]
-    together = streams.run(layer, torch.cat([value, value]), index=0, step=1, rows=rows)
-    assert isinstance(together, Tensor)
-    assert torch.equal(together, torch.cat([t for t in alone if isinstance(t, Tensor)]))
 
 
 def test_running_statistics_are_taken_once() -> None:

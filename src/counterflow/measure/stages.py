@@ -114,7 +114,7 @@ def _made(described: _Described, device: torch.device) -> Any:
         structure,
         [
             torch.randn(shape, device=device).to(dtype).requires_grad_(grad)
-            if dtype.is_floating_point
+            if dtype.is_floating_point or dtype.is_complex
             else torch.zeros(shape, dtype=dtype, device=device)
             for shape, dtype, grad in tensors
         ],
@@ -123,7 +123,7 @@ def _made(described: _Described, device: torch.device) -> Any:
 
 def _forward(pipeline: Pipeline, copy: StageCopy, value: Any, rows: Rows) -> Any:
     with pipeline.streams.step(), pipeline.autocast():
-        return copy.forward_again(value, pipeline.steps, [rows])
+        return copy.forward_apart(value, pipeline.steps, rows)
 
 
 def _measured(

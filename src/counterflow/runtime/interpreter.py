@@ -41,6 +41,7 @@ from .compression import Compression
 from .mail import Mail, Taken
 from .meters import Kept, SavedBytes, clock_of
 from .randomness import Rows
+from .recomputation import Contents, Hold, copied, mapped, versions
 from .samples import Dims, cut
 from .stage import StageCopy
 from .tasks import Preparation, Task, Tasks
@@ -80,25 +81,41 @@ class _Given(NamedTuple):
     rows: Rows
 
 
+class _Again(NamedTuple):
+    """What a stage is computed again from.
+
+    Attributes:
+        value: its input.
+        versions: of the input's tensors.
+        buffers: what the stage's buffers held.
+        marked: whether each output tensor was said to need a gradient.
+    """
+
+    value: Value
+    versions: list[int]
+    buffers: Contents
+    marked: list[bool]
+
+
 @dataclass(slots=True)
 class _Stash:
     """What a forward leaves for the backward of one unit.
 
     Attributes:
-        structure: of what it ran on.
-        inputs: the tensors of it.
+        inputs: the tensors of what it ran on.
         outputs: its own, until ``edges`` are made of them.
         edges: where the backward begins; None if it has to recompute the outputs first.
+        again: what that needs.
         reused: buffers to give back after the backward.
         held: what is counted as saved for the backward.
     """
 
-    structure: Structure | None
     inputs: list[Tensor]
     outputs: list[Tensor]
     edges: Sequence[GradientEdge] | None
     reused: Sequence[Tensor]
     held: list[Kept]
+    again: _Again | None = None
 
     def settle(self) -> None:
         """Keep of the outputs where the backward begins, and let them go."""
@@ -287,15 +304,16 @@ class Interpreter:
         assert copy is not None
         self._settle()
         batch = self._batches[task.slot]
-        given = self._inputs(task, batch)
+        given = self._inputs(task, copy, batch)
         begin = self._clock.begin()
         if copy.versions is not None and batch.training:
             copy.versions.use(action.op.version + self._later)
         without_graph = batch.training and copy.recompute is Recompute.STAGE
         with torch.no_grad() if without_graph else _NOTHING, self.autocast():
-            if without_graph and len(given) > 1:
+            outputs = None
+            if without_graph and len(given) > 1 and copy.joins is not False:
                 outputs = self._forward_together(task, copy, batch, given)
-            else:
+            if outputs is None:
                 outputs = [self._forward_unit(task, copy, batch, each) for each in given]
         self._clock.end(action.op, self._later, begin)
         if task.stage == self._last_stage:
@@ -309,7 +327,7 @@ class Interpreter:
             if task.hands_over:
                 self._handed[task.stage + 1, unit] = output
 
-    def _inputs(self, task: Task, batch: Batch) -> list[_Given]:
+    def _inputs(self, task: Task, copy: StageCopy, batch: Batch) -> list[_Given]:
         """The op's inputs by unit, as leaves."""
         units = task.units
         rows = batch.rows(units)  # before anything is waited for
@@ -322,10 +340,10 @@ class Interpreter:
             return found
         if task.number < 0:
             taken: list[Taken] = []
+            leaf = _leaf if copy.entry.changes is False else copied  # the stage before may need it as it is
             for unit in units:
                 structure, handed = self._handed.pop((task.stage, unit))
-                leaves = [t.detach().requires_grad_(t.requires_grad) for t in handed]
-                taken.append((structure, leaves, none))
+                taken.append((structure, [leaf(tensor) for tensor in handed], none))
         else:
             taken = self._mail.take(task.number, len(units), as_leaves=batch.training)
             if batch.known is None:
@@ -338,21 +356,20 @@ class Interpreter:
 
     def _forward_unit(self, task: Task, copy: StageCopy, batch: Batch, given: _Given) -> _Output:
         """One unit's forward; gives what the next stage takes."""
-        unit, structure, inputs, value, buffers, rows = given
+        unit, _, inputs, value, buffers, rows = given
         held: list[Kept] = []
-        with self._counted(held):
-            output: Any = copy.forward(value, batch.step, (rows,))
-            found, tensors = self._with_loss(task, batch, output, unit)
         if not batch.training:
+            output: Any = copy.forward(value, batch.step, rows)
+            found, tensors = self._with_loss(task, batch, output, unit)
             self._mail.give_back(buffers)
             return found, self._handed_on(tensors)
         if copy.recompute is Recompute.STAGE:
-            self._hold(inputs, held)
-            tensors = _as_trained(tensors, copy, inputs)
-            stash = _Stash(structure, inputs, [], None, buffers, held)
-        else:
-            stash = _Stash(structure, inputs, tensors, (), buffers, held)
-            self._unsettled.append(stash)
+            return self._forward_to_recompute(task, copy, batch, given)
+        with self._counted(held, copy):
+            output = self._first_run(copy, copy.entry.given(value), batch.step, rows)
+            found, tensors = self._with_loss(task, batch, output, unit)
+        stash = _Stash(inputs, tensors, (), buffers, held)
+        self._unsettled.append(stash)
         self._stashes[task.stage, unit] = stash
         return found, self._handed_on(tensors)
 
@@ -365,29 +382,81 @@ class Interpreter:
             t.detach().clone().requires_grad_(t.requires_grad) if saved.is_constant(t) else t for t in tensors
         ]
 
+    def _forward_to_recompute(self, task: Task, copy: StageCopy, batch: Batch, given: _Given) -> _Output:
+        """The same without a graph: the input is kept."""
+        unit, value, rows = given.unit, given.value, given.rows
+        contents = copy.buffers.now()
+        same = mapped(_itself, value)  # a layer may change what its tensors are in
+        kept, before = copy.entry.kept(same), versions(same)
+        output: Any = self._first_run(copy, copy.entry.given(value), batch.step, rows)
+        if copy.entry.changes:
+            before = versions(kept)
+        else:
+            kept = same
+        found, tensors = self._with_loss(task, batch, output, unit)
+        return found, self._stashed(task, copy, given, _Again(kept, before, contents, []), tensors)
+
+    def _first_run(self, copy: StageCopy, value: Value, step: int, rows: Rows) -> Any:
+        """A stage's output; the first one tells whether it changes its input in place."""
+        if copy.entry.changes is not None:
+            return copy.forward(value, step, rows)
+        before = versions(value)
+        output = copy.forward(value, step, rows)
+        copy.entry.learn(value, before)
+        return output
+
+    def _stashed(
+        self, task: Task, copy: StageCopy, given: _Given, again: _Again, tensors: list[Tensor]
+    ) -> list[Tensor]:
+        """Keep what a stage is computed again from; its outputs, marked as they would be with a graph."""
+        inputs, held = _tensors(again.value), list[Kept]()
+        trained = copy.trains or any(t.requires_grad for t in inputs)
+        if trained:
+            self._hold(inputs, held)
+            tensors = [t.detach().requires_grad_(takes_gradient(t)) for t in tensors]
+            again.marked.extend(t.requires_grad for t in tensors)
+        self._stashes[task.stage, given.unit] = _Stash(
+            inputs, [], None if trained else (), given.buffers, held, again if trained else None
+        )
+        return self._handed_on(tensors)
+
     def _forward_together(
         self, task: Task, copy: StageCopy, batch: Batch, given: Sequence[_Given]
-    ) -> list[_Output]:
-        """A doubled forward whose graph is made later, unit by unit: all units in one run."""
+    ) -> list[_Output] | None:
+        """A doubled forward whose graph is made later, unit by unit: all units in one run.
+
+        None where they have to run one by one: a stage that draws, say, draws for each as it will again. The
+        first time they run both ways, to see whether the samples' outputs depend on each other.
+        """
         sizes = [each.rows.stop - each.rows.start for each in given]
         if not _joins([each.value for each in given], sizes, batch):
-            return [self._forward_unit(task, copy, batch, each) for each in given]
-        joined = torch.cat([each.value for each in given])
-        output = copy.forward(joined, batch.step, [each.rows for each in given])
+            return None
+        contents = copy.buffers.now()
+        output = copy.forward_joined(torch.cat([each.value for each in given]))
+        if output is None:
+            copy.joins = False
+            return None
         structure, whole = take_apart(output, f"stage {task.stage}")
-        if any(t.shape[:1].numel() % sum(sizes) or not t.dim() for t in whole):  # not all are its samples'
-            return [self._forward_unit(task, copy, batch, each) for each in given]
+        if any(not t.dim() or t.shape[0] % sum(sizes) for t in whole):  # not all are its samples'
+            return None
         pieces = [t.split([t.shape[0] // sum(sizes) * size for size in sizes]) for t in whole]
+        joined = [[piece[index] for piece in pieces] for index in range(len(given))]
+        if copy.joins is None:
+            apart = [self._forward_unit(task, copy, batch, each) for each in given]
+            if task.stage == self._last_stage:
+                values = [put_together(structure, tensors) for tensors in joined]
+                joined = [
+                    self._with_loss(task, batch, value, each.unit, again=True)[1]
+                    for each, value in zip(given, values, strict=True)
+                ]
+            copy.joins = all(map(_alike, joined, [tensors for _, tensors in apart]))
+            return apart
         outputs = []
-        for index, each in enumerate(given):
-            held: list[Kept] = []
-            self._hold(each.tensors, held)
-            stash = _Stash(each.structure, each.tensors, [], None, each.buffers, held)
-            self._stashes[task.stage, each.unit] = stash
-            tensors = [piece[index] for piece in pieces]
+        for each, tensors in zip(given, joined, strict=True):
             if task.stage == self._last_stage:
                 self._with_loss(task, batch, put_together(structure, tensors), each.unit)
-            outputs.append((structure, self._handed_on(_as_trained(tensors, copy, each.tensors))))
+            again = _Again(each.value, versions(each.value), contents, [])
+            outputs.append((structure, self._stashed(task, copy, each, again, tensors)))
         return outputs
 
     def _with_loss(
@@ -417,10 +486,11 @@ class Interpreter:
         if copy.versions is not None:
             copy.versions.use(action.op.version + self._later)
         edges: Sequence[Any] | None = stash.edges
+        rows = self._batches[task.slot].rows((unit,))[0] if unit.parts > 1 else None
         if edges is None:
             edges, gradients = self._recomputed(task, copy, unit, stash, gradients)
         if edges:
-            with self._recomputed_layers(copy):
+            with self._recomputed_layers(copy), copy.streams.backward(rows):
                 self._run_backward(edges, gradients or None)
         self._clock.end(action.op, self._later, begin)
         found: list[Tensor] = []
@@ -452,15 +522,20 @@ class Interpreter:
         self, task: Task, copy: StageCopy, unit: Unit, stash: _Stash, gradients: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The outputs of a unit whose forward kept only its inputs, with their graph and gradients."""
-        batch = self._batches[task.slot]
-        inputs = put_together(stash.structure, stash.inputs) if task.stage else self._first_input(unit, batch)
-        with self.autocast(), self._counted(stash.held):
-            output: Any = copy.forward_again(inputs, batch.step, batch.rows((unit,)))
+        batch, again = self._batches[task.slot], stash.again
+        assert again is not None
+        if versions(again.value) != again.versions:
+            raise RuntimeError(
+                f"the input of stage {task.stage} was changed in place before the stage was computed again, "
+                "which did not happen in the first forward; copy it before it is changed"
+            )
+        with self.autocast(), self._counted(stash.held), copy.buffers.as_then(again.buffers):
+            output: Any = copy.forward(copy.entry.given(again.value), batch.step, batch.rows((unit,))[0])
             _, tensors = self._with_loss(task, batch, output, unit, again=True)
         if task.stage == self._last_stage:
             return [tensor for tensor in tensors if tensor.requires_grad], []
-        floating = [tensor for tensor in tensors if takes_gradient(tensor)]
-        pairs = [(t, g) for t, g in zip(floating, gradients, strict=True) if t.requires_grad]
+        marked = [tensor for tensor, was in zip(tensors, again.marked, strict=True) if was]
+        pairs = [(t, g) for t, g in zip(marked, gradients, strict=True) if t.requires_grad]
         return [t for t, _ in pairs], [g for _, g in pairs]
 
     def _recomputed_layers(self, copy: StageCopy) -> AbstractContextManager[Any]:
@@ -469,15 +544,24 @@ class Interpreter:
         if saved is None or not self.counting or copy.recompute is not Recompute.LAYER:
             return _NOTHING
         held: list[Kept] = []
-        copy.before_again = partial(saved.release, held)
+
+        def recount() -> Hold:
+            saved.release(held)
+            return partial(saved.hold, collected=held)
+
+        copy.recount = recount
         context = ExitStack()
-        context.enter_context(saved.watch(held))
         context.callback(saved.release, held)
+        context.callback(setattr, copy, "recount", None)
         return context
 
-    def _counted(self, held: list[Kept]) -> AbstractContextManager[Any]:
+    def _counted(self, held: list[Kept], copy: StageCopy | None = None) -> AbstractContextManager[Any]:
         """Around what is saved for a backward: it is noted in ``held`` if it is counted."""
-        return self.saved.watch(held) if self.saved is not None and self.counting else _NOTHING
+        saved = self.saved
+        counts = saved is not None and self.counting
+        if copy is not None:
+            copy.hold = partial(saved.hold, collected=held) if saved is not None and counts else None
+        return saved.watch(held) if saved is not None and counts else _NOTHING
 
     def _hold(self, tensors: Sequence[Tensor], held: list[Kept]) -> None:
         if self.saved is not None and self.counting:
@@ -502,10 +586,19 @@ def _part(tree: Any, unit: Unit, batch: Batch, dims: Dims) -> Any:
     return cut(tree, unit.rows(batch.samples[unit.micro_batch]), dims)
 
 
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    found = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+    return list({id(tensor): tensor for tensor in found}.values())
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _layout(structure: Structure | None, tensors: Sequence[Tensor]) -> Layout:
@@ -520,11 +613,19 @@ def _joins(values: Sequence[Any], sizes: Sequence[int], batch: Batch) -> bool:
     )
 
 
-def _as_trained(tensors: list[Tensor], copy: StageCopy, inputs: list[Tensor]) -> list[Tensor]:
-    """Outputs made without a graph, marked as they would be with one."""
-    if not copy.trains and not any(t.requires_grad for t in inputs):
-        return tensors
-    return [t.detach().requires_grad_() if takes_gradient(t) else t for t in tensors]
+def _alike(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """Whether tensors are the same but for rounding."""
+    for one, other in zip(ours, theirs, strict=True):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        if not takes_gradient(one):
+            if not torch.equal(one, other):
+                return False
+        elif one.numel():
+            error = 8 * torch.finfo(one.dtype).eps ** 0.5
+            if not bool((one - other).abs().max() <= error * other.abs().max()):  # nor is what is not finite
+                return False
+    return True
 
 
 def _by_the_engine(edges: Sequence[Any], gradients: Sequence[Tensor] | None) -> None:

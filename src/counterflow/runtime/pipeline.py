@@ -264,7 +264,8 @@ class Pipeline:
                 [by_index[layer.index] for layer in self._layers_of[stage]],
                 streams,
                 recompute,
-                loss if stage == last else None,
+                loss=loss if stage == last else None,
+                autocast=self.autocast,
             )
             for stage in held
         }

@@ -1,23 +1,25 @@
 """Random draws that do not depend on the schedule: a stream for each (seed, step, micro-batch, layer).
 
-Invariant: a layer that runs on a micro-batch draws the same numbers whichever worker runs it, whenever,
-as a whole, in halves, together with another micro-batch, or a second time to recompute it.
+Invariant: what a layer draws for some samples depends on nothing else, so that it draws the same when it runs
+a second time to recompute, by the engine or by the user's own checkpoint. For a whole micro-batch these are
+the numbers that torch draws in one process. For a half they are the half's share of them, if the draws are
+made value by value along the samples (dropout is); other draws come from a stream of the half's own.
 
-Streams are drawn from torch's default generators, which are seeded before each layer. Where a layer runs
-on other rows than one whole micro-batch, random operators are caught and drawn for whole micro-batches.
-Random numbers drawn inside one fused kernel (attention with dropout on a GPU) are beyond its reach there.
+Streams are drawn from torch's default generators, which are seeded before each layer. What a layer draws
+elsewhere (Python's or NumPy's random numbers, a generator of its own) is beyond its reach.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .transport import TimedOut
@@ -38,8 +40,10 @@ class Rows(NamedTuple):
         return self.stop - self.start == self.samples
 
 
-_process_lock = threading.RLock()
+_process_lock = threading.Lock()
 """The default generators are the process's: threads that are workers take turns with their layers."""
+
+_NOTHING = nullcontext()
 
 
 class RandomStreams:
@@ -61,6 +65,11 @@ class RandomStreams:
         self.timeout_seconds = timeout_seconds
         self._quiet: dict[int, bool] = {}
         """By layer, whether it drew nothing when it was watched, and may be run a second time."""
+        self._drawing: _SharedDraws | None = None
+        """What catches draws at the moment."""
+        self._draws_again = False
+        """Whether a layer has drawn for a half what a checkpoint of its own will draw again."""
+        self._has_turn = False
 
     @cached_property
     def generators(self) -> list[torch.Generator]:
@@ -86,14 +95,14 @@ class RandomStreams:
 
     def step(self) -> Any:
         """Around a step: keeps the user's random state, where that need not be done layer by layer."""
-        return nullcontext() if self.shared else self.kept()
+        return _NOTHING if self.shared else self.kept()
 
     def initial(self, layer: int) -> Any:
         """Around the initialisation of a layer's weights."""
         return self._seeded(number_of(self.seed, "weights", layer))
 
-    def run(self, layer: nn.Module, value: Value, *, index: int, step: int, rows: Sequence[Rows]) -> Value:
-        """A layer's output on ``rows`` (of one micro-batch, or several one after another).
+    def run(self, layer: nn.Module, value: Value, *, index: int, step: int, rows: Rows) -> Value:
+        """A layer's output on some samples of a micro-batch.
 
         Args:
             layer: what runs.
@@ -102,31 +111,75 @@ class RandomStreams:
             step: the step's number.
             rows: which samples ``value`` has.
         """
-        first = rows[0]
-        key = self._key(step, first.micro_batch, index)
-        if len(rows) == 1 and first.whole:
+        key = number_of(self.seed, step, rows.micro_batch, index)
+        if rows.whole or self._drawing is not None:
             if self.shared:
                 with self._seeded(key):
                     return layer(value)
             for generator in self.generators:
                 generator.manual_seed(key)
             return layer(value)  # the step restores the state
+        before = _versions(layer, value)
         if self._quiet.get(index):
             with self._seeded(key):
-                before = [generator.get_state() for generator in self.generators]
+                states = self._states()
                 output: Value = layer(value)
-                if all(map(torch.equal, (g.get_state() for g in self.generators), before)):
+                if self._drew_nothing(states):
                     return output
             self._quiet[index] = False  # it draws on some inputs only
-        keys = [self._key(step, r.micro_batch, index) for r in rows]
-        with self._turn_kept(), _WholeDraws(self.generators, keys, rows) as draws:
+            if _versions(layer, value) != before:
+                raise RuntimeError(
+                    f"layer {index} ({type(layer).__name__}) begins to draw random numbers and to change its "
+                    "input or its buffers in place in one forward of half a micro-batch; let it do so from "
+                    "the first forward on, or take a schedule that halves nothing"
+                )
+        with self._seeded(key), self._sharing(rows) as draws:
             output = layer(value)
-        if index not in self._quiet or draws.drew:
-            self._quiet[index] = not draws.drew and not any(map(keeps_statistics, layer.modules()))
+        if index not in self._quiet:
+            changes = any(map(keeps_statistics, layer.modules())) or _versions(layer, value) != before
+            self._quiet[index] = not draws.drew and not changes
+        elif draws.drew:
+            self._quiet[index] = False
         return output
 
-    def _key(self, step: int, micro_batch: int, layer: int) -> int:
-        return number_of(self.seed, step, micro_batch, layer)
+    def unless_drawn(self, run: Callable[[], Value]) -> Value | None:
+        """What ``run`` gives; None if it drew random numbers."""
+        with self._seeded(self.seed):
+            before = self._states()
+            output = run()
+            return output if self._drew_nothing(before) else None
+
+    def backward(self, rows: Rows | None) -> AbstractContextManager[Any]:
+        """Around a backward, in which the user's own checkpoints may draw again.
+
+        Args:
+            rows: the samples it is of; None for a whole micro-batch.
+        """
+        if self._draws_again and rows is not None and not rows.whole:
+            return self._drawn_again(rows)
+        return self.turn() if self.shared else _NOTHING
+
+    @contextmanager
+    def _drawn_again(self, rows: Rows) -> Iterator[None]:
+        with self.turn(), self._sharing(rows):
+            yield
+
+    @contextmanager
+    def _sharing(self, rows: Rows) -> Iterator[_SharedDraws]:
+        """Catch what is drawn for a part of a micro-batch."""
+        with _SharedDraws(self.generators, rows) as draws:
+            self._drawing = draws
+            try:
+                yield draws
+            finally:
+                self._drawing = None
+                self._draws_again |= draws.again
+
+    def _states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self.generators]
+
+    def _drew_nothing(self, before: list[Tensor]) -> bool:
+        return all(map(torch.equal, self._states(), before))
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -135,23 +188,21 @@ class RandomStreams:
         Raises:
             TimedOut: another thread kept its turn for too long.
         """
-        if not self.shared:
+        if not self.shared or self._has_turn:  # the worker's: autograd has threads of its own for devices
             yield
             return
         if not _process_lock.acquire(timeout=self.timeout_seconds):
             raise TimedOut(None, self.timeout_seconds)
+        self._has_turn = True
         try:
             yield
         finally:
+            self._has_turn = False
             _process_lock.release()
-
-    def _turn_kept(self) -> AbstractContextManager[None]:
-        """Around a layer: where workers are threads, keeps the random state that a step cannot."""
-        return self.kept() if self.shared else nullcontext()
 
     @contextmanager
     def _seeded(self, key: int) -> Iterator[None]:
-        with self._turn_kept():
+        with self.kept() if self.shared else _NOTHING:
             for generator in self.generators:
                 generator.manual_seed(key)
             yield
@@ -162,29 +213,45 @@ def keeps_statistics(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._NormBase)  # noqa: SLF001 - the base of all that keep any
 
 
+def _versions(layer: nn.Module, value: Value) -> list[int]:
+    """What changes when the layer's input or buffers are changed in place."""
+    given = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [tensor._version for tensor in (*given, *layer.buffers())]  # noqa: SLF001 - torch has no other
+
+
 _draws: dict[Any, bool] = {}
 """By operator, whether it draws random numbers: its tags are slow to ask for."""
 
+_VALUE_BY_VALUE = frozenset(
+    f"aten::{name}"
+    for name in (
+        "bernoulli", "bernoulli_", "native_dropout", "rand", "randn", "rand_like", "randn_like", "randint",
+        "randint_like", "random", "random_", "uniform", "uniform_", "normal", "normal_", "exponential",
+        "exponential_", "geometric", "geometric_", "log_normal", "log_normal_", "cauchy", "cauchy_",
+    )
+)  # fmt: skip
+"""Operators that draw for each value on its own, however many values there are and whatever they are."""
 
-class _WholeDraws(TorchDispatchMode):
-    """Draws random numbers for whole micro-batches and hands out those of the rows at hand."""
+
+class _SharedDraws(TorchDispatchMode):
+    """Draws for the whole micro-batch what is drawn for a part of it, and hands out the part's share.
+
+    The state of the generators is all it goes by, so that a checkpoint that restores it draws the same.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Not to have torch.compile kept out by a wrapper around every operator: it is slow."""
         return False
 
-    def __init__(self, generators: list[torch.Generator], keys: Sequence[int], rows: Sequence[Rows]) -> None:
+    def __init__(self, generators: list[torch.Generator], rows: Rows) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.generators = generators
         self.rows = rows
-        self.count = sum(r.stop - r.start for r in rows)
+        self.count = rows.stop - rows.start
         self.drew = False
-        self.states: list[list[Tensor]] = []
-        for key in keys:
-            for generator in generators:
-                generator.manual_seed(key)
-            self.states.append([generator.get_state() for generator in generators])
+        self.again = False
+        self._around = _kept_by()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -192,46 +259,59 @@ class _WholeDraws(TorchDispatchMode):
         draws = _draws.get(func)
         if draws is None:
             draws = _draws[func] = torch.Tag.nondeterministic_seeded in func.tags
-        if not draws:
+        if not draws or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         self.drew = True
-        if not self._scale(args[0]):
+        # Within a checkpoint autograd records nothing, or saves in another way than around the layer.
+        self.again = self.again or _kept_by() != self._around
+        scale = next(filter(None, map(self._scale, args)), 0)
+        if not scale:  # a decision, the same for all samples
             return func(*args, **kwargs)
-        scale = self._scale(args[0])
-        pieces = []
-        at = 0
-        for segment, rows in enumerate(self.rows):
-            for generator, state in zip(self.generators, self.states[segment], strict=True):
-                generator.set_state(state)
-            taken = slice(scale * at, scale * (at + rows.stop - rows.start))
-            among = slice(scale * rows.start, scale * rows.stop)
-            at += rows.stop - rows.start
-            drawn = func(*[self._whole(a, scale, rows, taken, among) for a in args], **kwargs)
-            pieces.append([t[among] for t in (drawn if isinstance(drawn, tuple) else (drawn,))])
-            self.states[segment] = [generator.get_state() for generator in self.generators]
-        joined = tuple(torch.cat(same) for same in zip(*pieces, strict=True))
-        if func._schema.is_mutable:  # noqa: SLF001 - the operator's own description
-            args[0].copy_(joined[0])
+        if func._schema.name not in _VALUE_BY_VALUE:  # noqa: SLF001 - the operator's own description
+            self._part_ways()
+            return func(*args, **kwargs)
+        among = slice(scale * self.rows.start, scale * self.rows.stop)
+        whole = [self._whole(arg, scale, among) for arg in args]
+        drawn = func(*whole, **kwargs)
+        for described, arg, wider in zip(func._schema.arguments, args, whole, strict=False):  # noqa: SLF001
+            if described.alias_info is not None and described.alias_info.is_write and wider is not arg:
+                arg.copy_(wider[among])
+        if drawn is whole[0]:
             return args[0]
-        return joined if len(joined) > 1 else joined[0]
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor[among], drawn)
 
-    def _scale(self, first: object) -> int:
+    def _scale(self, arg: object) -> int:
         """Values of the first dimension a sample; 0 where it is not the samples."""
-        if isinstance(first, Tensor):
-            size = first.shape[0] if first.dim() else 0
-        elif isinstance(first, (list, tuple)) and first and isinstance(first[0], int):
-            size = first[0]
+        if isinstance(arg, Tensor):
+            size = arg.shape[0] if arg.dim() else 0
+        elif isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], int):
+            size = arg[0]
         else:
             return 0
         return size // self.count if self.count and size % self.count == 0 else 0
 
-    def _whole(self, arg: Any, scale: int, rows: Rows, taken: slice, among: slice) -> Any:
-        """``arg`` with the first dimension of a whole micro-batch."""
-        size, mine = scale * rows.samples, scale * self.count
+    def _whole(self, arg: Any, scale: int, among: slice) -> Any:
+        """``arg`` with the first dimension of a whole micro-batch, in the same order in memory."""
+        size, mine = scale * self.rows.samples, scale * self.count
         if isinstance(arg, Tensor) and arg.dim() and arg.shape[0] == mine:
-            whole = arg.new_zeros((size, *arg.shape[1:]))
-            whole[among] = arg[taken]
+            order = sorted(range(arg.dim()), key=lambda dim: (-arg.stride()[dim], -arg.shape[dim]))
+            shape = [size, *arg.shape[1:]]
+            back = sorted(range(arg.dim()), key=order.__getitem__)
+            whole = arg.new_zeros([shape[dim] for dim in order]).permute(back)
+            whole[among] = arg
             return whole
         if isinstance(arg, (list, tuple)) and arg and arg[0] == mine:
             return [size, *arg[1:]]
         return arg
+
+    def _part_ways(self) -> None:
+        """From here on draw from a stream of the part's own: what is drawn cannot be shared out."""
+        states = [generator.get_state().numpy().tobytes().hex() for generator in self.generators]
+        seed = number_of(self.rows.start, *states)
+        for generator in self.generators:
+            generator.manual_seed(seed)
+
+
+def _kept_by() -> tuple[bool, Any]:
+    """Whether autograd records, and how it saves: a checkpoint of either kind changes one of them."""
+    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.modes import Recompute
 
-from .randomness import RandomStreams, Rows, keeps_statistics
-from .values import Structure, Value, put_together, take_apart
+from .randomness import RandomStreams, Rows
+from .recomputation import Buffers, Entry, Hold, Replay, mapped, versions
+from .values import Value
 from .versions import Versions
 
 
@@ -60,6 +62,7 @@ class StageCopy:
         loss: the last stage's loss function, if that is a module.
         streams: where random draws come from.
         recompute: what is computed again in the backward.
+        autocast: makes the context in which layers are computed again.
     """
 
     def __init__(
@@ -68,7 +71,9 @@ class StageCopy:
         layers: Sequence[NamedLayer],
         streams: RandomStreams,
         recompute: Recompute,
+        *,
         loss: NamedLayer | None = None,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.stage = stage
         self.layers = tuple(layers)
@@ -77,23 +82,26 @@ class StageCopy:
         self._evaluates = False
         self.streams = streams
         self.recompute = recompute
-        self.before_again: Callable[[], None] = _nothing
-        """Called before a layer is recomputed, when the layer recomputed before it is done with."""
+        self.autocast = autocast
+        self.hold: Hold | None = None
+        """In a forward: notes what is kept to compute layers again."""
+        self.recount: Callable[[], Hold] | None = None
+        """In a backward: forgets what the layer recomputed last kept, and gives what notes the next one's."""
         self.versions: Versions | None = None
         """Of its weights, in schemes without a flush."""
         self.trains = any(p.requires_grad for p in self.parameters())
-        self._statistics = [
-            buffer
-            for layer in layers
-            for module in layer.module.modules()
-            if keeps_statistics(module)
-            for buffer in module.buffers(recurse=False)
-        ]
+        self.entry = Entry()
+        self.buffers = Buffers(layer.module for layer in self.with_weights)
+        self.joins: bool | None = None
+        """Whether samples give the same in one run with others; None: not tried."""
+        self._entries = [Entry() for _ in layers]
+        self._layer_buffers = [Buffers([layer.module]) for layer in layers]
 
     @property
     def statistics(self) -> list[Tensor]:
-        """Buffers that a training forward changes: running statistics of batch norms."""
-        return self._statistics
+        """Running statistics of batch norms."""
+        found = [module._buffers[name] for module, name in self.buffers.norms]  # noqa: SLF001
+        return [buffer for buffer in found if buffer is not None]
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters, each once."""
@@ -110,63 +118,82 @@ class StageCopy:
         finally:
             self._evaluates = False
 
-    def forward(self, value: Value, step: int, rows: Sequence[Rows]) -> Value:
+    def forward(self, value: Value, step: int, rows: Rows) -> Value:
         """The stage's output on some rows, in the mode that autograd is in."""
-        by_layer = self.recompute is Recompute.LAYER and torch.is_grad_enabled()
+        if self.recompute is Recompute.LAYER and torch.is_grad_enabled():
+            return self._forward_by_layer(value, step, rows)
         for layer in self.layers:
-            if by_layer:
-                value = self._recomputed(layer, value, step, rows)
-            else:
-                value = self._run(layer, value, step, rows)
+            value = self._run(layer, value, step, rows)
         return value
 
-    def forward_again(self, value: Value, step: int, rows: Sequence[Rows]) -> Value:
-        """The same output once more, to recompute: running statistics do not change a second time."""
-        kept = [buffer.clone() for buffer in self._statistics]
-        result = self.forward(value, step, rows)
-        with torch.no_grad():
-            for buffer, before in zip(self._statistics, kept, strict=True):
-                buffer.copy_(before)
-        return result
+    def forward_apart(self, value: Value, step: int, rows: Rows) -> Value:
+        """The stage's output, and all buffers as they were."""
+        with self.buffers.as_then(self.buffers.now()):
+            return self.forward(self.entry.given(value), step, rows)
 
-    def _run(self, layer: NamedLayer, value: Value, step: int, rows: Sequence[Rows]) -> Value:
+    def forward_joined(self, value: Value) -> Value | None:
+        """The output for the samples of several units; None if it is not theirs one by one.
+
+        It is not if it draws, keeps statistics or changes a buffer.
+        """
+        if self.buffers.norms:
+            return None
+        before = self.buffers.now()
+
+        def run() -> Value:
+            joined = value
+            for layer in self.layers:
+                joined = layer.module(joined)
+            return joined
+
+        output = self.streams.unless_drawn(run)
+        if self.buffers.now() is not before:
+            self.buffers.restore(before)
+            return None
+        return output
+
+    def _run(self, layer: NamedLayer, value: Value, step: int, rows: Rows) -> Value:
         if self._evaluates:
             return layer.module(value)
         return self.streams.run(layer.module, value, index=layer.index, step=step, rows=rows)
 
-    def _recomputed(self, layer: NamedLayer, value: Value, step: int, rows: Sequence[Rows]) -> Value:
-        """A layer of which only the input is kept.
+    def _forward_by_layer(self, value: Value, step: int, rows: Rows) -> Value:
+        """The same with the input alone kept of each layer."""
+        watched: list[tuple[Entry, Value, list[int], Replay]] = []
+        for layer, entry, buffers in zip(self.layers, self._entries, self._layer_buffers, strict=True):
+            replay = self._replay(layer, step, rows, buffers)
+            same = mapped(_itself, value)  # the layer may change what its tensors are in
+            if entry.changes is None:
+                watched.append((entry, same, versions(same), replay))
+            hold = None if self.hold is None else partial(_hold_all, self.hold, same)
+            replay.keep(entry.kept(same), changes=entry.changes is not False, hold=hold)
+            with replay.watch():
+                value = self._run(layer, value, step, rows)
+        for entry, given, before, replay in watched:
+            entry.learn(given, before)
+            if not entry.changes:
+                replay.keep(given, changes=False)
+        return value
 
-        The reentrant kind of checkpoint, because it saves its inputs and what it recomputes through
-        autograd's own saving, where they are counted. It needs an input that requires a gradient.
-        """
+    def _replay(self, layer: NamedLayer, step: int, rows: Rows, buffers: Buffers) -> Replay:
+        then = buffers.now()
+
+        def again(value: Value) -> None:
+            with self.autocast(), buffers.as_then(then):
+                self._run(layer, value, step, rows)
+
         place = f"layer {layer.index} ({type(layer.module).__name__})"
-        again = False
-        made: Structure | None = None
-
-        def run(_: Tensor, *tensors: Tensor) -> Any:
-            nonlocal again, made
-            if again:
-                self.before_again()
-            kept = [buffer.clone() for buffer in self._statistics] if again else []
-            given = put_together(structure, tensors)
-            made, result = take_apart(self._run(layer, given, step, rows), place)
-            if again:
-                with torch.no_grad():
-                    for buffer, before in zip(self._statistics, kept, strict=True):
-                        buffer.copy_(before)
-                return tuple(result)
-            again = True
-            return tuple(t.detach() for t in result)  # else a buffer would be an output of the checkpoint
-
-        anchor = torch.empty(0, requires_grad=True)
-        structure, given = take_apart(value, f"what {place} takes")
-        result = checkpoint(run, anchor, *given, use_reentrant=True, preserve_rng_state=False)
-        return put_together(made, result)
+        return Replay(place, again, lambda: self.recount() if self.recount is not None else None)
 
 
-def _nothing() -> None:
-    return
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _hold_all(hold: Hold, value: Value) -> None:
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            hold(leaf)
 
 
 @contextmanager

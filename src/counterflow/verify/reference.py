@@ -219,5 +219,5 @@ class Reference:
                 value = layer.module(value)
             else:
                 rows = Rows(drawn[0], drawn[1], 0, drawn[1])
-                value = self.streams.run(layer.module, value, index=layer.index, step=self.steps, rows=[rows])
+                value = self.streams.run(layer.module, value, index=layer.index, step=self.steps, rows=rows)
         return self.loss_function(value, targets)

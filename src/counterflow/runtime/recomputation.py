@@ -1,0 +1,233 @@
+"""What computing a second time needs: inputs and buffers as they were, and what autograd saved.
+
+Invariant: the second run finds what the first one found, and leaves everything as it is. Inputs and buffers
+that nothing changes in place are not copied again and again: torch counts such changes (``_version``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .randomness import keeps_statistics
+
+Contents = tuple[Tensor | None, ...]
+"""Of buffers, at some time."""
+
+Hold = Callable[[Tensor], None]
+"""Notes a tensor that is kept for a backward."""
+
+
+def versions(tree: object) -> list[int]:
+    """How often each tensor was changed in place."""
+    return [t._version for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)]  # noqa: SLF001
+
+
+def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same value with other tensors; one that is in it twice is so again."""
+    if isinstance(value, Tensor):
+        return function(value)
+    made: dict[int, Tensor] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = function(tensor)
+        return made[id(tensor)]
+
+    return pytree.tree_map_only(Tensor, once, value)
+
+
+class Entry:
+    """Where something takes its input, which it may change in place.
+
+    The first run is watched. For what changes nothing, nothing is done from then on.
+    """
+
+    changes: bool | None = None
+    """Whether the input is changed in place; None: not known yet."""
+
+    def given(self, value: Any) -> Any:
+        """What to run on: autograd lets nobody change a leaf that needs a gradient."""
+        return value if self.changes is False else mapped(_no_leaf, value)
+
+    def kept(self, value: Any) -> Any:
+        """What to keep for another run."""
+        return value if self.changes is False else mapped(copied, value)
+
+    def learn(self, given: Any, before: list[int]) -> None:
+        """See whether the first run changed what it was given."""
+        if self.changes is None:
+            self.changes = versions(given) != before
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A leaf of its own with the same content."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _no_leaf(tensor: Tensor) -> Tensor:
+    """The same memory with a count of changes of its own: the parts of a mini-batch share one."""
+    if not tensor.is_leaf:
+        return tensor
+    return torch.ops.aten._unsafe_view(tensor, tensor.shape)  # type: ignore[no-any-return] # noqa: SLF001
+
+
+class Buffers:
+    """The buffers of some modules, which a forward may change: counters, averages, power iterations.
+
+    Running statistics of batch norms are not read in training: what they were does not matter.
+
+    Args:
+        modules: whose buffers; those inside them as well.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        inside = {id(child): child for module in modules for child in module.modules()}
+        places = [(module, name) for module in inside.values() for name in module._buffers]  # noqa: SLF001
+        self.norms = [(module, name) for module, name in places if keeps_statistics(module)]
+        self._places = [(module, name) for module, name in places if not keeps_statistics(module)]
+        self._seen: list[tuple[Tensor | None, int]] | None = None
+        self._contents: Contents = (None,) * len(self._places)
+        self._changing: set[int] = set()
+
+    def now(self) -> Contents:
+        """What they hold now, but for running statistics; not to be changed."""
+        first = self._seen is None
+        if self._seen is None:
+            self._seen = [(None, 0)] * len(self._places)
+        changed: dict[int, Tensor | None] = {}
+        for index, (module, name) in enumerate(self._places):
+            buffer = module._buffers.get(name)  # noqa: SLF001
+            seen = self._seen[index]
+            version = 0 if buffer is None else buffer._version  # noqa: SLF001
+            if buffer is not seen[0] or version != seen[1]:
+                self._seen[index] = buffer, version
+                changed[index] = None if buffer is None else buffer.detach().clone()
+        if changed:
+            if not first:
+                self._changing.update(changed)
+            self._contents = tuple(changed.get(i, held) for i, held in enumerate(self._contents))
+        return self._contents
+
+    def restore(self, then: Contents) -> None:
+        """Let them hold what they held when ``now`` gave ``then``."""
+        now = self.now()
+        for (module, name), old, new in zip(self._places, then, now, strict=True):
+            if old is not new:
+                module._buffers[name] = None if old is None else old.clone()  # noqa: SLF001
+
+    @contextmanager
+    def as_then(self, then: Contents) -> Iterator[None]:
+        """Others in their place that hold what they held then; whatever happens to these is forgotten."""
+        now = self.now()
+        others = [
+            (*self._places[index], held)
+            for index, held in enumerate(then)
+            if index in self._changing or held is not now[index]
+        ]
+        others += [(module, name, module._buffers[name]) for module, name in self.norms]  # noqa: SLF001
+        before = [(module, name, module._buffers.get(name)) for module, name, _ in others]  # noqa: SLF001
+        for module, name, held in others:
+            module._buffers[name] = None if held is None else held.clone()  # noqa: SLF001
+        try:
+            yield
+        finally:
+            for module, name, buffer in before:
+                module._buffers[name] = buffer  # noqa: SLF001
+
+
+class Replay:
+    """Finds what autograd saved in a run by running again, when a backward first asks for any of it.
+
+    Args:
+        place: what runs, for messages.
+        again: runs it again.
+        recount: called before that: forgets what the last replay kept, and gives what notes what this does.
+    """
+
+    def __init__(self, place: str, again: Callable[[Any], None], recount: Callable[[], Hold | None]) -> None:
+        self.place = place
+        self._again = again
+        self._recount = recount
+        self._value: Any = None
+        self._versions: list[int] = []
+        self._changes = False
+        self._hold: Callable[[], None] | None = None
+        self._shapes: list[torch.Size] = []
+        self._found: dict[int, tuple[Tensor, int]] = {}
+
+    def keep(self, value: Any, *, changes: bool, hold: Callable[[], None] | None = None) -> None:
+        """What to run on.
+
+        Args:
+            value: the input; a copy of it, if a run may change it.
+            changes: whether a run may change it in place.
+            hold: notes that it is kept; called if anything would have been saved.
+        """
+        self._value, self._changes, self._versions = value, changes, versions(value)
+        self._hold = hold
+
+    def watch(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Around the first run."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> int:
+        if self._hold is not None:
+            self._hold()
+            self._hold = None
+        self._shapes.append(tensor.shape)
+        return len(self._shapes) - 1
+
+    def _unpack(self, number: int) -> Tensor:
+        if number not in self._found:
+            self._run()
+        tensor, version = self._found.pop(number)
+        if tensor._version != version:  # noqa: SLF001
+            raise RuntimeError(
+                f"{self.place} changes a tensor in place that its own backward needs; "
+                "let it make a new one there"
+            )
+        return tensor
+
+    def _run(self) -> None:
+        if versions(self._value) != self._versions:
+            raise RuntimeError(
+                f"the input of {self.place} was changed in place before it was computed again, which did not "
+                "happen in the first forward; copy it before it is changed"
+            )
+        hold = self._recount()
+        found: list[tuple[Tensor, int]] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            kept = tensor.detach()
+            found.append((kept, kept._version))  # noqa: SLF001
+            if hold is not None:
+                hold(kept)
+            return kept
+
+        with torch.enable_grad():
+            value = mapped(self._given, self._value)
+            with torch.autograd.graph.saved_tensors_hooks(pack, _same):
+                self._again(value)
+        shapes = [tensor.shape for tensor, _ in found]
+        if shapes != self._shapes:
+            raise RuntimeError(
+                f"{self.place} saved {len(self._shapes)} tensors for its backward and {len(shapes)} of other "
+                "shapes when it was computed again; what it does may depend on its input, weights, buffers "
+                "and torch's random numbers only"
+            )
+        self._found = dict(enumerate(found))
+
+    def _given(self, tensor: Tensor) -> Tensor:
+        if self._changes:
+            return _no_leaf(copied(tensor))
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,382 @@
+"""Layers as users have them, computed again, in halves and together: the numbers are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from counterflow.errors import WorkerError
+from counterflow.runtime.launch import launch
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.schedule import schemes
+from counterflow.schedule.ir import Schedule
+from counterflow.verify.agreement import one_process, verify
+
+RECOMPUTE = ("none", "stage", "layer")
+DOUBLING = schemes.chimera(2, 8, concat="forward-doubling")
+HALVING = schemes.chimera(2, 8, concat="backward-halving")
+WHOLE = (
+    schemes.dapple(2, 4),
+    schemes.interleaved(1, 4, chunks=2),  # stages hand over within a worker
+    schemes.chimera(2, 4),
+    DOUBLING,
+)
+ALL = (*WHOLE, HALVING)
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def mean_square(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).flatten(1).mean(dim=1).mean()
+
+
+class Does(nn.Module):
+    """A linear layer and what a function makes of its input and output."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], width: int = 8) -> None:
+        super().__init__()
+        self.fc = nn.Linear(width, width)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x)
+        return self.function(x, y) if self.training else y
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8, num_layers=2, dropout=0.3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.rnn(x)[0]
+        return output
+
+
+class Checkpointed(nn.Module):
+    """Draws within the user's own checkpoint."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.fc, self.reentrant = nn.Linear(8, 8), reentrant
+
+    def body(self, x: Tensor) -> Tensor:
+        return functional.dropout(torch.tanh(self.fc(x)), 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            output: Tensor = checkpoint(self.body, x, use_reentrant=self.reentrant)
+        else:
+            output = self.fc(x)
+        return output
+
+
+class Spectrum(nn.Linear):
+    """Hands on complex numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum: Tensor = torch.fft.fft(super().forward(x))
+        return spectrum
+
+
+class Back(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.fft.ifft(x).real)
+
+
+class Shift(nn.Linear):
+    """Changes its input in place, and not so that a second time does nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.add_(1.0))
+
+
+class Apart(nn.Linear):
+    """The same without changing it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 1.0)
+
+
+class Average(nn.Linear):
+    """Computes with a buffer that each of its forwards changes, in place or as a new one."""
+
+    seen: Tensor
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__(8, 8)
+        self.in_place = in_place
+        self.register_buffer("seen", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            moved = 0.5 * self.seen + x.detach().abs().mean()
+            self.seen = self.seen.copy_(moved) if self.in_place else moved
+        return super().forward(x * self.seen.clone())
+
+
+def layer_drop(x: Tensor, y: Tensor) -> Tensor:
+    return 1.5 * x if float(torch.rand(1)) < 0.5 else x + y
+
+
+def encoder_layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True)
+
+
+def multinomial(_: Tensor, y: Tensor) -> Tensor:
+    chosen = torch.multinomial(torch.ones(len(y), 4), 2).sum(dim=1)
+    return y * (0.1 * chosen)[:, None, None]
+
+
+def in_batch(_: Tensor, y: Tensor) -> Tensor:
+    return y - y.mean(dim=0, keepdim=True)
+
+
+def frozen(module: nn.Module) -> nn.Module:
+    return module.requires_grad_(requires_grad=False)
+
+
+ONE_BY_ONE: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)),
+    "functional dropout": lambda: Does(lambda _, y: functional.dropout(y, 0.3)),
+    "encoder layer": encoder_layer,
+    "checkpoint": lambda: Checkpointed(reentrant=False),
+    "reentrant checkpoint": lambda: Checkpointed(reentrant=True),
+}
+"""Layers that draw for a half what they draw for the whole."""
+
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "LSTM": Recurrent,
+    "rrelu": lambda: Does(lambda _, y: functional.rrelu(y, training=True)),
+    "layer drop": lambda: Does(layer_drop),
+    "multinomial": lambda: Does(multinomial),
+    "in-batch mean": lambda: Does(in_batch),
+}
+"""Layers that in halves are other layers."""
+
+
+def numbers(shape: tuple[int, ...] = (16, 3, 8)) -> list[list[tuple[Tensor, Tensor]]]:
+    generator = torch.Generator().manual_seed(5)
+    made = [torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(4)]
+    return [[pair] for pair in zip(made[:2], made[2:], strict=True)]
+
+
+def seeded(make: Callable[[], list[nn.Module]]) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [module.double() for module in make()]
+
+
+def agree(
+    layers: list[nn.Module],
+    schedules: tuple[Schedule, ...],
+    batches: list[list[tuple[Tensor, Tensor]]] | None = None,
+    **options: Any,
+) -> None:
+    """Train in every scheme and recomputation as one process does."""
+    batches = batches or numbers()
+    for schedule in schedules:
+        expected = one_process(layers, mean_square, schedule.micro_batches, batches, optimizer=sgd)
+        for recompute in RECOMPUTE:
+            found = verify(
+                schedule,
+                layers,
+                mean_square,
+                batches,
+                optimizer=sgd,
+                recompute=recompute,
+                reference=expected,
+                timeout_seconds=30,
+                **options,
+            )
+            assert found.ok, (schedule, recompute, found)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:None of the inputs have requires_grad"
+)  # torch's, of reentrant checkpoints
+@pytest.mark.parametrize("kind", ONE_BY_ONE)
+def test_layers_that_draw_are_exact(kind: str) -> None:
+    make = ONE_BY_ONE[kind]
+    agree(seeded(lambda: [nn.Linear(8, 8), make(), make(), make()]), ALL)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_layers_that_draw_otherwise_are_exact_for_whole_micro_batches(kind: str) -> None:
+    make = OTHERS[kind]
+    agree(seeded(lambda: [nn.Linear(8, 8), make(), make(), make()]), WHOLE)
+
+
+def _derivative(schedule: Schedule, layers: list[nn.Module], recompute: str) -> tuple[float, float]:
+    """Along some direction, by the gradient and by the loss."""
+    pipeline = Pipeline(
+        layers,
+        mean_square,
+        schedule,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        recompute=recompute,
+    )
+    pipeline.keeps_gradients = True
+    ((x, y),) = numbers()[0]
+    weights = pipeline.state_dict()
+    generator = torch.Generator().manual_seed(5)
+    direction = {
+        name: torch.randn(t.shape, generator=generator, dtype=torch.float64)
+        for name, t in weights.items()
+        if t.is_floating_point()
+    }
+    pipeline.step(x, y)
+    gradients: dict[str, Tensor] = {}
+    for part in pipeline.transport.gather_objects(pipeline.gradients):
+        assert isinstance(part, dict)
+        gradients |= part
+
+    def loss_at(distance: float) -> float:
+        pipeline.load_state_dict({name: t + distance * direction.get(name, 0) for name, t in weights.items()})
+        pipeline.steps = 0  # the same draws
+        return pipeline.step(x, y).loss
+
+    slope = (loss_at(1e-5) - loss_at(-1e-5)) / 2e-5
+    return sum(float((gradients[name] * direction[name]).sum()) for name in gradients), slope
+
+
+@pytest.mark.parametrize("schedule", [DOUBLING, HALVING], ids=["doubling", "halving"])
+@pytest.mark.parametrize("kind", [*OTHERS, "batch norm"])
+def test_the_gradient_is_that_of_the_loss_told(kind: str, schedule: Schedule) -> None:
+    make = OTHERS.get(kind, lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(3)))
+    layers = seeded(lambda: [nn.Linear(8, 8), make(), make(), make()])
+    for recompute in RECOMPUTE:
+        gradient, slope = launch(_derivative, schedule, layers, recompute, workers=2, transport="local")[0]
+        assert gradient == pytest.approx(slope, rel=1e-6, abs=1e-6), recompute
+
+
+def test_complex_activations_have_gradients() -> None:
+    agree(seeded(lambda: [Spectrum(8, 8), Back(8, 8), Spectrum(8, 8), Back(8, 8)]), ALL, cuts=[1])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)],
+        lambda: [nn.Linear(8, 8), nn.Identity(), Shift(8, 8), Shift(8, 8)],
+        lambda: [nn.Linear(8, 8), nn.Linear(8, 8), Shift(8, 8), nn.Linear(8, 8)],
+    ],
+    ids=["relu", "two shifts", "shift"],
+)
+def test_a_stage_may_change_its_input_in_place(make: Callable[[], list[nn.Module]]) -> None:
+    agree(seeded(make), ALL, cuts=[2])
+
+
+@pytest.mark.parametrize("schedule", ALL, ids=str)
+def test_what_the_stage_before_needs_is_not_changed(schedule: Schedule) -> None:
+    make = lambda: [nn.Linear(8, 8), nn.Tanh(), Shift(8, 8), nn.Linear(8, 8)]  # noqa: E731
+    apart = seeded(make)
+    apart[2] = Apart(8, 8).double()
+    apart[2].load_state_dict(
+        seeded(make)[2].state_dict()
+    )  # in one process torch refuses to change what Tanh saved
+    expected = one_process(apart, mean_square, schedule.micro_batches, numbers(), optimizer=sgd)
+    for recompute in RECOMPUTE:
+        options: dict[str, Any] = {"optimizer": sgd, "recompute": recompute, "reference": expected}
+        found = verify(schedule, seeded(make), mean_square, numbers(), cuts=[2], **options)
+        assert found.ok, (recompute, found)
+
+
+def _norms(schedule: Schedule, layers: list[nn.Module], recompute: str) -> list[float]:
+    pipeline = Pipeline(layers, mean_square, schedule, optimizer=sgd, recompute=recompute)
+    return [pipeline.step(x.clone(), y).grad_norm for ((x, y),) in numbers()]
+
+
+@pytest.mark.parametrize("schedule", ALL, ids=str)
+def test_the_first_stage_may_change_the_mini_batch(schedule: Schedule) -> None:
+    layers = seeded(lambda: [Shift(8, 8), nn.Linear(8, 8)])
+    expected = one_process(
+        layers, mean_square, schedule.micro_batches, numbers(), optimizer=sgd
+    )  # its micro-batches are views of its own
+    for recompute in RECOMPUTE:
+        found = launch(_norms, schedule, layers, recompute, workers=schedule.workers, transport="local")[0]
+        assert found == pytest.approx([step.grad_norm for step in expected.steps], rel=1e-10), recompute
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [frozen(nn.Linear(8, 8)), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)],
+        lambda: [frozen(nn.Linear(8, 8)), frozen(nn.Linear(8, 8)), nn.Linear(8, 8), nn.Linear(8, 8)],
+        lambda: [nn.Linear(8, 8), frozen(nn.Linear(8, 8)), frozen(nn.Linear(8, 8)), nn.Linear(8, 8)],
+        lambda: [nn.Identity(), nn.Linear(8, 8), nn.Linear(8, 8), frozen(nn.Linear(8, 8))],
+        lambda: [nn.Linear(8, 8), nn.Linear(8, 8), frozen(nn.Linear(8, 8)), nn.Identity()],
+    ],
+    ids=["first layer", "first stage", "middle", "ends", "last stage"],
+)
+def test_layers_without_anything_to_train(make: Callable[[], list[nn.Module]]) -> None:
+    agree(seeded(make), ALL, cuts=[2])
+
+
+def test_a_first_layer_without_weights() -> None:
+    make = lambda: [nn.Flatten(), *(nn.Linear(8, 8) for _ in range(3))]  # noqa: E731
+    batches = [[(x.view(16, 2, 4), y)] for ((x, y),) in numbers((16, 8))]
+    agree(seeded(make), ALL, batches)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_buffers_are_changed_once_and_found_as_they_were(in_place: bool) -> None:
+    layers = seeded(lambda: [nn.Linear(8, 8), *(Average(in_place=in_place) for _ in range(3))])
+    agree(layers, (schemes.gpipe(2, 4), schemes.dapple(2, 4), schemes.interleaved(1, 4, chunks=2)))
+
+
+def spectral() -> nn.Module:
+    module: nn.Module = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+    return module
+
+
+def test_spectral_norms() -> None:
+    agree(seeded(lambda: [spectral() for _ in range(4)]), (schemes.gpipe(2, 4), schemes.dapple(2, 4)))
+
+
+class Moody(nn.Linear):
+    """Changes its input in place from its third forward on."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return super().forward(x.add_(1.0) if self.runs > 2 else x)
+
+
+class Forgetful(nn.Linear):
+    """Decides by what it does not get: how often it ran."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        y = super().forward(x)
+        return y if self.runs < 5 else y.tanh()
+
+
+def _trained(layers: list[nn.Module], recompute: str) -> None:
+    pipeline = Pipeline(layers, mean_square, schemes.gpipe(1, 4), optimizer=sgd, recompute=recompute)
+    for ((x, y),) in numbers():
+        pipeline.step(x, y)
+
+
+@pytest.mark.parametrize(
+    ("layer", "recompute", "message"),
+    [
+        (Moody, "stage", "the input of stage 0 was changed in place before"),
+        (Moody, "layer", r"the input of layer 0 \(Moody\) was changed in place before"),
+        (Forgetful, "layer", r"layer 0 \(Forgetful\) saved 1 tensors .* and 2 of other"),
+    ],
+)
+def test_what_cannot_be_computed_again_is_said(layer: type[nn.Linear], recompute: str, message: str) -> None:
+    layers = seeded(lambda: [layer(8, 8)])
+    with pytest.raises(WorkerError, match=message):
+        launch(_trained, layers, recompute, workers=1, transport="local")
