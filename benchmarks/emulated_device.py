@@ -50,7 +50,7 @@ from torch.distributed.pipelining.schedules import _ComputationType as Kind
 
 import counterflow as cf
 from counterflow.runtime.world import current_transport
-from counterflow.schedule.actions import Compute, Forward, Receive, Send
+from counterflow.schedule.actions import Compute, Matching, Receive, Send
 from counterflow.schedule.ir import OpKind
 from counterflow.schedule.lowering import lower
 
@@ -330,7 +330,7 @@ class Bare:
     def __init__(self, name: str, schedule: cf.Schedule, size: int, transport: Any) -> None:
         self.row = Row(name + self.suffix, False, 0.0, simulated(schedule).makespan, None, [], [])
         self.lane = dist.group.WORLD._get_backend(torch.device("cpu"))
-        program = lower(schedule)
+        program = lower(schedule, matching=Matching.TAG)
         sends = [a for actions in program.actions for a in actions if isinstance(a, Send)]
         self.tags = {self.key(a.output): tag for tag, a in enumerate(sends)}
         self.todo = program.actions[transport.rank]
@@ -356,7 +356,7 @@ class Bare:
                 leaving.append(send([self.sent], action.peer, self.tags[self.key(action.output)]))
             elif isinstance(action, Compute):
                 op = action.op
-                forward = isinstance(action, Forward)
+                forward = action.op.kind.makes_output
                 work = arriving.pop(self.key(op, -1 if forward else 1), None)
                 if work is not None:
                     work.wait()

@@ -1,15 +1,16 @@
-"""A worker's list as it is run: on transports that match by tag, receives are posted one op ahead."""
+"""A worker's list as it is run: as lowered; where tags match, receives are posted one op ahead."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
 import counterflow as cf
 from counterflow.runtime.tasks import Preparation, Task
-from counterflow.schedule.actions import Compute, Program, Receive
+from counterflow.schedule.actions import Action, Compute, Exchange, Matching, Program, Receive
 from counterflow.schedule.lowering import lower
 from counterflow.schedule.segments import segments
 
@@ -30,7 +31,7 @@ SYNCHRONOUS = [
 WITHOUT_FLUSH = [S.pipedream(4), S.pipedream_2bw(4, 8), S.wpipe(4, 4)]
 
 
-def prepared(program: Program, worker: int, *, keeps_order: bool) -> list[Task]:
+def prepared(program: Program, worker: int) -> list[Task]:
     def nothing(task: Task) -> None:
         del task
 
@@ -38,19 +39,16 @@ def prepared(program: Program, worker: int, *, keeps_order: bool) -> list[Task]:
     handlers: Any = defaultdict(lambda: nothing)
     schedule = program.schedule
     ranks = range(schedule.workers)
-    preparation = Preparation(
-        schedule, slots=9, worker=worker, ranks=ranks, stages=anybody, keeps_order=keeps_order
-    )
-    return list(preparation.tasks(program, 0, handlers, nothing))
+    preparation = Preparation(schedule, slots=9, worker=worker, ranks=ranks, stages=anybody)
+    return list(preparation.tasks(program, 0, handlers))
 
 
-def listed(tasks: list[Task]) -> list[str]:
-    return [str(single.action) for task in tasks for single in task.both or (task,)]
+def listed(program: Program, worker: int) -> list[str]:
+    return [str(action) for action in program.actions[worker]]
 
 
 def test_where_tags_match_a_receive_is_posted_before_the_op_ahead_of_the_one_that_needs_it() -> None:
-    program = lower(S.dapple(3, 4))
-    assert listed(prepared(program, 1, keeps_order=True))[9:15] == [
+    assert listed(lower(S.dapple(3, 4)), 1)[9:15] == [
         "SendGradient B0.1 to worker 0",
         "Forward F2.1",
         "SendActivation F2.1 to worker 2",
@@ -58,7 +56,7 @@ def test_where_tags_match_a_receive_is_posted_before_the_op_ahead_of_the_one_tha
         "ReceiveActivation F3.0 from worker 0",
         "Backward B1.1",
     ]
-    assert listed(prepared(program, 1, keeps_order=False))[9:15] == [
+    assert listed(lower(S.dapple(3, 4), matching=Matching.TAG), 1)[9:15] == [
         "SendGradient B0.1 to worker 0",
         "ReceiveGradient B1.2 from worker 2",
         "Forward F2.1",
@@ -68,32 +66,68 @@ def test_where_tags_match_a_receive_is_posted_before_the_op_ahead_of_the_one_tha
     ]
 
 
-def programs() -> list[tuple[str, Program]]:
-    found = [(str(schedule), lower(schedule)) for schedule in SYNCHRONOUS]
+def programs(matching: Matching) -> list[tuple[str, Program]]:
+    found = [(str(schedule), lower(schedule, matching=matching)) for schedule in SYNCHRONOUS]
     for schedule in WITHOUT_FLUSH:
-        cut = segments(schedule)
+        cut = segments(schedule, matching=matching)
         found += [(f"{schedule}, segment {k}", program) for k, program in enumerate(cut.steady)]
         found += [(f"{schedule}, drain {k}", program) for k, program in enumerate(cut.drains)]
     return found
 
 
-@pytest.mark.parametrize("program", [p for _, p in programs()], ids=[name for name, _ in programs()])
-def test_posting_ahead_moves_receives_only_and_no_farther_than_one_op(program: Program) -> None:
-    for worker, actions in enumerate(program.actions):
-        as_listed = prepared(program, worker, keeps_order=True)
-        tasks = prepared(program, worker, keeps_order=False)
-        assert listed(as_listed) == [str(action) for action in actions]
-        assert sorted(task.place for task in tasks) == list(range(len(actions)))
-        others = [task.place for task in tasks if not isinstance(task.action, Receive)]
-        assert others == sorted(others)
+def messages(actions: Iterable[Action]) -> Iterator[Action]:
+    for action in actions:
+        if isinstance(action, Exchange):
+            yield from (action.first, action.second)
+        else:
+            yield action
 
-        computes = [task for task in tasks if isinstance(task.action, Compute)]
-        takers = {task.number: i for i, task in enumerate(computes) if task.number >= 0}
-        before = 0
-        for task in tasks:
-            if isinstance(task.action, Compute):
-                before += 1
-            elif isinstance(task.action, Receive):
-                listed_after = sum(isinstance(a, Compute) for a in actions[: task.place])
-                taken = takers.get(task.number, len(computes))
-                assert before == min(listed_after, max(taken - 1, 0)), task.action
+
+BOTH = [
+    (name, one, other)
+    for (name, one), (_, other) in zip(programs(Matching.ORDER), programs(Matching.TAG), strict=True)
+]
+
+
+@pytest.mark.parametrize(("ordered", "tagged"), [p[1:] for p in BOTH], ids=[p[0] for p in BOTH])
+def test_posting_ahead_moves_receives_only_and_no_farther_than_one_op(
+    ordered: Program, tagged: Program
+) -> None:
+    for worker, actions in enumerate(tagged.actions):
+        as_ordered = list(messages(ordered.actions[worker]))
+        assert not any(isinstance(action, Exchange) for action in actions)
+        others = [a for a in actions if not isinstance(a, Receive)]
+        assert others == [a for a in as_ordered if not isinstance(a, Receive)]
+
+        takers = {
+            task.number: i
+            for i, task in enumerate(t for t in prepared(tagged, worker) if isinstance(t.action, Compute))
+            if task.number >= 0
+        }
+        numbers = {task.action: task.number for task in prepared(tagged, worker)}
+        posted = {a: _computes_before(as_ordered, a) for a in as_ordered if isinstance(a, Receive)}
+        for action in actions:
+            if not isinstance(action, Receive):
+                continue
+            before = _computes_before(actions, action)
+            taken = takers.get(numbers[action])
+            if taken is None:  # by a later list; if by its first op, it is posted before this one's last
+                assert posted[action] - 1 <= before <= posted[action]
+            else:
+                assert before == min(posted[action], max(taken - 1, 0)), action
+
+
+def _computes_before(actions: Sequence[Action], stop: Action) -> int:
+    return sum(isinstance(action, Compute) for action in actions[: list(actions).index(stop)])
+
+
+@pytest.mark.parametrize("program", [p for _, p in programs(Matching.ORDER)], ids=[b[0] for b in BOTH])
+def test_the_list_is_run_as_it_stands(program: Program) -> None:
+    for worker, actions in enumerate(program.actions):
+        tasks = prepared(program, worker)
+        assert [task.place for task in tasks] == list(range(len(actions)))
+        for task, action in zip(tasks, actions, strict=True):
+            assert task.action == action
+            assert [single.action for single in task.both] == (
+                [action.first, action.second] if isinstance(action, Exchange) else []
+            )

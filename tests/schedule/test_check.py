@@ -13,19 +13,19 @@ from counterflow.errors import DeadlockError, ScheduleError
 from counterflow.schedule import schemes
 from counterflow.schedule.actions import (
     Action,
-    Backward,
+    Agree,
+    Compute,
+    Matching,
     Program,
-    ReceiveActivation,
-    ReceiveGradient,
-    SendActivation,
-    SendGradient,
-    StartGradientSync,
+    Receive,
+    Send,
+    StartSync,
     Update,
-    WaitGradientSync,
+    WaitSync,
 )
 from counterflow.schedule.check import check, inspect
 from counterflow.schedule.ir import Op, OpKind, Schedule
-from counterflow.schedule.lowering import lower
+from counterflow.schedule.lowering import Shared, lower
 from counterflow.schedule.modes import Sync
 from counterflow.schedule.placement import looped
 
@@ -119,11 +119,11 @@ def _receives_after_sends(actions: list[Action]) -> None:
         moved = False
         for i in range(len(actions) - 1):
             first, second = actions[i], actions[i + 1]
-            if not isinstance(first, (ReceiveActivation, ReceiveGradient)):
+            if not isinstance(first, Receive):
                 continue
-            if isinstance(second, (SendActivation, SendGradient)) and second.peer != first.peer:
+            if isinstance(second, Send) and second.peer != first.peer:
                 free = True
-            elif isinstance(second, (ReceiveActivation, ReceiveGradient, SendActivation, SendGradient)):
+            elif isinstance(second, Receive | Send):
                 free = False
             else:
                 op = getattr(second, "op", None)
@@ -147,7 +147,9 @@ def test_swapped_receives_break_only_the_order_of_messages() -> None:
     program = lower(schedule)
 
     def swap(actions: list[Action]) -> None:
-        one, other = [i for i, a in enumerate(actions) if isinstance(a, ReceiveActivation)][:2]
+        one, other = [
+            i for i, a in enumerate(actions) if isinstance(a, Receive) and a.output.kind.makes_output
+        ][:2]
         early = actions.pop(other)
         actions.insert(one, early)
 
@@ -181,9 +183,7 @@ def test_a_stage_without_sync_breaks_only_the_gradient_sync() -> None:
     schedule = schemes.chimera(4, 4)
     program = lower(schedule)
     lists = tuple(
-        tuple(
-            a for a in actions if not (isinstance(a, (StartGradientSync, WaitGradientSync)) and a.stage == 2)
-        )
+        tuple(a for a in actions if not (isinstance(a, (StartSync, WaitSync)) and a.stage == 2))
         for actions in program.actions
     )
     assert broken(schedule, replace(program, actions=lists)) == ["gradient sync covers every copy"]
@@ -193,11 +193,68 @@ def test_a_sync_before_the_last_backward_breaks_only_the_gradient_sync() -> None
     schedule = schemes.chimera(4, 4)
 
     def hurry(actions: list[Action]) -> None:
-        start = next(i for i, a in enumerate(actions) if isinstance(a, StartGradientSync) and a.stage == 3)
-        first = next(i for i, a in enumerate(actions) if isinstance(a, Backward))
+        start = next(i for i, a in enumerate(actions) if isinstance(a, StartSync) and a.stage == 3)
+        first = next(
+            i for i, a in enumerate(actions) if isinstance(a, Compute) and a.op.kind.makes_weight_gradients
+        )
         actions.insert(first, actions.pop(start))
 
     assert broken(schedule, rewritten(lower(schedule), 0, hurry)) == ["gradient sync covers every copy"]
+
+
+def test_an_update_before_the_agreement_breaks_only_that() -> None:
+    schedule = schemes.dapple(2, 2)
+
+    def hurry(actions: list[Action]) -> None:
+        actions[-2:] = actions[-1], actions[-2]
+
+    program = rewritten(lower(schedule), 1, hurry)
+    assert broken(schedule, program) == ["loss and norm agreed on before any update"]
+    alone = rewritten(lower(schedule), 1, lambda actions: actions.remove(Agree(0)))
+    assert broken(schedule, alone) == ["no deadlock with buffered sends"]
+    assert "waits for worker 1 to come to the agreement" in inspect(schedule, program=alone).results[4].detail
+    nowhere = rewritten(alone, 0, lambda actions: actions.remove(Agree(0)))
+    assert broken(schedule, nowhere) == ["loss and norm agreed on before any update"]
+
+
+def test_all_that_a_model_shares_is_in_the_list() -> None:
+    shared = Shared(ties=((0, 3),), statistics=(1,))
+    program = lower(schemes.dapple(4, 2), shared=shared)
+    ends = [[str(a) for a in row[-5:] if not isinstance(a, Compute | Send)] for row in program.actions]
+    assert ends[0] == [*ends[3][:3], "Update stage 0 to version 1"]
+    assert ends[0][:3] == [
+        "StartSync tied gradients of stages 0 and 3, period 0",
+        "WaitSync tied gradients of stages 0 and 3, period 0",
+        "Agree on loss and norm of period 0",
+    ]
+    assert ends[1] == ["Agree on loss and norm of period 0", "Update stage 1 to version 1"]
+    wide = lower(schemes.dapple(4, 2), shared=shared, replicas=2)
+    assert [str(a) for a in wide.actions[1][-3:]] == [
+        "Update stage 1 to version 1",
+        "StartSync statistics of stage 1, period 0",
+        "WaitSync statistics of stage 1, period 0",
+    ]
+    # Both ends of a wave are on one worker: alone it has nothing to sum.
+    waves = lower(schemes.hanayo(2, 2), shared=Shared(ties=((0, 3),)))
+    assert not [a for row in waves.actions for a in row if isinstance(a, StartSync)]
+
+
+@pytest.mark.parametrize("matching", list(Matching))
+def test_either_way_of_matching_passes(matching: Matching) -> None:
+    for depth, n, extra in ((2, 3, 0), (4, 9, 2), (6, 5, 3)):
+        for schedule in every_scheme(depth, n, extra):
+            shared = Shared(ties=((0, schedule.stages - 1),) if schedule.synchronous else (), statistics=(0,))
+            check(schedule, program=lower(schedule, replicas=2, matching=matching, shared=shared))
+
+
+def test_where_tags_match_a_message_without_receive_is_found() -> None:
+    schedule = schemes.dapple(2, 4)
+
+    def forget(actions: list[Action]) -> None:
+        actions.remove(next(a for a in actions if isinstance(a, Receive)))
+
+    program = rewritten(lower(schedule, matching=Matching.TAG), 1, forget)
+    assert "every send has its receive, in one order" in broken(schedule, program)
 
 
 def test_the_peak_has_a_limit() -> None:
@@ -256,11 +313,12 @@ def test_a_literal_program() -> None:
         "Backward B1.1p1",
         "SendGradient B1.1p1 to worker 1",
         "ReceiveGradient B0.1 from worker 1",
-        "StartGradientSync stage 1 period 0",
+        "StartSync gradients of stage 1, period 0",
         "Backward B0.0",
-        "StartGradientSync stage 0 period 0",
-        "WaitGradientSync stage 1 period 0",
-        "WaitGradientSync stage 0 period 0",
+        "StartSync gradients of stage 0, period 0",
+        "WaitSync gradients of stage 1, period 0",
+        "WaitSync gradients of stage 0, period 0",
+        "Agree on loss and norm of period 0",
         "Update stage 1 to version 1",
         "Update stage 0 to version 1",
     ]
@@ -270,4 +328,4 @@ def test_looped_placement_of_one_worker_needs_no_message() -> None:
     schedule = schemes.interleaved(1, 3, chunks=3)
     assert schedule.placement == looped(1, 3)
     kinds = {type(action) for action in lower(schedule).actions[0]}
-    assert not kinds & {SendActivation, SendGradient, ReceiveActivation, ReceiveGradient}
+    assert not kinds & {Send, Receive}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from counterflow.errors import ConfigError, ScheduleError
 from counterflow.schedule import schemes
-from counterflow.schedule.actions import Backward, Forward, Update
+from counterflow.schedule.actions import Compute, Update
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.segments import Segments, segments, shifted
 
@@ -27,7 +27,7 @@ SCHEMES: dict[str, Callable[[int, int], Make]] = {
 
 def _ops(found: Segments, worker: int, number: int) -> str:
     actions = found.steady[number].actions[worker]
-    return " ".join(str(a.op) for a in actions if isinstance(a, Forward | Backward))
+    return " ".join(str(a.op) for a in actions if isinstance(a, Compute))
 
 
 def test_2bw_segments_as_drawn() -> None:
@@ -74,7 +74,7 @@ def test_versions_are_held_no_longer_than_needed(scheme: str) -> None:
             used = {
                 later.op.version
                 for later in row[index:]
-                if isinstance(later, Forward | Backward) and later.op.stage == action.stage
+                if isinstance(later, Compute) and later.op.stage == action.stage
             }
             oldest = min(used, default=action.version)
             needed = set(range(oldest, action.version + 1))
@@ -89,8 +89,8 @@ def test_shifted_moves_all_numbers() -> None:
     for action in program.actions[0]:
         moved = shifted(action, 3, 2)
         assert shifted(action, 0, 2) == action != moved
-        if isinstance(action, Forward | Backward):
-            assert isinstance(moved, Forward | Backward)
+        if isinstance(action, Compute):
+            assert isinstance(moved, Compute)
             assert moved.op.micro_batches == tuple(m + 6 for m in action.op.micro_batches)
             assert moved.op.version == action.op.version + 3
 

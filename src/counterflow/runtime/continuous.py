@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from counterflow.errors import ConfigError
-from counterflow.schedule.ir import Schedule
-from counterflow.schedule.segments import segments
+from counterflow.schedule.actions import StartSync, WaitSync
+from counterflow.schedule.segments import Segments
 
 from .batch import Batch, Losses
 from .gradients import clip_factor
@@ -45,7 +45,7 @@ class Continuous:
     """One worker's part.
 
     Args:
-        schedule: an asynchronous schedule.
+        cut: an asynchronous schedule, cut where its mini-batches come in.
         make: makes the interpreter of a schedule.
         workers: where this worker is.
         weights: this worker's.
@@ -59,18 +59,19 @@ class Continuous:
 
     def __init__(
         self,
-        schedule: Schedule,
+        cut: Segments,
         make: Callable[..., Interpreter],
         workers: Workers,
         weights: Weights,
         clip_norm: float | None,
     ) -> None:
+        schedule = cut.schedule
         if weights.shared:
             raise ConfigError(
                 f"{schedule.scheme} updates each stage at its own time, and {weights.shared[0]} is a weight "
                 "of several stages; do not tie them, or take a scheme with a flush"
             )
-        self.segments = segments(schedule, replicas=workers.replicas)
+        self.segments = cut
         self.warm_up_steps = self.segments.last
         """Steps until a segment is like all later ones."""
         # One slot more than mini-batches under way: a worker may be ahead of the one it sends to.
@@ -139,7 +140,6 @@ class Continuous:
         self._run(self._begun - 1, None)
         for versions in self._versions():
             versions.end()
-        self.weights.average_statistics()
         if self._untold:
             self._tell(len(self._untold))
         found = []
@@ -213,13 +213,17 @@ class Continuous:
 
     # -- what the interpreter asks for (``Owner``)
 
-    def start_sync(self, stage: int) -> None:
-        """Begin to sum a stage's gradients over its copies."""
-        self.weights.start_sync(stage)
+    def start_sync(self, sync: StartSync) -> None:
+        """Begin to sum over workers."""
+        self.weights.start_sync(sync)
 
-    def wait_sync(self, stage: int) -> None:
-        """Until they are summed."""
-        self.weights.wait_sync(stage)
+    def wait_sync(self, sync: WaitSync) -> None:
+        """Until it is summed."""
+        self.weights.wait_sync(sync)
+
+    def agree(self) -> None:
+        """No list asks for it: what is told, is told by a later step."""
+        raise AssertionError("without a flush no list agrees on loss and norm")
 
     def update(self, stage: int, version: int, frees: Sequence[int]) -> None:
         """Make a version of a stage's weights from the gradients at hand.

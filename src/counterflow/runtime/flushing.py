@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from counterflow.schedule.actions import Program
+from counterflow.schedule.actions import Program, StartSync, Summed, WaitSync
 
 from .batch import Batch
 from .gradients import clip_factor
@@ -47,7 +47,7 @@ class Flushing:
         self.weights = weights
         self.clip_norm = clip_norm
         self._batch: Batch
-        self._told: Told | None = None
+        self._told: Told  # every list agrees once
         self._updates = True
         self.waiting = 0
         """Samples whose gradients wait for an update, of steps without one."""
@@ -59,16 +59,14 @@ class Flushing:
 
     def step(self, batch: Batch, *, update: bool = True) -> Told:
         """Run the order once; without an update the gradients are kept for the next step's."""
-        self._batch, self._told, self._updates = batch, None, update
+        self._batch, self._updates = batch, update
         if self.waiting:
             batch.settle = partial(self._weighted, batch.settle)
         self.weights.attach()
         self.interpreter.run(self.tasks, batch)
-        told = self._told or self._agree()  # nothing on this worker is updated: nobody has asked yet
         self.waiting = 0 if update else batch.total
         self.weights.detach()
-        self.weights.average_statistics()
-        return told
+        return self._told
 
     def _weighted(self, settle: Callable[[], int] | None) -> int:
         """All samples since the last update; those before weigh as many as they are."""
@@ -82,34 +80,28 @@ class Flushing:
 
     # -- what the interpreter asks for (``Owner``)
 
-    def start_sync(self, stage: int) -> None:
-        """Begin to sum a stage's gradients over its copies."""
-        if self._updates:
-            self.weights.start_sync(stage)
+    def start_sync(self, sync: StartSync) -> None:
+        """Begin to sum over workers; gradients only for an update."""
+        if self._updates or sync.what is Summed.STATISTICS:
+            self.weights.start_sync(sync)
 
-    def wait_sync(self, stage: int) -> None:
-        """Until they are summed."""
-        if self._updates:
-            self.weights.wait_sync(stage)
+    def wait_sync(self, sync: WaitSync) -> None:
+        """Until it is summed."""
+        if self._updates or sync.what is Summed.STATISTICS:
+            self.weights.wait_sync(sync)
 
     def update(self, stage: int, version: int, frees: Sequence[int]) -> None:
         """Update a stage's weights, once loss and norm are agreed on."""
         del version, frees  # there is one version
-        if not self._updates:
-            return
-        if self._told is None:
-            self._told = self._agree()
-        self.weights.update(stage)
+        if self._updates:
+            self.weights.update(stage)
 
-    def _agree(self) -> Told:
+    def agree(self) -> None:
         """Loss and gradient norm of the whole mini-batch; then clip by the norm.
 
         Raises:
             WorkerError: the loss or a gradient is not finite.
         """
-        if self._updates:
-            self.weights.sum_tied()
-        self.workers.transport.status.now("agreeing on loss and gradient norm")
         mine, odd = self._batch.losses.summed()
         squared = self.weights.squared_norm() if self._updates else 0.0
         rows = self.workers.transport.gather([mine, squared, odd])
@@ -117,9 +109,10 @@ class Flushing:
         loss, norm = self.workers.loss_and_norm(rows, step, self.weights.not_finite)
         if self.waiting:
             loss *= self._batch.total / samples
-        if not self._updates:
-            return Told(step, loss, math.nan, samples)
-        factor = clip_factor(norm, self.clip_norm)
-        if factor < 1.0:
-            self.weights.scale(factor)
-        return Told(step, loss, norm, samples)
+        if self._updates:
+            factor = clip_factor(norm, self.clip_norm)
+            if factor < 1.0:
+                self.weights.scale(factor)
+        else:
+            norm = math.nan
+        self._told = Told(step, loss, norm, samples)

@@ -21,18 +21,17 @@ from torch.utils import _pytree as pytree
 from counterflow.errors import CounterflowError
 from counterflow.schedule.actions import (
     Action,
-    Backward,
-    Forward,
+    Agree,
+    Compute,
+    Exchange,
     Program,
-    ReceiveActivation,
-    ReceiveGradient,
-    SendActivation,
-    SendGradient,
-    StartGradientSync,
+    Receive,
+    Send,
+    StartSync,
     Update,
-    WaitGradientSync,
+    WaitSync,
 )
-from counterflow.schedule.ir import Op, Schedule
+from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.segments import later, shifted
 
@@ -60,11 +59,14 @@ _Output = tuple[Structure | None, list[Tensor]]
 class Owner(Protocol):
     """What the interpreter leaves to who runs it: all that is about weights."""
 
-    def start_sync(self, stage: int) -> None:
-        """Begin to sum a stage's gradients."""
+    def start_sync(self, sync: StartSync) -> None:
+        """Begin to sum gradients, or to average running statistics."""
 
-    def wait_sync(self, stage: int) -> None:
+    def wait_sync(self, sync: WaitSync) -> None:
         """Until they are summed."""
+
+    def agree(self) -> None:
+        """Hear of all workers' losses and gradients, and clip these."""
 
     def update(self, stage: int, version: int, frees: Sequence[int]) -> None:
         """Make a version of a stage's weights; the older ones that nothing later uses may go."""
@@ -177,7 +179,6 @@ class Interpreter:
             worker=worker,
             ranks=ranks,
             stages=stages,
-            keeps_order=transport.keeps_order,
         )
         # What is under way; empty whenever the pipeline is:
         self._later = 0  # periods that the list at hand is run later than it says
@@ -197,18 +198,18 @@ class Interpreter:
             program: the lists of all workers.
             later: how many periods later than it says it is going to run.
         """
-        handlers: dict[type[Action], Callable[[Task], None]] = {
-            Forward: self._forward,
-            Backward: self._backward,
-            SendActivation: self._mail.send,
-            SendGradient: self._mail.send,
-            ReceiveActivation: self._mail.receive,
-            ReceiveGradient: self._mail.receive,
-            StartGradientSync: lambda task: self.owner.start_sync(task.stage),
-            WaitGradientSync: lambda task: self.owner.wait_sync(task.stage),
+        handlers: dict[type[Action] | OpKind, Callable[[Task], None]] = {
+            OpKind.FORWARD: self._forward,
+            OpKind.BACKWARD: self._backward,
+            Send: self._mail.send,
+            Receive: self._mail.receive,
+            Exchange: self._mail.exchange,
+            StartSync: self._start_sync,
+            WaitSync: self._wait_sync,
+            Agree: lambda _: self.owner.agree(),
             Update: self._update,
         }
-        return self._preparation.tasks(program, later, handlers, self._mail.exchange)
+        return self._preparation.tasks(program, later, handlers)
 
     # -- a step
 
@@ -293,6 +294,14 @@ class Interpreter:
 
     # -- handlers
 
+    def _start_sync(self, task: Task) -> None:
+        assert isinstance(task.action, StartSync)
+        self.owner.start_sync(task.action)
+
+    def _wait_sync(self, task: Task) -> None:
+        assert isinstance(task.action, WaitSync)
+        self.owner.wait_sync(task.action)
+
     def _update(self, task: Task) -> None:
         action, later = task.action, self._later
         assert isinstance(action, Update)
@@ -300,7 +309,7 @@ class Interpreter:
 
     def _forward(self, task: Task) -> None:
         action, copy = task.action, task.copy
-        assert isinstance(action, Forward)
+        assert isinstance(action, Compute)
         assert copy is not None
         self._settle()
         batch = self._batches[task.slot]
@@ -476,7 +485,7 @@ class Interpreter:
 
     def _backward(self, task: Task) -> None:
         action, copy = task.action, task.copy
-        assert isinstance(action, Backward)
+        assert isinstance(action, Compute)
         assert copy is not None
         self._settle()
         (unit,) = task.units

@@ -24,8 +24,9 @@ from counterflow.schedule.actions import Program
 from counterflow.schedule.check import checked_program
 from counterflow.schedule.cuts import balance, explicit
 from counterflow.schedule.ir import Op, OpKind, Schedule
-from counterflow.schedule.lowering import lower_evaluation
+from counterflow.schedule.lowering import Shared, lower_evaluation
 from counterflow.schedule.modes import Recompute, Sync, parse_mode
+from counterflow.schedule.segments import segments
 
 from .batch import Batch, Shapes
 from .compression import Compression
@@ -37,7 +38,7 @@ from .layers import aliases_of, layers_of, state_names
 from .meters import SavedBytes
 from .randomness import RandomStreams
 from .samples import Dims, cut, moved, samples_in, split_points
-from .stage import LOSS, NamedLayer, StageCopy, loss_layer, materialised
+from .stage import LOSS, NamedLayer, StageCopy, have_statistics, loss_layer, materialised
 from .step import Step, Workers, place
 from .transport import Gathering, Transport
 from .values import signature
@@ -189,14 +190,8 @@ class Pipeline:
             compression=self.compression,
             saved=SavedBytes(constant),
         )
-        workers = Workers(self.ranks, self.replica, self.worker, self.transport)
-        self._run: Flushing | Continuous
-        if schedule.synchronous:
-            program = checked_program(schedule, replicas=self.replicas, sync=sync)
-            self._run = Flushing(program, make, workers, self.weights, clip_norm)
-        else:
-            self._run = Continuous(schedule, make, workers, self.weights, clip_norm)
-        forwards = lower_evaluation(schedule)
+        self._run = self._runner(make, sync, clip_norm)
+        forwards = lower_evaluation(schedule, matching=self.transport.matching)
         self._evaluation: Interpreter = make(forwards.schedule, owner=self._run)
         self._evaluation_tasks = self._evaluation.prepare(forwards)
         every = (*self._run.lists, self._evaluation_tasks)
@@ -210,6 +205,20 @@ class Pipeline:
         self._untold: list[Step] = []
 
     # -- making
+
+    def _runner(
+        self, make: Callable[..., Interpreter], sync: Sync, clip_norm: float | None
+    ) -> Flushing | Continuous:
+        """What runs the schedule, with its lists as they are proved."""
+        workers = Workers(self.ranks, self.replica, self.worker, self.transport)
+        matching, shared = self.transport.matching, Shared(self.weights.ties, self._statistics)
+        if not self.schedule.synchronous:
+            cut = segments(self.schedule, replicas=self.replicas, matching=matching, shared=shared)
+            return Continuous(cut, make, workers, self.weights, clip_norm)
+        program = checked_program(
+            self.schedule, replicas=self.replicas, sync=sync, matching=matching, shared=shared
+        )
+        return Flushing(program, make, workers, self.weights, clip_norm)
 
     def _read_layers(
         self,
@@ -229,6 +238,7 @@ class Pipeline:
         self.cuts = tuple(found)
         edges = (0, *self.cuts, len(modules))
         self._layers_of = [self.layers[edges[s] : edges[s + 1]] for s in range(stages)]
+        self._statistics = tuple(s for s, layers in enumerate(self._layers_of) if have_statistics(layers))
 
     def _read_names(self, model: nn.Module | Sequence[nn.Module]) -> None:
         self._order = list(model.state_dict(keep_vars=True)) if isinstance(model, nn.Module) else []

@@ -53,6 +53,11 @@ def loss_layer(loss_function: object) -> NamedLayer | None:
     return NamedLayer(LOSS, names, loss_function) if has_any else None
 
 
+def have_statistics(layers: Sequence[NamedLayer]) -> bool:
+    """Whether a training forward of these layers changes running statistics."""
+    return bool(Buffers(layer.module for layer in layers).norms)
+
+
 class StageCopy:
     """The layers of one stage on one worker.
 

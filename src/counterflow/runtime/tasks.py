@@ -8,18 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from counterflow.schedule.actions import (
-    Action,
-    Compute,
-    Forward,
-    Program,
-    Receive,
-    ReceiveActivation,
-    Send,
-    SendActivation,
-)
-from counterflow.schedule.crossing import crossing
-from counterflow.schedule.ir import Op, Schedule
+from counterflow.schedule.actions import Action, Compute, Exchange, Message, Program, Receive, Send
+from counterflow.schedule.ir import Op, OpKind, Schedule
 
 from .batch import Shapes
 from .stage import StageCopy
@@ -90,7 +80,6 @@ class Preparation:
         worker: this worker's number in its group.
         ranks: the ranks of this replica's workers.
         stages: the worker's stages.
-        keeps_order: whether the transport matches two workers' messages by their order.
     """
 
     def __init__(
@@ -101,14 +90,12 @@ class Preparation:
         worker: int,
         ranks: Sequence[int],
         stages: Mapping[int, StageCopy],
-        keeps_order: bool,
     ) -> None:
         self.schedule = schedule
         self.slots = slots
         self.worker = worker
         self.ranks = tuple(ranks)
         self.stages = stages
-        self.keeps_order = keeps_order
         self.last_stage = schedule.stages - 1
         self._parts = {op.micro_batches[0]: op.parts for op in schedule.ops() if not op.kind.makes_output}
         self._most_parts = max(self._parts.values(), default=1)
@@ -117,54 +104,52 @@ class Preparation:
         self,
         program: Program,
         later: int,
-        handlers: Mapping[type[Action], Callable[[Task], None]],
-        exchange: Callable[[Task], None],
+        handlers: Mapping[type[Action] | OpKind, Callable[[Task], None]],
     ) -> Tasks:
-        """The list of this worker.
+        """The list of this worker, as it stands.
 
         Args:
             program: the lists of all workers.
             later: how many periods later than it says it is going to run.
-            handlers: who does what kind of action.
-            exchange: who does a send and a receive that cross the peer's, as one task.
+            handlers: who does what kind of action, and of op.
         """
-        tasks = [
-            self._task(action, handlers[type(action)], place, later)
-            for place, action in enumerate(program.actions[self.worker])
-        ]
-        if self.keeps_order:
-            for index in sorted(crossing(program, self.worker), reverse=True):
-                first, second = tasks[index : index + 2]
-                both = first, second
-                tasks[index : index + 2] = [Task(first.action, exchange, index, peer=first.peer, both=both)]
-        else:
-            tasks = posted_ahead(tasks)
+        tasks = []
+        for place, action in enumerate(program.actions[self.worker]):
+            kind = action.op.kind if isinstance(action, Compute) else type(action)
+            task = Task(action, handlers[kind], place)
+            match action:
+                case Compute(op):
+                    self._computes(task, op, later)
+                case Send() | Receive():
+                    self._sends(task, action, later)
+                case Exchange(first, second):
+                    for message in (first, second):
+                        single = Task(message, handlers[type(message)], place)
+                        self._sends(single, message, later)
+                        task.both += (single,)
+                    task.peer = self.ranks[action.peer]
+            tasks.append(task)
         alone = next((i for i, task in enumerate(tasks) if not self._alone(task)), len(tasks))
         return Tasks(tuple(tasks[:alone]), tuple(tasks[alone:]))
 
-    def _task(self, action: Action, handler: Callable[[Task], None], place: int, later: int) -> Task:
-        task = Task(action, handler, place)
-        if isinstance(action, Compute):
-            op = action.op
-            task.stage, task.copy = op.stage, self.stages[op.stage]
-            task.slot, task.units = self._units(op, later)
-            ahead = 1 if op.kind.makes_output else -1
-            goes_to = self._worker(op, op.stage + ahead)
-            task.hands_over = goes_to == self.worker
-            if self._worker(op, op.stage - ahead) not in (None, self.worker):
-                task.number = self._number(op, op.stage - ahead, task.units[0])
-            if goes_to not in (None, self.worker):
-                task.sent_as = self._number(op, op.stage, task.units[0])
-        elif isinstance(action, Send | Receive):
-            op = action.output
-            task.slot, task.units = self._units(op, later)
-            task.stage = op.stage
-            task.peer = self.ranks[action.peer]
-            task.number = self._number(op, op.stage, task.units[0])
-            task.activation = isinstance(action, SendActivation | ReceiveActivation)
-        else:
-            task.stage = action.stage
-        return task
+    def _computes(self, task: Task, op: Op, later: int) -> None:
+        task.stage, task.copy = op.stage, self.stages[op.stage]
+        task.slot, task.units = self._units(op, later)
+        ahead = 1 if op.kind.makes_output else -1
+        goes_to = self._worker(op, op.stage + ahead)
+        task.hands_over = goes_to == self.worker
+        if self._worker(op, op.stage - ahead) not in (None, self.worker):
+            task.number = self._number(op, op.stage - ahead, task.units[0])
+        if goes_to not in (None, self.worker):
+            task.sent_as = self._number(op, op.stage, task.units[0])
+
+    def _sends(self, task: Task, message: Message, later: int) -> None:
+        op = message.output
+        task.slot, task.units = self._units(op, later)
+        task.stage = op.stage
+        task.peer = self.ranks[message.peer]
+        task.number = self._number(op, op.stage, task.units[0])
+        task.activation = op.kind.makes_output
 
     def _worker(self, op: Op, stage: int) -> int | None:
         """Who holds a stage of an op's pipe; None if there is no such stage."""
@@ -191,33 +176,7 @@ class Preparation:
 
     def _alone(self, task: Task) -> bool:
         """Whether no other worker sees it, and nothing in it depends on what others were given."""
-        posts = isinstance(task.action, Receive) and not task.both
-        return posts or (isinstance(task.action, Forward) and task.stage == 0 != self.last_stage)
-
-
-def posted_ahead(tasks: Sequence[Task]) -> list[Task]:
-    """A list in which every receive is posted before the op that runs ahead of the one that needs it.
-
-    A list lowered for transports that match by order posts no receive before an earlier message of the two
-    workers is sent; where that is just before the op, the message waits at its sender until it is asked
-    for. Where tags match, nobody waits longer because a receive is there earlier.
-    """
-    taken_by: dict[int, int] = {}
-    ops = 0
-    for task in tasks:
-        if isinstance(task.action, Compute):
-            taken_by[task.number] = ops
-            ops += 1
-    found: list[Task] = []
-    every, ops, ahead = ops, 0, 0
-    for task in tasks:
-        # What a later list takes counts as taken after the end.
-        if isinstance(task.action, Receive) and taken_by.get(task.number, every) == ops:
-            found.insert(ahead, task)
-            ahead += 1
-            continue
-        if isinstance(task.action, Compute):
-            ahead = len(found)
-            ops += 1
-        found.append(task)
-    return found
+        action = task.action
+        if isinstance(action, Compute):
+            return action.op.kind.makes_output and action.op.stage == 0 != self.last_stage
+        return isinstance(action, Receive)

@@ -1,6 +1,6 @@
 """One worker's weights: who else holds them, how they are summed, updated, compared and saved.
 
-Invariant: all copies of a stage are bitwise equal after every update. It knows nothing of actions or
+Invariant: all copies of a stage are bitwise equal after every update. It knows nothing of orders or
 micro-batches.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -17,10 +18,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from counterflow.errors import ConfigError, WorkerError
+from counterflow.schedule.actions import StartSync, Summed, SyncAction, WaitSync
 
 from .gradients import Shard, unique
 from .stage import StageCopy
-from .transport import Group, Transport
+from .transport import Group, Pending, Transport
 
 MakeOptimizer = Callable[[Any], Optimizer]
 """Of a list of parameters, or of (name, parameter)."""
@@ -36,6 +38,9 @@ _BROADCAST_BYTES = 25 * 1024 * 1024
 
 
 _DIGEST_BYTES = 16
+
+_Average = tuple[list[Tensor], Tensor, Pending, int]
+"""An average under way: the buffers, all of them in one tensor, the sum of it, and how many are summed."""
 
 
 class Weights:
@@ -79,7 +84,8 @@ class Weights:
         self.kept_gradients: dict[str, Tensor] = {}
         self._groups: dict[int, Group | None] = {}
         self._own: dict[int, Shard] = {}
-        self._tied: list[Shard] = []
+        self._tied: dict[tuple[int, ...], list[Shard]] = {}
+        self._averages: dict[int, _Average] = {}
         self._make_shards()
         self._start_alike()
         self.optimizers: dict[int, Optimizer] = {}
@@ -112,7 +118,8 @@ class Weights:
             if group is not None:  # they start as the first stage that has them was made
                 self.transport.broadcast(parameter.data, self.ranks[0][self.holders[stages[0]][0]], group)
             own = unique([(name, parameter)], taken)
-            self._tied.append(Shard(own, group, counted=self.worker == holders[0], stage=held[0]))
+            tied = self._tied.setdefault(tuple(stages), [])
+            tied.append(Shard(own, group, counted=self.worker == holders[0], stage=held[0]))
         for stage, copies in enumerate(self.holders):
             group = self._group(copies)
             if stage in self.stages:
@@ -144,7 +151,7 @@ class Weights:
         return self.transport.group(sorted(ranks)) if len(ranks) > 1 else None
 
     def _shards(self) -> list[Shard]:
-        return [*self._tied, *self._own.values()]
+        return [*chain.from_iterable(self._tied.values()), *self._own.values()]
 
     def _updated_with(self, stage: int) -> list[Shard]:
         return [shard for shard in self._shards() if shard.stage == stage]
@@ -212,25 +219,38 @@ class Weights:
         for shard in self._shards():
             shard.detach()
 
-    def start_sync(self, stage: int) -> None:
-        """Begin to sum a stage's gradients over its copies."""
-        self._own[stage].start(self.transport)
-
-    def wait_sync(self, stage: int) -> None:
-        """Until they are summed."""
-        self._own[stage].wait()
-
-    def sum_tied(self) -> None:
-        """Sum the gradients of weights that several stages share, once all of these are done."""
-        for shard in self._tied:
+    def start_sync(self, sync: StartSync) -> None:
+        """Begin to sum gradients over all who hold them, or to average running statistics."""
+        if sync.what is Summed.STATISTICS:
+            self._averages[sync.stage] = self._start_average(sync.stage)
+        for shard in self._summed_in(sync):
             shard.start(self.transport)
-        for shard in self._tied:
+
+    def wait_sync(self, sync: WaitSync) -> None:
+        """Until it is done."""
+        if sync.what is Summed.STATISTICS:
+            self._end_average(*self._averages.pop(sync.stage))
+        for shard in self._summed_in(sync):
             shard.wait()
+
+    def _summed_in(self, sync: SyncAction) -> Sequence[Shard]:
+        match sync.what:
+            case Summed.GRADIENTS:
+                return (self._own[sync.stage],)
+            case Summed.TIED:
+                return self._tied[sync.stage, *sync.tied]
+            case Summed.STATISTICS:
+                return ()
 
     @property
     def shared(self) -> list[str]:
         """Weights of the model that several stages share."""
         return list(self._shared_names())
+
+    @property
+    def ties(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of stages that share weights, each ascending."""
+        return tuple(sorted({tuple(stages) for stages in self._shared_names().values()}))
 
     def counts(self, stage: int) -> bool:
         """Whether this worker is the one of its group that counts a stage in the global norm."""
@@ -276,20 +296,20 @@ class Weights:
         for shard in self._shards() if stage is None else (self._own[stage],):
             shard.clear()
 
-    def average_statistics(self) -> None:
-        """Running statistics of batch norms become the mean of those of the stage's copies."""
-        for stage, copy in self.stages.items():
-            group = self._groups[stage]
-            floats = [buffer for buffer in copy.statistics if buffer.is_floating_point()]
-            if group is None or not floats:
-                continue
-            flat = torch.cat([buffer.reshape(-1) for buffer in floats])
-            self.transport.all_reduce(flat, group).wait()
-            flat /= len(group.ranks)
-            at = 0
-            for buffer in floats:
-                buffer.copy_(flat[at : at + buffer.numel()].view_as(buffer))
-                at += buffer.numel()
+    def _start_average(self, stage: int) -> _Average:
+        """Begin to make running statistics the mean of those of the stage's copies."""
+        group = self._groups[stage]
+        assert group is not None  # only then a list asks for it
+        floats = [buffer for buffer in self.stages[stage].statistics if buffer.is_floating_point()]
+        flat = torch.cat([buffer.reshape(-1) for buffer in floats])
+        return floats, flat, self.transport.all_reduce(flat, group), len(group.ranks)
+
+    @staticmethod
+    def _end_average(floats: Sequence[Tensor], flat: Tensor, pending: Pending, copies: int) -> None:
+        pending.wait()
+        flat /= copies
+        for buffer, mean in zip(floats, flat.split([b.numel() for b in floats]), strict=True):
+            buffer.copy_(mean.view_as(buffer))
 
     # -- comparing and saving
 

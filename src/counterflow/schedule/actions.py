@@ -8,98 +8,134 @@ comes next. A message is named by the op whose output it carries. How the lists 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
-from .ir import Op, Schedule
+from .ir import Op, OpKind, Schedule
 from .modes import Sync
 from .sync import needs_sync
 
+_WORDS = {
+    OpKind.FORWARD: "Forward",
+    OpKind.BACKWARD: "Backward",
+    OpKind.INPUT_GRADIENT: "InputGradient",
+    OpKind.WEIGHT_GRADIENTS: "WeightGradients",
+}
+
+
+class Matching(Enum):
+    """How a transport matches the messages between two workers.
+
+    ``ORDER``: by their order alone, whichever way they go (NCCL). ``TAG``: by a number (Gloo).
+    """
+
+    ORDER = "order"
+    TAG = "tag"
+
+
+class Summed(Enum):
+    """What is summed over workers.
+
+    ``GRADIENTS``: of a stage, over its copies. ``TIED``: of weights that several stages share, over all who
+    hold one of them. ``STATISTICS``: a stage's running statistics (batch norms), averaged over its copies.
+    """
+
+    GRADIENTS = "gradients"
+    TIED = "tied gradients"
+    STATISTICS = "statistics"
+
 
 @dataclass(frozen=True, slots=True)
-class Forward:
-    """Compute ``op``, a forward; waits for its input if that comes from another worker."""
+class Compute:
+    """Compute ``op``; waits for its input if that comes from another worker."""
 
     op: Op
 
     def __str__(self) -> str:
-        return f"Forward {self.op}"
+        return f"{_WORDS[self.op.kind]} {self.op}"
 
 
 @dataclass(frozen=True, slots=True)
-class Backward:
-    """Compute ``op``, a backward; waits for its gradient if that comes from another worker."""
-
-    op: Op
-
-    def __str__(self) -> str:
-        return f"Backward {self.op}"
-
-
-@dataclass(frozen=True, slots=True)
-class SendActivation:
-    """Send the output of the forward ``output`` to worker ``peer``."""
+class Send:
+    """Send what ``output`` made for another stage, its output or its input gradient, to worker ``peer``."""
 
     output: Op
     peer: int
 
     def __str__(self) -> str:
-        return f"SendActivation {self.output} to worker {self.peer}"
+        return f"Send{_what(self.output)} {self.output} to worker {self.peer}"
 
 
 @dataclass(frozen=True, slots=True)
-class SendGradient:
-    """Send the input gradient that the backward ``output`` made to worker ``peer``."""
+class Receive:
+    """Post the receive of what ``output`` of worker ``peer`` makes; does not wait."""
 
     output: Op
     peer: int
 
     def __str__(self) -> str:
-        return f"SendGradient {self.output} to worker {self.peer}"
+        return f"Receive{_what(self.output)} {self.output} from worker {self.peer}"
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveActivation:
-    """Post the receive of the output of the forward ``output`` of worker ``peer``; does not wait."""
+class Exchange:
+    """A send and a receive that cross the peer's, in one go; ``first`` and ``second`` in the list's order."""
 
-    output: Op
-    peer: int
+    first: Send | Receive
+    second: Send | Receive
+
+    @property
+    def peer(self) -> int:
+        """The other worker."""
+        return self.first.peer
 
     def __str__(self) -> str:
-        return f"ReceiveActivation {self.output} from worker {self.peer}"
+        return f"Exchange: {self.first}, {self.second}"
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveGradient:
-    """Post the receive of the gradient that ``output`` of worker ``peer`` makes; does not wait."""
+class StartSync:
+    """Begin to sum something of a stage and period over ``workers``; does not wait.
 
-    output: Op
-    peer: int
-
-    def __str__(self) -> str:
-        return f"ReceiveGradient {self.output} from worker {self.peer}"
-
-
-@dataclass(frozen=True, slots=True)
-class StartGradientSync:
-    """Begin to sum a stage's gradients of a period over its copies on ``workers``; does not wait."""
+    ``tied`` are further stages whose weights are the same (``Summed.TIED``).
+    """
 
     stage: int
     period: int
     workers: tuple[int, ...]
+    what: Summed = Summed.GRADIENTS
+    tied: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"StartGradientSync stage {self.stage} period {self.period}"
+        return f"StartSync {_summed(self)}"
 
 
 @dataclass(frozen=True, slots=True)
-class WaitGradientSync:
-    """Wait until the sum that ``StartGradientSync`` began is there."""
+class WaitSync:
+    """Wait until the sum that the ``StartSync`` of the same fields began is there."""
 
     stage: int
     period: int
     workers: tuple[int, ...]
+    what: Summed = Summed.GRADIENTS
+    tied: tuple[int, ...] = ()
+
+    @property
+    def start(self) -> StartSync:
+        """What began the sum."""
+        return StartSync(self.stage, self.period, self.workers, self.what, self.tied)
 
     def __str__(self) -> str:
-        return f"WaitGradientSync stage {self.stage} period {self.period}"
+        return f"WaitSync {_summed(self)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Agree:
+    """Hear from all workers of all groups the period's loss and gradient norm; then clip by the norm."""
+
+    period: int
+
+    def __str__(self) -> str:
+        return f"Agree on loss and norm of period {self.period}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,27 +153,39 @@ class Update:
         return f"Update stage {self.stage} to version {self.version}"
 
 
-Compute = Forward | Backward
-Send = SendActivation | SendGradient
-Receive = ReceiveActivation | ReceiveGradient
-SyncAction = StartGradientSync | WaitGradientSync
-Action = Compute | Send | Receive | SyncAction | Update
+Message = Send | Receive
+SyncAction = StartSync | WaitSync
+Action = Compute | Message | Exchange | SyncAction | Agree | Update
+
+
+def _what(op: Op) -> str:
+    return "Activation" if op.kind.makes_output else "Gradient"
+
+
+def _summed(sync: SyncAction) -> str:
+    stages = " and ".join(map(str, (sync.stage, *sync.tied)))
+    return f"{sync.what.value} of stage{'s' if sync.tied else ''} {stages}, period {sync.period}"
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One action list a worker, lowered from a schedule for ``replicas`` pipeline groups."""
+    """One action list a worker, lowered from a schedule for ``replicas`` pipeline groups.
+
+    What is proved is what is timed and what runs: nothing reorders these lists.
+    """
 
     schedule: Schedule
     actions: tuple[tuple[Action, ...], ...]
     replicas: int = 1
     sync: Sync = Sync.EAGER_OPT
+    matching: Matching = Matching.ORDER
 
     @property
     def needs_sync(self) -> bool:
         """Whether stages have several copies, so that their gradients have to be summed."""
         return needs_sync(self.schedule, self.replicas)
 
-    def holders(self, stage: int) -> tuple[int, ...]:
-        """The workers of one group that hold a copy of ``stage``, ascending."""
-        return tuple(sorted({worker for _, worker in self.schedule.placement.copies(stage)}))
+    def holders(self, *stages: int) -> tuple[int, ...]:
+        """The workers of one group that hold a copy of one of ``stages``, ascending."""
+        copies = (copy for stage in stages for copy in self.schedule.placement.copies(stage))
+        return tuple(sorted({worker for _, worker in copies}))

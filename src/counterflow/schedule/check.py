@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .actions import Program
+from .actions import Matching, Program
 from .ir import Schedule
-from .lowering import lower
+from .lowering import NOTHING_SHARED, Shared, lower
 from .modes import Sync
 from .rules import RULES, Subject, details, require
 
@@ -45,14 +45,15 @@ def inspect(schedule: Schedule, *, program: Program | None = None, peak_limit: f
     True
     """
     results: dict[str, RuleResult] = {}
+    subject = Subject(schedule, program, peak_limit)
     for rule in RULES:
         broken = [name for name in rule.after if not results[name].ok]
-        if not broken and rule.lowered and program is None:
-            program = lower(schedule, recheck=False)
+        if not broken and rule.lowered and subject.program is None:
+            subject.program = lower(schedule, recheck=False)
         if broken:
             results[rule.name] = RuleResult(rule.name, None, f"not checked, because '{broken[0]}' fails")
             continue
-        detail = details(rule, Subject(schedule, program, peak_limit))
+        detail = details(rule, subject)
         results[rule.name] = RuleResult(rule.name, not detail, detail)
     return Report(tuple(results.values()))
 
@@ -64,13 +65,21 @@ def check(schedule: Schedule, *, program: Program | None = None, peak_limit: flo
         DeadlockError: the workers wait for each other in a circle; the message shows it.
         ScheduleError: another rule is broken; the message says which, where, expected and got.
     """
+    subject = Subject(schedule, program, peak_limit)
     for rule in RULES:
-        if rule.lowered and program is None:
-            program = lower(schedule, recheck=False)
-        require(Subject(schedule, program, peak_limit), (rule,))
+        if rule.lowered and subject.program is None:
+            subject.program = lower(schedule, recheck=False)
+        require(subject, (rule,))
 
 
-def checked_program(schedule: Schedule, *, replicas: int = 1, sync: Sync | str = Sync.EAGER_OPT) -> Program:
+def checked_program(
+    schedule: Schedule,
+    *,
+    replicas: int = 1,
+    sync: Sync | str = Sync.EAGER_OPT,
+    matching: Matching = Matching.ORDER,
+    shared: Shared = NOTHING_SHARED,
+) -> Program:
     """The action lists of a schedule that may be hand-made; see ``lower`` for the arguments.
 
     Raises:
@@ -79,4 +88,4 @@ def checked_program(schedule: Schedule, *, replicas: int = 1, sync: Sync | str =
         ConfigError: replicas below 1, an unknown sync mode.
     """
     require(Subject(schedule), (rule for rule in RULES if not rule.lowered))
-    return lower(schedule, replicas=replicas, sync=sync)
+    return lower(schedule, replicas=replicas, sync=sync, matching=matching, shared=shared)

@@ -1,10 +1,13 @@
 """Lowering: from a schedule to one action list a worker, as a chain of pure passes.
 
-1. ``with_messages``: every op as a compute action, a send right after each op whose output another
+1. ``with_messages``: every op as a compute action, a send right after each op whose product another
    worker needs, and its receive early on the other side (Hanayo section 4.2).
-2. ``with_syncs``: gradient syncs started as the mode says.
-3. ``with_updates``: waits for the syncs, updates, and the weight versions each one frees.
+2. ``with_exchanges``: where messages are matched by order, a send and a receive that cross are one action.
+3. ``with_syncs``: gradient syncs started as the mode says.
+4. ``with_updates``: waits for the syncs, sums of tied weights, the agreement on loss and norm, updates with
+   the weight versions each one frees, averages of running statistics.
 
+This is the only place where a list is made or ordered: what comes out is proved, timed and run as it stands.
 After each pass the rules of the checker that already must hold are checked again.
 
 Messages between two workers have one order, the same on both, whichever way they go: the order in which
@@ -12,40 +15,59 @@ they are sent when forwards take 1 and backwards 2. A receive is posted before t
 message is sent, and at least one op before the op that needs it; but not before an earlier message of
 the same two workers. That play of the schedule is then also a play with sends that block until their
 receive is posted, in which no send has to wait; and since whether a play gets stuck does not depend on
-how long things take, no play with blocking sends gets stuck.
+how long things take, no play with blocking sends gets stuck. Where messages are matched by tag, nobody waits
+longer because a receive is there earlier: every one is posted at least one op before it is needed.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from counterflow.errors import ConfigError, ScheduleError
 
 from .actions import (
     Action,
-    Backward,
-    Forward,
+    Agree,
+    Compute,
+    Matching,
     Program,
-    ReceiveActivation,
-    ReceiveGradient,
-    SendActivation,
-    SendGradient,
-    StartGradientSync,
+    Receive,
+    Send,
+    StartSync,
+    Summed,
+    SyncAction,
     Update,
-    WaitGradientSync,
+    WaitSync,
 )
+from .crossing import with_exchanges
 from .graph import OpGraph
 from .ir import Schedule
 from .modes import Sync, parse_mode
-from .rules import DEADLOCK_RENDEZVOUS, MESSAGES, SYNCS, VERSIONS, Rule, Subject, require
+from .rules import AGREED, DEADLOCK_RENDEZVOUS, MESSAGES, SYNCS, VERSIONS, Rule, Subject, require
 from .sync import by_last_backward, first_users, gradient_syncs, plan_syncs
 
 Gaps = list[dict[int, list[Action]]]
 """For each worker, what stands before its op number i (i = number of ops: at the end)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What of a model is summed besides the gradients of a stage's copies.
+
+    Attributes:
+        ties: groups of stages that share weights, each ascending.
+        statistics: stages whose running statistics (batch norms) are averaged over their copies.
+    """
+
+    ties: tuple[tuple[int, ...], ...] = ()
+    statistics: tuple[int, ...] = ()
+
+
+NOTHING_SHARED = Shared()
 
 
 def lower(
@@ -54,6 +76,8 @@ def lower(
     replicas: int = 1,
     sync: Sync | str = Sync.EAGER_OPT,
     times: tuple[Sequence[float], Sequence[float]] | None = None,
+    matching: Matching = Matching.ORDER,
+    shared: Shared = NOTHING_SHARED,
     recheck: bool = True,
 ) -> Program:
     """The action lists of a schedule.
@@ -63,7 +87,10 @@ def lower(
         replicas: pipeline groups that share each stage's gradients, 1 or more.
         sync: when gradients are summed.
         times: start and end of every op, worker by worker in order, in any unit, by which ``eager-opt``
-            decides; by default those of forwards that take 1 and backwards that take 2.
+            decides (``counterflow.lower`` takes them from costs); by default those of forwards that take 1
+            and backwards that take 2.
+        matching: how the transport matches messages.
+        shared: what is summed besides the gradients of a stage's copies.
         recheck: whether the checker's rules are checked after each pass.
 
     Raises:
@@ -77,23 +104,23 @@ def lower(
     mode = parse_mode(Sync, "sync", sync)
     graph = OpGraph(schedule)
     unit = unit_times(graph)
-    passes: tuple[tuple[Callable[[Program], Program], tuple[Rule, ...]], ...] = (
-        (partial(with_messages, graph=graph, times=unit), (MESSAGES, DEADLOCK_RENDEZVOUS)),
-        (
-            partial(with_syncs, graph=graph, times=times or unit),
-            (MESSAGES, DEADLOCK_RENDEZVOUS),
-        ),
-        (with_updates, (MESSAGES, DEADLOCK_RENDEZVOUS, VERSIONS, SYNCS)),
-    )
-    program = Program(schedule, (), replicas, mode)
+    traffic = MESSAGES, DEADLOCK_RENDEZVOUS
+    passes: list[tuple[Callable[[Program], Program], tuple[Rule, ...]]] = [
+        (partial(with_messages, graph=graph, times=unit), traffic),
+        (partial(with_syncs, graph=graph, times=times or unit), traffic),
+        (partial(with_updates, shared=shared), (*traffic, VERSIONS, SYNCS, AGREED)),
+    ]
+    if matching is Matching.ORDER:
+        passes.insert(1, (with_exchanges, traffic))
+    program = Program(schedule, (), replicas, mode, matching)
     for lowering_pass, rules in passes:
         program = lowering_pass(program)
         if recheck:
-            require(Subject(schedule, program), rules)
+            require(Subject(schedule, program, graph=graph), rules)
     return program
 
 
-def lower_evaluation(schedule: Schedule) -> Program:
+def lower_evaluation(schedule: Schedule, *, matching: Matching = Matching.ORDER) -> Program:
     """The action lists that compute one mini-batch's loss without gradients: the forwards of one period.
 
     Raises:
@@ -105,8 +132,10 @@ def lower_evaluation(schedule: Schedule) -> Program:
     )
     forwards = replace(schedule, workload=schedule.workload.evaluation(), orders=orders, steady=None)
     graph = OpGraph(forwards)
-    program = with_messages(Program(forwards, ()), graph, unit_times(graph))
-    require(Subject(forwards, program), (MESSAGES, DEADLOCK_RENDEZVOUS))
+    program = with_messages(Program(forwards, (), matching=matching), graph, unit_times(graph))
+    if matching is Matching.ORDER:
+        program = with_exchanges(program)
+    require(Subject(forwards, program, graph=graph), (MESSAGES, DEADLOCK_RENDEZVOUS))
     return program
 
 
@@ -120,13 +149,14 @@ def with_messages(program: Program, graph: OpGraph, times: tuple[list[int], list
     """Compute actions, each send right after its op, each receive early (see the module docstring)."""
     orders = program.schedule.orders
     gaps: Gaps = [defaultdict(list) for _ in orders]
-    for worker, index, _, action in messages(graph, times[1], [(0, len(order)) for order in orders]):
+    bounds = [(0, len(order)) for order in orders]
+    for worker, index, _, action in messages(graph, times[1], bounds, program.matching):
         gaps[worker][index].append(action)
     return _woven(program, compute_actions(program.schedule), gaps)
 
 
 def messages(
-    graph: OpGraph, ends: Sequence[int], bounds: Sequence[Sequence[int]]
+    graph: OpGraph, ends: Sequence[int], bounds: Sequence[Sequence[int]], matching: Matching
 ) -> Iterator[tuple[int, int, int, Action]]:
     """Sends and receives, as (worker, op before which it stands, segment, action).
 
@@ -138,6 +168,8 @@ def messages(
         graph: the ops.
         ends: of every op, in any unit.
         bounds: by worker, the op with which each segment begins, and the number of its ops.
+        matching: by order, no receive is posted before an earlier message of the two workers; by tag, every
+            one at least one op before it is needed. Those that are moved for it come last.
 
     Raises:
         ScheduleError: a message is needed in an earlier segment than the one it is sent in.
@@ -145,6 +177,7 @@ def messages(
     latest: dict[tuple[int, int], int] = defaultdict(int)
     by_worker = [ends[graph.first[w] : graph.first[w + 1]] for w in range(len(bounds))]
     placed = []
+    moved: list[tuple[int, int, int, Action]] = []
     for source, target in graph.messages:
         sender = graph.worker[source]
         number = bisect_right(bounds[sender], source - graph.first[sender]) - 1
@@ -162,11 +195,13 @@ def messages(
             )
         posted = max(min(running, needed - 1, stop), start, latest[receiver, sender])
         latest[receiver, sender], latest[sender, receiver] = posted, sent
-        forward = output.kind.makes_output
-        send: Action = (SendActivation if forward else SendGradient)(output, receiver)
-        receive: Action = (ReceiveActivation if forward else ReceiveGradient)(output, sender)
-        yield sender, sent, number, send
-        yield receiver, posted, number, receive
+        yield sender, sent, number, Send(output, receiver)
+        receive = Receive(output, sender)
+        if matching is Matching.TAG and posted == needed > start:
+            moved.append((receiver, posted - 1, number, receive))
+        else:
+            yield receiver, posted, number, receive
+    yield from moved
 
 
 def with_syncs(program: Program, graph: OpGraph, times: tuple[Sequence[float], Sequence[float]]) -> Program:
@@ -178,17 +213,17 @@ def with_syncs(program: Program, graph: OpGraph, times: tuple[Sequence[float], S
             stage, workers = item.sync.stage, item.sync.workers
             if program.needs_sync:
                 for worker, before in item.starts:
-                    gaps[worker][before].append(StartGradientSync(stage, item.sync.period, workers))
+                    gaps[worker][before].append(StartSync(stage, item.sync.period, workers))
     else:
         for sync in gradient_syncs(schedule):
             if program.needs_sync:
                 for worker, last in sync.last:
                     before = len(schedule.orders[worker]) if last is None else last + 1
-                    gaps[worker][before].append(StartGradientSync(sync.stage, sync.period, sync.workers))
+                    gaps[worker][before].append(StartSync(sync.stage, sync.period, sync.workers))
     return _woven(program, program.actions, gaps)
 
 
-def with_updates(program: Program) -> Program:
+def with_updates(program: Program, shared: Shared = NOTHING_SHARED) -> Program:
     """Waits and updates: at the end of a synchronous schedule; else before the first op that needs them.
 
     Where nothing has to be summed an asynchronous update follows the last backward of its period at once.
@@ -205,7 +240,7 @@ def with_updates(program: Program) -> Program:
             else:
                 before = last + 1
             if program.needs_sync:
-                wait = WaitGradientSync(sync.stage, sync.period, sync.workers)
+                wait = WaitSync(sync.stage, sync.period, sync.workers)
                 gaps[worker][before].append(wait)
             used = {op.version for op in order[before:] if op.stage == sync.stage}
             needed = min(used, default=sync.period + 1)
@@ -214,22 +249,41 @@ def with_updates(program: Program) -> Program:
             held[worker, sync.stage] = [v for v in versions if v >= needed] + [sync.period + 1]
             gaps[worker][before].append(Update(sync.stage, sync.period + 1, frees))
     if schedule.synchronous:
-        _waits_first(gaps, schedule)
+        for worker, gap in enumerate(gaps):
+            end = len(schedule.orders[worker])
+            gap[end] = _at_the_end(program, worker, gap[end], shared)
     return _woven(program, program.actions, gaps)
 
 
-def _waits_first(gaps: Gaps, schedule: Schedule) -> None:
-    """All syncs are waited for before the first update, as clipping by the global norm needs it."""
-    for worker, order in enumerate(schedule.orders):
-        gaps[worker][len(order)].sort(key=lambda action: isinstance(action, Update))
+def _at_the_end(program: Program, worker: int, actions: Sequence[Action], shared: Shared) -> list[Action]:
+    """All sums are waited for before loss and norm are agreed on, and these before the first update."""
+    updates = [action for action in actions if isinstance(action, Update)]
+    waits = [action for action in actions if not isinstance(action, Update)]
+    tied = _sums(program, worker, ((Summed.TIED, stages) for stages in shared.ties))
+    return [*waits, *tied, Agree(0), *updates, *statistics_sums(program, worker, shared, period=0)]
+
+
+def statistics_sums(program: Program, worker: int, shared: Shared, period: int) -> list[SyncAction]:
+    """The averages of running statistics that a worker takes part in."""
+    stages = ((Summed.STATISTICS, (stage,)) for stage in shared.statistics)
+    return _sums(program, worker, stages, period)
+
+
+def _sums(
+    program: Program, worker: int, wanted: Iterable[tuple[Summed, tuple[int, ...]]], period: int = 0
+) -> list[SyncAction]:
+    """All starts, then all waits, of the sums over several holders that a worker takes part in."""
+    starts = []
+    for what, (stage, *others) in wanted:
+        workers = program.holders(stage, *others)
+        if worker in workers and len(workers) * program.replicas > 1:
+            starts.append(StartSync(stage, period, workers, what, tuple(others)))
+    return [*starts, *(WaitSync(s.stage, s.period, s.workers, s.what, s.tied) for s in starts)]
 
 
 def compute_actions(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """The ops alone, as actions."""
-    return tuple(
-        tuple(Forward(op) if op.kind.makes_output else Backward(op) for op in order)
-        for order in schedule.orders
-    )
+    return tuple(tuple(map(Compute, order)) for order in schedule.orders)
 
 
 def _woven(program: Program, actions: tuple[tuple[Action, ...], ...], gaps: Gaps) -> Program:
@@ -242,10 +296,10 @@ def _woven(program: Program, actions: tuple[tuple[Action, ...], ...], gaps: Gaps
         new: list[Action] = []
         index = 0
         for action in old:
-            if isinstance(action, (Forward, Backward)):
+            if isinstance(action, Compute):
                 new += gaps[worker].get(index, ())
                 index += 1
             new.append(action)
         new += gaps[worker].get(index, ())
         woven.append(tuple(new))
-    return Program(program.schedule, tuple(woven), program.replicas, program.sync)
+    return replace(program, actions=tuple(woven))

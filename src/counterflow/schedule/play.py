@@ -9,22 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from .actions import (
-    Action,
-    Backward,
-    Forward,
-    Program,
-    ReceiveActivation,
-    ReceiveGradient,
-    SendActivation,
-    SendGradient,
-    StartGradientSync,
-    WaitGradientSync,
-)
+from .actions import Action, Agree, Compute, Exchange, Program, Receive, Send, StartSync, WaitSync
 from .ir import Op
 
-Event = tuple[str, Op | tuple[int, int], int]
-"""What an action can wait for: (kind, message or (stage, period), worker that has to make it happen)."""
+Event = tuple[str, Op | StartSync | int, int]
+"""What an action can wait for: (kind, message, sum or period, worker that has to make it happen)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +39,7 @@ def play(program: Program, inputs: dict[Op, Op], *, rendezvous: bool) -> list[St
         action.op: worker
         for worker, actions in enumerate(lists)
         for action in actions
-        if isinstance(action, (Forward, Backward))
+        if isinstance(action, Compute)
     }
     happened: set[Event] = set()
     waiting: dict[Event, list[int]] = defaultdict(list)
@@ -60,7 +49,12 @@ def play(program: Program, inputs: dict[Op, Op], *, rendezvous: bool) -> list[St
         worker = runnable.pop()
         while position[worker] < len(lists[worker]):
             action = lists[worker][position[worker]]
-            event = _blocker(action, worker, inputs, where, happened, rendezvous=rendezvous)
+            for made in _announces(action, worker):
+                happened.add(made)
+                runnable += waiting.pop(made, ())
+            event = _blocker(
+                action, worker, inputs, where, happened, rendezvous=rendezvous, workers=len(lists)
+            )
             if event is not None:
                 waiting[event].append(worker)
                 break
@@ -75,17 +69,31 @@ def play(program: Program, inputs: dict[Op, Op], *, rendezvous: bool) -> list[St
     ]
 
 
+def _announces(action: Action, worker: int) -> tuple[Event, ...]:
+    """What has happened once a worker comes to ``action``, even if it has to wait there."""
+    match action:
+        case Agree(period):
+            return (("agreed", period, worker),)
+        case Exchange(first, second):
+            receive = first if isinstance(first, Receive) else second
+            return (("posted", receive.output, worker),)
+        case _:
+            return ()
+
+
 def _makes(action: Action, worker: int) -> tuple[Event, ...]:
     """What has happened once ``action`` is done."""
     match action:
-        case Forward(op) | Backward(op):
+        case Compute(op):
             return (("computed", op, worker),)
-        case ReceiveActivation(output, _) | ReceiveGradient(output, _):
+        case Receive(output, _):
             return (("posted", output, worker),)
-        case SendActivation(output, _) | SendGradient(output, _):
+        case Send(output, _):
             return (("sent", output, worker),)
-        case StartGradientSync(stage, period, _):
-            return (("started", (stage, period), worker),)
+        case Exchange(first, second):
+            return (*_makes(first, worker), *_makes(second, worker))
+        case StartSync():
+            return (("started", action, worker),)
         case _:
             return ()
 
@@ -98,20 +106,27 @@ def _blocker(
     happened: set[Event],
     *,
     rendezvous: bool,
+    workers: int,
 ) -> Event | None:
     """The first thing that ``action`` waits for and that has not happened; None if it can go on."""
     needed: list[Event] = []
     match action:
-        case Forward(op) | Backward(op):
+        case Compute(op):
             source = inputs.get(op)
             if source is not None:
                 holder = where.get(source, worker)
                 needed.append(("computed" if holder == worker else "sent", source, holder))
-        case SendActivation(output, peer) | SendGradient(output, peer):
+        case Send(output, peer):
             if rendezvous:
                 needed.append(("posted", output, peer))
-        case WaitGradientSync(stage, period, workers):
-            needed += [("started", (stage, period), member) for member in workers]
+        case Exchange(first, second):
+            send = first if isinstance(first, Send) else second
+            if rendezvous:
+                needed.append(("posted", send.output, send.peer))
+        case WaitSync():
+            needed += [("started", action.start, member) for member in action.workers]
+        case Agree(period):
+            needed += [("agreed", period, member) for member in range(workers)]
         case _:
             pass
     return next((event for event in needed if event not in happened), None)
@@ -119,12 +134,15 @@ def _blocker(
 
 def _reason(event: Event) -> str:
     kind, what, worker = event
-    if kind == "started":
-        assert isinstance(what, tuple)
-        return f"worker {worker} to start the gradient sync of stage {what[0]}, period {what[1]}"
-    if kind == "posted":
-        return f"worker {worker} to post the receive of {what}"
-    return f"worker {worker} to {'send' if kind == 'sent' else 'compute'} {what}"
+    match kind:
+        case "started":
+            return f"worker {worker} to {str(what).replace('StartSync', 'start the sum of', 1)}"
+        case "agreed":
+            return f"worker {worker} to come to the agreement of period {what}"
+        case "posted":
+            return f"worker {worker} to post the receive of {what}"
+        case _:
+            return f"worker {worker} to {'send' if kind == 'sent' else 'compute'} {what}"
 
 
 def describe_circle(program: Program, stuck: list[Stuck]) -> str:

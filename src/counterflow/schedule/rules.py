@@ -11,21 +11,24 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from operator import itemgetter
 
 from counterflow.errors import DeadlockError, ScheduleError
 
 from .actions import (
     Action,
-    Backward,
-    Forward,
+    Agree,
+    Compute,
+    Exchange,
+    Matching,
+    Message,
     Program,
-    ReceiveActivation,
-    ReceiveGradient,
-    SendActivation,
-    SendGradient,
-    StartGradientSync,
+    Receive,
+    Send,
+    StartSync,
+    Summed,
     Update,
-    WaitGradientSync,
+    WaitSync,
 )
 from .graph import OpGraph
 from .ir import Op, OpKind, Schedule
@@ -36,13 +39,23 @@ MOST_SHOWN = 5
 """Violations of one rule that are shown; the rest are counted."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Subject:
-    """What is checked: a schedule, its lowered program once there is one, and the user's limit."""
+    """What is checked: a schedule, its lowered program once there is one, and the user's limit.
+
+    ``graph`` is that of the schedule, made when a rule first needs it.
+    """
 
     schedule: Schedule
     program: Program | None = None
     peak_limit: float | None = None
+    graph: OpGraph | None = None
+
+    def needed_graph(self) -> OpGraph:
+        """The graph of the schedule."""
+        if self.graph is None:
+            self.graph = OpGraph(self.schedule)
+        return self.graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +153,7 @@ def _input_gradient_first(subject: Subject) -> Iterator[str]:
 
 
 def _no_deadlock(subject: Subject) -> Iterator[str]:
-    graph = OpGraph(subject.schedule)
+    graph = subject.needed_graph()
     if graph.deadlocked:
         yield graph.describe_cycle()
     elif subject.program is not None:
@@ -153,7 +166,7 @@ def _no_deadlock_rendezvous(subject: Subject) -> Iterator[str]:
 
 
 def _stuck(subject: Subject, program: Program, *, rendezvous: bool) -> Iterator[str]:
-    graph = OpGraph(subject.schedule)
+    graph = subject.needed_graph()
     inputs = {
         graph.ops[node]: graph.ops[source] for node, source in enumerate(graph.source) if source is not None
     }
@@ -167,14 +180,16 @@ def _messages(subject: Subject) -> Iterator[str]:
     assert program is not None
     traffic: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)
     for worker, actions in enumerate(program.actions):
-        for index, action in enumerate(actions):
-            match action:
-                case SendActivation(output, peer) | SendGradient(output, peer):
+        for index, message in _worker_traffic(actions):
+            match message:
+                case Send(output, peer):
                     traffic[worker, peer].append((index, f"{output} from {worker} to {peer}"))
-                case ReceiveActivation(output, peer) | ReceiveGradient(output, peer):
+                case Receive(output, peer):
                     traffic[worker, peer].append((index, f"{output} from {peer} to {worker}"))
     for one, other in sorted({(min(pair), max(pair)) for pair in traffic}):
         ours, theirs = traffic[one, other], traffic[other, one]
+        if program.matching is Matching.TAG:
+            ours, theirs = (sorted(messages, key=itemgetter(1)) for messages in (ours, theirs))
         for number, (mine, yours) in enumerate(zip_longest(ours, theirs)):
             if mine is None or yours is None or mine[1] != yours[1]:
                 yield (
@@ -182,11 +197,22 @@ def _messages(subject: Subject) -> Iterator[str]:
                     f"{_message(mine)} on worker {one}, but {_message(yours)} on worker {other}"
                 )
                 break
-    yield from _message_places(program, OpGraph(subject.schedule))
+    yield from _message_places(program, subject.needed_graph())
 
 
 def _message(message: tuple[int, str] | None) -> str:
     return "none" if message is None else f"{message[1]} (action {message[0]})"
+
+
+def _worker_traffic(actions: Iterable[Action]) -> Iterator[tuple[int, Message]]:
+    """The sends and receives of a list with their places, those of exchanges as well."""
+    for index, action in enumerate(actions):
+        match action:
+            case Send() | Receive():
+                yield index, action
+            case Exchange(first, second):
+                yield index, first
+                yield index, second
 
 
 def _message_places(program: Program, graph: OpGraph) -> Iterator[str]:
@@ -203,22 +229,21 @@ def _worker_messages(
     worker: int, actions: tuple[Action, ...], expected: dict[tuple[Op, int], Op]
 ) -> Iterator[str]:
     """The same for one worker; ``expected`` has the op that needs each (message, sender)."""
-    computed: set[Op] = set()
+    computed = {action.op: index for index, action in enumerate(actions) if isinstance(action, Compute)}
+    never = len(actions)
     received: set[Op] = set()
-    for index, action in enumerate(actions):
-        place = f"worker {worker}, action {index}"
-        match action:
-            case Forward(op) | Backward(op):
-                computed.add(op)
-            case SendActivation(output, _) | SendGradient(output, _) if output not in computed:
-                yield f"{place}: {action} comes before {output} is computed"
-            case ReceiveActivation(output, _) | ReceiveGradient(output, _):
-                received.add(output)
-                user = expected.get((output, action.peer))
-                if user is None:
-                    yield f"{place}: {action}, which no op here needs"
-                elif user in computed:
-                    yield f"{place}: {action} is after {user}, which needs it"
+    for index, message in _worker_traffic(actions):
+        place = f"worker {worker}, action {index}: {message}"
+        if isinstance(message, Send):
+            if computed.get(message.output, never) > index:
+                yield f"{place} comes before {message.output} is computed"
+            continue
+        received.add(message.output)
+        user = expected.get((message.output, message.peer))
+        if user is None:
+            yield f"{place}, which no op here needs"
+        elif computed.get(user, never) < index:
+            yield f"{place} is after {user}, which needs it"
     for (output, sender), user in expected.items():
         if output not in received:
             yield f"worker {worker}: no receive of {output} from worker {sender}, which {user} needs"
@@ -254,7 +279,7 @@ def _held_versions(schedule: Schedule, worker: int, actions: tuple[Action, ...])
     for index, action in enumerate(actions):
         place = f"worker {worker}, action {index}: {action}"
         match action:
-            case Forward(op) | Backward(op):
+            case Compute(op):
                 if op.version not in held[op.stage]:
                     shown = ", ".join(map(str, sorted(held[op.stage])))
                     yield f"{place}: version {op.version} of stage {op.stage} is not there, only {shown}"
@@ -307,13 +332,13 @@ def _worker_syncs(  # noqa: C901 - one case an action; the cases are short
     for index, action in enumerate(actions):
         place = f"worker {worker}, action {index}: {action}"
         match action:
-            case Backward(op) if (op.stage, schedule.period_of(op)) in mine:
-                yield f"{place} comes after the start of the gradient sync of its stage"
-            case Backward(op):
-                before = (op.stage, schedule.period_of(op) - 1)
-                if before in mine and before not in waited:
+            case Compute(op) if op.kind.makes_weight_gradients:
+                period = schedule.period_of(op)
+                if (op.stage, period) in mine:
+                    yield f"{place} comes after the start of the gradient sync of its stage"
+                elif (op.stage, period - 1) in mine and (op.stage, period - 1) not in waited:
                     yield f"{place} needs the gradients whose sync is still going on"
-            case StartGradientSync(stage, period, workers):
+            case StartSync(stage, period, workers, Summed.GRADIENTS):
                 if (stage, period) in mine:
                     yield f"{place} is there more than once"
                 if wanted.get((stage, period)) != workers:
@@ -321,7 +346,7 @@ def _worker_syncs(  # noqa: C901 - one case an action; the cases are short
                         f"{place}: over workers {workers}, copies are on {wanted.get((stage, period), ())}"
                     )
                 mine.append((stage, period))
-            case WaitGradientSync(stage, period, _):
+            case WaitSync(stage, period, _, Summed.GRADIENTS):
                 if (stage, period) not in mine:
                     yield f"{place} comes before its start"
                 waited.add((stage, period))
@@ -339,6 +364,28 @@ def _sync_orders(started: list[list[tuple[int, int]]]) -> Iterator[str]:
             a, b = ([s for s in syncs if s in shared] for syncs in (theirs, ours))
             if a != b:
                 yield f"workers {other} and {one} start their gradient syncs in different orders: {a}, {b}"
+
+
+def _agreed(subject: Subject) -> Iterator[str]:
+    """A flush: all gradients are summed, then loss and norm agreed on, then the weights updated."""
+    program = subject.program
+    assert program is not None
+    for worker, actions in enumerate(program.actions if program.schedule.synchronous else ()):
+        places = [index for index, action in enumerate(actions) if isinstance(action, Agree)]
+        if len(places) != 1:
+            yield f"worker {worker}: {len(places)} agreements on loss and norm, expected 1"
+            continue
+        for index, action in enumerate(actions):
+            place = f"worker {worker}, action {index}: {action}"
+            summed = isinstance(action, StartSync | WaitSync) and action.what is not Summed.STATISTICS
+            if index > places[0] and (summed or isinstance(action, Compute)):
+                yield f"{place} comes after the agreement on loss and norm"
+            elif index < places[0] and isinstance(action, Update):
+                yield f"{place} comes before the agreement on loss and norm"
+        started = {a for a in actions if isinstance(a, StartSync)}
+        for index, action in enumerate(actions):
+            if isinstance(action, WaitSync) and action.start not in started:
+                yield f"worker {worker}, action {index}: {action} waits for what it never starts"
 
 
 def _peak(subject: Subject) -> Iterator[str]:
@@ -376,6 +423,7 @@ DEADLOCK_RENDEZVOUS = Rule(
 MESSAGES = Rule("every send has its receive, in one order", _messages, _LOWERABLE, lowered=True)
 VERSIONS = Rule("weight versions as promised", _versions, (COMPLETE.name, PLACED.name))
 SYNCS = Rule("gradient sync covers every copy", _syncs, _LOWERABLE, lowered=True)
+AGREED = Rule("loss and norm agreed on before any update", _agreed, _LOWERABLE, lowered=True)
 PEAK = Rule("peak within the limit", _peak)
 
 RULES = (
@@ -388,6 +436,7 @@ RULES = (
     MESSAGES,
     VERSIONS,
     SYNCS,
+    AGREED,
     PEAK,
 )
 

@@ -23,20 +23,30 @@ from counterflow.errors import ConfigError, ScheduleError
 
 from .actions import (
     Action,
-    Backward,
-    Forward,
+    Compute,
+    Exchange,
+    Matching,
+    Message,
     Program,
-    ReceiveActivation,
-    ReceiveGradient,
-    SendActivation,
-    SendGradient,
-    StartGradientSync,
+    Receive,
+    Send,
+    StartSync,
     Update,
-    WaitGradientSync,
+    WaitSync,
 )
+from .crossing import with_exchanges
 from .graph import OpGraph
 from .ir import Op, Schedule
-from .lowering import compute_actions, messages, unit_times, with_syncs, with_updates
+from .lowering import (
+    NOTHING_SHARED,
+    Shared,
+    compute_actions,
+    messages,
+    statistics_sums,
+    unit_times,
+    with_syncs,
+    with_updates,
+)
 from .registry import SCHEMES, build
 from .rules import DEADLOCK_RENDEZVOUS, MESSAGES, RULES, SYNCS, VERSIONS, Subject, require
 
@@ -105,16 +115,24 @@ Backward B0.0; Update stage 0 to version 1
         orders = tuple(tuple(_ops(row)) for row in actions)
         workload = self.schedule.workload.of_periods(periods)
         whole = replace(self.schedule, workload=workload, orders=orders, steady=None)
-        return Program(whole, actions, parts[0].replicas, parts[0].sync)
+        return replace(parts[0], schedule=whole, actions=actions)
 
 
-def segments(schedule: Schedule, *, replicas: int = 1) -> Segments:
+def segments(
+    schedule: Schedule,
+    *,
+    replicas: int = 1,
+    matching: Matching = Matching.ORDER,
+    shared: Shared = NOTHING_SHARED,
+) -> Segments:
     """Cut an asynchronous schedule, and check every training that its segments can make.
 
     Args:
         schedule: an asynchronous schedule that the checker accepts. One that was made by hand needs enough
             periods to show what repeats; of a scheme's own as many are made as that takes.
         replicas: pipeline groups that share each stage's gradients, 1 or more.
+        matching: how the transport matches messages.
+        shared: the stages whose running statistics are averaged at the end of a drain.
 
     Raises:
         ConfigError: it has too few periods, or is synchronous.
@@ -123,7 +141,7 @@ def segments(schedule: Schedule, *, replicas: int = 1) -> Segments:
     if schedule.synchronous:
         raise ConfigError(f"{schedule} is synchronous: each mini-batch runs its whole order")
     require(Subject(schedule), (rule for rule in RULES if not rule.lowered))
-    cut = _Cut(schedule, replicas)
+    cut = _Cut(schedule, replicas, matching, shared)
     last = cut.repeats_from()
     while last is None:
         longer = _longer(cut.schedule)
@@ -132,7 +150,7 @@ def segments(schedule: Schedule, *, replicas: int = 1) -> Segments:
                 f"{schedule}: its {schedule.periods} periods do not reach the part that repeats; "
                 "make it with more"
             )
-        cut = _Cut(longer, replicas)
+        cut = _Cut(longer, replicas, matching, shared)
         last = cut.repeats_from()
     steady = tuple(cut.segments[: last + 1])
     drains = tuple(cut.drain(k) for k in range(last + 1))
@@ -160,19 +178,20 @@ def shifted(action: Action, periods: int, micro_batches: int) -> Action:
     if not periods:
         return action
     match action:
-        case Forward(op) | Backward(op):
-            return type(action)(later(op, periods, micro_batches))
+        case Compute(op):
+            return Compute(later(op, periods, micro_batches))
         case Update(stage, version, frees):
             return Update(stage, version + periods, tuple(v + periods for v in frees))
-        case (
-            SendActivation(op, peer)
-            | SendGradient(op, peer)
-            | ReceiveActivation(op, peer)
-            | ReceiveGradient(op, peer)
-        ):
-            return type(action)(later(op, periods, micro_batches), peer)
+        case Exchange(first, second):
+            return Exchange(*(_shifted_message(one, periods, micro_batches) for one in (first, second)))
+        case Send() | Receive():
+            return _shifted_message(action, periods, micro_batches)
         case _:
             return replace(action, period=action.period + periods)
+
+
+def _shifted_message(message: Message, periods: int, micro_batches: int) -> Message:
+    return replace(message, output=later(message.output, periods, micro_batches))
 
 
 def later(op: Op, periods: int, micro_batches: int) -> Op:
@@ -182,19 +201,20 @@ def later(op: Op, periods: int, micro_batches: int) -> Op:
 
 
 def _ops(actions: Iterable[Action]) -> Iterator[Op]:
-    return (action.op for action in actions if isinstance(action, Forward | Backward))
+    return (action.op for action in actions if isinstance(action, Compute))
 
 
 class _Cut:
-    """One schedule under the knife."""
+    """One schedule and where its mini-batches begin on each worker."""
 
-    def __init__(self, schedule: Schedule, replicas: int) -> None:
+    def __init__(self, schedule: Schedule, replicas: int, matching: Matching, shared: Shared) -> None:
         self.schedule = schedule
-        self.replicas = replicas
+        self.empty = Program(schedule, (), replicas, matching=matching)
+        self.shared = shared
         self.bounds = [self._bounds(order) for order in schedule.orders]
         self.graph = OpGraph(schedule)
         _, self.ends = times = unit_times(self.graph)
-        gaps = _posted(self.graph, self.ends, self.bounds)
+        gaps = _posted(self.graph, self.ends, self.bounds, matching)
         program = self._updated(self.graph, times)
         for worker, actions in enumerate(program.actions):
             for index, action in _beside_ops(actions):
@@ -205,7 +225,7 @@ class _Cut:
 
     def _updated(self, graph: OpGraph, times: tuple[list[int], list[int]]) -> Program:
         """Ops, syncs and updates without messages."""
-        program = Program(graph.schedule, compute_actions(graph.schedule), self.replicas)
+        program = replace(self.empty, schedule=graph.schedule, actions=compute_actions(graph.schedule))
         return with_updates(with_syncs(program, graph, times))
 
     def _bounds(self, order: Sequence[Op]) -> list[int]:
@@ -229,7 +249,7 @@ class _Cut:
         number = bisect_right(self.bounds[worker], index) - 1
         if number == self.schedule.periods:  # at the very end
             return number - 1
-        waits = isinstance(action, WaitGradientSync) or (isinstance(action, Update) and needs_sync)
+        waits = isinstance(action, WaitSync) or (isinstance(action, Update) and needs_sync)
         return number - (index == self.bounds[worker][number] and not waits)
 
     # -- segments
@@ -239,7 +259,11 @@ class _Cut:
         for worker, order in enumerate(self.schedule.orders):
             start, stop = self.bounds[worker][number : number + 2]
             rows.append(tuple(_woven(order, gaps[worker], start, stop, number)))
-        return Program(self.schedule, tuple(rows), self.replicas)
+        return self._program(rows)
+
+    def _program(self, rows: Sequence[tuple[Action, ...]]) -> Program:
+        program = replace(self.empty, actions=tuple(rows))
+        return with_exchanges(program) if program.matching is Matching.ORDER else program
 
     def repeats_from(self) -> int | None:
         """The first segment that all later ones repeat; None if none does in these periods."""
@@ -265,7 +289,7 @@ class _Cut:
         times = unit_times(graph)
         begins = [self.bounds[worker][count] for worker in range(short.workers)]
         cut = [[*bounds[: count + 1], len(order)] for bounds, order in zip(self.bounds, orders, strict=True)]
-        gaps = _posted(graph, times[1], cut)
+        gaps = _posted(graph, times[1], cut, self.empty.matching)
         rows = []
         for worker, actions in enumerate(self._updated(graph, times).actions):
             before = [action for program in self.segments[:count] for action in program.actions[worker]]
@@ -274,8 +298,9 @@ class _Cut:
                 if _named(action) not in done:
                     gaps[worker][index].append((count, action))
             row = _woven(orders[worker], gaps[worker], begins[worker], len(orders[worker]), count)
-            rows.append(tuple(_freeing(before, list(row))))
-        return Program(self.schedule, tuple(rows), self.replicas)
+            averages = statistics_sums(self.empty, worker, self.shared, period=number)
+            rows.append((*_freeing(before, list(row)), *averages))
+        return self._program(rows)
 
     # -- what is known of all segments
 
@@ -294,10 +319,10 @@ class _Cut:
         return max(1, math.ceil((max(first) - min(first)) / period))
 
 
-def _posted(graph: OpGraph, ends: Sequence[int], bounds: Sequence[Sequence[int]]) -> Gaps:
+def _posted(graph: OpGraph, ends: Sequence[int], bounds: Sequence[Sequence[int]], matching: Matching) -> Gaps:
     """The messages of all segments, where they stand."""
     gaps: Gaps = [defaultdict(list) for _ in bounds]
-    for worker, index, number, action in messages(graph, ends, bounds):
+    for worker, index, number, action in messages(graph, ends, bounds, matching):
         gaps[worker][index].append((number, action))
     return gaps
 
@@ -306,7 +331,7 @@ def _beside_ops(actions: Iterable[Action]) -> Iterator[tuple[int, Action]]:
     """What is no op, with the number of ops before it."""
     index = 0
     for action in actions:
-        if isinstance(action, Forward | Backward):
+        if isinstance(action, Compute):
             index += 1
         else:
             yield index, action
@@ -320,7 +345,7 @@ def _woven(
         yield from (action for tag, action in gaps.get(index, ()) if tag == number)
         if index < stop:
             op = order[index]
-            yield Forward(op) if op.kind.makes_output else Backward(op)
+            yield Compute(op)
 
 
 def _named(action: Action) -> tuple[type[Action], int, int] | None:
@@ -328,7 +353,7 @@ def _named(action: Action) -> tuple[type[Action], int, int] | None:
     match action:
         case Update(stage, version, _):
             return Update, stage, version
-        case StartGradientSync(stage, period, _) | WaitGradientSync(stage, period, _):
+        case StartSync(stage, period) | WaitSync(stage, period):
             return type(action), stage, period
         case _:
             return None

@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from counterflow.schedule.actions import Matching
+
 
 class TransportKind(Enum):
     """The transports there are."""
@@ -119,8 +121,7 @@ class Transport(ABC):
         timeout_seconds: how long anything is waited for.
         status: what this worker does at the moment; the interpreter writes it.
         shares_process: whether other workers are threads of the same process.
-        keeps_order: whether two ranks' messages are matched by their order, whichever way they go, and not
-            by their tags.
+        matching: whether two ranks' messages are matched by their order, whichever way they go, or by tags.
     """
 
     kind: TransportKind
@@ -130,7 +131,7 @@ class Transport(ABC):
     timeout_seconds: float
     status: Status
     shares_process: bool = False
-    keeps_order: bool = True
+    matching: Matching = Matching.ORDER
 
     def connect(self, peers: Iterable[int]) -> None:
         """Make the connections to ``peers`` before messages do; each of them makes this call as well."""

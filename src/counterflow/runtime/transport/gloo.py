@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from counterflow.schedule.actions import Matching
+
 from .base import TransportKind
 from .control import DistributedTransport
 from .pending import Receiving, Sending, in_place_of
@@ -20,7 +22,7 @@ class GlooTransport(DistributedTransport):
     """One process's transport over Gloo."""
 
     kind = TransportKind.GLOO
-    keeps_order = False
+    matching = Matching.TAG
 
     def make_data_plane(self) -> None:
         """See ``DistributedTransport``: the control plane's group carries all."""

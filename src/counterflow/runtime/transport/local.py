@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from counterflow.schedule.actions import Matching
+
 from .base import Group, Lost, Status, TimedOut, Transport, TransportKind
 
 _POLL_SECONDS = 0.05
@@ -200,7 +202,7 @@ class LocalTransport(Transport):
         self.device = device
         self.timeout_seconds = hub.timeout_seconds
         self.status = hub.statuses[rank]
-        self.keeps_order = hub.strict
+        self.matching = Matching.ORDER if hub.strict else Matching.TAG
         self._calls: dict[tuple[int, ...], int] = {}
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> _Done:

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from counterflow.schedule.actions import Matching
+
 from .base import Crossing, Pending, TransportKind
 from .control import DistributedTransport
 from .headers import as_plain
@@ -23,7 +25,7 @@ class NcclTransport(DistributedTransport):
     """One process's transport over NCCL."""
 
     kind = TransportKind.NCCL
-    keeps_order = True
+    matching = Matching.ORDER
 
     def make_data_plane(self) -> None:
         """See ``DistributedTransport``."""
