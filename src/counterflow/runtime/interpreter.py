@@ -180,6 +180,7 @@ class Interpreter:
             ranks=ranks,
             stages=stages,
         )
+        self._preparation.first_number = transport.reserve_tags(self._preparation.numbers)
         # What is under way; empty whenever the pipeline is:
         self._later = 0  # periods that the list at hand is run later than it says
         self._batches: list[Batch] = []

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from counterflow.errors import ConfigError, CounterflowError
-from counterflow.schedule.actions import Program
+from counterflow.schedule.actions import Matching, Program
 from counterflow.schedule.check import checked_program
 from counterflow.schedule.cuts import balance, explicit
 from counterflow.schedule.ir import Op, OpKind, Schedule
@@ -28,6 +28,7 @@ from counterflow.schedule.lowering import Shared, lower_evaluation
 from counterflow.schedule.modes import Recompute, Sync, parse_mode
 from counterflow.schedule.segments import segments
 
+from . import lease
 from .batch import Batch, Shapes
 from .compression import Compression
 from .continuous import Continuous
@@ -160,6 +161,7 @@ class Pipeline:
         self._loss = loss_layer(loss_function)
         self._read_names(model)
         self.stages = self._make_stages(streams, recompute)
+        self._lease = lease.opened(self.transport, self)
         self.weights = Weights(
             self.stages,
             names=self._names,
@@ -194,8 +196,7 @@ class Pipeline:
         forwards = lower_evaluation(schedule, matching=self.transport.matching)
         self._evaluation: Interpreter = make(forwards.schedule, owner=self._run)
         self._evaluation_tasks = self._evaluation.prepare(forwards)
-        every = (*self._run.lists, self._evaluation_tasks)
-        self.transport.connect({task.peer for tasks in every for task in tasks if task.peer >= 0})
+        self._connect()
         halves = max((op.parts for op in schedule.ops()), default=1)
         self._fewest = schedule.micro_batches * halves
         """Samples a mini-batch must have."""
@@ -280,6 +281,32 @@ class Pipeline:
             for stage in held
         }
 
+    def _connect(self) -> None:
+        """To those whom messages go to or come from."""
+        self._lease.groups = self.weights.groups
+        every = (*self._run.lists, self._evaluation_tasks)
+        self.transport.connect({task.peer for tasks in every for task in tasks if task.peer >= 0})
+
+    def close(self) -> None:
+        """End what is under way and give back what the pipeline holds of its transport; all workers call it.
+
+        A pipeline that is dropped without it gives that back when the next one is made. Also a context
+        manager: ``with cf.Pipeline(...) as pipeline: ...``.
+        """
+        if not self._lease.closed:
+            self.flush()
+            with self._reported():
+                self._lease.close()
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close it; after an error nobody waits for anybody."""
+        if kind is None:
+            self.close()
+
     # -- a step
 
     def step(self, inputs: Any = None, targets: Any = None, *, update: bool = True) -> Step:
@@ -363,6 +390,7 @@ class Pipeline:
         return self._run.under_way
 
     def _batch(self, inputs: Any, targets: Any, call: float) -> Batch:
+        self._only_alone()
         training = call != _EVALUATE
         mine = _samples(inputs, self.input_dims, "inputs"), _samples(targets, self.target_dims, "targets")
         samples = max(mine)
@@ -385,6 +413,17 @@ class Pipeline:
         given = samples, kind, total
         settle = (lambda: self._settled(telling, call)) if ahead else None
         return self._cut(inputs, targets, given, training=training, settle=settle)
+
+    def _only_alone(self) -> None:
+        """Refuse a step of a closed pipeline, and one that would get among another pipeline's messages."""
+        if self._lease.closed:
+            raise ConfigError("the pipeline is closed; make another one")
+        by_order = self.transport.matching is Matching.ORDER
+        if by_order and any(other.under_way for other in self._lease.others()):
+            raise ConfigError(
+                "another pipeline of these workers has mini-batches under way, and over "
+                f"{self.transport.kind.value} its messages would be taken for this one's; flush() it before"
+            )
 
     def _as_before(self, mine: tuple[int, int], kind: int) -> tuple[int, int, int]:
         """What is known of a mini-batch that follows others without a flush: it is like them.

@@ -97,6 +97,8 @@ class Preparation:
         self.ranks = tuple(ranks)
         self.stages = stages
         self.last_stage = schedule.stages - 1
+        self.first_number = 0
+        """Of messages."""
         self._parts = {op.micro_batches[0]: op.parts for op in schedule.ops() if not op.kind.makes_output}
         self._most_parts = max(self._parts.values(), default=1)
 
@@ -172,7 +174,13 @@ class Preparation:
         """Of the message with the output of ``stage`` for what ``op`` runs on; the same on all workers."""
         micro_batch = first.slot * self.schedule.micro_batches + first.micro_batch
         gradient = op.kind.makes_input_gradient
-        return ((micro_batch * (self.last_stage + 1) + stage) * 2 + gradient) * self._most_parts + op.part
+        number = ((micro_batch * (self.last_stage + 1) + stage) * 2 + gradient) * self._most_parts + op.part
+        return self.first_number + number
+
+    @property
+    def numbers(self) -> int:
+        """How many ``_number`` tells apart."""
+        return self.slots * self.schedule.micro_batches * (self.last_stage + 1) * 2 * self._most_parts
 
     def _alone(self, task: Task) -> bool:
         """Whether no other worker sees it, and nothing in it depends on what others were given."""

@@ -82,6 +82,8 @@ class Weights:
         self.transport = transport
         self.keeps_gradients = False
         self.kept_gradients: dict[str, Tensor] = {}
+        self.groups: list[Group] = []
+        """All that were made."""
         self._groups: dict[int, Group | None] = {}
         self._own: dict[int, Shard] = {}
         self._tied: dict[tuple[int, ...], list[Shard]] = {}
@@ -148,7 +150,10 @@ class Weights:
 
     def _group(self, holders: Iterable[int]) -> Group | None:
         ranks = [row[worker] for row in self.ranks for worker in holders]
-        return self.transport.group(sorted(ranks)) if len(ranks) > 1 else None
+        if len(ranks) == 1:
+            return None
+        self.groups.append(self.transport.group(sorted(ranks)))
+        return self.groups[-1]
 
     def _shards(self) -> list[Shard]:
         return [*chain.from_iterable(self._tied.values()), *self._own.values()]

@@ -19,6 +19,9 @@ from torch import Tensor
 
 from counterflow.schedule.actions import Matching
 
+MOST_TAGS = 2**29 - 2
+"""Tags are smaller than this."""
+
 
 class TransportKind(Enum):
     """The transports there are."""
@@ -137,6 +140,19 @@ class Transport(ABC):
         """Make the connections to ``peers`` before messages do; each of them makes this call as well."""
         del peers  # most transports are connected from the start
 
+    _tags = 0
+
+    def reserve_tags(self, count: int) -> int:
+        """The first of so many tags that nobody else's messages have; all ranks make the same calls.
+
+        After very many they begin anew, with those of who is long gone.
+        """
+        if self._tags + count > MOST_TAGS:
+            self._tags = 0
+        first = self._tags
+        self._tags += count
+        return first
+
     @abstractmethod
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Pending:
         """Begin to send tensors whose shapes the receiver knows. They must not change until it is done."""
@@ -177,6 +193,10 @@ class Transport(ABC):
     @abstractmethod
     def group(self, ranks: Sequence[int]) -> Group:
         """A group for collectives. All ranks of the world call this with the same ranks, in one order."""
+
+    def release(self, groups: Iterable[Group]) -> None:
+        """Give groups back that no rank uses any more; all ranks call it."""
+        del groups  # of most transports they are nothing but names
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, group: Group) -> Pending:

@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -178,6 +178,14 @@ class DistributedTransport(Transport):
         """See ``Transport.group``. Two groups of the same ranks are two: their collectives may cross."""
         alone = len(ranks) == 1
         return Group(tuple(ranks), None if alone else self._new_group(ranks, self.kind.value))
+
+    def release(self, groups: Iterable[Group]) -> None:
+        """See ``Transport.release``."""
+        for group in groups:
+            if group.handle is not None:
+                handle = _handle(group)
+                self._groups.remove(handle)
+                dist.destroy_process_group(handle)
 
     def all_reduce(self, tensor: Tensor, group: Group) -> Works | Done:
         """See ``Transport.all_reduce``. Gloo and NCCL sum each element in one place, then spread it."""

@@ -6,10 +6,11 @@ message share a tag; Gloo matches equal tags in the order in which they were pos
 
 from __future__ import annotations
 
-_LANES = 4
-PAYLOAD, HEADER, DESCRIBED, MORE_HEADER = range(_LANES)
+from .base import MOST_TAGS
 
-_MAX_TAG = 2**31 // _LANES - 2
+_LANES = 4
+assert MOST_TAGS * _LANES < 2**31 - 2
+PAYLOAD, HEADER, DESCRIBED, MORE_HEADER = range(_LANES)
 
 BREAK_TAG = 2**31 - 1
 """A tag nothing is ever sent under."""
@@ -19,5 +20,5 @@ GATHER_TAG = BREAK_TAG - 1
 
 def lane_tag(tag: int, lane: int) -> int:
     """The tag of a message's part."""
-    assert 0 <= tag <= _MAX_TAG, tag
+    assert 0 <= tag < MOST_TAGS, tag
     return tag * _LANES + lane

@@ -1,0 +1,61 @@
+"""What pipelines hold of a transport that several of them share: tags of messages, groups for collectives.
+
+Invariant: all workers open, close and find the leases of their pipelines gone in one order, because all make
+the same calls; what the collector of garbage does when is asked for, never assumed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar, cast
+
+from .transport import Group, Transport
+
+Owner = TypeVar("Owner")
+
+_open: weakref.WeakKeyDictionary[Transport, list[Lease[object]]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(eq=False, slots=True)
+class Lease(Generic[Owner]):
+    """One pipeline's; make it with ``opened``."""
+
+    transport: Transport
+    number: int
+    owner: weakref.ref[Owner]
+    groups: list[Group] = field(default_factory=list)
+    closed: bool = False
+
+    def others(self) -> Iterator[Owner]:
+        """The other pipelines that are alive and not closed."""
+        for lease in _open[self.transport]:
+            owner = lease.owner()
+            if lease is not self and owner is not None:
+                yield cast("Owner", owner)
+
+    def close(self) -> None:
+        """Give all back; all workers call it, when nothing is under way."""
+        if not self.closed:
+            self.transport.gather([])  # a group is not ended while somebody still waits on it
+            self._end()
+
+    def _end(self) -> None:
+        self.closed = True
+        self.transport.release(self.groups)
+        self.groups.clear()
+        _open[self.transport].remove(cast("Lease[object]", self))
+
+
+def opened(transport: Transport, owner: Owner) -> Lease[Owner]:
+    """A pipeline's lease; all workers call it. Ends those of pipelines that are gone on every worker."""
+    leases = _open.setdefault(transport, [])
+    if leases:
+        gone = {lease.number for lease in leases if lease.owner() is None}
+        everywhere = set.intersection(*cast("list[set[int]]", transport.gather_objects(gone)))
+        for lease in [lease for lease in leases if lease.number in everywhere]:
+            lease._end()  # noqa: SLF001 - of this module
+    made = Lease(transport, leases[-1].number + 1 if leases else 0, weakref.ref(owner))
+    leases.append(cast("Lease[object]", made))
+    return made
