@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -339,6 +340,54 @@ def spectral() -> nn.Module:
 
 def test_spectral_norms() -> None:
     agree(seeded(lambda: [spectral() for _ in range(4)]), (schemes.gpipe(2, 4), schemes.dapple(2, 4)))
+
+
+def test_a_loss_may_draw() -> None:
+    layers = seeded(lambda: [nn.Linear(8, 8) for _ in range(4)])
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return mean_square(functional.dropout(output, 0.3), target)
+
+    for schedule in ALL:
+        told = [
+            launch(_told, schedule, layers, loss, recompute, workers=schedule.workers, transport="local")[0]
+            for recompute in RECOMPUTE
+        ]
+        assert told[1:] == [pytest.approx(told[0], rel=1e-10)] * 2, schedule
+
+
+def _told(schedule: Schedule, layers: list[nn.Module], loss: Any, recompute: str) -> list[float]:
+    pipeline = Pipeline(layers, loss, schedule, optimizer=sgd, recompute=recompute)
+    steps = [pipeline.step(x, y) for ((x, y),) in numbers()]
+    return [value for step in steps for value in (step.loss, step.grad_norm)]
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_what_torch_refuses_is_refused_where_bytes_are_counted(recompute: str) -> None:
+    layers = seeded(lambda: [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.ReLU(inplace=True))])
+    with pytest.raises(WorkerError, match="in place"):
+        launch(_trained, layers, recompute, workers=1, transport="local")
+
+
+def _evaluated(layers: list[nn.Module], recompute: str, *, inference: bool) -> list[float]:
+    pipeline = Pipeline(layers, mean_square, schemes.chimera(2, 4), optimizer=sgd, recompute=recompute)
+    ((x, y),) = numbers()[0]
+    with torch.inference_mode(mode=inference):
+        x, y = x.clone(), y.clone()
+        told = [pipeline.evaluate(x, y) for _ in range(3)]
+    told += [pipeline.step(x, y).loss for _ in range(3)]
+    with torch.inference_mode(mode=inference):
+        return [*told, pipeline.evaluate(x, y)]
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_evaluation_and_inputs_of_inference_mode(recompute: str) -> None:
+    layers = seeded(lambda: [nn.Linear(8, 8) for _ in range(4)])
+    plain, found = (
+        launch(partial(_evaluated, inference=mode), layers, recompute, workers=2, transport="local")[0]
+        for mode in (False, True)
+    )
+    assert found == plain
 
 
 class Moody(nn.Linear):

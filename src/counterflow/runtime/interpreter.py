@@ -476,9 +476,9 @@ class Interpreter:
         if task.stage != self._last_stage:
             return take_apart(output, f"stage {task.stage}")
         assert batch.targets is not None
-        loss = self.loss_function(
-            output, _part(batch.targets[unit.micro_batch], unit, batch, batch.target_dims)
-        )
+        assert task.copy is not None
+        target = _part(batch.targets[unit.micro_batch], unit, batch, batch.target_dims)
+        loss = task.copy.loss(self.loss_function, output, target, batch.step, batch.rows((unit,))[0])
         share = batch.share(unit)
         if not again:
             batch.losses.entries.append((unit, loss.detach(), share))

@@ -164,11 +164,11 @@ class SavedBytes:
     def watch(self, collected: list[Kept]) -> torch.autograd.graph.saved_tensors_hooks:
         """Within this context what autograd saves is counted and noted in ``collected``."""
 
-        def pack(tensor: Tensor) -> Tensor:
+        def pack(tensor: Tensor) -> tuple[Tensor, int]:
             self.hold(tensor, collected)
-            return tensor
+            return tensor, tensor._version  # noqa: SLF001 - torch looks at it only where nobody watches
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, _same)
+        return torch.autograd.graph.saved_tensors_hooks(pack, _unchanged)
 
     def hold(self, tensor: Tensor, collected: list[Kept]) -> None:
         """Count a tensor that is kept for backward."""
@@ -196,7 +196,13 @@ class SavedBytes:
         collected.clear()
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _unchanged(kept: tuple[Tensor, int]) -> Tensor:
+    tensor, version = kept
+    if tensor._version != version:  # noqa: SLF001
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} that a backward needs was changed in place after it "
+            "was saved; make a new one there"
+        )
     return tensor
 
 

@@ -706,9 +706,13 @@ class Pipeline:
 
     @contextmanager
     def _reported(self) -> Iterator[None]:
-        """Tell the other workers of an error, so that none of them waits in vain."""
+        """Tell the other workers of an error, so that none of them waits in vain.
+
+        What is made meanwhile is used in later steps: none of it is made in the user's inference mode.
+        """
         try:
-            yield
+            with torch.inference_mode(mode=False):
+                yield
         except CounterflowError as error:
             self.transport.fail(error)
             raise

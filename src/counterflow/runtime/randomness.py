@@ -101,13 +101,15 @@ class RandomStreams:
         """Around the initialisation of a layer's weights."""
         return self._seeded(number_of(self.seed, "weights", layer))
 
-    def run(self, layer: nn.Module, value: Value, *, index: int, step: int, rows: Rows) -> Value:
+    def run(
+        self, layer: Callable[[Value], Value], value: Value, *, index: int, step: int, rows: Rows
+    ) -> Value:
         """A layer's output on some samples of a micro-batch.
 
         Args:
-            layer: what runs.
+            layer: what runs: a module or a function.
             value: what it takes.
-            index: its number among all layers.
+            index: its number among all layers; -1: the loss function.
             step: the step's number.
             rows: which samples ``value`` has.
         """
@@ -136,7 +138,8 @@ class RandomStreams:
         with self._seeded(key), self._sharing(rows) as draws:
             output = layer(value)
         if index not in self._quiet:
-            changes = any(map(keeps_statistics, layer.modules())) or _versions(layer, value) != before
+            modules = layer.modules() if isinstance(layer, nn.Module) else ()
+            changes = any(map(keeps_statistics, modules)) or _versions(layer, value) != before
             self._quiet[index] = not draws.drew and not changes
         elif draws.drew:
             self._quiet[index] = False
@@ -213,10 +216,11 @@ def keeps_statistics(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._NormBase)  # noqa: SLF001 - the base of all that keep any
 
 
-def _versions(layer: nn.Module, value: Value) -> list[int]:
+def _versions(layer: object, value: Value) -> list[int]:
     """What changes when the layer's input or buffers are changed in place."""
     given = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    return [tensor._version for tensor in (*given, *layer.buffers())]  # noqa: SLF001 - torch has no other
+    buffers = layer.buffers() if isinstance(layer, nn.Module) else ()
+    return [tensor._version for tensor in (*given, *buffers)]  # noqa: SLF001 - torch has no other
 
 
 _draws: dict[Any, bool] = {}

@@ -106,8 +106,8 @@ def moved(tree: Tree, device: torch.device, *, copied: bool = False) -> Tree:
     """The same on a device; ``copied``: in memory of its own."""
 
     def move(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.to(device, non_blocking=True, copy=copied)
+        if isinstance(leaf, Tensor):  # one of inference mode cannot be saved for a backward
+            return leaf.to(device, non_blocking=True, copy=copied or leaf.is_inference())
         return leaf.to(device) if isinstance(leaf, BlockMask) else leaf
 
     found: Tree = pytree.tree_map(move, tree, is_leaf=_is_leaf)

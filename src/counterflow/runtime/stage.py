@@ -157,6 +157,15 @@ class StageCopy:
             return None
         return output
 
+    def loss(
+        self, function: Callable[[Any, Any], Tensor], output: Any, target: Any, step: int, rows: Rows
+    ) -> Tensor:
+        """What a loss function makes of the last stage's output; it draws as a layer does."""
+        if self._evaluates:
+            return function(output, target)
+        run = partial(_of_pair, function)
+        return self.streams.run(run, (output, target), index=LOSS, step=step, rows=rows)  # type: ignore[no-any-return]
+
     def _run(self, layer: NamedLayer, value: Value, step: int, rows: Rows) -> Value:
         if self._evaluates:
             return layer.module(value)
@@ -189,6 +198,10 @@ class StageCopy:
 
         place = f"layer {layer.index} ({type(layer.module).__name__})"
         return Replay(place, again, lambda: self.recount() if self.recount is not None else None)
+
+
+def _of_pair(function: Callable[[Any, Any], Any], pair: tuple[Any, Any]) -> Any:
+    return function(*pair)
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from counterflow.runtime.interpreter import LossFunction
 from counterflow.runtime.layers import state_names
 from counterflow.runtime.randomness import RandomStreams, Rows
 from counterflow.runtime.samples import cut, samples_in, split_points
-from counterflow.runtime.stage import NamedLayer, evaluating, loss_layer, materialised
+from counterflow.runtime.stage import LOSS, NamedLayer, evaluating, loss_layer, materialised
 from counterflow.runtime.step import Step
 from counterflow.runtime.weights import MakeOptimizer, MakeScheduler
 from counterflow.schedule.ir import Schedule
@@ -214,10 +215,12 @@ class Reference:
 
     def _loss(self, inputs: Any, targets: Any, drawn: tuple[int, int] | None) -> Tensor:
         value = inputs
-        for layer in self.layers:
-            if drawn is None:
+        if drawn is None:
+            for layer in self.layers:
                 value = layer.module(value)
-            else:
-                rows = Rows(drawn[0], drawn[1], 0, drawn[1])
-                value = self.streams.run(layer.module, value, index=layer.index, step=self.steps, rows=rows)
-        return self.loss_function(value, targets)
+            return self.loss_function(value, targets)
+        run = partial(self.streams.run, step=self.steps, rows=Rows(drawn[0], drawn[1], 0, drawn[1]))
+        for layer in self.layers:
+            value = run(layer.module, value, index=layer.index)
+        loss: Tensor = run(lambda output: self.loss_function(output, targets), value, index=LOSS)
+        return loss
