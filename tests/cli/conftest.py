@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from counterflow.cli import app
+from counterflow.cli import application
 
 ENVIRONMENT = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1", "TERMINAL_WIDTH": "200"}
 
@@ -39,7 +39,9 @@ def run() -> Run:
     """Run a command; whatever it does, no traceback is seen."""
 
     def run_(line: str, *more: str) -> Answer:
-        result = CliRunner(env=ENVIRONMENT).invoke(app, [*line.split(), *more], prog_name="counterflow")
+        result = CliRunner(env=ENVIRONMENT).invoke(
+            application(), [*line.split(), *more], prog_name="counterflow"
+        )
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
         if "--debug" not in line:
             assert "Traceback" not in result.stderr

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import counterflow
-from counterflow.cli import app
+from counterflow.cli import application
 from counterflow.errors import WorkerError
 from counterflow.train import RunConfig
 
@@ -113,7 +113,7 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("counterflow.cli.simulate.play", interrupted)
-    result = CliRunner(env=ENVIRONMENT).invoke(app, SIMULATE.split())
+    result = CliRunner(env=ENVIRONMENT).invoke(application(), SIMULATE.split())
     assert result.exit_code != 0
     assert "Traceback" not in result.stderr
 

@@ -7,7 +7,6 @@ import pytest
 
 import counterflow as cf
 from counterflow.cli.flags import SchemeOptions
-from counterflow.cli.wording import OPTIONS
 from counterflow.schedule.registry import SCHEMES
 
 from .conftest import Run
@@ -181,8 +180,7 @@ def test_too_few_periods_for_a_steady_state(run: Run, scheme: str) -> None:
 
 
 def test_every_option_of_every_scheme_is_a_flag() -> None:
-    flags = tuple(SchemeOptions.__dataclass_fields__)
-    assert flags == OPTIONS
+    flags = SchemeOptions.flags()
     assert {o.name for scheme in SCHEMES.values() for o in scheme.options} == set(flags)
 
 
@@ -224,7 +222,7 @@ Refused = Callable[..., str]
         ("hanayo --stages 4", "Error: hanayo has no --stages (use --workers); its options: --workers"),
         ("dapple --stages 4", "Error: dapple needs --micro-batches\n  --micro-batches  N: micro-batches"),
         ("dapple", "Error: dapple needs --stages and --micro-batches\n  --stages         depth D"),
-        ("chimra", "Error: unknown scheme 'chimra'; did you mean 'chimera'? Known: gpipe, dapple,"),
+        ("chimra", "Error: unknown scheme 'chimra'; did you mean 'chimera'? Known: chimera, dapple,"),
         ("1f1b --stages 2 --micro-batches 2 --forward 1,x", "Error: --forward 1,x: cannot read 'x'"),
         ("dapple --stages 2 --micro-batches 2 --forward 1,2,3", "Error: --forward: 3 numbers for 2"),
         ("dapple --stages 2 --micro-batches 2 --forward nan", "Error: --forward nan: must be a finite"),

@@ -32,11 +32,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with two threads."""
     from typer.testing import CliRunner
 
-    from counterflow.cli import app
+    from counterflow.cli import application
 
     folder = tmp_path_factory.mktemp("runs") / "run"
     result = CliRunner(env=ENVIRONMENT).invoke(
-        app, [*LOCAL.split(), "--steps", "6", "--set", "train.evaluate_every=3", "--out", str(folder)]
+        application(),
+        [*LOCAL.split(), "--steps", "6", "--set", "train.evaluate_every=3", "--out", str(folder)],
     )
     assert result.exit_code == 0, result.stderr
     (folder / "stdout").write_text(result.stdout, encoding="utf-8")

@@ -180,7 +180,7 @@ def candidates(draw: st.DrawFn) -> tuple[Cluster, Configuration]:
 def test_no_candidate_beats_its_bound(drawn: tuple[Cluster, Configuration]) -> None:
     cluster, configuration = drawn
     play = Predictor(MODEL, PROFILE, cluster).play(configuration)
-    shape = shape_of(configuration.scheme, dict(configuration.options))
+    shape = shape_of(registry.scheme(configuration.scheme), configuration.options)
     links = network(cluster, shape.placement, configuration.replicas, configuration.arrangement)
     assert links == play.network
     bound = bounds(
@@ -204,7 +204,7 @@ def test_shapes_are_those_of_the_schedules(drawn: tuple[Cluster, Configuration])
     _, configuration = drawn
     known = registry.scheme(configuration.scheme)
     schedule = registry.build(configuration.scheme, dict(configuration.options))
-    shape = shape_of(configuration.scheme, dict(configuration.options))
+    shape = shape_of(known, configuration.options)
     assert shape.placement == schedule.placement
     assert shape.synchronous == known.synchronous
     passes = [0.0] * schedule.pipes
@@ -278,7 +278,7 @@ def test_parts_of_the_space_without_a_candidate_are_told() -> None:
         ("depths 16, 32", "more workers than the model's 8 layers"),
     ]
     # Depth 8 is left: a layer for each worker, one micro-batch.
-    assert [o.what for o in omissions][4:] == ["interleaved", "hanayo", "pipedream-2bw", "wpipe"]
+    assert [o.what for o in omissions][4:] == ["hanayo", "interleaved", "pipedream-2bw", "wpipe"]
     assert omissions[-1].reason == (
         "needs two layers for each worker, and as many micro-batches as workers; no candidate at depth 8"
     )

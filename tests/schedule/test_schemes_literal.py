@@ -12,6 +12,7 @@ import pytest
 from counterflow import ConfigError, OpKind, Schedule, simulate
 from counterflow.schedule.placement import bidirectional, linear, looped, wave
 from counterflow.schedule.registry import SCHEMES, build, scheme
+from counterflow.schedule.scheme import Kind
 from counterflow.schedule.schemes import (
     Concat,
     chimera,
@@ -291,7 +292,7 @@ def test_a_schedule_shows_its_options() -> None:
 @pytest.mark.parametrize("name", SCHEMES)
 def test_options_build_the_same_schedule_again(name: str) -> None:
     known = SCHEMES[name]
-    given: dict[str, int | str] = {option.name: 4 for option in known.options if option.default is None}
+    given: dict[str, int | str] = {option.name: 4 for option in known.options if option.required}
     schedule = build(name, given)
     again = build(name, dict(schedule.options))
     assert again == schedule
@@ -396,11 +397,11 @@ WRONG_NUMBERS: list[Any] = [0, -1, -8, 2.0, 1.5, True, None]
 @pytest.mark.parametrize("wrong", WRONG_NUMBERS)
 def test_every_number_of_every_scheme_must_be_a_positive_whole_one(name: str, wrong: Any) -> None:
     known = SCHEMES[name]
-    required = [option.name for option in known.options if option.default is None]
+    required = [option.name for option in known.options if option.required]
     optional = [
         option.name
         for option in known.options
-        if option.number and option.default is not None and name != "mixpipe"
+        if option.kind is Kind.NUMBER and option.default is not None and name != "mixpipe"
     ]
     for option in (*required, *optional):
         options = {**dict.fromkeys(required, 4), option: wrong}
@@ -413,13 +414,13 @@ def test_every_number_of_every_scheme_must_be_a_positive_whole_one(name: str, wr
 
 def test_registry_names() -> None:
     assert list(SCHEMES) == [
-        "gpipe",
-        "dapple",
-        "interleaved",
-        "gems",
         "chimera",
-        "mixpipe",
+        "dapple",
+        "gems",
+        "gpipe",
         "hanayo",
+        "interleaved",
+        "mixpipe",
         "pipedream",
         "pipedream-2bw",
         "wpipe",
@@ -447,7 +448,7 @@ def test_unknown_scheme_gets_a_suggestion(wrong: str, near: str) -> None:
 
 
 def test_unknown_scheme_without_a_near_one_lists_all() -> None:
-    with pytest.raises(ConfigError, match=r"unknown scheme 'zzz'.* Known: gpipe, dapple"):
+    with pytest.raises(ConfigError, match=r"unknown scheme 'zzz'.* Known: chimera, dapple"):
         scheme("zzz")
 
 

@@ -5,6 +5,6 @@ wrong. Nothing here imports torch, and what a command does not need (figures, ta
 loaded by it.
 """
 
-from .app import app, main
+from .app import application, main
 
-__all__ = ["app", "main"]
+__all__ = ["application", "main"]

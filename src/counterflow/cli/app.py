@@ -80,30 +80,12 @@ def _is_usage_error(error: Exception) -> bool:
     return any(base.__name__ == "ClickException" for base in type(error).__mro__)
 
 
-app = typer.Typer(
-    cls=Commands,
-    name="counterflow",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["--help", "-h"]},
-    epilog="\n\n".join(
-        [
-            "Results go to stdout, all else to stderr; --json prints one JSON object.",
-            "Exit codes: 0 done, 1 the work failed, 2 the request was wrong.",
-            "Example: counterflow simulate chimera --stages 4 --micro-batches 8",
-        ]
-    ),
-)
-
-
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"counterflow {__version__}")
         raise typer.Exit
 
 
-@app.callback()
 def _global(
     _version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
@@ -165,12 +147,30 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     ),
 }
 
-for _command, _examples in _EXAMPLES.items():
-    _shown = [f"  counterflow {example}" for example in _examples]
-    app.command(
-        name=_command.__name__,
-        epilog="\n\n".join(["Examples:" if len(_shown) > 1 else "Example:", *_shown]),
-    )(with_flags(_command))
+
+def application() -> typer.Typer:
+    """All commands, with the options of the schemes that are known by now."""
+    app = typer.Typer(
+        cls=Commands,
+        name="counterflow",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["--help", "-h"]},
+        epilog="\n\n".join(
+            [
+                "Results go to stdout, all else to stderr; --json prints one JSON object.",
+                "Exit codes: 0 done, 1 the work failed, 2 the request was wrong.",
+                "Example: counterflow simulate chimera --stages 4 --micro-batches 8",
+            ]
+        ),
+    )
+    app.callback()(_global)
+    for command, examples in _EXAMPLES.items():
+        shown = [f"  counterflow {example}" for example in examples]
+        epilog = "\n\n".join(["Examples:" if len(shown) > 1 else "Example:", *shown])
+        app.command(name=command.__name__, epilog=epilog)(with_flags(command))
+    return app
 
 
 def main() -> None:
@@ -180,7 +180,7 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     try:
         try:
-            app(prog_name="counterflow")
+            application()(prog_name="counterflow")
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # whoever read our output has seen enough

@@ -1,7 +1,8 @@
 """The flags that several commands share, as two groups of options.
 
-A command takes a group as one parameter; ``with_flags`` unfolds it into one flag a field. None means that
-a flag was not given, so that the library's own defaults are the only ones.
+A command takes a group as one parameter; ``with_flags`` unfolds it into the group's flags: those of schemes
+are made from the schemes' records, those of costs are fields. None means that a flag was not given, so that
+the library's own defaults are the only ones.
 """
 
 from __future__ import annotations
@@ -9,21 +10,21 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Annotated, Any, TypeVar, get_type_hints
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Annotated, Any, Self, get_type_hints
 
 import typer
 
 from counterflow.errors import ConfigError
+from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute, Sync
-from counterflow.schedule.schemes import Concat
+from counterflow.schedule.scheme import Kind, Option
 from counterflow.simulate import ByteCosts, Costs
 
 from .wording import flag
-
-Group = TypeVar("Group")
 
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print one JSON object instead.", rich_help_panel="Output")
@@ -49,58 +50,64 @@ _MEMORY = "Memory: bytes of one stage (300MB, 1.5GiB), or one a stage (1GiB,2GiB
 
 @dataclass(frozen=True, slots=True)
 class SchemeOptions:
-    """Every option of every scheme; None where not given."""
+    """Options of schemes, as they were given; None where they were not."""
 
-    stages: Annotated[int | None, _option(_SCHEME, "D: stages of a pipe, and workers.")] = None
-    workers: Annotated[
-        int | None, _option(_SCHEME, "Workers; in place of --stages where a worker holds several.")
-    ] = None
-    micro_batches: Annotated[int | None, _option(_SCHEME, "N: micro-batches of an update.")] = None
-    pairs: Annotated[int | None, _option(_SCHEME, "chimera: f, pipes in each direction. Default 1.")] = None
-    concat: Annotated[
-        Concat | None,
-        _option(
-            _SCHEME,
-            "chimera, after D micro-batches: direct (the default), forward-doubling or backward-halving.",
-            metavar="MODE",
-        ),
-    ] = None
-    injected: Annotated[
-        str | None,
-        _option(
-            _SCHEME,
-            "mixpipe: K, micro-batches injected before the first backward. Default --stages.",
-            metavar="K|max",
-        ),
-    ] = None
-    early_forwards: Annotated[int | None, _option(_SCHEME, "mixpipe: Γ, forwards advanced. Default 0.")] = (
-        None
-    )
-    waves: Annotated[
-        int | None, _option(_SCHEME, "hanayo: down-and-up passes of one forward. Default 1.")
-    ] = None
-    chunks: Annotated[int | None, _option(_SCHEME, "interleaved: stages a worker holds. Default 2.")] = None
-    groups: Annotated[
-        int | None, _option(_SCHEME, "gpipe: chunks of the model a worker holds. Default 1.")
-    ] = None
-    periods: Annotated[int | None, _option(_SCHEME, "Asynchronous schemes: updates to play. Default 8.")] = (
-        None
-    )
+    values: Mapping[str, Any]
+
+    @classmethod
+    def flags(cls) -> dict[str, Any]:
+        """Every option of every scheme, with what typer has to know of its flag."""
+        return {name: _scheme_flag(name, known) for name, known in registry.options().items()}
+
+    @classmethod
+    def taken(cls, values: dict[str, Any]) -> Self:
+        """What was given of them, taken out of ``values``."""
+        return cls({name: values.pop(name) for name in cls.flags()})
 
     def given(self) -> dict[str, OptionValue]:
         """The options that were given, by their Python names."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        given = {name: value for name, value in values.items() if value is not None}
-        if "concat" in given:
-            given["concat"] = given["concat"].value
-        if re.fullmatch(r"[+-]?\d+", given.get("injected", "")):
-            given["injected"] = int(given["injected"])
-        return given
+        return {name: _plain(value) for name, value in self.values.items() if value is not None}
+
+
+def _scheme_flag(name: str, known: Mapping[str, Option]) -> Any:
+    """The flag of an option that these schemes have."""
+    option = next(iter(known.values()))
+    about, names, metavar = registry.about(known) + ".", (flag(name),), None
+    kind: Any = int
+    if option.kind is Kind.FLAG:
+        kind, names = bool, (f"{flag(name)}/--no-{flag(name)[2:]}",)
+    elif option.kind is Kind.WORD:
+        kind, metavar = Enum(name, {word: word for word in option.words}, module=__name__), "MODE"
+        about += f" One of {', '.join(option.words)}."
+    elif option.words:
+        kind, metavar = str, "|".join([option.letter or "NUMBER", *option.words])
+    return Annotated[kind | None, _option(_SCHEME, about, *names, metavar=metavar)]
+
+
+def _plain(value: Any) -> OptionValue:
+    """An option's value as schemes take it; a whole number where words are legal too comes as a text."""
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value):
+        return int(value)
+    found: OptionValue = value
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class CostOptions:
     """What things cost; None where not given."""
+
+    @classmethod
+    def flags(cls) -> dict[str, Any]:
+        """Every cost, with what typer has to know of its flag."""
+        hints = get_type_hints(cls, include_extras=True)
+        return {field.name: hints[field.name] for field in fields(cls)}
+
+    @classmethod
+    def taken(cls, values: dict[str, Any]) -> Self:
+        """What was given of them, taken out of ``values``."""
+        return cls(**{field.name: values.pop(field.name) for field in fields(cls)})
 
     forward: Annotated[
         str | None,
@@ -229,23 +236,22 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """``command`` with each parameter that is a group of options unfolded into the group's flags."""
     signature = inspect.signature(command, eval_str=True)
     parameters: list[inspect.Parameter] = []
-    groups: dict[str, type] = {}
+    groups: dict[str, type[SchemeOptions | CostOptions]] = {}
     for parameter in signature.parameters.values():
         group = parameter.annotation
-        if not (isinstance(group, type) and is_dataclass(group)):
+        if group not in (SchemeOptions, CostOptions):
             parameters.append(parameter)
             continue
         groups[parameter.name] = group
-        hints = get_type_hints(group, include_extras=True)
         parameters += [
-            inspect.Parameter(field.name, parameter.KEYWORD_ONLY, default=None, annotation=hints[field.name])
-            for field in fields(group)
+            inspect.Parameter(name, parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            for name, annotation in group.flags().items()
         ]
 
     @functools.wraps(command)
     def unfolded(**values: Any) -> None:
         for name, group in groups.items():
-            values[name] = take(group, values)
+            values[name] = group.taken(values)
         command(**values)
 
     unfolded.__signature__ = signature.replace(  # type: ignore[attr-defined]
@@ -253,9 +259,3 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     )
     unfolded.__annotations__ = {p.name: p.annotation for p in parameters}
     return unfolded
-
-
-def take(group: type[Group], values: dict[str, Any]) -> Group:
-    """The group made of its fields' values, which are taken out of ``values``."""
-    names = [field.name for field in fields(group)]  # type: ignore[arg-type]
-    return group(**{name: values.pop(name) for name in names})

@@ -88,7 +88,7 @@ def plan(
         bool,
         typer.Option(
             "--more-updates",
-            help="Also pipedream with several updates in a mini-batch.",
+            help="Also several updates in a mini-batch, of schemes that update after every micro-batch.",
             rich_help_panel=_LIMITS,
         ),
     ] = False,
@@ -280,10 +280,10 @@ def _print(task: Example, found: Found, explained: Why, top: int | None) -> None
     out.print(_rejected(found))
     for omission in found.omissions:
         out.print(Text(f"{omission.what}: {omission.reason}", style="dim"))
-    if any(prediction.updates > 1 for prediction in predictions):
-        out.print(
-            Text("pipedream updates after every micro-batch: several times in a mini-batch.", style="dim")
-        )
+    often = dict.fromkeys(p.configuration.scheme for p in predictions if p.updates > 1)
+    for scheme in often:
+        told = f"{scheme} updates after every micro-batch: several times in a mini-batch."
+        out.print(Text(told, style="dim"))
 
 
 _ROOM = 128

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from counterflow.schedule.registry import ALIASES, SCHEMES, Option, Scheme
+from counterflow.schedule.registry import SCHEMES
+from counterflow.schedule.scheme import Option, Scheme
 
 from .flags import JsonFlag
 from .output import WIDE, console, print_json
@@ -21,7 +22,7 @@ def schemes(*, as_json: JsonFlag = False) -> None:
 
     out = console(WIDE)
     for scheme in SCHEMES.values():
-        names = ", also ".join([scheme.name, *_aliases(scheme)])
+        names = ", also ".join([scheme.name, *scheme.aliases])
         kind = "" if scheme.synchronous else " (asynchronous)"
         out.print(Text.assemble((names, "bold"), f"  {scheme.summary}{kind}"))
         options = Table.grid(padding=(0, 2))
@@ -33,19 +34,13 @@ def schemes(*, as_json: JsonFlag = False) -> None:
 
 
 def _range(option: Option) -> str:
-    if option.default is None:
-        return option.legal
-    return f"{option.legal}; default {option.default}"
-
-
-def _aliases(scheme: Scheme) -> list[str]:
-    return [alias for alias, name in ALIASES.items() if name == scheme.name]
+    return option.legal if option.required else f"{option.legal}; default {option.usual}"
 
 
 def _as_json(scheme: Scheme) -> dict[str, Any]:
     return {
         "name": scheme.name,
-        "aliases": _aliases(scheme),
+        "aliases": list(scheme.aliases),
         "summary": scheme.summary,
         "source": scheme.source,
         "synchronous": scheme.synchronous,
@@ -54,8 +49,8 @@ def _as_json(scheme: Scheme) -> dict[str, Any]:
             {
                 "name": option.name,
                 "legal": option.legal,
-                "required": option.default is None,
-                "default": option.default,
+                "required": option.required,
+                "default": option.usual,
                 "help": option.help,
             }
             for option in scheme.options

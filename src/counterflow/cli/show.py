@@ -15,7 +15,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 from counterflow.simulate import Simulation
 
-from .flags import CostOptions, SchemeOptions, take
+from .flags import CostOptions, SchemeOptions
 from .output import console, note, writing
 from .subject import build_beside, is_file, is_run, load, schedule_of, warn_if_wrong
 from .wording import flag
@@ -136,9 +136,9 @@ def _other(
     for name in ("out", "compare", "memory"):
         if values[name]:
             raise ConfigError(f"--compare {text!r}: --{name} belongs outside the quotes")
-    schedule = schedule_of(values["subject"], take(SchemeOptions, values))
+    schedule = schedule_of(values["subject"], SchemeOptions.taken(values))
     warn_if_wrong(values["subject"], schedule)
-    own = take(CostOptions, values)
+    own = CostOptions.taken(values)
     given = {f.name: getattr(own, f.name) for f in fields(own) if getattr(own, f.name) is not None}
     return simulate(schedule, replace(costs, **given).costs())
 

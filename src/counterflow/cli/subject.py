@@ -16,7 +16,7 @@ from .wording import flag
 
 def is_scheme(subject: str) -> bool:
     """Whether ``subject`` is the name of a scheme rather than a file."""
-    return subject in registry.SCHEMES or subject in registry.ALIASES
+    return registry.find(subject) is not None
 
 
 def is_file(subject: str) -> bool:
@@ -73,14 +73,13 @@ def build(name: str, given: dict[str, OptionValue]) -> Schedule:
     names = [option.name for option in scheme.options]
     extra = [option for option in given if option not in names]
     if extra:
-        swapped = {"stages": "workers", "workers": "stages"}.get(extra[0])
-        hint = f" (use {flag(swapped)})" if swapped in names and swapped not in given else ""
+        swapped = scheme.in_place_of(extra[0])
+        hint = f" (use {flag(swapped)})" if swapped and swapped not in given else ""
         raise ConfigError(
             f"{scheme.name} has no {' and no '.join(map(flag, extra))}{hint}; "
             f"its options: {', '.join(map(flag, names))}"
         )
-    missing = [o for o in scheme.options if o.default is None and o.name not in given]
-    if missing:
+    if missing := scheme.missing(given):
         wanted = " and ".join(flag(option.name) for option in missing)
         width = max(len(flag(option.name)) for option in missing)
         lines = [f"  {flag(o.name):<{width}}  {o.help} ({o.legal})" for o in missing]
@@ -103,7 +102,7 @@ def build_beside(schedule: Schedule, name: str, given: dict[str, OptionValue]) -
     known = dict(given)
     if not known:  # a file: what its scheme was built with
         known = dict(schedule.options)
-    known["stages"] = known["workers"] = schedule.workers
+    known[scheme.depth] = schedule.workers
     options = {o.name: known[o.name] for o in scheme.options if o.name in known}
     try:
         return build(name, options)

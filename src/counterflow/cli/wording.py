@@ -4,20 +4,7 @@ from __future__ import annotations
 
 import re
 
-OPTIONS = (
-    "stages",
-    "workers",
-    "micro_batches",
-    "pairs",
-    "concat",
-    "injected",
-    "early_forwards",
-    "waves",
-    "chunks",
-    "groups",
-    "periods",
-)
-"""Every option of every scheme, in the order of the help."""
+from counterflow.schedule import registry
 
 _BYTES = {
     "weights": "weight_bytes",
@@ -28,7 +15,7 @@ _BYTES = {
 }
 _COSTS = ("forward", "backward", "p2p", "sync", "sync_mode", "replicas", "recompute", "layers")
 _PLAN = ("depth", "micro_batch", "mini_batch")
-_NAMES = "|".join([*OPTIONS, *_COSTS, *_BYTES, *_PLAN])
+_OWN = (*_COSTS, *_BYTES, *_PLAN)
 
 
 def flag(name: str) -> str:
@@ -48,5 +35,6 @@ def in_flags(message: str) -> str:
     >>> in_flags("weights: 3 numbers for 4 stages")
     '--weight-bytes: 3 numbers for 4 stages'
     """
-    message = re.sub(rf"(?<![\w.-])(?<!--set )({_NAMES})=", lambda m: f"{flag(m[1])} ", message)
-    return re.sub(rf"^({_NAMES})(?=:)", lambda m: flag(m[1]), message)
+    names = "|".join([*registry.options(), *_OWN])
+    message = re.sub(rf"(?<![\w.-])(?<!--set )({names})=", lambda m: f"{flag(m[1])} ", message)
+    return re.sub(rf"^({names})(?=:)", lambda m: flag(m[1]), message)

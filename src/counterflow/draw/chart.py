@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
 
+from counterflow.schedule import registry
 from counterflow.schedule.ir import Op, OptionValue, Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement
@@ -232,8 +233,6 @@ def _steady(simulation: Simulation) -> tuple[tuple[float, float], ...] | None:
 
 # --- lanes ---------------------------------------------------------------------------------------
 
-_CHUNK_WORDS = {"gpipe": "group", "wpipe": "group", "hanayo": "leg"}
-
 
 def _lanes(schedule: Schedule) -> tuple[tuple[Lane, ...], dict[tuple[int, int], int]]:
     """The lanes, and the lane of each (pipe, stage)."""
@@ -246,7 +245,8 @@ def _lanes(schedule: Schedule) -> tuple[tuple[Lane, ...], dict[tuple[int, int], 
     for stage, worker in enumerate(placement.pipes_stages[0]):
         lane_of[0, stage] = seen[worker] = seen.get(worker, -1) + 1
     count = max(lane_of.values()) + 1
-    word = _CHUNK_WORDS.get(schedule.scheme, "chunk")
+    known = registry.find(schedule.scheme)
+    word = known.chunk if known else "chunk"
     names = [f"{word} {i}" for i in range(count)] if count > 1 else [""]
     return tuple(Lane(name, i % len(HUES)) for i, name in enumerate(names)), lane_of
 
@@ -274,28 +274,20 @@ def _direction(holders: Sequence[int]) -> str:
 
 # --- titles --------------------------------------------------------------------------------------
 
-_LETTERS = {"stages": "D", "workers": "P", "micro_batches": "N", "pairs": "f", "injected": "K"}
-_LETTERS["early_forwards"] = "Γ"
-_NOUNS = {"waves": "wave", "chunks": "chunk", "groups": "group", "periods": "period"}
-_UNSAID = {("pairs", 1), ("groups", 1), ("early_forwards", 0)}
-
 
 def _heading(simulation: Simulation) -> str:
     schedule, costs = simulation.schedule, simulation.costs
-    words = [_option(*option) for option in schedule.options if option not in _UNSAID]
+    words = [_option(schedule.scheme, *option) for option in schedule.options]
     if costs.replicas > 1:
         words.append(f"W={costs.replicas}")
     if costs.recompute is not Recompute.NONE:
         words.append(f"recompute {costs.recompute}")
-    return f"{schedule.scheme}  {', '.join(words)}"
+    return f"{schedule.scheme}  {', '.join(filter(None, words))}"
 
 
-def _option(name: str, value: OptionValue) -> str:
-    if name == "concat":
-        return str(value)
-    if name in _NOUNS:
-        return f"{value} {_NOUNS[name]}{'' if value == 1 else 's'}"
-    return f"{_LETTERS.get(name, name)}={value}"
+def _option(scheme: str, name: str, value: OptionValue) -> str:
+    known = registry.option(scheme, name)
+    return known.told(value) if known else f"{name}={value}"
 
 
 def _summary(simulation: Simulation, peak: str) -> str:

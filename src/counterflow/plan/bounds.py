@@ -2,23 +2,21 @@
 
 The search simulates candidates by rising bound and stops when no bound is below what it has; so the bounds
 decide what is never simulated and have to be true. Each is proved where it stands. What they know of a
-scheme is its placement and how many micro-batches pass each pipe (``Shape``), which a test compares with the
-schedules themselves.
+schedule is its workload's placement, and how many micro-batches pass each pipe (``Shape``); of its order
+they know what the scheme promises. Where backwards are split, only the work of each worker is bounded: weight
+gradients may be made while others wait for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute
-from counterflow.schedule.placement import Placement, bidirectional, linear, looped, wave
-from counterflow.schedule.registry import SCHEMES
-from counterflow.schedule.schemes.chimera import Concat
-from counterflow.schedule.slots import spread
+from counterflow.schedule.placement import Placement
+from counterflow.schedule.scheme import Scheme
 from counterflow.simulate.memory import StageBytes, stage_bytes
 
 from .cluster import Cluster
@@ -26,63 +24,66 @@ from .placement import Network
 from .predict import doubled_forward, halved_forward, message_buffers, sync_seconds
 from .stages import StageCosts
 
+Options = tuple[tuple[str, OptionValue], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What bounds know of a schedule.
+    """What bounds know of a schedule: its workload, without telling one micro-batch from another.
 
     Attributes:
         placement: which worker holds which stage of which pipe.
         passes: micro-batches of an update on each pipe.
-        concat: how chimera goes on; None for all others.
+        together: the most micro-batches that go through each pipe together; 1 where none does.
+        parts: the most parts that a micro-batch's backward is divided into.
+        split: whether input and weight gradients may be ops of their own.
         most_stashed: micro-batches (of one stage) that a worker never stashes more of; None: not known.
         synchronous: whether updates flush the pipeline.
     """
 
     placement: Placement
     passes: tuple[int, ...]
-    concat: Concat | None
+    together: tuple[int, ...]
+    parts: int
+    split: bool
     most_stashed: int | None
     synchronous: bool
 
 
-def shape_of(scheme: str, options: Mapping[str, OptionValue]) -> Shape:
-    """The shape of the schedule that the registry would build."""
-    number = {name: value for name, value in options.items() if isinstance(value, int)}
-    n = number.get("micro_batches", 1)
-    concat, most = None, None
-    passes: tuple[int, ...] = (n,)
-    match scheme:
-        case "gpipe":
-            placement = looped(number["stages"], number.get("groups", 1))
-        case "interleaved":
-            placement = looped(number["workers"], number.get("chunks", 2))
-        case "hanayo":
-            placement = wave(number["workers"], number.get("waves", 1))
-        case "wpipe":
-            placement = looped(number["workers"], 2)
-        case "gems" | "mixpipe":
-            placement = bidirectional(number["stages"])
-            passes = (n - n // 2, n // 2)
-            if scheme == "gems":
-                most = 1
-            elif "injected" in number:
-                most = number["injected"] + number.get("early_forwards", 0)
-        case "chimera":
-            placement = bidirectional(number["stages"], number.get("pairs", 1))
-            concat = Concat(str(options.get("concat", Concat.DIRECT)))
-            passes = _chimera_passes(number["stages"], n, placement.pipes, concat)
-        case _:
-            placement = linear(number["stages"])
-    return Shape(placement, passes, concat, most, SCHEMES[scheme].synchronous)
+def shape_of(scheme: Scheme, options: Options) -> Shape:
+    """The shape of the schedule that a scheme makes.
+
+    Raises:
+        ConfigError: it makes none with these options.
+    """
+    given = dict(options)
+    # Micro-batches that are worked on in no other order make the same workload.
+    needed = tuple(
+        (name, v) for name, v in options if not (known := scheme.option(name)) or not known.order_only
+    )
+    shape = _shape(scheme, needed)
+    if scheme.most_stashed is None:
+        return shape
+    return replace(shape, most_stashed=scheme.most_stashed(**given))
 
 
-def _chimera_passes(stages: int, micro_batches: int, pipes: int, concat: Concat) -> tuple[int, ...]:
-    """Each unit is spread over the pipes, down and up in turn."""
-    unit = 2 * stages if concat is Concat.FORWARD_DOUBLING else stages
-    full, rest = divmod(micro_batches, unit)
-    shares = [full * a + b for a, b in zip(spread(unit, pipes), spread(rest, pipes), strict=True)]
-    return tuple(shares[0::2] + shares[1::2])
+@lru_cache(maxsize=1024)
+def _shape(scheme: Scheme, options: Options) -> Shape:
+    single = {"periods": 1} if scheme.option("periods") else {}
+    workload = scheme.workload_of(dict(options) | single)
+    pipes = workload.placement.pipes
+    passes, together, parts, split = [0] * pipes, [1] * pipes, 1, False
+    for one in workload.passes:
+        count = len(one.micro_batches)
+        passes[one.pipe] += count
+        together[one.pipe] = max(together[one.pipe], count)
+        for share in one.shares:
+            parts = max(parts, share.parts)
+            split = split or bool(share.split)
+    promised = None  # see shape_of
+    return Shape(
+        workload.placement, tuple(passes), tuple(together), parts, split, promised, workload.synchronous
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +127,12 @@ def bounds(
     times = _least_times(shape, stages, recompute)
     held = stage_bytes(stages.bytes, recompute, len(stages.forward))
     pipes = shape.placement.pipes_stages
-    paths = [_Path.of(holders, times, stages, network, shape.concat) for holders in pipes]
+    paths = [_Path.of(holders, times, stages, network, shape.parts) for holders in pipes]
     owned = _owned(shape.placement)
     fixed = [sum(held.fixed[s] + held.weights[s] for _, s in mine) for mine in owned]
-    options = {} if shape.concat is None else {"concat": shape.concat.value}
-    buffers = message_buffers(pipes, options, stages)
+    buffers = message_buffers(pipes, max(shape.together), stages)
     # Least memory: what is there throughout, and one stash of the worker's dearest stage that works at all.
-    stash = [max((_first_stash(shape, held, p, s) for p, s in mine), default=0.0) for mine in owned]
+    stash = [max((_largest_stash(shape, held, p, s) for p, s in mine), default=0.0) for mine in owned]
     needed = [f + b + s for f, b, s in zip(fixed, buffers, stash, strict=True)]
     fullest = max(range(len(needed)), key=needed.__getitem__)
     work = [sum(shape.passes[p] * times.both[s] for p, s in mine) for mine in owned]
@@ -140,8 +140,8 @@ def bounds(
     assert not isinstance(weights, (int, float))
     update = update_seconds_per_byte * max(sum(weights[s] for _, s in mine) for mine in owned)
     update += step_overhead_seconds
-    if not shape.synchronous:
-        # In the steady state a worker still runs every op of an update in each period.
+    if shape.split or not shape.synchronous:
+        # Whatever the order, and in the steady state too, a worker runs every op of an update.
         least = max(work) + update
         return Bounds(least, least, needed[fullest], fullest)
     free = [cluster.usable_bytes - f - b for f, b in zip(fixed, buffers, strict=True)]
@@ -221,13 +221,9 @@ def _summed(owned: list[list[tuple[int, int]]], syncs: tuple[float, ...], ready:
     return latest
 
 
-def _first_stash(shape: Shape, held: StageBytes, pipe: int, stage: int) -> float:
-    if not shape.passes[pipe]:
-        return 0.0
-    load = 1.0
-    if shape.concat is Concat.FORWARD_DOUBLING and shape.passes[pipe] >= 2 * shape.placement.stages:
-        load = 2.0  # the first unit is a whole one: it begins with doubled forwards
-    return load * held.stash[stage]
+def _largest_stash(shape: Shape, held: StageBytes, pipe: int, stage: int) -> float:
+    """What the largest forward of a stage keeps: at some time it is there."""
+    return shape.together[pipe] * held.stash[stage] if shape.passes[pipe] else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,14 +248,15 @@ def _least_times(shape: Shape, stages: StageCosts, recompute: Recompute) -> _Tim
     ):
         backward = b + (f if again else 0.0)
         half_op = half + (f / 2 if again else 0.0)
+        smallest = half_op if shape.parts == 2 else min(half_op, backward / shape.parts)
         # A doubled forward serves two micro-batches, a half backward half of one, whose forward may then run
         # in halves.
-        shared = shape.concat is Concat.FORWARD_DOUBLING
-        halved = shape.concat is Concat.BACKWARD_HALVING
+        shared = max(shape.together) > 1
+        halved = shape.parts > 1
         one = min(f, doubled / 2) if shared else min(f, in_halves) if halved else f
         forward.append(one)
         both.append(one + (min(backward, 2 * half_op) if halved else backward))
-        backward_op.append(min(backward, half_op) if halved else backward)
+        backward_op.append(min(backward, smallest) if halved else backward)
     return _Times(forward, both, backward_op)
 
 
@@ -283,9 +280,9 @@ class _Path:
         times: _Times,
         stages: StageCosts,
         network: Network,
-        concat: Concat | None,
+        parts: int,
     ) -> _Path:
-        share = 0.5 if concat is Concat.BACKWARD_HALVING else 1.0  # of a micro-batch, in a gradient
+        share = 1 / parts  # of a micro-batch, in a gradient
         up, down = [], []
         for stage, (one, other) in enumerate(pairwise(holders)):
             size = stages.output_bytes[stage]

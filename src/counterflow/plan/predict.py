@@ -10,6 +10,7 @@ Not predicted: reading data, the loss's own kernels beyond the profile's layers,
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,6 @@ from counterflow.errors import ConfigError
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.modes import Recompute, Sync
-from counterflow.schedule.schemes.chimera import Concat
 from counterflow.simulate import Costs, Simulation, simulate
 from counterflow.simulate.memory import stage_bytes
 
@@ -368,7 +368,8 @@ class Play:
     def buffers(self) -> tuple[float, ...]:
         """Bytes of each worker's largest message, once to send and once to receive."""
         placed = self.schedule.placement.pipes_stages
-        return message_buffers(placed, dict(self.schedule.options), self.stages)
+        together = max(len(one.micro_batches) for one in self.schedule.workload.passes)
+        return message_buffers(placed, together, self.stages)
 
     @cached_property
     def fits(self) -> bool:
@@ -460,23 +461,22 @@ def sync_seconds(stages: StageCosts, links: Network) -> tuple[float, ...]:
 
 
 def message_buffers(
-    pipes: tuple[tuple[int, ...], ...], options: Mapping[str, OptionValue], stages: StageCosts
+    pipes: tuple[tuple[int, ...], ...], together: int, stages: StageCosts
 ) -> tuple[float, ...]:
     """Bytes of each worker's largest message, once to send and once to receive.
 
     Args:
         pipes: a placement's ``pipes_stages``.
-        options: the scheme's; a doubled forward sends two micro-batches at once.
+        together: the most micro-batches that a forward sends at once.
         stages: the stages' costs.
     """
-    load = 2 if options.get("concat") == Concat.FORWARD_DOUBLING else 1
     largest = [0.0] * (max(map(max, pipes)) + 1)
     for holders in pipes:
         for stage, (one, other) in enumerate(pairwise(holders)):
             if one != other:
                 for worker in (one, other):
                     largest[worker] = max(largest[worker], stages.output_bytes[stage])
-    return tuple(2 * load * size for size in largest)
+    return tuple(2 * together * size for size in largest)
 
 
 def _held(schedule: Schedule, amounts: Any) -> list[float]:
@@ -499,13 +499,17 @@ def _build(scheme: str, options: dict[str, OptionValue]) -> Schedule:
     known = registry.scheme(scheme)
     if known.synchronous:
         return registry.build(scheme, options)
-    depth = options.get("stages", options.get("workers"))
-    periods = STEADY_PERIODS + (depth if scheme == "pipedream" and isinstance(depth, int) else 1)
-    while True:
+    one = registry.build(scheme, options | {"periods": 1})
+    # Until the first micro-batch is through, others follow it into the pipeline, and at its end again.
+    fewest = STEADY_PERIODS + math.ceil(one.workers / one.micro_batches)
+    for periods in range(fewest, fewest + 2 * one.stages + 2):
         schedule = registry.build(scheme, options | {"periods": periods})
         if schedule.steady is not None and _whole_periods(schedule) >= STEADY_PERIODS:
             return schedule
-        periods += 1
+    raise ConfigError(
+        f"{schedule}: a scheme without a flush is timed by its steady part, and this has none of "
+        f"{STEADY_PERIODS} periods; its builder has to say where it is (Schedule.steady)"
+    )
 
 
 def _whole_periods(schedule: Schedule) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from counterflow.schedule import registry
+from counterflow.schedule.scheme import DEPTH, Kind
 
 from .predict import Configuration, Parts, Prediction
 from .search import Found, Plan, Rejections
@@ -102,12 +103,14 @@ def choices(configuration: Configuration) -> str:
     >>> choices(Configuration.of("chimera", options, 1, 1))
     'concat=forward-doubling'
     """
-    usual = {option.name: option.default for option in registry.scheme(configuration.scheme).options}
-    told = ("stages", "workers", "micro_batches")
-    counts = ("chunks", "waves")
-    return " ".join(
-        f"{k}={v}" for k, v in configuration.options if k not in told and (k in counts or v != usual[k])
-    )
+    told = []
+    for name, value in configuration.options:
+        option = registry.scheme(configuration.scheme).option(name)
+        assert option is not None
+        plain = option.unsaid if option.kind is Kind.NUMBER else option.default
+        if value != plain and name not in (*DEPTH, "micro_batches"):
+            told.append(f"{name}={value}")
+    return " ".join(told)
 
 
 def _rejections(rejected: Rejections) -> dict[str, Any]:

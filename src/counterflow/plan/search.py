@@ -14,7 +14,7 @@ from operator import attrgetter
 from counterflow.errors import PlanError
 from counterflow.schedule.modes import Recompute, Sync
 
-from .bounds import Bounds, Shape, bounds, shape_of
+from .bounds import Bounds, Shape, bounds
 from .cluster import Cluster
 from .model import Model
 from .placement import Arrangement, Network, network
@@ -251,10 +251,8 @@ class _Search:
         return sorted(ordered, key=lambda members: (members[0].seconds, members[0].place))
 
     def _members(self, group: Group, place: int) -> Iterator[_Candidate]:
-        shape = shape_of(group.scheme, dict(group.options))
-        updates = 1.0
-        if group.scheme == "pipedream":
-            updates = self.mini_batch / (group.replicas * group.samples)
+        shape = group.shape
+        updates = self.mini_batch / (group.replicas * group.samples * sum(shape.passes))
         for arrangement, links in self._networks(shape, group.replicas):
             for recompute in self.constraints.recompute:
                 bound = self._bounds(group, shape, arrangement, links, recompute)

@@ -4,26 +4,25 @@ Invariant: a candidate is legal: its schedule builds, its micro-batches make up 
 uses all devices of the cluster. What of the space is left out, and why, is counted (``Omission``).
 
 Depth is the number of workers of a replica; depth times width is the number of devices. A micro-batch has a
-power of two of samples, or a number the user gives. Every scheme updates once a mini-batch. PipeDream updates
-after each micro-batch, so its micro-batch is a replica's whole share; with ``more_updates`` smaller ones are
+power of two of samples, or a number the user gives. Every scheme updates once a mini-batch. Of one that
+updates after each micro-batch that is a replica's whole share; with ``more_updates`` smaller ones are
 tried too, and the mini-batch is then only what its step is counted for.
 
-Options that count are tried at every value where few matter, and then in steps: parts of the model on a
-worker (groups, chunks, waves) up to 8, then 2^i and 3·2^i; mixpipe's K and Γ at every value up to depth 16,
-then K in eighths of the depth and Γ none or all that is legal.
+Which options are worth trying a scheme's own record says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from counterflow.errors import ConfigError
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute, Sync
-from counterflow.schedule.schemes.chimera import Concat
+from counterflow.schedule.scheme import Scheme
 
+from .bounds import Shape, shape_of
 from .cluster import Cluster
 from .model import Model
 from .placement import Arrangement
@@ -47,7 +46,7 @@ class Constraints:
         arrangements: only these.
         cuts: how layers are cut.
         options: (name, values) pairs: a scheme that has an option of that name takes only these values of it.
-        more_updates: also pipedream with more than one update in a mini-batch.
+        more_updates: of schemes that update after each micro-batch, also several updates in a mini-batch.
     """
 
     schemes: tuple[str, ...] | None = None
@@ -80,18 +79,26 @@ class Group:
     Attributes:
         scheme: the scheme's name.
         options: its options, without ``periods``.
-        depth: D, workers of a replica.
-        stages: stages the model is cut into.
+        shape: of its schedule.
         replicas: W.
         samples: B, samples of a micro-batch.
     """
 
     scheme: str
     options: Options
-    depth: int
-    stages: int
+    shape: Shape
     replicas: int
     samples: int
+
+    @property
+    def depth(self) -> int:
+        """D, workers of a replica."""
+        return self.shape.placement.workers
+
+    @property
+    def stages(self) -> int:
+        """Stages the model is cut into."""
+        return self.shape.placement.stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +144,10 @@ def space(
         found = [
             group
             for depth in depths
-            for group in _of_depth(
-                scheme.name, depth, model, cluster.size // depth, (mini_batch, constraints)
-            )
+            for group in _of_depth(scheme, depth, model, cluster.size // depth, (mini_batch, constraints))
         ]
         if not found and depths:
-            omissions.append(Omission(scheme.name, _why_none(scheme.name, depths)))
+            omissions.append(Omission(scheme.name, _why_none(scheme, depths)))
         groups += found
     return groups, omissions
 
@@ -188,22 +193,36 @@ def _named(depths: list[int]) -> str:
 
 
 def _of_depth(
-    scheme: str, depth: int, model: Model, replicas: int, wanted: tuple[int, Constraints]
+    scheme: Scheme, depth: int, model: Model, replicas: int, wanted: tuple[int, Constraints]
 ) -> Iterator[Group]:
     mini_batch, constraints = wanted
     if depth > len(model.layers) or mini_batch % replicas:
         return
     share = mini_batch // replicas
     sizes = _samples(share, constraints)
-    if scheme == "pipedream" and not constraints.more_updates:
+    if scheme.updates_each_micro_batch and not constraints.more_updates:
         sizes = [share] if constraints.samples is None or share in constraints.samples else []
     for samples in sizes:
-        for options, stages in _CHOICES[scheme](depth, share // samples, len(model.layers)):
-            if ("concat", Concat.BACKWARD_HALVING.value) in options and samples < 2:
-                continue  # half of one sample is none
-            if not (constraints.allows(options) and may_cut(model, constraints.cuts, stages)):
+        for options in _choices(scheme, depth, share // samples, len(model.layers)):
+            if not constraints.allows(options):
                 continue
-            yield Group(scheme, options, depth, stages, replicas, samples)
+            try:
+                shape = shape_of(scheme, options)
+            except ConfigError:
+                continue  # it has no such schedule
+            if samples < shape.parts:
+                continue  # half of one sample is none
+            if may_cut(model, constraints.cuts, shape.placement.stages):
+                yield Group(scheme.name, options, shape, replicas, samples)
+
+
+def _choices(scheme: Scheme, depth: int, micro_batches: int, layers: int) -> Iterator[Options]:
+    """All options of a scheme that are worth trying with so many workers and micro-batches."""
+    base: dict[str, OptionValue] = {scheme.depth: depth}
+    if not scheme.updates_each_micro_batch:
+        base["micro_batches"] = micro_batches
+    for more in scheme.planner(depth, micro_batches, layers):
+        yield tuple((base | dict(more)).items())
 
 
 def _samples(share: int, constraints: Constraints) -> list[int]:
@@ -215,121 +234,7 @@ def _samples(share: int, constraints: Constraints) -> list[int]:
     return sorted({size for size in sizes if share % size == 0})
 
 
-Choice = tuple[Options, int]
-"""Options of a scheme, and the stages that the model is then cut into."""
-
-
-def _gpipe(depth: int, micro_batches: int, layers: int) -> Iterator[Choice]:
-    for groups in _counts(1, layers // depth):
-        yield (*_stages(depth, micro_batches), ("groups", groups)), depth * groups
-
-
-def _interleaved(depth: int, micro_batches: int, layers: int) -> Iterator[Choice]:
-    # With one chunk it is dapple, and one worker has nothing to interleave.
-    for chunks in _counts(2, layers // depth) if depth > 1 else ():
-        yield (*_workers(depth, micro_batches), ("chunks", chunks)), depth * chunks
-
-
-def _hanayo(depth: int, micro_batches: int, layers: int) -> Iterator[Choice]:
-    for waves in _counts(1, layers // (2 * depth)):
-        yield (*_workers(depth, micro_batches), ("waves", waves)), 2 * depth * waves
-
-
-def _wpipe(depth: int, micro_batches: int, layers: int) -> Iterator[Choice]:
-    if micro_batches >= depth and 2 * depth <= layers:
-        yield _workers(depth, micro_batches), 2 * depth
-
-
-def _pipedream(depth: int, _micro_batches: int, _layers: int) -> Iterator[Choice]:
-    yield (("stages", depth),), depth
-
-
-def _pipedream_2bw(depth: int, micro_batches: int, _layers: int) -> Iterator[Choice]:
-    if micro_batches >= depth:
-        yield _stages(depth, micro_batches), depth
-
-
-def _dapple(depth: int, micro_batches: int, _layers: int) -> Iterator[Choice]:
-    yield _stages(depth, micro_batches), depth
-
-
-def _gems(depth: int, micro_batches: int, _layers: int) -> Iterator[Choice]:
-    if depth % 2 == 0:
-        yield _stages(depth, micro_batches), depth
-
-
-def _chimera(depth: int, micro_batches: int, _layers: int) -> Iterator[Choice]:
-    if depth % 2:
-        return
-    # The ways to go on differ from direct only where something follows the first unit.
-    ways = Concat if micro_batches > depth else (Concat.DIRECT,)
-    for pairs in (f for f in range(1, depth // 2 + 1) if (depth // 2) % f == 0):
-        for way in ways:
-            yield (*_stages(depth, micro_batches), ("pairs", pairs), ("concat", way.value)), depth
-
-
-def _mixpipe(depth: int, micro_batches: int, _layers: int) -> Iterator[Choice]:
-    if depth % 2:
-        return
-    base = _stages(depth, micro_batches)
-    fine = depth <= _FINE_DEPTH
-    eighths = sorted({2 * round(i * depth / 16) for i in range(1, 9)})
-    for injected in range(2, depth + 1, 2) if fine else eighths:
-        most = (depth - injected) // 2
-        for early in range(most + 1) if fine else sorted({0, most}):
-            yield (*base, ("injected", injected), ("early_forwards", early)), depth
-    if micro_batches > depth:
-        yield (*base, ("injected", "max"), ("early_forwards", 0)), depth
-
-
-_FINE_DEPTH = 16
-"""Up to this depth every K and Γ of mixpipe is tried."""
-
-_FINE_COUNT = 8
-
-
-def _counts(least: int, most: int) -> Iterator[int]:
-    """Every number up to 8, then 2^i and 3·2^i."""
-    for count in range(least, most + 1):
-        odd = count >> ((count & -count).bit_length() - 1)
-        if count <= _FINE_COUNT or odd in (1, 3):
-            yield count
-
-
-def _stages(depth: int, micro_batches: int) -> Options:
-    return (("stages", depth), ("micro_batches", micro_batches))
-
-
-def _workers(depth: int, micro_batches: int) -> Options:
-    return (("workers", depth), ("micro_batches", micro_batches))
-
-
-_CHOICES: dict[str, Callable[[int, int, int], Iterator[Choice]]] = {
-    "gpipe": _gpipe,
-    "dapple": _dapple,
-    "interleaved": _interleaved,
-    "gems": _gems,
-    "chimera": _chimera,
-    "mixpipe": _mixpipe,
-    "hanayo": _hanayo,
-    "pipedream": _pipedream,
-    "pipedream-2bw": _pipedream_2bw,
-    "wpipe": _wpipe,
-}
-"""Every legal choice of a scheme's options for so many workers, micro-batches and layers of the model."""
-
-
-def _why_none(scheme: str, depths: list[int]) -> str:
+def _why_none(scheme: Scheme, depths: list[int]) -> str:
     """What a scheme needs, where it has no candidate at any depth."""
-    needs = {
-        "gems": "an even depth",
-        "chimera": "an even depth",
-        "mixpipe": "an even depth",
-        "interleaved": "two layers or more for each of two workers or more",
-        "hanayo": "two layers or more for each worker",
-        "wpipe": "two layers for each worker, and as many micro-batches as workers",
-        "pipedream": "a micro-batch of a replica's whole share, or more updates",
-        "pipedream-2bw": "as many micro-batches as workers",
-    }
-    rule = f"needs {needs[scheme]}; " if scheme in needs else ""
+    rule = f"needs {scheme.needs}; " if scheme.needs else ""
     return f"{rule}no candidate at {_named(depths)}"

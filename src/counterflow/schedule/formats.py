@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from counterflow.errors import ConfigError
 
+from . import registry
 from .ir import Op, OpKind, OptionValue, Schedule
 from .placement import Placement
-from .registry import SCHEMES
 from .workload import Versions, Workload, passes_of
 
 FORMAT = "counterflow-schedule"
@@ -46,7 +46,7 @@ class _File(BaseModel):
     format: Literal["counterflow-schedule"]
     format_version: Literal[1, 2]
     scheme: Annotated[str, Field(min_length=1)]
-    options: dict[str, OptionValue] = {}
+    options: dict[str, OptionValue | bool] = {}
     synchronous: bool = True
     micro_batches: Count
     periods: Count = 1
@@ -176,7 +176,7 @@ def _versions(file: _File, stages: int, name: str) -> Versions | None:
             raise ConfigError(f"{name}: versions: a synchronous schedule has one version; leave them out")
         return None
     if file.versions is None:
-        known = SCHEMES.get(file.scheme)
+        known = registry.find(file.scheme)
         if known is None or known.version is None:
             return None
         promised = known.version

@@ -21,6 +21,7 @@ from itertools import pairwise
 
 from counterflow.errors import ConfigError, ScheduleError
 
+from . import registry
 from .actions import (
     Action,
     Compute,
@@ -47,7 +48,6 @@ from .lowering import (
     with_syncs,
     with_updates,
 )
-from .registry import SCHEMES, build
 from .rules import DEADLOCK_RENDEZVOUS, MESSAGES, RULES, SYNCS, VERSIONS, Subject, require
 
 Tagged = tuple[int, Action]
@@ -165,12 +165,12 @@ def segments(
 def _longer(schedule: Schedule) -> Schedule | None:
     """The same with more periods, if it is just as its scheme makes it; within reason."""
     options = dict(schedule.options)
-    known = SCHEMES.get(schedule.scheme)
+    known = registry.find(schedule.scheme)
     if known is None or "periods" not in options or schedule.periods > 4 * schedule.stages + 16:
         return None
-    if build(schedule.scheme, options) != schedule:
+    if registry.build(schedule.scheme, options) != schedule:
         return None
-    return build(schedule.scheme, options | {"periods": 2 * schedule.periods})
+    return registry.build(schedule.scheme, options | {"periods": 2 * schedule.periods})
 
 
 def shifted(action: Action, periods: int, micro_batches: int) -> Action:

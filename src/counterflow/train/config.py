@@ -12,9 +12,18 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails
 
 from counterflow import toml
 from counterflow.errors import ConfigError, ScheduleError
@@ -24,6 +33,10 @@ from counterflow.schedule.check import check
 from counterflow.schedule.formats import loads
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.modes import Recompute, Sync
+from counterflow.schedule.scheme import DEPTH, Kind, Option
+
+SCHEME = "chimera"
+"""The scheme of the built-in example, and of any config that names none."""
 
 WORKERS = 4
 """Workers of the built-in example, and of any scheme that is given no depth."""
@@ -62,15 +75,36 @@ _COUNT_OR_ZERO = "a whole number, 0 or more"
 _SHARE = "a number from 0 to less than 1"
 
 
+class Key(NamedTuple):
+    """What is said of a key: what it means, and what it may be in the words of an error."""
+
+    about: str
+    legal: str
+
+
 class Section(BaseModel):
     """One table of the config file. Keys are checked strictly: ``"4"`` is no number, 1 is not true."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
+    @classmethod
+    def keys_known(cls) -> dict[str, Key]:
+        """Every key that it may have."""
+        found = {}
+        for name, info in cls.model_fields.items():
+            extra = info.json_schema_extra
+            assert isinstance(extra, Mapping)
+            found[name] = Key(str(info.description), str(extra["legal"]))
+        return found
+
     def given(self) -> dict[str, Any]:
         """The keys that have a value, in the order of the file."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
         return {name: value for name, value in values.items() if value is not None}
+
+    def about(self, key: str) -> str:
+        """What a key of it means."""
+        return self.keys_known()[key].about
 
 
 class ModelSection(Section):
@@ -142,27 +176,35 @@ class DataSection(Section):
 
 
 class ScheduleSection(Section):
-    """In which order: a scheme with its options, or a schedule file, which fixes them."""
+    """In which order: a scheme with its options, or a schedule file, which fixes them.
 
-    scheme: str | None = _key(None, "name of the scheme; chimera where not given", "a name, in quotes")
+    The options are keys beside those here; the schemes' records say which there are.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    scheme: str | None = _key(None, f"name of the scheme; {SCHEME} where not given", "a name, in quotes")
     file: PathKey | None = _key(None, "a schedule file, in place of a scheme", _PATH)
-    stages: int | None = _key(None, "D: stages of a pipe, and workers; 4 where not given", _WHOLE)
-    workers: int | None = _key(None, "workers, where a worker holds several stages", _WHOLE)
-    micro_batches: int | None = _key(
-        None, "N: micro-batches of an update; 2 a worker where not given", _WHOLE
-    )
-    pairs: int | None = _key(None, "chimera: f, pipes in each direction", _WHOLE)
-    concat: str | None = _key(
-        None, "chimera: what follows the first D micro-batches", "the name of a mode, in quotes"
-    )
-    injected: int | str | None = _key(
-        None, "mixpipe: K, micro-batches injected before the first backward", 'a whole number, or "max"'
-    )
-    early_forwards: int | None = _key(None, "mixpipe: Γ, forwards advanced", _WHOLE)
-    waves: int | None = _key(None, "hanayo: down-and-up passes of one forward", _WHOLE)
-    chunks: int | None = _key(None, "interleaved: stages a worker holds", _WHOLE)
-    groups: int | None = _key(None, "gpipe: chunks of the model a worker holds", _WHOLE)
-    periods: int | None = _key(None, "asynchronous schemes: updates to play", _WHOLE)
+
+    @classmethod
+    def keys_known(cls) -> dict[str, Key]:
+        """Its own keys, and every option of every scheme."""
+        options = registry.options().items()
+        return super().keys_known() | {
+            name: Key(registry.about(known), _legal(next(iter(known.values())))) for name, known in options
+        }
+
+    def given(self) -> dict[str, Any]:
+        """The keys that have a value: its own, then the scheme's options in their order."""
+        extra = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        known = registry.find(self.scheme) if self.scheme is not None else None
+        order = [option.name for option in known.options] if known else []
+        return super().given() | {name: extra[name] for name in [*order, *extra] if name in extra}
+
+    def about(self, key: str) -> str:
+        """What a key means; an option, for this scheme."""
+        option = registry.option(self.scheme, key) if self.scheme is not None else None
+        return option.help if option else super().about(key)
 
     @model_validator(mode="before")
     @classmethod
@@ -171,20 +213,33 @@ class ScheduleSection(Section):
         if not isinstance(data, dict) or data.get("file") is not None:
             return data
         given = {name: value for name, value in data.items() if value is not None}
-        given.setdefault("scheme", "chimera")
+        given.setdefault("scheme", SCHEME)
         if not isinstance(given["scheme"], str):
             return data
         try:
-            needed = [o.name for o in registry.scheme(given["scheme"]).options if o.default is None]
+            scheme = registry.scheme(given["scheme"])
         except ConfigError as error:
             raise ConfigError(f"schedule.scheme: {error}") from None
-        depth = "stages" if "stages" in needed else "workers"
-        if not {"stages", "workers"} & given.keys():
-            given[depth] = WORKERS
-        workers = given.get(depth)
-        if "micro_batches" in needed and type(workers) is int:
-            given.setdefault("micro_batches", max(1, 2 * workers))
+        if not given.keys() & set(DEPTH):
+            given[scheme.depth] = WORKERS
+        workers = given.get(scheme.depth)
+        if type(workers) is int and any(option.name == "micro_batches" for option in scheme.missing(given)):
+            given["micro_batches"] = max(1, 2 * workers)
         return given
+
+    @model_validator(mode="after")
+    def _check_options(self) -> ScheduleSection:
+        """Refuse keys that are no option of any scheme, and values of another kind."""
+        known = registry.options()
+        wrong: list[InitErrorDetails] = []
+        for name, value in (self.model_extra or {}).items():
+            if name not in known:
+                wrong.append(InitErrorDetails(type="extra_forbidden", loc=(name,), input=value))
+            elif value is not None and not _is_of_kind(next(iter(known[name].values())), value):
+                wrong.append(InitErrorDetails(type="int_type", loc=(name,), input=value))
+        if wrong:
+            raise ValidationError.from_exception_data("schedule", wrong)
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> ScheduleSection:
@@ -474,7 +529,7 @@ class RunConfig(Section):
                 continue
             yield f"\n[{name}]"
             for key, value in given.items():
-                yield f"{key} = {toml.dumps(value)}  # {type(section).model_fields[key].description}"
+                yield f"{key} = {toml.dumps(value)}  # {section.about(key)}"
 
     def _layers_missing(self, schedule: Schedule) -> str | None:
         """What is wrong if there are fewer layers than stages."""
@@ -522,11 +577,18 @@ class RunConfig(Section):
         return None
 
 
-def legal_values(section: type[Section], key: str) -> str:
-    """What a key may be, in the words of an error."""
-    extra = section.model_fields[key].json_schema_extra
-    assert isinstance(extra, Mapping)
-    return str(extra["legal"])
+def _legal(option: Option) -> str:
+    """What an option may be in a file, in the words of an error."""
+    if option.kind is Kind.WORD:
+        return f"one of {', '.join(option.words)}, in quotes"
+    return ", or ".join([option.kind.value, *map(toml.dumps, option.words)])
+
+
+def _is_of_kind(option: Option, value: object) -> bool:
+    """Whether a file's value can be one of the option; whether it is legal the scheme tells."""
+    if isinstance(value, str):
+        return bool(option.words)
+    return type(value) is {Kind.FLAG: bool, Kind.NUMBER: int}.get(option.kind)
 
 
 def _in_keys(message: str) -> str:
@@ -535,8 +597,7 @@ def _in_keys(message: str) -> str:
     >>> _in_keys("stages=3: must be even")
     'schedule.stages = 3: must be even'
     """
-    options = [name for name in ScheduleSection.model_fields if name not in ("scheme", "file")]
-    text = re.sub(rf"(?<![\w.])({'|'.join(options)})=", r"schedule.\1 = ", message)
+    text = re.sub(rf"(?<![\w.])({'|'.join(registry.options())})=", r"schedule.\1 = ", message)
     return text if text.startswith("schedule.") else f"schedule: {text}"
 
 

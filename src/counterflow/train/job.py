@@ -37,7 +37,7 @@ from counterflow.schedule.ir import Schedule
 from counterflow.schedule.segments import segments
 
 from .checkpoint import Checkpoint
-from .config import DataSection, ModelSection, OptimizerSection, RunConfig
+from .config import SCHEME, DataSection, ModelSection, OptimizerSection, RunConfig
 from .report import About
 
 _DEVIATION_AT_WIDTH_1 = 0.8
@@ -112,7 +112,7 @@ def _fits_without_flush(config: RunConfig, schedule: Schedule) -> None:
         raise ConfigError(
             f"model.tied = true: {schedule.scheme} updates each stage at its own time, and the first and the "
             "last one would share a weight; leave it false, or choose a scheme with a flush, for example "
-            "chimera"
+            f"{SCHEME}"
         )
 
 

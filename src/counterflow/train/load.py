@@ -21,8 +21,9 @@ from counterflow import toml
 from counterflow.errors import ConfigError
 from counterflow.reading import read_text
 from counterflow.schedule import registry
+from counterflow.schedule.scheme import DEPTH
 
-from .config import RunConfig, Section, legal_values
+from .config import SCHEME, RunConfig, Section
 
 SECTIONS: dict[str, type[Section]] = {
     name: annotation
@@ -67,15 +68,13 @@ class _Layers:
         """Another scheme, with those options of the one below that it has; workers stand in for stages."""
         self.drop("schedule", "file")
         below = self.values.get("schedule")
-        known = registry.SCHEMES.get(registry.ALIASES.get(str(name), str(name)))
-        if isinstance(below, dict) and known is not None and below.get("scheme", "chimera") != name:
-            names = [option.name for option in known.options]
-            for old, new in (("stages", "workers"), ("workers", "stages")):
-                if old in below and old not in names:
-                    below.setdefault(new, below[old])
-            others = {option.name for each in registry.SCHEMES.values() for option in each.options}
-            for key in others.difference(names):
-                below.pop(key, None)
+        known = registry.find(str(name))
+        if isinstance(below, dict) and known is not None and below.get("scheme", SCHEME) != name:
+            for key in registry.options():
+                if known.option(key) is None and key in below:
+                    value = below.pop(key)
+                    if (depth := known.in_place_of(key)) is not None:
+                        below.setdefault(depth, value)
         self.put("schedule", "scheme", name, place)
 
     def put_workers(self, workers: int) -> None:
@@ -88,10 +87,8 @@ class _Layers:
                 f"--workers {workers}: schedule.file = {toml.dumps(str(below['file']))} fixes the workers; "
                 "leave one of them out"
             )
-        name = str(below.get("scheme", "chimera"))
-        known = registry.SCHEMES.get(registry.ALIASES.get(name, name))
-        has_stages = known is None or any(option.name == "stages" for option in known.options)
-        self.put("schedule", "stages" if has_stages else "workers", workers, "--workers: ")
+        known = registry.find(str(below.get("scheme", SCHEME)))
+        self.put("schedule", known.depth if known else DEPTH[0], workers, "--workers: ")
 
 
 def load_config(
@@ -207,7 +204,7 @@ def _told(error: ValidationError, layers: _Layers) -> str:
         else:
             section, key = _pair(location)
             value = _shown(layers.values[section][key])
-            rule = legal_values(SECTIONS[section], key)
+            rule = SECTIONS[section].keys_known()[key].legal
             place = layers.places.get((section, key), place)
             problems.setdefault(location, f"{place}{section}.{key} = {value}: must be {rule}")
     lines = list(problems.values())
@@ -222,11 +219,11 @@ def _no_such(location: tuple[str, ...]) -> str:
     """An unknown section, or an unknown key of a section."""
     section, key = _pair(location)
     if not key:
-        homes = [f"{name}.{section}" for name, model in SECTIONS.items() if section in model.model_fields]
+        homes = [f"{name}.{section}" for name, model in SECTIONS.items() if section in model.keys_known()]
         near = homes or difflib.get_close_matches(section, SECTIONS, n=1)
         return f"there is no section {section!r}{_hint(near)} Sections: {', '.join(SECTIONS)}"
-    keys = list(SECTIONS[section].model_fields)
-    homes = [f"{name}.{key}" for name, model in SECTIONS.items() if key in model.model_fields]
+    keys = list(SECTIONS[section].keys_known())
+    homes = [f"{name}.{key}" for name, model in SECTIONS.items() if key in model.keys_known()]
     near = homes or [f"{section}.{name}" for name in difflib.get_close_matches(key, keys, n=1)]
     return f"{section}.{key}: there is no such key{_hint(near)} Keys of {section}: {', '.join(keys)}"
 

@@ -26,8 +26,8 @@ from counterflow.runtime.samples import cut, samples_in, split_points
 from counterflow.runtime.stage import LOSS, NamedLayer, evaluating, loss_layer, materialised
 from counterflow.runtime.step import Step
 from counterflow.runtime.weights import MakeOptimizer, MakeScheduler
+from counterflow.schedule import registry
 from counterflow.schedule.ir import Schedule
-from counterflow.schedule.registry import SCHEMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Staleness:
         """
         if schedule.synchronous:
             return None
-        scheme = SCHEMES.get(schedule.scheme)
+        scheme = registry.find(schedule.scheme)
         if scheme is None or scheme.version is None:
             raise ConfigError(
                 f"no table says which weights {schedule.scheme} computes with; there is nothing to compare "

@@ -1,4 +1,4 @@
-"""Every scheme, one file each: pure functions from options to a ``Schedule``."""
+"""Every scheme, one file each: a pure function from options to a ``Schedule``, and its record, ``SCHEME``."""
 
 from .chimera import Concat, chimera
 from .dapple import dapple

@@ -26,13 +26,14 @@ Source: Li & Hoefler, Chimera (SC'21): sections 3.1, 3.5 (Figure 7) and 3.6 (Fig
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 from counterflow.errors import ConfigError
-from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.placement import Placement, bidirectional
+from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Kind, Option, Scheme
 from counterflow.schedule.slots import Placed, orders_by_slot, spread
 from counterflow.schedule.workload import Pass, Share, Workload
 
@@ -65,6 +66,32 @@ def chimera(
     >>> " ".join(f"{op.kind.value}{op.micro_batches[0]}" for op in schedule.orders[0])
     'F0 F1 F2 B2 F3 B3 B0 B1'
     """
+    placement, passes = _passed(stages, micro_batches, pairs, concat)
+    options = (
+        ("stages", stages),
+        ("micro_batches", micro_batches),
+        ("pairs", pairs),
+        ("concat", Concat(concat).value),
+    )
+    orders = orders_by_slot(stages, _placed(placement, passes))
+    return Schedule("chimera", options, _made(placement, micro_batches, passes), orders)
+
+
+def _workload(
+    stages: int, micro_batches: int, pairs: int = 1, concat: Concat | str = Concat.DIRECT
+) -> Workload:
+    placement, passes = _passed(stages, micro_batches, pairs, concat)
+    return _made(placement, micro_batches, passes)
+
+
+def _made(placement: Placement, micro_batches: int, passes: Sequence[_Slots]) -> Workload:
+    by_number = sorted((one.work for one in passes), key=lambda work: work.micro_batches)
+    return Workload(placement, micro_batches, tuple(by_number))
+
+
+def _passed(
+    stages: int, micro_batches: int, pairs: int, concat: Concat | str
+) -> tuple[Placement, list[_Slots]]:
     at_least("stages", stages, 2)
     at_least("micro_batches", micro_batches, 1)
     at_least("pairs", pairs, 1)
@@ -74,16 +101,8 @@ def chimera(
         legal = ", ".join(Concat)
         raise ConfigError(f"concat={concat!r}: unknown; legal: {legal}") from None
     placement = bidirectional(stages, pairs)
-    passes = list(_passes(stages, list(_units(stages, micro_batches, pairs, concat)), 2 * pairs, concat))
-    options = (
-        ("stages", stages),
-        ("micro_batches", micro_batches),
-        ("pairs", pairs),
-        ("concat", concat.value),
-    )
-    orders = orders_by_slot(stages, _placed(placement, passes))
-    by_number = sorted((one.work for one in passes), key=lambda work: work.micro_batches)
-    return Schedule("chimera", options, Workload(placement, micro_batches, tuple(by_number)), orders)
+    units = list(_units(stages, micro_batches, pairs, concat))
+    return placement, list(_passes(stages, units, 2 * pairs, concat))
 
 
 def _units(
@@ -137,3 +156,43 @@ def _placed(placement: Placement, passes: Sequence[_Slots]) -> Iterator[Placed]:
             for share, slot in zip(work.shares, backwards, strict=True):
                 op = Op(OpKind.BACKWARD, s, share.micro_batches, work.pipe, share.part, share.parts)
                 yield slot + last - s, worker, op
+
+
+def _planned(workers: int, micro_batches: int, _layers: int) -> Iterator[Mapping[str, OptionValue]]:
+    # The ways to go on differ from direct only where something follows the first unit.
+    ways = Concat if micro_batches > workers else (Concat.DIRECT,)
+    for pairs in (f for f in range(1, workers // 2 + 1) if (workers // 2) % f == 0):
+        for way in ways:
+            yield {"pairs": pairs, "concat": way.value}
+
+
+SCHEME = Scheme(
+    name="chimera",
+    build=chimera,
+    workload=_workload,
+    summary="1F1B in two directions whose bubbles fill each other",
+    source="Li and Hoefler 2021",
+    options=(
+        Option("stages", "even, 2 or more", "depth D: stages of each pipe, and workers", letter="D"),
+        MICRO_BATCHES,
+        Option(
+            "pairs",
+            "a divisor of stages/2",
+            "f: pipes in each direction",
+            default=1,
+            letter="f",
+            unsaid=1,
+        ),
+        Option(
+            "concat",
+            ", ".join(Concat),
+            "how units of D micro-batches follow each other",
+            default=Concat.DIRECT.value,
+            kind=Kind.WORD,
+            words=tuple(way.value for way in Concat),
+        ),
+    ),
+    directions=Directions.TWO,
+    planner=_planned,
+    needs="an even depth",
+)

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.placement import linear
-from counterflow.schedule.workload import plain
+from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme
+from counterflow.schedule.workload import Workload, plain
 
 from ._legal import at_least
 from .one_forward_one_backward import one_forward_one_backward
@@ -33,8 +34,27 @@ def dapple(stages: int, micro_batches: int) -> Schedule:
     >>> print(*dapple(stages=2, micro_batches=3).orders[0])
     F0.0 F1.0 B0.0 F2.0 B1.0 B2.0
     """
-    at_least("stages", stages, 1)
-    at_least("micro_batches", micro_batches, 1)
+    workload = _workload(stages, micro_batches)
     orders = tuple(one_forward_one_backward(s, micro_batches, in_flight=stages - s) for s in range(stages))
     options = (("stages", stages), ("micro_batches", micro_batches))
-    return Schedule("dapple", options, plain(linear(stages), micro_batches), orders)
+    return Schedule("dapple", options, workload, orders)
+
+
+def _workload(stages: int, micro_batches: int) -> Workload:
+    at_least("stages", stages, 1)
+    at_least("micro_batches", micro_batches, 1)
+    return plain(linear(stages), micro_batches)
+
+
+SCHEME = Scheme(
+    name="dapple",
+    aliases=("1f1b",),
+    build=dapple,
+    workload=_workload,
+    summary="1F1B with a flush",
+    source="Fan et al. 2021",
+    options=(
+        Option("stages", "1 or more", "depth D: stages, one on each worker", letter="D"),
+        MICRO_BATCHES,
+    ),
+)

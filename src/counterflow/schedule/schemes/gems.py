@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.placement import bidirectional
-from counterflow.schedule.workload import plain
+from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Option, Scheme
+from counterflow.schedule.workload import Workload, plain
 
 from ._legal import at_least
 
@@ -34,9 +35,7 @@ def gems(stages: int, micro_batches: int) -> Schedule:
     >>> print(*gems(stages=2, micro_batches=2).orders[0])
     F0.0 B0.0 F1.1p1 B1.1p1
     """
-    at_least("stages", stages, 2)
-    at_least("micro_batches", micro_batches, 1)
-    placement = bidirectional(stages)
+    workload = _workload(stages, micro_batches)
     orders = tuple(
         tuple(
             Op(kind, worker if m % 2 == 0 else stages - 1 - worker, (m,), pipe=m % 2)
@@ -46,5 +45,26 @@ def gems(stages: int, micro_batches: int) -> Schedule:
         for worker in range(stages)
     )
     options = (("stages", stages), ("micro_batches", micro_batches))
-    workload = plain(placement, micro_batches, pipe_of=lambda m: m % 2)
     return Schedule("gems", options, workload, orders)
+
+
+def _workload(stages: int, micro_batches: int) -> Workload:
+    at_least("stages", stages, 2)
+    at_least("micro_batches", micro_batches, 1)
+    return plain(bidirectional(stages), micro_batches, pipe_of=lambda m: m % 2)
+
+
+SCHEME = Scheme(
+    name="gems",
+    build=gems,
+    workload=_workload,
+    summary="two directions, one micro-batch in memory at a time",
+    source="Jain et al. 2020",
+    options=(
+        Option("stages", "even, 2 or more", "depth D: stages of each pipe, and workers", letter="D"),
+        MICRO_BATCHES,
+    ),
+    directions=Directions.TWO,
+    needs="an even depth",
+    most_stashed=lambda **_: 1,
+)

@@ -15,11 +15,12 @@ Sources: Huang et al., GPipe (NeurIPS 2019); groups: WPipe (ICLR 2022), appendix
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.placement import looped
-from counterflow.schedule.workload import plain
+from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme, counts
+from counterflow.schedule.workload import Workload, plain
 
 from ._legal import at_least
 
@@ -39,12 +40,17 @@ def gpipe(stages: int, micro_batches: int, groups: int = 1) -> Schedule:
     >>> print(*gpipe(stages=2, micro_batches=2).orders[0])
     F0.0 F1.0 B1.0 B0.0
     """
+    workload = _workload(stages, micro_batches, groups)
+    orders = tuple(tuple(_order(w, stages, groups, micro_batches)) for w in range(stages))
+    options = (("stages", stages), ("micro_batches", micro_batches), ("groups", groups))
+    return Schedule("gpipe", options, workload, orders)
+
+
+def _workload(stages: int, micro_batches: int, groups: int = 1) -> Workload:
     at_least("stages", stages, 1)
     at_least("micro_batches", micro_batches, 1)
     at_least("groups", groups, 1)
-    orders = tuple(tuple(_order(w, stages, groups, micro_batches)) for w in range(stages))
-    options = (("stages", stages), ("micro_batches", micro_batches), ("groups", groups))
-    return Schedule("gpipe", options, plain(looped(stages, groups), micro_batches), orders)
+    return plain(looped(stages, groups), micro_batches)
 
 
 def _order(worker: int, workers: int, chunks: int, micro_batches: int) -> Iterator[Op]:
@@ -54,3 +60,31 @@ def _order(worker: int, workers: int, chunks: int, micro_batches: int) -> Iterat
     for chunk in reversed(range(chunks)):
         for m in reversed(range(micro_batches)):
             yield Op(OpKind.BACKWARD, chunk * workers + worker, (m,))
+
+
+def _planned(workers: int, _micro_batches: int, layers: int) -> Iterator[Mapping[str, OptionValue]]:
+    for groups in counts(1, layers // workers):
+        yield {"groups": groups}
+
+
+SCHEME = Scheme(
+    name="gpipe",
+    build=gpipe,
+    workload=_workload,
+    summary="all forwards, then all backwards",
+    source="Huang et al. 2019; groups: WPipe, appendix A.4",
+    options=(
+        Option("stages", "1 or more", "depth D: workers; the model is cut in D·groups", letter="D"),
+        MICRO_BATCHES,
+        Option(
+            "groups",
+            "1 or more",
+            "chunks of the model a worker holds",
+            default=1,
+            noun="group",
+            unsaid=1,
+        ),
+    ),
+    planner=_planned,
+    chunk="group",
+)

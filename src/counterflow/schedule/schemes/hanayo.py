@@ -15,12 +15,13 @@ Source: Liu et al., Hanayo (SC'23) sections 3.2 and 3.3, Figures 5 and 6.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.placement import Placement, wave
+from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Option, Scheme, counts
 from counterflow.schedule.slots import Placed, orders_by_slot
-from counterflow.schedule.workload import plain
+from counterflow.schedule.workload import Workload, plain
 
 from ._legal import at_least
 
@@ -39,13 +40,17 @@ def hanayo(workers: int, micro_batches: int, waves: int = 1) -> Schedule:
     >>> print(*hanayo(workers=2, micro_batches=1).orders[0])
     F0.0 F0.3 B0.3 B0.0
     """
+    workload = _workload(workers, micro_batches, waves)
+    orders = orders_by_slot(workers, _placed(workload.placement, micro_batches))
+    options = (("workers", workers), ("micro_batches", micro_batches), ("waves", waves))
+    return Schedule("hanayo", options, workload, orders)
+
+
+def _workload(workers: int, micro_batches: int, waves: int = 1) -> Workload:
     at_least("workers", workers, 1)
     at_least("micro_batches", micro_batches, 1)
     at_least("waves", waves, 1)
-    placement = wave(workers, waves)
-    orders = orders_by_slot(workers, _placed(placement, micro_batches))
-    options = (("workers", workers), ("micro_batches", micro_batches), ("waves", waves))
-    return Schedule("hanayo", options, plain(placement, micro_batches), orders)
+    return plain(wave(workers, waves), micro_batches)
 
 
 def _placed(placement: Placement, micro_batches: int) -> Iterator[Placed]:
@@ -57,3 +62,26 @@ def _placed(placement: Placement, micro_batches: int) -> Iterator[Placed]:
         for s, worker in enumerate(holders):
             yield start + s, worker, Op(OpKind.FORWARD, s, (m,))
             yield start + last - s, worker, Op(OpKind.BACKWARD, s, (m,))
+
+
+def _planned(workers: int, _micro_batches: int, layers: int) -> Iterator[Mapping[str, OptionValue]]:
+    for waves in counts(1, layers // (2 * workers)):
+        yield {"waves": waves}
+
+
+SCHEME = Scheme(
+    name="hanayo",
+    build=hanayo,
+    workload=_workload,
+    summary="waves: one pipe that turns around at both ends",
+    source="Liu et al. 2023",
+    options=(
+        Option("workers", "1 or more", "workers of one pipeline group", letter="P"),
+        MICRO_BATCHES,
+        Option("waves", "1 or more", "down-and-up passes of one forward", default=1, noun="wave"),
+    ),
+    directions=Directions.WAVES,
+    planner=_planned,
+    needs="two layers or more for each worker",
+    chunk="leg",
+)

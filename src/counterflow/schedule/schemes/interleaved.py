@@ -16,12 +16,13 @@ torch.distributed.pipelining's ScheduleInterleaved1F1B.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.placement import looped
+from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme, counts
 from counterflow.schedule.slots import spread
-from counterflow.schedule.workload import plain
+from counterflow.schedule.workload import Workload, plain
 
 from ._legal import at_least
 
@@ -40,13 +41,18 @@ def interleaved(workers: int, micro_batches: int, chunks: int = 2) -> Schedule:
     >>> print(*interleaved(workers=2, micro_batches=2).orders[1])
     F0.1 F1.1 F0.3 B0.3 F1.3 B1.3 B0.1 B1.1
     """
-    at_least("workers", workers, 1)
-    at_least("micro_batches", micro_batches, 1)
-    at_least("chunks", chunks, 1)
+    workload = _workload(workers, micro_batches, chunks)
     rounds = spread(micro_batches, max(1, micro_batches // workers))
     orders = tuple(_order(w, workers, chunks, rounds) for w in range(workers))
     options = (("workers", workers), ("micro_batches", micro_batches), ("chunks", chunks))
-    return Schedule("interleaved", options, plain(looped(workers, chunks), micro_batches), orders)
+    return Schedule("interleaved", options, workload, orders)
+
+
+def _workload(workers: int, micro_batches: int, chunks: int = 2) -> Workload:
+    at_least("workers", workers, 1)
+    at_least("micro_batches", micro_batches, 1)
+    at_least("chunks", chunks, 1)
+    return plain(looped(workers, chunks), micro_batches)
 
 
 def _order(worker: int, workers: int, chunks: int, rounds: list[int]) -> tuple[Op, ...]:
@@ -70,3 +76,25 @@ def _in_rounds(kind: OpKind, stages: list[int], rounds: list[int]) -> Iterator[O
             for m in range(first, first + size):
                 yield Op(kind, stage, (m,))
         first += size
+
+
+def _planned(workers: int, _micro_batches: int, layers: int) -> Iterator[Mapping[str, OptionValue]]:
+    # With one chunk it is 1F1B without chunks, and one worker has nothing to interleave.
+    for chunks in counts(2, layers // workers) if workers > 1 else ():
+        yield {"chunks": chunks}
+
+
+SCHEME = Scheme(
+    name="interleaved",
+    build=interleaved,
+    workload=_workload,
+    summary="1F1B with several chunks of the model on each worker",
+    source="Narayanan et al. 2021 (Megatron-LM)",
+    options=(
+        Option("workers", "1 or more", "workers of one pipeline group", letter="P"),
+        MICRO_BATCHES,
+        Option("chunks", "1 or more", "stages a worker holds", default=2, noun="chunk"),
+    ),
+    planner=_planned,
+    needs="two layers or more for each of two workers or more",
+)

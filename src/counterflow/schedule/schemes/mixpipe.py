@@ -27,10 +27,13 @@ Source: Zhang et al., MixPipe (2023) section III-A (Figure 3, equation 5) and II
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.placement import bidirectional
-from counterflow.schedule.workload import plain
+from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Option, Scheme
+from counterflow.schedule.workload import Workload, plain
 
 from ._legal import at_least
 from .mixpipe_plan import mixpipe_orders
@@ -54,9 +57,7 @@ def mixpipe(
     >>> " ".join(f"{op.kind.value}{op.micro_batches[0]}" for op in schedule.orders[0])
     'F0 F1 B1 F2 F3 B3 B0 B2'
     """
-    at_least("stages", stages, 2)
-    at_least("micro_batches", micro_batches, 1)
-    placement = bidirectional(stages)
+    workload = _workload(stages, micro_batches)
     injected = stages if injected is None else injected
     _refuse(stages, injected, early_forwards)
     limit = injected if isinstance(injected, int) else None
@@ -73,8 +74,13 @@ def mixpipe(
         ("injected", injected),
         ("early_forwards", early_forwards),
     )
-    workload = plain(placement, micro_batches, pipe_of=lambda m: m % 2)
     return Schedule("mixpipe", options, workload, orders)
+
+
+def _workload(stages: int, micro_batches: int) -> Workload:
+    at_least("stages", stages, 2)
+    at_least("micro_batches", micro_batches, 1)
+    return plain(bidirectional(stages), micro_batches, pipe_of=lambda m: m % 2)
 
 
 def _refuse(stages: int, injected: OptionValue, early_forwards: int) -> None:
@@ -91,3 +97,57 @@ def _refuse(stages: int, injected: OptionValue, early_forwards: int) -> None:
     at_least("early_forwards", early_forwards, 0)
     if early_forwards > most:
         raise ConfigError(f"early_forwards={early_forwards}: must be 0 to {most}; {why}")
+
+
+def _planned(workers: int, micro_batches: int, _layers: int) -> Iterator[Mapping[str, OptionValue]]:
+    """Every K and Γ up to depth 16, then K in eighths of the depth and Γ none or all that is legal."""
+    fine = workers <= 16
+    eighths = sorted({2 * round(i * workers / 16) for i in range(1, 9)})
+    for injected in range(2, workers + 1, 2) if fine else eighths:
+        most = (workers - injected) // 2
+        for early in range(most + 1) if fine else sorted({0, most}):
+            yield {"injected": injected, "early_forwards": early}
+    if micro_batches > workers:
+        yield {"injected": "max", "early_forwards": 0}
+
+
+def _most_stashed(
+    stages: int, injected: OptionValue | None = None, early_forwards: int = 0, **_: OptionValue
+) -> int | None:
+    injected = stages if injected is None else injected
+    return injected + early_forwards if isinstance(injected, int) else None
+
+
+SCHEME = Scheme(
+    name="mixpipe",
+    build=mixpipe,
+    workload=_workload,
+    summary="two directions with a chosen number of micro-batches in flight",
+    source="Zhang et al. 2023",
+    options=(
+        Option("stages", "even, 2 or more", "depth D: stages of each pipe, and workers", letter="D"),
+        MICRO_BATCHES,
+        Option(
+            "injected",
+            "even, 2..stages, or max",
+            "K: micro-batches injected before the first backward",
+            like="stages",
+            words=("max",),
+            letter="K",
+            order_only=True,
+        ),
+        Option(
+            "early_forwards",
+            "0..(stages - injected)/2",
+            "Γ: forwards advanced on the middle workers",
+            default=0,
+            letter="Γ",
+            unsaid=0,
+            order_only=True,
+        ),
+    ),
+    directions=Directions.TWO,
+    planner=_planned,
+    needs="an even depth",
+    most_stashed=_most_stashed,
+)

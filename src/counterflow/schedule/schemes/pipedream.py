@@ -18,7 +18,8 @@ from functools import partial
 
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.placement import linear
-from counterflow.schedule.workload import plain
+from counterflow.schedule.scheme import PERIODS, Option, Scheme
+from counterflow.schedule.workload import Workload, plain
 
 from ._legal import at_least
 from .one_forward_one_backward import one_forward_one_backward, steady_slices
@@ -42,12 +43,31 @@ def pipedream(stages: int, periods: int = 8) -> Schedule:
     >>> print(*pipedream(stages=2, periods=3).orders[0])
     F0.0 F1.0 B0.0 F2.0v1 B1.0 B2.0v1
     """
-    at_least("stages", stages, 1)
-    at_least("periods", periods, 1)
+    workload = _workload(stages, periods)
     orders = tuple(
         one_forward_one_backward(s, periods, stages - s, partial(version, stages, s)) for s in range(stages)
     )
     steady = steady_slices([stages - s for s in range(stages)], 1, periods)
     options = (("stages", stages), ("periods", periods))
-    workload = plain(linear(stages), 1, periods=periods, version=partial(version, stages))
     return Schedule("pipedream", options, workload, orders, steady)
+
+
+def _workload(stages: int, periods: int = 8) -> Workload:
+    at_least("stages", stages, 1)
+    at_least("periods", periods, 1)
+    return plain(linear(stages), 1, periods=periods, version=partial(version, stages))
+
+
+SCHEME = Scheme(
+    name="pipedream",
+    build=pipedream,
+    workload=_workload,
+    summary="1F1B without a flush, an update after every backward",
+    source="Harlap et al. 2018",
+    options=(
+        Option("stages", "1 or more", "depth D: stages, one on each worker", letter="D"),
+        PERIODS,
+    ),
+    version=version,
+    needs="a micro-batch of a replica's whole share, or more updates",
+)

@@ -17,7 +17,8 @@ from functools import partial
 
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.placement import linear
-from counterflow.schedule.workload import plain
+from counterflow.schedule.scheme import PERIODS, Option, Scheme
+from counterflow.schedule.workload import Workload, plain
 
 from ._legal import at_least
 from .one_forward_one_backward import one_forward_one_backward, steady_slices
@@ -42,9 +43,7 @@ def pipedream_2bw(stages: int, micro_batches: int, periods: int = 8) -> Schedule
     >>> print(*pipedream_2bw(stages=1, micro_batches=1, periods=3).orders[0])
     F0.0 B0.0 F1.0 B1.0 F2.0v1 B2.0v1
     """
-    at_least("stages", stages, 1)
-    at_least("micro_batches", micro_batches, stages, why=f" (the depth {stages})")
-    at_least("periods", periods, 1)
+    workload = _workload(stages, micro_batches, periods)
     orders = tuple(
         one_forward_one_backward(
             s,
@@ -56,5 +55,27 @@ def pipedream_2bw(stages: int, micro_batches: int, periods: int = 8) -> Schedule
     )
     steady = steady_slices([stages - s for s in range(stages)], micro_batches, periods)
     options = (("stages", stages), ("micro_batches", micro_batches), ("periods", periods))
-    workload = plain(linear(stages), micro_batches, periods=periods, version=partial(version, stages))
     return Schedule("pipedream-2bw", options, workload, orders, steady)
+
+
+def _workload(stages: int, micro_batches: int, periods: int = 8) -> Workload:
+    at_least("stages", stages, 1)
+    at_least("micro_batches", micro_batches, stages, why=f" (the depth {stages})")
+    at_least("periods", periods, 1)
+    return plain(linear(stages), micro_batches, periods=periods, version=partial(version, stages))
+
+
+SCHEME = Scheme(
+    name="pipedream-2bw",
+    build=pipedream_2bw,
+    workload=_workload,
+    summary="1F1B without a flush, two weight versions",
+    source="Narayanan et al. 2021 (PipeDream-2BW)",
+    options=(
+        Option("stages", "1 or more", "depth D: stages, one on each worker", letter="D"),
+        Option("micro_batches", "stages or more", "N: micro-batches between updates", letter="N"),
+        PERIODS,
+    ),
+    version=version,
+    needs="as many micro-batches as workers",
+)

@@ -21,8 +21,9 @@ from functools import partial
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.placement import looped
+from counterflow.schedule.scheme import PERIODS, Option, Scheme
 from counterflow.schedule.slots import Placed, orders_by_slot
-from counterflow.schedule.workload import plain
+from counterflow.schedule.workload import Workload, plain
 
 from ._legal import at_least
 
@@ -46,6 +47,13 @@ def wpipe(workers: int, micro_batches: int, periods: int = 8) -> Schedule:
     >>> print(*wpipe(workers=1, micro_batches=1, periods=2).orders[0])
     F0.0 F0.1 B0.1 F1.0 B0.0 F1.1v1 B1.1v1 B1.0
     """
+    workload = _workload(workers, micro_batches, periods)
+    orders = orders_by_slot(workers, _placed(workers, micro_batches, periods))
+    options = (("workers", workers), ("micro_batches", micro_batches), ("periods", periods))
+    return Schedule("wpipe", options, workload, orders, _steady(orders, micro_batches))
+
+
+def _workload(workers: int, micro_batches: int, periods: int = 8) -> Workload:
     at_least("workers", workers, 1)
     at_least("micro_batches", micro_batches, 1)
     at_least("periods", periods, 1)
@@ -54,11 +62,8 @@ def wpipe(workers: int, micro_batches: int, periods: int = 8) -> Schedule:
             f"micro_batches={micro_batches}: wpipe needs at least as many micro-batches between updates "
             f"as workers; use {workers} or more, or at most {micro_batches} workers"
         )
-    orders = orders_by_slot(workers, _placed(workers, micro_batches, periods))
-    options = (("workers", workers), ("micro_batches", micro_batches), ("periods", periods))
     placement = looped(workers, chunks=2)
-    workload = plain(placement, micro_batches, periods=periods, version=partial(version, placement.stages))
-    return Schedule("wpipe", options, workload, orders, _steady(orders, micro_batches))
+    return plain(placement, micro_batches, periods=periods, version=partial(version, placement.stages))
 
 
 def _placed(workers: int, micro_batches: int, periods: int) -> Iterator[Placed]:
@@ -92,3 +97,20 @@ def _steady(orders: tuple[tuple[Op, ...], ...], micro_batches: int) -> tuple[tup
             return None
         slices.append((first, first + whole * 4 * micro_batches))
     return tuple(slices)
+
+
+SCHEME = Scheme(
+    name="wpipe",
+    build=wpipe,
+    workload=_workload,
+    summary="two groups of stages updated in turn, without a flush",
+    source="Yang et al. 2022",
+    options=(
+        Option("workers", "1 or more", "workers of one pipeline group", letter="P"),
+        Option("micro_batches", "workers or more", "M: micro-batches between updates", letter="N"),
+        PERIODS,
+    ),
+    version=version,
+    needs="two layers for each worker, and as many micro-batches as workers",
+    chunk="group",
+)

@@ -1,0 +1,220 @@
+"""The record of a scheme: all that commands, planner, bounds and pictures know of it. Plain, frozen data.
+
+Invariant: what is said of a scheme is said in its record, which stands in the scheme's own file. Nothing else
+knows a scheme by name. A record makes no schedule; its builder does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+
+from counterflow.errors import ConfigError
+
+from .ir import OptionValue, Schedule
+from .workload import Workload
+
+DEPTH = ("stages", "workers")
+"""The options that say how many workers there are; a scheme has one of them."""
+
+
+class Kind(Enum):
+    """What an option's values are."""
+
+    NUMBER = "a whole number"
+    WORD = "a word"
+    FLAG = "true or false"
+
+
+class Directions(StrEnum):
+    """Which way the pipes of a scheme run over the workers."""
+
+    ONE = "one"
+    TWO = "two"
+    WAVES = "waves"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of a scheme.
+
+    Attributes:
+        name: the builder's argument.
+        legal: its range, in words.
+        help: what it means, in one line.
+        default: its value where it is not given; None: it must be given, or is as ``like`` says.
+        like: the option whose value it then has.
+        kind: what its values are.
+        words: the legal words; a number may have some besides.
+        letter: the papers' letter for it, which pictures use.
+        noun: what pictures count with it, as in "2 waves"; in place of a letter.
+        unsaid: the value that pictures leave out.
+        order_only: whether only the order depends on it, and not the workload.
+    """
+
+    name: str
+    legal: str
+    help: str
+    default: OptionValue | None = None
+    like: str | None = None
+    kind: Kind = Kind.NUMBER
+    words: tuple[str, ...] = ()
+    letter: str | None = None
+    noun: str | None = None
+    unsaid: OptionValue | None = None
+    order_only: bool = False
+
+    @property
+    def required(self) -> bool:
+        """Whether it must be given."""
+        return self.default is None and self.like is None
+
+    @property
+    def usual(self) -> OptionValue | None:
+        """What it is where it is not given, for people."""
+        return self.default if self.like is None else self.like
+
+    @property
+    def values(self) -> str:
+        """What its values are, in the words of an error."""
+        if self.kind is Kind.WORD:
+            return f"one of {', '.join(self.words)}"
+        return " or ".join([self.kind.value, *self.words])
+
+    def refuse(self, value: object) -> None:
+        """Refuse a value of another kind.
+
+        Raises:
+            ConfigError: it is one.
+
+        >>> Option("waves", "1 or more", "down-and-up passes").refuse("two")
+        Traceback (most recent call last):
+        counterflow.errors.ConfigError: waves='two': must be a whole number (1 or more)
+        """
+        is_flag = isinstance(value, bool)
+        if isinstance(value, str) and value in self.words:
+            return
+        if self.kind is Kind.WORD:
+            raise ConfigError(f"{self.name}={value!r}: unknown; legal: {', '.join(self.words)}")
+        if is_flag is not (self.kind is Kind.FLAG) or not isinstance(value, int):
+            raise ConfigError(f"{self.name}={value!r}: must be {self.values} ({self.legal})")
+
+    def told(self, value: OptionValue) -> str:
+        """A value as pictures say it; nothing where it is left out.
+
+        >>> Option("waves", "1 or more", "down-and-up passes", noun="wave").told(2)
+        '2 waves'
+        """
+        if value == self.unsaid:
+            return ""
+        if self.kind is Kind.FLAG:
+            return self.name.replace("_", " ") if value else ""
+        if self.kind is Kind.WORD:
+            return str(value)
+        if self.noun is not None:
+            return f"{value} {self.noun}{'' if value == 1 else 's'}"
+        return f"{self.letter or self.name}={value}"
+
+
+MICRO_BATCHES = Option("micro_batches", "1 or more", "N: micro-batches of a mini-batch", letter="N")
+PERIODS = Option("periods", "1 or more", "updates to play", default=8, noun="period")
+
+Build = Callable[..., Schedule]
+VersionRule = Callable[[int, int, int], int]
+"""(stages, stage, period) -> the weight version that period's work uses on that stage."""
+
+Planner = Callable[[int, int, int], Iterable[Mapping[str, OptionValue]]]
+"""(workers, micro-batches, layers of the model) -> options worth trying, beside workers and micro-batches."""
+
+
+def plainly(_workers: int, _micro_batches: int, _layers: int) -> Iterator[Mapping[str, OptionValue]]:
+    """The planner of a scheme without further options: one candidate, with all defaults."""
+    yield {}
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A named way to make schedules.
+
+    Attributes:
+        name: what users call it.
+        build: from options to a schedule. It checks them itself, and raises ``ConfigError``.
+        summary: one line.
+        source: who published it.
+        options: the builder's arguments, in its order; one of them is ``stages`` or ``workers``.
+        directions: which way its pipes run.
+        aliases: its other names.
+        workload: from options to the schedule's workload, for those who need no order; it takes all options
+            that are not ``order_only``, and refuses like the builder. None: the workload of a schedule built.
+        version: the weight versions it promises; None with a flush.
+        planner: what is worth trying. What the builder refuses may be among it.
+        needs: what it needs to have a candidate, for people; "" where there always is one.
+        most_stashed: from options to the micro-batches (of one stage) that a worker never stashes more of;
+            None: nothing is promised.
+        chunk: what pictures call one of several stages that a worker holds of a pipe.
+    """
+
+    name: str
+    build: Build
+    summary: str
+    source: str
+    options: tuple[Option, ...]
+    directions: Directions = Directions.ONE
+    aliases: tuple[str, ...] = ()
+    workload: Callable[..., Workload] | None = None
+    version: VersionRule | None = None
+    planner: Planner = plainly
+    needs: str = ""
+    most_stashed: Callable[..., int | None] | None = None
+    chunk: str = "chunk"
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether every update is preceded by a flush, so that no work uses old weights."""
+        return self.version is None
+
+    @property
+    def depth(self) -> str:
+        """The name of the option that says how many workers there are."""
+        return next(option.name for option in self.options if option.name in DEPTH)
+
+    @property
+    def updates_each_micro_batch(self) -> bool:
+        """Whether every micro-batch is followed by an update of its own."""
+        return self.option("micro_batches") is None
+
+    def option(self, name: str) -> Option | None:
+        """The option of that name; None if there is none."""
+        return next((option for option in self.options if option.name == name), None)
+
+    def in_place_of(self, name: str) -> str | None:
+        """The option that this scheme has for workers, where another's is named; else None."""
+        return self.depth if name in DEPTH and name != self.depth else None
+
+    def missing(self, given: Iterable[str]) -> list[Option]:
+        """The options that must be given, and are not."""
+        return [option for option in self.options if option.required and option.name not in given]
+
+    def workload_of(self, options: Mapping[str, OptionValue]) -> Workload:
+        """The workload of the schedule with these options.
+
+        Raises:
+            ConfigError: the builder refuses them.
+        """
+        if self.workload is None:
+            return self.build(**options).workload
+        order_only = {option.name for option in self.options if option.order_only}
+        return self.workload(**{name: v for name, v in options.items() if name not in order_only})
+
+
+def counts(least: int, most: int) -> Iterator[int]:
+    """Numbers worth trying: every one up to 8, then 2^i and 3·2^i.
+
+    >>> list(counts(6, 40))
+    [6, 7, 8, 12, 16, 24, 32]
+    """
+    for count in range(least, most + 1):
+        odd = count >> ((count & -count).bit_length() - 1)
+        if count <= 8 or odd in (1, 3):
+            yield count
