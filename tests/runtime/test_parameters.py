@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.launch import launch
@@ -319,6 +320,52 @@ def test_modules_that_keep_their_parameters_elsewhere(schedule: Schedule, recomp
         strict=True,
         recompute=recompute,
     )
+    assert found.ok, found
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(4, 4, batch_first=True, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.cell(x[:, None])[0][:, 0]
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained one of low rank beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 4, dtype=torch.float64).requires_grad_(requires_grad=False)
+        self.down = nn.Linear(4, 2, dtype=torch.float64)
+        self.up = nn.Linear(2, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.base(x) + self.up(self.down(x))
+
+
+def made(kind: str) -> nn.Module:
+    linear = nn.Linear(4, 4, dtype=torch.float64)
+    if kind == "orthogonal":
+        return parametrizations.orthogonal(linear)
+    if kind == "weight norm":
+        return parametrizations.weight_norm(linear)
+    if kind == "weight norm by a hook":
+        return cast("nn.Module", nn.utils.weight_norm(linear))
+    return Recurrent() if kind == "recurrent" else Adapted()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
+@pytest.mark.parametrize(
+    "kind", ["orthogonal", "weight norm", "weight norm by a hook", "recurrent", "adapted"]
+)
+def test_parameters_that_are_not_the_weights(kind: str, schedule: Schedule) -> None:
+    torch.manual_seed(0)
+    layers = [made(kind), made(kind)]
+    batches = [[batch(n)] for n in range(5)]
+    found = verify(schedule, layers, mean_square, batches, optimizer=adamw, cuts=(1,), strict=True)
     assert found.ok, found
 
 

@@ -271,6 +271,10 @@ def materialised(
 
 def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A copy with what the user attached to parameters, which ``copy.deepcopy`` leaves behind."""
+    for child in module.modules():
+        for value in vars(child).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()  # what a hook before the forward computes anew
     known = set(memo)
     found = copy.deepcopy(module, memo)
     for parameter in module.parameters():
