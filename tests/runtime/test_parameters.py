@@ -350,9 +350,9 @@ def made(kind: str) -> nn.Module:
     if kind == "orthogonal":
         return parametrizations.orthogonal(linear)
     if kind == "weight norm":
-        return parametrizations.weight_norm(linear)
+        return cast("nn.Module", parametrizations.weight_norm(linear))
     if kind == "weight norm by a hook":
-        return cast("nn.Module", nn.utils.weight_norm(linear))
+        return nn.utils.weight_norm(linear)
     return Recurrent() if kind == "recurrent" else Adapted()
 
 
@@ -414,6 +414,78 @@ def test_complex_weights(schedule: Schedule, clip_norm: float | None) -> None:
 class Magnitude(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.abs()
+
+
+class AddsItself(torch.autograd.Function):
+    """A linear map that adds to its weight's gradient itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        x, weight = ctx.saved_tensors
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        weight.grad += gradient.T @ x
+        return gradient @ weight, None
+
+
+class Fused(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return AddsItself.apply(x, self.weight) + self.bias  # type: ignore[no-untyped-call, no-any-return]
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
+def test_functions_that_add_to_gradients_themselves(schedule: Schedule, recompute: str) -> None:
+    torch.manual_seed(0)
+    layers = [Fused(4, 4, dtype=torch.float64) for _ in range(2)]
+    found = verify(
+        schedule,
+        layers,
+        mean_square,
+        [[batch(n)] for n in range(6)],
+        optimizer=adamw,
+        cuts=(1,),
+        strict=True,
+        recompute=recompute,
+    )
+    assert found.ok, found
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
+@pytest.mark.parametrize("where", ["layer", "loss"])
+@pytest.mark.parametrize("schedule", [FLUSHING[0], CONTINUOUS[0]], ids=str)
+def test_weights_that_nobody_would_train_are_refused(schedule: Schedule, where: str, recompute: str) -> None:
+    loss = Loss()
+    outside = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (outside if where == "layer" else 1)
+
+    layers: list[nn.Module] = [*linears(1), Scaled(4, 4, dtype=torch.float64)]
+
+    def function(output: Tensor, target: Tensor) -> Tensor:
+        return loss(output, target) if where == "loss" else mean_square(output, target)
+
+    with pytest.raises(ConfigError, match=r"stage 1 computes with a tensor of shape \(4,\) that requires a"):
+        run(lambda: trained(schedule, layers, function, recompute=recompute))
+    for tensor in (outside, loss.log_variance):
+        tensor.requires_grad_(False)
+    run(lambda: trained(schedule, layers, function, recompute=recompute))
+
+
+def test_functions_that_do_so_are_refused_where_layers_are_recomputed() -> None:
+    layers = [Fused(4, 4, dtype=torch.float64) for _ in range(2)]
+    with pytest.raises(
+        ConfigError, match=r"AddsItselfBackward in stage 1 gives no gradient .* shape \(4, 4\)"
+    ):
+        run(lambda: trained(schemes.dapple(2, 2), layers, recompute="layer"))
 
 
 class Model(nn.Module):
@@ -550,8 +622,9 @@ def test_copies_of_other_shapes_are_refused() -> None:
         run(work)
 
 
+@pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", EVERY, ids=str)
-def test_layers_are_unfrozen_between_steps(schedule: Schedule) -> None:
+def test_layers_are_unfrozen_between_steps(schedule: Schedule, recompute: str) -> None:
     layers = linears()
     layers[0].requires_grad_(requires_grad=False)
     alone = Reference(
@@ -565,7 +638,7 @@ def test_layers_are_unfrozen_between_steps(schedule: Schedule) -> None:
         return name.startswith("0.")
 
     def work() -> State:
-        pipeline = Pipeline(layers, mean_square, schedule, optimizer=adamw, cuts=(1,))
+        pipeline = Pipeline(layers, mean_square, schedule, optimizer=adamw, cuts=(1,), recompute=recompute)
         for number in range(9):
             if number in (3, 6):
                 pipeline.set_trainable(everything if number == 3 else first_alone)

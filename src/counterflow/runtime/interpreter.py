@@ -375,9 +375,10 @@ class Interpreter:
             return found, self._handed_on(tensors)
         if copy.recompute is Recompute.STAGE:
             return self._forward_to_recompute(task, copy, batch, given)
-        with self._counted(held, copy):
-            output = self._first_run(copy, copy.entry.given(value), batch.step, rows)
-            found, tensors = self._with_loss(task, batch, output, unit)
+        copy.hold = self._holds(held)
+        output = self._first_run(copy, copy.entry.given(value), batch.step, rows)
+        found, tensors = self._with_loss(task, batch, output, unit)
+        self._graph_made(task, copy, inputs, tensors, held)
         stash = _Stash(inputs, tensors, (), buffers, held)
         self._unsettled.append(stash)
         self._stashes[task.stage, unit] = stash
@@ -539,9 +540,10 @@ class Interpreter:
                 f"the input of stage {task.stage} was changed in place before the stage was computed again, "
                 "which did not happen in the first forward; copy it before it is changed"
             )
-        with self.autocast(), self._counted(stash.held), copy.buffers.as_then(again.buffers):
+        with self.autocast(), copy.buffers.as_then(again.buffers):
             output: Any = copy.forward(copy.entry.given(again.value), batch.step, batch.rows((unit,))[0])
             _, tensors = self._with_loss(task, batch, output, unit, again=True)
+        self._graph_made(task, copy, stash.inputs, tensors, stash.held)
         if task.stage == self._last_stage:
             return [tensor for tensor in tensors if tensor.requires_grad], []
         marked = [tensor for tensor, was in zip(tensors, again.marked, strict=True) if was]
@@ -565,13 +567,19 @@ class Interpreter:
         context.callback(setattr, copy, "recount", None)
         return context
 
-    def _counted(self, held: list[Kept], copy: StageCopy | None = None) -> AbstractContextManager[Any]:
-        """Around what is saved for a backward: it is noted in ``held`` if it is counted."""
-        saved = self.saved
-        counts = saved is not None and self.counting
-        if copy is not None:
-            copy.hold = partial(saved.hold, collected=held) if saved is not None and counts else None
-        return saved.watch(held) if saved is not None and counts else _NOTHING
+    def _graph_made(
+        self, task: Task, copy: StageCopy, inputs: list[Tensor], outputs: list[Tensor], held: list[Kept]
+    ) -> None:
+        """Count what a graph keeps for its backward, if that is counted; look at a stage's first graph."""
+        if self.saved is not None and self.counting:
+            self.saved.note(outputs, held)
+        if not copy.checked:
+            targets = self._batches[task.slot].targets
+            copy.check_graph(outputs, [*inputs, *_tensors(targets)])
+
+    def _holds(self, held: list[Kept]) -> Hold | None:
+        """Counts what is kept for a backward, if that is counted, and notes it in ``held``."""
+        return partial(self.saved.hold, collected=held) if self.saved is not None and self.counting else None
 
     def _hold(self, tensors: Sequence[Tensor], held: list[Kept]) -> None:
         if self.saved is not None and self.counting:

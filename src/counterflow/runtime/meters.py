@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from counterflow.schedule.ir import Op
@@ -170,6 +172,20 @@ class SavedBytes:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, _unchanged)
 
+    def note(self, outputs: Iterable[Tensor], collected: list[Kept]) -> None:
+        """Count what the graph of some outputs saves, and note it in ``collected``.
+
+        The graph stays as it is without a count: what hooks pack, a backward would find as another object,
+        and a custom function that adds to ``weight.grad`` itself would add to that of nobody.
+        """
+        for node in graph_of(outputs):
+            for name in _saved_names(type(node)):
+                found = getattr(node, name)
+                for saved in found if isinstance(found, (tuple, list)) else (found,):
+                    tensor = saved.data
+                    if isinstance(tensor, Tensor):  # not what a user's hook packed
+                        self.hold(tensor, collected)
+
     def hold(self, tensor: Tensor, collected: list[Kept]) -> None:
         """Count a tensor that is kept for backward."""
         storage = tensor.untyped_storage()
@@ -194,6 +210,30 @@ class SavedBytes:
                 if self._kept.get(kept.pointer) is kept:
                     del self._kept[kept.pointer]
         collected.clear()
+
+
+def graph_of(outputs: Iterable[Tensor], without: Iterable[Tensor] = ()) -> list[Node]:
+    """The nodes of the graph of some outputs.
+
+    Args:
+        outputs: where it ends.
+        without: what was given to it: nodes from which these come are left out.
+    """
+    seen = {tensor.grad_fn for tensor in without}
+    found: list[Node] = []
+    waiting = [tensor.grad_fn for tensor in outputs]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found.append(node)
+            waiting += [before for before, _ in node.next_functions]
+    return found
+
+
+@cache
+def _saved_names(kind: type[Node]) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
 def _unchanged(kept: tuple[Tensor, int]) -> Tensor:

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.modes import Recompute
 
+from .meters import graph_of
 from .randomness import RandomStreams, Rows
 from .recomputation import Buffers, Entry, Hold, Replay, mapped, versions
 from .values import Value
@@ -94,6 +96,8 @@ class StageCopy:
         """In a backward: forgets what the layer recomputed last kept, and gives what notes the next one's."""
         self.versions: Versions | None = None
         """Of its weights, in schemes without a flush."""
+        self.checked = False
+        """Whether ``check_graph`` has seen the stage's graph."""
         self.trains = any(p.requires_grad for p in self.parameters())
         self.entry = Entry()
         self.buffers = Buffers(layer.module for layer in self.with_weights)
@@ -107,6 +111,47 @@ class StageCopy:
         """Running statistics of batch norms."""
         found = [module._buffers[name] for module, name in self.buffers.norms]  # noqa: SLF001
         return [buffer for buffer in found if buffer is not None]
+
+    def check_graph(self, outputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+        """Refuse, once, a stage that computes with weights that are nobody's parameters.
+
+        Args:
+            outputs: with their graph.
+            given: all that went in.
+
+        Raises:
+            ConfigError: it does.
+        """
+        self.checked = True
+        known = {id(tensor) for tensor in (*self.parameters(), *given)}
+        for node in graph_of(outputs, given):
+            tensor = getattr(node, "variable", None)
+            if isinstance(tensor, Tensor) and id(tensor) not in known and tensor.numel():
+                raise ConfigError(
+                    f"stage {self.stage} computes with a tensor of shape {tuple(tensor.shape)} that requires "
+                    "a gradient and is no parameter of its layers or of a loss function that is a module: it "
+                    "would not be trained; make it one, or let it require no gradient"
+                )
+            if self.recompute is Recompute.LAYER and issubclass(type(node), BackwardCFunction):
+                taken = [getattr(before, "variable", None) for before, _ in node.next_functions]
+                if any(isinstance(tensor, nn.Parameter) for tensor in taken):
+                    node.register_hook(partial(self._refuse_own_gradients, node.name(), taken))
+
+    def _refuse_own_gradients(
+        self, function: str, taken: list[Tensor | None], gradients: Sequence[Tensor | None], _: object
+    ) -> None:
+        """Refuse a custom function that finds the gradient of a weight and does not give it to autograd.
+
+        It adds it to ``weight.grad`` itself; but where what autograd saves goes through hooks, its backward
+        finds a weight that is another object.
+        """
+        for tensor, gradient in zip(taken, gradients, strict=True):
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad and gradient is None:
+                raise ConfigError(
+                    f"{function} in stage {self.stage} gives no gradient for a parameter of shape "
+                    f"{tuple(tensor.shape)}; if it adds to its grad itself, layers cannot be computed again: "
+                    "take recompute='stage', or none"
+                )
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters, each once."""
