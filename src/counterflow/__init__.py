@@ -15,6 +15,7 @@ from .simulate import ByteCosts, Costs, Simulation, simulate
 
 if TYPE_CHECKING:
     from .runtime.launch import launch
+    from .runtime.loss import LossSum
     from .runtime.pipeline import Pipeline
 
 __version__ = "0.1.0"
@@ -25,6 +26,7 @@ __all__ = [
     "Costs",
     "CounterflowError",
     "DeadlockError",
+    "LossSum",
     "Op",
     "OpKind",
     "Pipeline",
@@ -46,6 +48,10 @@ def __getattr__(name: str) -> Any:
         from .runtime.pipeline import Pipeline  # noqa: PLC0415
 
         return Pipeline
+    if name == "LossSum":
+        from .runtime.loss import LossSum  # noqa: PLC0415
+
+        return LossSum
     if name == "launch":
         from .runtime.launch import launch  # noqa: PLC0415
 

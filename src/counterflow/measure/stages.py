@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from counterflow.runtime.loss import read_loss
 from counterflow.runtime.meters import SavedBytes
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.randomness import Rows
@@ -139,7 +140,8 @@ def _measured(
 
     def loss(output: Any) -> list[Tensor]:
         if target is not None:
-            return [pipeline.loss_function(output, target)]
+            assert pipeline.loss_function is not None
+            return [read_loss(pipeline.loss_function(output, target))[0]]
         return [t for t in take_apart(output, "a stage")[1] if t.requires_grad]
 
     pipeline.weights.attach()

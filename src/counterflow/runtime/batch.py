@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import fsum, isfinite
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from .loss import Losses
 from .randomness import Rows
 from .samples import Dims
 from .values import Layout, Unit
@@ -22,21 +19,6 @@ Key = tuple[int, Unit]
 
 Shapes = dict[Key, Layout]
 """What each stage gives, by stage and unit (``Unit.shape``)."""
-
-
-@dataclass(slots=True)
-class Losses:
-    """The losses of a step's micro-batches on this worker: (unit, mean loss, its share in the mini-batch)."""
-
-    entries: list[tuple[Unit, Tensor, float]] = field(default_factory=list)
-
-    def summed(self) -> tuple[float, int]:
-        """The worker's part of the mini-batch's loss; the first micro-batch whose is not finite, or -1."""
-        if not self.entries:
-            return 0.0, -1
-        values = torch.stack([loss for _, loss, _ in self.entries]).tolist()  # from a GPU all at once
-        odd = [e[0].micro_batch for e, value in zip(self.entries, values, strict=True) if not isfinite(value)]
-        return fsum(v * e[2] for e, v in zip(self.entries, values, strict=True)), min(odd, default=-1)
 
 
 @dataclass(slots=True)

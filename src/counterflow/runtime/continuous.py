@@ -20,9 +20,10 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.actions import StartSync, WaitSync
 from counterflow.schedule.segments import Segments
 
-from .batch import Batch, Losses
+from .batch import Batch
 from .gradients import clip_factor
 from .interpreter import Interpreter
+from .loss import Losses
 from .step import Told, Workers
 from .tasks import Tasks
 from .transport import Gathering
@@ -177,7 +178,7 @@ class Continuous:
         row: list[float] = [self._begun, batches[0].step]
         for number, batch in enumerate(batches, first):
             mine, odd = batch.losses.summed()
-            row += [mine, self._squared.pop(number, 0.0), odd]
+            row += [mine, self._squared.pop(number, 0.0), odd, *batch.losses.weighed()]
         self._telling.append((batches, self.workers.transport.start_gather(row)))
 
     def _hear(self) -> Told:
@@ -190,7 +191,8 @@ class Continuous:
             self._gather()
         batch, rows = self._heard.popleft()
         loss, norm = self.workers.loss_and_norm(rows, batch.step, self._not_finite)
-        return Told(batch.step, loss, norm, batch.samples)
+        metrics = self.workers.metrics([row[3:] for row in rows], batch.losses, 1.0)
+        return Told(batch.step, loss, norm, batch.samples, metrics)
 
     def _not_finite(self) -> tuple[int, str] | None:
         return min((found for found in self._stopped.values() if found is not None), default=None)
@@ -208,7 +210,7 @@ class Continuous:
                     "in the same order"
                 )
         for index, batch in enumerate(batches):
-            its = slice(2 + 3 * index, 5 + 3 * index)
+            its = slice(2 + 6 * index, 8 + 6 * index)
             self._heard.append((batch, [row[its] for row in rows]))
 
     # -- what the interpreter asks for (``Owner``)

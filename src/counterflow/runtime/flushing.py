@@ -49,6 +49,7 @@ class Flushing:
         self._batch: Batch
         self._told: Told  # every list agrees once
         self._updates = True
+        self._weight = 0.0  # of the losses since the last update, if they have weights
         self.waiting = 0
         """Samples whose gradients wait for an update, of steps without one."""
 
@@ -102,17 +103,26 @@ class Flushing:
         Raises:
             WorkerError: the loss or a gradient is not finite.
         """
-        mine, odd = self._batch.losses.summed()
+        losses = self._batch.losses
+        mine, odd = losses.summed()
         squared = self.weights.squared_norm() if self._updates else 0.0
-        rows = self.workers.transport.gather([mine, squared, odd])
-        step, samples = self._batch.step, self._batch.total - self.waiting
+        rows = self.workers.transport.gather([mine, squared, odd, *losses.weighed()])
+        step, total = self._batch.step, self._batch.total
         loss, norm = self.workers.loss_and_norm(rows, step, self.weights.not_finite)
-        if self.waiting:
-            loss *= self._batch.total / samples
+        weight = self.workers.weight([row[3:] for row in rows], step)
+        scale = 1.0
+        """What makes the mini-batch's of gradients that were divided by ``total``."""
+        if weight is not None:
+            self._weight += weight
+            scale = total / self._weight
+        alone = total / (total - self.waiting if weight is None else weight)  # this step's alone
+        metrics = self.workers.metrics([row[3:] for row in rows], losses, alone)
         if self._updates:
-            factor = clip_factor(norm, self.clip_norm)
-            if factor < 1.0:
+            norm *= scale
+            factor = scale * clip_factor(norm, self.clip_norm)
+            if factor != 1.0:
                 self.weights.scale(factor)
+            self._weight = 0.0
         else:
             norm = math.nan
-        self._told = Told(step, loss, norm, samples)
+        self._told = Told(step, loss * alone, norm, total - self.waiting, metrics)

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.variable import Variable
 from torch.utils import _pytree as pytree
 
-from counterflow.errors import CounterflowError
+from counterflow.errors import ConfigError, CounterflowError
 from counterflow.schedule.actions import (
     Action,
     Agree,
@@ -37,6 +37,7 @@ from counterflow.schedule.segments import later, shifted
 
 from .batch import Batch, Key
 from .compression import Compression
+from .loss import Entry, LossFunction, read_loss
 from .mail import Mail, Taken
 from .meters import Kept, SavedBytes, clock_of
 from .randomness import Rows
@@ -47,10 +48,6 @@ from .tasks import Preparation, Task, Tasks
 from .transport import Transport
 from .values import Layout, Structure, TensorSpec, Unit, Value, put_together, take_apart, takes_gradient
 from .watch import worker_error
-
-LossFunction = Callable[[Any, Any], Tensor]
-"""Output of the last stage and target to the mean loss over the samples."""
-
 
 _Output = tuple[Structure | None, list[Tensor]]
 """A stage's output for a unit, taken apart."""
@@ -136,7 +133,7 @@ class Interpreter:
         ranks: the ranks of this replica's workers.
         transport: how messages travel.
         stages: the worker's stages.
-        loss_function: mean loss over samples.
+        loss_function: gives the loss of the last layer's output and target; None: the output is the loss.
         owner: what does syncs and updates.
         autocast: makes the context in which layers run.
         compression: makes messages smaller; None: they go as they are.
@@ -152,7 +149,7 @@ class Interpreter:
         ranks: Sequence[int],
         transport: Transport,
         stages: Mapping[int, StageCopy],
-        loss_function: LossFunction,
+        loss_function: LossFunction | None,
         owner: Owner,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         compression: Compression | None = None,
@@ -476,13 +473,26 @@ class Interpreter:
         """A stage's output taken apart; after the last stage, the unit's share of the loss."""
         if task.stage != self._last_stage:
             return take_apart(output, f"stage {task.stage}")
-        assert batch.targets is not None
-        assert task.copy is not None
-        target = _part(batch.targets[unit.micro_batch], unit, batch, batch.target_dims)
-        loss = task.copy.loss(self.loss_function, output, target, batch.step, batch.rows((unit,))[0])
+        if self.loss_function is not None:
+            assert batch.targets is not None
+            assert task.copy is not None
+            target = _part(batch.targets[unit.micro_batch], unit, batch, batch.target_dims)
+            rows = batch.rows((unit,))[0]
+            output = task.copy.loss(self.loss_function, output, target, batch.step, rows)
+        loss, weight, metrics = read_loss(output)
         share = batch.share(unit)
+        if weight is not None and self.schedule.synchronous:
+            share = 1.0 / batch.total
+        elif weight is not None:
+            if share < 1.0:
+                raise ConfigError(
+                    f"{self.schedule.scheme} updates weights before the LossSum of all micro-batches is "
+                    "known; return the mean loss of each, or take a scheme with a flush"
+                )
+            loss, metrics = loss / weight, {name: value / weight for name, value in metrics.items()}
+            weight = None
         if not again:
-            batch.losses.entries.append((unit, loss.detach(), share))
+            batch.losses.entries.append(Entry(unit, loss.detach(), share, weight, metrics))
         return None, [loss * share]
 
     def _backward(self, task: Task) -> None:

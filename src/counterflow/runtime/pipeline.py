@@ -34,8 +34,9 @@ from .compression import Compression
 from .continuous import Continuous
 from .estimates import estimated_costs
 from .flushing import Flushing
-from .interpreter import Interpreter, LossFunction
+from .interpreter import Interpreter
 from .layers import aliases_of, layers_of, state_names
+from .loss import LossFunction
 from .meters import SavedBytes
 from .randomness import RandomStreams
 from .samples import Dims, cut, moved, samples_in, split_points
@@ -63,8 +64,10 @@ class Pipeline:
         model: an ``nn.Sequential``, a list of layers, each taking the previous one's output (a tensor or a
             tuple of two or more tensors), or any module together with ``list_layers``. Layers on the meta
             device are made and initialised on their own workers only.
-        loss_function: output of the last layer and target to the mean loss over the samples. Weights of a
-            module are trained with the last stage; states have them as ``loss_function.<name>``.
+        loss_function: output of the last layer and target to the mean loss over the samples, to (loss, dict
+            of metrics), or to a ``LossSum``. None: the last layer's output is one of them, or a dict or
+            object with a ``loss``; no targets are needed then. Weights of a module are trained with the last
+            stage; states have them as ``loss_function.<name>``.
         schedule: a schedule that the checker accepts. One without a flush needs enough periods to show
             what repeats, and goes on for as many steps as are made.
         optimizer: a function of parameters to an optimiser; called once a stage a worker holds, with all
@@ -106,7 +109,7 @@ class Pipeline:
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
-        loss_function: LossFunction,
+        loss_function: LossFunction | None,
         schedule: Schedule,
         *,
         optimizer: MakeOptimizer,
@@ -204,6 +207,8 @@ class Pipeline:
         self._given: tuple[int, int, int] = 0, 0, 0
         """Samples and signature of the replica's last mini-batch, and the samples of all replicas'."""
         self._untold: list[Step] = []
+        self.metrics: dict[str, float] = {}
+        """Of the last ``evaluate``."""
 
     # -- making
 
@@ -340,7 +345,7 @@ class Pipeline:
         if told is None:
             step = Step(self.steps, math.nan, math.nan, batch.total, seconds, None)
         else:
-            step = Step(self.steps, told.loss, told.grad_norm, told.samples, seconds, told.step)
+            step = Step(self.steps, told.loss, told.grad_norm, told.samples, seconds, told.step, told.metrics)
         self.steps += 1
         if self.digest_every and self.steps % self.digest_every == 0 and not self._run.under_way:
             self.weights.check_copies(f"after step {step.number}")
@@ -349,7 +354,8 @@ class Pipeline:
     def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
         """The mean loss of a mini-batch, on every worker; no gradients, evaluation mode.
 
-        Flushes first what is under way. Args and errors as in ``step``.
+        Flushes first what is under way. What the loss function tells beside the loss is in ``metrics`` then.
+        Args and errors as in ``step``.
         """
         self._untold = self.flush()
         with self._reported(), ExitStack() as evaluating:
@@ -358,8 +364,12 @@ class Pipeline:
                 evaluating.enter_context(stage.evaluating())
             self._evaluation.run(self._evaluation_tasks, batch)
             self._remember(batch)
-            rows = self.transport.gather([batch.losses.summed()[0]])
-        return math.fsum(row[0] for row in rows)
+            rows = self.transport.gather([batch.losses.summed()[0], *batch.losses.weighed()])
+            workers, weighed = self._run.workers, [row[1:] for row in rows]
+            weight = workers.weight(weighed, self.steps)
+            scale = 1.0 if weight is None else batch.total / weight
+            self.metrics = workers.metrics(weighed, batch.losses, scale)
+        return scale * math.fsum(row[0] for row in rows)
 
     def flush(self) -> list[Step]:
         """End what is under way, so that all weights are as after the last step; all workers call it.
@@ -379,7 +389,10 @@ class Pipeline:
         with self._reported(), self.streams.step():
             found = self._run.flush()
         seconds = time.perf_counter() - began
-        untold += [Step(t.step, t.loss, t.grad_norm, t.samples, seconds / len(found), t.step) for t in found]
+        untold += [
+            Step(t.step, t.loss, t.grad_norm, t.samples, seconds / len(found), t.step, t.metrics)
+            for t in found
+        ]
         if self.digest_every:
             self.weights.check_copies(f"after step {self.steps - 1}")
         return untold
@@ -397,7 +410,7 @@ class Pipeline:
         needs_inputs, needs_targets = 0 in self.stages, self.schedule.stages - 1 in self.stages
         for needed, given, name, stage in (
             (needs_inputs, inputs, "inputs", "first"),
-            (needs_targets, targets, "targets", "last"),
+            (needs_targets and self.loss_function is not None, targets, "targets", "last"),
         ):
             if needed and given is None:
                 raise ConfigError(f"worker {self.worker} holds the {stage} stage and needs the {name}")

@@ -203,13 +203,13 @@ class StageCopy:
         return output
 
     def loss(
-        self, function: Callable[[Any, Any], Tensor], output: Any, target: Any, step: int, rows: Rows
-    ) -> Tensor:
+        self, function: Callable[[Any, Any], Any], output: Any, target: Any, step: int, rows: Rows
+    ) -> Any:
         """What a loss function makes of the last stage's output; it draws as a layer does."""
         if self._evaluates:
             return function(output, target)
         run = partial(_of_pair, function)
-        return self.streams.run(run, (output, target), index=LOSS, step=step, rows=rows)  # type: ignore[no-any-return]
+        return self.streams.run(run, (output, target), index=LOSS, step=step, rows=rows)
 
     def _run(self, layer: NamedLayer, value: Value, step: int, rows: Rows) -> Value:
         if self._evaluates:

@@ -7,12 +7,13 @@ everywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 from counterflow.errors import ConfigError, WorkerError
 
+from .loss import Losses
 from .transport import Transport
 
 
@@ -28,6 +29,7 @@ class Step:
         seconds: from the call to its return, on this worker.
         about: the step whose loss and norm these are: this one, or, in schemes without a flush, an earlier
             one, whose backwards have ended by now. None while there is none yet: loss and norm are NaN.
+        metrics: means, or sums over the weights, of what the loss function told beside the loss.
     """
 
     number: int
@@ -36,16 +38,18 @@ class Step:
     samples: int
     seconds: float
     about: int | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What all workers know of a mini-batch: its step, loss, gradient norm and samples; see ``Step``."""
+    """What all workers know of a mini-batch: its step, loss, gradient norm and so on; see ``Step``."""
 
     step: int
     loss: float
     grad_norm: float
     samples: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,31 @@ class Workers:
         raise WorkerError(
             f"step {updates}: {what} not finite, though the loss is {loss:g}; nothing was updated with it"
         )
+
+    def weight(self, rows: Sequence[Sequence[float]], step: int) -> float | None:
+        """The weights of all losses of a mini-batch; None if they have none.
+
+        Args:
+            rows: of every rank what ``Losses.weighed`` gives.
+            step: the step's number.
+
+        Raises:
+            WorkerError: nothing in the mini-batch counts.
+        """
+        if not any(row[1] for row in rows):
+            return None
+        found = math.fsum(row[0] for row in rows)
+        if not (found > 0 and math.isfinite(found)):
+            raise WorkerError(f"step {step}: the weights of all losses of the mini-batch sum to {found:g}")
+        return found
+
+    def metrics(self, rows: Sequence[Sequence[float]], losses: Losses, scale: float) -> dict[str, float]:
+        """The metrics of a mini-batch; ``rows`` as for ``weight``, ``scale`` what sums are multiplied by."""
+        if not any(row[2] for row in rows):  # everybody has the same rows, so everybody asks or nobody
+            return {}
+        parts = cast("list[dict[str, float]]", self.transport.gather_objects(losses.metrics()))
+        names = dict.fromkeys(name for part in parts for name in part)
+        return {name: scale * math.fsum(part.get(name, 0.0) for part in parts) for name in names}
 
 
 def place(ranks: tuple[tuple[int, ...], ...], rank: int) -> tuple[int, int]:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from counterflow.runtime.estimates import estimated_costs
 from counterflow.runtime.gradients import real
-from counterflow.runtime.interpreter import LossFunction
 from counterflow.runtime.launch import launch
 from counterflow.runtime.layers import layers_of
+from counterflow.runtime.loss import LossFunction
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.step import Step
 from counterflow.runtime.weights import MakeOptimizer, MakeScheduler

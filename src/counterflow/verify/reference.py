@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.gradients import clip_factor, real, unique
-from counterflow.runtime.interpreter import LossFunction
 from counterflow.runtime.layers import state_names
+from counterflow.runtime.loss import LossFunction
 from counterflow.runtime.randomness import RandomStreams, Rows
 from counterflow.runtime.samples import cut, samples_in, split_points
 from counterflow.runtime.stage import LOSS, NamedLayer, evaluating, loss_layer, materialised
@@ -218,7 +218,8 @@ class Reference:
         if drawn is None:
             for layer in self.layers:
                 value = layer.module(value)
-            return self.loss_function(value, targets)
+            plain: Tensor = self.loss_function(value, targets)
+            return plain
         run = partial(self.streams.run, step=self.steps, rows=Rows(drawn[0], drawn[1], 0, drawn[1]))
         for layer in self.layers:
             value = run(layer.module, value, index=layer.index)

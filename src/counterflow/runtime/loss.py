@@ -1,0 +1,119 @@
+"""What a loss function may return, and how the losses of micro-batches become that of the mini-batch.
+
+Invariant: every loss enters linearly, so that gradients made before all weights are known are right but for
+one factor, the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import fsum, isfinite
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from counterflow.errors import ConfigError
+
+from .values import Unit
+
+LossFunction = Callable[[Any, Any], Any]
+"""Output of the last stage and target to the mean loss over the samples, this and a dict of metrics, or a
+``LossSum``."""
+
+
+class LossSum(NamedTuple):
+    """A loss that is normalised over the whole mini-batch: by tokens that count, say.
+
+    The mini-batch's loss is the sum of all ``sum`` divided by that of all ``weight``, over micro-batches and
+    replicas, and so are the gradients; a micro-batch of weight 0 is one of many.
+
+    Attributes:
+        sum: over what counts, not its mean; 0 where nothing counts.
+        weight: how much counts, 0 or more.
+        metrics: likewise sums, told divided by the weight in ``Step.metrics``.
+    """
+
+    sum: Tensor
+    weight: Tensor | float
+    metrics: Mapping[str, Tensor | float] = {}
+
+
+class Entry(NamedTuple):
+    """A unit's loss: its mean and its share in the mini-batch, or its sum and one over all samples."""
+
+    unit: Unit
+    loss: Tensor
+    share: float
+    weight: Tensor | float | None
+    metrics: Mapping[str, Tensor | float]
+
+
+class Found(NamedTuple):
+    """A loss, what it weighs if it is a sum, and metrics without a graph."""
+
+    loss: Tensor
+    weight: Tensor | float | None = None
+    metrics: Mapping[str, Tensor | float] = {}
+
+
+def read_loss(found: Any) -> Found:
+    """What a loss function, or a last layer, returned.
+
+    Raises:
+        ConfigError: it is no loss.
+    """
+    if isinstance(found, LossSum):
+        read = Found(found.sum, _plain(found.weight), {k: _plain(v) for k, v in found.metrics.items()})
+    elif isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping):
+        read = Found(found[0], None, {name: _plain(value) for name, value in found[1].items()})
+    else:
+        other = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)
+        read = Found(found if isinstance(found, Tensor) else cast("Tensor", other))
+    loss: object = read.loss
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(found).__name__
+        raise ConfigError(
+            f"the loss is {shown}; a loss function (or, without one, the last layer) gives one number as a "
+            "tensor: the mean loss over the samples, (loss, dict of metrics), or a LossSum"
+        )
+    return read if not loss.dim() else read._replace(loss=loss.reshape(()))
+
+
+def _plain(value: Tensor | float) -> Tensor | float:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+@dataclass(slots=True)
+class Losses:
+    """The losses of a step's micro-batches on this worker, as they come."""
+
+    entries: list[Entry] = field(default_factory=list)
+
+    def summed(self) -> tuple[float, int]:
+        """The worker's part of the mini-batch's loss; the first micro-batch whose is not finite, or -1."""
+        if not self.entries:
+            return 0.0, -1
+        values = torch.stack([entry.loss for entry in self.entries]).tolist()  # from a GPU all at once
+        odd = [
+            e.unit.micro_batch for e, value in zip(self.entries, values, strict=True) if not isfinite(value)
+        ]
+        return fsum(v * e.share for e, v in zip(self.entries, values, strict=True)), min(odd, default=-1)
+
+    def weighed(self) -> tuple[float, float, float]:
+        """Sum of the weights; how many losses have one; whether there are metrics."""
+        weights = [float(entry.weight) for entry in self.entries if entry.weight is not None]
+        if len(weights) not in (0, len(self.entries)):
+            raise ConfigError(
+                "the loss function returned a LossSum for some micro-batches, a mean for others"
+            )
+        return fsum(weights), len(weights), float(any(entry.metrics for entry in self.entries))
+
+    def metrics(self) -> dict[str, float]:
+        """The worker's part of the mini-batch's metrics."""
+        found: dict[str, float] = {}
+        for entry in self.entries:
+            for name, value in entry.metrics.items():
+                found[name] = found.get(name, 0.0) + float(value) * entry.share
+        return found
