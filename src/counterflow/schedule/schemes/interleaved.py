@@ -57,8 +57,8 @@ def _workload(workers: int, micro_batches: int, chunks: int = 2) -> Workload:
 
 def _order(worker: int, workers: int, chunks: int, rounds: list[int]) -> tuple[Op, ...]:
     stages = [chunk * workers + worker for chunk in range(chunks)]
-    forwards = list(_in_rounds(OpKind.FORWARD, stages, rounds))
-    backwards = list(_in_rounds(OpKind.BACKWARD, stages[::-1], rounds))
+    forwards = list(in_rounds(OpKind.FORWARD, stages, rounds))
+    backwards = list(in_rounds(OpKind.BACKWARD, stages[::-1], rounds))
     behind = workers - 1 - worker
     warm_up = behind if chunks == 1 else (chunks - 1) * rounds[0] + 2 * behind
     warm_up = min(warm_up, len(forwards))
@@ -69,7 +69,8 @@ def _order(worker: int, workers: int, chunks: int, rounds: list[int]) -> tuple[O
     return tuple(order)
 
 
-def _in_rounds(kind: OpKind, stages: list[int], rounds: list[int]) -> Iterator[Op]:
+def in_rounds(kind: OpKind, stages: list[int], rounds: list[int]) -> Iterator[Op]:
+    """A worker's ops of one kind: round after round, stage after stage, micro-batch after micro-batch."""
     first = 0
     for size in rounds:
         for stage in stages:

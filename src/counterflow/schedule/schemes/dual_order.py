@@ -1,0 +1,35 @@
+"""DualPipe's order of one worker, for both of its forms: two directions, or folded into a V.
+
+A worker holds stage 0, whose micro-batches come to it first, and stage 1. Forward and backward that stand
+side by side are what DualPipe runs at the same time on devices that can; here one follows the other.
+"""
+
+from __future__ import annotations
+
+
+def dual_order(distance: int, depth: int, micro_batches: int) -> list[str]:
+    """The order in words.
+
+    Args:
+        distance: workers between this one and the end at which stage 0 begins.
+        depth: workers from that end to where both directions, or both arms of the V, meet.
+        micro_batches: of stage 0, and as many of stage 1; 2·depth or more.
+
+    Source: DeepSeek-V3 technical report (arXiv 2412.19437) section 3.2.1, and the public code of DualPipe.
+
+    >>> print(*dual_order(distance=0, depth=1, micro_batches=2))
+    F0 F1 F0 B1 F1 B0 B1 I0 W
+    """
+    ahead, done = depth - distance - 1, distance + 1
+    last = ["1", "0"] * done
+    whole = 2 * (done // 2) + (done % 2)
+    return [
+        *["F0"] * (2 * ahead),
+        *["F0", "F1"] * done,
+        *["I1", "W", "F1"] * ahead,
+        *["F0", "B1", "F1", "B0"] * (micro_batches - 2 * depth + done),
+        *["B1", "F1", "B0"] * ahead,
+        *(("B" if place < whole else "I") + stage for place, stage in enumerate(last)),
+        *["W", "I0"] * ahead,
+        *["W"] * done,
+    ]

@@ -1,0 +1,72 @@
+"""Orders in a V that repeat a building block: V-Half and V-Min differ in where its ops lie.
+
+A block is one micro-batch on all workers: when each of its forwards and input gradients starts, in times of
+an op. A block follows every six times, and weight gradients take the times that are left. What a worker would
+wait in warm-up and drain is then filled, within the memory of the blocks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from counterflow.schedule.fill import filled
+from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
+from counterflow.schedule.placement import wave
+from counterflow.schedule.residency import peak_activations
+from counterflow.schedule.split import weights_in_waits
+from counterflow.schedule.workload import plain
+
+from ._legal import at_least
+
+Starts = tuple[int, int, int, int]
+"""When a worker's F0, F1, I1 and I0 of the first micro-batch start; 0 and 1 are its stages down and back."""
+
+INTERVAL = 6
+"""Two stages' ops, each of one time: when the next micro-batch's block starts."""
+
+KINDS = OpKind.FORWARD, OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.INPUT_GRADIENT
+
+
+def v_schedule(
+    scheme: str, workers: int, micro_batches: int, starts: Callable[[int, int], Starts]
+) -> Schedule:
+    """The schedule of a building block, with its waits filled.
+
+    Args:
+        scheme: its name.
+        workers: P, 1 or more; the model is cut into 2P stages.
+        micro_batches: N, 1 or more.
+        starts: from worker and P to the worker's part of the block.
+
+    Raises:
+        ConfigError: an option is out of range.
+    """
+    at_least("workers", workers, 1)
+    at_least("micro_batches", micro_batches, 1)
+    orders = tuple(tuple(_order(w, workers, micro_batches, starts(w, workers))) for w in range(workers))
+    options: tuple[tuple[str, OptionValue], ...] = (("workers", workers), ("micro_batches", micro_batches))
+    blocks = Schedule(scheme, options, plain(wave(workers, 1), micro_batches, split=True), orders)
+    limits = [max(peak_activations(blocks))] * workers
+    return weights_in_waits(filled(blocks, limits), limits)
+
+
+def _order(worker: int, workers: int, micro_batches: int, starts: Starts) -> Iterator[Op]:
+    """One worker's ops by time, weight gradients where nothing else starts."""
+    stages = worker, 2 * workers - 1 - worker
+    held = stages[0], stages[1], stages[1], stages[0]
+    placed = {
+        start + INTERVAL * m: Op(kind, stage, (m,))
+        for start, kind, stage in zip(starts, KINDS, held, strict=True)
+        for m in range(micro_batches)
+    }
+    waiting = deque[Op]()
+    for time in range(max(placed) + 1):
+        op = placed.get(time)
+        if op is not None:
+            yield op
+            if op.kind is OpKind.INPUT_GRADIENT:
+                waiting.append(Op(OpKind.WEIGHT_GRADIENTS, op.stage, op.micro_batches))
+        elif waiting:
+            yield waiting.popleft()
+    yield from waiting

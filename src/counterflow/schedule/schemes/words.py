@@ -1,0 +1,44 @@
+"""Orders written in words such as F0, I1, B0, W: a kind of op and which of the worker's two stages.
+
+Shared by the schemes whose sources give a worker's order that way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+from counterflow.schedule.ir import Op, OpKind
+
+_COUNTED_WITH = {OpKind.INPUT_GRADIENT: OpKind.BACKWARD}
+
+
+def ops_of(words: Iterable[str], op: Callable[[OpKind, int, int], Op]) -> Iterator[Op]:
+    """The ops of an order in words.
+
+    The first F0 is the forward of the first micro-batch of stage 0 of the worker, the next one that of the
+    second; so are its backwards, whole (B0) or split (I0). W0 is the oldest input gradient of stage 0 whose
+    weight gradients wait, W the oldest of all.
+
+    Args:
+        words: the order.
+        op: makes an op of its kind, which of the worker's stages, and micro-batch.
+
+    >>> words = "F0 F1 F1 I1 I1 W F0 B0".split()
+    >>> print(*ops_of(words, lambda kind, stage, m: Op(kind, 7 + stage, (m,))))
+    F0.7 F0.8 F1.8 I0.8 I1.8 W0.8 F1.7 B0.7
+    """
+    begun: Counter[tuple[OpKind, str]] = Counter()
+    waiting: list[tuple[str, int]] = []
+    for word in words:
+        kind, stage = OpKind(word[0]), word[1:]
+        if kind is OpKind.WEIGHT_GRADIENTS:
+            oldest = next(one for one in waiting if stage in ("", one[0]))
+            waiting.remove(oldest)
+            yield op(kind, int(oldest[0]), oldest[1])
+            continue
+        counted = _COUNTED_WITH.get(kind, kind), stage
+        if kind is OpKind.INPUT_GRADIENT:
+            waiting.append((stage, begun[counted]))
+        yield op(kind, int(stage), begun[counted])
+        begun[counted] += 1

@@ -1,0 +1,33 @@
+"""The order of one stage whose weight gradients wait: zb-h1 and zb-h2 differ in the two numbers it takes."""
+
+from __future__ import annotations
+
+from counterflow.schedule.ir import Op, OpKind
+
+
+def zero_bubble_order(stage: int, micro_batches: int, in_flight: int, delay: int) -> tuple[Op, ...]:
+    """The ops of ``stage``: forwards first, then input gradient, weight gradients and forward in turn.
+
+    Args:
+        stage: the stage, which is also its worker.
+        micro_batches: N.
+        in_flight: forwards before the first input gradient, 1 or more.
+        delay: by how many micro-batches weight gradients come after their input gradient.
+
+    >>> print(*zero_bubble_order(1, micro_batches=3, in_flight=1, delay=1))
+    F0.1 I0.1 F1.1 I1.1 W0.1 F2.1 I2.1 W1.1 W2.1
+    """
+
+    def op(kind: OpKind, m: int) -> Op:
+        return Op(kind, stage, (m,))
+
+    warm_up = min(in_flight, micro_batches)
+    order = [op(OpKind.FORWARD, m) for m in range(warm_up)]
+    for m in range(micro_batches):
+        order.append(op(OpKind.INPUT_GRADIENT, m))
+        if m >= delay:
+            order.append(op(OpKind.WEIGHT_GRADIENTS, m - delay))
+        if m + warm_up < micro_batches:
+            order.append(op(OpKind.FORWARD, m + warm_up))
+    late = range(max(0, micro_batches - delay), micro_batches)
+    return (*order, *(op(OpKind.WEIGHT_GRADIENTS, m) for m in late))

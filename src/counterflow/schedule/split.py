@@ -1,0 +1,85 @@
+"""Backwards split: input gradients where the backwards were, weight gradients where a worker would wait.
+
+Invariant: a worker never stashes more forwards than it may. Split, no op starts later than in the order that
+was split, where input gradient and weight gradients together take the time of the backward: a worker only
+waits when it has no weight gradients left to make, so until then it has done at most the same work.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from .fill import filled
+from .ir import Op, OpKind, Schedule
+from .residency import peak_activations, stash_change
+
+
+def split_backwards(schedule: Schedule) -> Schedule:
+    """The same order with every backward split in two.
+
+    Each backward becomes an input gradient; see ``weights_in_waits`` for its weight gradients. A worker
+    stashes no more forwards than before.
+
+    Args:
+        schedule: a synchronous schedule whose backwards are whole.
+
+    >>> from .schemes import dapple
+    >>> print(*split_backwards(dapple(stages=2, micro_batches=3)).orders[0])
+    F0.0 F1.0 I0.0 W0.0 F2.0 I1.0 W1.0 I2.0 W2.0
+    """
+    every = tuple(range(schedule.stages))
+    passes = tuple(
+        replace(one, shares=tuple(replace(share, split=every) for share in one.shares))
+        for one in schedule.workload.passes
+    )
+    split = replace(
+        schedule,
+        options=(*schedule.options, ("split", True)),
+        workload=replace(schedule.workload, passes=passes),
+        orders=tuple(tuple(_halves(order)) for order in schedule.orders),
+    )
+    return weights_in_waits(split, peak_activations(schedule))
+
+
+def weights_in_waits(schedule: Schedule, limits: Sequence[float]) -> Schedule:
+    """The same order, but for the weight gradients, which fill waits.
+
+    They go where their worker would otherwise wait in unit times (F = I = W = 1), the oldest first; before a
+    forward for which there is no room; or to the end.
+
+    Args:
+        schedule: a schedule with split backwards.
+        limits: the most forwards that each worker may stash, in (stage x micro-batch) units; no fewer than
+            it stashes where weight gradients follow their input gradients at once.
+    """
+    late = (tuple(_late(order, limit)) for order, limit in zip(schedule.orders, limits, strict=True))
+    return filled(
+        replace(schedule, orders=tuple(late)), limits, lambda op: op.kind is OpKind.WEIGHT_GRADIENTS
+    )
+
+
+def _halves(order: Sequence[Op]) -> Iterator[Op]:
+    for op in order:
+        if op.kind is OpKind.BACKWARD:
+            yield replace(op, kind=OpKind.INPUT_GRADIENT)
+            yield replace(op, kind=OpKind.WEIGHT_GRADIENTS)
+        else:
+            yield op
+
+
+def _late(order: Sequence[Op], limit: float) -> Iterator[Op]:
+    """The order in which weight gradients come as late as memory allows."""
+    stashed, waiting = 0.0, deque[Op]()
+    for op in order:
+        if op.kind is OpKind.WEIGHT_GRADIENTS:
+            continue
+        while waiting and stashed + stash_change(op) > limit:
+            stashed += stash_change(waiting[0])
+            yield waiting.popleft()
+        stashed += stash_change(op)
+        if op.kind is OpKind.INPUT_GRADIENT:
+            waiting.append(replace(op, kind=OpKind.WEIGHT_GRADIENTS))
+        yield op
+    yield from waiting
