@@ -11,7 +11,7 @@ from .errors import ConfigError, CounterflowError, DeadlockError, ScheduleError,
 from .schedule import schemes
 from .schedule.check import check
 from .schedule.ir import Op, OpKind, Schedule
-from .simulate import ByteCosts, Costs, Simulation, simulate
+from .simulate import ByteCosts, Costs, Simulation, lower, simulate
 
 if TYPE_CHECKING:
     from .runtime.launch import launch
@@ -37,6 +37,7 @@ __all__ = [
     "check",
     "draw",
     "launch",
+    "lower",
     "schemes",
     "simulate",
 ]

@@ -29,7 +29,7 @@ class Sync(StrEnum):
     EAGER_OPT = "eager-opt"
 
 
-Mode = TypeVar("Mode", Recompute, Sync)
+Mode = TypeVar("Mode", bound=StrEnum)
 
 
 def parse_mode(kind: type[Mode], name: str, value: Mode | str) -> Mode:

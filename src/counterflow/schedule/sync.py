@@ -91,7 +91,7 @@ def plan_syncs(
         mode: ``eager-opt`` starts a worker's part early only if the worker idles between its last
             backward of the stage and its last op; the given times decide.
         start: start of each node.
-        end: end of each node, in the same unit.
+        end: end of each node, in the same unit; with its message, where its worker is busy with that.
         syncs: what ``gradient_syncs`` gives for the graph's schedule, if that is known already.
 
     Source: Chimera section 3.2, Figure 4.

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from counterflow.schedule import lowering
+from counterflow.schedule.actions import Matching, Program
 from counterflow.schedule.ir import Schedule
 
-from .costs import ByteCosts, Costs
+from .costs import ByteCosts, Costs, Link
 from .memory import MemoryUse
 from .model import model_of
-from .result import Simulation, Span, SyncSpan
+from .result import Bubbles, MessageSpan, Simulation, Span, SyncSpan
 
-__all__ = ["ByteCosts", "Costs", "MemoryUse", "Simulation", "Span", "SyncSpan", "simulate"]
+__all__ = [
+    "Bubbles",
+    "ByteCosts",
+    "Costs",
+    "Link",
+    "MemoryUse",
+    "MessageSpan",
+    "Simulation",
+    "Span",
+    "SyncSpan",
+    "lower",
+    "simulate",
+]
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
@@ -31,4 +45,39 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     """
     costs = Costs() if costs is None else costs
     model = model_of(schedule)
-    return Simulation(model, costs, *model.play(costs))
+    return Simulation(model, costs, model.play(costs))
+
+
+def lower(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    matching: Matching = Matching.ORDER,
+    shared: lowering.Shared = lowering.NOTHING_SHARED,
+) -> Program:
+    """The action lists of a schedule, with gradient syncs where these costs let them be.
+
+    This is the program that ``simulate`` times with the same costs: ``eager-opt`` starts a sync early where
+    the schedule, played with them, leaves its worker idle.
+
+    Args:
+        schedule: a schedule that the checker accepts.
+        costs: seconds, replicas and sync mode; by default a forward costs 1, a backward 2, messages nothing.
+        matching: how the transport matches messages.
+        shared: what is summed besides the gradients of a stage's copies.
+
+    Raises:
+        ScheduleError: an op's input is computed nowhere.
+        DeadlockError: the workers wait for each other in a circle.
+        ConfigError: costs that do not fit the schedule.
+    """
+    costs = Costs() if costs is None else costs
+    played = model_of(schedule).play(costs)
+    return lowering.lower(
+        schedule,
+        replicas=costs.replicas,
+        sync=costs.sync_mode,
+        times=(played.start.tolist(), played.released.tolist()),
+        matching=matching,
+        shared=shared,
+    )

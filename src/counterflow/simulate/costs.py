@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.modes import Recompute, Sync, parse_mode
@@ -14,6 +15,13 @@ PerStage = float | Sequence[float]
 
 PerLink = float | Sequence[Sequence[float]]
 """One number for every pair of workers, or ``table[sender][receiver]``."""
+
+
+class Link(StrEnum):
+    """How many messages a link carries at once in each direction."""
+
+    ONE_AT_A_TIME = "one-at-a-time"
+    INFINITE = "infinite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +72,14 @@ class Costs:
         p2p: one message between two workers; a number, or ``p2p[sender][receiver]``.
         p2p_per_byte: what each byte of a message adds, in the same forms.
         message_bytes: bytes of a stage's output for one micro-batch, and of the gradient of it.
+        link: whether a link carries one message at a time in each direction, or any number (``infinite``), as
+            papers' formulas have it.
         overlap: whether a message travels while its sender computes on; else the sender is busy with it.
         sync: all-reduce of one stage's gradients; nothing where there is only one copy.
         sync_mode: when gradients are synchronised (``end``, ``eager``, ``eager-opt``).
         sync_slowdown: share by which a second of compute is longer beside a gradient sync of its worker.
             Which ops that are is taken from a play without it.
+        agreement: after all syncs, the workers' agreement on loss and gradient norm; nothing without a flush.
         replicas: copies of the whole pipeline group (W); with more than one every stage has a sync.
         recompute: ``stage`` and ``layer`` add one forward to each backward.
         op_seconds: measured times of single ops, by their text (``"F3.7"``), in place of the above.
@@ -88,10 +99,12 @@ class Costs:
     p2p: PerLink = 0.0
     p2p_per_byte: PerLink = 0.0
     message_bytes: PerStage = 0.0
+    link: Link | str = "one-at-a-time"
     overlap: bool = True
     sync: PerStage = 0.0
     sync_mode: Sync | str = Sync.EAGER_OPT
     sync_slowdown: float = 0.0
+    agreement: float = 0.0
     replicas: int = 1
     recompute: Recompute | str = Recompute.NONE
     op_seconds: Mapping[str, float] | None = None
@@ -99,9 +112,10 @@ class Costs:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sync_mode", parse_mode(Sync, "sync_mode", self.sync_mode))
+        object.__setattr__(self, "link", parse_mode(Link, "link", self.link))
         object.__setattr__(self, "recompute", parse_mode(Recompute, "recompute", self.recompute))
         shared = ("input_gradient", "weight_gradients", "doubled_forward", "half_backward", "halved_forward")
-        for name in ("forward", "backward", *shared, "sync", "sync_slowdown"):
+        for name in ("forward", "backward", *shared, "sync", "sync_slowdown", "agreement"):
             if (value := getattr(self, name)) is not None:
                 _refuse_negative(name, value)
         _refuse_negative("message_bytes", self.message_bytes, "bytes")

@@ -27,14 +27,14 @@ class _Loop:
     compiled: Callable[..., None] | None = None
 
 
-def _relax(topological: Any, edges: Any, seconds: Any, start: Any, end: Any) -> None:
+def _relax(edges: Any, seconds: Any, start: Any, end: Any) -> None:
     """Fill in start and end: a node starts when the last of its sources has ended and its delay passed.
 
-    ``edges`` is (first, sources, delay): node n waits for ``sources[first[n]:first[n + 1]]``. Nodes come
-    in an order in which sources go first.
+    ``edges`` is (first, sources, delay): node n waits for ``sources[first[n]:first[n + 1]]``, of lower
+    numbers.
     """
     first, sources, delay = edges
-    for node in topological:
+    for node in range(len(seconds)):
         at = 0.0
         for edge in range(first[node], first[node + 1]):
             ready = end[sources[edge]] + delay[edge]
@@ -43,21 +43,19 @@ def _relax(topological: Any, edges: Any, seconds: Any, start: Any, end: Any) -> 
         end[node] = at + seconds[node]
 
 
-def longest_paths(
-    topological: Ints, first: Ints, sources: Ints, delay: Floats, seconds: Floats
-) -> tuple[Floats, Floats]:
+def longest_paths(first: Ints, sources: Ints, delay: Floats, seconds: Floats) -> tuple[Floats, Floats]:
     """Start and end of every node, each as early as possible (see ``_relax``)."""
-    count = len(topological)
+    count = len(seconds)
     if _Loop.compiled is None and _Loop.simulated >= LOAD_NUMBA_AFTER:
         load_numba()
     if _Loop.compiled is not None:
-        start, end = np.zeros(count), np.zeros(count)
-        _Loop.compiled(topological, (first, sources, delay), seconds, start, end)
+        start, end = np.empty(count), np.empty(count)
+        _Loop.compiled((first, sources, delay), seconds, start, end)
         return start, end
     _Loop.simulated += count
     starts, ends = [0.0] * count, [0.0] * count
     edges = (first.tolist(), sources.tolist(), delay.tolist())
-    _relax(topological.tolist(), edges, seconds.tolist(), starts, ends)
+    _relax(edges, seconds.tolist(), starts, ends)
     return np.array(starts), np.array(ends)
 
 

@@ -1,14 +1,14 @@
 """A schedule made ready to be timed: numbered nodes, what they wait for, and where costs go in.
 
 Kept for the last few schedules, so that trying many costs only fills in numbers.
-Nodes are the schedule's ops and, for an asynchronous schedule whose syncs take time,
-one node for each gradient sync that later ops wait for.
+Nodes are the schedule's ops, its messages where links carry one at a time (``edges.py``), and, for an
+asynchronous schedule whose syncs take time, one node for each gradient sync that later ops wait for.
 """
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,14 +26,35 @@ from counterflow.schedule.sync import (
     plan_syncs,
 )
 
-from .costs import Costs, PerLink, per_stage
-from .kernel import Floats, Ints, longest_paths
+from .costs import Costs, Link, PerLink, per_stage
+from .edges import Edges, edges_of, messages_of, with_nodes
+from .kernel import Floats, Ints
 from .memory import stage_bytes
 
 KEPT_MODELS = 8
 """Models kept, so that trying many costs on a few schedules builds each of them once."""
 
 _models: list[Model] = []
+
+
+class Played(NamedTuple):
+    """When everything of a schedule starts and ends.
+
+    Attributes:
+        start: of each op.
+        end: of each op.
+        released: when the worker goes on: later than at an op's end where it is busy with its message.
+        syncs: (period, stage, start, end) rows of the gradient syncs that take time.
+        sent: when each message begins to travel.
+        arrived: when it has come.
+    """
+
+    start: Floats
+    end: Floats
+    released: Floats
+    syncs: Floats
+    sent: Floats
+    arrived: Floats
 
 
 class Model:
@@ -50,40 +71,22 @@ class Model:
         self.kind: Ints = np.array([rows[op.kind] for op in ops], dtype=np.int64)
         """Of each op its row in tables that have one a kind, in the order of ``OpKind``."""
         self.work: Floats = np.array([op.work for op in ops])
-        self._add_edges()
-
-    def _add_edges(self) -> None:
-        """Edges by node: from the op before it on its worker, then from the op whose output it takes."""
-        count = len(self.worker)
-        nodes = np.arange(count)
-        ordered = np.ones(count, dtype=bool)
-        ordered[np.array(self.graph.first[:-1])[np.diff(self.graph.first) > 0]] = False
-        source = np.array([-1 if s is None else s for s in self.graph.source], dtype=np.int64)
-        fed = source >= 0
-        degree = ordered.astype(np.int64) + fed
-        self.first: Ints = np.concatenate(([0], np.cumsum(degree)))
-        self.sources: Ints = np.empty(self.first[-1], dtype=np.int64)
-        order_edge = self.first[:-1][ordered]
-        self.sources[order_edge] = nodes[ordered] - 1
-        data_edge = self.first[1:][fed] - 1
-        self.sources[data_edge] = source[fed]
-        crosses = self.worker[source[fed]] != self.worker[fed]
-        self.message_edges: Ints = data_edge[crosses]
-        """Edges along which a message travels, with the worker that sends and the one that receives."""
-        self.senders: Ints = self.worker[source[fed][crosses]]
-        self.receivers: Ints = self.worker[fed][crosses]
-        sent = source[fed][crosses]
+        self.messages = messages_of(self.graph)
+        made = self.messages.makers
         # Either its stage's output is sent, or the gradient of the output of the stage before.
         gradient = np.array([kind.makes_input_gradient for kind in OpKind])
-        self.sent_output: Ints = self.stage[sent] - gradient[self.kind[sent]]
-        self.sent_work: Floats = self.work[sent]
-        # Where a worker is busy with its messages, the op after the sending one waits for them.
-        sending = np.full(count, -1, dtype=np.int64)
-        sending[source[fed][crosses]] = np.arange(crosses.sum())
-        before = np.where(ordered, nodes - 1, 0)
-        after_send = ordered & (sending[before] >= 0)
-        self.busy_edges: Ints = self.first[:-1][after_send]
-        self.busy_messages: Ints = sending[before[after_send]]
+        self.sent_output: Ints = self.stage[made] - gradient[self.kind[made]]
+        self.sent_work: Floats = self.work[made]
+
+    @cached_property
+    def free(self) -> Edges:
+        """What waits for what, on links that carry any number of messages at once."""
+        return edges_of(self.graph, self.messages, lanes=False)
+
+    @cached_property
+    def lanes(self) -> Edges:
+        """What waits for what, on links that carry one message at a time."""
+        return edges_of(self.graph, self.messages, lanes=True)
 
     def seconds(self, costs: Costs) -> Floats:
         """How long each op lasts."""
@@ -113,7 +116,7 @@ class Model:
         return np.array([op.kind.makes_output and op.micro_batches in halved for op in ops], dtype=bool)
 
     def message_seconds(self, costs: Costs) -> Floats:
-        """How long each message travels, in the order of ``message_edges``."""
+        """How long each message travels."""
         seconds = self._by_message("p2p", costs.p2p)
         if costs.p2p_per_byte == 0.0:
             return seconds
@@ -124,24 +127,14 @@ class Model:
     def _by_message(self, name: str, value: PerLink) -> Floats:
         """A cost of links for each message."""
         if isinstance(value, (int, float)):
-            return np.full(len(self.message_edges), float(value))
+            return np.full(len(self.messages.makers), float(value))
         links = np.array(value, dtype=np.float64)
         if links.shape != (self.schedule.workers,) * 2:
             raise ConfigError(
                 f"{name}: a table of shape {links.shape} for {self.schedule.workers} workers; "
                 "give one number, or one row of numbers a worker"
             )
-        return links[self.senders, self.receivers]
-
-    def delays(self, costs: Costs) -> Floats:
-        """What passes on each edge between the end of one op and the earliest start of the other."""
-        delay = np.zeros(len(self.sources))
-        if costs.p2p != 0.0 or costs.p2p_per_byte != 0.0:
-            travel = self.message_seconds(costs)
-            delay[self.message_edges] = travel
-            if not costs.overlap:
-                delay[self.busy_edges] = travel[self.busy_messages]
-        return delay
+        return links[self.messages.senders, self.messages.receivers]
 
     def peak_bytes(self, costs: Costs) -> tuple[float, ...]:
         """Each worker's largest memory, as ``memory_use`` finds it, from the order of its ops alone.
@@ -178,26 +171,45 @@ class Model:
         lasts = per_stage("sync", costs.sync, self.schedule.stages)
         return any(lasts) and needs_sync(self.schedule, costs.replicas)
 
-    def play(self, costs: Costs) -> tuple[Floats, Floats, Floats]:
-        """Start and end of each op, then (period, stage, start, end) rows of the syncs that take time."""
-        seconds, delay = self.seconds(costs), self.delays(costs)
-        start, end, syncs = self._play(costs, seconds, delay)
-        if costs.sync_slowdown and len(syncs):
-            seconds = seconds + costs.sync_slowdown * self._beside_syncs(start, end, syncs)
-            start, end, syncs = self._play(costs, seconds, delay)
-        return start, end, syncs
+    def play(self, costs: Costs) -> Played:
+        """When everything starts and ends."""
+        seconds = self.seconds(costs)
+        played = self._play(costs, seconds)
+        if costs.sync_slowdown and len(played.syncs):
+            seconds = seconds + costs.sync_slowdown * self._beside_syncs(played)
+            played = self._play(costs, seconds)
+        return played
 
-    def _play(self, costs: Costs, seconds: Floats, delay: Floats) -> tuple[Floats, Floats, Floats]:
-        if not self.synced(costs):
-            start, end = longest_paths(self.topological, self.first, self.sources, delay, seconds)
-            return start, end, np.empty((0, 4))
-        if self.schedule.synchronous:
-            start, end = longest_paths(self.topological, self.first, self.sources, delay, seconds)
-            return start, end, self._syncs_after(costs, start, end)
-        return self._play_with_syncs(costs, seconds, delay)
+    def _play(self, costs: Costs, seconds: Floats) -> Played:
+        free = costs.p2p == 0.0 and costs.p2p_per_byte == 0.0
+        travel = np.zeros(len(self.messages.makers)) if free else self.message_seconds(costs)
+        lanes = not free and costs.link is Link.ONE_AT_A_TIME
+        edges = self.lanes if lanes else self.free
+        delay = np.zeros(len(edges.sources))
+        if not free:
+            if not lanes:
+                delay[edges.travel] = travel
+            if not costs.overlap:
+                delay[edges.busy] = travel[edges.sent]
+        ops = len(seconds)
+        busy = np.zeros(ops)
+        if not costs.overlap:
+            busy[self.messages.makers] = travel
+        lasts = np.concatenate((seconds, travel)) if lanes else seconds
+        syncs = np.empty((0, 4))
+        if self.synced(costs) and not self.schedule.synchronous:
+            start, end, syncs = self._play_with_syncs(costs, edges, lasts, delay, busy)
+        else:
+            start, end = edges.play(delay, lasts)
+        sent = start[ops : ops + len(travel)] if lanes else end[self.messages.makers]
+        start, end = start[:ops], end[:ops]
+        if self.synced(costs) and self.schedule.synchronous:
+            syncs = self._syncs_after(costs, start, end + busy)
+        return Played(start, end, end + busy, syncs, sent, sent + travel)
 
-    def _beside_syncs(self, start: Floats, end: Floats, syncs: Floats) -> Floats:
+    def _beside_syncs(self, played: Played) -> Floats:
         """For how long each op runs beside a gradient sync of its worker."""
+        start, end, syncs = played.start, played.end, played.syncs
         beside = np.zeros(len(start))
         first = self.graph.first
         for _, stage, begins, ends in syncs.tolist():
@@ -207,11 +219,11 @@ class Model:
                 beside[nodes] += np.maximum(both, 0.0)
         return beside
 
-    def _syncs_after(self, costs: Costs, start: Floats, end: Floats) -> Floats:
+    def _syncs_after(self, costs: Costs, start: Floats, released: Floats) -> Floats:
         """Syncs on the lane beside each worker's compute; nothing waits for them but the update."""
         lasts = per_stage("sync", costs.sync, self.schedule.stages)
         mode = Sync(costs.sync_mode)
-        planned = plan_syncs(self.graph, mode, start.tolist(), end.tolist(), self._gradient_syncs)
+        planned = plan_syncs(self.graph, mode, start.tolist(), released.tolist(), self._gradient_syncs)
         lane = [0.0] * self.schedule.workers
         rows = []
         for item in planned:
@@ -226,75 +238,35 @@ class Model:
     def _gradient_syncs(self) -> tuple[GradientSync, ...]:
         return gradient_syncs(self.schedule)
 
-    def _play_with_syncs(self, costs: Costs, seconds: Floats, delay: Floats) -> tuple[Floats, Floats, Floats]:
+    def _play_with_syncs(
+        self, costs: Costs, edges: Edges, seconds: Floats, delay: Floats, busy: Floats
+    ) -> tuple[Floats, Floats, Floats]:
         """Asynchronous: ops that use new weights, or fill the gradients anew, wait for the sync."""
         lasts = per_stage("sync", costs.sync, self.schedule.stages)
         ops, first = len(seconds), self.graph.first
         users = first_users(self.schedule)
         lane: dict[int, int] = {}
         waiting: dict[int, list[int]] = {}
-        added: list[list[int]] = []
+        added: list[list[tuple[int, float]]] = []
         ordered = by_last_backward(self.schedule)
         for sync in ordered:
             node = ops + len(added)
-            sources = [first[worker] + last for worker, last in sync.last if last is not None]
-            sources += [lane[worker] for worker in sync.workers if worker in lane]
+            ends = [first[worker] + last for worker, last in sync.last if last is not None]
+            sources = [(end, float(busy[end])) for end in ends]
+            sources += [(lane[worker], 0.0) for worker in sync.workers if worker in lane]
             added.append(sources)
             for worker in sync.workers:
                 lane[worker] = node
                 user = users.get((worker, sync.stage, sync.period))
                 if user is not None:
                     waiting.setdefault(first[worker] + user, []).append(node)
-        edges, sources_of, delays = self._with_nodes(delay, waiting, added)
+        longer, delays = with_nodes(edges, delay, waiting, added)
         all_seconds = np.concatenate((seconds, [lasts[s.stage] for s in ordered]))
-        order = _topological(edges, sources_of)
-        start, end = longest_paths(order, edges, sources_of, delays, all_seconds)
+        start, end = longer.play(delays, all_seconds)
         rows = [
             (float(s.period), float(s.stage), start[ops + i], end[ops + i]) for i, s in enumerate(ordered)
         ]
         return start[:ops], end[:ops], np.array(rows).reshape(-1, 4)
-
-    def _with_nodes(
-        self, delay: Floats, extra: dict[int, list[int]], added: list[list[int]]
-    ) -> tuple[Ints, Ints, Floats]:
-        """The edges with more sources for some ops (``extra``) and nodes appended (``added``)."""
-        sources: list[int] = []
-        delays: list[float] = []
-        first = [0]
-        old_first, old_sources, old_delay = self.first.tolist(), self.sources.tolist(), delay.tolist()
-        for node in range(len(self.worker)):
-            span = slice(old_first[node], old_first[node + 1])
-            more = extra.get(node, [])
-            sources += old_sources[span] + more
-            delays += old_delay[span] + [0.0] * len(more)
-            first.append(len(sources))
-        for waits in added:
-            sources += waits
-            delays += [0.0] * len(waits)
-            first.append(len(sources))
-        return np.array(first), np.array(sources, dtype=np.int64), np.array(delays)
-
-
-def _topological(first: Ints, sources: Ints) -> Ints:
-    """Nodes in an order in which sources go first."""
-    count = len(first) - 1
-    targets: list[list[int]] = [[] for _ in range(count)]
-    missing = np.diff(first).tolist()
-    bounds, feeds = first.tolist(), sources.tolist()
-    for node in range(count):
-        for source in feeds[bounds[node] : bounds[node + 1]]:
-            targets[source].append(node)
-    ready = [node for node in range(count) if not missing[node]]
-    order: list[int] = []
-    while ready:
-        node = ready.pop()
-        order.append(node)
-        for target in targets[node]:
-            missing[target] -= 1
-            if not missing[target]:
-                ready.append(target)
-    assert len(order) == count  # waiting for an update of earlier ops closes no circle
-    return np.array(order, dtype=np.int64)
 
 
 def model_of(schedule: Schedule) -> Model:

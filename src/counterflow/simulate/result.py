@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -14,9 +15,8 @@ from counterflow.schedule.ir import Op, Schedule
 from counterflow.schedule.residency import peak_activations, weight_copies
 
 from .costs import ByteCosts, Costs
-from .kernel import Floats
 from .memory import MemoryUse, memory_use
-from .model import Model
+from .model import Model, Played
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +40,100 @@ class SyncSpan:
     end: float
 
 
+@dataclass(frozen=True, slots=True)
+class MessageSpan:
+    """One message: what ``maker`` made for ``taker``, on its link from ``start`` to ``end``, in seconds."""
+
+    maker: Op
+    taker: Op
+    sender: int
+    receiver: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bubbles:
+    """A worker's idle seconds by cause; together they are ``Simulation.idle``.
+
+    Attributes:
+        warm_up: before its first op.
+        dependency: between ops, while what the next one takes is not made yet.
+        message: between ops, while it is made and has not come yet.
+        drain: after its last op, until the makespan.
+    """
+
+    warm_up: float
+    dependency: float
+    message: float
+    drain: float
+
+
 class Simulation:
     """A schedule played with costs. Made by ``simulate``."""
 
-    def __init__(self, model: Model, costs: Costs, start: Floats, end: Floats, syncs: Floats) -> None:
+    def __init__(self, model: Model, costs: Costs, played: Played) -> None:
         self.schedule: Schedule = model.schedule
         self.costs = costs
-        self.start = start
+        self.start = played.start
         """Start of each op, worker by worker in order, in seconds."""
-        self.end = end
+        self.end = played.end
         """End of each op, worker by worker in order, in seconds."""
         self._model = model
-        self._syncs = syncs
+        self._syncs = played.syncs
+        self._sent, self._arrived = played.sent, played.arrived
 
     @cached_property
     def makespan(self) -> float:
-        """From the start to the end of the last op or gradient sync, in seconds."""
+        """From the start to the end of the last op or gradient sync, with the agreement after it; seconds."""
         last = max(float(self.end.max()), 0.0) if len(self.end) else 0.0
-        return max(last, float(self._syncs[:, 3].max()) if len(self._syncs) else 0.0)
+        summed = max(last, float(self._syncs[:, 3].max()) if len(self._syncs) else 0.0)
+        return summed + (self.costs.agreement if self.schedule.synchronous else 0.0)
+
+    @cached_property
+    def spans(self) -> tuple[float, ...]:
+        """From each worker's first start to its last end, in seconds."""
+        spans = []
+        for first, stop in pairwise(self._model.graph.first):
+            spans.append(float(self.end[stop - 1] - self.start[first]) if stop > first else 0.0)
+        return tuple(spans)
+
+    @cached_property
+    def bubbles(self) -> tuple[Bubbles, ...]:
+        """Each worker's idle time by its cause."""
+        messages = self._model.messages
+        ready, left = np.zeros(len(self.start)), np.zeros(len(self.start))
+        ready[messages.takers], left[messages.takers] = self._arrived, self.end[messages.makers]
+        found = []
+        for first, stop in pairwise(self._model.graph.first):
+            if stop == first:
+                found.append(Bubbles(self.makespan, 0.0, 0.0, 0.0))
+                continue
+            before, begins = self.end[first : stop - 1], self.start[first + 1 : stop]
+            # Of a gap, what passes after the input was made and until it has come.
+            travelling = np.minimum(begins, ready[first + 1 : stop]) - np.maximum(
+                before, left[first + 1 : stop]
+            )
+            message = float(np.maximum(travelling, 0.0).sum())
+            waited = float((begins - before).sum())
+            drain = self.makespan - float(self.end[stop - 1])
+            found.append(Bubbles(float(self.start[first]), max(0.0, waited - message), message, drain))
+        return tuple(found)
+
+    @cached_property
+    def messages(self) -> tuple[MessageSpan, ...]:
+        """Every message between two workers, in the order of the ops that make them."""
+        messages, ops = self._model.messages, self._model.graph.ops
+        rows = zip(
+            messages.makers.tolist(),
+            messages.takers.tolist(),
+            messages.senders.tolist(),
+            messages.receivers.tolist(),
+            self._sent.tolist(),
+            self._arrived.tolist(),
+            strict=True,
+        )
+        return tuple(MessageSpan(ops[m], ops[t], s, r, start, end) for m, t, s, r, start, end in rows)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:

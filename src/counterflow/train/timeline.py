@@ -22,7 +22,7 @@ from counterflow.schedule.formats import parse_op
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.simulate import ByteCosts, Costs, Simulation, Span, simulate
-from counterflow.simulate.model import model_of
+from counterflow.simulate.model import Played, model_of
 
 if TYPE_CHECKING:
     from counterflow.measure.stages import StageCost
@@ -143,7 +143,9 @@ def played(schedule: Schedule, costs: Costs, spans: Sequence[Span]) -> Simulatio
         raise ConfigError(f"{len(times)} measured ops are not the {len(wanted)} of {schedule}")
     first = min((span.start for span in spans), default=0.0)
     start, end = (np.array([times[key][side] - first for key in wanted]) for side in (0, 1))
-    return Simulation(model_of(schedule), costs, start, end, np.empty((0, 4)))
+    model = model_of(schedule)
+    sent = end[model.messages.makers]  # how long messages took was not measured
+    return Simulation(model, costs, Played(start, end, end, np.empty((0, 4)), sent, sent))
 
 
 def _chart(result: Simulation, how: str, peak: float, memory: bool) -> Chart:

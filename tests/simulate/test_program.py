@@ -1,0 +1,233 @@
+"""The simulator times the program: what a literal player of the lists finds is what it says.
+
+The player knows nothing of schedules or graphs: it goes through each worker's actions, one after another.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from counterflow.errors import ConfigError
+from counterflow.schedule import schemes
+from counterflow.schedule.actions import (
+    Agree,
+    Compute,
+    Exchange,
+    Matching,
+    Program,
+    Receive,
+    Send,
+    StartSync,
+    Update,
+    WaitSync,
+)
+from counterflow.schedule.ir import Op, Schedule
+from counterflow.simulate import Costs, Link, Simulation, lower, simulate
+
+from ..schedule.test_check import every_scheme
+
+
+class Player:
+    """Plays lists action by action, with the times of single ops, one message time, and syncs by stage."""
+
+    def __init__(self, program: Program, costs: Costs, seconds: dict[Op, float]) -> None:
+        self.program, self.costs, self.seconds = program, costs, seconds
+        assert isinstance(costs.p2p, float)
+        self.p2p = costs.p2p
+        workers = len(program.actions)
+        self.now = [0.0] * workers
+        self.place = [0] * workers
+        self.ops: dict[Op, tuple[float, float]] = {}
+        self.arrived: dict[tuple[Op, int], float] = {}
+        self.link: dict[tuple[int, int], float] = {}
+        self.started: dict[tuple[StartSync, int], float] = {}
+        self.sums: dict[StartSync, tuple[float, float]] = {}
+        self.order = [[a for a in row if isinstance(a, StartSync)] for row in program.actions]
+        self.reached: dict[int, float] = {}
+
+    def play(self) -> Player:
+        moved = True
+        while moved:
+            went = [self._go(worker) for worker in range(len(self.now))]
+            moved = any(went)
+        assert self.place == [len(row) for row in self.program.actions]
+        return self
+
+    def _go(self, worker: int) -> bool:
+        row, begin = self.program.actions[worker], self.place[worker]
+        while self.place[worker] < len(row) and self._do(worker, row[self.place[worker]]):
+            self.place[worker] += 1
+        return self.place[worker] > begin
+
+    def _do(self, worker: int, action: object) -> bool:
+        match action:
+            case Compute(op):
+                return self._compute(worker, op)
+            case Send(output, peer):
+                self._send(worker, output, peer)
+            case Exchange(first, second):
+                return self._do(worker, first) and self._do(worker, second)
+            case StartSync():
+                self.started[action, worker] = self.now[worker]
+            case WaitSync():
+                return self._sum(worker, action.start)
+            case Agree():
+                self.reached.setdefault(worker, self.now[worker])
+                if len(self.reached) < len(self.now):
+                    return False
+                self.now[worker] = max(self.reached.values()) + self.costs.agreement
+            case Receive() | Update():
+                pass
+        return True
+
+    def _send(self, worker: int, output: Op, peer: int) -> None:
+        begin = self.now[worker]
+        if self.costs.link is Link.ONE_AT_A_TIME:
+            begin = max(begin, self.link.get((worker, peer), 0.0))
+        end = begin + self.p2p
+        self.link[worker, peer] = self.arrived[output, peer] = end
+        if not self.costs.overlap:
+            self.now[worker] = end
+
+    def _compute(self, worker: int, op: Op) -> bool:
+        ready = 0.0
+        for need in self.program.schedule.workload.needs(op):
+            if need not in self.ops:
+                return False
+            local = self.program.schedule.placement.worker(need.pipe, need.stage) == worker
+            if not local and (need, worker) not in self.arrived:
+                return False
+            ready = max(ready, self.ops[need][1] if local else self.arrived[need, worker])
+        begin = max(self.now[worker], ready)
+        self.now[worker] = begin + self.seconds[op]
+        self.ops[op] = begin, self.now[worker]
+        return True
+
+    def _sum(self, worker: int, start: StartSync) -> bool:
+        found = self._sum_times(start)
+        if found is not None:
+            self.now[worker] = max(self.now[worker], found[1])
+        return found is not None
+
+    def _sum_times(self, start: StartSync) -> tuple[float, float] | None:
+        """After the sums that its workers started before; None if one of them has not started it yet."""
+        if start not in self.sums:
+            ready = 0.0
+            for member in start.workers:
+                if (start, member) not in self.started:
+                    return None
+                ready = max(ready, self.started[start, member])
+                index = self.order[member].index(start)
+                if index:
+                    before = self._sum_times(self.order[member][index - 1])
+                    if before is None:
+                        return None
+                    ready = max(ready, before[1])
+            lasts = self.costs.sync
+            assert isinstance(lasts, tuple)
+            self.sums[start] = ready, ready + lasts[start.stage]
+        return self.sums[start]
+
+
+def cases() -> Iterator[tuple[Schedule, Costs]]:
+    """Random schedules and costs, with messages and syncs; the same ones every time."""
+    draw = random.Random(5)
+    for _ in range(12):
+        depth, n = draw.choice((2, 3, 4, 6)), draw.randint(1, 9)
+        for schedule in every_scheme(depth, n, draw.randint(0, 12)):
+            costs = Costs(
+                forward=[draw.uniform(0.5, 2) for _ in range(schedule.stages)],
+                backward=[draw.uniform(0.5, 3) for _ in range(schedule.stages)],
+                p2p=draw.choice((0.0, draw.uniform(0, 3))),
+                link=draw.choice(list(Link)),
+                overlap=draw.random() < 0.7,
+                sync=tuple(draw.uniform(0, 6) for _ in range(schedule.stages)),
+                sync_mode=draw.choice(("end", "eager", "eager-opt")),
+                agreement=draw.choice((0.0, 0.5)),
+                replicas=draw.choice((1, 2)),
+            )
+            yield schedule, costs
+
+
+def agrees(found: Simulation, program: Program) -> None:
+    played = Player(program, found.costs, {s.op: s.end - s.start for s in found.timeline}).play()
+    for span in found.timeline:
+        assert played.ops[span.op] == pytest.approx((span.start, span.end), abs=1e-9), span.op
+    for message in found.messages:
+        assert played.arrived[message.maker, message.receiver] == pytest.approx(message.end, abs=1e-9)
+    for sync in found.syncs:
+        (times,) = {v for s, v in played.sums.items() if (s.stage, s.period) == (sync.stage, sync.period)}
+        assert times == pytest.approx((sync.start, sync.end), abs=1e-9)
+    if found.schedule.synchronous:
+        assert max(played.now) == pytest.approx(found.makespan, abs=1e-9)
+
+
+def test_the_program_that_is_run_is_the_one_that_is_timed() -> None:
+    synced = 0
+    for schedule, costs in cases():
+        found = simulate(schedule, costs)
+        synced += len(found.syncs)
+        for matching in Matching:
+            agrees(found, lower(schedule, costs, matching=matching))
+    assert synced > 100
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [schemes.chimera(4, 4), schemes.hanayo(4, 4, waves=2), schemes.interleaved(4, 8, chunks=4)],
+    ids=str,
+)
+def test_eager_opt_is_decided_by_the_users_costs_in_both(schedule: Schedule) -> None:
+    """With short messages and long sums, F = 1 and B = 2 alone put them elsewhere."""
+    costs = Costs(p2p=0.05, sync=(6.0,) * schedule.stages, replicas=2)
+    found = simulate(schedule, costs)
+    agrees(found, lower(schedule, costs))
+    by_units = lower(schedule, Costs(replicas=2))
+    elsewhere = Player(by_units, costs, {s.op: s.end - s.start for s in found.timeline}).play()
+    assert max(elsewhere.now) >= found.makespan
+
+
+def test_a_link_carries_one_message_at_a_time() -> None:
+    # 16 forwards of 1 s, each followed by a message of 3 s: the last one has come after 1 + 16 · 3 s.
+    schedule = schemes.gpipe(2, 16)
+    found = simulate(schedule, Costs(p2p=3.0))
+    forwards = [m for m in found.messages if m.maker.kind.makes_output]
+    assert max(m.end for m in forwards) == 1 + 16 * 3
+    # Then the last forward and 16 backwards whose gradients leave every 3 s, and the last backward.
+    assert found.makespan == (1 + 48) + 1 + 2 + 48 + 2
+    free = simulate(schedule, Costs(p2p=3.0, link="infinite"))
+    assert free.makespan == 57
+    with pytest.raises(ConfigError, match="link='narrow'"):
+        Costs(link="narrow")
+
+
+def test_bubbles_by_cause() -> None:
+    # D=2, N=2, message 0.5: P0 F0 F1 . B0 B1; P1 . F0 B0 F1 B1 (F1 is there in time).
+    found = simulate(schemes.dapple(2, 2), Costs(p2p=0.5))
+    first, second = found.bubbles
+    assert (second.warm_up, second.dependency, second.message) == (1.5, 0, 0)
+    # P0 has done F1 at 2, P1 makes the gradient of 0 at 4.5, which has come at 5; likewise 7.5 and 8.
+    assert (first.warm_up, first.dependency, first.message, first.drain) == (0, 2.5 + 0.5, 0.5 + 0.5, 0)
+    assert second.drain == found.makespan - 7.5
+    for idle, bubbles in zip(found.idle, found.bubbles, strict=True):
+        parts = bubbles.warm_up + bubbles.dependency + bubbles.message + bubbles.drain
+        assert parts == pytest.approx(idle)
+
+
+def test_bubbles_add_up_to_the_idle_time() -> None:
+    for schedule, costs in cases():
+        found = simulate(schedule, costs)
+        for idle, bubbles in zip(found.idle, found.bubbles, strict=True):
+            parts = bubbles.warm_up, bubbles.dependency, bubbles.message, bubbles.drain
+            assert min(parts) >= -1e-9
+            assert sum(parts) == pytest.approx(idle, abs=1e-9)
+
+
+def test_spans_and_the_agreement() -> None:
+    found = simulate(schemes.dapple(2, 2), Costs(agreement=0.25))
+    assert (found.spans, found.makespan) == ((9, 6), 9.25)
+    endless = schemes.pipedream(2, periods=4)
+    assert simulate(endless, Costs(agreement=0.25)).makespan == simulate(endless).makespan
