@@ -191,8 +191,9 @@ def _by_layer(
         single = StageCopy(copy.stage, [layer], pipeline.streams, copy.recompute)
         box: list[Any] = []
 
-        def run(single: StageCopy = single, value: Any = value, box: list[Any] = box) -> None:
+        def run(single: StageCopy = single, value: Any = value, box: list[Any] = box) -> list[Tensor]:
             box.append(_forward(pipeline, single, value, rows))
+            return _tensors(box[0])
 
         beyond.append(_saved([*constant, *given], run))
         value = pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), box[0])
@@ -203,11 +204,9 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _saved(constant: list[Tensor], run: Callable[[], Any]) -> int:
+def _saved(constant: list[Tensor], run: Callable[[], list[Tensor]]) -> int:
     count = SavedBytes(constant)
-    with count.watch([]):
-        result = run()
-    del result
+    count.note(run(), [])
     return count.peak
 
 

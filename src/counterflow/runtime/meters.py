@@ -163,15 +163,6 @@ class SavedBytes:
         """Whether it has the memory of a parameter or buffer."""
         return _pointer(tensor) in self._constant
 
-    def watch(self, collected: list[Kept]) -> torch.autograd.graph.saved_tensors_hooks:
-        """Within this context what autograd saves is counted and noted in ``collected``."""
-
-        def pack(tensor: Tensor) -> tuple[Tensor, int]:
-            self.hold(tensor, collected)
-            return tensor, tensor._version  # noqa: SLF001 - torch looks at it only where nobody watches
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, _unchanged)
-
     def note(self, outputs: Iterable[Tensor], collected: list[Kept]) -> None:
         """Count what the graph of some outputs saves, and note it in ``collected``.
 
@@ -234,16 +225,6 @@ def graph_of(outputs: Iterable[Tensor], without: Iterable[Tensor] = ()) -> list[
 @cache
 def _saved_names(kind: type[Node]) -> list[str]:
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]
-
-
-def _unchanged(kept: tuple[Tensor, int]) -> Tensor:
-    tensor, version = kept
-    if tensor._version != version:  # noqa: SLF001
-        raise RuntimeError(
-            f"a tensor of shape {tuple(tensor.shape)} that a backward needs was changed in place after it "
-            "was saved; make a new one there"
-        )
-    return tensor
 
 
 def _pointer(tensor: Tensor) -> int:
