@@ -39,11 +39,11 @@ from .layers import aliases_of, layers_of, state_names
 from .loss import LossFunction
 from .meters import SavedBytes
 from .randomness import RandomStreams
-from .samples import Dims, cut, moved, samples_in, split_points
+from .samples import Dims, cut, filled, joined, moved, samples_in, split_points
 from .stage import LOSS, NamedLayer, StageCopy, have_statistics, loss_layer, materialised
 from .step import Step, Workers, place
 from .transport import Gathering, Transport
-from .values import signature
+from .values import Unit, signature
 from .watch import worker_error
 from .weights import MakeOptimizer, MakeScheduler, Weights
 
@@ -94,6 +94,7 @@ class Pipeline:
             of ints and None (no samples: all micro-batches get it whole) of the inputs' structure or of its
             first levels, as ``torch.vmap`` takes ``in_dims``.
         target_dims: likewise of the targets.
+        output_dims: likewise of what the last layer gives, for ``predict``.
         dynamic_shapes: whether shapes between stages may differ for inputs of the same shapes.
         digest_every: steps after which the copies of the stages are compared; 0: never.
         count_memory_steps: first steps in which the bytes saved for backward are counted.
@@ -130,6 +131,7 @@ class Pipeline:
         compress: bool = False,
         input_dims: Dims = 0,
         target_dims: Dims = 0,
+        output_dims: Dims = 0,
         dynamic_shapes: bool = False,
         digest_every: int = 100,
         count_memory_steps: int = 2,
@@ -147,6 +149,7 @@ class Pipeline:
         self.dynamic_shapes = dynamic_shapes
         self.input_dims = input_dims
         self.target_dims = target_dims
+        self.output_dims = output_dims
         self.steps = 0
         recompute = parse_mode(Recompute, "recompute", recompute)
         sync = parse_mode(Sync, "sync", sync)
@@ -371,6 +374,40 @@ class Pipeline:
             self.metrics = workers.metrics(weighed, batch.losses, scale)
         return scale * math.fsum(row[0] for row in rows)
 
+    def predict(self, inputs: Any = None) -> Any:
+        """What the last layer gives for the replica's samples, in their order, on every worker.
+
+        No gradients, evaluation mode; there may be fewer samples than micro-batches. Tensors and numbers are
+        put together as ``output_dims`` says. Flushes first what is under way.
+
+        Args:
+            inputs: as in ``step``.
+
+        Raises:
+            ConfigError: the inputs are missing or cannot be cut, or the outputs cannot be put together.
+            WorkerError: a worker failed.
+        """
+        self._untold = self.flush()
+        with self._reported(), torch.no_grad(), ExitStack() as evaluating:
+            samples = _samples(inputs, self.input_dims, "inputs")
+            if 0 < samples < self._fewest:
+                inputs = filled(inputs, self._fewest, self.input_dims)
+            batch = self._batch(inputs, None, _PREDICT)
+            batch.outputs = {}
+            for stage in self.stages.values():
+                evaluating.enter_context(stage.evaluating())
+            self._evaluation.run(self._evaluation_tasks, batch)
+            self._remember(batch)
+            mine = samples, moved(batch.outputs, torch.device("cpu"), copied=True)  # some are weights
+            rows = cast("list[tuple[int, dict[Unit, Any]]]", self.transport.gather_objects(mine))
+            ours = [rows[rank] for rank in self.ranks[self.replica]]
+            by_unit = {unit: output for _, outputs in ours for unit, output in outputs.items()}
+            whole = joined([by_unit[unit] for unit in sorted(by_unit)], self.output_dims, "outputs")
+            count = max(samples for samples, _ in ours)
+            if count < self._fewest:
+                whole = cut(whole, slice(0, count), self.output_dims)
+            return moved(whole, self.device)
+
     def flush(self) -> list[Step]:
         """End what is under way, so that all weights are as after the last step; all workers call it.
 
@@ -404,13 +441,14 @@ class Pipeline:
 
     def _batch(self, inputs: Any, targets: Any, call: float) -> Batch:
         self._only_alone()
-        training = call != _EVALUATE
+        training = call in (_STEP, _KEEP)
         mine = _samples(inputs, self.input_dims, "inputs"), _samples(targets, self.target_dims, "targets")
         samples = max(mine)
         needs_inputs, needs_targets = 0 in self.stages, self.schedule.stages - 1 in self.stages
+        needs_targets = needs_targets and call != _PREDICT and self.loss_function is not None
         for needed, given, name, stage in (
             (needs_inputs, inputs, "inputs", "first"),
-            (needs_targets and self.loss_function is not None, targets, "targets", "last"),
+            (needs_targets, targets, "targets", "last"),
         ):
             if needed and given is None:
                 raise ConfigError(f"worker {self.worker} holds the {stage} stage and needs the {name}")
@@ -739,8 +777,8 @@ class Pipeline:
             raise
 
 
-_EVALUATE, _STEP, _KEEP = 0.0, 1.0, 2.0
-_CALLS = {_EVALUATE: "evaluate", _STEP: "step", _KEEP: "step without an update"}
+_EVALUATE, _STEP, _KEEP, _PREDICT = 0.0, 1.0, 2.0, 3.0
+_CALLS = {_EVALUATE: "evaluate", _PREDICT: "predict", _STEP: "step", _KEEP: "step without an update"}
 """What workers tell each other that they call."""
 
 

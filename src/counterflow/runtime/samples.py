@@ -7,6 +7,7 @@ is, unless the user says so.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -90,6 +91,55 @@ def cut(tree: Tree, rows: slice, dims: Dims = 0) -> Tree:
     ]
     found: Tree = pytree.tree_unflatten(parts, spec)
     return found
+
+
+def filled(tree: Tree, samples: int, dims: Dims = 0) -> Tree:
+    """A mini-batch with its last sample repeated until there are so many."""
+    have = samples_in(tree, dims)
+    last = cut(tree, slice(have - 1, have), dims)
+    return joined([tree, *[last] * (samples - have)], dims, "inputs")
+
+
+def joined(parts: Sequence[Tree], dims: Dims, name: str) -> Tree:
+    """One tree of the samples of several, in their order.
+
+    Args:
+        parts: trees of one structure.
+        dims: where their samples are; what has none is the first one's.
+        name: what to call it: ``inputs`` or ``outputs``.
+
+    Raises:
+        ConfigError: they cannot be put together.
+    """
+    option = f"{name.removesuffix('s')}_dims"
+    flat = [pytree.tree_flatten(part, is_leaf=_is_leaf) for part in parts]
+    spec = flat[0][1]
+    by_leaf = _spread(dims, spec)
+    if by_leaf is None or any(other != spec for _, other in flat):
+        raise ConfigError(
+            f"{option}={dims!r} does not fit the {name}, which are {_shown(spec)}, or they differ"
+        )
+    found: Tree = pytree.tree_unflatten(
+        [
+            same[0] if dim is None else _joined(same, dim, name, option)
+            for dim, same in zip(by_leaf, zip(*(leaves for leaves, _ in flat), strict=True), strict=True)
+        ],
+        spec,
+    )
+    return found
+
+
+def _joined(same: Sequence[Any], dim: int, name: str, option: str) -> Any:
+    if all(isinstance(leaf, Tensor) and leaf.dim() for leaf in same):
+        return torch.cat(list(same), dim)
+    if all(isinstance(leaf, PLAIN) and leaf == same[0] for leaf in same):
+        return same[0]
+    if all(type(leaf) is list for leaf in same):
+        return [entry for leaf in same for entry in leaf]
+    raise ConfigError(
+        f"{name} have a {type(same[0]).__name__} that cannot be put together from micro-batches; say with "
+        f"{option} that it has no samples (None: the first one counts)"
+    )
 
 
 def split_points(samples: int, micro_batches: int) -> list[int]:

@@ -1,0 +1,85 @@
+"""Outputs of the last stage, put together in the samples' order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from counterflow.errors import ConfigError
+from counterflow.runtime.launch import launch
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.schedule import schemes
+from counterflow.schedule.ir import Schedule
+
+F = torch.float64
+SCHEMES = [
+    schemes.gpipe(2, 4),
+    schemes.dapple(2, 4),
+    schemes.chimera(2, 4, concat="forward-doubling"),
+    schemes.chimera(2, 4, concat="backward-halving"),
+    schemes.hanayo(2, 4, waves=1),
+    schemes.pipedream_2bw(2, 4),
+]
+
+
+class Last(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return {"y": y, "turned": [y.t(), "text"], "weight": self.weight}
+
+
+DIMS = {"y": 0, "turned": [1, 0], "weight": None}
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def loss(output: Any, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output["y"], target)
+
+
+def numbers(samples: int) -> Tensor:
+    return torch.randn(samples, 4, generator=torch.Generator().manual_seed(samples), dtype=F)
+
+
+COUNTS = (8, 11, 3, 1, 8)
+
+
+def _predicted(layers: list[nn.Module], schedule: Schedule, mode: str, dims: Any) -> Any:
+    pipeline = Pipeline(layers, loss, schedule, optimizer=sgd, recompute=mode, output_dims=dims)
+    found = []
+    for samples in COUNTS:
+        pipeline.step(numbers(8), numbers(8))
+        given = numbers(samples) if pipeline.worker == 0 or 0 in pipeline.stages else None
+        found.append((pipeline.predict(given), pipeline.state_dict()))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["none", "stage"])
+@pytest.mark.parametrize("schedule", SCHEMES, ids=str)
+def test_outputs_come_in_the_samples_order(schedule: Schedule, mode: str) -> None:
+    torch.manual_seed(0)
+    inner = [nn.Linear(4, 4, dtype=F) for _ in range(schedule.stages - 1)]
+    layers: list[nn.Module] = [*inner, Last(4, 4, dtype=F)]
+    model = nn.Sequential(*layers)
+    job = layers, schedule, mode, DIMS
+    for told in launch(_predicted, *job, workers=2, transport="local", strict=True, timeout_seconds=30):
+        for samples, (output, state) in zip(COUNTS, told, strict=True):
+            model.load_state_dict(state)
+            with torch.no_grad():
+                true = model(numbers(samples))
+            torch.testing.assert_close(output["y"], true["y"], rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(output["turned"][0], true["turned"][0], rtol=1e-10, atol=1e-12)
+            assert output["turned"][1] == "text"
+            assert torch.equal(output["weight"], true["weight"])
+
+
+def test_outputs_that_cannot_be_put_together_are_refused() -> None:
+    layers: list[nn.Module] = [nn.Linear(4, 4, dtype=F), Last(4, 4, dtype=F)]
+    job = layers, SCHEMES[0], "none", (0, 0)
+    with pytest.raises(ConfigError, match=r"output_dims=\(0, 0\) does not fit the outputs, which are a dict"):
+        launch(_predicted, *job, workers=2, transport="local", timeout_seconds=30)
