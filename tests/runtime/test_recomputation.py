@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from counterflow.errors import WorkerError
+from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.launch import launch
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule import schemes
@@ -331,6 +331,26 @@ def test_a_first_layer_without_weights() -> None:
 def test_buffers_are_changed_once_and_found_as_they_were(in_place: bool) -> None:
     layers = seeded(lambda: [nn.Linear(8, 8), *(Average(in_place=in_place) for _ in range(3))])
     agree(layers, (schemes.gpipe(2, 4), schemes.dapple(2, 4), schemes.interleaved(1, 4, chunks=2)))
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize(
+    ("schedule", "workers"),
+    [
+        (schemes.chimera(2, 4), 2),
+        (schemes.gems(2, 4), 2),
+        (schemes.dapple(2, 4), 4),
+        (schemes.wpipe(2, 4, periods=6), 4),
+    ],
+    ids=str,
+)
+def test_copies_that_change_buffers_are_refused(schedule: Schedule, workers: int, recompute: str) -> None:
+    layers = seeded(lambda: [Average(in_place=True), *(nn.Linear(8, 8) for _ in range(3))])
+    message = (
+        r"layer 0 \(Average\) changes its buffer 'seen' in training, and each of the 2 copies of stage 0"
+    )
+    with pytest.raises(ConfigError, match=message):
+        launch(_norms, schedule, layers, recompute, workers=workers, transport="local")
 
 
 def spectral() -> nn.Module:

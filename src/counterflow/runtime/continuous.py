@@ -232,6 +232,7 @@ class Continuous:
 
         From one that is not finite none is made any more; everybody ends when that is heard.
         """
+        self.weights.check_buffers()
         squared = self.weights.squared_norm(stage)
         self._squared[version - 1] += squared if self.weights.counts(stage) else 0.0
         versions = self.weights.stages[stage].versions

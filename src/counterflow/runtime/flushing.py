@@ -101,8 +101,10 @@ class Flushing:
         """Loss and gradient norm of the whole mini-batch; then clip by the norm.
 
         Raises:
+            ConfigError: copies of a stage changed buffers of their own.
             WorkerError: the loss or a gradient is not finite.
         """
+        self.weights.check_buffers()
         losses = self._batch.losses
         mine, odd = losses.summed()
         squared = self.weights.squared_norm() if self._updates else 0.0

@@ -90,18 +90,18 @@ class Buffers:
         inside = {id(child): child for module in modules for child in module.modules()}
         places = [(module, name) for module in inside.values() for name in module._buffers]  # noqa: SLF001
         self.norms = [(module, name) for module, name in places if keeps_statistics(module)]
-        self._places = [(module, name) for module, name in places if not keeps_statistics(module)]
+        self.places = [(module, name) for module, name in places if not keeps_statistics(module)]
         self._seen: list[tuple[Tensor | None, int]] | None = None
-        self._contents: Contents = (None,) * len(self._places)
+        self._contents: Contents = (None,) * len(self.places)
         self._changing: set[int] = set()
 
     def now(self) -> Contents:
         """What they hold now, but for running statistics; not to be changed."""
         first = self._seen is None
         if self._seen is None:
-            self._seen = [(None, 0)] * len(self._places)
+            self._seen = [(None, 0)] * len(self.places)
         changed: dict[int, Tensor | None] = {}
-        for index, (module, name) in enumerate(self._places):
+        for index, (module, name) in enumerate(self.places):
             buffer = module._buffers.get(name)  # noqa: SLF001
             seen = self._seen[index]
             version = 0 if buffer is None else buffer._version  # noqa: SLF001
@@ -117,7 +117,7 @@ class Buffers:
     def restore(self, then: Contents) -> None:
         """Let them hold what they held when ``now`` gave ``then``."""
         now = self.now()
-        for (module, name), old, new in zip(self._places, then, now, strict=True):
+        for (module, name), old, new in zip(self.places, then, now, strict=True):
             if old is not new:
                 module._buffers[name] = None if old is None else old.clone()  # noqa: SLF001
 
@@ -126,7 +126,7 @@ class Buffers:
         """Others in their place that hold what they held then; whatever happens to these is forgotten."""
         now = self.now()
         others = [
-            (*self._places[index], held)
+            (*self.places[index], held)
             for index, held in enumerate(then)
             if index in self._changing or held is not now[index]
         ]

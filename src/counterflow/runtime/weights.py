@@ -21,6 +21,7 @@ from counterflow.errors import ConfigError, WorkerError
 from counterflow.schedule.actions import StartSync, Summed, SyncAction, WaitSync
 
 from .gradients import Shard, unique
+from .recomputation import Contents
 from .stage import StageCopy
 from .transport import Group, Pending, Transport
 
@@ -85,6 +86,8 @@ class Weights:
         self.groups: list[Group] = []
         """All that were made."""
         self._groups: dict[int, Group | None] = {}
+        self._held: dict[int, Contents] = {}
+        """By stage with copies: what its buffers held at the begin of the step."""
         self._own: dict[int, Shard] = {}
         self._tied: dict[tuple[int, ...], list[Shard]] = {}
         self._averages: dict[int, _Average] = {}
@@ -215,9 +218,38 @@ class Weights:
     # -- gradients and updates
 
     def attach(self) -> None:
-        """Let backwards add to the gradients."""
+        """Let backwards add to the gradients, and note what buffers of stages with copies hold."""
         for shard in self._shards():
             shard.attach()
+        self._held = {
+            stage: copy.buffers.now()
+            for stage, copy in self.stages.items()
+            if self._groups.get(stage) is not None and copy.buffers.places
+        }
+
+    def check_buffers(self) -> None:
+        """Refuse a layer that changed a buffer since ``attach``, if its stage has copies.
+
+        Running statistics of batch norms are averaged; what would become of another nobody knows. A buffer
+        that becomes one of another shape is a cache.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        for stage, before in self._held.items():
+            group, copy = self._groups[stage], self.stages[stage]
+            assert group is not None
+            now = copy.buffers.now()
+            for (module, name), old, new in zip(copy.buffers.places, before, now, strict=True):
+                if old is new or old is None or new is None or old.shape != new.shape or old.equal(new):
+                    continue
+                layer = next(x for x in copy.with_weights if module in set(x.module.modules()))
+                raise ConfigError(
+                    f"layer {layer.index} ({type(layer.module).__name__}) changes its buffer {name!r} in "
+                    f"training, and each of the {len(group.ranks)} copies of stage {stage} would change its "
+                    "own; take a scheme with one copy of a stage and one replica, or let training keep the "
+                    "buffer"
+                )
 
     def detach(self) -> None:
         """Keep the gradients from whoever is not a backward or an update."""
