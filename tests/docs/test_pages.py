@@ -13,6 +13,7 @@ import torch
 
 import counterflow as cf
 from counterflow.plan import files
+from counterflow.schedule import registry
 from counterflow.schedule.ir import Schedule
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -134,3 +135,16 @@ def test_the_papers_figures_are_the_kept_results() -> None:
     assert len(told) > 60
     for line in told:
         assert line in (page.splitlines() if line.startswith("|") else words)
+
+
+def test_your_own_scheme() -> None:
+    (program,) = blocks("your-own-scheme.md", "python")
+    scope: dict[str, Any] = {}
+    exec(program, scope)
+    try:
+        schedule = registry.build("queue", {"stages": 4, "micro_batches": 8, "halves": True})
+        cf.check(schedule)
+        # All forwards, then the last stage's backwards; the last one comes down the pipe half by half.
+        assert cf.simulate(schedule).makespan == (8 + 3) * 1 + 8 * 2 + 3 * 1
+    finally:
+        del registry.SCHEMES["queue"]

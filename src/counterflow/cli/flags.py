@@ -243,6 +243,10 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter)
             continue
         groups[parameter.name] = group
+        for name in group.flags().keys() & {p.name for p in parameters}:
+            raise ConfigError(
+                f"{command.__name__} has a flag {flag(name)}; give the scheme's option another name"
+            )
         parameters += [
             inspect.Parameter(name, parameter.KEYWORD_ONLY, default=None, annotation=annotation)
             for name, annotation in group.flags().items()
