@@ -31,8 +31,12 @@ from counterflow.plan.space import Constraints, space
 from counterflow.plan.stages import Cutting
 from counterflow.plan.why import why
 from counterflow.schedule import registry
-from counterflow.schedule.ir import OpKind
+from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.modes import Recompute, Sync
+from counterflow.schedule.placement import linear
+from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme
+from counterflow.schedule.schemes import dapple, pipedream
+from counterflow.schedule.workload import plain
 
 SIZES = (1.0, 2.0, 4.0)
 
@@ -335,3 +339,64 @@ def test_pipedream_updates_once_a_mini_batch_unless_more_is_allowed() -> None:
     assert {plan.play.prediction().updates for plan in once.best} == {1}
     often = search(MODEL, PROFILE, wide, 8, Constraints(schemes=("pipedream",), more_updates=True), count=20)
     assert {plan.play.prediction().updates for plan in often.best} == {1, 2, 4, 8}
+
+
+# --- Schemes that are none of ours ------------------------------------------------------------------------
+
+
+def _split(stages: int, micro_batches: int) -> Schedule:
+    """All forwards, all input gradients, then all weight gradients: what is made late, nothing waits for."""
+    kinds = (OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENTS)
+    orders = tuple(
+        tuple(Op(kind, stage, (m,)) for kind in kinds for m in range(micro_batches))
+        for stage in range(stages)
+    )
+    options = (("stages", stages), ("micro_batches", micro_batches))
+    return Schedule("split", options, plain(linear(stages), micro_batches, split=True), orders)
+
+
+SPLIT = Scheme("split", _split, "", "", (Option("stages", "", ""), MICRO_BATCHES))
+
+
+@pytest.mark.parametrize("recompute", Recompute)
+@pytest.mark.parametrize(("depth", "samples"), [(1, 1), (2, 2), (4, 1)])
+def test_no_split_candidate_beats_its_bound(depth: int, samples: int, recompute: Recompute) -> None:
+    cluster = replace(CLUSTER, nodes=4, between=Link(0.5, 0.3))
+    options = {"stages": depth, "micro_batches": 8 // samples}
+    with registry.registered(SPLIT):
+        groups, _ = space(
+            MODEL, cluster, 64, Constraints(schemes=("split",), depths=(depth,), samples=(samples,))
+        )
+        (group,) = groups
+        play = Predictor(MODEL, PROFILE, cluster).play(
+            Configuration.of("split", options, 8 // depth, samples, recompute=recompute)
+        )
+        bound = bounds(group.shape, play.stages, play.network, cluster, recompute)
+        assert bound.seconds <= play.seconds
+        assert bound.least_bytes <= max(worker.total for worker in play.memory)
+
+
+def test_what_a_scheme_refuses_is_no_candidate() -> None:
+    def refusing(stages: int, micro_batches: int) -> Schedule:
+        if stages != 4:
+            raise ConfigError(f"stages={stages}: must be 4")
+        return dapple(stages, micro_batches)
+
+    scheme = replace(SPLIT, name="refusing", build=refusing, needs="four workers")
+    with registry.registered(scheme):
+        groups, omissions = space(MODEL, CLUSTER, 8, Constraints(schemes=("refusing",)))
+        assert {group.depth for group in groups} == {4}
+        assert not omissions
+        _, omissions = space(MODEL, CLUSTER, 8, Constraints(schemes=("refusing",), depths=(1, 2)))
+        assert [o.reason for o in omissions] == ["needs four workers; no candidate at depths 1, 2"]
+
+
+def test_without_a_flush_a_scheme_has_to_say_what_is_steady() -> None:
+    def never(stages: int, periods: int = 8) -> Schedule:
+        return replace(pipedream(stages, periods), scheme="never", steady=None)
+
+    known = registry.scheme("pipedream")
+    with registry.registered(replace(known, name="never", build=never)):
+        configuration = Configuration.of("never", {"stages": 2}, 1, 1)
+        with pytest.raises(ConfigError, match="is timed by its steady part"):
+            Predictor(MODEL, PROFILE, CLUSTER).play(configuration)

@@ -207,6 +207,15 @@ def test_a_record_that_does_not_fit_is_refused(scheme: Scheme, message: str) -> 
     assert before == registry.SCHEMES
 
 
+def test_an_option_that_is_a_flag_of_a_command_is_refused() -> None:
+    scheme = replace(QUEUE, options=(*OPTIONS, Option("recompute", "", "")))
+    with (
+        registry.registered(scheme),
+        pytest.raises(ConfigError, match="--recompute; give the scheme's option"),
+    ):
+        application()
+
+
 @pytest.mark.parametrize("name", registry.SCHEMES)
 def test_a_record_agrees_with_its_builder(name: str) -> None:
     """Its defaults are the builder's, and its workload and directions those of what is built."""
