@@ -179,6 +179,17 @@ def test_units_with_a_graph_of_their_own_run_in_turn(concat: str, recompute: str
     assert lasts == {forward}
 
 
+@pytest.mark.parametrize("recompute", [Recompute.STAGE, Recompute.LAYER])
+def test_what_is_recomputed_is_in_the_same_op(recompute: Recompute) -> None:
+    """One stage, one micro-batch, layers that cost nothing and 1 s around an op: two ops, not three."""
+    nothing = replace(PROFILE, layers={"block": block(0.0)}, op_overhead_seconds=1.0)
+    one = configured("dapple", stages=1, micro_batches=1, recompute=recompute)
+    assert predict(MODEL, nothing, CLUSTER, one).step_seconds == 2
+    halves = configured("chimera", stages=2, micro_batches=2, concat="backward-halving", recompute=recompute)
+    play = Predictor(MODEL, nothing, CLUSTER).play(halves)
+    assert {s.end - s.start for s in play.simulation.timeline} == {1}
+
+
 CONFIGURATIONS = st.sampled_from(
     [
         ("gpipe", {"stages": 4, "micro_batches": 4}),

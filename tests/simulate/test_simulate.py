@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 from counterflow import ByteCosts, ConfigError, Costs, DeadlockError, Schedule, schemes, simulate
 from counterflow.schedule.formats import loads
-from counterflow.simulate import kernel
+from counterflow.schedule.ir import OpKind
+from counterflow.simulate import Piece, kernel
 
 
 def test_costs_by_stage() -> None:
@@ -25,11 +27,31 @@ def test_costs_by_stage() -> None:
     assert result.bubble_ratio == 0.5
 
 
-def test_one_measured_op() -> None:
-    slow = Costs(op_seconds={"F0.1": 10})
-    assert simulate(schemes.dapple(2, 1), slow).makespan == 1 + 10 + 2 + 2
-    with pytest.raises(ConfigError, match=r"no op 'F9\.1'"):
-        simulate(schemes.dapple(2, 1), Costs(op_seconds={"F9.1": 1}))
+@dataclass(frozen=True)
+class Measured:
+    """Costs of a user's own: seconds by (kind, stage, worker) or by what runs together, and no memory."""
+
+    table: Mapping[Any, float]
+
+    def seconds(self, piece: Piece) -> float:
+        exact = piece.kind.value, piece.stage, piece.micro_batches, piece.parts, piece.shares
+        usual = (2 if piece.kind is OpKind.BACKWARD else 1) * piece.work
+        return self.table.get(exact, self.table.get((piece.kind.value, piece.stage, piece.worker), usual))
+
+    def bytes(self, piece: Piece) -> tuple[float, float]:
+        change = 8.0 * piece.work / (1 + piece.worker)
+        return (change, 0.0) if piece.kind.makes_output else (0.0, -change)
+
+
+def test_devices_that_differ() -> None:
+    # Stage 0 of chimera is on worker 0 (down) and on worker 1 (up), which takes 10 for its forward.
+    schedule = schemes.chimera(2, 2)
+    found = simulate(schedule, Costs(ops=Measured({("F", 0, 1): 10}), memory=ByteCosts()))
+    lasts = {(s.worker, str(s.op)): s.end - s.start for s in found.timeline if s.op.kind.makes_output}
+    assert lasts == {(0, "F0.0"): 1, (0, "F1.1p1"): 1, (1, "F0.1"): 1, (1, "F1.0p1"): 10}
+    assert (found.peak_bytes,) == ((16, 8),)
+    with pytest.raises(ConfigError, match="takes -1 seconds: must be finite, 0 or more"):
+        simulate(schedule, Costs(ops=Measured({("F", 0, 1): -1})))
 
 
 def test_messages_take_time_beside_compute_or_keep_the_sender_busy() -> None:
@@ -127,16 +149,18 @@ def test_compiled_and_plain_loops_agree_to_the_last_bit(monkeypatch: pytest.Monk
 def test_ops_on_two_micro_batches_and_on_half_of_one_have_times_of_their_own() -> None:
     doubling = schemes.chimera(2, 4, concat="forward-doubling")
     plain = simulate(doubling, Costs(forward=1, backward=2))
-    same = simulate(doubling, Costs(forward=1, backward=2, doubled_forward=2))
+    same = simulate(doubling, Costs(ops=Measured({})))
     assert plain.timeline == same.timeline
-    quick = simulate(doubling, Costs(forward=1, backward=2, doubled_forward=[1.5, 1.25]))
+    table = {("F", 0, 2, 1, 2): 1.5, ("F", 1, 2, 1, 2): 1.25}
+    quick = simulate(doubling, Costs(ops=Measured(table)))
     lasts = {(s.op.stage, s.op.work): s.end - s.start for s in quick.timeline if s.op.kind.value == "F"}
     assert lasts == {(0, 2): 1.5, (1, 2): 1.25}
     halving = schemes.chimera(2, 4, concat="backward-halving")
-    slow = simulate(halving, Costs(forward=1, backward=2, half_backward=1.5, recompute="stage"))
+    halves = {("B", stage, 1, 2, 1): 1.5 + 0.5 for stage in range(2)}
+    slow = simulate(halving, Costs(ops=Measured(halves)))
     assert {s.end - s.start for s in slow.timeline if s.op.kind.value == "B"} == {1.5 + 0.5}
     half = {s.op.micro_batches for s in slow.timeline if s.op.kind.value == "B" and s.op.parts == 2}
-    twice = simulate(halving, Costs(forward=1, backward=2, halved_forward=[1.5, 1.25]))
+    twice = simulate(halving, Costs(ops=Measured({("F", 0, 1, 1, 2): 1.5, ("F", 1, 1, 1, 2): 1.25})))
     for item in twice.timeline:
         if item.op.kind.value == "F":
             expected = (1.5, 1.25)[item.op.stage] if item.op.micro_batches in half else 1

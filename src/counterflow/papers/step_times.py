@@ -15,6 +15,7 @@ from counterflow.plan.predict import Play, sync_seconds
 from counterflow.plan.report import plan_json
 from counterflow.plan.search import Plan
 from counterflow.schedule.ir import Schedule
+from counterflow.schedule.modes import Recompute
 
 from .closed_forms import gems_makespan, mixpipe_idle
 
@@ -74,7 +75,9 @@ def beside(play: Play) -> ClosedForm | None:
     >>> beside(Predictor(task.model, task.profile, task.cluster).play(dapple)).source
     'Chimera, Table 2'
     """
-    forward, backward = play.costs.op_cost(play.schedule.stages)
+    stages, again = play.stages, play.configuration.recompute is not Recompute.NONE
+    forward = list(stages.forward)
+    backward = [b + a if again else b for b, a in zip(stages.backward, stages.again, strict=True)]
     message = max(
         latency + per_byte * max(play.stages.output_bytes[:-1], default=0.0)
         for latencies, per_bytes in zip(

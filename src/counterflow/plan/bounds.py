@@ -17,12 +17,12 @@ from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement
 from counterflow.schedule.scheme import Scheme
-from counterflow.simulate.memory import StageBytes, stage_bytes
+from counterflow.simulate.op_costs import StageBytes, stage_bytes
 
 from .cluster import Cluster
 from .placement import Network
-from .predict import doubled_forward, halved_forward, message_buffers, sync_seconds
-from .stages import StageCosts
+from .predict import message_buffers, sync_seconds
+from .stages import StageCosts, doubled_forward, halved_forward
 
 Options = tuple[tuple[str, OptionValue], ...]
 
@@ -238,16 +238,17 @@ class _Times:
 def _least_times(shape: Shape, stages: StageCosts, recompute: Recompute) -> _Times:
     again = recompute is not Recompute.NONE
     forward, both, backward_op = [], [], []
-    for f, b, doubled, in_halves, half in zip(
+    for f, layers, b, doubled, in_halves, half in zip(
         stages.forward,
+        stages.again,
         stages.backward,
         doubled_forward(stages, recompute),
         halved_forward(stages, recompute),
         stages.half_backward,
         strict=True,
     ):
-        backward = b + (f if again else 0.0)
-        half_op = half + (f / 2 if again else 0.0)
+        backward = b + (layers if again else 0.0)
+        half_op = half + (layers / 2 if again else 0.0)
         smallest = half_op if shape.parts == 2 else min(half_op, backward / shape.parts)
         # A doubled forward serves two micro-batches, a half backward half of one, whose forward may then run
         # in halves.

@@ -23,13 +23,13 @@ from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.simulate import Costs, Simulation, simulate
-from counterflow.simulate.memory import stage_bytes
+from counterflow.simulate.op_costs import stage_bytes
 
 from .cluster import Cluster, allreduce_seconds
 from .model import Model
 from .placement import Arrangement, Network, network
 from .profile import Profile
-from .stages import Cuts, Cutting, StageCosts, cut, stage_costs
+from .stages import Cuts, Cutting, PlannedOps, StageCosts, cut, stage_costs
 
 STEADY_PERIODS = 4
 """Whole periods that an asynchronous schedule is played for in its steady state; the first is not counted."""
@@ -262,11 +262,7 @@ class Play:
         """What the simulator is fed with."""
         cluster, network_, links = self.predictor.cluster, self.network, self.links
         return Costs(
-            forward=self.stages.forward,
-            backward=self.stages.backward,
-            doubled_forward=doubled_forward(self.stages, self.configuration.recompute),
-            half_backward=self.stages.half_backward,
-            halved_forward=halved_forward(self.stages, self.configuration.recompute),
+            ops=PlannedOps(self.stages, self.configuration.recompute),
             p2p=tuple(tuple(links * x for x in row) for row in network_.latency_seconds),
             p2p_per_byte=tuple(tuple(links * x for x in row) for row in network_.seconds_per_byte),
             message_bytes=self.stages.output_bytes,
@@ -360,7 +356,7 @@ class Play:
         idle = replace(
             self.stages.bytes, activations=none, inputs=none, layer_inputs=none, largest_layer=none
         )
-        bare = simulate(self.schedule, replace(self.costs, memory=idle)).peak_bytes
+        bare = simulate(self.schedule, Costs(memory=idle)).peak_bytes
         assert bare is not None
         return [min(b - f, p - f) for b, f, p in zip(bare, fixed, peaks, strict=True)]
 
@@ -435,19 +431,6 @@ class Play:
                 f"{', '.join(beyond)} (at most {largest[beyond[0]]:g}): their times go on in a straight line"
             )
         return notes
-
-
-def doubled_forward(stages: StageCosts, recompute: Recompute) -> tuple[float, ...]:
-    """Seconds of each stage's forward of two micro-batches.
-
-    The engine runs them at once where their graph is made later; else each needs a graph of its own.
-    """
-    return stages.doubled_forward if recompute is Recompute.STAGE else stages.doubled_in_turn
-
-
-def halved_forward(stages: StageCosts, recompute: Recompute) -> tuple[float, ...]:
-    """Seconds of each stage's forward of a micro-batch whose backwards are halves, likewise."""
-    return stages.forward if recompute is Recompute.STAGE else stages.halved_forward
 
 
 def sync_seconds(stages: StageCosts, links: Network) -> tuple[float, ...]:

@@ -10,10 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.cuts import balance, explicit, stage_layers
-from counterflow.simulate import ByteCosts
+from counterflow.schedule.modes import Recompute
+from counterflow.simulate import ByteCosts, Piece
+from counterflow.simulate.op_costs import StageBytes, stage_bytes
 
 from .model import Model
 from .profile import LayerProfile, Profile
@@ -38,6 +41,7 @@ class StageCosts:
         samples: samples of a micro-batch.
         cuts: the layers at which each stage after the first begins.
         forward: seconds of a forward.
+        again: seconds of its layers alone, as they run again in a backward that recomputes them.
         backward: seconds of a backward, without recomputation.
         doubled_forward: seconds of a forward of two micro-batches at once.
         doubled_in_turn: seconds of one that runs them one after the other, so that each has its own graph.
@@ -50,6 +54,7 @@ class StageCosts:
     samples: int
     cuts: tuple[int, ...]
     forward: tuple[float, ...]
+    again: tuple[float, ...]
     backward: tuple[float, ...]
     doubled_forward: tuple[float, ...]
     doubled_in_turn: tuple[float, ...]
@@ -57,6 +62,56 @@ class StageCosts:
     half_backward: tuple[float, ...]
     output_bytes: tuple[float, ...]
     bytes: ByteCosts
+
+
+@dataclass(frozen=True)
+class PlannedOps:
+    """What ops cost by a profile, for the simulator; the same on every worker.
+
+    Attributes:
+        stages: the stages' costs.
+        recompute: what a backward computes again; its layers alone, in the same op.
+    """
+
+    stages: StageCosts
+    recompute: Recompute
+
+    @cached_property
+    def _held(self) -> StageBytes:
+        return stage_bytes(self.stages.bytes, self.recompute, len(self.stages.forward))
+
+    def seconds(self, piece: Piece) -> float:
+        """How long an op takes."""
+        stages, s = self.stages, piece.stage
+        if piece.kind.makes_output:
+            if piece.micro_batches == 2:
+                return doubled_forward(stages, self.recompute)[s]
+            if piece.shares > piece.micro_batches:
+                return halved_forward(stages, self.recompute)[s]
+            return stages.forward[s] * piece.work
+        whole = stages.half_backward[s] if piece.work == 0.5 else stages.backward[s] * piece.work
+        # Split, what is recomputed is recomputed with the input gradient.
+        share = 1.0 if piece.kind.makes_input_gradient and piece.kind.makes_weight_gradients else 0.5
+        again = stages.again[s] * piece.work if self.recompute is not Recompute.NONE else 0.0
+        return share * whole + (again if piece.kind.makes_input_gradient else 0.0)
+
+    def bytes(self, piece: Piece) -> tuple[float, float]:
+        """What it adds to its worker's memory when it starts, and when it has ended."""
+        at_start, at_end = self._held.changes(piece.kind, piece.stage)
+        return at_start * piece.work, at_end * piece.work
+
+
+def doubled_forward(stages: StageCosts, recompute: Recompute) -> tuple[float, ...]:
+    """Seconds of each stage's forward of two micro-batches.
+
+    The engine runs them at once where their graph is made later; else each needs a graph of its own.
+    """
+    return stages.doubled_forward if recompute is Recompute.STAGE else stages.doubled_in_turn
+
+
+def halved_forward(stages: StageCosts, recompute: Recompute) -> tuple[float, ...]:
+    """Seconds of each stage's forward of a micro-batch whose backwards are halves, likewise."""
+    return stages.forward if recompute is Recompute.STAGE else stages.halved_forward
 
 
 def cut(model: Model, profile: Profile, cuts: Cuts, stages: int, samples: int) -> tuple[int, ...]:
@@ -140,6 +195,7 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
         samples=samples,
         cuts=cuts,
         forward=op(lambda layer: layer.forward(samples)),
+        again=total(lambda layer: layer.forward(samples)),
         backward=op(lambda layer: layer.backward(samples)),
         doubled_forward=op(lambda layer: layer.forward(2 * samples)),
         doubled_in_turn=op(lambda layer: 2 * layer.forward(samples)),

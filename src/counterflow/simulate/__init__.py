@@ -6,9 +6,10 @@ from counterflow.schedule import lowering
 from counterflow.schedule.actions import Matching, Program
 from counterflow.schedule.ir import Schedule
 
-from .costs import ByteCosts, Costs, Link
+from .costs import Costs, Link
 from .memory import MemoryUse
 from .model import model_of
+from .op_costs import ByteCosts, OpCosts, Piece
 from .result import Bubbles, MessageSpan, Simulation, Span, SyncSpan
 
 __all__ = [
@@ -18,6 +19,8 @@ __all__ = [
     "Link",
     "MemoryUse",
     "MessageSpan",
+    "OpCosts",
+    "Piece",
     "Simulation",
     "Span",
     "SyncSpan",

@@ -4,12 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from counterflow.schedule.ir import OpKind, Schedule
-from counterflow.schedule.modes import Recompute
-from counterflow.schedule.residency import version_lives
+import numpy as np
 
-from .costs import ByteCosts, Costs, per_stage
+from counterflow.schedule.graph import OpGraph
+
+from .kernel import Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What changes each worker's memory.
+
+    A forward's stash is there from its start to the end of its backward; of a split one, what only the input
+    gradient needs goes with it, the rest with the weight gradients. What recomputation needs besides is there
+    while the backward runs. Weights, gradients and optimiser state of every copy are there throughout, a
+    further weight version from its update until nothing needs it.
+
+    Attributes:
+        base: what each worker holds before its first op.
+        at_start: by op, what is added when it starts.
+        at_end: by op, what is added when it has ended; below 0 what is freed.
+        versions: by op, what weight versions add that are made, or freed, when it has ended.
+    """
+
+    base: list[float]
+    at_start: Floats
+    at_end: Floats
+    versions: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,116 +49,45 @@ class MemoryUse:
 
 
 def memory_use(
-    schedule: Schedule, costs: Costs, start: Sequence[float], end: Sequence[float]
+    graph: OpGraph, changes: Changes, start: Sequence[float], end: Sequence[float]
 ) -> tuple[MemoryUse, ...]:
     """Memory of every worker over time.
 
-    A forward's stash is there from its start to the end of its backward; of a split one, what only the input
-    gradient needs goes with it, the rest with the weight gradients. What recomputation needs besides is there
-    while the backward runs. Weights, gradients and optimiser state of every copy are
-    there throughout, a further weight version from its update until nothing needs it.
-
     Args:
-        schedule: the schedule.
-        costs: with ``memory`` set.
-        start: start of each op, worker by worker in order, in seconds.
+        graph: the ops.
+        changes: what is there throughout, and what each op adds.
+        start: start of each op, in seconds.
         end: end of each op.
     """
-    assert costs.memory is not None
-    parts = stage_bytes(costs.memory, Recompute(costs.recompute), schedule.stages)
     uses = []
-    first = 0
-    for worker, order in enumerate(schedule.orders):
+    for worker, (first, stop) in enumerate(pairwise(graph.first)):
         # (time, rank, change): at one time, what is freed goes first.
-        changes: list[tuple[float, int, float]] = []
-
-        def add(time: float, change: float, into: list[tuple[float, int, float]] = changes) -> None:
-            into.append((time, 0 if change < 0 else 1, change))
-
-        for index, op in enumerate(order):
-            began, ended = start[first + index], end[first + index]
-            at_start, at_end = parts.changes(op.kind, op.stage)
-            if at_start:
-                add(began, at_start * op.work)
-            if at_end:
-                add(ended, at_end * op.work)
-        base = sum(parts.fixed[stage] for _, stage in schedule.placement.held(worker))
-        for stage, version, born, dies in version_lives(schedule, worker):
-            if version and born >= 0:
-                add(end[first + born], parts.weights[stage])
-            elif version == 0:
-                base += parts.weights[stage]
-            if dies is not None and dies >= 0:
-                add(end[first + dies], -parts.weights[stage])
-        uses.append(_steps(base, changes))
-        first += len(order)
+        steps: list[tuple[float, int, float]] = []
+        for node in range(first, stop):
+            for time, change in (
+                (start[node], float(changes.at_start[node])),
+                (end[node], float(changes.at_end[node])),
+                (end[node], float(changes.versions[node])),
+            ):
+                if change:
+                    steps.append((time, 0 if change < 0 else 1, change))
+        uses.append(_steps(changes.base[worker], steps))
     return tuple(uses)
 
 
-@dataclass(frozen=True, slots=True)
-class StageBytes:
-    """Bytes by stage.
+def peaks_of(graph: OpGraph, changes: Changes) -> tuple[float, ...]:
+    """Each worker's largest memory, as ``memory_use`` finds it, from the order of its ops alone.
 
-    Attributes:
-        weights: one version of the weights.
-        fixed: gradients and optimiser state.
-        stash: of one micro-batch, what is kept from its forward to its backward.
-        working: what is there besides while the backward, or its input gradient, runs.
-        between: what is there between input gradient and weight gradients, where these are two ops.
+    A worker runs one op at a time, so what it holds during each follows from the ops before it.
     """
-
-    weights: list[float]
-    fixed: list[float]
-    stash: list[float]
-    working: list[float]
-    between: list[float]
-
-    def changes(self, kind: OpKind, stage: int) -> tuple[float, float]:
-        """What an op on one micro-batch adds when it starts and when it has ended."""
-        stash, working, between = self.stash[stage], self.working[stage], self.between[stage]
-        match kind:
-            case OpKind.FORWARD:
-                return stash, 0.0
-            case OpKind.BACKWARD:
-                return working, -stash - working
-            case OpKind.INPUT_GRADIENT:
-                return working, between - stash - working
-            case OpKind.WEIGHT_GRADIENTS:
-                return 0.0, -between
-
-
-def stage_bytes(costs: ByteCosts, recompute: Recompute, stages: int) -> StageBytes:
-    """What a kind of recomputation makes of byte costs."""
-    weights = per_stage("weights", costs.weights, stages)
-    gradients = costs.weights if costs.gradients is None else costs.gradients
-    full = per_stage("activations", costs.activations, stages)
-    inputs = per_stage("inputs", costs.inputs, stages)
-    layers = per_stage("layers", costs.layers, stages)
-    if recompute is Recompute.NONE:
-        stash, working = full, [0.0] * stages
-    elif recompute is Recompute.STAGE:  # the input is there already
-        stash, working = inputs, [max(f - i, 0.0) for f, i in zip(full, inputs, strict=True)]
-    else:
-        stash = [i * n for i, n in zip(inputs, layers, strict=True)]
-        working = [max(f - s, 0.0) / n for f, s, n in zip(full, stash, layers, strict=True)]
-        if costs.layer_inputs is not None:
-            stash = per_stage("layer_inputs", costs.layer_inputs, stages)
-        if costs.largest_layer is not None:
-            working = per_stage("largest_layer", costs.largest_layer, stages)
-    fixed = [
-        g + o
-        for g, o in zip(
-            per_stage("gradients", gradients, stages),
-            per_stage("optimizer", costs.optimizer, stages),
-            strict=True,
-        )
-    ]
-    between = (
-        full
-        if costs.kept_for_weights is None
-        else per_stage("kept_for_weights", costs.kept_for_weights, stages)
-    )
-    return StageBytes(weights, fixed, stash, working, between)
+    peaks = []
+    for base, (first, stop) in zip(changes.base, pairwise(graph.first), strict=True):
+        nodes = slice(first, stop)
+        change = changes.at_end[nodes] + changes.versions[nodes]
+        after = np.cumsum(changes.at_start[nodes] + change)
+        during = after - change
+        peaks.append(base + max(0.0, float(during.max()), float(after[-1])) if len(after) else base)
+    return tuple(peaks)
 
 
 def _steps(base: float, changes: list[tuple[float, int, float]]) -> MemoryUse:

@@ -8,7 +8,7 @@ asynchronous schedule whose syncs take time, one node for each gradient sync tha
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,10 +26,11 @@ from counterflow.schedule.sync import (
     plan_syncs,
 )
 
-from .costs import Costs, Link, PerLink, per_stage
+from .costs import Costs, Link, PerLink
 from .edges import Edges, edges_of, messages_of, with_nodes
 from .kernel import Floats, Ints
-from .memory import stage_bytes
+from .memory import Changes
+from .op_costs import Piece, per_stage, stage_bytes
 
 KEPT_MODELS = 8
 """Models kept, so that trying many costs on a few schedules builds each of them once."""
@@ -66,17 +67,12 @@ class Model:
         self.topological: Ints = np.array(self.graph.topological, dtype=np.int64)
         ops = self.graph.ops
         self.worker: Ints = np.array(self.graph.worker, dtype=np.int64)
-        self.stage: Ints = np.array([op.stage for op in ops], dtype=np.int64)
-        rows = {kind: row for row, kind in enumerate(OpKind)}
-        self.kind: Ints = np.array([rows[op.kind] for op in ops], dtype=np.int64)
-        """Of each op its row in tables that have one a kind, in the order of ``OpKind``."""
-        self.work: Floats = np.array([op.work for op in ops])
         self.messages = messages_of(self.graph)
-        made = self.messages.makers
+        made = [ops[node] for node in self.messages.makers.tolist()]
         # Either its stage's output is sent, or the gradient of the output of the stage before.
-        gradient = np.array([kind.makes_input_gradient for kind in OpKind])
-        self.sent_output: Ints = self.stage[made] - gradient[self.kind[made]]
-        self.sent_work: Floats = self.work[made]
+        outputs = [op.stage - op.kind.makes_input_gradient for op in made]
+        self.sent_output: Ints = np.array(outputs, dtype=np.int64)
+        self.sent_work: Floats = np.array([op.work for op in made])
 
     @cached_property
     def free(self) -> Edges:
@@ -88,32 +84,33 @@ class Model:
         """What waits for what, on links that carry one message at a time."""
         return edges_of(self.graph, self.messages, lanes=True)
 
-    def seconds(self, costs: Costs) -> Floats:
-        """How long each op lasts."""
-        stages = self.schedule.stages
-        table = np.array([*costs.op_cost(stages), *costs.split_cost(stages)])
-        seconds: Floats = table[self.kind, self.stage] * self.work
-        if costs.doubled_forward is not None or costs.half_backward is not None:
-            for row, (work, shared) in enumerate(zip((2.0, 0.5), costs.shared_op_cost(stages), strict=True)):
-                is_shared = (self.kind == row) & (self.work == work)
-                seconds = np.where(is_shared, np.array(shared)[self.stage], seconds)
-        if costs.halved_forward is not None:
-            table = np.array(per_stage("halved_forward", costs.halved_forward, self.schedule.stages))
-            seconds = np.where(self._halved, table[self.stage], seconds)
-        if costs.op_seconds:
-            names = {str(op): node for node, op in enumerate(self.graph.ops)}
-            for name, value in costs.op_seconds.items():
-                if name not in names:
-                    raise ConfigError(f"op_seconds: {self.schedule} has no op {name!r}")
-                seconds[names[name]] = value
-        return seconds
-
     @cached_property
-    def _halved(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Which ops are forwards of one micro-batch whose backwards are halves."""
-        ops = self.graph.ops
-        halved = {op.micro_batches for op in ops if op.parts > 1}
-        return np.array([op.kind.makes_output and op.micro_batches in halved for op in ops], dtype=bool)
+    def pieces(self) -> tuple[list[Piece], Ints]:
+        """The different pieces of work, and of each op which of them it is."""
+        shares = {m: len(one.shares) for one in self.schedule.workload.passes for m in one.micro_batches}
+        numbers: dict[tuple[OpKind, int, int, int, int, int], int] = {}
+        which = []
+        for op, worker in zip(self.graph.ops, self.graph.worker, strict=True):
+            batches = op.micro_batches
+            each = shares.get(batches[0], 1) if op.kind.makes_output else 1
+            key = op.kind, op.stage, worker, len(batches), op.parts, each
+            which.append(numbers.setdefault(key, len(numbers)))
+        return [Piece(*key) for key in numbers], np.array(which, dtype=np.int64)
+
+    def seconds(self, costs: Costs) -> Floats:
+        """How long each op lasts.
+
+        Raises:
+            ConfigError: something takes less than no time.
+        """
+        pieces, which = self.pieces
+        ops = costs.of_ops(self.schedule.stages)
+        lasts = np.array([ops.seconds(piece) for piece in pieces])
+        if costs.ops is not None and not (np.isfinite(lasts).all() and (lasts >= 0).all()):
+            odd = next(p for p, s in zip(pieces, lasts.tolist(), strict=True) if not 0 <= s < float("inf"))
+            raise ConfigError(f"{odd} takes {ops.seconds(odd)} seconds: must be finite, 0 or more")
+        found: Floats = lasts[which]
+        return found
 
     def message_seconds(self, costs: Costs) -> Floats:
         """How long each message travels."""
@@ -136,35 +133,31 @@ class Model:
             )
         return links[self.messages.senders, self.messages.receivers]
 
-    def peak_bytes(self, costs: Costs) -> tuple[float, ...]:
-        """Each worker's largest memory, as ``memory_use`` finds it, from the order of its ops alone.
-
-        A worker runs one op at a time, so what it holds during each follows from the ops before it.
-        """
+    def changes(self, costs: Costs) -> Changes:
+        """What changes each worker's memory; ``costs.memory`` is set."""
         assert costs.memory is not None
-        parts = stage_bytes(costs.memory, Recompute(costs.recompute), self.schedule.stages)
-        changes = np.array([[parts.changes(kind, s) for s in range(len(parts.stash))] for kind in OpKind])
-        begins, ends = (changes[self.kind, self.stage] * self.work[:, None]).T
-        peaks = []
-        for worker in range(self.schedule.workers):
-            first, stop = self.graph.first[worker : worker + 2]
-            base = sum(parts.fixed[stage] for _, stage in self.schedule.placement.held(worker))
-            if self.schedule.synchronous:  # one version throughout
-                base += sum(parts.weights[stage] for _, stage in self.schedule.placement.held(worker))
-                change = ends[first:stop]
+        schedule = self.schedule
+        pieces, which = self.pieces
+        ops = costs.of_ops(schedule.stages)
+        added = np.array([ops.bytes(piece) for piece in pieces]).reshape(-1, 2)[which]
+        each = stage_bytes(costs.memory, Recompute(costs.recompute), schedule.stages)
+        versions = np.zeros(len(which))
+        bases = []
+        for worker in range(schedule.workers):
+            base = sum(each.fixed[stage] for _, stage in schedule.placement.held(worker))
+            first = self.graph.first[worker]
+            if schedule.synchronous:  # one version throughout
+                base += sum(each.weights[stage] for _, stage in schedule.placement.held(worker))
             else:
-                change = ends[first:stop].copy()
-                for stage, version, born, dies in version_lives(self.schedule, worker):
+                for stage, version, born, dies in version_lives(schedule, worker):
                     if version and born >= 0:
-                        change[born] += parts.weights[stage]
+                        versions[first + born] += each.weights[stage]
                     elif version == 0:
-                        base += parts.weights[stage]
+                        base += each.weights[stage]
                     if dies is not None and dies >= 0:
-                        change[dies] -= parts.weights[stage]
-            after = np.cumsum(begins[first:stop] + change)
-            during = after - change
-            peaks.append(base + max(0.0, float(during.max()), float(after[-1])) if len(after) else base)
-        return tuple(peaks)
+                        versions[first + dies] -= each.weights[stage]
+            bases.append(base)
+        return Changes(bases, added[:, 0], added[:, 1], versions)
 
     def synced(self, costs: Costs) -> bool:
         """Whether these costs make any gradient sync take time."""

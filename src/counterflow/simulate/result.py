@@ -14,9 +14,10 @@ import numpy as np
 from counterflow.schedule.ir import Op, Schedule
 from counterflow.schedule.residency import peak_activations, weight_copies
 
-from .costs import ByteCosts, Costs
-from .memory import MemoryUse, memory_use
+from .costs import Costs
+from .memory import MemoryUse, memory_use, peaks_of
 from .model import Model, Played
+from .op_costs import ByteCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,15 +203,21 @@ class Simulation:
         """Each worker's memory over time; None when no byte costs were given."""
         if self.costs.memory is None:
             return None
-        return memory_use(self.schedule, self.costs, self.start.tolist(), self.end.tolist())
+        return self._memory_use(self.costs)
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...] | None:
         """Each worker's largest memory in bytes; None when no byte costs were given."""
-        return None if self.costs.memory is None else self._model.peak_bytes(self.costs)
+        if self.costs.memory is None:
+            return None
+        return peaks_of(self._model.graph, self._model.changes(self.costs))
 
     @cached_property
     def activations_over_time(self) -> tuple[MemoryUse, ...]:
         """Stashed forwards of each worker over time, in (stage x micro-batch) units, not bytes."""
         units = Costs(memory=ByteCosts(activations=1.0))
-        return memory_use(self.schedule, units, self.start.tolist(), self.end.tolist())
+        return self._memory_use(units)
+
+    def _memory_use(self, costs: Costs) -> tuple[MemoryUse, ...]:
+        changes = self._model.changes(costs)
+        return memory_use(self._model.graph, changes, self.start.tolist(), self.end.tolist())

@@ -1,0 +1,209 @@
+"""What single ops cost: seconds, and the bytes that they add to their worker's memory.
+
+The simulator asks once for each different piece of work, so it may be asked of any object (``OpCosts``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from counterflow.errors import ConfigError
+from counterflow.schedule.ir import OpKind
+from counterflow.schedule.modes import Recompute
+
+if TYPE_CHECKING:
+    from .costs import Costs
+
+PerStage = float | Sequence[float]
+"""One number for every stage, or one number a stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """An op as far as its cost may depend on it: ops that are the same piece cost the same.
+
+    Attributes:
+        kind: what is computed.
+        stage: of which stage.
+        worker: on which worker.
+        micro_batches: how many are computed together.
+        parts: into how many a micro-batch is divided, of which this is one.
+        shares: of a forward, the backwards that differentiate it; each may need a graph of its own.
+    """
+
+    kind: OpKind
+    stage: int
+    worker: int
+    micro_batches: int = 1
+    parts: int = 1
+    shares: int = 1
+
+    @property
+    def work(self) -> float:
+        """Work in micro-batches: 2 for a doubled forward, 0.5 for a half backward."""
+        return self.micro_batches / self.parts
+
+
+class OpCosts(Protocol):
+    """What ops cost, recomputation included; on every worker what its device takes."""
+
+    def seconds(self, piece: Piece) -> float:
+        """How long an op takes."""
+
+    def bytes(self, piece: Piece) -> tuple[float, float]:
+        """What it adds to its worker's memory when it starts, and when it has ended (below 0: it frees)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteCosts:
+    """Bytes of one stage; each a number for all stages or one a stage.
+
+    Attributes:
+        weights: one version of one copy of the stage's weights.
+        gradients: gradients of one copy; None means as many as the weights.
+        optimizer: optimiser state of one copy.
+        activations: what a forward saves for its backward, for one micro-batch, without recomputation.
+        kept_for_weights: of it, what weight gradients still need once the input gradient is made, where these
+            are two ops; None means all of it.
+        inputs: the stage's input for one micro-batch: all that is kept with ``recompute="stage"``. If the
+            backward needs it, it is a part of ``activations``.
+        layers: layers in the stage; with ``recompute="layer"`` one input a layer is kept.
+        layer_inputs: those inputs together; None means ``layers`` times ``inputs``.
+        largest_layer: most that a layer saves beyond its input, for one micro-batch; None means that all
+            layers of the stage save the same.
+    """
+
+    weights: PerStage = 0.0
+    gradients: PerStage | None = None
+    optimizer: PerStage = 0.0
+    activations: PerStage = 0.0
+    kept_for_weights: PerStage | None = None
+    inputs: PerStage = 0.0
+    layers: PerStage = 1.0
+    layer_inputs: PerStage | None = None
+    largest_layer: PerStage | None = None
+
+
+def per_stage(name: str, value: PerStage, stages: int) -> list[float]:
+    """``value`` for each of ``stages`` stages.
+
+    Raises:
+        ConfigError: it is a list of another length.
+    """
+    if isinstance(value, (int, float)):
+        return [float(value)] * stages
+    if len(value) != stages:
+        raise ConfigError(
+            f"{name}: {len(value)} numbers for {stages} stages; give one number, or one a stage"
+        )
+    return [float(v) for v in value]
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """Bytes by stage.
+
+    Attributes:
+        weights: one version of the weights.
+        fixed: gradients and optimiser state.
+        stash: of one micro-batch, what is kept from its forward to its backward.
+        working: what is there besides while the backward, or its input gradient, runs.
+        between: what is there between input gradient and weight gradients, where these are two ops.
+    """
+
+    weights: list[float]
+    fixed: list[float]
+    stash: list[float]
+    working: list[float]
+    between: list[float]
+
+    def changes(self, kind: OpKind, stage: int) -> tuple[float, float]:
+        """What an op on one micro-batch adds when it starts and when it has ended."""
+        stash, working, between = self.stash[stage], self.working[stage], self.between[stage]
+        match kind:
+            case OpKind.FORWARD:
+                return stash, 0.0
+            case OpKind.BACKWARD:
+                return working, -stash - working
+            case OpKind.INPUT_GRADIENT:
+                return working, between - stash - working
+            case OpKind.WEIGHT_GRADIENTS:
+                return 0.0, -between
+
+
+def stage_bytes(costs: ByteCosts, recompute: Recompute, stages: int) -> StageBytes:
+    """What a kind of recomputation makes of byte costs."""
+    weights = per_stage("weights", costs.weights, stages)
+    gradients = costs.weights if costs.gradients is None else costs.gradients
+    full = per_stage("activations", costs.activations, stages)
+    inputs = per_stage("inputs", costs.inputs, stages)
+    layers = per_stage("layers", costs.layers, stages)
+    if recompute is Recompute.NONE:
+        stash, working = full, [0.0] * stages
+    elif recompute is Recompute.STAGE:  # the input is there already
+        stash, working = inputs, [max(f - i, 0.0) for f, i in zip(full, inputs, strict=True)]
+    else:
+        stash = [i * n for i, n in zip(inputs, layers, strict=True)]
+        working = [max(f - s, 0.0) / n for f, s, n in zip(full, stash, layers, strict=True)]
+        if costs.layer_inputs is not None:
+            stash = per_stage("layer_inputs", costs.layer_inputs, stages)
+        if costs.largest_layer is not None:
+            working = per_stage("largest_layer", costs.largest_layer, stages)
+    fixed = [
+        g + o
+        for g, o in zip(
+            per_stage("gradients", gradients, stages),
+            per_stage("optimizer", costs.optimizer, stages),
+            strict=True,
+        )
+    ]
+    between = (
+        full
+        if costs.kept_for_weights is None
+        else per_stage("kept_for_weights", costs.kept_for_weights, stages)
+    )
+    return StageBytes(weights, fixed, stash, working, between)
+
+
+@dataclass(frozen=True, slots=True)
+class StageOps:
+    """Costs by stage, in proportion to the work; the same on every worker.
+
+    Attributes:
+        table: seconds of each kind of op, by stage, for one micro-batch.
+        held: bytes by stage; None: not counted.
+    """
+
+    table: dict[OpKind, list[float]]
+    held: StageBytes | None
+
+    @classmethod
+    def of(cls, costs: Costs, stages: int) -> StageOps:
+        """What costs by stage say. What is recomputed is recomputed once, with the input gradient."""
+        forward = per_stage("forward", costs.forward, stages)
+        backward = per_stage("backward", costs.backward, stages)
+        inputs = [b / 2 for b in backward]
+        if costs.input_gradient is not None:
+            inputs = per_stage("input_gradient", costs.input_gradient, stages)
+        weights = [max(0.0, b - i) for b, i in zip(backward, inputs, strict=True)]
+        if costs.weight_gradients is not None:
+            weights = per_stage("weight_gradients", costs.weight_gradients, stages)
+        recompute = Recompute(costs.recompute)
+        if recompute is not Recompute.NONE:
+            backward = [b + f for f, b in zip(forward, backward, strict=True)]
+            inputs = [i + f for f, i in zip(forward, inputs, strict=True)]
+        table = dict(zip(OpKind, (forward, backward, inputs, weights), strict=True))
+        return cls(table, None if costs.memory is None else stage_bytes(costs.memory, recompute, stages))
+
+    def seconds(self, piece: Piece) -> float:
+        """See ``OpCosts``."""
+        return self.table[piece.kind][piece.stage] * piece.work
+
+    def bytes(self, piece: Piece) -> tuple[float, float]:
+        """See ``OpCosts``."""
+        if self.held is None:
+            return 0.0, 0.0
+        at_start, at_end = self.held.changes(piece.kind, piece.stage)
+        return at_start * piece.work, at_end * piece.work
