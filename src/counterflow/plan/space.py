@@ -22,13 +22,11 @@ from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.scheme import Scheme
 
-from .bounds import Shape, shape_of
+from .bounds import Options, Shape, shape_of
 from .cluster import Cluster
 from .model import Model
 from .placement import Arrangement
 from .stages import Cuts, Cutting, may_cut
-
-Options = tuple[tuple[str, OptionValue], ...]
 
 
 @dataclass(frozen=True, slots=True)
