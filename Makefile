@@ -25,6 +25,7 @@ benchmarks: .venv/.installed
 	$(BIN)/python benchmarks/simulator_speed.py
 	$(BIN)/python benchmarks/engine_cost.py
 	$(BIN)/python benchmarks/emulated_device.py --bare
+	$(BIN)/python benchmarks/program_times.py
 	$(BIN)/python benchmarks/steady_state.py
 	$(BIN)/python benchmarks/real_compute.py
 	$(BIN)/python benchmarks/compression.py

@@ -11,6 +11,7 @@ import pytest
 import counterflow as cf
 from counterflow.runtime.tasks import Preparation, Task
 from counterflow.schedule.actions import Action, Compute, Exchange, Matching, Program, Receive
+from counterflow.schedule.check import checked_program
 from counterflow.schedule.lowering import lower
 from counterflow.schedule.segments import segments
 
@@ -131,3 +132,16 @@ def test_the_list_is_run_as_it_stands(program: Program) -> None:
             assert [single.action for single in task.both] == (
                 [action.first, action.second] if isinstance(action, Exchange) else []
             )
+
+
+@pytest.mark.parametrize(
+    "schedule", [S.chimera(4, 4), S.hanayo(4, 4, waves=2), S.interleaved(4, 8, chunks=4)], ids=str
+)
+def test_eager_opt_goes_by_the_users_costs_where_these_are_given(schedule: cf.Schedule) -> None:
+    """With short messages, F = 1 and B = 2 alone place syncs elsewhere in these; both lists are right."""
+    costs = cf.Costs(p2p=0.05, sync=6.0, replicas=2)
+    by_costs = cf.lower(schedule, costs, matching=Matching.TAG)
+    times = cf.simulate(schedule, costs).op_times
+    asked = checked_program(schedule, replicas=2, times=times, matching=Matching.TAG)
+    assert asked == by_costs
+    assert asked != checked_program(schedule, replicas=2, matching=Matching.TAG)

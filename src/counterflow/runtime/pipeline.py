@@ -24,7 +24,7 @@ from counterflow.schedule.actions import Matching, Program
 from counterflow.schedule.check import checked_program
 from counterflow.schedule.cuts import balance, explicit
 from counterflow.schedule.ir import Op, OpKind, Schedule
-from counterflow.schedule.lowering import Shared, lower_evaluation
+from counterflow.schedule.lowering import OpTimes, Shared, lower_evaluation
 from counterflow.schedule.modes import Recompute, Sync, parse_mode
 from counterflow.schedule.segments import segments
 
@@ -84,6 +84,8 @@ class Pipeline:
         seed: of weights on the meta device and of all random draws of the layers.
         recompute: ``none``, ``stage`` or ``layer``: what a backward computes again to save memory.
         sync: ``end``, ``eager`` or ``eager-opt``: when gradients of a stage's copies are summed.
+        op_times: start and end of every op by which ``eager-opt`` decides: ``Simulation.op_times`` of the
+            schedule with this model's costs; by default of forwards that take 1 and backwards that take 2.
         clip_norm: gradients of a larger global norm are scaled down to it; None: never. Without a flush
             each stage by its own norm, to ``clip_norm / sqrt(stages)``.
         autocast: a dtype (``torch.bfloat16``) in which layers run where torch deems it safe.
@@ -125,6 +127,7 @@ class Pipeline:
         seed: int = 0,
         recompute: Recompute | str = Recompute.NONE,
         sync: Sync | str = Sync.EAGER_OPT,
+        op_times: OpTimes | None = None,
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
         compile_layers: bool | str = False,
@@ -198,7 +201,7 @@ class Pipeline:
             compression=self.compression,
             saved=SavedBytes(constant),
         )
-        self._run = self._runner(make, sync, clip_norm)
+        self._run = self._runner(make, sync, op_times, clip_norm)
         forwards = lower_evaluation(schedule, matching=self.transport.matching)
         self._evaluation: Interpreter = make(forwards.schedule, owner=self._run)
         self._evaluation_tasks = self._evaluation.prepare(forwards)
@@ -216,7 +219,7 @@ class Pipeline:
     # -- making
 
     def _runner(
-        self, make: Callable[..., Interpreter], sync: Sync, clip_norm: float | None
+        self, make: Callable[..., Interpreter], sync: Sync, op_times: OpTimes | None, clip_norm: float | None
     ) -> Flushing | Continuous:
         """What runs the schedule, with its lists as they are proved."""
         workers = Workers(self.ranks, self.replica, self.worker, self.transport)
@@ -225,7 +228,7 @@ class Pipeline:
             cut = segments(self.schedule, replicas=self.replicas, matching=matching, shared=shared)
             return Continuous(cut, make, workers, self.weights, clip_norm)
         program = checked_program(
-            self.schedule, replicas=self.replicas, sync=sync, matching=matching, shared=shared
+            self.schedule, replicas=self.replicas, sync=sync, times=op_times, matching=matching, shared=shared
         )
         return Flushing(program, make, workers, self.weights, clip_norm)
 

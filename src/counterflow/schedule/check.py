@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .actions import Matching, Program
 from .ir import Schedule
-from .lowering import NOTHING_SHARED, Shared, lower
+from .lowering import NOTHING_SHARED, OpTimes, Shared, lower
 from .modes import Sync
 from .rules import RULES, Subject, details, require
 
@@ -77,6 +77,7 @@ def checked_program(
     *,
     replicas: int = 1,
     sync: Sync | str = Sync.EAGER_OPT,
+    times: OpTimes | None = None,
     matching: Matching = Matching.ORDER,
     shared: Shared = NOTHING_SHARED,
 ) -> Program:
@@ -88,4 +89,4 @@ def checked_program(
         ConfigError: replicas below 1, an unknown sync mode.
     """
     require(Subject(schedule), (rule for rule in RULES if not rule.lowered))
-    return lower(schedule, replicas=replicas, sync=sync, matching=matching, shared=shared)
+    return lower(schedule, replicas=replicas, sync=sync, times=times, matching=matching, shared=shared)

@@ -54,6 +54,10 @@ Gaps = list[dict[int, list[Action]]]
 """For each worker, what stands before its op number i (i = number of ops: at the end)."""
 
 
+OpTimes = tuple[Sequence[float], Sequence[float]]
+"""Start and end of every op, worker by worker in order, in any unit."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shared:
     """What of a model is summed besides the gradients of a stage's copies.
@@ -75,7 +79,7 @@ def lower(
     *,
     replicas: int = 1,
     sync: Sync | str = Sync.EAGER_OPT,
-    times: tuple[Sequence[float], Sequence[float]] | None = None,
+    times: OpTimes | None = None,
     matching: Matching = Matching.ORDER,
     shared: Shared = NOTHING_SHARED,
     recheck: bool = True,

@@ -75,12 +75,11 @@ def lower(
         ConfigError: costs that do not fit the schedule.
     """
     costs = Costs() if costs is None else costs
-    played = model_of(schedule).play(costs)
     return lowering.lower(
         schedule,
         replicas=costs.replicas,
         sync=costs.sync_mode,
-        times=(played.start.tolist(), played.released.tolist()),
+        times=simulate(schedule, costs).op_times,
         matching=matching,
         shared=shared,
     )

@@ -82,7 +82,7 @@ class Simulation:
         """End of each op, worker by worker in order, in seconds."""
         self._model = model
         self._syncs = played.syncs
-        self._sent, self._arrived = played.sent, played.arrived
+        self._sent, self._arrived, self._released = played.sent, played.arrived, played.released
 
     @cached_property
     def makespan(self) -> float:
@@ -90,6 +90,11 @@ class Simulation:
         last = max(float(self.end.max()), 0.0) if len(self.end) else 0.0
         summed = max(last, float(self._syncs[:, 3].max()) if len(self._syncs) else 0.0)
         return summed + (self.costs.agreement if self.schedule.synchronous else 0.0)
+
+    @cached_property
+    def op_times(self) -> tuple[list[float], list[float]]:
+        """Start of every op and when its worker goes on, by which ``eager-opt`` places gradient syncs."""
+        return self.start.tolist(), self._released.tolist()
 
     @cached_property
     def spans(self) -> tuple[float, ...]:
