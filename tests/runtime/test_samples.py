@@ -209,3 +209,47 @@ def test_the_user_may_fill_the_memory_of_a_mini_batch_anew(schedule: Schedule, m
     )
     for name, tensor in once.items():
         assert torch.equal(again[name], tensor)
+
+
+def _own_draws(layers: list[nn.Module], schedule: Schedule, differs_at: int, what: str, every: int) -> None:
+    pipeline = Pipeline(
+        layers, nn.functional.mse_loss, schedule, optimizer=sgd, digest_every=every, timeout_seconds=30
+    )
+    for step in range(4):
+        mine = pipeline.worker if step == differs_at else 0
+        x, y = (torch.full((8, 4), 1.0 + (mine if what == name else 0)) for name in ("inputs", "targets"))
+        pipeline.step(x.double(), y.double())
+
+
+@pytest.mark.parametrize("what", ["inputs", "targets"])
+@pytest.mark.parametrize("differs_at", [0, 2])
+@pytest.mark.parametrize(
+    "schedule",
+    [schemes.dapple(2, 4), schemes.chimera(2, 2), schemes.pipedream(2), schemes.pipedream_2bw(2, 2)],
+    ids=str,
+)
+def test_threads_that_draw_other_mini_batches_are_refused(
+    schedule: Schedule, differs_at: int, what: str
+) -> None:
+    message = f"step {differs_at}: the {what} of ranks 0 and 1 have .* a torch.Generator of each worker's own"
+    with pytest.raises(ConfigError, match=message):
+        run(_own_draws, linears(2), schedule, differs_at, what, 0)
+
+
+def test_processes_that_are_given_other_mini_batches_are_refused() -> None:
+    job = linears(2), schemes.dapple(2, 2), 2, "targets", 2
+    with pytest.raises(ConfigError, match=r"step 2: the targets of ranks 0 and 1 have .* all workers of a"):
+        launch(_own_draws, *job, workers=2, transport="gloo", timeout_seconds=30)
+
+
+def test_workers_that_read_nothing_may_be_given_what_has_no_content() -> None:
+    run(_given_where_read, linears(2), schemes.dapple(2, 2))
+
+
+def _given_where_read(layers: list[nn.Module], schedule: Schedule) -> None:
+    pipeline = Pipeline(layers, nn.functional.mse_loss, schedule, optimizer=sgd)
+    data, nothing = (
+        torch.ones(8, 4, dtype=torch.float64),
+        torch.ones(8, 4, dtype=torch.float64, device="meta"),
+    )
+    pipeline.step(*((data, nothing) if pipeline.worker == 0 else (nothing, data)))

@@ -43,7 +43,7 @@ from .samples import Dims, cut, filled, joined, moved, samples_in, split_points
 from .stage import LOSS, NamedLayer, StageCopy, have_statistics, loss_layer, materialised
 from .step import Step, Workers, place
 from .transport import Gathering, Transport
-from .values import Unit, signature
+from .values import Unit, content_digest, signature
 from .watch import worker_error
 from .weights import MakeOptimizer, MakeScheduler, Weights
 
@@ -98,7 +98,8 @@ class Pipeline:
         target_dims: likewise of the targets.
         output_dims: likewise of what the last layer gives, for ``predict``.
         dynamic_shapes: whether shapes between stages may differ for inputs of the same shapes.
-        digest_every: steps after which the copies of the stages are compared; 0: never.
+        digest_every: steps after which the copies of the stages are compared, and the mini-batches that the
+            workers of a replica are given; 0: never. Threads' mini-batches always are.
         count_memory_steps: first steps in which the bytes saved for backward are counted.
         timeout_seconds: how long another worker is waited for; by default as at the launch, or 300.
 
@@ -457,8 +458,15 @@ class Pipeline:
                 raise ConfigError(f"worker {self.worker} holds the {stage} stage and needs the {name}")
         kind = 0 if inputs is None else signature(inputs, samples, training)
         if self._run.under_way:
-            return self._cut(inputs, targets, self._as_before(mine, kind), training=True)
-        telling = self.transport.start_gather([*mine, kind, call, self.steps])
+            before = self._as_before(mine, kind)
+            settle = None
+            if self.transport.shares_process:
+                comparing = self.transport.start_gather(self._digests(inputs, targets))
+                settle = lambda: self._compared(comparing.wait(), before[2])  # noqa: E731
+            return self._cut(inputs, targets, before, training=True, settle=settle)
+        telling = self.transport.start_gather(
+            [*mine, kind, call, self.steps, *self._digests(inputs, targets)]
+        )
         ahead = kind in self._shapes and samples >= self._fewest and mine[1] in (samples, _NOT_GIVEN)
         """Whether this worker knows enough to begin; what the others say is read before it sends."""
         total = samples
@@ -493,6 +501,35 @@ class Pipeline:
                 "other shapes; flush() before mini-batches of another shape"
             )
         return before
+
+    def _digests(self, inputs: Any, targets: Any) -> tuple[float, float]:
+        """Of inputs and targets, where they are compared: always among threads, which share generators."""
+        if not self.transport.shares_process and (not self.digest_every or self.steps % self.digest_every):
+            return 0.0, 0.0
+        return content_digest(inputs), content_digest(targets)
+
+    def _compared(self, digests: Sequence[Sequence[float]], total: int) -> int:
+        """``total``, if the workers of each replica were given the same.
+
+        Raises:
+            ConfigError: they were not.
+        """
+        for row in self.ranks:
+            for name, column in zip(_NAMES, zip(*(digests[rank] for rank in row), strict=True), strict=True):
+                given = {digest: rank for rank, digest in zip(row, column, strict=True) if digest}
+                if len(given) > 1:
+                    first, second = sorted(given.values())[:2]
+                    reason = (
+                        "threads share torch's global random generator, so draw mini-batches from a "
+                        "torch.Generator of each worker's own, or before the launch"
+                        if self.transport.shares_process
+                        else "all workers of a replica get the same mini-batch, or None where it is not read"
+                    )
+                    raise ConfigError(
+                        f"step {self.steps}: the {name} of ranks {first} and {second} have the same "
+                        f"shape and other content; {reason}"
+                    )
+        return total
 
     def _settled(self, telling: Gathering, call: float) -> int:
         self._given = self._agreed_on(telling, call)
@@ -558,7 +595,8 @@ class Pipeline:
                 f"workers of replica {self.replica} were given mini-batches of different shapes; "
                 "all workers of a replica get the same mini-batch"
             )
-        return by_replica[self.replica], kinds.pop() if kinds else 0, sum(by_replica)
+        total = self._compared([row[5:7] for row in rows], sum(by_replica))
+        return by_replica[self.replica], kinds.pop() if kinds else 0, total
 
     def _agreed_samples(self, rows: list[list[float]], replica: int) -> int:
         """The samples of a replica's mini-batch.
