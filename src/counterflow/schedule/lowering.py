@@ -235,7 +235,6 @@ def with_updates(program: Program, shared: Shared = NOTHING_SHARED) -> Program:
     schedule = program.schedule
     gaps: Gaps = [defaultdict(list) for _ in schedule.orders]
     users = first_users(schedule)
-    held: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0])
     for sync in by_last_backward(schedule):
         for worker, last in sync.last:
             order = schedule.orders[worker]
@@ -246,17 +245,37 @@ def with_updates(program: Program, shared: Shared = NOTHING_SHARED) -> Program:
             if program.needs_sync:
                 wait = WaitSync(sync.stage, sync.period, sync.workers)
                 gaps[worker][before].append(wait)
-            used = {op.version for op in order[before:] if op.stage == sync.stage}
-            needed = min(used, default=sync.period + 1)
-            versions = held[worker, sync.stage]
-            frees = tuple(v for v in versions if v < needed)
-            held[worker, sync.stage] = [v for v in versions if v >= needed] + [sync.period + 1]
-            gaps[worker][before].append(Update(sync.stage, sync.period + 1, frees))
+            gaps[worker][before].append(Update(sync.stage, sync.period + 1, frees=()))
     if schedule.synchronous:
         for worker, gap in enumerate(gaps):
             end = len(schedule.orders[worker])
             gap[end] = _at_the_end(program, worker, gap[end], shared)
-    return _woven(program, program.actions, gaps)
+    woven = _woven(program, program.actions, gaps)
+    return replace(woven, actions=tuple(tuple(freeing((), row)) for row in woven.actions))
+
+
+def freeing(before: Iterable[Action], row: Sequence[Action]) -> Iterator[Action]:
+    """A list whose updates free, of the weight versions held by then, what nothing after them uses.
+
+    Args:
+        before: what its worker has done before.
+        row: the list.
+    """
+    held: dict[int, set[int]] = defaultdict(lambda: {0})
+    for action in before:
+        if isinstance(action, Update):
+            held[action.stage] |= {action.version}
+            held[action.stage] -= set(action.frees)
+    for index, action in enumerate(row):
+        if not isinstance(action, Update):
+            yield action
+            continue
+        after = (later.op for later in row[index:] if isinstance(later, Compute))
+        used = {op.version for op in after if op.stage == action.stage}
+        there = held[action.stage]
+        frees = tuple(sorted(v for v in there if v < min(used, default=action.version)))
+        held[action.stage] = (there | {action.version}) - set(frees)
+        yield replace(action, frees=frees)
 
 
 def _at_the_end(program: Program, worker: int, actions: Sequence[Action], shared: Shared) -> list[Action]:

@@ -42,6 +42,7 @@ from .lowering import (
     NOTHING_SHARED,
     Shared,
     compute_actions,
+    freeing,
     messages,
     statistics_sums,
     unit_times,
@@ -299,7 +300,7 @@ class _Cut:
                     gaps[worker][index].append((count, action))
             row = _woven(orders[worker], gaps[worker], begins[worker], len(orders[worker]), count)
             averages = statistics_sums(self.empty, worker, self.shared, period=number)
-            rows.append((*_freeing(before, list(row)), *averages))
+            rows.append((*freeing(before, list(row)), *averages))
         return self._program(rows)
 
     # -- what is known of all segments
@@ -357,21 +358,3 @@ def _named(action: Action) -> tuple[type[Action], int, int] | None:
             return type(action), stage, period
         case _:
             return None
-
-
-def _freeing(before: Iterable[Action], row: list[Action]) -> Iterator[Action]:
-    """A worker's drain, whose updates free what nothing after them uses of what is held by then."""
-    held: dict[int, set[int]] = defaultdict(lambda: {0})
-    for action in before:
-        if isinstance(action, Update):
-            held[action.stage] |= {action.version}
-            held[action.stage] -= set(action.frees)
-    for index, action in enumerate(row):
-        if not isinstance(action, Update):
-            yield action
-            continue
-        used = {op.version for op in _ops(row[index:]) if op.stage == action.stage}
-        there = held[action.stage]
-        frees = tuple(sorted(v for v in there if v < min(used, default=action.version)))
-        held[action.stage] = (there | {action.version}) - set(frees)
-        yield replace(action, frees=frees)
