@@ -109,7 +109,10 @@ def test_timeline(train: Train, tmp_path: Path) -> None:
     path = tmp_path / "run" / "timeline.json"
     text = path.read_text()
     assert timeline.dumps() == text
-    for damaged in ("", "{}", text.replace("F0.0", "F9.0"), text[:-20], text.replace('"memory"', '"more"')):
+    measured = text.index('"F0.0", ') + len('"F0.0", ')
+    texts_in_it = (text[:measured] + '"soon", ' + text[text.index(" ", measured) + 1 :],)
+    swapped = (text.replace("F0.0", "F9.0"), text.replace('"memory"', '"more"'))
+    for damaged in ("", "{}", text[:-20], *swapped, *texts_in_it):
         path.write_text(damaged)
         with pytest.raises(ConfigError, match=r"timeline\.json: not the timeline of a run, or damaged"):
             read_timeline(tmp_path / "run")

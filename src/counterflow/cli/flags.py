@@ -23,6 +23,7 @@ from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.scheme import Kind, Option
 from counterflow.simulate import ByteCosts, Costs
+from counterflow.simulate.costs import MOST_COST
 
 from .wording import flag
 
@@ -229,7 +230,10 @@ def _bytes(text: str) -> float:
     if match is None:
         raise ValueError(text)
     number, exponent, unit = match.groups(default="")
-    return float(number + exponent) * _UNITS[unit.upper()]
+    found = float(number + exponent) * _UNITS[unit.upper()]
+    if found > MOST_COST:
+        raise ValueError(text)
+    return found
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:

@@ -17,6 +17,10 @@ FORM: Final = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 """How pydantic reads these data types from files: nothing unknown, nothing converted, finite numbers."""
 
 
+MOST_DEVICES = 100_000
+"""The largest cluster that is planned for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """A connection of two devices.
@@ -91,6 +95,11 @@ class Cluster:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: must be 1 or more")
+        if self.size > MOST_DEVICES:
+            raise ConfigError(
+                f"nodes={self.nodes} with devices={self.devices} each: at most {MOST_DEVICES:,} devices are "
+                "planned for"
+            )
         for name in ("memory_bytes", "reserve_bytes", "sync_slowdown"):
             require_number(name, getattr(self, name))
         if self.reserve_bytes >= self.memory_bytes:

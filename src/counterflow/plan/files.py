@@ -144,5 +144,7 @@ def _read(path: Path) -> Any:
     is_json = path.suffix == ".json"
     try:
         return json.loads(text) if is_json else tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not {'JSON' if is_json else 'TOML'}: {error}") from None
+    except ValueError:  # Python's limit on the digits of a number
+        raise ConfigError(f"{path}: a number of thousands of digits; is the file damaged?") from None

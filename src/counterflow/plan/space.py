@@ -4,9 +4,9 @@ Invariant: a candidate is legal: its schedule builds, its micro-batches make up 
 uses all devices of the cluster. What of the space is left out, and why, is counted (``Omission``).
 
 Depth is the number of workers of a replica; depth times width is the number of devices. A micro-batch has a
-power of two of samples, or a number the user gives. Every scheme updates once a mini-batch. Of one that
-updates after each micro-batch that is a replica's whole share; with ``more_updates`` smaller ones are
-tried too, and the mini-batch is then only what its step is counted for.
+power of two of samples, or a number the user gives, and a replica has at most 4,096 of them. Every scheme
+updates once a mini-batch. Of one that updates after each micro-batch that is a replica's whole share; with
+``more_updates`` smaller ones are tried too, and the mini-batch is then only what its step is counted for.
 
 Which options are worth trying a scheme's own record says.
 """
@@ -27,6 +27,12 @@ from .cluster import Cluster
 from .model import Model
 from .placement import Arrangement
 from .stages import Cuts, Cutting, may_cut
+
+MOST_SAMPLES = 100_000
+"""The largest mini-batch that is planned."""
+
+MOST_MICRO_BATCHES = 4096
+"""The most micro-batches of a replica that are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +125,12 @@ def space(
 
     Raises:
         ConfigError: a constraint that nothing can meet: an unknown scheme, a depth that does not divide the
-            devices, a mini-batch or micro-batch below 1.
+            devices, a mini-batch or micro-batch below 1, a mini-batch above ``MOST_SAMPLES``.
     """
     if mini_batch < 1:
         raise ConfigError(f"mini_batch={mini_batch}: must be 1 or more")
+    if mini_batch > MOST_SAMPLES:
+        raise ConfigError(f"mini_batch={mini_batch}: at most {MOST_SAMPLES:,} samples are planned")
     for size in (*(constraints.samples or ()), *constraints.more_samples):
         if size < 1:
             raise ConfigError(f"micro_batch={size}: must be 1 or more samples")
@@ -177,8 +185,12 @@ def _without_candidates(
             reason = f"a mini-batch of {mini_batch} cannot be shared out evenly among {replicas} replicas"
             yield depth, reason
         elif not _samples(share, constraints):
-            sizes = ", ".join(map(str, constraints.samples or ()))
-            yield depth, f"a replica's share of {share} samples cannot be cut into micro-batches of {sizes}"
+            reason = f"a replica's share of {share} samples cannot be cut into"
+            if constraints.samples is not None:
+                sizes = ", ".join(map(str, constraints.samples))
+                yield depth, f"{reason} micro-batches of {sizes}"
+            else:
+                yield depth, f"{reason} {MOST_MICRO_BATCHES:,} or fewer micro-batches of a power of two"
 
 
 def _by_reason(without: dict[int, str]) -> Iterator[Omission]:
@@ -229,7 +241,7 @@ def _samples(share: int, constraints: Constraints) -> list[int]:
     if sizes is None:
         powers = [2**i for i in range(share.bit_length())]
         sizes = (*powers, *constraints.more_samples)
-    return sorted({size for size in sizes if share % size == 0})
+    return sorted({size for size in sizes if share % size == 0 and share // size <= MOST_MICRO_BATCHES})
 
 
 def _why_none(scheme: Scheme, depths: list[int]) -> str:

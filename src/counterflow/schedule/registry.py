@@ -110,7 +110,8 @@ def build(name: str, options: Mapping[str, OptionValue]) -> Schedule:
     """The schedule of the scheme ``name`` with ``options``.
 
     Raises:
-        ConfigError: an unknown scheme, an option it does not have, one that is missing or illegal.
+        ConfigError: an unknown scheme, an option it does not have, one that is missing or illegal; more ops
+            than are built.
 
     >>> str(build("1f1b", {"stages": 2, "micro_batches": 2}))
     'dapple(stages=2, micro_batches=2)'
@@ -128,6 +129,7 @@ def build(name: str, options: Mapping[str, OptionValue]) -> Schedule:
     for option in found.options:
         if option.name in options:
             option.refuse(options[option.name])
+    found.refuse_too_large(options)
     return found.build(**options)
 
 

@@ -18,6 +18,9 @@ from .workload import Workload
 DEPTH = ("stages", "workers")
 """The options that say how many workers there are; a scheme has one of them."""
 
+MOST_OPS = 1_000_000
+"""Ops of the largest schedule that is built by name: 500 workers and 1,000 micro-batches have so many."""
+
 
 class Kind(Enum):
     """What an option's values are."""
@@ -51,6 +54,7 @@ class Option:
         noun: what pictures count with it, as in "2 waves"; in place of a letter.
         unsaid: the value that pictures leave out.
         order_only: whether only the order depends on it, and not the workload.
+        multiplies: whether there are as many times more stages.
     """
 
     name: str
@@ -64,6 +68,7 @@ class Option:
     noun: str | None = None
     unsaid: OptionValue | None = None
     order_only: bool = False
+    multiplies: bool = False
 
     @property
     def required(self) -> bool:
@@ -196,6 +201,27 @@ class Scheme:
         """The options that must be given, and are not."""
         return [option for option in self.options if option.required and option.name not in given]
 
+    def refuse_too_large(self, options: Mapping[str, OptionValue]) -> None:
+        """Refuse, before anything is built, what has more ops than can be built.
+
+        Raises:
+            ConfigError: there are more than ``MOST_OPS``.
+        """
+        ops, factors = 2, []  # a forward and a backward
+        for option in self.options:
+            value = options.get(option.name, option.default)
+            if not isinstance(value, int):
+                continue
+            if option.multiplies or option.name in (*DEPTH, "micro_batches", "periods"):
+                ops *= max(value, 0)
+                if value > 1:
+                    factors.append(f"{option.name}={_counted(value)}")
+        if ops > MOST_OPS:
+            raise ConfigError(
+                f"{self.name} with {' and '.join(factors)} has at least {_counted(ops)} ops, and at most "
+                f"{MOST_OPS:,} are built; choose smaller numbers"
+            )
+
     def workload_of(self, options: Mapping[str, OptionValue]) -> Workload:
         """The workload of the schedule with these options.
 
@@ -206,6 +232,11 @@ class Scheme:
             return self.build(**options).workload
         order_only = {option.name for option in self.options if option.order_only}
         return self.workload(**{name: v for name, v in options.items() if name not in order_only})
+
+
+def _counted(number: int) -> str:
+    """A count in few characters."""
+    return f"{number:,}" if number < 10**12 else f"10^{int(number.bit_length() * 0.30103)}"
 
 
 def counts(least: int, most: int) -> Iterator[int]:

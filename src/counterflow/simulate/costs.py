@@ -100,7 +100,13 @@ class Costs:
         return self.ops or StageOps.of(self, stages)
 
 
+MOST_COST = 1e30
+"""The largest cost: sums of as many as there are ops stay numbers."""
+
+
 def _refuse_negative(name: str, value: PerStage, unit: str = "seconds") -> None:
     for number in [value] if isinstance(value, (int, float)) else value:
         if not math.isfinite(number) or number < 0:
             raise ConfigError(f"{name}={number}: must be a finite number of {unit}, 0 or more")
+        if number > MOST_COST:
+            raise ConfigError(f"{name}={number:g}: must be {MOST_COST:g} {unit} or less")

@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from counterflow.schedule.formats import parse_op
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.simulate import ByteCosts, Costs, Simulation, Span, simulate
+from counterflow.simulate.costs import MOST_COST
 from counterflow.simulate.model import Played, model_of
 
 if TYPE_CHECKING:
@@ -101,13 +102,22 @@ def timeline_from(text: str, schedule: Schedule, name: str) -> Timeline:
             schedule=schedule,
             costs=Costs(**costs),
             step=data["step"],
-            spans=tuple(Span(w, parse_op(op), start, end) for w, op, start, end in data["measured"]),
-            saved_bytes=tuple(data["saved_bytes"]),
+            spans=tuple(
+                Span(w, parse_op(op), _number(start), _number(end)) for w, op, start, end in data["measured"]
+            ),
+            saved_bytes=tuple(map(_number, data["saved_bytes"])),
         )
         timeline.measured()
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(f"{name}: not the timeline of a run, or damaged: {error}") from None
     return timeline
+
+
+def _number(value: Any) -> Any:
+    """``value``, which a file says, if it is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MOST_COST:
+        raise ValueError(f"{str(value)[:60]!r} is no number of a timeline")
+    return value
 
 
 def costs_of(stages: Sequence[StageCost], recompute: Recompute, replicas: int) -> Costs:

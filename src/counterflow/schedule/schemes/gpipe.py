@@ -83,6 +83,7 @@ SCHEME = Scheme(
             default=1,
             noun="group",
             unsaid=1,
+            multiplies=True,
         ),
     ),
     planner=_planned,

@@ -78,7 +78,14 @@ SCHEME = Scheme(
     options=(
         Option("workers", "1 or more", "workers of one pipeline group", letter="P"),
         MICRO_BATCHES,
-        Option("waves", "1 or more", "down-and-up passes of one forward", default=1, noun="wave"),
+        Option(
+            "waves",
+            "1 or more",
+            "down-and-up passes of one forward",
+            default=1,
+            noun="wave",
+            multiplies=True,
+        ),
     ),
     directions=Directions.WAVES,
     planner=_planned,

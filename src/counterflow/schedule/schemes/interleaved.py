@@ -94,7 +94,7 @@ SCHEME = Scheme(
     options=(
         Option("workers", "1 or more", "workers of one pipeline group", letter="P"),
         MICRO_BATCHES,
-        Option("chunks", "1 or more", "stages a worker holds", default=2, noun="chunk"),
+        Option("chunks", "1 or more", "stages a worker holds", default=2, noun="chunk", multiplies=True),
     ),
     planner=_planned,
     needs="two layers or more for each of two workers or more",
