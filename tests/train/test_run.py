@@ -109,8 +109,8 @@ def test_timeline(train: Train, tmp_path: Path) -> None:
     path = tmp_path / "run" / "timeline.json"
     text = path.read_text()
     assert timeline.dumps() == text
-    measured = text.index('"F0.0", ') + len('"F0.0", ')
-    texts_in_it = (text[:measured] + '"soon", ' + text[text.index(" ", measured) + 1 :],)
+    place = text.index('"F0.0", ') + len('"F0.0", ')
+    texts_in_it = (text[:place] + '"soon", ' + text[text.index(" ", place) + 1 :],)
     swapped = (text.replace("F0.0", "F9.0"), text.replace('"memory"', '"more"'))
     for damaged in ("", "{}", text[:-20], *swapped, *texts_in_it):
         path.write_text(damaged)
