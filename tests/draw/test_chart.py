@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from counterflow.draw import AmountUnit, Box, BoxKind, chart_of
+from counterflow.draw.chart import marks_input_gradients, ways
+from counterflow.schedule import schemes
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.registry import build
 from counterflow.simulate import ByteCosts, Costs, Simulation, simulate
@@ -109,6 +111,23 @@ def test_labels_and_details() -> None:
     assert "0,1" in {box.label for box in doubled.boxes}
     late = chart_of(simulated("pipedream", stages=2, periods=4))
     assert late.boxes[-1].detail == "period 3, weights of version 3"
+
+
+def test_split_backwards_are_kinds_of_their_own() -> None:
+    split = chart_of(simulate(schemes.zb_h1(stages=2, micro_batches=2)))
+    last = [(box.kind, box.what) for box in split.rows()[0]][-2:]
+    assert last == [
+        (BoxKind.INPUT_GRADIENT, "input gradient of micro-batch 1"),
+        (BoxKind.WEIGHT_GRADIENTS, "weight gradients of micro-batch 1"),
+    ]
+    assert ways(split) == "forward | input gradient | weight gradients"
+    whole = chart_of(simulated("dapple", stages=2, micro_batches=2))
+    assert ways(whole) == "forward | backward"
+    assert [marks_input_gradients(charts) for charts in ([split], [whole], [split, whole])] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_syncs_are_boxes_of_their_own() -> None:

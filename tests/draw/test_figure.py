@@ -18,7 +18,8 @@ from matplotlib.text import Text
 
 from counterflow.draw import Box, BoxKind, Chart, Lane, chart_of, draw, draw_charts, palette
 from counterflow.draw.figure import make_figure
-from counterflow.schedule.ir import OptionValue
+from counterflow.schedule import schemes
+from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.registry import build
 from counterflow.simulate import Costs, Simulation, simulate
 
@@ -40,8 +41,17 @@ def groups(path: Path) -> dict[str, int]:
     return {element.get("id", ""): len(element.findall(PATH)) for element in named}
 
 
-def test_boxes_and_bubbles_have_their_colours() -> None:
-    chart = chart_of(simulated("chimera", stages=4, micro_batches=4))
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        build("chimera", {"stages": 4, "micro_batches": 4}),
+        schemes.zb_h1(stages=4, micro_batches=4),
+        schemes.dualpipe_v(workers=4, micro_batches=8),
+    ],
+    ids=str,
+)
+def test_boxes_and_bubbles_have_their_colours(schedule: Schedule) -> None:
+    chart = chart_of(simulate(schedule))
     figure = make_figure([chart])
     file = io.BytesIO()
     figure.savefig(file, format="png")
@@ -49,16 +59,26 @@ def test_boxes_and_bubbles_have_their_colours() -> None:
     pixels = np.rint(imread(file)[:, :, :3] * 255).astype(int)
     (axes,) = (axes for axes in figure.axes if axes.get_label() == "timeline 0")
 
-    def at(seconds: float, worker: int) -> tuple[int, ...]:
+    def at(seconds: float, worker: int, down: float = 0.2) -> tuple[int, ...]:
         # A quarter of a row down, above the numbers.
-        x, y = axes.transData.transform((seconds, worker + 0.2))
+        x, y = axes.transData.transform((seconds, worker + down))
         return tuple(pixels[pixels.shape[0] - 1 - round(y), round(x)].tolist())
 
     for box in chart.boxes:
         assert box.lane is not None
-        forward, backward = palette.hue(chart.lanes[box.lane].hue).pair
-        wanted = forward if box.kind is BoxKind.FORWARD else backward
+        hue = palette.hue(chart.lanes[box.lane].hue)
+        wanted = {
+            BoxKind.FORWARD: hue.forward,
+            BoxKind.BACKWARD: hue.backward,
+            BoxKind.INPUT_GRADIENT: hue.backward,
+            BoxKind.WEIGHT_GRADIENTS: hue.weights,
+        }[box.kind]
         assert at((box.start + box.end) / 2, box.worker) == rgb(wanted)
+        if box.kind is not BoxKind.FORWARD:
+            # Input gradients have a light foot where there are backwards too.
+            marked = BoxKind.BACKWARD in chart.kinds and box.kind is BoxKind.INPUT_GRADIENT
+            foot = at((box.start + box.end) / 2, box.worker, 0.85)
+            assert (foot == rgb(hue.forward)) is marked
     for worker, row in enumerate(chart.rows()):
         for before, after in pairwise(row):
             if after.start > before.end:

@@ -11,6 +11,7 @@ import pytest
 
 from counterflow.draw import Box, BoxKind, Chart, Lane, chart_of
 from counterflow.draw.page import page, page_data
+from counterflow.schedule import schemes
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.registry import build
 from counterflow.simulate import ByteCosts, Costs, Simulation, simulate
@@ -41,22 +42,33 @@ class Tags(HTMLParser):
 
 def test_one_box_an_op() -> None:
     result = simulated("chimera", Costs(sync=1), stages=4, micro_batches=8, concat="backward-halving")
-    (chart,) = embedded(page([chart_of(result)]))["charts"]
+    data = embedded(page([chart_of(result)]))
+    (chart,) = data["charts"]
     count = len(result.timeline) + len(result.syncs)
     for column in ("worker", "start", "end", "kind", "lane", "stage", "label", "what", "detail"):
         assert len(chart[column]) == count
-    assert chart["kind"].count(2) == len(result.syncs)
+    assert chart["kind"].count(data["syncKind"]) == len(result.syncs)
     shown = {chart["texts"][i] for i in chart["what"]}
     assert {"forward of micro-batch 3", "backward of micro-batch 3", "gradient sync of stage 2"} <= shown
 
 
+def test_kinds_and_their_shades() -> None:
+    data = embedded(page([chart_of(simulate(schemes.dualpipe_v(workers=2, micro_batches=4)))]))
+    (chart,) = data["charts"]
+    assert chart["ways"] == "forward | backward | input gradient | weight gradients"
+    assert [data["shades"][kind] for kind in chart["kinds"]] == [0, 1, 1, 2]
+    assert data["marked"] == chart["kinds"][2]
+    assert set(chart["kind"]) == set(chart["kinds"])
+    assert all(len(hue) == 3 for hue in [*data["hues"], data["neutral"], data["ink"]])
+    split = embedded(page([chart_of(simulate(schemes.zb_h1(stages=2, micro_batches=3)))]))
+    assert split["marked"] is None
+
+
 def test_boxes_come_in_the_order_the_page_searches() -> None:
-    (chart,) = embedded(page([chart_of(simulated("chimera", Costs(sync=1), stages=4, micro_batches=8))]))[
-        "charts"
-    ]
-    keys = list(
-        zip(chart["worker"], (k == 2 for k in chart["kind"]), chart["start"], chart["end"], strict=True)
-    )
+    data = embedded(page([chart_of(simulated("chimera", Costs(sync=1), stages=4, micro_batches=8))]))
+    (chart,) = data["charts"]
+    syncs = (kind == data["syncKind"] for kind in chart["kind"])
+    keys = list(zip(chart["worker"], syncs, chart["start"], chart["end"], strict=True))
     assert keys == sorted(keys)
 
 

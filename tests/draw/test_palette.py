@@ -71,13 +71,20 @@ def contrast(a: str, b: str) -> float:
 @pytest.mark.parametrize("vision", VISIONS)
 @pytest.mark.parametrize(("lanes", "least"), [(2, 0.19), (4, 0.075), (8, 0.045)])
 def test_colours_are_told_apart(vision: str, lanes: int, least: float) -> None:
-    colours = [colour for hue in palette.HUES[:lanes] for colour in hue.pair]
+    colours = [colour for hue in palette.HUES[:lanes] for colour in hue.shades[:2]]
+    assert nearest(colours, vision) >= least
+
+
+@pytest.mark.parametrize("vision", VISIONS)
+@pytest.mark.parametrize(("lanes", "least"), [(1, 0.13), (2, 0.13), (4, 0.075), (8, 0.045)])
+def test_weight_gradients_are_told_apart_too(vision: str, lanes: int, least: float) -> None:
+    colours = [colour for hue in palette.HUES[:lanes] for colour in hue.shades]
     assert nearest(colours, vision) >= least
 
 
 @pytest.mark.parametrize("vision", ["protanopia", "deuteranopia"])
 def test_first_four_lanes_without_red_or_green_cones(vision: str) -> None:
-    colours = [colour for hue in palette.HUES[:4] for colour in hue.pair]
+    colours = [colour for hue in palette.HUES[:4] for colour in hue.shades[:2]]
     assert nearest(colours, vision) > 0.1
 
 
@@ -85,7 +92,7 @@ def test_first_four_lanes_without_red_or_green_cones(vision: str) -> None:
 @pytest.mark.parametrize("paper", [palette.BACKGROUND, DARK_PAPER])
 def test_bubbles_differ_from_every_op(vision: str, paper: str) -> None:
     for hue in palette.HUES:
-        assert nearest([paper, *hue.pair], vision) >= 0.12
+        assert nearest([paper, *hue.shades], vision) >= 0.12
 
 
 def test_forward_and_backward_differ_in_grey() -> None:
@@ -95,10 +102,23 @@ def test_forward_and_backward_differ_in_grey() -> None:
     assert lightest_backward < min(luminance(hue.forward) for hue in palette.HUES)
 
 
+def test_weight_gradients_lie_between_them_in_grey() -> None:
+    for hue in (*palette.HUES, palette.NEUTRAL):
+        assert contrast(hue.forward, hue.weights) >= 1.6
+        assert contrast(hue.weights, hue.backward) >= 1.6
+    shades = [
+        [luminance(colour) for colour in column]
+        for column in zip(*(h.shades for h in palette.HUES), strict=True)
+    ]
+    light, dark, middle = shades
+    assert max(dark) < min(middle)
+    assert max(middle) < min(light)
+
+
 def test_numbers_are_legible() -> None:
     for hue in palette.HUES:
-        assert contrast(hue.forward, palette.INK) >= 4.5
-        assert contrast(hue.backward, palette.ON_DARK) >= 4.5
+        for colour, ink in zip(hue.shades, palette.INKS.shades, strict=True):
+            assert contrast(colour, ink) >= 4.5
 
 
 def test_hues_start_again() -> None:

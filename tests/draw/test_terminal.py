@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
 
 from counterflow.draw import draw_terminal, palette
 from counterflow.draw.terminal import common_slot
+from counterflow.schedule import schemes
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.registry import build
 from counterflow.simulate import ByteCosts, Costs, Simulation, simulate
@@ -72,6 +74,33 @@ s  0     2     4     6     8     10    12
 1 forward of micro-batch 1, b its backward, b1 and b2 its halves, . bubble, =1= a gradient sync of stage 1
 """
     )
+
+
+def test_input_gradients_and_weight_gradients() -> None:
+    assert (
+        shown(simulate(schemes.zb_h1(stages=2, micro_batches=3)), width=100)
+        == """\
+zb-h1  D=2, N=3
+makespan 10 s, bubble ratio 10 %, peak 2 activations
+P0 0 1 . a A 2 b B c C
+P1 . 0 a 1 b A 2 c B C
+s  0         5         10
+1 forward of micro-batch 1, b its input gradient, B its weight gradients, . bubble
+"""
+    )
+
+
+def test_input_gradients_beside_backwards() -> None:
+    both = simulate(schemes.dualpipe_v(workers=2, micro_batches=4))
+    wide, narrow = shown(both, width=120).splitlines(), shown(both, width=30).splitlines()
+    words = "1 forward of micro-batch 1, b its backward, b' its input gradient, B its weight gradients"
+    assert wide[-1].startswith(words)
+    assert {"a", "a'", "A"} <= set(wide[2].split())
+    assert "b its backward or input gradient, B its weight gradients" in " ".join(" ".join(narrow).split())
+    dark = palette.HUES[0].backward
+    red, green, blue = (int(dark[i : i + 2], 16) for i in (1, 3, 5))
+    assert re.search(rf"\[4;38;2;255;255;255;48;2;{red};{green};{blue}m", coloured(both))
+    assert "\x1b[4;" not in coloured(simulate(schemes.zb_h1(stages=2, micro_batches=3)))
 
 
 def test_doubled_forwards_share_their_slots_when_numbers_are_cut() -> None:
@@ -139,7 +168,7 @@ def test_uneven_costs_are_scaled() -> None:
 def test_colour_tells_direction_and_lane() -> None:
     text = coloured(simulated("chimera", stages=2, micro_batches=2))
     for hue in palette.HUES[:2]:
-        for colour in hue.pair:
+        for colour in hue.shades[:2]:
             red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
             assert f"48;2;{red};{green};{blue}m" in text
     assert "down pipe" in text

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from counterflow.draw import draw
+from counterflow.schedule import schemes
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.registry import build
 from counterflow.simulate import ByteCosts, Costs, Simulation, simulate
@@ -59,6 +60,17 @@ def test_the_first_op(tmp_path: Path) -> None:
             "lane": "down pipe",
             "micro-batches": "0",
         },
+    }
+
+
+def test_every_kind_has_its_letter(tmp_path: Path) -> None:
+    draw(simulate(schemes.dualpipe_v(workers=2, micro_batches=4)), tmp_path / "x.trace.json")
+    complete = [event for event in events(tmp_path / "x.trace.json") if event["ph"] == "X"]
+    assert {(event["name"][0], event["cat"]) for event in complete} == {
+        ("F", "forward"),
+        ("B", "backward"),
+        ("I", "input gradient"),
+        ("W", "weight gradients"),
     }
 
 

@@ -12,12 +12,12 @@ from enum import Enum
 from itertools import accumulate, pairwise
 
 from counterflow.schedule import registry
-from counterflow.schedule.ir import Op, OptionValue, Schedule
+from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement
 from counterflow.simulate import MemoryUse, Simulation, Span, SyncSpan
 
-from .palette import HUES
+from .palette import HUES, Shade
 from .units import AmountUnit, compact, time_unit
 
 
@@ -26,7 +26,29 @@ class BoxKind(Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    INPUT_GRADIENT = "input gradient"
+    WEIGHT_GRADIENTS = "weight gradients"
     SYNC = "sync"
+
+    @property
+    def shade(self) -> Shade | None:
+        """The shade of its lane's hue; None for a sync, which has no lane."""
+        return _SHADES[self]
+
+
+_SHADES = {
+    BoxKind.FORWARD: Shade.LIGHT,
+    BoxKind.BACKWARD: Shade.DARK,
+    BoxKind.INPUT_GRADIENT: Shade.DARK,
+    BoxKind.WEIGHT_GRADIENTS: Shade.MIDDLE,
+    BoxKind.SYNC: None,
+}
+_KINDS = {
+    OpKind.FORWARD: BoxKind.FORWARD,
+    OpKind.BACKWARD: BoxKind.BACKWARD,
+    OpKind.INPUT_GRADIENT: BoxKind.INPUT_GRADIENT,
+    OpKind.WEIGHT_GRADIENTS: BoxKind.WEIGHT_GRADIENTS,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +124,13 @@ class Chart:
     def title(self) -> str:
         """Heading and summary in one line."""
         return f"{self.heading} — {self.summary}" if self.summary else self.heading
+
+    @property
+    def kinds(self) -> tuple[BoxKind, ...]:
+        """The kinds of op in it; forward and backward where there is none."""
+        found = {box.kind for box in self.boxes}
+        kinds = tuple(kind for kind in BoxKind if kind in found and kind.shade is not None)
+        return kinds or (BoxKind.FORWARD, BoxKind.BACKWARD)
 
     @property
     def has_syncs(self) -> bool:
@@ -195,7 +224,7 @@ def _op_box(schedule: Schedule, lane_of: dict[tuple[int, int], int], span: Span)
         worker=span.worker,
         start=span.start,
         end=span.end,
-        kind=BoxKind.FORWARD if op.kind.makes_output else BoxKind.BACKWARD,
+        kind=_KINDS[op.kind],
         label=label,
         stage=op.stage,
         lane=lane_of[op.pipe, op.stage],
@@ -308,6 +337,21 @@ def _percent(ratio: float) -> str:
 def shared_end(charts: Sequence[Chart]) -> float:
     """The end of the time axis that all ``charts`` share, in seconds."""
     return max((chart.makespan for chart in charts), default=0.0) or 1.0
+
+
+def marks_input_gradients(charts: Sequence[Chart]) -> bool:
+    """Whether backwards and input gradients, which share a shade, both occur: the latter get a mark."""
+    kinds = {kind for chart in charts for kind in chart.kinds}
+    return {BoxKind.BACKWARD, BoxKind.INPUT_GRADIENT} <= kinds
+
+
+def ways(chart: Chart) -> str:
+    """What a lane's shades mean, in a legend.
+
+    >>> ways(Chart("", "", 1, 1.0, (), ()))
+    'forward | backward'
+    """
+    return " | ".join(kind.value for kind in chart.kinds)
 
 
 def shared_peak(charts: Sequence[Chart], unit: AmountUnit) -> float:

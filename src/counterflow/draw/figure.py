@@ -19,12 +19,23 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.legend_handler import HandlerTuple
+from matplotlib.legend_handler import HandlerPatch, HandlerTuple
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.patches import Rectangle as RectanglePatch
 
 from . import palette
-from .chart import Box, BoxKind, Chart, Memory, shared_end, shared_peak, steps_until
+from .chart import (
+    Box,
+    BoxKind,
+    Chart,
+    Memory,
+    marks_input_gradients,
+    shared_end,
+    shared_peak,
+    steps_until,
+    ways,
+)
 from .units import TimeUnit, nice_step, time_unit
 
 DOTS_PER_INCH = 160
@@ -44,6 +55,7 @@ _PEAKS = 0.8  # right margin that holds the peaks of memory
 _TITLE, _LEGEND, _TICKS, _CAPTION = 0.5, 0.19, 0.34, 0.3
 _CHARACTER = 0.64  # width of a digit of DejaVu Sans, in font sizes
 _SMALLEST = 4.5  # font size below which a number is left out
+_BAND = 0.16  # of a box's height, where input gradients are marked
 _FEW = 8  # workers up to which memory is drawn as areas
 
 Rectangle = tuple[float, float, float, float]
@@ -76,6 +88,7 @@ class Sheet:
     plot_width: float
     row: float
     right: float
+    marked: bool
 
     @classmethod
     def of(cls, charts: Sequence[Chart]) -> Sheet:
@@ -92,7 +105,8 @@ class Sheet:
         # 8 workers get 0.34 inches each, 32 get 0.2, 100 get 0.09.
         row = min(0.34, max(0.03, 1.1 / workers**0.5 if workers <= 32 else 8 / (workers + 8)))
         right = _PEAKS if any(chart.memory for chart in charts) else _RIGHT
-        return cls(tuple(charts), end, time_unit(end), min(17.0, max(6.6, wanted)), row, right)
+        width = min(17.0, max(6.6, wanted))
+        return cls(tuple(charts), end, time_unit(end), width, row, right, marks_input_gradients(charts))
 
     @property
     def width(self) -> float:
@@ -109,9 +123,14 @@ class Sheet:
         """Typographic points in a second of the time axis."""
         return 72 * self.plot_width / self.end
 
+    def handle(self, chart: Chart) -> float:
+        """Length of a legend's boxes, in font sizes: room for each kind of op."""
+        return max(2.4, 1.2 * len(chart.kinds))
+
     def legend_columns(self, chart: Chart) -> int:
         """How many legend entries fit beside each other."""
-        widths = [0.62 + 0.066 * len(text) for text in _legend_texts(chart)]
+        handle = self.handle(chart) * 8 / 72
+        widths = [0.36 + handle + 0.066 * len(text) for text in _legend_texts(chart)]
         for columns in range(len(widths), 1, -1):
             if sum(max(widths[i::columns]) for i in range(columns)) <= self.plot_width:
                 return columns
@@ -230,10 +249,11 @@ class _Panel:
                 self._boxes(axes, boxes, "sync", facecolor=palette.SYNC, hatch="//////")
                 continue
             hue = palette.hue(chart.lanes[lane].hue)
-            colour = hue.forward if kind is BoxKind.FORWARD else hue.backward
-            self._boxes(axes, boxes, f"{kind.value} {lane}", facecolor=colour)
-        for kind, ink in ((BoxKind.FORWARD, palette.INK), (BoxKind.BACKWARD, palette.ON_DARK)):
-            self._labels(axes, [box for box in chart.boxes if box.kind is kind], ink)
+            self._boxes(axes, boxes, f"{kind.value} {lane}", facecolor=_colour(hue, kind))
+            if kind is BoxKind.INPUT_GRADIENT and self.sheet.marked:
+                self._marks(axes, boxes, hue.forward)
+        for kind in chart.kinds:
+            self._labels(axes, [box for box in chart.boxes if box.kind is kind], _colour(palette.INKS, kind))
         if chart.steady is not None:
             self._steady(axes, chart.steady)
 
@@ -255,6 +275,14 @@ class _Panel:
             ),
             autolim=False,
         )
+
+    def _marks(self, axes: Axes, boxes: Sequence[Box], colour: str) -> None:
+        """A light band at the foot of each box."""
+        bands = []
+        for left, right, bottom, top in map(self._rectangle, boxes):
+            tall = bottom - top
+            bands.append(_corners(left, right, bottom - 0.02 * tall, bottom - _BAND * tall))
+        axes.add_collection(PolyCollection(bands, facecolor=colour, linewidth=0, zorder=2.5), autolim=False)
 
     def _rectangle(self, box: Box) -> Rectangle:
         if box.kind is BoxKind.SYNC:
@@ -306,9 +334,13 @@ class _Panel:
             return Patch(facecolor=colour, edgecolor=palette.INK, linewidth=0.5, **style)
 
         handles: list[Any] = []
-        for number, _ in _pairs(self.chart):
-            light, dark = palette.NEUTRAL if number is None else palette.hue(number).pair
-            handles.append((patch(light), patch(dark)))
+        for hue, _ in _hues(self.chart):
+            swatches = [patch(_colour(hue, kind)) for kind in self.chart.kinds]
+            if self.sheet.marked and BoxKind.INPUT_GRADIENT in self.chart.kinds:
+                swatches[self.chart.kinds.index(BoxKind.INPUT_GRADIENT)] = _Marked(
+                    facecolor=hue.backward, edgecolor=palette.INK, linewidth=0.5, label=hue.forward
+                )
+            handles.append(tuple(swatches))
         if self.chart.has_syncs:
             handles.append(patch(palette.SYNC, hatch="//////"))
         handles.append(Patch(facecolor=palette.BACKGROUND, edgecolor="#c9ced6", linewidth=0.5))
@@ -323,7 +355,7 @@ class _Panel:
         axes.legend(
             [handles[i] for i in reading],
             [texts[i] for i in reading],
-            handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+            handler_map={tuple: HandlerTuple(ndivide=None, pad=0), _Marked: _MarkedHandler()},
             loc="upper left",
             bbox_to_anchor=(_LEFT / self.sheet.width, self._fraction(top)),
             bbox_transform=self.figure.transFigure,
@@ -333,7 +365,7 @@ class _Panel:
             labelcolor=palette.INK,
             borderaxespad=0,
             borderpad=0,
-            handlelength=2.4,
+            handlelength=self.sheet.handle(self.chart),
             handleheight=0.9,
             columnspacing=1.6,
             labelspacing=0.5,
@@ -424,17 +456,40 @@ def _corners(left: float, right: float, bottom: float, top: float) -> list[tuple
     return [(left, bottom), (right, bottom), (right, top), (left, top)]
 
 
-def _pairs(chart: Chart) -> list[tuple[int | None, str]]:
-    """The legend's pairs of colours: what light and dark mean, then each hue, if there are several."""
+class _Marked(Patch):
+    """The legend's box of an input gradient that is told from a backward; its label is the band's colour."""
+
+
+class _MarkedHandler(HandlerPatch):
+    """Draws a ``_Marked`` in a legend."""
+
+    def create_artists(
+        self, legend: Any, orig_handle: Any, xdescent: float, ydescent: float, *size: Any
+    ) -> list[Any]:
+        """The box, and the band at its foot."""
+        width, height, _, transform = size
+        artists: list[Any] = list(super().create_artists(legend, orig_handle, xdescent, ydescent, *size))
+        place = (-xdescent + 0.4, -ydescent + 0.4)
+        band = RectanglePatch(place, width - 0.8, 1.6 * _BAND * height, color=orig_handle.get_label(), lw=0)
+        band.set_transform(transform)
+        return [*artists, band]
+
+
+def _colour(hue: palette.Hue, kind: BoxKind) -> str:
+    assert kind.shade is not None, "a sync has no hue"
+    return hue.shades[kind.shade.value]
+
+
+def _hues(chart: Chart) -> list[tuple[palette.Hue, str]]:
+    """The legend's hues: what the shades mean, then each hue, if there are several."""
     entries = chart.legend()
-    ways = "forward | backward"
     if len(entries) == 1 and not entries[0][1]:
-        return [(entries[0][0], ways)]
-    return [(None, ways), *entries]
+        return [(palette.hue(entries[0][0]), ways(chart))]
+    return [(palette.NEUTRAL, ways(chart)), *((palette.hue(number), text) for number, text in entries)]
 
 
 def _legend_texts(chart: Chart) -> list[str]:
-    texts = [text for _, text in _pairs(chart)]
+    texts = [text for _, text in _hues(chart)]
     if chart.has_syncs:
         texts.append("gradient sync")
     texts.append("bubble")

@@ -14,9 +14,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from . import palette
-from .chart import BoxKind, Chart, Memory, shared_end, shared_peak
+from .chart import BoxKind, Chart, Memory, marks_input_gradients, shared_end, shared_peak, ways
 
-_KINDS = {BoxKind.FORWARD: 0, BoxKind.BACKWARD: 1, BoxKind.SYNC: 2}
+_NUMBERS = {kind: number for number, kind in enumerate(BoxKind)}
 
 
 def write_page(charts: Sequence[Chart], path: Path) -> None:
@@ -38,11 +38,14 @@ def page_data(charts: Sequence[Chart]) -> dict[str, object]:
     """What the page draws, as plain lists and dictionaries."""
     return {
         "end": _number(shared_end(charts)),
-        "hues": [list(hue.pair) for hue in palette.HUES],
-        "neutral": list(palette.NEUTRAL),
+        "hues": [list(hue.shades) for hue in palette.HUES],
+        "neutral": list(palette.NEUTRAL.shades),
+        "shades": [kind.shade and kind.shade.value for kind in BoxKind],
+        "syncKind": _NUMBERS[BoxKind.SYNC],
+        "marked": _NUMBERS[BoxKind.INPUT_GRADIENT] if marks_input_gradients(charts) else None,
         "sync": [palette.SYNC, palette.SYNC_HATCH],
         "memory": palette.MEMORY,
-        "ink": [palette.INK, palette.ON_DARK],
+        "ink": list(palette.INKS.shades),
         "charts": [_chart(chart, charts) for chart in charts],
     }
 
@@ -56,13 +59,15 @@ def _chart(chart: Chart, charts: Sequence[Chart]) -> dict[str, object]:
         "workers": chart.workers,
         "makespan": _number(chart.makespan),
         "lanes": [[lane.name, lane.hue] for lane in chart.lanes],
+        "kinds": [_NUMBERS[kind] for kind in chart.kinds],
+        "ways": ways(chart),
         "legend": [[hue, text] for hue, text in chart.legend()],
         "steady": chart.steady and [[_number(a), _number(b)] for a, b in chart.steady],
         "memory": chart.memory and _memory(chart.memory, charts),
         "worker": [box.worker for box in boxes],
         "start": [_number(box.start) for box in boxes],
         "end": [_number(box.end) for box in boxes],
-        "kind": [_KINDS[box.kind] for box in boxes],
+        "kind": [_NUMBERS[box.kind] for box in boxes],
         "lane": [-1 if box.lane is None else box.lane for box in boxes],
         "stage": [box.stage for box in boxes],
         "label": [texts.number(box.label) for box in boxes],

@@ -1,10 +1,10 @@
 """The colours of every picture.
 
-A lane (a pipe, or a chunk of a worker's stages) has a hue; its forwards are light and its backwards dark,
-so that the two differ in grey too. Hues alternate between cool and warm. They were found by search for the
-largest smallest distance between all forwards and backwards (and the background) as seen with normal
-vision, protanopia, deuteranopia and tritanopia, the first four first; ``tests/draw/test_palette.py``
-holds them to it.
+A lane (a pipe, or a chunk of a worker's stages) has a hue. Its forwards are light, its backwards and input
+gradients dark, its weight gradients between the two, so that they differ in grey too. Hues alternate between
+cool and warm. They were found by search for the largest smallest distance between all shades (and the
+background) as seen with normal vision, protanopia, deuteranopia and tritanopia, the first four first;
+``tests/draw/test_palette.py`` holds them to it.
 
 Invariant: ``HUES`` alternates cool and warm, so that pipes of the two directions never share a hue.
 """
@@ -12,31 +12,41 @@ Invariant: ``HUES`` alternates cool and warm, so that pipes of the two direction
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+
+
+class Shade(Enum):
+    """Which of a hue's colours: its place in ``Hue.shades``."""
+
+    LIGHT = 0
+    DARK = 1
+    MIDDLE = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Hue:
-    """A lane's two colours, as ``#rrggbb``."""
+    """A lane's colours, as ``#rrggbb``."""
 
     name: str
     forward: str
     backward: str
+    weights: str
 
     @property
-    def pair(self) -> tuple[str, str]:
-        """Forward and backward."""
-        return self.forward, self.backward
+    def shades(self) -> tuple[str, str, str]:
+        """Forward, backward and weight gradients: a colour for each ``Shade``."""
+        return self.forward, self.backward, self.weights
 
 
 HUES = (
-    Hue("blue", "#96c8fe", "#215dac"),
-    Hue("orange", "#fcbc48", "#986214"),
-    Hue("green", "#b6e2b1", "#074b02"),
-    Hue("pink", "#fb86b2", "#833155"),
-    Hue("violet", "#bd9cfc", "#513b7f"),
-    Hue("yellow", "#fdd977", "#6e5400"),
-    Hue("teal", "#62dfda", "#018073"),
-    Hue("red", "#fda19b", "#a73949"),
+    Hue("blue", "#96c8fe", "#215dac", "#6783ed"),
+    Hue("orange", "#fcbc48", "#986214", "#a7991c"),
+    Hue("green", "#b6e2b1", "#074b02", "#798d62"),
+    Hue("pink", "#fb86b2", "#833155", "#bc63a9"),
+    Hue("violet", "#bd9cfc", "#513b7f", "#9f6bcc"),
+    Hue("yellow", "#fdd977", "#6e5400", "#c7a762"),
+    Hue("teal", "#62dfda", "#018073", "#6ca587"),
+    Hue("red", "#fda19b", "#a73949", "#d85c46"),
 )
 
 BACKGROUND = "#ffffff"
@@ -51,8 +61,11 @@ FAINT = "#6b7280"
 ON_DARK = "#ffffff"
 """Text on backwards."""
 
-NEUTRAL = ("#d3d7de", "#565d69")
-"""Forward and backward where a legend means them on all lanes."""
+INKS = Hue("text", INK, ON_DARK, INK)
+"""Text on each ``Shade``."""
+
+NEUTRAL = Hue("grey", "#d3d7de", "#565d69", "#979ca5")
+"""What a legend shows where it means all lanes."""
 
 SYNC = "#e5e7eb"
 """Gradient syncs: light grey under a hatch in ``SYNC_HATCH``."""

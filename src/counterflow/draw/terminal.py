@@ -3,8 +3,9 @@
 Time goes in slots of the longest duration that divides every start and end, each wide enough for a
 micro-batch's number if there is room, so an op of two slots is twice as wide as one of one slot. A timeline
 with more slots than characters is scaled: then a character is a slice of time and shows the op that fills
-most of it. With colour, hue and shade tell ops apart; without, a forward is a digit and a backward a letter.
-Bubbles are dots either way.
+most of it. With colour, hue and shade tell ops apart; without, a forward is a digit, a backward or an input
+gradient a small letter and weight gradients a capital. Where backwards and input gradients both occur, the
+latter are underlined or have a quote after them. Bubbles are dots either way.
 
 Invariant: the same charts, width and colours give the same text. Nothing here looks at a schedule.
 """
@@ -19,7 +20,17 @@ from rich.style import Style
 from rich.text import Text
 
 from . import palette
-from .chart import Box, BoxKind, Chart, Memory, shared_end, shared_peak, steps_until
+from .chart import (
+    Box,
+    BoxKind,
+    Chart,
+    Memory,
+    marks_input_gradients,
+    shared_end,
+    shared_peak,
+    steps_until,
+    ways,
+)
 from .units import nice_step, time_unit
 
 _BUBBLE = "."
@@ -47,7 +58,8 @@ class Grid:
     """How time becomes characters.
 
     ``slot`` is in seconds and ``wide`` characters show it; ``short``: numbers are cut to one character;
-    ``scaled``: ops begin and end within slots; ``room``: characters there are for a row.
+    ``scaled``: ops begin and end within slots; ``room``: characters there are for a row; ``marked``: input
+    gradients are told from backwards.
     """
 
     charts: tuple[Chart, ...]
@@ -59,6 +71,7 @@ class Grid:
     room: int
     margin: int
     colour: bool
+    marked: bool
     levels: str
 
     @classmethod
@@ -67,11 +80,11 @@ class Grid:
         end = shared_end(charts)
         margin = max(len(f"P{chart.workers - 1}") for chart in charts) + 1
         room = max(8, console.width - margin - max(map(_peak_width, charts)))
-        labels = {box.label for chart in charts for box in chart.boxes if box.kind is not BoxKind.SYNC}
-        backward = {_letters(box) for chart in charts for box in chart.boxes if box.kind is BoxKind.BACKWARD}
+        ops = [box for chart in charts for box in chart.boxes if box.kind is not BoxKind.SYNC]
+        marked = marks_input_gradients(charts)
         colour = console.color_system is not None and not console.no_color
         # One blank keeps neighbours apart.
-        wide = 1 + max(map(len, labels if colour else labels | backward), default=1)
+        wide = 1 + max((len(box.label if colour else _letters(box, marked)) for box in ops), default=1)
         slot = common_slot([t for chart in charts for b in chart.boxes for t in (b.start, b.end)], end)
         scaled = slot is None or round(end / slot) > room
         short = scaled or round(end / (slot or end)) * wide > room
@@ -82,7 +95,7 @@ class Grid:
         levels = _LEVELS if _can_encode(console, _LEVELS) else _PLAIN_LEVELS
         if slot is None or scaled:
             slot, wide = end / room, 1
-        return cls(tuple(charts), end, slot, wide, short, scaled, room, margin, colour, levels)
+        return cls(tuple(charts), end, slot, wide, short, scaled, room, margin, colour, marked, levels)
 
     @property
     def width(self) -> int:
@@ -163,7 +176,7 @@ def _bubbles(chart: Chart, grid: Grid) -> list[Cell]:
 
 def _row(name: str, cells: list[Cell], boxes: Sequence[Box], chart: Chart, grid: Grid) -> Text:
     for start, stop, box in _runs(boxes, len(cells), grid):
-        style = _style(box, chart) if grid.colour else _PLAIN
+        style = _style(box, chart, grid) if grid.colour else _PLAIN
         cells[start:stop] = [(character, style) for character in _filling(box, stop - start, grid)]
     return _text(name, cells, grid)
 
@@ -228,41 +241,57 @@ def _filling(box: Box, width: int, grid: Grid) -> str:
         return box.label.ljust(width) if len(box.label) < width else " " * width
     slots = width // grid.wide
     if not grid.short:
-        return (_letters(box) if box.kind is BoxKind.BACKWARD else box.label).ljust(grid.wide) * slots
+        return _letters(box, grid.marked).ljust(grid.wide) * slots
     # Micro-batches that are computed together share the slots.
     batches = box.micro_batches or (0,)
     shown = (batches[slot * len(batches) // slots] for slot in range(slots))
     return "".join(_short(box.kind, batch).ljust(grid.wide) for batch in shown)
 
 
+_FIRST = {
+    BoxKind.BACKWARD: "a",
+    BoxKind.INPUT_GRADIENT: "a",
+    BoxKind.WEIGHT_GRADIENTS: "A",
+}
+"""The letter of micro-batch 0; other kinds show its number."""
+
+
 def _short(kind: BoxKind, batch: int) -> str:
-    return chr(ord("a") + batch % 26) if kind is BoxKind.BACKWARD else str(batch % 10)
+    return chr(ord(_FIRST[kind]) + batch % 26) if kind in _FIRST else str(batch % 10)
 
 
-def _letters(box: Box) -> str:
-    """A backward's micro-batches in letters, numbered like the columns of a spreadsheet."""
-    text = "".join(_letter(m) for m in box.micro_batches)
+def _letters(box: Box, marked: bool) -> str:
+    """A box's label without colour: gradients in letters, numbered like the columns of a spreadsheet."""
+    if box.kind not in _FIRST:
+        return box.label
+    text = "".join(_letter(m, _FIRST[box.kind]) for m in box.micro_batches)
     # The label of a part ends in the part: 4a is the first half of 4, in letters e1.
     last = box.label[-1:]
-    return f"{text}{ord(last) - ord('a') + 1}" if last.isalpha() else text
+    if last.isalpha():
+        text += str(ord(last) - ord("a") + 1)
+    return text + "'" if marked and box.kind is BoxKind.INPUT_GRADIENT else text
 
 
-def _letter(number: int) -> str:
+def _letter(number: int, first: str) -> str:
     text = ""
     number += 1
     while number:
         number, rest = divmod(number - 1, 26)
-        text = chr(ord("a") + rest) + text
+        text = chr(ord(first) + rest) + text
     return text
 
 
-def _style(box: Box, chart: Chart) -> Style:
+def _style(box: Box, chart: Chart, grid: Grid) -> Style:
     if box.lane is None:
         return Style(color=palette.SYNC_HATCH, bgcolor=palette.SYNC)
-    hue = palette.hue(chart.lanes[box.lane].hue)
-    if box.kind is BoxKind.FORWARD:
-        return Style(color=palette.INK, bgcolor=hue.forward)
-    return Style(color=palette.ON_DARK, bgcolor=hue.backward)
+    return _shaded(palette.hue(chart.lanes[box.lane].hue), box.kind, grid)
+
+
+def _shaded(hue: palette.Hue, kind: BoxKind, grid: Grid) -> Style:
+    """The colours of a kind of op; an input gradient is underlined beside backwards."""
+    shade = (kind.shade or palette.Shade.LIGHT).value
+    line = grid.marked and kind is BoxKind.INPUT_GRADIENT
+    return Style(color=palette.INKS.shades[shade], bgcolor=hue.shades[shade], underline=line or None)
 
 
 def _axis(grid: Grid) -> Iterator[Text]:
@@ -312,7 +341,7 @@ def _level(share: float, levels: str) -> str:
 def _legend(chart: Chart, grid: Grid) -> Iterator[Text]:
     """The legend, in as many lines as it needs."""
     line = Text()
-    for entry in _legend_entries(chart):
+    for entry in _legend_entries(chart, grid):
         if line and len(line) + 3 + len(entry) > grid.margin + grid.room:
             yield line
             line = Text()
@@ -320,17 +349,17 @@ def _legend(chart: Chart, grid: Grid) -> Iterator[Text]:
     yield line
 
 
-def _legend_entries(chart: Chart) -> Iterator[Text]:
-    def pair(light: str, dark: str, text: str) -> Text:
-        return Text.assemble(("  ", Style(bgcolor=light)), ("  ", Style(bgcolor=dark)), f" {text}")
+def _legend_entries(chart: Chart, grid: Grid) -> Iterator[Text]:
+    def swatches(hue: palette.Hue, text: str) -> Text:
+        return Text.assemble(*(("  ", _shaded(hue, kind, grid)) for kind in chart.kinds), f" {text}")
 
     entries = chart.legend()
     if len(entries) == 1 and not entries[0][1]:
-        yield pair(*palette.hue(entries[0][0]).pair, "forward | backward")
+        yield swatches(palette.hue(entries[0][0]), ways(chart))
     else:
-        yield pair(*palette.NEUTRAL, "forward | backward")
+        yield swatches(palette.NEUTRAL, ways(chart))
         for number, text in entries:
-            yield pair(*palette.hue(number).pair, text)
+            yield swatches(palette.hue(number), text)
     if chart.has_syncs:
         style = Style(color=palette.SYNC_HATCH, bgcolor=palette.SYNC)
         yield Text.assemble(("=1=", style), " gradient sync of stage 1")
@@ -343,11 +372,24 @@ def _notes(charts: Sequence[Chart], grid: Grid) -> Iterator[str]:
         syncs = ", =1= a gradient sync of stage 1" if any(c.has_syncs for c in charts) else ""
         halves = ", b1 and b2 its halves" if _any_parts(charts) and not grid.short else ""
         wrap = "; digits are mod 10, letters mod 26" if grid.short else ""
-        yield f"1 forward of micro-batch 1, b its backward{halves}, . bubble{syncs}{wrap}"
+        gradients = ", ".join(_said(charts, grid))
+        yield f"1 forward of micro-batch 1{gradients and ', '}{gradients}{halves}, . bubble{syncs}{wrap}"
     if grid.scaled:
         shown = unit.text(grid.slot)
         yield f"scaled to fit: a character is {shown} and shows what fills most of it"
 
 
+def _said(charts: Sequence[Chart], grid: Grid) -> Iterator[str]:
+    """What the letters of gradients mean."""
+    kinds = {kind for chart in charts for kind in chart.kinds}
+    small = [k.value for k in (BoxKind.BACKWARD, BoxKind.INPUT_GRADIENT) if k in kinds]
+    if len(small) == 2 and not grid.short:
+        yield f"b its {small[0]}, b' its {small[1]}"
+    elif small:
+        yield f"b its {' or '.join(small)}"
+    if BoxKind.WEIGHT_GRADIENTS in kinds:
+        yield f"B its {BoxKind.WEIGHT_GRADIENTS.value}"
+
+
 def _any_parts(charts: Sequence[Chart]) -> bool:
-    return any(b.label[-1:].isalpha() for c in charts for b in c.boxes if b.kind is BoxKind.BACKWARD)
+    return any(b.label[-1:].isalpha() for c in charts for b in c.boxes if b.kind in _FIRST)

@@ -17,7 +17,13 @@ from .chart import Box, BoxKind, Chart, Memory
 
 Event = Mapping[str, object]
 
-_SHORT = {BoxKind.FORWARD: "F", BoxKind.BACKWARD: "B", BoxKind.SYNC: "sync of stage "}
+_SHORT = {
+    BoxKind.FORWARD: "F",
+    BoxKind.BACKWARD: "B",
+    BoxKind.INPUT_GRADIENT: "I",
+    BoxKind.WEIGHT_GRADIENTS: "W",
+    BoxKind.SYNC: "sync of stage ",
+}
 
 
 def write_trace(charts: Sequence[Chart], path: Path) -> None:
