@@ -24,7 +24,7 @@ from machine import machine, shown
 from torch import Tensor
 
 import counterflow as cf
-from counterflow.runtime.world import current_transport
+from counterflow.runtime.workers.world import current_transport
 from counterflow.train import load_config
 from counterflow.train.job import prepare
 

@@ -49,8 +49,8 @@ from counterflow.draw.figure import DOTS_PER_INCH, SETTINGS, UNDATED
 from counterflow.models.gpt import GPTConfig
 from counterflow.models.presets import preset
 from counterflow.models.resnext import Norm, ResNeXtConfig
-from counterflow.runtime.estimates import estimated_costs
-from counterflow.runtime.layers import parameter_count
+from counterflow.runtime.stages.estimates import estimated_costs
+from counterflow.runtime.stages.layers import parameter_count
 from counterflow.schedule.cuts import balance
 from counterflow.verify.reference import Reference, Staleness
 

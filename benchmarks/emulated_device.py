@@ -49,10 +49,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import _ComputationType as Kind
 
 import counterflow as cf
-from counterflow.runtime.world import current_transport
-from counterflow.schedule.actions import Compute, Matching, Receive, Send
+from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.ir import OpKind
-from counterflow.schedule.lowering import lower
+from counterflow.schedule.program.actions import Compute, Matching, Receive, Send
+from counterflow.schedule.program.lowering import lower
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.020, 0.040
 SAMPLES = 4

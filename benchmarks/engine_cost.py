@@ -30,7 +30,7 @@ from torch.autograd.graph import get_gradient_edge
 
 import counterflow as cf
 from counterflow.runtime.transport import Group, Status, Transport, TransportKind
-from counterflow.schedule.actions import Action, Compute, Receive, Send
+from counterflow.schedule.program.actions import Action, Compute, Receive, Send
 
 RESULTS = Path(__file__).parent / "results" / "engine_cost.txt"
 SHAPE = (1, 4)

@@ -59,7 +59,7 @@ from counterflow.measure.op_times import WARM_UP_STEPS, OpTimer, OpTimes, least
 from counterflow.papers.step_times import beside
 from counterflow.plan import Cluster, Configuration, LayerProfile, Model, Predictor, Profile
 from counterflow.plan.predict import Play
-from counterflow.runtime.world import current_transport
+from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import registry
 from counterflow.train import load_config
 from counterflow.train.job import prepare

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import counterflow as cf
 from counterflow.runtime.transport.local import Hub, LocalTransport
-from counterflow.schedule.actions import StartSync, Summed, WaitSync
+from counterflow.schedule.program.actions import StartSync, Summed, WaitSync
 from counterflow.simulate import Link
 
 GOAL = 0.05

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 import counterflow as cf
 from counterflow.models.gpt import GPTConfig
 from counterflow.models.presets import preset
-from counterflow.runtime.estimates import estimated_costs
-from counterflow.runtime.world import current_transport
+from counterflow.runtime.stages.estimates import estimated_costs
+from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.cuts import balance
 
 RESULTS = Path(__file__).parent / "results"

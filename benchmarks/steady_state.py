@@ -46,7 +46,7 @@ from emulated_device import (
 from machine import load, machine, shown
 
 import counterflow as cf
-from counterflow.runtime.world import current_transport
+from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import registry
 
 

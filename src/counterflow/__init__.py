@@ -14,9 +14,9 @@ from .schedule.ir import Op, OpKind, Schedule
 from .simulate import ByteCosts, Costs, Simulation, lower, simulate
 
 if TYPE_CHECKING:
-    from .runtime.launch import launch
-    from .runtime.loss import LossSum
+    from .runtime.mini_batch.losses import LossSum
     from .runtime.pipeline import Pipeline
+    from .runtime.workers.launch import launch
 
 __version__ = "0.1.0"
 
@@ -50,11 +50,11 @@ def __getattr__(name: str) -> Any:
 
         return Pipeline
     if name == "LossSum":
-        from .runtime.loss import LossSum  # noqa: PLC0415
+        from .runtime.mini_batch.losses import LossSum  # noqa: PLC0415
 
         return LossSum
     if name == "launch":
-        from .runtime.launch import launch  # noqa: PLC0415
+        from .runtime.workers.launch import launch  # noqa: PLC0415
 
         return launch
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import counterflow as cf
-from counterflow.measure.stages import StageCost, measure_stages
+from counterflow.measure.stage_costs import StageCost, measure_stages
 from counterflow.models.gpt import GPTConfig
-from counterflow.runtime.launch import launch
-from counterflow.runtime.meters import Kept, SavedBytes
+from counterflow.runtime.execution.meters import Kept, SavedBytes
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 

@@ -16,7 +16,7 @@ from counterflow.models import (
     Norm,
     ResNeXtConfig,
 )
-from counterflow.runtime.layers import Activation, parameter_count
+from counterflow.runtime.stages.layers import Activation, parameter_count
 
 GPT = GPTConfig(layers=3, hidden=16, heads=2, vocabulary=20, positions=8, dropout=0.0)
 BERT = BERTConfig(layers=2, hidden=16, heads=2, vocabulary=20, positions=8, dropout=0.0)

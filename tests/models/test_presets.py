@@ -7,7 +7,7 @@ import torch
 
 from counterflow.errors import ConfigError
 from counterflow.models import PRESETS, BERTConfig, GPTConfig, ResNeXtConfig, preset
-from counterflow.runtime.layers import parameter_count
+from counterflow.runtime.stages.layers import parameter_count
 
 PUBLISHED = {
     "bert-48": (50, 669_790_012),

@@ -12,7 +12,7 @@ from counterflow.papers import examples, transformers
 from counterflow.plan import Arrangement, Configuration, Cutting, Predictor
 from counterflow.plan.search import search
 from counterflow.plan.space import Constraints
-from counterflow.runtime.layers import parameter_count
+from counterflow.runtime.stages.layers import parameter_count
 from counterflow.schedule.modes import Recompute
 
 SHAPES = {

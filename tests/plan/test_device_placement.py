@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterflow.plan.cluster import Cluster, Link
-from counterflow.plan.placement import Arrangement, devices, network
+from counterflow.plan.device_placement import Arrangement, devices, network
 from counterflow.schedule.placement import bidirectional, linear, looped, wave
 
 INSIDE, BETWEEN = Link(1.0, 0.1), Link(5.0, 2.0)

@@ -24,7 +24,7 @@ from counterflow.plan import (
     Profile,
 )
 from counterflow.plan.bounds import bounds, shape_of
-from counterflow.plan.placement import network
+from counterflow.plan.device_placement import network
 from counterflow.plan.predict import Play
 from counterflow.plan.search import search
 from counterflow.plan.space import Constraints, space

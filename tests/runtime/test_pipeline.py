@@ -15,8 +15,8 @@ from counterflow.errors import ConfigError, ScheduleError, WorkerError
 from counterflow.models.bert import BERTConfig
 from counterflow.models.gpt import GPTConfig
 from counterflow.models.resnext import ResNeXtConfig
-from counterflow.runtime.launch import launch
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule

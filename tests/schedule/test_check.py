@@ -11,7 +11,11 @@ from hypothesis import strategies as st
 
 from counterflow.errors import DeadlockError, ScheduleError
 from counterflow.schedule import schemes
-from counterflow.schedule.actions import (
+from counterflow.schedule.check import check, inspect
+from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.modes import Sync
+from counterflow.schedule.placement import looped
+from counterflow.schedule.program.actions import (
     Action,
     Agree,
     Compute,
@@ -23,11 +27,7 @@ from counterflow.schedule.actions import (
     Update,
     WaitSync,
 )
-from counterflow.schedule.check import check, inspect
-from counterflow.schedule.ir import Op, OpKind, Schedule
-from counterflow.schedule.lowering import Shared, lower
-from counterflow.schedule.modes import Sync
-from counterflow.schedule.placement import looped
+from counterflow.schedule.program.lowering import Shared, lower
 
 
 def broken(schedule: Schedule, program: Program | None = None, limit: float | None = None) -> list[str]:

@@ -12,7 +12,8 @@ import pytest
 
 from counterflow.errors import ConfigError
 from counterflow.schedule import schemes
-from counterflow.schedule.actions import (
+from counterflow.schedule.ir import Op, Schedule
+from counterflow.schedule.program.actions import (
     Agree,
     Compute,
     Exchange,
@@ -24,7 +25,6 @@ from counterflow.schedule.actions import (
     Update,
     WaitSync,
 )
-from counterflow.schedule.ir import Op, Schedule
 from counterflow.simulate import Costs, Link, Simulation, lower, simulate
 
 from ..schedule.test_check import every_scheme

@@ -9,8 +9,8 @@ import pytest
 from counterflow.errors import ConfigError
 from counterflow.measure.links import Travel, measure_allreduces, measure_messages
 from counterflow.plan import Configuration, files, predict
-from counterflow.runtime.launch import launch
-from counterflow.runtime.world import current_transport
+from counterflow.runtime.workers.launch import launch
+from counterflow.runtime.workers.world import current_transport
 from counterflow.train.profiling import fitted, measure
 
 from .conftest import Configure

@@ -123,7 +123,7 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Choose scheme, depth, width, micro-batch and recomputation for a model on a cluster, by simulation."""
-    from counterflow.plan.placement import Arrangement  # noqa: PLC0415  (numpy and pydantic take a while)
+    from counterflow.plan.device_placement import Arrangement  # noqa: PLC0415  (numpy and pydantic take a while)
     from counterflow.plan.search import search  # noqa: PLC0415
     from counterflow.plan.space import Constraints  # noqa: PLC0415
     from counterflow.plan.stages import Cutting  # noqa: PLC0415

@@ -84,7 +84,7 @@ def train(
 
 
 def _rank() -> int:
-    from counterflow.runtime.world import rank  # noqa: PLC0415  (imports torch)
+    from counterflow.runtime.workers.world import rank  # noqa: PLC0415  (imports torch)
 
     return rank() or 0
 

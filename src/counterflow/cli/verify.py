@@ -11,7 +11,7 @@ import typer
 from counterflow.schedule.check import checked_program
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute, Sync
-from counterflow.schedule.segments import segments
+from counterflow.schedule.program.segments import segments
 
 from .flags import JsonFlag, SchemeOptions, SubjectArgument
 from .output import WIDE, console, note, print_json

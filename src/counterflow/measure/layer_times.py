@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from counterflow.runtime.mini_batch.samples import cut
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.samples import cut
-from counterflow.runtime.world import current_transport
+from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.schemes import dapple, gpipe, interleaved
 
 from .op_times import WARM_UP_STEPS, OpTimer, least
-from .stages import StageCost, measure_stages
+from .stage_costs import StageCost, measure_stages
 
 MICRO_BATCHES = 4
 """Of a step that is timed, on each stage."""

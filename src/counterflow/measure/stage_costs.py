@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from counterflow.runtime.loss import read_loss
-from counterflow.runtime.meters import SavedBytes
+from counterflow.runtime.execution.meters import SavedBytes
+from counterflow.runtime.messages.values import Structure, Unit, put_together, take_apart, takes_gradient
+from counterflow.runtime.mini_batch.losses import read_loss
+from counterflow.runtime.mini_batch.samples import cut, moved, samples_in, split_points
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.randomness import Rows
-from counterflow.runtime.samples import cut, moved, samples_in, split_points
-from counterflow.runtime.stage import StageCopy
-from counterflow.runtime.values import Structure, Unit, put_together, take_apart, takes_gradient
+from counterflow.runtime.stages.randomness import Rows
+from counterflow.runtime.stages.stage import StageCopy
 
 
 @dataclass(frozen=True, slots=True)

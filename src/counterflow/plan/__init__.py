@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .cluster import Cluster, Link
+from .device_placement import Arrangement
 from .model import Model
-from .placement import Arrangement
 from .predict import Configuration, Parts, Prediction, Predictor, WorkerMemory, predict
 from .profile import LayerProfile, Profile
 from .stages import Cutting

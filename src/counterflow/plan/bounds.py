@@ -20,7 +20,7 @@ from counterflow.schedule.scheme import Scheme
 from counterflow.simulate.op_costs import StageBytes, stage_bytes
 
 from .cluster import Cluster
-from .placement import Network
+from .device_placement import Network
 from .predict import message_buffers, sync_seconds
 from .stages import StageCosts, doubled_forward, halved_forward
 

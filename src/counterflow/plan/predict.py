@@ -26,8 +26,8 @@ from counterflow.simulate import Costs, Simulation, simulate
 from counterflow.simulate.op_costs import stage_bytes
 
 from .cluster import Cluster, allreduce_seconds
+from .device_placement import Arrangement, Network, network
 from .model import Model
-from .placement import Arrangement, Network, network
 from .profile import Profile
 from .stages import Cuts, Cutting, PlannedOps, StageCosts, cut, stage_costs
 

@@ -16,8 +16,8 @@ from counterflow.schedule.modes import Recompute, Sync
 
 from .bounds import Bounds, Shape, bounds
 from .cluster import Cluster
+from .device_placement import Arrangement, Network, network
 from .model import Model
-from .placement import Arrangement, Network, network
 from .predict import Configuration, Play, Predictor
 from .profile import Profile
 from .space import Constraints, Group, Omission, space

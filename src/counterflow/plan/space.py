@@ -24,8 +24,8 @@ from counterflow.schedule.scheme import Scheme
 
 from .bounds import Options, Shape, shape_of
 from .cluster import Cluster
+from .device_placement import Arrangement
 from .model import Model
-from .placement import Arrangement
 from .stages import Cuts, Cutting, may_cut
 
 MOST_SAMPLES = 100_000

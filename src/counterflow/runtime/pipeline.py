@@ -20,32 +20,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from counterflow.errors import ConfigError, CounterflowError
-from counterflow.schedule.actions import Matching, Program
 from counterflow.schedule.check import checked_program
 from counterflow.schedule.cuts import balance, explicit
 from counterflow.schedule.ir import Op, OpKind, Schedule
-from counterflow.schedule.lowering import OpTimes, Shared, lower_evaluation
 from counterflow.schedule.modes import Recompute, Sync, parse_mode
-from counterflow.schedule.segments import segments
+from counterflow.schedule.program.actions import Matching, Program
+from counterflow.schedule.program.lowering import OpTimes, Shared, lower_evaluation
+from counterflow.schedule.program.segments import segments
 
-from . import lease
-from .batch import Batch, Shapes
-from .compression import Compression
-from .continuous import Continuous
-from .estimates import estimated_costs
-from .flushing import Flushing
-from .interpreter import Interpreter
-from .layers import aliases_of, layers_of, state_names
-from .loss import LossFunction
-from .meters import SavedBytes
-from .randomness import RandomStreams
-from .samples import Dims, cut, filled, joined, moved, samples_in, split_points
-from .stage import LOSS, NamedLayer, StageCopy, have_statistics, loss_layer, materialised
-from .step import Step, Workers, place
+from .execution.asynchronous import Continuous
+from .execution.interpreter import Interpreter
+from .execution.meters import SavedBytes
+from .execution.step import Step, Workers, place
+from .execution.synchronous import Flushing
+from .messages.compression import Compression
+from .messages.values import Unit, content_digest, signature
+from .mini_batch.batch import Batch, Shapes
+from .mini_batch.losses import LossFunction
+from .mini_batch.samples import Dims, cut, filled, joined, moved, samples_in, split_points
+from .parameters.weights import MakeOptimizer, MakeScheduler, Weights
+from .stages.estimates import estimated_costs
+from .stages.layers import aliases_of, layers_of, state_names
+from .stages.randomness import RandomStreams
+from .stages.stage import LOSS, NamedLayer, StageCopy, have_statistics, loss_layer, materialised
 from .transport import Gathering, Transport
-from .values import Unit, content_digest, signature
-from .watch import worker_error
-from .weights import MakeOptimizer, MakeScheduler, Weights
+from .workers import lease
+from .workers.watch import worker_error
 
 _NAMES = "inputs", "targets"
 _NOT_GIVEN = -1
@@ -862,7 +862,7 @@ def _transport(
 ) -> Transport:
     if isinstance(given, Transport):
         return given
-    from .world import current_transport  # noqa: PLC0415
+    from .workers.world import current_transport  # noqa: PLC0415
 
     return current_transport(given, device=device, timeout_seconds=timeout_seconds)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .actions import Matching, Program
 from .ir import Schedule
-from .lowering import NOTHING_SHARED, OpTimes, Shared, lower
 from .modes import Sync
+from .program.actions import Matching, Program
+from .program.lowering import NOTHING_SHARED, OpTimes, Shared, lower
 from .rules import RULES, Subject, details, require
 
 

@@ -15,7 +15,9 @@ from operator import itemgetter
 
 from counterflow.errors import DeadlockError, ScheduleError
 
-from .actions import (
+from .graph import OpGraph
+from .ir import Op, OpKind, Schedule
+from .program.actions import (
     Action,
     Agree,
     Compute,
@@ -30,9 +32,7 @@ from .actions import (
     Update,
     WaitSync,
 )
-from .graph import OpGraph
-from .ir import Op, OpKind, Schedule
-from .play import describe_circle, play
+from .program.play import describe_circle, play
 from .residency import stash_change
 
 MOST_SHOWN = 5

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from counterflow.schedule import lowering
-from counterflow.schedule.actions import Matching, Program
 from counterflow.schedule.ir import Schedule
+from counterflow.schedule.program import lowering
+from counterflow.schedule.program.actions import Matching, Program
 
 from .costs import Costs, Link
 from .memory import MemoryUse

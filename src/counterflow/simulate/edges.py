@@ -2,7 +2,7 @@
 
 Nodes are the schedule's ops and, where links are lanes, one node for each message after them. A message
 follows the op that made it and the message before it on the same link: a worker sends in the order of its
-ops (``schedule/lowering.py``), so a link's order is known without any times.
+ops (``schedule/program/lowering.py``), so a link's order is known without any times.
 """
 
 from __future__ import annotations

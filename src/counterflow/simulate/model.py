@@ -16,8 +16,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import OpKind, Schedule
 from counterflow.schedule.modes import Recompute, Sync
-from counterflow.schedule.residency import version_lives
-from counterflow.schedule.sync import (
+from counterflow.schedule.program.sync import (
     GradientSync,
     by_last_backward,
     first_users,
@@ -25,6 +24,7 @@ from counterflow.schedule.sync import (
     needs_sync,
     plan_syncs,
 )
+from counterflow.schedule.residency import version_lives
 
 from .costs import Costs, Link, PerLink
 from .edges import Edges, edges_of, messages_of, with_nodes

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.errors import ConfigError, CounterflowError
-from counterflow.runtime.layers import state_names
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.stages.layers import state_names
 
 from .folder import CHECKPOINT, INDEX, whole
 

@@ -30,11 +30,11 @@ from counterflow.models import (
     next_token_loss,
 )
 from counterflow.models.shapes import Family
-from counterflow.runtime.estimates import estimated_costs
-from counterflow.runtime.layers import parameter_count
+from counterflow.runtime.stages.estimates import estimated_costs
+from counterflow.runtime.stages.layers import parameter_count
 from counterflow.schedule.cuts import balance, stage_layers
 from counterflow.schedule.ir import Schedule
-from counterflow.schedule.segments import segments
+from counterflow.schedule.program.segments import segments
 
 from .checkpoint import Checkpoint
 from .config import SCHEME, DataSection, ModelSection, OptimizerSection, RunConfig

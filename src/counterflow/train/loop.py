@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from counterflow.errors import ConfigError, WorkerError
-from counterflow.measure.stages import measure_stages
+from counterflow.measure.stage_costs import measure_stages
+from counterflow.runtime.execution.step import Step
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.step import Step
 from counterflow.simulate import Costs, Simulation, Span
 
 from .checkpoint import save

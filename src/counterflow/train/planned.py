@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from counterflow.errors import ConfigError
 from counterflow.plan import Cluster, Model, Prediction, Profile
-from counterflow.plan.placement import devices
+from counterflow.plan.device_placement import devices
 
 from .config import RunConfig
 

@@ -29,8 +29,8 @@ from counterflow.measure.layer_times import AtSize, LayerTimer, StepTimer, Subje
 from counterflow.measure.links import Travel, measure_allreduces, measure_messages
 from counterflow.measure.machine import cores, device_name, memory_bytes
 from counterflow.plan import Cluster, LayerProfile, Link, Model, Profile
-from counterflow.runtime.launch import launch
-from counterflow.runtime.world import current_transport
+from counterflow.runtime.workers.launch import launch
+from counterflow.runtime.workers.world import current_transport
 
 from .config import RunConfig
 from .job import Job, prepare

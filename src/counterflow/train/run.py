@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from counterflow.errors import ConfigError, WorkerError
-from counterflow.runtime import world
-from counterflow.runtime.launch import launch
+from counterflow.runtime.workers import world
+from counterflow.runtime.workers.launch import launch
 
 from .config import RunConfig
 from .folder import RunFolder

@@ -26,7 +26,7 @@ from counterflow.simulate.costs import MOST_COST
 from counterflow.simulate.model import Played, model_of
 
 if TYPE_CHECKING:
-    from counterflow.measure.stages import StageCost
+    from counterflow.measure.stage_costs import StageCost
 
 FORMAT = "counterflow-timeline"
 

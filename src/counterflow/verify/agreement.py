@@ -9,14 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from counterflow.runtime.estimates import estimated_costs
-from counterflow.runtime.gradients import real
-from counterflow.runtime.launch import launch
-from counterflow.runtime.layers import layers_of
-from counterflow.runtime.loss import LossFunction
+from counterflow.runtime.execution.step import Step
+from counterflow.runtime.mini_batch.losses import LossFunction
+from counterflow.runtime.parameters.gradients import real
+from counterflow.runtime.parameters.weights import MakeOptimizer, MakeScheduler
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.step import Step
-from counterflow.runtime.weights import MakeOptimizer, MakeScheduler
+from counterflow.runtime.stages.estimates import estimated_costs
+from counterflow.runtime.stages.layers import layers_of
+from counterflow.runtime.workers.launch import launch
 from counterflow.schedule.cuts import balance
 from counterflow.schedule.ir import Schedule
 

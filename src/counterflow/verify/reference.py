@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
-from counterflow.runtime.gradients import clip_factor, real, unique
-from counterflow.runtime.layers import state_names
-from counterflow.runtime.loss import LossFunction
-from counterflow.runtime.randomness import RandomStreams, Rows
-from counterflow.runtime.samples import cut, samples_in, split_points
-from counterflow.runtime.stage import LOSS, NamedLayer, evaluating, loss_layer, materialised
-from counterflow.runtime.step import Step
-from counterflow.runtime.weights import MakeOptimizer, MakeScheduler
+from counterflow.runtime.execution.step import Step
+from counterflow.runtime.mini_batch.losses import LossFunction
+from counterflow.runtime.mini_batch.samples import cut, samples_in, split_points
+from counterflow.runtime.parameters.gradients import clip_factor, real, unique
+from counterflow.runtime.parameters.weights import MakeOptimizer, MakeScheduler
+from counterflow.runtime.stages.layers import state_names
+from counterflow.runtime.stages.randomness import RandomStreams, Rows
+from counterflow.runtime.stages.stage import LOSS, NamedLayer, evaluating, loss_layer, materialised
 from counterflow.schedule import registry
 from counterflow.schedule.ir import Schedule
 

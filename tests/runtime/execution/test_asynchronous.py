@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from counterflow.errors import ConfigError, WorkerError
-from counterflow.runtime.launch import launch
+from counterflow.runtime.execution.step import Step
+from counterflow.runtime.parameters.versions import Versions
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.step import Step
-from counterflow.runtime.versions import Versions
+from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.schedule.segments import segments
+from counterflow.schedule.program.segments import segments
 from counterflow.train.trial import small_trial
 from counterflow.verify.agreement import Agreement, compare
 

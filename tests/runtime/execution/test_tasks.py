@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import counterflow as cf
-from counterflow.runtime.tasks import Preparation, Task
-from counterflow.schedule.actions import Action, Compute, Exchange, Matching, Program, Receive
+from counterflow.runtime.execution.tasks import Preparation, Task
 from counterflow.schedule.check import checked_program
-from counterflow.schedule.lowering import lower
-from counterflow.schedule.segments import segments
+from counterflow.schedule.program.actions import Action, Compute, Exchange, Matching, Program, Receive
+from counterflow.schedule.program.lowering import lower
+from counterflow.schedule.program.segments import segments
 
 S = cf.schemes
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from counterflow.runtime.compression import Compression
-from counterflow.runtime.launch import launch
+from counterflow.runtime.messages.compression import Compression
+from counterflow.runtime.messages.values import BufferPool, TensorSpec
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.values import BufferPool, TensorSpec
+from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.train.trial import small_trial

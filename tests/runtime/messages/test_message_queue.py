@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from counterflow.runtime.launch import launch
+from counterflow.runtime.messages.values import BufferPool, TensorSpec
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.values import BufferPool, TensorSpec
+from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 

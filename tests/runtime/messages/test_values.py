@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
-from counterflow.runtime.launch import launch
+from counterflow.runtime.messages.values import described, put_together, read_description, take_apart
+from counterflow.runtime.mini_batch.samples import cut, samples_in, split_points
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.samples import cut, samples_in, split_points
-from counterflow.runtime.values import described, put_together, read_description, take_apart
+from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.errors import ConfigError, WorkerError
-from counterflow.runtime.launch import launch
-from counterflow.runtime.loss import LossSum
+from counterflow.runtime.mini_batch.losses import LossSum
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from counterflow.errors import ConfigError
-from counterflow.runtime.launch import launch
+from counterflow.runtime.mini_batch.samples import cut, samples_in
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.samples import cut, samples_in
+from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 

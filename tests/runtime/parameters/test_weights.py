@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from counterflow.errors import ConfigError, WorkerError
-from counterflow.runtime.launch import launch
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.world import current_transport
+from counterflow.runtime.workers.launch import launch
+from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.verify.agreement import verify

@@ -12,7 +12,7 @@ from counterflow.models import (
     GPTConfig,
     ResNeXtConfig,
 )
-from counterflow.runtime.estimates import estimated_costs
+from counterflow.runtime.stages.estimates import estimated_costs
 from counterflow.schedule.cuts import balance
 
 GPT = GPTConfig(layers=2, hidden=16, heads=2, vocabulary=40, positions=8)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
-from counterflow.runtime.layers import ListLayers, layers_of, parameter_count, state_names
+from counterflow.runtime.stages.layers import ListLayers, layers_of, parameter_count, state_names
 
 
 class Tower(nn.Module):

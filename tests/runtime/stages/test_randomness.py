@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from counterflow.runtime.randomness import RandomStreams, Rows
+from counterflow.runtime.stages.randomness import RandomStreams, Rows
 
 
 class Sometimes(nn.Module):

@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from counterflow.errors import ConfigError, WorkerError
-from counterflow.runtime.launch import launch
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.verify.agreement import one_process, verify

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from counterflow.runtime.launch import launch
 from counterflow.runtime.transport import (
     Group,
     Lost,
@@ -26,7 +25,8 @@ from counterflow.runtime.transport import gathers as gather_rows
 from counterflow.runtime.transport.gloo import GlooTransport
 from counterflow.runtime.transport.local import Hub
 from counterflow.runtime.transport.nccl import NcclTransport
-from counterflow.runtime.world import current_transport
+from counterflow.runtime.workers.launch import launch
+from counterflow.runtime.workers.world import current_transport
 
 WORKERS = 3
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from counterflow.errors import ConfigError, DeadlockError, WorkerError
-from counterflow.runtime.launch import launch
-from counterflow.runtime.world import current_transport
+from counterflow.runtime.workers.launch import launch
+from counterflow.runtime.workers.world import current_transport
 
 
 class Job:
@@ -138,8 +138,8 @@ def test_a_hanging_worker(tmp_path: Path) -> None:
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
-from counterflow.runtime.launch import launch
-from counterflow.runtime.world import current_transport
+from counterflow.runtime.workers.launch import launch
+from counterflow.runtime.workers.world import current_transport
 
 def work(folder):
     current_transport().gather([1.0])

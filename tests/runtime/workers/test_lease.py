@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from counterflow.errors import ConfigError
-from counterflow.runtime.launch import launch
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 

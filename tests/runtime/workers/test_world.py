@@ -14,11 +14,11 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from counterflow.errors import ConfigError
-from counterflow.runtime import watch, world
-from counterflow.runtime.launch import launch
 from counterflow.runtime.transport import Status, TransportKind
-from counterflow.runtime.watch import Failure, Watch, blame
-from counterflow.runtime.world import current_transport, first_host, started_by
+from counterflow.runtime.workers import watch, world
+from counterflow.runtime.workers.launch import launch
+from counterflow.runtime.workers.watch import Failure, Watch, blame
+from counterflow.runtime.workers.world import current_transport, first_host, started_by
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM = (
@@ -158,7 +158,7 @@ def test_in_a_thread() -> None:
 SCRIPT = """
 import torch
 from counterflow.runtime.transport import Lost
-from counterflow.runtime.world import current_transport
+from counterflow.runtime.workers.world import current_transport
 
 transport = current_transport(timeout_seconds=60)
 print(transport.gather([transport.rank]))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from counterflow.errors import ConfigError, ScheduleError
 from counterflow.schedule import schemes
-from counterflow.schedule.actions import Compute, Update
 from counterflow.schedule.ir import Schedule
-from counterflow.schedule.segments import Segments, segments, shifted
+from counterflow.schedule.program.actions import Compute, Update
+from counterflow.schedule.program.segments import Segments, segments, shifted
 
 Make = Callable[[int], Schedule]
 """Periods to a schedule."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from counterflow.plan.placement import Arrangement
+from counterflow.plan.device_placement import Arrangement
 from counterflow.schedule.modes import Recompute
 
 from ..examples import hanayo_tacc, mixpipe, wpipe

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from counterflow.plan.placement import Arrangement
+from counterflow.plan.device_placement import Arrangement
 from counterflow.plan.space import Constraints
 from counterflow.plan.stages import Cutting
 from counterflow.schedule.ir import OptionValue

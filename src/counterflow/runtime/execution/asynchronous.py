@@ -1,7 +1,7 @@
 """Runs schedules without a flush: a step begins a mini-batch and leaves the last ones under way.
 
-What a step runs is a segment of the schedule (``schedule/segments.py``); the next step goes on where it
-ended, so that no worker waits for the others between two steps. For the same reason loss and norm of a
+What a step runs is a segment of the schedule (``schedule/program/segments.py``); the next step goes on where
+it ended, so that no worker waits for the others between two steps. For the same reason loss and norm of a
 mini-batch are told by a later step, when everybody has sent its part long before, those of short periods
 several at a time; and gradients are clipped stage by stage, because a stage is updated before the gradients
 of the others are there.
@@ -17,18 +17,18 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from counterflow.errors import ConfigError
-from counterflow.schedule.actions import StartSync, WaitSync
-from counterflow.schedule.segments import Segments
+from counterflow.schedule.program.actions import StartSync, WaitSync
+from counterflow.schedule.program.segments import Segments
 
-from .batch import Batch
-from .gradients import clip_factor
+from ..mini_batch.batch import Batch
+from ..mini_batch.losses import Losses
+from ..parameters.gradients import clip_factor
+from ..parameters.versions import Versions
+from ..parameters.weights import Weights
+from ..transport import Gathering
 from .interpreter import Interpreter
-from .loss import Losses
 from .step import Told, Workers
 from .tasks import Tasks
-from .transport import Gathering
-from .versions import Versions
-from .weights import Weights
 
 TOLD_TOGETHER = 8
 """Micro-batches of which loss and norm are gathered at once: a gather costs as much as an op's messages."""

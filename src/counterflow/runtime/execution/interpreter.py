@@ -19,7 +19,9 @@ from torch.autograd.variable import Variable
 from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError, CounterflowError
-from counterflow.schedule.actions import (
+from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.modes import Recompute
+from counterflow.schedule.program.actions import (
     Action,
     Agree,
     Compute,
@@ -31,23 +33,30 @@ from counterflow.schedule.actions import (
     Update,
     WaitSync,
 )
-from counterflow.schedule.ir import Op, OpKind, Schedule
-from counterflow.schedule.modes import Recompute
-from counterflow.schedule.segments import later, shifted
+from counterflow.schedule.program.segments import later, shifted
 
-from .batch import Batch, Key
-from .compression import Compression
-from .loss import Entry, LossFunction, read_loss
-from .mail import Mail, Taken
+from ..messages.compression import Compression
+from ..messages.message_queue import Mail, Taken
+from ..messages.values import (
+    Layout,
+    Structure,
+    TensorSpec,
+    Unit,
+    Value,
+    put_together,
+    take_apart,
+    takes_gradient,
+)
+from ..mini_batch.batch import Batch, Key
+from ..mini_batch.losses import Entry, LossFunction, read_loss
+from ..mini_batch.samples import Dims, cut
+from ..stages.randomness import Rows
+from ..stages.recomputation import Contents, Hold, copied, mapped, versions
+from ..stages.stage import StageCopy
+from ..transport import Transport
+from ..workers.watch import worker_error
 from .meters import Kept, SavedBytes, clock_of
-from .randomness import Rows
-from .recomputation import Contents, Hold, copied, mapped, versions
-from .samples import Dims, cut
-from .stage import StageCopy
 from .tasks import Preparation, Task, Tasks
-from .transport import Transport
-from .values import Layout, Structure, TensorSpec, Unit, Value, put_together, take_apart, takes_gradient
-from .watch import worker_error
 
 _Output = tuple[Structure | None, list[Tensor]]
 """A stage's output for a unit, taken apart."""

@@ -13,8 +13,8 @@ from typing import cast
 
 from counterflow.errors import ConfigError, WorkerError
 
-from .loss import Losses
-from .transport import Transport
+from ..mini_batch.losses import Losses
+from ..transport import Transport
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,14 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from counterflow.schedule.actions import Program, StartSync, Summed, WaitSync
+from counterflow.schedule.program.actions import Program, StartSync, Summed, WaitSync
 
-from .batch import Batch
-from .gradients import clip_factor
+from ..mini_batch.batch import Batch
+from ..parameters.gradients import clip_factor
+from ..parameters.weights import Weights
 from .interpreter import Interpreter
 from .step import Told, Workers
 from .tasks import Tasks
-from .weights import Weights
 
 
 class Flushing:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from counterflow.schedule.actions import Action, Compute, Exchange, Message, Program, Receive, Send
 from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.program.actions import Action, Compute, Exchange, Message, Program, Receive, Send
 
-from .batch import Shapes
-from .stage import StageCopy
-from .values import Structure, TensorSpec, Unit
+from ..messages.values import Structure, TensorSpec, Unit
+from ..mini_batch.batch import Shapes
+from ..stages.stage import StageCopy
 
 
 @dataclass(slots=True)

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
-from counterflow.schedule.actions import Receive
+from counterflow.schedule.program.actions import Receive
 
-from .batch import Batch, Shapes
+from ..execution.tasks import Task
+from ..mini_batch.batch import Batch, Shapes
+from ..transport import Crossing, Pending, Transport
+from ..transport.base import Described
 from .compression import Compression
-from .tasks import Task
-from .transport import Crossing, Pending, Transport
-from .transport.base import Described
 from .values import NUMBER, BufferPool, Structure, TensorSpec, described, read_description
 
 Taken = tuple[Structure | None, list[Tensor], Sequence[Tensor]]

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
 
-from .samples import PLAIN
+from ..mini_batch.samples import PLAIN
 
 Value = Any
 """What a stage takes and gives."""

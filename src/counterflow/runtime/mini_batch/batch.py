@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .loss import Losses
-from .randomness import Rows
+from ..messages.values import Layout, Unit
+from ..stages.randomness import Rows
+from .losses import Losses
 from .samples import Dims
-from .values import Layout, Unit
 
 Key = tuple[int, Unit]
 """A stage and what runs through it (a micro-batch runs on one pipe only)."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from counterflow.errors import ConfigError
 
-from .values import Unit
+from ..messages.values import Unit
 
 LossFunction = Callable[[Any, Any], Any]
 """Output of the last stage and target to the mean loss over the samples, this and a dict of metrics, or a

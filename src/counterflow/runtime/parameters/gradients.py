@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
 
-from .transport import Group, Pending, Transport
+from ..transport import Group, Pending, Transport
 
 BUCKET_BYTES = 25 * 1024 * 1024
 """The size of the pieces in which gradients are summed, as in torch's DistributedDataParallel."""

@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from counterflow.errors import ConfigError, WorkerError
-from counterflow.schedule.actions import StartSync, Summed, SyncAction, WaitSync
+from counterflow.schedule.program.actions import StartSync, Summed, SyncAction, WaitSync
 
+from ..stages.recomputation import Contents
+from ..stages.stage import StageCopy
+from ..transport import Group, Pending, Transport
 from .gradients import Shard, unique
-from .recomputation import Contents
-from .stage import StageCopy
-from .transport import Group, Pending, Transport
 
 MakeOptimizer = Callable[[Any], Optimizer]
 """Of a list of parameters, or of (name, parameter)."""

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .transport import TimedOut
-from .values import Value, number_of
+from ..messages.values import Value, number_of
+from ..transport import TimedOut
 
 
 class Rows(NamedTuple):

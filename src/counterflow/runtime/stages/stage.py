@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 from counterflow.errors import ConfigError
 from counterflow.schedule.modes import Recompute
 
-from .meters import graph_of
+from ..execution.meters import graph_of
+from ..messages.values import Value
+from ..parameters.versions import Versions
 from .randomness import RandomStreams, Rows
 from .recomputation import Buffers, Entry, Hold, Replay, mapped, versions
-from .values import Value
-from .versions import Versions
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup, Work
 # The store has no public name; torch's own checkpoint and elastic code reach it the same way.
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from ..watch import Watch
+from ..workers.watch import Watch
 from .base import Group, Lost, Status, TimedOut, Transport
 from .gathers import Gathering, Gathers
 from .headers import HEADER_WORDS, announced, as_bytes, describe

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from counterflow.schedule.actions import Matching
+from counterflow.schedule.program.actions import Matching
 
 from .base import TransportKind
 from .control import DistributedTransport

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from counterflow.schedule.actions import Matching
+from counterflow.schedule.program.actions import Matching
 
 from .base import Group, Lost, Status, TimedOut, Transport, TransportKind
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterflow.schedule.actions import Matching
+from counterflow.schedule.program.actions import Matching
 
 from .base import Crossing, Pending, TransportKind
 from .control import DistributedTransport

@@ -32,10 +32,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 # How torch's own workers learn that their parent died; it has no public name.
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
-from ..errors import ConfigError, CounterflowError, WorkerError
+from counterflow.errors import ConfigError, CounterflowError, WorkerError
+
+from ..transport.base import Lost, TimedOut, Transport, TransportKind
+from ..transport.local import Hub
 from . import world
-from .transport.base import Lost, TimedOut, Transport, TransportKind
-from .transport.local import Hub
 from .watch import culprit
 
 _T = TypeVar("_T")
@@ -96,7 +97,7 @@ def launch(
     Inside, ``Pipeline`` and ``current_transport()`` find the other workers by themselves.
 
     >>> def rank():
-    ...     from counterflow.runtime.world import current_transport
+    ...     from counterflow.runtime.workers.world import current_transport
     ...     return current_transport().rank
     >>> launch(rank, workers=3, transport="local")
     [0, 1, 2]

@@ -20,8 +20,9 @@ from typing import NoReturn, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
-from ..errors import CounterflowError, WorkerError
-from .transport.base import Lost, Status, TimedOut, Transport
+from counterflow.errors import CounterflowError, WorkerError
+
+from ..transport.base import Lost, Status, TimedOut, Transport
 
 _T = TypeVar("_T")
 

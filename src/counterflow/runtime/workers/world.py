@@ -18,11 +18,12 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from ..errors import ConfigError, WorkerError
-from .transport.base import Lost, TimedOut, Transport, TransportKind
-from .transport.control import DistributedTransport
-from .transport.gloo import GlooTransport
-from .transport.nccl import NcclTransport
+from counterflow.errors import ConfigError, WorkerError
+
+from ..transport.base import Lost, TimedOut, Transport, TransportKind
+from ..transport.control import DistributedTransport
+from ..transport.gloo import GlooTransport
+from ..transport.nccl import NcclTransport
 
 _FIRST_PORT, _PORTS = 15_000, 15_000
 """Slurm's jobs meet at a port below those that systems hand out by themselves."""

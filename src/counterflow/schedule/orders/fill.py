@@ -14,9 +14,9 @@ from heapq import heappop, heappush
 
 from counterflow.errors import DeadlockError
 
-from .graph import OpGraph
-from .ir import Op, OpKind, Schedule
-from .residency import stash_change
+from ..graph import OpGraph
+from ..ir import Op, OpKind, Schedule
+from ..residency import stash_change
 
 
 def filled(

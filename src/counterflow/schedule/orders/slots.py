@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from operator import itemgetter
 
-from .ir import Op
+from ..ir import Op
 
 Placed = tuple[int, int, Op]
 """One op with its place: (slot, worker, op)."""

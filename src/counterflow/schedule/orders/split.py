@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from ..ir import Op, OpKind, Schedule
+from ..residency import peak_activations, stash_change
 from .fill import filled
-from .ir import Op, OpKind, Schedule
-from .residency import peak_activations, stash_change
 
 
 def split_backwards(schedule: Schedule) -> Schedule:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from .ir import Op, OpKind, Schedule
-from .modes import Sync
+from ..ir import Op, OpKind, Schedule
+from ..modes import Sync
 from .sync import needs_sync
 
 _WORDS = {

@@ -17,7 +17,7 @@ from .actions import Action, Exchange, Program, Receive, Send
 def with_exchanges(program: Program) -> Program:
     """Every send and receive that cross as one action.
 
-    >>> from counterflow.schedule.lowering import lower
+    >>> from counterflow.schedule.program.lowering import lower
     >>> from counterflow.schedule.schemes import interleaved
     >>> program = lower(interleaved(workers=4, micro_batches=4, chunks=2))
     >>> print(*(action for action in program.actions[3] if isinstance(action, Exchange)))

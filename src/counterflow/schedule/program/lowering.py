@@ -29,6 +29,10 @@ from functools import partial
 
 from counterflow.errors import ConfigError, ScheduleError
 
+from ..graph import OpGraph
+from ..ir import Schedule
+from ..modes import Sync, parse_mode
+from ..rules import AGREED, DEADLOCK_RENDEZVOUS, MESSAGES, SYNCS, VERSIONS, Rule, Subject, require
 from .actions import (
     Action,
     Agree,
@@ -44,10 +48,6 @@ from .actions import (
     WaitSync,
 )
 from .crossing import with_exchanges
-from .graph import OpGraph
-from .ir import Schedule
-from .modes import Sync, parse_mode
-from .rules import AGREED, DEADLOCK_RENDEZVOUS, MESSAGES, SYNCS, VERSIONS, Rule, Subject, require
 from .sync import by_last_backward, first_users, gradient_syncs, plan_syncs
 
 Gaps = list[dict[int, list[Action]]]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from ..ir import Op
 from .actions import Action, Agree, Compute, Exchange, Program, Receive, Send, StartSync, WaitSync
-from .ir import Op
 
 Event = tuple[str, Op | StartSync | int, int]
 """What an action can wait for: (kind, message, sum or period, worker that has to make it happen)."""

@@ -21,7 +21,10 @@ from itertools import pairwise
 
 from counterflow.errors import ConfigError, ScheduleError
 
-from . import registry
+from .. import registry
+from ..graph import OpGraph
+from ..ir import Op, Schedule
+from ..rules import DEADLOCK_RENDEZVOUS, MESSAGES, RULES, SYNCS, VERSIONS, Subject, require
 from .actions import (
     Action,
     Compute,
@@ -36,8 +39,6 @@ from .actions import (
     WaitSync,
 )
 from .crossing import with_exchanges
-from .graph import OpGraph
-from .ir import Op, Schedule
 from .lowering import (
     NOTHING_SHARED,
     Shared,
@@ -49,7 +50,6 @@ from .lowering import (
     with_syncs,
     with_updates,
 )
-from .rules import DEADLOCK_RENDEZVOUS, MESSAGES, RULES, SYNCS, VERSIONS, Subject, require
 
 Tagged = tuple[int, Action]
 """The segment an action belongs to, and the action."""

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .graph import OpGraph
-from .ir import Schedule
-from .modes import Sync
+from ..graph import OpGraph
+from ..ir import Schedule
+from ..modes import Sync
 
 
 @dataclass(frozen=True, slots=True)

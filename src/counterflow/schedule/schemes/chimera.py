@@ -32,9 +32,9 @@ from typing import NamedTuple
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
+from counterflow.schedule.orders.slots import Placed, orders_by_slot, spread
 from counterflow.schedule.placement import Placement, bidirectional
 from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Kind, Option, Scheme
-from counterflow.schedule.slots import Placed, orders_by_slot, spread
 from counterflow.schedule.workload import Pass, Share, Workload
 
 from ._legal import at_least

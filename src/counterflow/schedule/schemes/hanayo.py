@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
+from counterflow.schedule.orders.slots import Placed, orders_by_slot
 from counterflow.schedule.placement import Placement, wave
 from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Option, Scheme, counts
-from counterflow.schedule.slots import Placed, orders_by_slot
 from counterflow.schedule.workload import Workload, plain
 
 from ._legal import at_least

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
+from counterflow.schedule.orders.slots import spread
 from counterflow.schedule.placement import looped
 from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme, counts
-from counterflow.schedule.slots import spread
 from counterflow.schedule.workload import Workload, plain
 
 from ._legal import at_least

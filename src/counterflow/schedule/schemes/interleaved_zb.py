@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.orders.slots import spread
 from counterflow.schedule.placement import looped
-from counterflow.schedule.slots import spread
 from counterflow.schedule.workload import plain
 
 from ._legal import at_least

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from counterflow.schedule.fill import filled
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
+from counterflow.schedule.orders.fill import filled
+from counterflow.schedule.orders.split import weights_in_waits
 from counterflow.schedule.placement import wave
 from counterflow.schedule.residency import peak_activations
-from counterflow.schedule.split import weights_in_waits
 from counterflow.schedule.workload import plain
 
 from ._legal import at_least

@@ -20,9 +20,9 @@ from functools import partial
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.orders.slots import Placed, orders_by_slot
 from counterflow.schedule.placement import looped
 from counterflow.schedule.scheme import PERIODS, Option, Scheme
-from counterflow.schedule.slots import Placed, orders_by_slot
 from counterflow.schedule.workload import Workload, plain
 
 from ._legal import at_least

@@ -11,8 +11,8 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024, arXiv 2401.10241
 
 from __future__ import annotations
 
-from counterflow.schedule.fill import filled
 from counterflow.schedule.ir import OpKind, Schedule
+from counterflow.schedule.orders.fill import filled
 from counterflow.schedule.placement import linear
 from counterflow.schedule.residency import peak_activations
 from counterflow.schedule.workload import plain

@@ -1,0 +1,1 @@
+"""What travels between stages, how it is packed, and what has been sent and received."""

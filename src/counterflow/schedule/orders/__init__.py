@@ -1,0 +1,1 @@
+"""What schemes make orders with: slots, filled waits, and backwards split in two."""
