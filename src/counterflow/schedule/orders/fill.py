@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
+from math import inf
 
 from counterflow.errors import DeadlockError
 
@@ -32,77 +33,117 @@ def filled(
         movable: which ops may be moved.
 
     Raises:
+        ScheduleError: an op's input is computed nowhere.
         DeadlockError: the workers wait for each other in a circle.
     """
-    workers = [_Worker(schedule, *given, movable) for given in zip(schedule.orders, limits, strict=True)]
-    ended: dict[Op, float] = {}
+    graph = OpGraph(schedule)
+    needs = _needs(graph)
+    ended = [inf] * len(graph.ops)
+    workers = [
+        _Worker(graph, w, needs, limit, movable)
+        for w, limit in zip(range(schedule.workers), limits, strict=True)
+    ]
     moments, now = [0.0], -1.0
     while moments:
         if (moment := heappop(moments)) == now:
             continue
         now = moment
         for worker in workers:
-            op = worker.next_at(now, ended)
-            if op is not None:
-                ended[op] = worker.busy_until = now + op.work * (2 if op.kind is OpKind.BACKWARD else 1)
-                heappush(moments, worker.busy_until)
+            if worker.busy_until > now:
+                continue
+            node = worker.taken_at(now, ended)
+            if node is not None:
+                op = graph.ops[node]
+                end = now + op.work * (2 if op.kind is OpKind.BACKWARD else 1)
+                ended[node] = worker.busy_until = end
+                heappush(moments, end)
     if any(worker.left for worker in workers):
-        raise DeadlockError(OpGraph(schedule).describe_cycle())
+        raise DeadlockError(graph.describe_cycle())
     return replace(schedule, orders=tuple(tuple(worker.done) for worker in workers))
 
 
+def _needs(graph: OpGraph) -> list[list[int]]:
+    """The nodes whose products each node takes, of its own stage and of the one before or after."""
+    forwards: dict[tuple[int, int, int], int] = {}
+    gradients: dict[tuple[int, int, tuple[int, ...], int, int], int] = {}
+    for node, op in enumerate(graph.ops):
+        if op.kind.makes_output:
+            forwards.update(((op.pipe, op.stage, m), node) for m in op.micro_batches)
+        elif op.kind is OpKind.INPUT_GRADIENT:
+            gradients[op.pipe, op.stage, op.micro_batches, op.part, op.parts] = node
+    needs: list[list[int]] = []
+    for op, source in zip(graph.ops, graph.source, strict=True):
+        taken = [] if source is None else [source]
+        if op.kind is OpKind.WEIGHT_GRADIENTS:
+            taken.append(gradients[op.pipe, op.stage, op.micro_batches, op.part, op.parts])
+        elif not op.kind.makes_output:
+            taken.append(forwards[op.pipe, op.stage, op.micro_batches[0]])
+        needs.append(taken)
+    return needs
+
+
 class _Worker:
-    """What one worker has run, and what is left of its order."""
+    """What one worker has run, and what is left of its order: nodes, None where one was taken."""
 
     def __init__(
-        self, schedule: Schedule, order: Sequence[Op], limit: float, movable: Callable[[Op], bool]
+        self,
+        graph: OpGraph,
+        worker: int,
+        needs: list[list[int]],
+        limit: float,
+        movable: Callable[[Op], bool],
     ) -> None:
+        nodes = range(graph.first[worker], graph.first[worker + 1])
         self.done: list[Op] = []
-        self.left = len(order)
+        self.left = len(nodes)
         self.busy_until = 0.0
-        self._needs = schedule.workload.needs
-        self._order: list[Op | None] = list(order)
+        self._ops = graph.ops
+        self._needs = needs
+        self._order: list[int | None] = list(nodes)
         self._head = 0
         self._limit = limit
         self._stashed = 0.0
         self._alike: dict[tuple[OpKind, int, int], deque[int]] = {}
         """Where ops that may be moved stand in the order, by kind and stage: these keep their order."""
-        for place, op in enumerate(order):
+        for place, node in enumerate(nodes):
+            op = graph.ops[node]
             if movable(op):
                 self._alike.setdefault((op.kind, op.pipe, op.stage), deque()).append(place)
 
-    def next_at(self, now: float, ended: dict[Op, float]) -> Op | None:
-        """Take what it runs from ``now`` on; None if it is busy or has to wait."""
-        if not self.left or self.busy_until > now:
+    def taken_at(self, now: float, ended: list[float]) -> int | None:
+        """What it runs from ``now`` on; None if it has to wait."""
+        if not self.left:
             return None
-
-        def can_run(place: int) -> bool:
-            op = self._order[place]
-            return op is not None and all(ended.get(need, now + 1) <= now for need in self._needs(op))
-
-        if can_run(self._head):
+        if self._can_run(self._head, now, ended):
             return self._taken(self._head)
         for place in sorted(places[0] for places in self._alike.values() if places):
-            if can_run(place) and self._fits(place):
+            if self._can_run(place, now, ended) and self._fits(place):
                 return self._taken(place)
         return None
 
+    def _can_run(self, place: int, now: float, ended: list[float]) -> bool:
+        node = self._order[place]
+        return node is not None and all(ended[need] <= now for need in self._needs[node])
+
     def _fits(self, place: int) -> bool:
         """Whether the op there can run before all that stands before it, within the limit."""
-        op = self._order[place]
-        assert op is not None
-        more = stash_change(op)
+        node = self._order[place]
+        assert node is not None
+        more = stash_change(self._ops[node])
+        if more <= 0:
+            return True
         stashed = self._stashed + more
-        for before in self._order[self._head : place] if more > 0 else ():
+        for before in self._order[self._head : place]:
             if stashed > self._limit:
                 return False
             if before is not None:
-                stashed += stash_change(before)
-        return more <= 0 or stashed <= self._limit
+                stashed += stash_change(self._ops[before])
+        return stashed <= self._limit
 
-    def _taken(self, place: int) -> Op:
-        op, self._order[place] = self._order[place], None
-        assert op is not None
+    def _taken(self, place: int) -> int:
+        node, self._order[place] = self._order[place], None
+        assert node is not None
+        op = self._ops[node]
         places = self._alike.get((op.kind, op.pipe, op.stage))
         if places and places[0] == place:
             places.popleft()
@@ -111,4 +152,4 @@ class _Worker:
         self._stashed += stash_change(op)
         while self._head < len(self._order) and self._order[self._head] is None:
             self._head += 1
-        return op
+        return node
