@@ -42,5 +42,12 @@ def test_json(run: Run) -> None:
                 "default": None,
                 "help": "N: micro-batches of a mini-batch",
             },
+            {
+                "name": "split",
+                "legal": "true or false",
+                "required": False,
+                "default": False,
+                "help": "input and weight gradients apart, the latter where a worker would wait",
+            },
         ],
     }

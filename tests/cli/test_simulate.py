@@ -217,7 +217,7 @@ Refused = Callable[..., str]
         ("wpipe --workers 4 --micro-batches 3", "Error: --micro-batches 3"),
         ("mixpipe --stages 4 --micro-batches 4 --injected 3", "Error: --injected 3"),
         ("mixpipe --stages 4 --micro-batches 4 --injected all", "Error: --injected 'all': must be a"),
-        ("dapple --waves 2", "Error: dapple has no --waves; its options: --stages, --micro-batches"),
+        ("dapple --waves 2", "Error: dapple has no --waves; its options: --stages, --micro-batches, --split"),
         ("dapple --waves 2 --pairs 1", "Error: dapple has no --pairs and no --waves; its options"),
         ("hanayo --stages 4", "Error: hanayo has no --stages (use --workers); its options: --workers"),
         ("dapple --stages 4", "Error: dapple needs --micro-batches\n  --micro-batches  N: micro-batches"),

@@ -21,7 +21,7 @@ from counterflow.schedule import registry
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.placement import looped
-from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Kind, Option, Scheme
+from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Kind, Option, Scheme, unplanned
 from counterflow.schedule.workload import Pass, Share, Workload
 from counterflow.simulate import simulate
 from counterflow.train import load_config
@@ -220,10 +220,19 @@ def test_an_option_that_is_a_flag_of_a_command_is_refused() -> None:
 def test_a_record_agrees_with_its_builder(name: str) -> None:
     """Its defaults are the builder's, and its workload and directions those of what is built."""
     scheme = registry.scheme(name)
-    given: dict[str, OptionValue] = {option.name: 4 for option in scheme.options if option.required}
+    required = [option.name for option in scheme.options if option.required]
+    given: dict[str, OptionValue] = {name: 8 if name == "micro_batches" else 4 for name in required}
     schedule = scheme.build(**given)
     built: dict[str, Any] = dict(schedule.options)
-    assert list(built) == [option.name for option in scheme.options]
+    # What is false is not said.
+    flags = {option.name: False for option in scheme.options if option.kind is Kind.FLAG}
+    assert list(built | flags) == [option.name for option in scheme.options]
+    assert built.keys().isdisjoint(flags)
+    for flag in flags:
+        split = scheme.build(**given, **{flag: True})
+        assert dict(split.options) == built | {flag: True}
+        assert scheme.workload_of(dict(split.options)) == split.workload != schedule.workload
+    built |= flags
     for option in scheme.options:
         if not option.required:
             assert built[option.name] == (built[option.like] if option.like else option.default)
@@ -238,7 +247,7 @@ def test_a_record_agrees_with_its_builder(name: str) -> None:
         assert scheme.workload_of(options) == scheme.build(**options).workload
         if scheme.most_stashed and (most := scheme.most_stashed(**options)) is not None:
             assert max(simulate(scheme.build(**options)).peak_activations) <= most
-    assert tried
+    assert bool(tried) is (scheme.planner is not unplanned)
 
 
 def test_names_of_schemes_are_said_in_their_files_alone() -> None:

@@ -17,14 +17,22 @@ from counterflow.schedule.schemes import (
     Concat,
     chimera,
     dapple,
+    dualpipe,
+    dualpipe_v,
     gems,
     gpipe,
     hanayo,
     interleaved,
+    interleaved_zb,
     mixpipe,
     pipedream,
     pipedream_2bw,
+    v_half,
+    v_min,
     wpipe,
+    zb_h1,
+    zb_h2,
+    zb_v,
 )
 
 
@@ -165,6 +173,96 @@ LITERAL: dict[str, tuple[Schedule, list[str]]] = {
             "F0.1 F1.1 F0.3 B0.3 F1.3 B1.3 F2.1 B0.1 F3.1 B1.1 F2.3v1 B2.3v1 F3.3v1 B3.3v1 B2.1 B3.1",
         ],
     ),
+    "dapple, split": (
+        dapple(stages=3, micro_batches=3, split=True),
+        [
+            "F0.0 F1.0 F2.0 I0.0 W0.0 I1.0 W1.0 I2.0 W2.0",
+            "F0.1 F1.1 I0.1 W0.1 F2.1 I1.1 W1.1 I2.1 W2.1",
+            "F0.2 I0.2 W0.2 F1.2 I1.2 W1.2 F2.2 I2.2 W2.2",
+        ],
+    ),
+    "chimera, split": (
+        chimera(stages=4, micro_batches=4, split=True),
+        [
+            "F0.0 F1.0 F2.3p1 I2.3p1 W2.3p1 F3.3p1 I3.3p1 I0.0 W3.3p1 I1.0 W0.0 W1.0",
+            "F0.1 F2.2p1 F1.1 F3.2p1 I2.2p1 I0.1 W2.2p1 I3.2p1 I1.1 W0.1 W3.2p1 W1.1",
+            "F2.1p1 F0.2 F3.1p1 F1.2 I0.2 I2.1p1 W0.2 I1.2 I3.1p1 W2.1p1 W1.2 W3.1p1",
+            "F2.0p1 F3.0p1 F0.3 I0.3 W0.3 F1.3 I1.3 I2.0p1 W1.3 I3.0p1 W2.0p1 W3.0p1",
+        ],
+    ),
+    "zb-h1": (
+        zb_h1(stages=3, micro_batches=4),
+        [
+            "F0.0 F1.0 F2.0 I0.0 W0.0 F3.0 I1.0 W1.0 I2.0 W2.0 I3.0 W3.0",
+            "F0.1 F1.1 I0.1 F2.1 I1.1 W0.1 F3.1 I2.1 W1.1 I3.1 W2.1 W3.1",
+            "F0.2 I0.2 F1.2 I1.2 F2.2 I2.2 W0.2 F3.2 I3.2 W1.2 W2.2 W3.2",
+        ],
+    ),
+    "zb-h2": (
+        zb_h2(stages=2, micro_batches=4),
+        [
+            "F0.0 F1.0 F2.0 I0.0 W0.0 F3.0 I1.0 W1.0 I2.0 W2.0 I3.0 W3.0",
+            "F0.1 I0.1 F1.1 I1.1 F2.1 I2.1 W0.1 F3.1 I3.1 W1.1 W2.1 W3.1",
+        ],
+    ),
+    "zb-h2 with few micro-batches": (
+        zb_h2(stages=3, micro_batches=3),
+        [
+            "F0.0 F1.0 F2.0 I0.0 W0.0 I1.0 W1.0 I2.0 W2.0",
+            "F0.1 F1.1 F2.1 I0.1 W0.1 I1.1 W1.1 I2.1 W2.1",
+            "F0.2 I0.2 F1.2 I1.2 F2.2 I2.2 W0.2 W1.2 W2.2",
+        ],
+    ),
+    "zb-v": (
+        zb_v(workers=2, micro_batches=3),
+        [
+            "F0.0 F1.0 F2.0 F0.3 I0.3 W0.3 F1.3 I1.3 W1.3 I0.0 W0.0 F2.3 I2.3 W2.3 I1.0 W1.0 I2.0 W2.0",
+            "F0.1 F0.2 F1.1 F1.2 I0.2 W0.2 F2.1 I0.1 W0.1 F2.2 I1.2 W1.2 I1.1 I2.2 I2.1 W1.1 W2.2 W2.1",
+        ],
+    ),
+    "v-half": (
+        v_half(workers=3, micro_batches=2),
+        [
+            "F0.0 F1.0 F0.5 I0.5 F1.5 I1.5 W0.5 W1.5 I0.0 W0.0 I1.0 W1.0",
+            "F0.1 F1.1 F0.4 F1.4 I0.4 W0.4 I1.4 I0.1 W1.4 I1.1 W0.1 W1.1",
+            "F0.2 F0.3 F1.2 F1.3 I0.3 I0.2 I1.3 I1.2 W0.3 W0.2 W1.3 W1.2",
+        ],
+    ),
+    "v-min": (
+        v_min(workers=3, micro_batches=2),
+        [
+            "F0.0 F1.0 F0.5 I0.5 F1.5 I1.5 W0.5 W1.5 I0.0 W0.0 I1.0 W1.0",
+            "F0.1 F1.1 F0.4 F1.4 I0.4 W0.4 I0.1 I1.4 W0.1 W1.4 I1.1 W1.1",
+            "F0.2 F0.3 F1.2 F1.3 I0.3 I0.2 W0.3 W0.2 I1.3 I1.2 W1.3 W1.2",
+        ],
+    ),
+    "interleaved-zb": (
+        interleaved_zb(workers=2, micro_batches=2),
+        [
+            "F0.0 F1.0 F0.2 F1.2 I0.2 W0.2 I1.2 W1.2 I0.0 W0.0 I1.0 W1.0",
+            "F0.1 F1.1 F0.3 I0.3 F1.3 I1.3 W0.3 I0.1 W1.3 I1.1 W0.1 W1.1",
+        ],
+    ),
+    "dualpipe": (
+        dualpipe(stages=4, micro_batches=8),
+        [
+            "F0.0 F1.0 F2.0 F4.3p1 I4.3p1 W4.3p1 F5.3p1 F3.0 B5.3p1 "
+            "F6.3p1 B0.0 B6.3p1 F7.3p1 B1.0 B7.3p1 I2.0 W2.0 I3.0 W3.0",
+            "F0.1 F4.2p1 F1.1 F5.2p1 F2.1 B4.2p1 F6.2p1 B0.1 F3.1 "
+            "B5.2p1 F7.2p1 B1.1 B6.2p1 B2.1 I7.2p1 I3.1 W7.2p1 W3.1",
+            "F4.1p1 F0.2 F5.1p1 F1.2 F6.1p1 B0.2 F2.2 B4.1p1 F7.1p1 "
+            "B1.2 F3.2 B5.1p1 B2.2 B6.1p1 I3.2 I7.1p1 W3.2 W7.1p1",
+            "F4.0p1 F5.0p1 F6.0p1 F0.3 I0.3 W0.3 F1.3 F7.0p1 B1.3 "
+            "F2.3 B4.0p1 B2.3 F3.3 B5.0p1 B3.3 I6.0p1 W6.0p1 I7.0p1 W7.0p1",
+        ],
+    ),
+    "dualpipe-v": (
+        dualpipe_v(workers=2, micro_batches=4),
+        [
+            "F0.0 F1.0 F2.0 F0.3 I0.3 W0.3 F1.3 F3.0 B1.3 F2.3 B0.0 B2.3 F3.3 B1.0 B3.3 I2.0 W2.0 I3.0 W3.0",
+            "F0.1 F0.2 F1.1 F1.2 F2.1 B0.2 F2.2 B0.1 F3.1 B1.2 F3.2 B1.1 B2.2 B2.1 I3.2 I3.1 W3.2 W3.1",
+        ],
+    ),
 }
 
 
@@ -292,13 +390,20 @@ def test_a_schedule_shows_its_options() -> None:
 @pytest.mark.parametrize("name", SCHEMES)
 def test_options_build_the_same_schedule_again(name: str) -> None:
     known = SCHEMES[name]
-    given: dict[str, int | str] = {option.name: 4 for option in known.options if option.required}
+    required = [option.name for option in known.options if option.required]
+    given: dict[str, int | str] = {each: 8 if each == "micro_batches" else 4 for each in required}
     schedule = build(name, given)
     again = build(name, dict(schedule.options))
     assert again == schedule
     assert schedule.scheme == name
     assert schedule.synchronous == known.synchronous
-    assert {option for option, _ in schedule.options} == {o.name for o in known.options}
+    # A flag is said where it is set.
+    flags = {o.name for o in known.options if o.kind is Kind.FLAG}
+    assert {option for option, _ in schedule.options} == {o.name for o in known.options} - flags
+    for flag in flags:
+        schedule = build(name, {**given, flag: True})
+        assert build(name, dict(schedule.options)) == schedule
+        assert dict(schedule.options)[flag] is True
 
 
 @pytest.mark.parametrize("periods", [1, 2, 3, 4, 8])
@@ -377,6 +482,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # more
     ("hanayo", {"workers": 4, "micro_batches": 4, "waves": 0}, r"waves=0.*1 or more"),
     ("interleaved", {"workers": 4, "micro_batches": 4, "chunks": 0}, r"chunks=0.*1 or more"),
+    ("interleaved-zb", {"workers": 4, "micro_batches": 4, "chunks": 0}, r"chunks=0.*1 or more"),
+    ("dualpipe", {"stages": 3, "micro_batches": 8}, r"stages=3.*even.*use 2 or 4"),
+    ("dualpipe", {"stages": 4, "micro_batches": 7}, r"micro_batches=7: must be 8 or more: twice the stages"),
+    ("dualpipe", {"stages": 4, "micro_batches": 9}, r"micro_batches=9: must be even.*; use 8 or 10"),
+    ("dualpipe-v", {"workers": 4, "micro_batches": 7}, r"micro_batches=7: must be 8 or more: twice the work"),
+    ("dapple", {"stages": 4, "micro_batches": 4, "split": 1}, r"split=1: must be true or false"),
     ("gpipe", {"stages": 4, "micro_batches": 4, "groups": 0}, r"groups=0.*1 or more"),
     ("pipedream", {"stages": 4, "periods": 0}, r"periods=0.*1 or more"),
 ]
@@ -416,14 +527,22 @@ def test_registry_names() -> None:
     assert list(SCHEMES) == [
         "chimera",
         "dapple",
+        "dualpipe",
+        "dualpipe-v",
         "gems",
         "gpipe",
         "hanayo",
         "interleaved",
+        "interleaved-zb",
         "mixpipe",
         "pipedream",
         "pipedream-2bw",
+        "v-half",
+        "v-min",
         "wpipe",
+        "zb-h1",
+        "zb-h2",
+        "zb-v",
     ]
     assert {name for name, known in SCHEMES.items() if not known.synchronous} == {
         "pipedream",

@@ -27,6 +27,7 @@ Options = dict[str, int | str]
 
 DEPTHS = st.integers(2, 12)
 EVEN_DEPTHS = st.integers(1, 6).map(lambda half: 2 * half)
+DEEP = st.one_of(DEPTHS, st.integers(2, 32))
 
 
 def _micro_batches(draw: Draw, depth: int, least: int = 1) -> int:
@@ -50,12 +51,14 @@ def _chimera(draw: Draw) -> Options:
         "micro_batches": _micro_batches(draw, depth),
         "pairs": draw(st.sampled_from(divisors)),
         "concat": draw(st.sampled_from([concat.value for concat in Concat])),
+        "split": draw(st.booleans()),
     }
 
 
 def _mixpipe(draw: Draw) -> Options:
     depth = draw(EVEN_DEPTHS)
     options: Options = {"stages": depth, "micro_batches": _micro_batches(draw, depth)}
+    options["split"] = draw(st.booleans())
     if draw(st.booleans()):
         injected = 2 * draw(st.integers(1, depth // 2))
         early = draw(st.integers(0, (depth - injected) // 2))
@@ -79,17 +82,35 @@ def _wpipe(draw: Draw) -> Options:
     return {"workers": workers, "micro_batches": m, "periods": draw(st.integers(1, 4))}
 
 
+def _dualpipe(draw: Draw) -> Options:
+    depth = draw(EVEN_DEPTHS)
+    return {"stages": depth, "micro_batches": 2 * draw(st.integers(depth, 2 * depth + 2))}
+
+
+def _dualpipe_v(draw: Draw) -> Options:
+    workers = draw(DEPTHS)
+    return {"workers": workers, "micro_batches": _micro_batches(draw, workers, least=2 * workers)}
+
+
 DRAWN: dict[str, Callable[[Draw], Options]] = {
     "gpipe": _with_depth("stages", DEPTHS, groups=st.integers(1, 4)),
-    "dapple": _with_depth("stages", DEPTHS),
-    "interleaved": _with_depth("workers", DEPTHS, chunks=st.integers(1, 4)),
-    "gems": _with_depth("stages", EVEN_DEPTHS),
+    "dapple": _with_depth("stages", DEPTHS, split=st.booleans()),
+    "interleaved": _with_depth("workers", DEPTHS, chunks=st.integers(1, 4), split=st.booleans()),
+    "gems": _with_depth("stages", EVEN_DEPTHS, split=st.booleans()),
     "chimera": _chimera,
     "mixpipe": _mixpipe,
-    "hanayo": _with_depth("workers", st.integers(1, 10), waves=st.integers(1, 3)),
+    "hanayo": _with_depth("workers", st.integers(1, 10), waves=st.integers(1, 3), split=st.booleans()),
     "pipedream": _pipedream,
     "pipedream-2bw": _pipedream_2bw,
     "wpipe": _wpipe,
+    "zb-h1": _with_depth("stages", DEEP),
+    "zb-h2": _with_depth("stages", DEEP),
+    "zb-v": _with_depth("workers", DEEP),
+    "v-half": _with_depth("workers", DEEP),
+    "v-min": _with_depth("workers", DEEP),
+    "interleaved-zb": _with_depth("workers", DEPTHS, chunks=st.integers(1, 4)),
+    "dualpipe": _dualpipe,
+    "dualpipe-v": _dualpipe_v,
 }
 
 every_scheme = pytest.mark.parametrize("name", SCHEMES)
@@ -114,7 +135,7 @@ def test_every_op_is_there_exactly_once(name: str, data: st.DataObject) -> None:
     """Counted in shares of a micro-batch, stage by stage, without the graph or the checker."""
     schedule = data.draw(schedules(name))
     forwards: Counter[tuple[int, int, int]] = Counter()
-    backwards: Counter[tuple[int, int, int, Fraction]] = Counter()
+    gradients: Counter[tuple[str, int, int, int, Fraction]] = Counter()
     pipe_of: dict[int, set[int]] = {m: set() for m in range(schedule.total_micro_batches)}
     for op in schedule.ops():
         for m in op.micro_batches:
@@ -125,19 +146,21 @@ def test_every_op_is_there_exactly_once(name: str, data: st.DataObject) -> None:
             else:
                 assert 0 <= op.part < op.parts
                 # A part is the piece of the micro-batch from part/parts on; pieces of one size.
-                backwards[op.pipe, op.stage, m, Fraction(op.part, op.parts)] += 1
+                for made in {OpKind.BACKWARD: "IW"}.get(op.kind, op.kind.value):
+                    gradients[made, op.pipe, op.stage, m, Fraction(op.part, op.parts)] += 1
     expected = {
         (pipe, stage, m) for m, pipes in pipe_of.items() for pipe in pipes for stage in range(schedule.stages)
     }
     assert all(len(pipes) == 1 for pipes in pipe_of.values())
     assert forwards == Counter(expected)
-    assert max(backwards.values()) == 1
-    shares = dict.fromkeys(expected, Fraction(0))
-    for op in schedule.ops():
-        if op.kind is OpKind.BACKWARD:
-            for m in op.micro_batches:
-                shares[op.pipe, op.stage, m] += Fraction(1, op.parts)
-    assert set(shares.values()) == {Fraction(1)}
+    assert max(gradients.values()) == 1
+    for makes in (OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENTS):
+        shares = dict.fromkeys(expected, Fraction(0))
+        for op in schedule.ops():
+            if op.kind in (OpKind.BACKWARD, makes):
+                for m in op.micro_batches:
+                    shares[op.pipe, op.stage, m] += Fraction(1, op.parts)
+        assert set(shares.values()) == {Fraction(1)}
 
 
 @every_scheme
@@ -150,6 +173,7 @@ def test_every_op_is_where_its_stage_is_and_backwards_follow(name: str, data: st
         assert len(schedule.placement.pipes_stages[pipe]) == schedule.stages
     for worker, order in enumerate(schedule.orders):
         stashed: set[tuple[int, int, int]] = set()
+        waiting: set[Op] = set()
         for op in order:
             assert schedule.placement.pipes_stages[op.pipe][op.stage] == worker
             done = {(op.pipe, op.stage, m) for m in op.micro_batches}
@@ -157,19 +181,26 @@ def test_every_op_is_where_its_stage_is_and_backwards_follow(name: str, data: st
                 stashed |= done
             else:
                 assert done <= stashed
+            if op.kind is OpKind.INPUT_GRADIENT:
+                waiting.add(replace(op, kind=OpKind.WEIGHT_GRADIENTS))
+            elif op.kind is OpKind.WEIGHT_GRADIENTS:
+                waiting.remove(op)
+        assert not waiting
 
 
 # --- When they run ----------------------------------------------------------------------------------------
 
 
-def play(
-    schedule: Schedule, forward: list[int], backward: list[int]
-) -> dict[tuple[int, int], tuple[Fraction, Fraction]]:
+Seconds = dict[OpKind, list[int]]
+"""Of each kind of op, by stage."""
+
+
+def play(schedule: Schedule, seconds: Seconds) -> dict[tuple[int, int], tuple[Fraction, Fraction]]:
     """(worker, index) -> (start, end), by trying every worker's next op until nothing is left.
 
     Takes nothing from the product but the schedule's data. Fails on a deadlock.
     """
-    ended: dict[tuple[OpKind, int, int, tuple[int, ...], int], Fraction] = {}
+    ended: Ended = {}
     times: dict[tuple[int, int], tuple[Fraction, Fraction]] = {}
     at = [0] * schedule.workers
     free = [Fraction(0)] * schedule.workers
@@ -182,11 +213,12 @@ def play(
                 ready = _input_ready(op, schedule.stages, ended)
                 if ready is None:
                     break
-                seconds = forward if op.kind is OpKind.FORWARD else backward
                 start = max(free[worker], ready)
                 load = Fraction(len(op.micro_batches), op.parts)
-                end = start + seconds[op.stage] * load
-                ended[op.kind, op.pipe, op.stage, op.micro_batches, op.part] = end
+                end = start + seconds[op.kind][op.stage] * load
+                if op.kind is not OpKind.WEIGHT_GRADIENTS:  # nobody takes these
+                    forward = op.kind is OpKind.FORWARD
+                    ended[forward, op.pipe, op.stage, op.micro_batches, op.part] = end
                 times[worker, at[worker]] = (start, end)
                 free[worker] = end
                 at[worker] += 1
@@ -195,16 +227,18 @@ def play(
     return times
 
 
-def _input_ready(
-    op: Op, stages: int, ended: dict[tuple[OpKind, int, int, tuple[int, ...], int], Fraction]
-) -> Fraction | None:
+Ended = dict[tuple[bool, int, int, tuple[int, ...], int], Fraction]
+"""(forward, pipe, stage, micro-batches, part) -> when an output or an input gradient was there."""
+
+
+def _input_ready(op: Op, stages: int, ended: Ended) -> Fraction | None:
     """When an op's input is there; None if it is not computed yet."""
     if op.kind is OpKind.FORWARD:
         if op.stage == 0:
             return Fraction(0)
-        return ended.get((op.kind, op.pipe, op.stage - 1, op.micro_batches, 0))
-    if op.stage < stages - 1:
-        return ended.get((op.kind, op.pipe, op.stage + 1, op.micro_batches, op.part))
+        return ended.get((True, op.pipe, op.stage - 1, op.micro_batches, 0))
+    if op.kind is not OpKind.WEIGHT_GRADIENTS and op.stage < stages - 1:
+        return ended.get((False, op.pipe, op.stage + 1, op.micro_batches, op.part))
     return Fraction(0)  # the last stage's backward follows its forward on the same worker
 
 
@@ -214,9 +248,11 @@ def _input_ready(
 def test_simulated_times_are_those_of_an_independent_player(name: str, data: st.DataObject) -> None:
     schedule = data.draw(schedules(name))
     seconds = st.lists(st.integers(1, 9), min_size=schedule.stages, max_size=schedule.stages)
-    forward, backward = data.draw(seconds), data.draw(seconds)
-    result = simulate(schedule, Costs(forward=forward, backward=backward))
-    expected = play(schedule, forward, backward)
+    forward, backward, inputs, weights = (data.draw(seconds) for _ in range(4))
+    costs = Costs(forward=forward, backward=backward, input_gradient=inputs, weight_gradients=weights)
+    result = simulate(schedule, costs)
+    of_kind = dict(zip(OpKind, (forward, backward, inputs, weights), strict=True))
+    expected = play(schedule, of_kind)
     index = [0] * schedule.workers
     for span in result.timeline:
         start, end = expected[span.worker, index[span.worker]]
@@ -238,9 +274,10 @@ def test_makespan_is_at_least_the_work_and_the_critical_path(
     assert set(result.busy) == {work / schedule.workers}
     assert result.makespan >= work / schedule.workers
     for op in schedule.ops():
-        if op.kind is OpKind.BACKWARD and op.stage == 0:
-            path = schedule.stages * (forward + backward / op.parts)
-            assert result.makespan >= path
+        if op.kind.makes_input_gradient and op.stage == 0:
+            # Unsaid, an input gradient takes half of the backward.
+            least = backward if op.kind is OpKind.BACKWARD and "dualpipe" not in name else backward / 2
+            assert result.makespan >= schedule.stages * (forward + least / op.parts)
     assert all(idle >= 0 for idle in result.idle)
     assert 0 <= result.bubble_ratio < 1
 
@@ -255,7 +292,8 @@ def peaks(schedule: Schedule) -> list[Fraction]:
         stashed = most = Fraction(0)
         for op in order:
             load = Fraction(len(op.micro_batches), op.parts)
-            stashed += load if op.kind is OpKind.FORWARD else -load
+            sign = {OpKind.FORWARD: 1, OpKind.INPUT_GRADIENT: 0}.get(op.kind, -1)
+            stashed += sign * load
             most = max(most, stashed)
         assert stashed == 0
         found.append(most)
@@ -274,6 +312,8 @@ def most_stashed(schedule: Schedule) -> int | None:
         assert isinstance(injected, int)
         assert isinstance(early, int)
         return injected + early
+    workers = schedule.workers
+    largest_round = -(-n // max(1, n // workers))
     promised = {
         "gpipe": n * depth // schedule.workers,
         "dapple": min(depth, n),
@@ -283,6 +323,14 @@ def most_stashed(schedule: Schedule) -> int | None:
         "pipedream": depth,
         "pipedream-2bw": depth,
         "wpipe": n + schedule.workers,
+        "zb-h1": depth,
+        "zb-h2": 2 * depth - 1,
+        "zb-v": depth,
+        "v-half": workers + 2 - workers % 2,
+        "v-min": 2 * ((workers + 4) // 3),
+        "interleaved-zb": (depth // workers - 1) * largest_round + workers,
+        "dualpipe": depth + 1,
+        "dualpipe-v": depth + 1,
     }
     return promised.get(schedule.scheme)
 

@@ -168,12 +168,13 @@ def test_the_number_of_processes() -> None:
         ),
         (
             ["schedule.waves=2"],
-            "schedule: chimera has no option 'waves'; its options: stages, micro_batches, pairs, concat",
+            "schedule: chimera has no option 'waves'; "
+            "its options: stages, micro_batches, pairs, concat, split",
         ),
         (
             ["schedule.scheme=hanayo", "schedule.stages=2"],
             "schedule: hanayo has no option 'stages' (use workers instead); "
-            "its options: workers, micro_batches, waves",
+            "its options: workers, micro_batches, waves, split",
         ),
         (
             ["schedule.scheme=mixpipe", "schedule.injected=most"],

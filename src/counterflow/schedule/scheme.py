@@ -124,6 +124,14 @@ class Option:
 
 MICRO_BATCHES = Option("micro_batches", "1 or more", "N: micro-batches of a mini-batch", letter="N")
 PERIODS = Option("periods", "1 or more", "updates to play", default=8, noun="period")
+SPLIT = Option(
+    "split",
+    "true or false",
+    "input and weight gradients apart, the latter where a worker would wait",
+    default=False,
+    kind=Kind.FLAG,
+    unsaid=False,
+)
 
 Build = Callable[..., Schedule]
 VersionRule = Callable[[int, int, int], int]
@@ -131,6 +139,11 @@ VersionRule = Callable[[int, int, int], int]
 
 Planner = Callable[[int, int, int], Iterable[Mapping[str, OptionValue]]]
 """(workers, micro-batches, layers of the model) -> options worth trying, beside workers and micro-batches."""
+
+
+def unplanned(_workers: int, _micro_batches: int, _layers: int) -> Iterator[Mapping[str, OptionValue]]:
+    """The planner of a scheme that is not for training yet: no candidates."""
+    yield from ()
 
 
 def plainly(_workers: int, _micro_batches: int, _layers: int) -> Iterator[Mapping[str, OptionValue]]:

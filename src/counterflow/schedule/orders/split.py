@@ -11,36 +11,59 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from counterflow.errors import ConfigError
+
 from ..ir import Op, OpKind, Schedule
 from ..residency import peak_activations, stash_change
+from ..workload import Workload
 from .fill import filled
 
 
-def split_backwards(schedule: Schedule) -> Schedule:
-    """The same order with every backward split in two.
+def split_workload(workload: Workload, split: bool = True) -> Workload:
+    """The same work with every backward split in two; as it is if ``split`` is false.
+
+    Raises:
+        ConfigError: ``split`` is neither true nor false.
+    """
+    if not isinstance(split, bool):
+        raise ConfigError(f"split={split!r}: must be true or false")
+    if not split:
+        return workload
+    every = tuple(range(workload.placement.stages))
+    passes = tuple(
+        replace(one, shares=tuple(replace(share, split=every) for share in one.shares))
+        for one in workload.passes
+    )
+    return replace(workload, passes=passes)
+
+
+def split_backwards(schedule: Schedule, split: bool = True) -> Schedule:
+    """The same order with every backward split in two; as it is if ``split`` is false.
 
     Each backward becomes an input gradient; see ``weights_in_waits`` for its weight gradients. A worker
     stashes no more forwards than before.
 
     Args:
         schedule: a synchronous schedule whose backwards are whole.
+        split: whether to.
+
+    Raises:
+        ConfigError: ``split`` is neither true nor false.
 
     >>> from .schemes import dapple
     >>> print(*split_backwards(dapple(stages=2, micro_batches=3)).orders[0])
     F0.0 F1.0 I0.0 W0.0 F2.0 I1.0 W1.0 I2.0 W2.0
     """
-    every = tuple(range(schedule.stages))
-    passes = tuple(
-        replace(one, shares=tuple(replace(share, split=every) for share in one.shares))
-        for one in schedule.workload.passes
-    )
-    split = replace(
+    workload = split_workload(schedule.workload, split)
+    if not split:
+        return schedule
+    halves = replace(
         schedule,
         options=(*schedule.options, ("split", True)),
-        workload=replace(schedule.workload, passes=passes),
+        workload=workload,
         orders=tuple(tuple(_halves(order)) for order in schedule.orders),
     )
-    return weights_in_waits(split, peak_activations(schedule))
+    return weights_in_waits(halves, peak_activations(schedule))
 
 
 def weights_in_waits(schedule: Schedule, limits: Sequence[float]) -> Schedule:

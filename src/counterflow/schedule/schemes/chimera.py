@@ -33,8 +33,9 @@ from typing import NamedTuple
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.orders.slots import Placed, orders_by_slot, spread
+from counterflow.schedule.orders.split import split_backwards, split_workload
 from counterflow.schedule.placement import Placement, bidirectional
-from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Kind, Option, Scheme
+from counterflow.schedule.scheme import MICRO_BATCHES, SPLIT, Directions, Kind, Option, Scheme
 from counterflow.schedule.workload import Pass, Share, Workload
 
 from ._legal import at_least
@@ -49,7 +50,11 @@ class Concat(StrEnum):
 
 
 def chimera(
-    stages: int, micro_batches: int, pairs: int = 1, concat: Concat | str = Concat.DIRECT
+    stages: int,
+    micro_batches: int,
+    pairs: int = 1,
+    concat: Concat | str = Concat.DIRECT,
+    split: bool = False,
 ) -> Schedule:
     """Bidirectional pipes, ``pairs`` in each direction.
 
@@ -58,6 +63,7 @@ def chimera(
         micro_batches: N, 1 or more; fewer than D are spread over the pipes as evenly as possible.
         pairs: f, the pipes in each direction; divides D/2. Every worker holds 2f stages.
         concat: what follows the first unit: ``direct``, ``forward-doubling`` or ``backward-halving``.
+        split: whether input and weight gradients are apart (``split_backwards``).
 
     Raises:
         ConfigError: an option is out of range.
@@ -74,14 +80,19 @@ def chimera(
         ("concat", Concat(concat).value),
     )
     orders = orders_by_slot(stages, _placed(placement, passes))
-    return Schedule("chimera", options, _made(placement, micro_batches, passes), orders)
+    schedule = Schedule("chimera", options, _made(placement, micro_batches, passes), orders)
+    return split_backwards(schedule, split)
 
 
 def _workload(
-    stages: int, micro_batches: int, pairs: int = 1, concat: Concat | str = Concat.DIRECT
+    stages: int,
+    micro_batches: int,
+    pairs: int = 1,
+    concat: Concat | str = Concat.DIRECT,
+    split: bool = False,
 ) -> Workload:
     placement, passes = _passed(stages, micro_batches, pairs, concat)
-    return _made(placement, micro_batches, passes)
+    return split_workload(_made(placement, micro_batches, passes), split)
 
 
 def _made(placement: Placement, micro_batches: int, passes: Sequence[_Slots]) -> Workload:
@@ -191,6 +202,7 @@ SCHEME = Scheme(
             kind=Kind.WORD,
             words=tuple(way.value for way in Concat),
         ),
+        SPLIT,
     ),
     directions=Directions.TWO,
     planner=_planned,

@@ -13,20 +13,22 @@ Source: Fan et al., DAPPLE (PPoPP 2021); Chimera (SC'21) section 2, Figure 2.
 from __future__ import annotations
 
 from counterflow.schedule.ir import Schedule
+from counterflow.schedule.orders.split import split_backwards, split_workload
 from counterflow.schedule.placement import linear
-from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme
+from counterflow.schedule.scheme import MICRO_BATCHES, SPLIT, Option, Scheme
 from counterflow.schedule.workload import Workload, plain
 
 from ._legal import at_least
 from .one_forward_one_backward import one_forward_one_backward
 
 
-def dapple(stages: int, micro_batches: int) -> Schedule:
+def dapple(stages: int, micro_batches: int, split: bool = False) -> Schedule:
     """1F1B with a flush; stage s stashes at most min(D - s, N) forwards.
 
     Args:
         stages: depth D, the number of workers, 1 or more.
         micro_batches: N, 1 or more.
+        split: whether input and weight gradients are apart (``split_backwards``).
 
     Raises:
         ConfigError: an option is out of range.
@@ -37,13 +39,13 @@ def dapple(stages: int, micro_batches: int) -> Schedule:
     workload = _workload(stages, micro_batches)
     orders = tuple(one_forward_one_backward(s, micro_batches, in_flight=stages - s) for s in range(stages))
     options = (("stages", stages), ("micro_batches", micro_batches))
-    return Schedule("dapple", options, workload, orders)
+    return split_backwards(Schedule("dapple", options, workload, orders), split)
 
 
-def _workload(stages: int, micro_batches: int) -> Workload:
+def _workload(stages: int, micro_batches: int, split: bool = False) -> Workload:
     at_least("stages", stages, 1)
     at_least("micro_batches", micro_batches, 1)
-    return plain(linear(stages), micro_batches)
+    return split_workload(plain(linear(stages), micro_batches), split)
 
 
 SCHEME = Scheme(
@@ -56,5 +58,6 @@ SCHEME = Scheme(
     options=(
         Option("stages", "1 or more", "depth D: stages, one on each worker", letter="D"),
         MICRO_BATCHES,
+        SPLIT,
     ),
 )

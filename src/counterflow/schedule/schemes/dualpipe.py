@@ -16,6 +16,7 @@ from __future__ import annotations
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.placement import bidirectional
+from counterflow.schedule.scheme import Directions, Option, Scheme, unplanned
 from counterflow.schedule.workload import Workload, passes_of
 
 from ._legal import at_least
@@ -36,6 +37,7 @@ def dualpipe(stages: int, micro_batches: int) -> Schedule:
     >>> print(*dualpipe(stages=2, micro_batches=4).orders[0])
     F0.0 F2.1p1 F1.0 B2.1p1 F3.1p1 B0.0 B3.1p1 I1.0 W1.0
     """
+    at_least("stages", stages, 2)
     placement = bidirectional(stages)
     at_least("micro_batches", micro_batches, 2 * stages, ": twice the stages")
     if micro_batches % 2:
@@ -59,3 +61,19 @@ def _order(worker: int, stages: int, each: int) -> tuple[Op, ...]:
 
     distance = min(worker, stages - 1 - worker)
     return tuple(ops_of(dual_order(distance, stages // 2, each), op))
+
+
+SCHEME = Scheme(
+    name="dualpipe",
+    build=dualpipe,
+    summary="two directions from both ends, few backwards split",
+    source="DeepSeek 2025 (DualPipe)",
+    options=(
+        Option("stages", "even, 2 or more", "depth D: stages of each pipe, and workers", letter="D"),
+        Option("micro_batches", "even, 2·stages or more", "N: micro-batches of a mini-batch", letter="N"),
+    ),
+    directions=Directions.TWO,
+    planner=unplanned,
+    needs="a split backward, which cannot be trained yet",
+    most_stashed=lambda stages, **_: stages + 1,
+)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.placement import wave
+from counterflow.schedule.scheme import Directions, Option, Scheme, unplanned
 from counterflow.schedule.workload import Workload, passes_of
 
 from ._legal import at_least
@@ -47,3 +48,20 @@ def _order(worker: int, workers: int, micro_batches: int) -> tuple[Op, ...]:
         return Op(kind, 2 * workers - 1 - worker if chunk else worker, (m,))
 
     return tuple(ops_of(dual_order(worker, workers, micro_batches), op))
+
+
+SCHEME = Scheme(
+    name="dualpipe-v",
+    build=dualpipe_v,
+    summary="dualpipe folded into a V, without a second copy",
+    source="DeepSeek 2025 (DualPipe)",
+    options=(
+        Option("workers", "1 or more", "workers of one pipeline group", letter="P"),
+        Option("micro_batches", "2·workers or more", "N: micro-batches of a mini-batch", letter="N"),
+    ),
+    directions=Directions.WAVES,
+    planner=unplanned,
+    needs="a split backward, which cannot be trained yet",
+    most_stashed=lambda workers, **_: 2 * workers + 1,
+    chunk="leg",
+)

@@ -15,19 +15,21 @@ Source: Jain et al., GEMS (SC'20); Chimera (SC'21) section 2, Figure 2.
 from __future__ import annotations
 
 from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.orders.split import split_backwards, split_workload
 from counterflow.schedule.placement import bidirectional
-from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Option, Scheme
+from counterflow.schedule.scheme import MICRO_BATCHES, SPLIT, Directions, Option, Scheme
 from counterflow.schedule.workload import Workload, plain
 
 from ._legal import at_least
 
 
-def gems(stages: int, micro_batches: int) -> Schedule:
+def gems(stages: int, micro_batches: int, split: bool = False) -> Schedule:
     """One micro-batch at a time, alternating the direction.
 
     Args:
         stages: depth D, the number of workers, even.
         micro_batches: N, 1 or more.
+        split: whether input and weight gradients are apart (``split_backwards``).
 
     Raises:
         ConfigError: an option is out of range.
@@ -45,13 +47,14 @@ def gems(stages: int, micro_batches: int) -> Schedule:
         for worker in range(stages)
     )
     options = (("stages", stages), ("micro_batches", micro_batches))
-    return Schedule("gems", options, workload, orders)
+    return split_backwards(Schedule("gems", options, workload, orders), split)
 
 
-def _workload(stages: int, micro_batches: int) -> Workload:
+def _workload(stages: int, micro_batches: int, split: bool = False) -> Workload:
     at_least("stages", stages, 2)
     at_least("micro_batches", micro_batches, 1)
-    return plain(bidirectional(stages), micro_batches, pipe_of=lambda m: m % 2)
+    work = plain(bidirectional(stages), micro_batches, pipe_of=lambda m: m % 2)
+    return split_workload(work, split)
 
 
 SCHEME = Scheme(
@@ -63,6 +66,7 @@ SCHEME = Scheme(
     options=(
         Option("stages", "even, 2 or more", "depth D: stages of each pipe, and workers", letter="D"),
         MICRO_BATCHES,
+        SPLIT,
     ),
     directions=Directions.TWO,
     needs="an even depth",

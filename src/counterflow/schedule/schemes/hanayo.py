@@ -19,20 +19,22 @@ from collections.abc import Iterator, Mapping
 
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.orders.slots import Placed, orders_by_slot
+from counterflow.schedule.orders.split import split_backwards, split_workload
 from counterflow.schedule.placement import Placement, wave
-from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Option, Scheme, counts
+from counterflow.schedule.scheme import MICRO_BATCHES, SPLIT, Directions, Option, Scheme, counts
 from counterflow.schedule.workload import Workload, plain
 
 from ._legal import at_least
 
 
-def hanayo(workers: int, micro_batches: int, waves: int = 1) -> Schedule:
+def hanayo(workers: int, micro_batches: int, waves: int = 1, split: bool = False) -> Schedule:
     """Wave-like pipeline of ``2 * workers * waves`` stages.
 
     Args:
         workers: P, 1 or more.
         micro_batches: N, 1 or more; units of P, the last one may be smaller.
         waves: how often a forward runs down and up, 1 or more.
+        split: whether input and weight gradients are apart (``split_backwards``).
 
     Raises:
         ConfigError: an option is out of range.
@@ -43,14 +45,14 @@ def hanayo(workers: int, micro_batches: int, waves: int = 1) -> Schedule:
     workload = _workload(workers, micro_batches, waves)
     orders = orders_by_slot(workers, _placed(workload.placement, micro_batches))
     options = (("workers", workers), ("micro_batches", micro_batches), ("waves", waves))
-    return Schedule("hanayo", options, workload, orders)
+    return split_backwards(Schedule("hanayo", options, workload, orders), split)
 
 
-def _workload(workers: int, micro_batches: int, waves: int = 1) -> Workload:
+def _workload(workers: int, micro_batches: int, waves: int = 1, split: bool = False) -> Workload:
     at_least("workers", workers, 1)
     at_least("micro_batches", micro_batches, 1)
     at_least("waves", waves, 1)
-    return plain(wave(workers, waves), micro_batches)
+    return split_workload(plain(wave(workers, waves), micro_batches), split)
 
 
 def _placed(placement: Placement, micro_batches: int) -> Iterator[Placed]:
@@ -86,6 +88,7 @@ SCHEME = Scheme(
             noun="wave",
             multiplies=True,
         ),
+        SPLIT,
     ),
     directions=Directions.WAVES,
     planner=_planned,

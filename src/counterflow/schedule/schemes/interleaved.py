@@ -20,20 +20,22 @@ from collections.abc import Iterator, Mapping
 
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.orders.slots import spread
+from counterflow.schedule.orders.split import split_backwards, split_workload
 from counterflow.schedule.placement import looped
-from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme, counts
+from counterflow.schedule.scheme import MICRO_BATCHES, SPLIT, Option, Scheme, counts
 from counterflow.schedule.workload import Workload, plain
 
 from ._legal import at_least
 
 
-def interleaved(workers: int, micro_batches: int, chunks: int = 2) -> Schedule:
+def interleaved(workers: int, micro_batches: int, chunks: int = 2, split: bool = False) -> Schedule:
     """Megatron's interleaved 1F1B on the looped placement.
 
     Args:
         workers: P, 1 or more.
         micro_batches: N, 1 or more; P need not divide it.
         chunks: stages a worker holds, 1 or more; the model is cut into ``workers * chunks`` stages.
+        split: whether input and weight gradients are apart (``split_backwards``).
 
     Raises:
         ConfigError: an option is out of range.
@@ -45,14 +47,14 @@ def interleaved(workers: int, micro_batches: int, chunks: int = 2) -> Schedule:
     rounds = spread(micro_batches, max(1, micro_batches // workers))
     orders = tuple(_order(w, workers, chunks, rounds) for w in range(workers))
     options = (("workers", workers), ("micro_batches", micro_batches), ("chunks", chunks))
-    return Schedule("interleaved", options, workload, orders)
+    return split_backwards(Schedule("interleaved", options, workload, orders), split)
 
 
-def _workload(workers: int, micro_batches: int, chunks: int = 2) -> Workload:
+def _workload(workers: int, micro_batches: int, chunks: int = 2, split: bool = False) -> Workload:
     at_least("workers", workers, 1)
     at_least("micro_batches", micro_batches, 1)
     at_least("chunks", chunks, 1)
-    return plain(looped(workers, chunks), micro_batches)
+    return split_workload(plain(looped(workers, chunks), micro_batches), split)
 
 
 def _order(worker: int, workers: int, chunks: int, rounds: list[int]) -> tuple[Op, ...]:
@@ -95,6 +97,7 @@ SCHEME = Scheme(
         Option("workers", "1 or more", "workers of one pipeline group", letter="P"),
         MICRO_BATCHES,
         Option("chunks", "1 or more", "stages a worker holds", default=2, noun="chunk", multiplies=True),
+        SPLIT,
     ),
     planner=_planned,
     needs="two layers or more for each of two workers or more",

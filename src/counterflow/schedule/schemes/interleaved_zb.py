@@ -19,7 +19,8 @@ from dataclasses import replace
 from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.orders.slots import spread
 from counterflow.schedule.placement import looped
-from counterflow.schedule.workload import plain
+from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme, unplanned
+from counterflow.schedule.workload import Workload, plain
 
 from ._legal import at_least
 from .interleaved import in_rounds
@@ -39,14 +40,22 @@ def interleaved_zb(workers: int, micro_batches: int, chunks: int = 2) -> Schedul
     >>> print(*interleaved_zb(workers=2, micro_batches=2).orders[1])
     F0.1 F1.1 F0.3 I0.3 F1.3 I1.3 W0.3 I0.1 W1.3 I1.1 W0.1 W1.1
     """
+    workload = _workload(workers, micro_batches, chunks)
+    rounds = _rounds(workers, micro_batches)
+    orders = tuple(_order(w, workers, chunks, rounds) for w in range(workers))
+    options = (("workers", workers), ("micro_batches", micro_batches), ("chunks", chunks))
+    return Schedule("interleaved-zb", options, workload, orders)
+
+
+def _workload(workers: int, micro_batches: int, chunks: int = 2) -> Workload:
     at_least("workers", workers, 1)
     at_least("micro_batches", micro_batches, 1)
     at_least("chunks", chunks, 1)
-    rounds = spread(micro_batches, max(1, micro_batches // workers))
-    orders = tuple(_order(w, workers, chunks, rounds) for w in range(workers))
-    options = (("workers", workers), ("micro_batches", micro_batches), ("chunks", chunks))
-    workload = plain(looped(workers, chunks), micro_batches, split=True)
-    return Schedule("interleaved-zb", options, workload, orders)
+    return plain(looped(workers, chunks), micro_batches, split=True)
+
+
+def _rounds(workers: int, micro_batches: int) -> list[int]:
+    return spread(micro_batches, max(1, micro_batches // workers))
 
 
 def _order(worker: int, workers: int, chunks: int, rounds: list[int]) -> tuple[Op, ...]:
@@ -62,3 +71,24 @@ def _order(worker: int, workers: int, chunks: int, rounds: list[int]) -> tuple[O
         if index >= worker:
             order.append(weights[index - worker])
     return (*order, *weights[max(0, len(weights) - worker) :])
+
+
+def _most_stashed(workers: int, micro_batches: int, chunks: int = 2) -> int:
+    return (chunks - 1) * _rounds(workers, micro_batches)[0] + workers
+
+
+SCHEME = Scheme(
+    name="interleaved-zb",
+    build=interleaved_zb,
+    workload=_workload,
+    summary="interleaved 1F1B with a split backward",
+    source="Qi et al. 2024 (Zero Bubble), Megatron-LM",
+    options=(
+        Option("workers", "1 or more", "workers of one pipeline group", letter="P"),
+        MICRO_BATCHES,
+        Option("chunks", "1 or more", "stages a worker holds", default=2, noun="chunk", multiplies=True),
+    ),
+    planner=unplanned,
+    needs="a split backward, which cannot be trained yet",
+    most_stashed=_most_stashed,
+)

@@ -31,8 +31,9 @@ from collections.abc import Iterator, Mapping
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
+from counterflow.schedule.orders.split import split_backwards, split_workload
 from counterflow.schedule.placement import bidirectional
-from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Option, Scheme
+from counterflow.schedule.scheme import MICRO_BATCHES, SPLIT, Directions, Option, Scheme
 from counterflow.schedule.workload import Workload, plain
 
 from ._legal import at_least
@@ -40,7 +41,11 @@ from .mixpipe_plan import mixpipe_orders
 
 
 def mixpipe(
-    stages: int, micro_batches: int, injected: OptionValue | None = None, early_forwards: int = 0
+    stages: int,
+    micro_batches: int,
+    injected: OptionValue | None = None,
+    early_forwards: int = 0,
+    split: bool = False,
 ) -> Schedule:
     """Two directions, K micro-batches injected, Γ forwards advanced.
 
@@ -49,6 +54,7 @@ def mixpipe(
         micro_batches: N, 1 or more.
         injected: K, even, 2..D, or ``"max"``; None means D.
         early_forwards: Γ, 0..(D − K)/2; 0 with ``"max"``.
+        split: whether input and weight gradients are apart (``split_backwards``).
 
     Raises:
         ConfigError: an option is out of range.
@@ -74,13 +80,14 @@ def mixpipe(
         ("injected", injected),
         ("early_forwards", early_forwards),
     )
-    return Schedule("mixpipe", options, workload, orders)
+    return split_backwards(Schedule("mixpipe", options, workload, orders), split)
 
 
-def _workload(stages: int, micro_batches: int) -> Workload:
+def _workload(stages: int, micro_batches: int, split: bool = False) -> Workload:
     at_least("stages", stages, 2)
     at_least("micro_batches", micro_batches, 1)
-    return plain(bidirectional(stages), micro_batches, pipe_of=lambda m: m % 2)
+    work = plain(bidirectional(stages), micro_batches, pipe_of=lambda m: m % 2)
+    return split_workload(work, split)
 
 
 def _refuse(stages: int, injected: OptionValue, early_forwards: int) -> None:
@@ -145,6 +152,7 @@ SCHEME = Scheme(
             unsaid=0,
             order_only=True,
         ),
+        SPLIT,
     ),
     directions=Directions.TWO,
     planner=_planned,

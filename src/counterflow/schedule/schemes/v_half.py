@@ -14,8 +14,9 @@ Source: Qi et al., Pipeline Parallelism with Controllable Memory (NeurIPS 2024, 
 from __future__ import annotations
 
 from counterflow.schedule.ir import Schedule
+from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Option, Scheme, unplanned
 
-from .v_pattern import Starts, v_schedule
+from .v_pattern import Starts, v_schedule, v_workload
 
 
 def v_half(workers: int, micro_batches: int) -> Schedule:
@@ -38,3 +39,21 @@ def _starts(worker: int, workers: int) -> Starts:
     shift = 0 if workers % 2 else 3
     down, back = 2 * worker, 3 * workers - worker - 2
     return down, back, 3 * workers + shift + 2 * worker - 1, 6 * workers + shift - worker - 2
+
+
+SCHEME = Scheme(
+    name="v-half",
+    build=v_half,
+    workload=v_workload,
+    summary="two stages a worker in a V, half the memory of 1F1B",
+    source="Qi et al. 2024 (Controllable Memory)",
+    options=(
+        Option("workers", "1 or more", "workers of one pipeline group", letter="P"),
+        MICRO_BATCHES,
+    ),
+    directions=Directions.WAVES,
+    planner=unplanned,
+    needs="a split backward, which cannot be trained yet",
+    most_stashed=lambda workers, **_: workers + 2 - workers % 2,
+    chunk="leg",
+)

@@ -16,8 +16,9 @@ Source: Qi et al., Pipeline Parallelism with Controllable Memory (NeurIPS 2024, 
 from __future__ import annotations
 
 from counterflow.schedule.ir import Schedule
+from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Option, Scheme, unplanned
 
-from .v_pattern import Starts, v_schedule
+from .v_pattern import Starts, v_schedule, v_workload
 
 
 def v_min(workers: int, micro_batches: int) -> Schedule:
@@ -44,3 +45,21 @@ def _starts(worker: int, workers: int) -> Starts:
         2 * workers + shift + worker,
         4 * workers + shift - worker - 1,
     )
+
+
+SCHEME = Scheme(
+    name="v-min",
+    build=v_min,
+    workload=v_workload,
+    summary="two stages a worker in a V, a third of the memory of 1F1B",
+    source="Qi et al. 2024 (Controllable Memory)",
+    options=(
+        Option("workers", "1 or more", "workers of one pipeline group", letter="P"),
+        MICRO_BATCHES,
+    ),
+    directions=Directions.WAVES,
+    planner=unplanned,
+    needs="a split backward, which cannot be trained yet",
+    most_stashed=lambda workers, **_: 2 * ((workers + 4) // 3),
+    chunk="leg",
+)

@@ -15,7 +15,7 @@ from counterflow.schedule.orders.fill import filled
 from counterflow.schedule.orders.split import weights_in_waits
 from counterflow.schedule.placement import wave
 from counterflow.schedule.residency import peak_activations
-from counterflow.schedule.workload import plain
+from counterflow.schedule.workload import Workload, plain
 
 from ._legal import at_least
 
@@ -26,6 +26,17 @@ INTERVAL = 6
 """Two stages' ops, each of one time: when the next micro-batch's block starts."""
 
 KINDS = OpKind.FORWARD, OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.INPUT_GRADIENT
+
+
+def v_workload(workers: int, micro_batches: int) -> Workload:
+    """Two stages a worker in a V, every backward split.
+
+    Raises:
+        ConfigError: an option is below 1.
+    """
+    at_least("workers", workers, 1)
+    at_least("micro_batches", micro_batches, 1)
+    return plain(wave(workers, 1), micro_batches, split=True)
 
 
 def v_schedule(
@@ -42,11 +53,10 @@ def v_schedule(
     Raises:
         ConfigError: an option is out of range.
     """
-    at_least("workers", workers, 1)
-    at_least("micro_batches", micro_batches, 1)
+    workload = v_workload(workers, micro_batches)
     orders = tuple(tuple(_order(w, workers, micro_batches, starts(w, workers))) for w in range(workers))
     options: tuple[tuple[str, OptionValue], ...] = (("workers", workers), ("micro_batches", micro_batches))
-    blocks = Schedule(scheme, options, plain(wave(workers, 1), micro_batches, split=True), orders)
+    blocks = Schedule(scheme, options, workload, orders)
     limits = [max(peak_activations(blocks))] * workers
     return weights_in_waits(filled(blocks, limits), limits)
 

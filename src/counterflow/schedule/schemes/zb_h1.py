@@ -13,11 +13,9 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024, arXiv 2401.10241
 from __future__ import annotations
 
 from counterflow.schedule.ir import Schedule
-from counterflow.schedule.placement import linear
-from counterflow.schedule.workload import plain
+from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme, unplanned
 
-from ._legal import at_least
-from .zero_bubble_order import zero_bubble_order
+from .zero_bubble_order import zero_bubble_order, zero_bubble_workload
 
 
 def zb_h1(stages: int, micro_batches: int) -> Schedule:
@@ -33,8 +31,23 @@ def zb_h1(stages: int, micro_batches: int) -> Schedule:
     >>> print(*zb_h1(stages=2, micro_batches=3).orders[1])
     F0.1 I0.1 F1.1 I1.1 W0.1 F2.1 I2.1 W1.1 W2.1
     """
-    at_least("stages", stages, 1)
-    at_least("micro_batches", micro_batches, 1)
+    workload = zero_bubble_workload(stages, micro_batches)
     orders = tuple(zero_bubble_order(s, micro_batches, in_flight=stages - s, delay=s) for s in range(stages))
     options = (("stages", stages), ("micro_batches", micro_batches))
-    return Schedule("zb-h1", options, plain(linear(stages), micro_batches, split=True), orders)
+    return Schedule("zb-h1", options, workload, orders)
+
+
+SCHEME = Scheme(
+    name="zb-h1",
+    build=zb_h1,
+    workload=zero_bubble_workload,
+    summary="1F1B with a split backward whose weight gradients fill the drain",
+    source="Qi et al. 2024 (Zero Bubble)",
+    options=(
+        Option("stages", "1 or more", "depth D: stages, one on each worker", letter="D"),
+        MICRO_BATCHES,
+    ),
+    planner=unplanned,
+    needs="a split backward, which cannot be trained yet",
+    most_stashed=lambda stages, **_: stages,
+)

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from counterflow.schedule.ir import OpKind, Schedule
 from counterflow.schedule.orders.fill import filled
-from counterflow.schedule.placement import linear
 from counterflow.schedule.residency import peak_activations
-from counterflow.schedule.workload import plain
+from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme, unplanned
 
-from ._legal import at_least
-from .zero_bubble_order import zero_bubble_order
+from .zero_bubble_order import zero_bubble_order, zero_bubble_workload
 
 
 def zb_h2(stages: int, micro_batches: int) -> Schedule:
@@ -34,15 +32,30 @@ def zb_h2(stages: int, micro_batches: int) -> Schedule:
     >>> print(*zb_h2(stages=2, micro_batches=4).orders[1])
     F0.1 I0.1 F1.1 I1.1 F2.1 I2.1 W0.1 F3.1 I3.1 W1.1 W2.1 W3.1
     """
-    at_least("stages", stages, 1)
-    at_least("micro_batches", micro_batches, 1)
+    workload = zero_bubble_workload(stages, micro_batches)
     orders = tuple(
         zero_bubble_order(s, micro_batches, in_flight=2 * (stages - s) - 1, delay=2 * s)
         for s in range(stages)
     )
     options = (("stages", stages), ("micro_batches", micro_batches))
-    schedule = Schedule("zb-h2", options, plain(linear(stages), micro_batches, split=True), orders)
+    schedule = Schedule("zb-h2", options, workload, orders)
     if micro_batches >= 2 * stages - 1:  # no worker waits after its first input gradient
         return schedule
     peaks = peak_activations(schedule)
     return filled(schedule, peaks, movable=lambda op: op.kind is OpKind.WEIGHT_GRADIENTS)
+
+
+SCHEME = Scheme(
+    name="zb-h2",
+    build=zb_h2,
+    workload=zero_bubble_workload,
+    summary="twice the forwards of 1F1B in flight, and no waits between",
+    source="Qi et al. 2024 (Zero Bubble)",
+    options=(
+        Option("stages", "1 or more", "depth D: stages, one on each worker", letter="D"),
+        MICRO_BATCHES,
+    ),
+    planner=unplanned,
+    needs="a split backward, which cannot be trained yet",
+    most_stashed=lambda stages, **_: 2 * stages - 1,
+)

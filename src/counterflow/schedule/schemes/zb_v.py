@@ -13,10 +13,9 @@ torch.distributed.pipelining's ScheduleZBVZeroBubble.
 from __future__ import annotations
 
 from counterflow.schedule.ir import Op, OpKind, Schedule
-from counterflow.schedule.placement import wave
-from counterflow.schedule.workload import plain
+from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Option, Scheme, unplanned
 
-from ._legal import at_least
+from .v_pattern import v_workload
 from .words import ops_of
 
 
@@ -33,11 +32,10 @@ def zb_v(workers: int, micro_batches: int) -> Schedule:
     >>> print(*zb_v(workers=2, micro_batches=1).orders[0])
     F0.0 F0.3 I0.3 W0.3 I0.0 W0.0
     """
-    at_least("workers", workers, 1)
-    at_least("micro_batches", micro_batches, 1)
+    workload = v_workload(workers, micro_batches)
     orders = tuple(_order(w, workers, micro_batches) for w in range(workers))
     options = (("workers", workers), ("micro_batches", micro_batches))
-    return Schedule("zb-v", options, plain(wave(workers, 1), micro_batches, split=True), orders)
+    return Schedule("zb-v", options, workload, orders)
 
 
 def _order(worker: int, workers: int, micro_batches: int) -> tuple[Op, ...]:
@@ -65,3 +63,21 @@ def _words(worker: int, workers: int, micro_batches: int) -> list[str]:
         *["W1"] * worker,
         *["W0"] * worker,
     ]
+
+
+SCHEME = Scheme(
+    name="zb-v",
+    build=zb_v,
+    workload=v_workload,
+    summary="two stages a worker in a V, no waits where F = I = W",
+    source="Qi et al. 2024 (Zero Bubble)",
+    options=(
+        Option("workers", "1 or more", "workers of one pipeline group", letter="P"),
+        MICRO_BATCHES,
+    ),
+    directions=Directions.WAVES,
+    planner=unplanned,
+    needs="a split backward, which cannot be trained yet",
+    most_stashed=lambda workers, **_: 2 * workers,
+    chunk="leg",
+)

@@ -1,8 +1,23 @@
-"""The order of one stage whose weight gradients wait: zb-h1 and zb-h2 differ in the two numbers it takes."""
+"""1F1B with a split backward: zb-h1 and zb-h2 differ in how much is in flight, and how long weights wait."""
 
 from __future__ import annotations
 
 from counterflow.schedule.ir import Op, OpKind
+from counterflow.schedule.placement import linear
+from counterflow.schedule.workload import Workload, plain
+
+from ._legal import at_least
+
+
+def zero_bubble_workload(stages: int, micro_batches: int) -> Workload:
+    """One stage a worker, every backward split.
+
+    Raises:
+        ConfigError: an option is below 1.
+    """
+    at_least("stages", stages, 1)
+    at_least("micro_batches", micro_batches, 1)
+    return plain(linear(stages), micro_batches, split=True)
 
 
 def zero_bubble_order(stage: int, micro_batches: int, in_flight: int, delay: int) -> tuple[Op, ...]:
