@@ -11,6 +11,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self, cast
 
@@ -37,7 +38,7 @@ from .messages.compression import Compression
 from .messages.values import Unit, content_digest, signature
 from .mini_batch.batch import Batch, Shapes
 from .mini_batch.losses import LossFunction
-from .mini_batch.samples import Dims, cut, filled, joined, moved, samples_in, split_points
+from .mini_batch.samples import Dims, cut, joined, moved, samples_in, split_points
 from .parameters.weights import MakeOptimizer, MakeScheduler, Weights
 from .stages.estimates import estimated_costs
 from .stages.layers import aliases_of, layers_of, state_names
@@ -88,6 +89,8 @@ class Pipeline:
             schedule with this model's costs; by default of forwards that take 1 and backwards that take 2.
         clip_norm: gradients of a larger global norm are scaled down to it; None: never. Without a flush
             each stage by its own norm, to ``clip_norm / sqrt(stages)``.
+        skip_non_finite: whether a mini-batch with a loss or a gradient that is not finite updates nothing on
+            any worker, and ``Step.skipped`` says so; else it is an error. For schemes with a flush.
         autocast: a dtype (``torch.bfloat16``) in which layers run where torch deems it safe.
         compile_layers: whether layers go through ``torch.compile``; or the name of its backend.
         compress: whether activations and gradients go between workers in half precision where that loses
@@ -130,6 +133,7 @@ class Pipeline:
         sync: Sync | str = Sync.EAGER_OPT,
         op_times: OpTimes | None = None,
         clip_norm: float | None = None,
+        skip_non_finite: bool = False,
         autocast: torch.dtype | None = None,
         compile_layers: bool | str = False,
         compress: bool = False,
@@ -202,14 +206,11 @@ class Pipeline:
             compression=self.compression,
             saved=SavedBytes(constant),
         )
-        self._run = self._runner(make, sync, op_times, clip_norm)
+        self._run = self._runner(make, sync, op_times, clip_norm, skip_non_finite)
         forwards = lower_evaluation(schedule, matching=self.transport.matching)
         self._evaluation: Interpreter = make(forwards.schedule, owner=self._run)
         self._evaluation_tasks = self._evaluation.prepare(forwards)
         self._connect()
-        halves = max((op.parts for op in schedule.ops()), default=1)
-        self._fewest = schedule.micro_batches * halves
-        """Samples a mini-batch must have."""
         self._shapes: dict[int, Shapes] = {}
         self._given: tuple[int, int, int] = 0, 0, 0
         """Samples and signature of the replica's last mini-batch, and the samples of all replicas'."""
@@ -220,18 +221,28 @@ class Pipeline:
     # -- making
 
     def _runner(
-        self, make: Callable[..., Interpreter], sync: Sync, op_times: OpTimes | None, clip_norm: float | None
+        self,
+        make: Callable[..., Interpreter],
+        sync: Sync,
+        op_times: OpTimes | None,
+        clip_norm: float | None,
+        skips: bool,
     ) -> Flushing | Continuous:
         """What runs the schedule, with its lists as they are proved."""
         workers = Workers(self.ranks, self.replica, self.worker, self.transport)
         matching, shared = self.transport.matching, Shared(self.weights.ties, self._statistics)
         if not self.schedule.synchronous:
+            if skips:
+                raise ConfigError(
+                    f"{self.schedule.scheme} updates each stage before all gradients are known, so that "
+                    "skip_non_finite cannot skip an update everywhere; take a scheme with a flush"
+                )
             cut = segments(self.schedule, replicas=self.replicas, matching=matching, shared=shared)
             return Continuous(cut, make, workers, self.weights, clip_norm)
         program = checked_program(
             self.schedule, replicas=self.replicas, sync=sync, times=op_times, matching=matching, shared=shared
         )
-        return Flushing(program, make, workers, self.weights, clip_norm)
+        return Flushing(program, make, workers, self.weights, clip_norm, skips=skips)
 
     def _read_layers(
         self,
@@ -327,6 +338,8 @@ class Pipeline:
         With ``update=False`` its gradients are kept: the next update is made with those of the mean loss over
         all samples since the one before, and ``grad_norm`` is told then.
 
+        Where there are fewer samples than micro-batches, the last of these have none and run as nothing.
+
         Without a flush, a step begins its mini-batch and leaves part of it to the next steps, or to
         ``flush``; until then all mini-batches have the same shapes.
 
@@ -337,8 +350,8 @@ class Pipeline:
             update: whether the weights are updated; False only in schemes with a flush.
 
         Raises:
-            ConfigError: the mini-batch has fewer samples than micro-batches, or is missing; or its tensors
-                have different numbers of samples.
+            ConfigError: the mini-batch has no samples, or is missing; or its tensors have different numbers
+                of samples.
             WorkerError: a worker failed, or the loss or a gradient is not finite.
         """
         began = time.perf_counter()
@@ -353,6 +366,7 @@ class Pipeline:
             step = Step(self.steps, math.nan, math.nan, batch.total, seconds, None)
         else:
             step = Step(self.steps, told.loss, told.grad_norm, told.samples, seconds, told.step, told.metrics)
+            step = replace(step, skipped=told.skipped) if told.skipped else step
         self.steps += 1
         if self.digest_every and self.steps % self.digest_every == 0 and not self._run.under_way:
             self.weights.check_copies(f"after step {step.number}")
@@ -381,7 +395,7 @@ class Pipeline:
     def predict(self, inputs: Any = None) -> Any:
         """What the last layer gives for the replica's samples, in their order, on every worker.
 
-        No gradients, evaluation mode; there may be fewer samples than micro-batches. Tensors and numbers are
+        No gradients, evaluation mode. Tensors and numbers are
         put together as ``output_dims`` says. Flushes first what is under way.
 
         Args:
@@ -393,23 +407,17 @@ class Pipeline:
         """
         self._untold = self.flush()
         with self._reported(), torch.no_grad(), ExitStack() as evaluating:
-            samples = _samples(inputs, self.input_dims, "inputs")
-            if 0 < samples < self._fewest:
-                inputs = filled(inputs, self._fewest, self.input_dims)
             batch = self._batch(inputs, None, _PREDICT)
             batch.outputs = {}
             for stage in self.stages.values():
                 evaluating.enter_context(stage.evaluating())
             self._evaluation.run(self._evaluation_tasks, batch)
             self._remember(batch)
-            mine = samples, moved(batch.outputs, torch.device("cpu"), copied=True)  # some are weights
-            rows = cast("list[tuple[int, dict[Unit, Any]]]", self.transport.gather_objects(mine))
+            mine = moved(batch.outputs, torch.device("cpu"), copied=True)  # some are weights
+            rows = cast("list[dict[Unit, Any]]", self.transport.gather_objects(mine))
             ours = [rows[rank] for rank in self.ranks[self.replica]]
-            by_unit = {unit: output for _, outputs in ours for unit, output in outputs.items()}
+            by_unit = {unit: output for outputs in ours for unit, output in outputs.items()}
             whole = joined([by_unit[unit] for unit in sorted(by_unit)], self.output_dims, "outputs")
-            count = max(samples for samples, _ in ours)
-            if count < self._fewest:
-                whole = cut(whole, slice(0, count), self.output_dims)
             return moved(whole, self.device)
 
     def flush(self) -> list[Step]:
@@ -467,7 +475,7 @@ class Pipeline:
         telling = self.transport.start_gather(
             [*mine, kind, call, self.steps, *self._digests(inputs, targets)]
         )
-        ahead = kind in self._shapes and samples >= self._fewest and mine[1] in (samples, _NOT_GIVEN)
+        ahead = kind in self._shapes and samples > 0 and mine[1] in (samples, _NOT_GIVEN)
         """Whether this worker knows enough to begin; what the others say is read before it sends."""
         total = samples
         if not ahead:
@@ -582,13 +590,9 @@ class Pipeline:
         rows = telling.wait()
         self._agree_on_call(rows, call)
         by_replica = [self._agreed_samples(rows, replica) for replica in range(self.replicas)]
-        if min(by_replica) < self._fewest:
-            count = self.schedule.micro_batches
-            raise ConfigError(
-                f"a mini-batch of {min(by_replica)} samples cannot be cut into {count} micro-batches"
-                f"{'' if self._fewest == count else ' of 2 samples or more'}; "
-                f"give {self._fewest} samples or more a replica"
-            )
+        if min(by_replica) < 1:
+            where = f" of replica {by_replica.index(0)}" if self.replicas > 1 else ""
+            raise ConfigError(f"the mini-batch{where} has no samples; give one or more")
         kinds = {int(rows[rank][2]) for rank in self.ranks[self.replica]} - {0}
         if len(kinds) > 1:
             raise ConfigError(

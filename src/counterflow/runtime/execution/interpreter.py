@@ -373,6 +373,8 @@ class Interpreter:
     def _forward_unit(self, task: Task, copy: StageCopy, batch: Batch, given: _Given) -> _Output:
         """One unit's forward; gives what the next stage takes."""
         unit, _, inputs, value, buffers, rows = given
+        if rows.start == rows.stop:
+            return self._without_samples(task, batch, unit, buffers)
         held: list[Kept] = []
         if not batch.training:
             output: Any = copy.forward(value, batch.step, rows)
@@ -389,6 +391,13 @@ class Interpreter:
         self._unsettled.append(stash)
         self._stashes[task.stage, unit] = stash
         return found, self._handed_on(tensors)
+
+    def _without_samples(self, task: Task, batch: Batch, unit: Unit, buffers: Sequence[Tensor]) -> _Output:
+        """What has no samples runs as nothing: it hands on None and gets no gradient."""
+        self._mail.give_back(buffers)
+        if batch.training:
+            self._stashes[task.stage, unit] = _Stash([], [], (), (), [])
+        return take_apart(None, f"stage {task.stage}")
 
     def _handed_on(self, tensors: list[Tensor]) -> list[Tensor]:
         """What a stage gives, and copies of what its weights and buffers are: these change in place."""
@@ -648,7 +657,7 @@ def _layout(structure: Structure | None, tensors: Sequence[Tensor]) -> Layout:
 def _joins(values: Sequence[Any], sizes: Sequence[int], batch: Batch) -> bool:
     """Whether values of several units are one of all their samples: lone tensors with these before all."""
     return batch.input_dims == 0 and all(
-        isinstance(value, Tensor) and value.dim() > 0 and not value.shape[0] % size
+        size > 0 and isinstance(value, Tensor) and value.dim() > 0 and not value.shape[0] % size
         for value, size in zip(values, sizes, strict=True)
     )
 

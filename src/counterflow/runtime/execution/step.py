@@ -13,7 +13,7 @@ from typing import cast
 
 from counterflow.errors import ConfigError, WorkerError
 
-from ..mini_batch.losses import Losses
+from ..mini_batch.losses import Losses, added
 from ..transport import Transport
 
 
@@ -30,6 +30,7 @@ class Step:
         about: the step whose loss and norm these are: this one, or, in schemes without a flush, an earlier
             one, whose backwards have ended by now. None while there is none yet: loss and norm are NaN.
         metrics: means, or sums over the weights, of what the loss function told beside the loss.
+        skipped: whether nothing was updated, for the loss or a gradient was not finite.
     """
 
     number: int
@@ -39,6 +40,7 @@ class Step:
     seconds: float
     about: int | None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Told:
     grad_norm: float
     samples: int
     metrics: Mapping[str, float] = field(default_factory=dict)
+    skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ class Workers:
         Raises:
             WorkerError: the loss or a gradient is not finite.
         """
-        loss = math.fsum(row[0] for row in rows)
+        loss = added(row[0] for row in rows)
         if not math.isfinite(loss):
             rank = next(rank for rank, row in enumerate(rows) if row[2] >= 0)
             replica, worker = place(self.ranks, rank)
@@ -132,7 +135,7 @@ class Workers:
             return {}
         parts = cast("list[dict[str, float]]", self.transport.gather_objects(losses.metrics()))
         names = dict.fromkeys(name for part in parts for name in part)
-        return {name: scale * math.fsum(part.get(name, 0.0) for part in parts) for name in names}
+        return {name: scale * added(part.get(name, 0.0) for part in parts) for name in names}
 
 
 def place(ranks: tuple[tuple[int, ...], ...], rank: int) -> tuple[int, int]:

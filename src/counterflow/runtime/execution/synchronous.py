@@ -12,6 +12,7 @@ from functools import partial
 from counterflow.schedule.program.actions import Program, StartSync, Summed, WaitSync
 
 from ..mini_batch.batch import Batch
+from ..mini_batch.losses import added
 from ..parameters.gradients import clip_factor
 from ..parameters.weights import Weights
 from .interpreter import Interpreter
@@ -28,6 +29,7 @@ class Flushing:
         workers: where this worker is.
         weights: this worker's.
         clip_norm: gradients of a larger global norm are scaled down to it; None: never.
+        skips: whether nothing is updated where a loss or a gradient is not finite; else it is an error.
     """
 
     under_way = False
@@ -40,12 +42,16 @@ class Flushing:
         workers: Workers,
         weights: Weights,
         clip_norm: float | None,
+        *,
+        skips: bool = False,
     ) -> None:
         self.interpreter = make(program.schedule, owner=self)
         self.tasks = self.interpreter.prepare(program)
         self.workers = workers
         self.weights = weights
         self.clip_norm = clip_norm
+        self.skips = skips
+        self._skipped = False  # something since the last update was not finite
         self._batch: Batch
         self._told: Told  # every list agrees once
         self._updates = True
@@ -66,6 +72,7 @@ class Flushing:
         self.weights.attach()
         self.interpreter.run(self.tasks, batch)
         self.waiting = 0 if update else batch.total
+        self._skipped = self._skipped and not update
         self.weights.detach()
         return self._told
 
@@ -94,7 +101,9 @@ class Flushing:
     def update(self, stage: int, version: int, frees: Sequence[int]) -> None:
         """Update a stage's weights, once loss and norm are agreed on."""
         del version, frees  # there is one version
-        if self._updates:
+        if self._skipped and self._updates:
+            self.weights.skip(stage)
+        elif self._updates:
             self.weights.update(stage)
 
     def agree(self) -> None:
@@ -110,7 +119,11 @@ class Flushing:
         squared = self.weights.squared_norm() if self._updates else 0.0
         rows = self.workers.transport.gather([mine, squared, odd, *losses.weighed()])
         step, total = self._batch.step, self._batch.total
-        loss, norm = self.workers.loss_and_norm(rows, step, self.weights.not_finite)
+        if self.skips and not all(math.isfinite(number) for row in rows for number in row[:2]):
+            self._skipped = True
+            loss, norm = added(row[0] for row in rows), math.nan
+        else:
+            loss, norm = self.workers.loss_and_norm(rows, step, self.weights.not_finite)
         weight = self.workers.weight([row[3:] for row in rows], step)
         scale = 1.0
         """What makes the mini-batch's of gradients that were divided by ``total``."""
@@ -119,12 +132,13 @@ class Flushing:
             scale = total / self._weight
         alone = total / (total - self.waiting if weight is None else weight)  # this step's alone
         metrics = self.workers.metrics([row[3:] for row in rows], losses, alone)
-        if self._updates:
+        if self._updates and not self._skipped:
             norm *= scale
             factor = scale * clip_factor(norm, self.clip_norm)
             if factor != 1.0:
                 self.weights.scale(factor)
-            self._weight = 0.0
         else:
             norm = math.nan
-        self._told = Told(step, loss * alone, norm, total - self.waiting, metrics)
+        if self._updates:
+            self._weight = 0.0
+        self._told = Told(step, loss * alone, norm, total - self.waiting, metrics, self._skipped)

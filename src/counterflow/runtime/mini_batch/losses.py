@@ -6,7 +6,7 @@ one factor, the same for all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import fsum, isfinite
 from typing import Any, NamedTuple, cast
@@ -85,6 +85,12 @@ def _plain(value: Tensor | float) -> Tensor | float:
     return value.detach() if isinstance(value, Tensor) else value
 
 
+def added(values: Iterable[float]) -> float:
+    """Their sum; ``fsum`` takes no infinities of both signs."""
+    found = list(values)
+    return fsum(found) if all(map(isfinite, found)) else sum(found)
+
+
 @dataclass(slots=True)
 class Losses:
     """The losses of a step's micro-batches on this worker, as they come."""
@@ -99,7 +105,7 @@ class Losses:
         odd = [
             e.unit.micro_batch for e, value in zip(self.entries, values, strict=True) if not isfinite(value)
         ]
-        return fsum(v * e.share for e, v in zip(self.entries, values, strict=True)), min(odd, default=-1)
+        return added(v * e.share for e, v in zip(self.entries, values, strict=True)), min(odd, default=-1)
 
     def weighed(self) -> tuple[float, float, float]:
         """Sum of the weights; how many losses have one; whether there are metrics."""

@@ -93,20 +93,13 @@ def cut(tree: Tree, rows: slice, dims: Dims = 0) -> Tree:
     return found
 
 
-def filled(tree: Tree, samples: int, dims: Dims = 0) -> Tree:
-    """A mini-batch with its last sample repeated until there are so many."""
-    have = samples_in(tree, dims)
-    last = cut(tree, slice(have - 1, have), dims)
-    return joined([tree, *[last] * (samples - have)], dims, "inputs")
-
-
 def joined(parts: Sequence[Tree], dims: Dims, name: str) -> Tree:
     """One tree of the samples of several, in their order.
 
     Args:
         parts: trees of one structure.
         dims: where their samples are; what has none is the first one's.
-        name: what to call it: ``inputs`` or ``outputs``.
+        name: what to call it: ``outputs``.
 
     Raises:
         ConfigError: they cannot be put together.

@@ -328,6 +328,11 @@ class Weights:
         for shard in self._updated_with(stage):
             shard.clear()
 
+    def skip(self, stage: int) -> None:
+        """Update nothing: clear the gradients that a stage's update would take."""
+        for shard in self._updated_with(stage):
+            shard.clear()
+
     def clear(self, stage: int | None = None) -> None:
         """Set all gradients to zero, or those of a stage."""
         for shard in self._shards() if stage is None else (self._own[stage],):
