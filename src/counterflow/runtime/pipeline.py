@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -35,10 +35,11 @@ from .execution.meters import SavedBytes
 from .execution.step import Step, Workers, place
 from .execution.synchronous import Flushing
 from .messages.compression import Compression
-from .messages.values import Unit, content_digest, signature
+from .messages.values import Unit
 from .mini_batch.batch import Batch, Shapes
+from .mini_batch.given import NOT_GIVEN, Agreed, Given, even, ready, whole
 from .mini_batch.losses import LossFunction
-from .mini_batch.samples import Dims, cut, joined, moved, samples_in, split_points
+from .mini_batch.samples import Dims, joined, moved
 from .parameters.weights import MakeOptimizer, MakeScheduler, Weights
 from .stages.estimates import estimated_costs
 from .stages.layers import aliases_of, layers_of, state_names
@@ -49,8 +50,6 @@ from .workers import lease
 from .workers.watch import worker_error
 
 _NAMES = "inputs", "targets"
-_NOT_GIVEN = -1
-"""In place of a number of samples."""
 _KINDS = 256
 """The shapes of so many kinds of mini-batches are known at once."""
 
@@ -99,7 +98,8 @@ class Pipeline:
             of ints and None (no samples: all micro-batches get it whole) of the inputs' structure or of its
             first levels, as ``torch.vmap`` takes ``in_dims``.
         target_dims: likewise of the targets.
-        output_dims: likewise of what the last layer gives, for ``predict``.
+        kwarg_dims: likewise of keyword arguments to the first layer.
+        output_dims: likewise of what the last layer gives, where outputs are asked for.
         dynamic_shapes: whether shapes between stages may differ for inputs of the same shapes.
         digest_every: steps after which the copies of the stages are compared, and the mini-batches that the
             workers of a replica are given; 0: never. Threads' mini-batches always are.
@@ -139,6 +139,7 @@ class Pipeline:
         compress: bool = False,
         input_dims: Dims = 0,
         target_dims: Dims = 0,
+        kwarg_dims: Dims = 0,
         output_dims: Dims = 0,
         dynamic_shapes: bool = False,
         digest_every: int = 100,
@@ -157,6 +158,7 @@ class Pipeline:
         self.dynamic_shapes = dynamic_shapes
         self.input_dims = input_dims
         self.target_dims = target_dims
+        self.kwarg_dims = kwarg_dims
         self.output_dims = output_dims
         self.steps = 0
         recompute = parse_mode(Recompute, "recompute", recompute)
@@ -212,11 +214,13 @@ class Pipeline:
         self._evaluation_tasks = self._evaluation.prepare(forwards)
         self._connect()
         self._shapes: dict[int, Shapes] = {}
-        self._given: tuple[int, int, int] = 0, 0, 0
-        """Samples and signature of the replica's last mini-batch, and the samples of all replicas'."""
+        self._agreed = Agreed()
+        """Of the last mini-batch."""
         self._untold: list[Step] = []
         self.metrics: dict[str, float] = {}
         """Of the last ``evaluate``."""
+        self.outputs: Any = None
+        """Of the last ``evaluate(outputs=True)``: as ``Step.outputs``."""
 
     # -- making
 
@@ -332,7 +336,16 @@ class Pipeline:
 
     # -- a step
 
-    def step(self, inputs: Any = None, targets: Any = None, *, update: bool = True) -> Step:
+    def step(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        micro_batches: Iterable[Sequence[Any]] | None = None,
+        update: bool = True,
+        outputs: bool = False,
+    ) -> Step:
         """Train on the replica's mini-batch, each module in the mode (training, evaluation) it is in.
 
         With ``update=False`` its gradients are kept: the next update is made with those of the mean loss over
@@ -347,7 +360,11 @@ class Pipeline:
             inputs: a tensor, or tensors in any structure, with the samples in ``input_dims``; read on workers
                 with the first stage. Numbers, texts and None in it go to all micro-batches.
             targets: likewise, in ``target_dims``; read on workers with the last stage.
+            kwargs: keyword arguments to the first layer, cut like the inputs, in ``kwarg_dims``.
+            micro_batches: in place of all these, (inputs, targets) or (inputs, targets, kwargs) of each
+                micro-batch, as many as the schedule has; lengths may differ. Of an iterator, the next ones.
             update: whether the weights are updated; False only in schemes with a flush.
+            outputs: whether ``Step.outputs`` are wanted; in schemes with a flush.
 
         Raises:
             ConfigError: the mini-batch has no samples, or is missing; or its tensors have different numbers
@@ -356,31 +373,49 @@ class Pipeline:
         """
         began = time.perf_counter()
         with self._reported(), self.streams.step():
-            batch = self._batch(inputs, targets, _STEP if update else _KEEP)
+            if outputs and not self.schedule.synchronous:
+                raise ConfigError(
+                    f"{self.schedule.scheme} ends a mini-batch in later steps, so that a step has no outputs "
+                    "of its own; call evaluate(outputs=True) or predict, or take a scheme with a flush"
+                )
+            given = self._given(inputs, targets, kwargs, micro_batches)
+            batch = self._batch(given, _STEP if update else _KEEP, outputs=outputs)
             interpreter = self._run.interpreter
             interpreter.counting = self.steps < self.counted_steps
             told = self._run.step(batch, update=update)
             self._remember(batch)
+            of_last = self._outputs(batch) if outputs else None
         seconds = time.perf_counter() - began
         if told is None:
             step = Step(self.steps, math.nan, math.nan, batch.total, seconds, None)
         else:
             step = Step(self.steps, told.loss, told.grad_norm, told.samples, seconds, told.step, told.metrics)
-            step = replace(step, skipped=told.skipped) if told.skipped else step
+            if told.skipped or outputs:
+                step = replace(step, skipped=told.skipped, outputs=of_last)
         self.steps += 1
         if self.digest_every and self.steps % self.digest_every == 0 and not self._run.under_way:
             self.weights.check_copies(f"after step {step.number}")
         return step
 
-    def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
+    def evaluate(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        micro_batches: Iterable[Sequence[Any]] | None = None,
+        outputs: bool = False,
+    ) -> float:
         """The mean loss of a mini-batch, on every worker; no gradients, evaluation mode.
 
-        Flushes first what is under way. What the loss function tells beside the loss is in ``metrics`` then.
-        Args and errors as in ``step``.
+        Flushes first what is under way. What the loss function tells beside the loss is in ``metrics`` then,
+        and what the last layer gave in ``outputs``, if asked for. Args and errors as in ``step``.
         """
         self._untold = self.flush()
         with self._reported(), ExitStack() as evaluating:
-            batch = self._batch(inputs, targets, _EVALUATE)
+            batch = self._batch(
+                self._given(inputs, targets, kwargs, micro_batches), _EVALUATE, outputs=outputs
+            )
             for stage in self.stages.values():
                 evaluating.enter_context(stage.evaluating())
             self._evaluation.run(self._evaluation_tasks, batch)
@@ -390,16 +425,18 @@ class Pipeline:
             weight = workers.weight(weighed, self.steps)
             scale = 1.0 if weight is None else batch.total / weight
             self.metrics = workers.metrics(weighed, batch.losses, scale)
+            self.outputs = self._outputs(batch) if outputs else None
         return scale * math.fsum(row[0] for row in rows)
 
-    def predict(self, inputs: Any = None) -> Any:
+    def predict(self, inputs: Any = None, *, kwargs: Mapping[str, Any] | None = None) -> Any:
         """What the last layer gives for the replica's samples, in their order, on every worker.
 
-        No gradients, evaluation mode. Tensors and numbers are
-        put together as ``output_dims`` says. Flushes first what is under way.
+        No gradients, evaluation mode. Tensors and numbers are put together as ``output_dims`` says. Flushes
+        first what is under way.
 
         Args:
             inputs: as in ``step``.
+            kwargs: as in ``step``.
 
         Raises:
             ConfigError: the inputs are missing or cannot be cut, or the outputs cannot be put together.
@@ -407,18 +444,42 @@ class Pipeline:
         """
         self._untold = self.flush()
         with self._reported(), torch.no_grad(), ExitStack() as evaluating:
-            batch = self._batch(inputs, None, _PREDICT)
-            batch.outputs = {}
+            batch = self._batch(self._given(inputs, None, kwargs, None), _PREDICT, outputs=True)
+            batch.has_loss = False
             for stage in self.stages.values():
                 evaluating.enter_context(stage.evaluating())
             self._evaluation.run(self._evaluation_tasks, batch)
             self._remember(batch)
-            mine = moved(batch.outputs, torch.device("cpu"), copied=True)  # some are weights
+            return self._outputs(batch, everywhere=True)
+
+    def _outputs(self, batch: Batch, *, everywhere: bool = False) -> Any:
+        """The replica's outputs in the samples' order, on workers with the last stage or on all."""
+        last = self.schedule.stages - 1
+        by_unit = cast("dict[Unit, Any]", batch.outputs)
+        holders = Program(self.schedule, ()).holders(last)
+        if everywhere or len(holders) > 1:
+            mine = moved(by_unit, torch.device("cpu"))
             rows = cast("list[dict[Unit, Any]]", self.transport.gather_objects(mine))
             ours = [rows[rank] for rank in self.ranks[self.replica]]
             by_unit = {unit: output for outputs in ours for unit, output in outputs.items()}
-            whole = joined([by_unit[unit] for unit in sorted(by_unit)], self.output_dims, "outputs")
-            return moved(whole, self.device)
+        if not everywhere and last not in self.stages:
+            return None
+        found = joined([by_unit[unit] for unit in sorted(by_unit)], self.output_dims, "outputs")
+        return moved(found, self.device)
+
+    def _given(
+        self,
+        inputs: Any,
+        targets: Any,
+        kwargs: Mapping[str, Any] | None,
+        micro_batches: Iterable[Sequence[Any]] | None,
+    ) -> Given:
+        dims = self.input_dims, self.target_dims, self.kwarg_dims
+        if micro_batches is None:
+            return whole(inputs, targets, kwargs, dims)
+        if inputs is not None or targets is not None or kwargs is not None:
+            raise ConfigError("give micro_batches, or inputs, targets and kwargs, not both")
+        return ready(micro_batches, self.schedule.micro_batches, self.schedule, dims)
 
     def flush(self) -> list[Step]:
         """End what is under way, so that all weights are as after the last step; all workers call it.
@@ -451,38 +512,61 @@ class Pipeline:
         """Whether a ``flush`` would have something to do."""
         return self._run.under_way
 
-    def _batch(self, inputs: Any, targets: Any, call: float) -> Batch:
+    def _batch(self, given: Given, call: float, *, outputs: bool = False) -> Batch:
         self._only_alone()
         training = call in (_STEP, _KEEP)
-        mine = _samples(inputs, self.input_dims, "inputs"), _samples(targets, self.target_dims, "targets")
+        call += _WITH_OUTPUTS * outputs
+        counts = given.counts()
+        mine = tuple(NOT_GIVEN if found is None else sum(found) for found in counts)
         samples = max(mine)
-        needs_inputs, needs_targets = 0 in self.stages, self.schedule.stages - 1 in self.stages
-        needs_targets = needs_targets and call != _PREDICT and self.loss_function is not None
-        for needed, given, name, stage in (
-            (needs_inputs, inputs, "inputs", "first"),
-            (needs_targets, targets, "targets", "last"),
+        takes_inputs, takes_targets = 0 in self.stages, self.schedule.stages - 1 in self.stages
+        needs_targets = takes_targets and call % _WITH_OUTPUTS != _PREDICT and self.loss_function is not None
+        for needed, pieces, name, stage in (
+            (takes_inputs, given.inputs, "inputs", "first"),
+            (needs_targets, given.targets, "targets", "last"),
         ):
-            if needed and given is None:
+            if needed and pieces is None:
                 raise ConfigError(f"worker {self.worker} holds the {stage} stage and needs the {name}")
-        kind = 0 if inputs is None else signature(inputs, samples, training)
+        count = self.schedule.micro_batches
+        sizes = next((tuple(found) for found in counts if found is not None), ())
+        if sizes and not given.ready:
+            sizes = even(samples, count)
+        kind = given.kind(samples, training, *(sizes if given.ready else ()))
+        settle: Callable[[], int] | None = None
         if self._run.under_way:
-            before = self._as_before(mine, kind)
-            settle = None
+            agreed = self._as_before(mine, kind, sizes)
             if self.transport.shares_process:
-                comparing = self.transport.start_gather(self._digests(inputs, targets))
-                settle = lambda: self._compared(comparing.wait(), before[2])  # noqa: E731
-            return self._cut(inputs, targets, before, training=True, settle=settle)
-        telling = self.transport.start_gather(
-            [*mine, kind, call, self.steps, *self._digests(inputs, targets)]
+                comparing = self.transport.start_gather(self._digests(given))
+                settle = partial(self._compared_later, comparing, agreed.total)
+        else:
+            row = [*mine, kind, call, self.steps, given.form, *self._digests(given)]
+            telling = self.transport.start_gather(row)
+            if kind in self._shapes and samples > 0 and mine[1] in (samples, NOT_GIVEN) and not given.ready:
+                # This worker knows enough to begin; what the others say is read before it sends.
+                agreed = Agreed(samples, kind, samples, sizes)
+                settle = partial(self._settled, telling, call)
+            else:
+                agreed = self._agree(telling, call, sizes)
+        self._agreed = agreed
+        copied = not self.schedule.synchronous  # needed when the step is over and the user may change them
+        its_inputs, its_targets = given.cut(
+            agreed.sizes, self.device, inputs=takes_inputs, targets=takes_targets, copied=copied
         )
-        ahead = kind in self._shapes and samples > 0 and mine[1] in (samples, _NOT_GIVEN)
-        """Whether this worker knows enough to begin; what the others say is read before it sends."""
-        total = samples
-        if not ahead:
-            samples, kind, total = self._agreed_on(telling, call)
-        given = samples, kind, total
-        settle = (lambda: self._settled(telling, call)) if ahead else None
-        return self._cut(inputs, targets, given, training=training, settle=settle)
+        return Batch(
+            step=self.steps,
+            inputs=its_inputs,
+            targets=its_targets,
+            samples=agreed.sizes,
+            total=agreed.total,
+            first=self.replica * count,
+            training=training,
+            input_dims=given.input_dims,
+            target_dims=given.target_dims,
+            known=self._shapes.get(agreed.kind) if agreed.kind else None,
+            learnt={},
+            settle=settle,
+            outputs={} if outputs else None,
+        )
 
     def _only_alone(self) -> None:
         """Refuse a step of a closed pipeline, and one that would get among another pipeline's messages."""
@@ -495,26 +579,33 @@ class Pipeline:
                 f"{self.transport.kind.value} its messages would be taken for this one's; flush() it before"
             )
 
-    def _as_before(self, mine: tuple[int, int], kind: int) -> tuple[int, int, int]:
+    def _as_before(self, mine: Sequence[int], kind: int, sizes: tuple[int, ...]) -> Agreed:
         """What is known of a mini-batch that follows others without a flush: it is like them.
 
         Raises:
             ConfigError: it is not.
         """
-        before = self._given
-        if not {*mine} <= {_NOT_GIVEN, before[0]} or kind not in (0, before[1]):
-            now = " and ".join(f"{n} samples" for n in sorted({*mine} - {_NOT_GIVEN}))
+        before = self._agreed
+        if (
+            not {*mine} <= {NOT_GIVEN, before.samples}
+            or kind not in (0, before.kind)
+            or sizes not in ((), before.sizes)
+        ):
+            now = " and ".join(f"{n} samples" for n in sorted({*mine} - {NOT_GIVEN}))
             raise ConfigError(
-                f"step {self.steps} was given {now}, the one before {before[0]}, or tensors of "
+                f"step {self.steps} was given {now}, the one before {before.samples}, or tensors of "
                 "other shapes; flush() before mini-batches of another shape"
             )
         return before
 
-    def _digests(self, inputs: Any, targets: Any) -> tuple[float, float]:
+    def _digests(self, given: Given) -> tuple[float, float]:
         """Of inputs and targets, where they are compared: always among threads, which share generators."""
         if not self.transport.shares_process and (not self.digest_every or self.steps % self.digest_every):
             return 0.0, 0.0
-        return content_digest(inputs), content_digest(targets)
+        return given.digests()
+
+    def _compared_later(self, comparing: Gathering, total: int) -> int:
+        return self._compared(comparing.wait(), total)
 
     def _compared(self, digests: Sequence[Sequence[float]], total: int) -> int:
         """``total``, if the workers of each replica were given the same.
@@ -540,67 +631,58 @@ class Pipeline:
         return total
 
     def _settled(self, telling: Gathering, call: float) -> int:
-        self._given = self._agreed_on(telling, call)
-        return self._given[2]
+        self._agreed = self._agree(telling, call, self._agreed.sizes)
+        return self._agreed.total
 
-    def _cut(
-        self,
-        inputs: Any,
-        targets: Any,
-        given: tuple[int, int, int],
-        *,
-        training: bool,
-        settle: Callable[[], int] | None = None,
-    ) -> Batch:
-        """The mini-batch in micro-batches."""
-        self._given = samples, kind, total = given
-        count = self.schedule.micro_batches
-        points = split_points(samples, count)
-        parts = [slice(points[m], points[m + 1]) for m in range(count)]
-        takes_targets = self.schedule.stages - 1 in self.stages
-        return Batch(
-            step=self.steps,
-            inputs=self._moved(inputs, parts, self.input_dims) if 0 in self.stages else None,
-            targets=self._moved(targets, parts, self.target_dims) if takes_targets else None,
-            samples=[part.stop - part.start for part in parts],
-            total=total,
-            first=self.replica * count,
-            training=training,
-            input_dims=self.input_dims,
-            target_dims=self.target_dims,
-            known=self._shapes.get(kind) if kind else None,
-            learnt={},
-            settle=settle,
-        )
-
-    def _moved(self, tree: Any, parts: Sequence[slice], dims: Dims) -> list[Any]:
-        """The micro-batches on the device. Without a flush they are needed when the step is over, and the
-        user may have filled their memory anew.
-        """
-        copied = not self.schedule.synchronous
-        return [moved(cut(tree, part, dims), self.device, copied=copied) for part in parts]
-
-    def _agreed_on(self, telling: Gathering, call: float) -> tuple[int, int, int]:
-        """Samples and signature of the replica's mini-batch, and the samples of all replicas'.
+    def _agree(self, telling: Gathering, call: float, sizes: tuple[int, ...]) -> Agreed:
+        """What all workers know of the mini-batch; ``sizes`` are this one's samples by micro-batch.
 
         Raises:
-            ConfigError: the workers were not called with the same, or it cannot be cut.
+            ConfigError: the workers were not called with the same, or it has no samples.
         """
         self.transport.status.now("agreeing on the mini-batch")
         rows = telling.wait()
         self._agree_on_call(rows, call)
+        forms = {row[5]: rank for rank, row in enumerate(rows) if row[5]}
+        if len(forms) > 1:
+            raise ConfigError(
+                f"rank {forms[1]} was given a mini-batch and rank {forms[2]} micro_batches; give all workers "
+                "one or the other"
+            )
         by_replica = [self._agreed_samples(rows, replica) for replica in range(self.replicas)]
         if min(by_replica) < 1:
             where = f" of replica {by_replica.index(0)}" if self.replicas > 1 else ""
             raise ConfigError(f"the mini-batch{where} has no samples; give one or more")
         kinds = {int(rows[rank][2]) for rank in self.ranks[self.replica]} - {0}
+        samples, count = by_replica[self.replica], self.schedule.micro_batches
+        sizes = self._agreed_sizes(sizes or (NOT_GIVEN,) * count) if 2 in forms else even(samples, count)
         if len(kinds) > 1:
             raise ConfigError(
                 f"workers of replica {self.replica} were given mini-batches of different shapes; "
                 "all workers of a replica get the same mini-batch"
             )
-        total = self._compared([row[5:7] for row in rows], sum(by_replica))
-        return by_replica[self.replica], kinds.pop() if kinds else 0, total
+        total = self._compared([row[6:8] for row in rows], sum(by_replica))
+        return Agreed(samples, kinds.pop() if kinds else 0, total, sizes)
+
+    def _agreed_sizes(self, mine: tuple[int, ...]) -> tuple[int, ...]:
+        """The samples of the replica's micro-batches.
+
+        Raises:
+            ConfigError: its workers were given others.
+        """
+        rows = self.transport.gather(mine)
+        found = {
+            tuple(map(int, rows[rank])): rank
+            for rank in self.ranks[self.replica]
+            if rows[rank][0] != NOT_GIVEN
+        }
+        if len(found) > 1:
+            (one, first), (other, second) = list(found.items())[:2]
+            raise ConfigError(
+                f"micro-batches of rank {first} have {[*one]} samples, those of rank {second} {[*other]}; "
+                "all workers of a replica get the same"
+            )
+        return next(iter(found))
 
     def _agreed_samples(self, rows: list[list[float]], replica: int) -> int:
         """The samples of a replica's mini-batch.
@@ -612,7 +694,7 @@ class Pipeline:
             (int(samples), name, rank)
             for rank in self.ranks[replica]
             for name, samples in zip(_NAMES, rows[rank], strict=False)
-            if samples != _NOT_GIVEN
+            if samples != NOT_GIVEN
         ]
         least, most = min(told), max(told)
         if most[0] != least[0]:
@@ -628,7 +710,7 @@ class Pipeline:
         for rank, row in enumerate(rows):
             if (row[3], row[4]) != (call, self.steps):
                 mine, other = (
-                    f"{_CALLS[c]}, after {int(n)} steps" for c, n in ((call, self.steps), (row[3], row[4]))
+                    f"{_called(c)}, after {int(n)} steps" for c, n in ((call, self.steps), (row[3], row[4]))
                 )
                 raise ConfigError(
                     f"rank {self.transport.rank} calls {mine}; rank {rank} calls {other}; "
@@ -636,7 +718,7 @@ class Pipeline:
                 )
 
     def _remember(self, batch: Batch) -> None:
-        kind = self._given[1]
+        kind = self._agreed.kind
         if batch.known is None and kind and not self.dynamic_shapes:
             self._shapes[kind] = batch.learnt
             if len(self._shapes) > _KINDS:  # all workers of a replica forget the same
@@ -825,6 +907,13 @@ class Pipeline:
 _EVALUATE, _STEP, _KEEP, _PREDICT = 0.0, 1.0, 2.0, 3.0
 _CALLS = {_EVALUATE: "evaluate", _PREDICT: "predict", _STEP: "step", _KEEP: "step without an update"}
 """What workers tell each other that they call."""
+_WITH_OUTPUTS = 8.0
+"""Added where outputs are asked for."""
+
+
+def _called(call: float) -> str:
+    outputs, which = divmod(call, _WITH_OUTPUTS)
+    return _CALLS[which] + (" with outputs" if outputs and which != _PREDICT else "")
 
 
 def layout(transport: Transport, schedule: Schedule, mesh: DeviceMesh | None) -> tuple[tuple[int, ...], ...]:
@@ -875,10 +964,6 @@ def _autocast(device: torch.device, dtype: torch.dtype | None) -> Callable[[], A
     if dtype is None:
         return nullcontext
     return partial(torch.autocast, device.type, dtype=dtype)
-
-
-def _samples(tree: Any, dims: Dims, name: str) -> int:
-    return _NOT_GIVEN if tree is None else samples_in(tree, dims, name)
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

@@ -53,7 +53,7 @@ def numbers(samples: int, seed: int = 0) -> Tensor:
     return torch.randn(samples, 4, generator=torch.Generator().manual_seed(samples + 1000 * seed), dtype=F)
 
 
-def run(work: Callable[..., Any], *args: object, workers: int = 2, transport: str = "local") -> list[Any]:
+def run(work: Callable[..., Any], *args: object, workers: int = 2, transport: Any = "local") -> list[Any]:
     strict: Any = {"strict": True} if transport == "local" else {}
     return launch(work, *args, workers=workers, transport=transport, timeout_seconds=60, **strict)
 
@@ -115,3 +115,183 @@ def _none(layers: list[nn.Module], schedule: Schedule) -> None:
 def test_no_samples_are_refused() -> None:
     with pytest.raises(ConfigError, match="the mini-batch has no samples; give one or more"):
         run(_none, layers_of(SCHEMES[0]), SCHEMES[0])
+
+
+def _ready(layers: list[nn.Module], schedule: Schedule, mode: str, batches: Any, form: str) -> Any:
+    pipeline = Pipeline(layers, nn.functional.mse_loss, schedule, optimizer=sgd, recompute=mode)
+    first, last = 0 in pipeline.stages, schedule.stages - 1 in pipeline.stages
+    losses, endless = [], iter([one for batch in batches for one in batch for _ in range(2)])
+    for batch in batches:
+        mine = [(x if first else None, y if last else None) for x, y in batch]
+        if form == "iterator":
+            once = [next(endless) for _ in range(2 * len(batch))][::2]
+            losses += [pipeline.evaluate(micro_batches=batch), pipeline.step(micro_batches=iter(once)).loss]
+        elif first or last:
+            losses += [pipeline.evaluate(micro_batches=mine), pipeline.step(micro_batches=mine).loss]
+        else:
+            losses += [pipeline.evaluate(), pipeline.step().loss]
+    return losses, pipeline.state_dict()
+
+
+READY = [[3, 1, 2, 5], [2, 2, 2, 2], [1, 4, 4, 1], [3, 1, 2, 5]]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("schedule", [*SCHEMES, schemes.dapple(4, 4)], ids=str)
+def test_micro_batches_that_are_ready(schedule: Schedule, mode: str) -> None:
+    batches = [
+        [(numbers(size, m), numbers(size, m).flip(1)) for m, size in enumerate(sizes)] for sizes in READY
+    ]
+    model = nn.Sequential(*layers_of(schedule))
+    optimizer = sgd(list(model.parameters()))
+    losses = []
+    for batch in batches:
+        x, y = (torch.cat(same) for same in zip(*batch, strict=True))
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses += [loss.item()] * 2
+    form = "iterator" if mode == "layer" else "where read"
+    for found in run(_ready, layers_of(schedule), schedule, mode, batches, form, workers=schedule.workers):
+        same(found, (losses, model.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ([(8, 8)] * 3, [(8, 8)] * 3, "micro_batches has 3, and gpipe.* takes 4; give as many"),
+        (
+            [(8, 8), (8, 8), (8, 4), (8, 8)],
+            None,
+            "micro-batch 2 has 8 samples in its inputs and 4 in its tar",
+        ),
+        (
+            [(2, None)] * 4,
+            [(None, 2), (None, 1), (None, 3), (None, 2)],
+            r"rank 0 have \[2, 2, 2, 2\] samples",
+        ),
+        ([(2, 2)] * 4, 8, "rank 1 was given a mini-batch and rank 0 micro_batches"),
+        ([(2,)] * 4, None, r"each of micro_batches is \(inputs, targets\)"),
+    ],
+)
+def test_micro_batches_that_do_not_fit_are_refused(first: Any, second: Any, message: str) -> None:
+    def made(what: Any) -> dict[str, Any]:
+        if isinstance(what, int):
+            return {"inputs": numbers(what), "targets": numbers(what)}
+        return {"micro_batches": [tuple(None if n is None else numbers(n) for n in each) for each in what]}
+
+    job = made(first), made(first if second is None else second)
+    with pytest.raises(ConfigError, match=message):
+        run(_given, layers_of(SCHEMES[0]), job)
+
+
+def _given(layers: list[nn.Module], each: Any) -> None:
+    pipeline = Pipeline(layers, nn.functional.mse_loss, SCHEMES[0], optimizer=sgd)
+    pipeline.step(**each[pipeline.worker])
+
+
+class Takes(nn.Linear):
+    """Takes keyword arguments: with samples, and without."""
+
+    def forward(self, x: Tensor | None = None, *, mask: Tensor, scale: float, table: Tensor) -> Any:  # type: ignore[override]
+        assert x is not None
+        return super().forward(x * mask) * scale + table
+
+
+class Only(Takes):
+    """Takes nothing else."""
+
+    def forward(self, *, x: Tensor, mask: Tensor, scale: float, table: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(x, mask=mask, scale=scale, table=table)
+
+
+def _keyworded(layers: list[nn.Module], schedule: Schedule, mode: str, only: bool, split: bool) -> Any:
+    pipeline = Pipeline(
+        layers, nn.functional.mse_loss, schedule, optimizer=sgd, recompute=mode,
+        kwarg_dims={"mask": 0, "scale": None, "table": None, **({"x": 0} if only else {})},
+    )  # fmt: skip
+    losses = []
+    for seed in range(2):
+        x, y, kwargs = keywords(seed)
+        given: dict[str, Any] = {"targets": y, "kwargs": {"x": x, **kwargs} if only else kwargs}
+        given |= {} if only else {"inputs": x}
+        losses.append(pipeline.evaluate(**given))
+        if split:
+            rows = [slice(2 * m, 2 * m + 2) for m in range(4)]
+            cut = [(x[r], y[r], {**kwargs, "mask": kwargs["mask"][r]}) for r in rows]
+            losses.append(pipeline.step(micro_batches=cut).loss)
+        else:
+            losses.append(pipeline.step(**given).loss)
+    return losses, pipeline.state_dict()
+
+
+def keywords(seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    table = torch.arange(4, dtype=F)
+    return (
+        numbers(8, seed),
+        numbers(8, seed + 1),
+        {"mask": numbers(8, seed + 2) > 0, "scale": 0.5, "table": table},
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "only", "split"), [("none", False, True), ("stage", True, False), ("layer", False, False)]
+)
+@pytest.mark.parametrize("schedule", SCHEMES, ids=str)
+def test_keyword_arguments_of_the_first_layer(schedule: Schedule, mode: str, only: bool, split: bool) -> None:
+    torch.manual_seed(0)
+    kind = Only if only else Takes
+    more = [nn.Linear(4, 4, dtype=F) for _ in range(schedule.stages - 1)]
+    layers: list[nn.Module] = [kind(4, 4, dtype=F), *more]
+    found = run(_keyworded, layers, schedule, mode, only, split)
+    optimizer = sgd([p for layer in layers for p in layer.parameters()])
+    losses = []
+    for seed in range(2):
+        x, y, kwargs = keywords(seed)
+        loss = nn.functional.mse_loss(nn.Sequential(*more)(Takes.forward(layers[0], x, **kwargs)), y)  # type: ignore[arg-type]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses += [loss.item()] * 2
+    for one in found:
+        same(one, (losses, nn.Sequential(*layers).state_dict()))
+
+
+def _with_outputs(layers: list[nn.Module], schedule: Schedule, mode: str) -> Any:
+    pipeline = Pipeline(layers, _changing, schedule, optimizer=sgd, recompute=mode)
+    found = []
+    for samples in (8, 3):
+        x, y = numbers(samples), numbers(samples, 1)
+        before = pipeline.state_dict()
+        pipeline.evaluate(x, y, outputs=True)
+        step = pipeline.step(x, y, outputs=True)
+        assert pipeline.step(x, y).outputs is None
+        found.append((schedule.stages - 1 in pipeline.stages, before, x, pipeline.outputs, step.outputs))
+    return found
+
+
+def _changing(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output.mul_(2), target)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("schedule", SCHEMES, ids=str)
+def test_outputs_of_a_step(schedule: Schedule, mode: str) -> None:
+    model = nn.Sequential(*layers_of(schedule))
+    for told in run(_with_outputs, layers_of(schedule), schedule, mode):
+        for has_last, state, x, evaluated, stepped in told:
+            model.load_state_dict(state)
+            if has_last:
+                with torch.no_grad():
+                    torch.testing.assert_close(evaluated, model(x), rtol=1e-10, atol=1e-12)
+                torch.testing.assert_close(stepped, evaluated, rtol=1e-10, atol=1e-12)
+            else:
+                assert evaluated is None
+                assert stepped is None
+
+
+def test_without_a_flush_a_step_has_no_outputs() -> None:
+    schedule = schemes.pipedream(2)
+    with pytest.raises(ConfigError, match=r"pipedream ends a mini-batch in later steps.* evaluate\(outputs"):
+        run(_with_outputs, layers_of(schedule), schedule, "none")

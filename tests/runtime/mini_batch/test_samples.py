@@ -51,6 +51,8 @@ def test_samples_are_counted_where_they_are_said_to_be() -> None:
     assert samples_in((x, mask), (0, None)) == 6
     assert samples_in({"x": x, "mask": mask}, {"x": 1, "mask": 0}) == 3
     assert samples_in((x, ["a"] * 6), (0, 0)) == 6
+    assert samples_in({"x": x, "mask": mask}, {"mask": None, "x": 0}) == 6
+    assert samples_in([{"x": x, "mask": mask}], [{"mask": 1, "x": 1}]) == 3
 
 
 @pytest.mark.parametrize(

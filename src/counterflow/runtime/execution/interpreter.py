@@ -491,8 +491,9 @@ class Interpreter:
         """A stage's output taken apart; after the last stage, the unit's share of the loss."""
         if task.stage != self._last_stage:
             return take_apart(output, f"stage {task.stage}")
-        if batch.outputs is not None:
-            batch.outputs[unit] = output
+        if batch.outputs is not None and not again:
+            batch.outputs[unit] = mapped(_kept, output)
+        if not batch.has_loss:
             return None, []
         if self.loss_function is not None:
             assert batch.targets is not None
@@ -648,6 +649,11 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """Its content as it is now: the user's loss, or an update, may change it."""
+    return tensor.detach().clone()
 
 
 def _layout(structure: Structure | None, tensors: Sequence[Tensor]) -> Layout:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from counterflow.errors import ConfigError, WorkerError
 
@@ -31,6 +31,8 @@ class Step:
             one, whose backwards have ended by now. None while there is none yet: loss and norm are NaN.
         metrics: means, or sums over the weights, of what the loss function told beside the loss.
         skipped: whether nothing was updated, for the loss or a gradient was not finite.
+        outputs: with ``outputs=True``, what the last layer gave for the replica's samples, in their order; on
+            workers with the last stage, None on others.
     """
 
     number: int
@@ -41,6 +43,7 @@ class Step:
     about: int | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     skipped: bool = False
+    outputs: Any = None
 
 
 @dataclass(frozen=True, slots=True)

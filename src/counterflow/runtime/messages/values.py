@@ -25,6 +25,13 @@ Value = Any
 """What a stage takes and gives."""
 
 
+class Keyworded(NamedTuple):
+    """What the first layer takes by position (None: nothing) and by keyword."""
+
+    positional: Any
+    kwargs: dict[str, Any]
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """What a receiver has to know of a tensor before it comes."""

@@ -39,7 +39,8 @@ class Batch:
         learnt: where they are noted.
         settle: waits for what the others were given, before anything they see; gives ``total``.
         losses: of its micro-batches, as they come.
-        outputs: of the last stage by unit, if they are wanted in place of losses.
+        outputs: of the last stage by unit, if they are wanted.
+        has_loss: whether losses are wanted.
     """
 
     step: int
@@ -56,6 +57,7 @@ class Batch:
     settle: Callable[[], int] | None = None
     losses: Losses = field(default_factory=Losses)
     outputs: dict[Unit, Any] | None = None
+    has_loss: bool = True
 
     def rows(self, units: Sequence[Unit]) -> tuple[Rows, ...]:
         """The samples of ``units`` in terms of the whole mini-batch."""

@@ -168,7 +168,17 @@ def _spread(dims: Dims, spec: pytree.TreeSpec) -> list[int | None] | None:
     """By leaf what a tree of dimensions says; None if it does not fit."""
     if dims is None or isinstance(dims, int):
         return [dims] * spec.num_leaves
-    return pytree._broadcast_to_and_flatten(dims, spec)  # noqa: SLF001 - as torch.vmap does
+    children = spec.children()
+    if spec.type is dict and isinstance(dims, dict) and dims.keys() == {*spec.context}:
+        of = [dims[key] for key in spec.context]  # torch takes them in the order that dims has
+    elif isinstance(dims, (list, tuple)) and type(dims) in (spec.type, spec.context):
+        of = list(dims)
+    else:
+        return pytree._broadcast_to_and_flatten(dims, spec)  # noqa: SLF001 - as torch.vmap does
+    if len(of) != len(children):
+        return None
+    found = [_spread(one, child) for one, child in zip(of, children, strict=True)]
+    return None if None in found else [dim for its in found if its is not None for dim in its]
 
 
 def _size(leaf: Any, dim: int, path: str, option: str) -> int | None:

@@ -21,7 +21,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.modes import Recompute
 
 from ..execution.meters import graph_of
-from ..messages.values import Value
+from ..messages.values import Keyworded, Value
 from ..parameters.versions import Versions
 from .randomness import RandomStreams, Rows
 from .recomputation import Buffers, Entry, Hold, Replay, mapped, versions
@@ -212,9 +212,10 @@ class StageCopy:
         return self.streams.run(run, (output, target), index=LOSS, step=step, rows=rows)
 
     def _run(self, layer: NamedLayer, value: Value, step: int, rows: Rows) -> Value:
+        module = layer.module if type(value) is not Keyworded else _Keywords(layer.module)
         if self._evaluates:
-            return layer.module(value)
-        return self.streams.run(layer.module, value, index=layer.index, step=step, rows=rows)
+            return module(value)
+        return self.streams.run(module, value, index=layer.index, step=step, rows=rows)
 
     def _forward_by_layer(self, value: Value, step: int, rows: Rows) -> Value:
         """The same with the input alone kept of each layer."""
@@ -243,6 +244,19 @@ class StageCopy:
 
         place = f"layer {layer.index} ({type(layer.module).__name__})"
         return Replay(place, again, lambda: self.recount() if self.recount is not None else None)
+
+
+class _Keywords(nn.Module):
+    """Calls a layer with keyword arguments."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, value: Keyworded) -> Value:
+        if value.positional is None:
+            return self.layer(**value.kwargs)
+        return self.layer(value.positional, **value.kwargs)
 
 
 def _of_pair(function: Callable[[Any, Any], Any], pair: tuple[Any, Any]) -> Any:
