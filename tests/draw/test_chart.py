@@ -36,14 +36,26 @@ def test_boxes_of_a_small_schedule() -> None:
     chart = chart_of(simulated("gems", stages=2, micro_batches=2))
     forward, backward = BoxKind.FORWARD, BoxKind.BACKWARD
     assert chart.boxes == (
-        Box(0, 0.0, 1.0, forward, "0", stage=0, lane=0, pipe=0, micro_batches=(0,)),
-        Box(0, 4.0, 6.0, backward, "0", stage=0, lane=0, pipe=0, micro_batches=(0,)),
-        Box(0, 6.0, 7.0, forward, "1", stage=1, lane=1, pipe=1, micro_batches=(1,)),
-        Box(0, 7.0, 9.0, backward, "1", stage=1, lane=1, pipe=1, micro_batches=(1,)),
-        Box(1, 1.0, 2.0, forward, "0", stage=1, lane=0, pipe=0, micro_batches=(0,)),
-        Box(1, 2.0, 4.0, backward, "0", stage=1, lane=0, pipe=0, micro_batches=(0,)),
-        Box(1, 4.0, 5.0, forward, "1", stage=0, lane=1, pipe=1, micro_batches=(1,)),
-        Box(1, 9.0, 11.0, backward, "1", stage=0, lane=1, pipe=1, micro_batches=(1,)),
+        Box(0, 0.0, 1.0, forward, "0", stage=0, lane=0, pipe=0, micro_batches=(0,), op="F0.0", needs=()),
+        Box(0, 4.0, 6.0, backward, "0", stage=0, lane=0, pipe=0, micro_batches=(0,), op="B0.0", needs=(0, 5)),
+        Box(0, 6.0, 7.0, forward, "1", stage=1, lane=1, pipe=1, micro_batches=(1,), op="F1.1p1", needs=(6,)),
+        Box(0, 7.0, 9.0, backward, "1", stage=1, lane=1, pipe=1, micro_batches=(1,), op="B1.1p1", needs=(2,)),
+        Box(1, 1.0, 2.0, forward, "0", stage=1, lane=0, pipe=0, micro_batches=(0,), op="F0.1", needs=(0,)),
+        Box(1, 2.0, 4.0, backward, "0", stage=1, lane=0, pipe=0, micro_batches=(0,), op="B0.1", needs=(4,)),
+        Box(1, 4.0, 5.0, forward, "1", stage=0, lane=1, pipe=1, micro_batches=(1,), op="F1.0p1", needs=()),
+        Box(
+            1,
+            9.0,
+            11.0,
+            backward,
+            "1",
+            stage=0,
+            lane=1,
+            pipe=1,
+            micro_batches=(1,),
+            op="B1.0p1",
+            needs=(6, 3),
+        ),
     )
     assert (chart.workers, chart.makespan, chart.memory, chart.steady) == (2, 11.0, None, None)
     assert chart.title == "gems  D=2, N=2 — makespan 11 s, bubble ratio 45.5 %, peak 1 activation"
@@ -128,6 +140,38 @@ def test_split_backwards_are_kinds_of_their_own() -> None:
         False,
         True,
     ]
+
+
+def test_what_is_told_of_a_box() -> None:
+    chart = chart_of(simulated("hanayo", workers=2, micro_batches=2))
+    box = next(box for box in chart.boxes if box.op == "B1.2")
+    assert box.what == "backward of micro-batch 1"
+    assert dict(chart.told(box)) | {"needs": ""} == {
+        "op": "B1.2",
+        "stage": "2",
+        "worker": "P1",
+        "leg": "leg 1",
+        "needs": "",
+        "start": f"{box.start:g} s",
+        "end": f"{box.end:g} s",
+    }
+    assert [text for name, text in chart.told(box) if name == "needs"] == [
+        "forward of micro-batch 1, stage 2, P1",
+        "backward of micro-batch 1, stage 3, P0",
+    ]
+
+
+def test_bubbles_fill_what_ops_leave_free_and_are_split_by_cause() -> None:
+    chart = chart_of(simulated("dapple", Costs(p2p=0.5), stages=2, micro_batches=2))
+    assert [(b.worker, b.start, b.end, b.cause) for b in chart.bubbles] == [
+        (0, 2.0, 4.5, "dependency"),
+        (0, 4.5, 5.0, "message"),
+        (0, 7.0, 7.5, "dependency"),
+        (0, 7.5, 8.0, "message"),
+        (1, 0.0, 1.5, "warm-up"),
+        (1, 7.5, 10.0, "drain"),
+    ]
+    assert chart.split == "bubbles 40 %: warm-up 7.5 %, dependency 15 %, message 5 %, drain 12.5 %"
 
 
 def test_syncs_are_boxes_of_their_own() -> None:

@@ -24,6 +24,7 @@ from counterflow.schedule.registry import build
 from counterflow.simulate import Costs, Simulation, simulate
 
 PATH = "{http://www.w3.org/2000/svg}path"
+TITLE = "{http://www.w3.org/2000/svg}title"
 
 
 def simulated(name: str, costs: Costs | None = None, **options: OptionValue) -> Simulation:
@@ -95,7 +96,18 @@ def test_svg_has_one_shape_an_op(tmp_path: Path) -> None:
         "chart-0-forward-1": 16,
         "chart-0-backward-1": 16,
         "chart-0-sync": len(result.syncs),
+        "chart-0-bubbles": len(result.gaps),
     }
+
+
+def test_svg_tells_of_each_op_and_bubble(tmp_path: Path) -> None:
+    draw(simulated("hanayo", workers=2, micro_batches=2), tmp_path / "x.svg")
+    titles = [title.text or "" for title in ET.parse(tmp_path / "x.svg").iter(TITLE)]
+    assert (
+        "backward of micro-batch 1\nop B1.3\nstage 3\nworker P0\nleg leg 1\n"
+        "needs forward of micro-batch 1, stage 3, P0\nstart 7 s\nend 9 s"
+    ) in titles
+    assert "bubble: warm-up\nworker P1\nfrom 0 s to 1 s" in titles
 
 
 def test_same_file_each_time(tmp_path: Path) -> None:

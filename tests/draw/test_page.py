@@ -64,6 +64,20 @@ def test_kinds_and_their_shades() -> None:
     assert split["marked"] is None
 
 
+def test_needs_and_causes_reach_the_page() -> None:
+    result = simulated("dapple", Costs(p2p=0.5), stages=2, micro_batches=2)
+    (chart,) = embedded(page([chart_of(result)]))["charts"]
+    ops = [(chart["texts"][what], stage) for what, stage in zip(chart["what"], chart["stage"], strict=True)]
+    needed = chart["needs"][ops.index(("backward of micro-batch 1", 0))]
+    assert [ops[need] for need in needed] == [
+        ("forward of micro-batch 1", 0),
+        ("backward of micro-batch 1", 1),
+    ]
+    told = [[worker, start, end, chart["texts"][cause]] for worker, start, end, cause in chart["bubbles"]]
+    assert told == [[gap.worker, gap.start, gap.end, gap.cause.value] for gap in result.gaps]
+    assert chart["split"].startswith("bubbles 40 %: ")
+
+
 def test_boxes_come_in_the_order_the_page_searches() -> None:
     data = embedded(page([chart_of(simulated("chimera", Costs(sync=1), stages=4, micro_batches=8))]))
     (chart,) = data["charts"]

@@ -52,6 +52,7 @@ P1 . 0 2 1 3 . c c a a d d b b . .
 P2 . 2 0 3 1 . a a c c b b d d . .
 P3 2 3 . 0 a a 1 b b . c c . . d d
 s  0         5         10        15
+bubbles 25 %: warm-up 3.12 %, dependency 15.6 %, drain 6.25 %
 1 forward of micro-batch 1, b its backward, . bubble
 """
     )
@@ -71,6 +72,7 @@ P0 0  1  b1 a1 b2 a2 .  .  .  .  .  .
 P1 1  0  a1 b1 a2 b2 .  .  .  .  .  .
                      =1========0=======
 s  0     2     4     6     8     10    12
+bubbles 50 %: drain 50 %
 1 forward of micro-batch 1, b its backward, b1 and b2 its halves, . bubble, =1= a gradient sync of stage 1
 """
     )
@@ -85,6 +87,7 @@ makespan 10 s, bubble ratio 10 %, peak 2 activations
 P0 0 1 . a A 2 b B c C
 P1 . 0 a 1 b A 2 c B C
 s  0         5         10
+bubbles 10 %: warm-up 5 %, dependency 5 %
 1 forward of micro-batch 1, b its input gradient, B its weight gradients, . bubble
 """
     )
@@ -127,6 +130,7 @@ makespan 9 s, bubble ratio 33.3 %, peak 2 GiB
 P0 0 1 . . a a . b b
 P1 . 0 a a 1 b b . .
 s  0         5
+bubbles 33.3 %: warm-up 5.56 %, dependency 16.7 %, drain 11.1 %
 memory of each worker, full height is 2 GiB; peaks at the right
 P0 ▄▄██████████▄▄▄▄▄▄ 2 GiB
 P1   ▄▄▄▄▄▄▄▄▄▄▄▄     1 GiB
@@ -136,6 +140,7 @@ makespan 6 s, bubble ratio 50 %, peak 1 GiB
 P0 0 . . . a a
 P1 . 0 a a . .
 s  0         5
+bubbles 50 %: warm-up 8.33 %, dependency 25 %, drain 16.7 %
 memory of each worker, full height is 2 GiB; peaks at the right
 P0 ▄▄▄▄▄▄▄▄▄▄▄▄       1 GiB
 P1   ▄▄▄▄▄▄           1 GiB

@@ -59,6 +59,7 @@ def test_the_first_op(tmp_path: Path) -> None:
             "pipe": 0,
             "lane": "down pipe",
             "micro-batches": "0",
+            "op": "F0.0",
         },
     }
 
@@ -83,6 +84,8 @@ def test_names_and_counters(tmp_path: Path) -> None:
     processes = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
     assert processes[1].startswith("dapple  D=2, N=2 — makespan 9 s")
     assert processes[2].startswith("gems  D=2, N=2 — makespan 11 s")
+    labels = [e["args"]["labels"] for e in found if e["name"] == "process_labels"]
+    assert labels[0] == "bubbles 33.3 %: warm-up 5.56 %, dependency 16.7 %, drain 11.1 %"
     threads = [e["args"]["name"] for e in found if e["name"] == "thread_name" and e["pid"] == 1]
     assert threads == ["P0", "P1"]
     counters = [e for e in found if e["ph"] == "C" and e["pid"] == 1 and e["name"] == "P0 memory"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 
@@ -25,7 +26,7 @@ from counterflow.schedule.program.actions import (
     Update,
     WaitSync,
 )
-from counterflow.simulate import Costs, Link, Simulation, lower, simulate
+from counterflow.simulate import Cause, Costs, Link, Simulation, lower, simulate
 
 from ..schedule.test_check import every_scheme
 
@@ -215,6 +216,17 @@ def test_bubbles_by_cause() -> None:
     for idle, bubbles in zip(found.idle, found.bubbles, strict=True):
         parts = bubbles.warm_up + bubbles.dependency + bubbles.message + bubbles.drain
         assert parts == pytest.approx(idle)
+
+
+def test_gaps_have_their_causes() -> None:
+    # P0 sends F0 for 0.5 before it goes on; P1 has nothing until that has come.
+    found = simulate(schemes.dapple(2, 2), Costs(p2p=0.5, overlap=False))
+    first, *_ = found.gaps
+    assert (first.worker, first.start, first.end, first.cause) == (0, 1.0, 1.5, Cause.MESSAGE)
+    for worker in range(2):
+        own = [gap for gap in found.gaps if gap.worker == worker]
+        assert sum(gap.end - gap.start for gap in own) == pytest.approx(found.idle[worker])
+        assert all(before.end <= after.start for before, after in pairwise(own))
 
 
 def test_bubbles_add_up_to_the_idle_time() -> None:

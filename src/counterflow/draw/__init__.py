@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from counterflow.errors import ConfigError
 from counterflow.simulate import Simulation
 
-from .chart import Box, BoxKind, Chart, Lane, Memory, chart_of
+from .chart import Box, BoxKind, Bubble, Chart, Lane, Memory, chart_of
 from .page import write_page
 from .trace import write_trace
 from .units import AmountUnit
@@ -26,6 +26,7 @@ __all__ = [
     "AmountUnit",
     "Box",
     "BoxKind",
+    "Bubble",
     "Chart",
     "Lane",
     "Memory",

@@ -15,7 +15,7 @@ from counterflow.schedule import registry
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement
-from counterflow.simulate import MemoryUse, Simulation, Span, SyncSpan
+from counterflow.simulate import Cause, MemoryUse, Simulation, Span, SyncSpan
 
 from .palette import HUES, Shade
 from .units import AmountUnit, compact, time_unit
@@ -49,6 +49,8 @@ _KINDS = {
     OpKind.INPUT_GRADIENT: BoxKind.INPUT_GRADIENT,
     OpKind.WEIGHT_GRADIENTS: BoxKind.WEIGHT_GRADIENTS,
 }
+LETTERS = {box: op.value for op, box in _KINDS.items()}
+"""The letter of each kind of op."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,8 @@ class Box:
     """An op or a gradient sync, from ``start`` to ``end`` (seconds) on ``worker``.
 
     ``lane`` and ``pipe`` are None for a sync; ``label`` is short, for inside the box; ``detail`` adds to
-    the rest in a sentence, such as ``"half 1 of 2"``.
+    the rest in a sentence, such as ``"half 1 of 2"``; ``op`` is the op as schedules write it; ``needs``
+    are the boxes that make what it takes, counted in its chart.
     """
 
     worker: int
@@ -80,6 +83,8 @@ class Box:
     pipe: int | None = None
     micro_batches: tuple[int, ...] = ()
     detail: str = ""
+    op: str = ""
+    needs: tuple[int, ...] = ()
 
     @property
     def what(self) -> str:
@@ -92,6 +97,16 @@ class Box:
             return f"gradient sync of stage {self.stage}"
         many = "es" if len(self.micro_batches) > 1 else ""
         return f"{self.kind.value} of micro-batch{many} {', '.join(map(str, self.micro_batches))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Bubble:
+    """Time in which ``worker`` has nothing to run, and why."""
+
+    worker: int
+    start: float
+    end: float
+    cause: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +134,40 @@ class Chart:
     boxes: tuple[Box, ...]
     memory: Memory | None = None
     steady: tuple[tuple[float, float], ...] | None = None
+    bubbles: tuple[Bubble, ...] = ()
 
     @property
     def title(self) -> str:
         """Heading and summary in one line."""
         return f"{self.heading} — {self.summary}" if self.summary else self.heading
+
+    @property
+    def split(self) -> str:
+        """Bubbles by cause in a line, as shares of all workers' time.
+
+        >>> Chart("", "", 2, 10.0, (), (), bubbles=(Bubble(1, 0.0, 1.0, "warm-up"),)).split
+        'bubbles 5 %: warm-up 5 %'
+        """
+        sums = {cause.value: 0.0 for cause in Cause}
+        for bubble in self.bubbles:
+            sums[bubble.cause] = sums.get(bubble.cause, 0.0) + bubble.end - bubble.start
+        whole = self.makespan * self.workers
+        if not whole or not self.bubbles:
+            return "no bubbles"
+        causes = ", ".join(f"{cause} {_percent(time / whole)}" for cause, time in sums.items() if time)
+        return f"bubbles {_percent(sum(sums.values()) / whole)}: {causes}"
+
+    def told(self, box: Box) -> tuple[tuple[str, str], ...]:
+        """What there is to know of a box, by name."""
+        lane = "" if box.lane is None else self.lanes[box.lane].name
+        unit = time_unit(self.makespan)
+        rows = [("op", box.op), ("stage", str(box.stage)), ("worker", f"P{box.worker}")]
+        rows += [(lane.rstrip("0123456789 ").rsplit(" ", 1)[-1], lane)]
+        rows += [("", part) for part in box.detail.split("; ")]
+        for need in (self.boxes[i] for i in box.needs):
+            rows.append(("needs", f"{need.what}, stage {need.stage}, P{need.worker}"))
+        rows += [("start", unit.text(box.start)), ("end", unit.text(box.end))]
+        return tuple((name, text) for name, text in rows if text)
 
     @property
     def kinds(self) -> tuple[BoxKind, ...]:
@@ -195,7 +239,8 @@ def chart_of(simulation: Simulation, *, memory: bool = False) -> Chart:
     unit, uses = _memory(simulation)
     peak = Memory(unit, uses).peak
     lanes, lane_of = _lanes(schedule)
-    boxes = [_op_box(schedule, lane_of, span) for span in simulation.timeline]
+    place = {span.op: i for i, span in enumerate(simulation.timeline)}
+    boxes = [_op_box(schedule, lane_of, span, place) for span in simulation.timeline]
     boxes += [_sync_box(schedule, span) for span in simulation.syncs]
     return Chart(
         heading=_heading(simulation),
@@ -206,6 +251,7 @@ def chart_of(simulation: Simulation, *, memory: bool = False) -> Chart:
         boxes=tuple(boxes),
         memory=Memory(unit, uses) if memory else None,
         steady=_steady(simulation),
+        bubbles=tuple(Bubble(gap.worker, gap.start, gap.end, gap.cause.value) for gap in simulation.gaps),
     )
 
 
@@ -215,7 +261,7 @@ def _memory(simulation: Simulation) -> tuple[AmountUnit, tuple[MemoryUse, ...]]:
     return AmountUnit.ACTIVATIONS, simulation.activations_over_time
 
 
-def _op_box(schedule: Schedule, lane_of: dict[tuple[int, int], int], span: Span) -> Box:
+def _op_box(schedule: Schedule, lane_of: dict[tuple[int, int], int], span: Span, place: dict[Op, int]) -> Box:
     op = span.op
     label = ",".join(map(str, op.micro_batches))
     if op.parts > 1:
@@ -231,6 +277,8 @@ def _op_box(schedule: Schedule, lane_of: dict[tuple[int, int], int], span: Span)
         pipe=op.pipe,
         micro_batches=op.micro_batches,
         detail=_detail(schedule, op),
+        op=str(op),
+        needs=tuple(place[need] for need in schedule.workload.needs(op) if need in place),
     )
 
 

@@ -8,11 +8,14 @@ Nothing is shown on a screen.
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+from xml.sax.saxutils import escape
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -52,7 +55,7 @@ UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {"Softwa
 
 _LEFT, _RIGHT, _EDGE = 0.55, 0.25, 0.12
 _PEAKS = 0.8  # right margin that holds the peaks of memory
-_TITLE, _LEGEND, _TICKS, _CAPTION = 0.5, 0.19, 0.34, 0.3
+_TITLE, _LEGEND, _TICKS, _SPLIT, _CAPTION = 0.5, 0.19, 0.34, 0.2, 0.3
 _CHARACTER = 0.64  # width of a digit of DejaVu Sans, in font sizes
 _SMALLEST = 4.5  # font size below which a number is left out
 _BAND = 0.16  # of a box's height, where input gradients are marked
@@ -65,7 +68,49 @@ Rectangle = tuple[float, float, float, float]
 def write_figure(charts: Sequence[Chart], path: Path, form: str) -> None:
     """Write the charts, one under the other, as ``form``: ``png``, ``svg`` or ``pdf``."""
     with mpl.rc_context(SETTINGS):
-        make_figure(charts).savefig(path, format=form, metadata=UNDATED[form])
+        figure = make_figure(charts)
+        if form != "svg":
+            figure.savefig(path, format=form, metadata=UNDATED[form])
+            return
+        file = io.StringIO()
+        figure.savefig(file, format=form, metadata=UNDATED[form])
+        path.write_text(_with_titles(file.getvalue(), _titles(charts)), encoding="utf-8")
+
+
+def _titles(charts: Sequence[Chart]) -> dict[str, list[str]]:
+    """What an SVG's viewer shows over each shape, by group and in its order."""
+    titles: dict[str, list[str]] = {}
+    for index, chart in enumerate(charts):
+        unit = time_unit(chart.makespan)
+        for box in chart.boxes:
+            rows = [box.what, *(f"{name} {text}".strip() for name, text in chart.told(box))]
+            titles.setdefault(_group(index, box.kind, box.lane), []).append("\n".join(rows))
+        for bubble in chart.bubbles:
+            text = f"bubble: {bubble.cause}\nworker P{bubble.worker}\n"
+            text += f"from {unit.text(bubble.start)} to {unit.text(bubble.end)}"
+            titles.setdefault(f"chart-{index}-bubbles", []).append(text)
+    return titles
+
+
+def _with_titles(svg: str, titles: dict[str, list[str]]) -> str:
+    """The same SVG with a title in each path of the groups named."""
+    for name, texts in titles.items():
+        start = svg.index(f'<g id="{name}"')
+        stop = svg.index("</g>", start)
+        paths = re.split(r"(?<=/>)", svg[start:stop])
+        left = iter(texts)
+        titled = [
+            f"{path[:-2]}><title>{escape(next(left))}</title></path>" if "<path" in path else path
+            for path in paths
+        ]
+        svg = svg[:start] + "".join(titled) + svg[stop:]
+    return svg
+
+
+def _group(chart: int, kind: BoxKind, lane: int | None) -> str:
+    """The name of the group of a lane's boxes of one kind."""
+    name = f"chart {chart} {kind.value}" + ("" if lane is None else f" {lane}")
+    return name.replace(" ", "-")
 
 
 def make_figure(charts: Sequence[Chart]) -> Figure:
@@ -154,7 +199,7 @@ class Sheet:
 
     def panel_height(self, chart: Chart) -> float:
         """Height of a whole panel."""
-        height = _TITLE + self.legend_height(chart) + self.rows_height(chart) + _TICKS + 0.08
+        height = _TITLE + self.legend_height(chart) + self.rows_height(chart) + _TICKS + _SPLIT + 0.08
         if chart.memory:
             height += _CAPTION + self.memory_height(chart) + _TICKS
         return height
@@ -181,7 +226,8 @@ class _Panel:
         axes = self._axes(f"timeline {self.index}", below, self.height, middle)
         self._legend(axes, top)
         self._timeline(axes)
-        top = below + self.height + _TICKS
+        top = below + self.height + _TICKS + _SPLIT
+        self._text(top - 0.07, chart.split, size=8.5, color=palette.FAINT)
         if chart.memory is not None:
             axes = self._axes(f"memory {self.index}", top + _CAPTION - 0.06, sheet.memory_height(chart), 0.5)
             self._memory(axes, chart.memory, top)
@@ -233,7 +279,7 @@ class _Panel:
         axes.set_xticks([tick * unit for tick in ticks], [f"{tick:.6g}" for tick in ticks])
         axes.hlines(range(1, workers), 0, self.chart.makespan, color="#e3e6ea", linewidth=0.5, zorder=0)
         axes.vlines(
-            self.chart.makespan, 0, workers, color=palette.FAINT, linewidth=0.8, zorder=0.5
+            self.chart.makespan, 0, workers, color=palette.FAINT, linewidth=0.8, zorder=1.5
         ).set_clip_on(False)
         return axes
 
@@ -246,20 +292,19 @@ class _Panel:
             groups.setdefault((box.kind, box.lane), []).append(box)
         for (kind, lane), boxes in groups.items():
             if lane is None:
-                self._boxes(axes, boxes, "sync", facecolor=palette.SYNC, hatch="//////")
+                self._boxes(axes, boxes, facecolor=palette.SYNC, hatch="//////")
                 continue
             hue = palette.hue(chart.lanes[lane].hue)
-            self._boxes(axes, boxes, f"{kind.value} {lane}", facecolor=_colour(hue, kind))
+            self._boxes(axes, boxes, facecolor=_colour(hue, kind))
             if kind is BoxKind.INPUT_GRADIENT and self.sheet.marked:
                 self._marks(axes, boxes, hue.forward)
         for kind in chart.kinds:
             self._labels(axes, [box for box in chart.boxes if box.kind is kind], _colour(palette.INKS, kind))
+        self._bubbles(axes)
         if chart.steady is not None:
             self._steady(axes, chart.steady)
 
-    def _boxes(self, axes: Axes, boxes: Sequence[Box], name: str, **style: Any) -> None:
-        if not boxes:
-            return
+    def _boxes(self, axes: Axes, boxes: Sequence[Box], **style: Any) -> None:
         shortest = min((b.end - b.start for b in boxes if b.end > b.start), default=0.0)
         points = shortest * self.sheet.points_per_second
         # An edge is a hair of the box; where it would eat the box, neighbours touch instead.
@@ -267,14 +312,30 @@ class _Panel:
         axes.add_collection(
             PolyCollection(
                 [_corners(*self._rectangle(box)) for box in boxes],
-                edgecolor=palette.SYNC_HATCH if name == "sync" else palette.INK,
+                edgecolor=palette.SYNC_HATCH if boxes[0].kind is BoxKind.SYNC else palette.INK,
                 linewidth=edge if edge > 0.15 else 0.0,
-                gid=f"chart {self.index} {name}".replace(" ", "-"),
+                gid=_group(self.index, boxes[0].kind, boxes[0].lane),
                 zorder=2,
                 **style,
             ),
             autolim=False,
         )
+
+    def _bubbles(self, axes: Axes) -> None:
+        """Bubbles as paper: nothing to see, but something to point at."""
+        spaces = [
+            _corners(bubble.start, bubble.end, bubble.worker + self.floor, bubble.worker + 0.07)
+            for bubble in self.chart.bubbles
+        ]
+        if spaces:
+            paper = PolyCollection(
+                spaces,
+                facecolor=palette.BACKGROUND,
+                linewidth=0,
+                zorder=1,
+                gid=f"chart-{self.index}-bubbles",
+            )
+            axes.add_collection(paper, autolim=False)
 
     def _marks(self, axes: Axes, boxes: Sequence[Box], colour: str) -> None:
         """A light band at the foot of each box."""

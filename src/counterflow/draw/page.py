@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from . import palette
-from .chart import BoxKind, Chart, Memory, marks_input_gradients, shared_end, shared_peak, ways
+from .chart import LETTERS, BoxKind, Chart, Memory, marks_input_gradients, shared_end, shared_peak, ways
 
 _NUMBERS = {kind: number for number, kind in enumerate(BoxKind)}
 
@@ -40,6 +40,7 @@ def page_data(charts: Sequence[Chart]) -> dict[str, object]:
         "end": _number(shared_end(charts)),
         "hues": [list(hue.shades) for hue in palette.HUES],
         "neutral": list(palette.NEUTRAL.shades),
+        "letters": [LETTERS.get(kind, "") for kind in BoxKind],
         "shades": [kind.shade and kind.shade.value for kind in BoxKind],
         "syncKind": _NUMBERS[BoxKind.SYNC],
         "marked": _NUMBERS[BoxKind.INPUT_GRADIENT] if marks_input_gradients(charts) else None,
@@ -51,7 +52,14 @@ def page_data(charts: Sequence[Chart]) -> dict[str, object]:
 
 
 def _chart(chart: Chart, charts: Sequence[Chart]) -> dict[str, object]:
-    boxes = sorted(chart.boxes, key=lambda b: (b.worker, b.kind is BoxKind.SYNC, b.start, b.end))
+    def place(index: int) -> tuple[int, bool, float, float]:
+        box = chart.boxes[index]
+        return box.worker, box.kind is BoxKind.SYNC, box.start, box.end
+
+    order = sorted(range(len(chart.boxes)), key=place)
+    number = {old: new for new, old in enumerate(order)}
+    boxes = [chart.boxes[index] for index in order]
+    bubbles = sorted(chart.bubbles, key=lambda b: (b.worker, b.start))
     texts = Texts()
     return {
         "heading": chart.heading,
@@ -73,6 +81,9 @@ def _chart(chart: Chart, charts: Sequence[Chart]) -> dict[str, object]:
         "label": [texts.number(box.label) for box in boxes],
         "what": [texts.number(box.what) for box in boxes],
         "detail": [texts.number(box.detail) for box in boxes],
+        "needs": [[number[need] for need in box.needs] for box in boxes],
+        "split": chart.split,
+        "bubbles": [[b.worker, _number(b.start), _number(b.end), texts.number(b.cause)] for b in bubbles],
         "texts": texts.all,
     }
 

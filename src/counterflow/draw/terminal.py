@@ -162,6 +162,7 @@ def _chart_lines(chart: Chart, grid: Grid) -> Iterator[Text]:
         if chart.has_syncs:
             yield _row("", [(" ", _PLAIN)] * grid.columns(chart), syncs[worker], chart, grid)
     yield from _axis(grid)
+    yield Text(chart.split, style=_FAINT)
     if chart.memory is not None:
         yield from _memory(chart, chart.memory, grid)
 

@@ -13,17 +13,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from .chart import Box, BoxKind, Chart, Memory
+from .chart import LETTERS, Box, BoxKind, Chart, Memory
 
 Event = Mapping[str, object]
 
-_SHORT = {
-    BoxKind.FORWARD: "F",
-    BoxKind.BACKWARD: "B",
-    BoxKind.INPUT_GRADIENT: "I",
-    BoxKind.WEIGHT_GRADIENTS: "W",
-    BoxKind.SYNC: "sync of stage ",
-}
+_SHORT = LETTERS | {BoxKind.SYNC: "sync of stage "}
 
 
 def write_trace(charts: Sequence[Chart], path: Path) -> None:
@@ -57,6 +51,7 @@ def _names(process: int, chart: Chart) -> Iterator[Event]:
         return {"ph": "M", "name": what, "pid": process, "tid": thread, "ts": 0, "args": args}
 
     yield named("process_name", 0, name=chart.title)
+    yield named("process_labels", 0, labels=chart.split)
     yield named("process_sort_index", 0, sort_index=process)
     for worker in range(chart.workers):
         for sync in (False, True) if chart.has_syncs else (False,):
@@ -75,6 +70,11 @@ def _complete(process: int, chart: Chart, box: Box) -> Event:
         args["lane"] = lane
     if box.micro_batches:
         args["micro-batches"] = ", ".join(map(str, box.micro_batches))
+    if box.op:
+        args["op"] = box.op
+    if box.needs:
+        needs = (chart.boxes[i] for i in box.needs)
+        args["needs"] = "; ".join(f"{need.what}, stage {need.stage}, P{need.worker}" for need in needs)
     if box.detail:
         args["detail"] = box.detail
     return {

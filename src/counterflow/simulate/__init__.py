@@ -10,12 +10,14 @@ from .costs import Costs, Link
 from .memory import MemoryUse
 from .model import model_of
 from .op_costs import ByteCosts, OpCosts, Piece
-from .result import Bubbles, MessageSpan, Simulation, Span, SyncSpan
+from .result import Bubbles, Cause, Gap, MessageSpan, Simulation, Span, SyncSpan
 
 __all__ = [
     "Bubbles",
     "ByteCosts",
+    "Cause",
     "Costs",
+    "Gap",
     "Link",
     "MemoryUse",
     "MessageSpan",

@@ -5,7 +5,9 @@ Invariant: everything here follows from the schedule, its costs, and the start a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from itertools import pairwise
 
@@ -15,6 +17,7 @@ from counterflow.schedule.ir import Op, Schedule
 from counterflow.schedule.residency import peak_activations, weight_copies
 
 from .costs import Costs
+from .kernel import Floats
 from .memory import MemoryUse, memory_use, peaks_of
 from .model import Model, Played
 from .op_costs import ByteCosts
@@ -53,6 +56,25 @@ class MessageSpan:
     end: float
 
 
+class Cause(Enum):
+    """Why a worker has no op to run; ``Bubbles`` says what each means."""
+
+    WARM_UP = "warm-up"
+    DEPENDENCY = "dependency"
+    MESSAGE = "message"
+    DRAIN = "drain"
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Time in which a worker has no op to run, for one reason. Times in seconds."""
+
+    worker: int
+    start: float
+    end: float
+    cause: Cause
+
+
 @dataclass(frozen=True, slots=True)
 class Bubbles:
     """A worker's idle seconds by cause; together they are ``Simulation.idle``.
@@ -60,7 +82,7 @@ class Bubbles:
     Attributes:
         warm_up: before its first op.
         dependency: between ops, while what the next one takes is not made yet.
-        message: between ops, while it is made and has not come yet.
+        message: between ops, while it is made and has not come yet, or while the worker is busy sending.
         drain: after its last op, until the makespan.
     """
 
@@ -105,26 +127,50 @@ class Simulation:
         return tuple(spans)
 
     @cached_property
-    def bubbles(self) -> tuple[Bubbles, ...]:
-        """Each worker's idle time by its cause."""
+    def gaps(self) -> tuple[Gap, ...]:
+        """When each worker has no op to run, and why, by worker and time."""
+        pieces = (
+            Gap(worker, start, end, cause)
+            for worker, (first, stop) in enumerate(pairwise(self._model.graph.first))
+            for start, end, cause in self._pieces(first, stop)
+        )
+        return tuple(gap for gap in pieces if gap.end > gap.start)
+
+    def _pieces(self, first: int, stop: int) -> Iterator[tuple[float, float, Cause]]:
+        """Of one worker, whose ops are those from ``first`` to ``stop``; some have no length."""
+        if stop == first:
+            yield 0.0, self.makespan, Cause.WARM_UP
+            return
+        yield 0.0, float(self.start[first]), Cause.WARM_UP
+        made, come = self._taken
+        waits = first + 1 + np.flatnonzero(self.start[first + 1 : stop] > self.end[first : stop - 1])
+        for node in waits.tolist():
+            before, begins = float(self.end[node - 1]), float(self.start[node])
+            sent = min(max(before, float(self._released[node - 1])), begins)
+            left = min(max(sent, float(made[node])), begins)
+            arrived = min(max(left, float(come[node])), begins)
+            yield before, sent, Cause.MESSAGE
+            yield sent, left, Cause.DEPENDENCY
+            yield left, arrived, Cause.MESSAGE
+            # What it waits for on its own worker's lanes: an update.
+            yield arrived, begins, Cause.DEPENDENCY
+        yield float(self.end[stop - 1]), self.makespan, Cause.DRAIN
+
+    @cached_property
+    def _taken(self) -> tuple[Floats, Floats]:
+        """Of each op, when the message that it takes was made and when it came; 0 where it takes none."""
         messages = self._model.messages
-        ready, left = np.zeros(len(self.start)), np.zeros(len(self.start))
-        ready[messages.takers], left[messages.takers] = self._arrived, self.end[messages.makers]
-        found = []
-        for first, stop in pairwise(self._model.graph.first):
-            if stop == first:
-                found.append(Bubbles(self.makespan, 0.0, 0.0, 0.0))
-                continue
-            before, begins = self.end[first : stop - 1], self.start[first + 1 : stop]
-            # Of a gap, what passes after the input was made and until it has come.
-            travelling = np.minimum(begins, ready[first + 1 : stop]) - np.maximum(
-                before, left[first + 1 : stop]
-            )
-            message = float(np.maximum(travelling, 0.0).sum())
-            waited = float((begins - before).sum())
-            drain = self.makespan - float(self.end[stop - 1])
-            found.append(Bubbles(float(self.start[first]), max(0.0, waited - message), message, drain))
-        return tuple(found)
+        made, come = np.zeros(len(self.start)), np.zeros(len(self.start))
+        made[messages.takers], come[messages.takers] = self.end[messages.makers], self._arrived
+        return made, come
+
+    @cached_property
+    def bubbles(self) -> tuple[Bubbles, ...]:
+        """Each worker's idle time by its cause: the sums of ``gaps``."""
+        sums = [dict.fromkeys(Cause, 0.0) for _ in range(self.schedule.workers)]
+        for gap in self.gaps:
+            sums[gap.worker][gap.cause] += gap.end - gap.start
+        return tuple(Bubbles(*(by_cause[cause] for cause in Cause)) for by_cause in sums)
 
     @cached_property
     def messages(self) -> tuple[MessageSpan, ...]:

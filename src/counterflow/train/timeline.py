@@ -21,7 +21,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.formats import parse_op
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute
-from counterflow.simulate import ByteCosts, Costs, Simulation, Span, simulate
+from counterflow.simulate import ByteCosts, Cause, Costs, Simulation, Span, simulate
 from counterflow.simulate.costs import MOST_COST
 from counterflow.simulate.model import Played, model_of
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from counterflow.measure.stage_costs import StageCost
 
 FORMAT = "counterflow-timeline"
+_WAITING = "dependency or message"  # how long messages took was not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,15 @@ class Timeline:
 
     def charts(self, *, memory: bool = False) -> list[Chart]:
         """What to draw: measured above predicted."""
+        measured = _chart(self.measured(), f"measured, step {self.step}", max(self.saved_bytes), memory)
+        bubbles = (
+            dataclasses.replace(bubble, cause=_WAITING) if bubble.cause == Cause.DEPENDENCY.value else bubble
+            for bubble in measured.bubbles
+        )
         predicted = self.predicted()
         peaks = [use.peak for use in predicted.memory or ()]
         return [
-            _chart(self.measured(), f"measured, step {self.step}", max(self.saved_bytes), memory),
+            dataclasses.replace(measured, bubbles=tuple(bubbles)),
             _chart(predicted, "predicted", max(peaks), memory),
         ]
 
