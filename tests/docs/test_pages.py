@@ -148,3 +148,18 @@ def test_your_own_scheme() -> None:
         assert cf.simulate(schedule).makespan == (8 + 3) * 1 + 8 * 2 + 3 * 1
     finally:
         del registry.SCHEMES["queue"]
+
+
+def test_supported_models_names_tests_and_quotes_refusals() -> None:
+    page = (DOCS / "supported-models.md").read_text()
+    tests = DOCS.parent / "tests" / "runtime"
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", page)
+    assert len(named) == sum(line.startswith("| ") and "| how |" not in line for line in page.splitlines())
+    for file, name in named:
+        assert f"def {name}(" in (tests / file).read_text(), f"{file} has no {name}"
+    sources = "\n".join(path.read_text() for path in (DOCS.parent / "src").rglob("*.py"))
+    said = re.sub(r"\"\s*\n\s*f?\"", "", sources)  # texts that go over several lines
+    quotes = re.findall(r'"([^"]+)"', re.sub(r"`[^`]*`", "", page))
+    assert len(quotes) > 10
+    for quote in quotes:
+        assert quote in said, f"nothing is refused with: {quote}"
