@@ -168,3 +168,9 @@ def test_wrong_place(refused: Callable[..., str], tmp_path: Path) -> None:
 def test_no_permission(refused: Callable[..., str], tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     assert "ermission denied" in refused(f"{CHIMERA} --out {tmp_path / 'x.svg'}")
+
+
+def test_messages_need_a_file(run: Run, refused: Callable[..., str], tmp_path: Path) -> None:
+    message = refused(f"{CHIMERA} --messages")
+    assert message.startswith("Error: --messages: the terminal draws no arrows; add --out FILE")
+    assert run(f"{CHIMERA} --p2p 0.5 --messages --out {tmp_path / 'x.svg'}").code == 0

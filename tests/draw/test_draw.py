@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from counterflow.draw import draw
+from counterflow.draw import Arrow, chart_of, draw
 from counterflow.errors import ConfigError
 from counterflow.schedule.schemes import chimera, dapple
-from counterflow.simulate import simulate
+from counterflow.simulate import Costs, simulate
 
 RESULT = simulate(chimera(stages=2, micro_batches=2))
 
@@ -39,3 +39,19 @@ def test_file_that_cannot_be_written(tmp_path: Path, suffix: str) -> None:
     path.mkdir()
     with pytest.raises(ConfigError, match="cannot be written: Is a directory"):
         draw(RESULT, path)
+
+
+def test_messages_are_arrows_on_request(tmp_path: Path) -> None:
+    result = simulate(dapple(stages=2, micro_batches=2), Costs(p2p=0.5))
+    assert chart_of(result).messages == ()
+    chart = chart_of(result, messages=True)
+    assert chart.messages[0] == Arrow(0, 1, 1.0, 1.5, "message from F0.0 to F0.1")
+    for suffix, sign in (
+        ("svg", 'id="chart-0-messages"'),
+        ("html", "[0,1,1,1.5]"),
+        ("trace.json", '"message"'),
+    ):
+        for wanted in (False, True):
+            path = tmp_path / f"x.{suffix}"
+            draw(result, path, messages=wanted)
+            assert (sign in path.read_text(encoding="utf-8")) is wanted

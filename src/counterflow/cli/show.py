@@ -62,10 +62,21 @@ def show(
             rich_help_panel="Output",
         ),
     ] = False,
+    messages: Annotated[
+        bool,
+        typer.Option(
+            "--messages",
+            help="With every message as an arrow; needs --out.",
+            rich_help_panel="Output",
+        ),
+    ] = False,
 ) -> None:
     """Draw the timeline of a schedule, or of a run: in the terminal, or into files."""
     from counterflow.draw import draw, draw_terminal  # noqa: PLC0415  (slow to load)
 
+    if messages and (is_run(subject) or not out):
+        why = "a run's messages are not measured" if is_run(subject) else "the terminal draws no arrows"
+        raise ConfigError(f"--messages: {why}; " + ("leave it out" if is_run(subject) else "add --out FILE"))
     if is_run(subject):
         _show_run(subject, compare, out or (), [*options.given(), *costs.given()], memory=memory)
         return
@@ -80,7 +91,7 @@ def show(
         draw_terminal(result, console(), compare=other, memory=memory)
     for path in out or ():
         with writing(path):
-            draw(result, path, compare=other, memory=memory)
+            draw(result, path, compare=other, memory=memory, messages=messages)
         note(f"Wrote {path}")
 
 
@@ -133,7 +144,7 @@ def _other(
     # The same flags as this command's own, read by the same parser.
     with ctx.command.make_context(f"{ctx.info_name} --compare", words, parent=ctx.parent) as inner:
         values = dict(inner.params)
-    for name in ("out", "compare", "memory"):
+    for name in ("out", "compare", "memory", "messages"):
         if values[name]:
             raise ConfigError(f"--compare {text!r}: --{name} belongs outside the quotes")
     schedule = schedule_of(values["subject"], SchemeOptions.taken(values))

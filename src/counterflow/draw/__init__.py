@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from counterflow.errors import ConfigError
 from counterflow.simulate import Simulation
 
-from .chart import Box, BoxKind, Bubble, Chart, Lane, Memory, chart_of
+from .chart import Arrow, Box, BoxKind, Bubble, Chart, Lane, Memory, chart_of
 from .page import write_page
 from .trace import write_trace
 from .units import AmountUnit
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AmountUnit",
+    "Arrow",
     "Box",
     "BoxKind",
     "Bubble",
@@ -44,6 +45,7 @@ def draw(
     *,
     compare: Simulation | None = None,
     memory: bool = False,
+    messages: bool = False,
 ) -> None:
     """Draw a simulated schedule into a file.
 
@@ -53,6 +55,7 @@ def draw(
             works offline) or ``.trace.json`` (for Perfetto). An existing file is replaced.
         compare: a second simulation, drawn under the first on the same time axis.
         memory: also draw each worker's memory over time.
+        messages: also draw every message between workers as an arrow.
 
     Raises:
         ConfigError: another suffix, a folder that is not there, or a file that cannot be written.
@@ -64,7 +67,7 @@ def draw(
     ...
     counterflow.errors.ConfigError: dapple.jpg: cannot tell what to draw from this name; ...
     """
-    draw_charts(_charts(result, compare, memory), path)
+    draw_charts(_charts(result, compare, memory, messages), path)
 
 
 def draw_charts(charts: Sequence[Chart], path: str | Path) -> None:
@@ -112,8 +115,10 @@ def print_charts(charts: Sequence[Chart], console: Console) -> None:
     print_them(charts, console)
 
 
-def _charts(result: Simulation, compare: Simulation | None, memory: bool) -> list[Chart]:
-    return [chart_of(s, memory=memory) for s in (result, compare) if s is not None]
+def _charts(
+    result: Simulation, compare: Simulation | None, memory: bool, messages: bool = False
+) -> list[Chart]:
+    return [chart_of(s, memory=memory, messages=messages) for s in (result, compare) if s is not None]
 
 
 def _figure(form: str, charts: Sequence[Chart], path: Path) -> None:

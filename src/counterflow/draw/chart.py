@@ -15,7 +15,7 @@ from counterflow.schedule import registry
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement
-from counterflow.simulate import Cause, MemoryUse, Simulation, Span, SyncSpan
+from counterflow.simulate import Cause, MemoryUse, MessageSpan, Simulation, Span, SyncSpan
 
 from .palette import HUES, Shade
 from .units import AmountUnit, compact, time_unit
@@ -110,6 +110,17 @@ class Bubble:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrow:
+    """A message between two workers, on its link from ``start`` to ``end`` (seconds)."""
+
+    sender: int
+    receiver: int
+    start: float
+    end: float
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """Every worker's memory over time, as steps."""
 
@@ -135,6 +146,7 @@ class Chart:
     memory: Memory | None = None
     steady: tuple[tuple[float, float], ...] | None = None
     bubbles: tuple[Bubble, ...] = ()
+    messages: tuple[Arrow, ...] = ()
 
     @property
     def title(self) -> str:
@@ -219,11 +231,12 @@ def _together(names: Sequence[str]) -> str:
     return f"{word} {', '.join(numbers)}"
 
 
-def chart_of(simulation: Simulation, *, memory: bool = False) -> Chart:
+def chart_of(simulation: Simulation, *, memory: bool = False, messages: bool = False) -> Chart:
     """The chart of a simulated schedule.
 
     Args:
         simulation: what ``simulate`` gave.
+        messages: add every message between workers.
         memory: add each worker's memory over time: bytes if the costs had byte costs, else stashed
             forwards in (stage × micro-batch) units.
 
@@ -251,8 +264,14 @@ def chart_of(simulation: Simulation, *, memory: bool = False) -> Chart:
         boxes=tuple(boxes),
         memory=Memory(unit, uses) if memory else None,
         steady=_steady(simulation),
+        messages=tuple(map(_arrow, simulation.messages)) if messages else (),
         bubbles=tuple(Bubble(gap.worker, gap.start, gap.end, gap.cause.value) for gap in simulation.gaps),
     )
+
+
+def _arrow(span: MessageSpan) -> Arrow:
+    what = f"message from {span.maker} to {span.taker}"
+    return Arrow(span.sender, span.receiver, span.start, span.end, what)
 
 
 def _memory(simulation: Simulation) -> tuple[AmountUnit, tuple[MemoryUse, ...]]:

@@ -301,6 +301,7 @@ class _Panel:
         for kind in chart.kinds:
             self._labels(axes, [box for box in chart.boxes if box.kind is kind], _colour(palette.INKS, kind))
         self._bubbles(axes)
+        self._messages(axes)
         if chart.steady is not None:
             self._steady(axes, chart.steady)
 
@@ -336,6 +337,22 @@ class _Panel:
                 gid=f"chart-{self.index}-bubbles",
             )
             axes.add_collection(paper, autolim=False)
+
+    def _messages(self, axes: Axes) -> None:
+        """An arrow a message, from its sender's row to its receiver's."""
+        if not self.chart.messages:
+            return
+        ends = []
+        for arrow in self.chart.messages:
+            down = 0.25 if arrow.receiver > arrow.sender else -0.25
+            from_, to = arrow.sender + self.floor / 2 + down, arrow.receiver + self.floor / 2 - down
+            ends.append((arrow.start, from_, arrow.end - arrow.start, to - from_))
+        x, y, right, below = zip(*ends, strict=True)
+        axes.quiver(
+            x, y, right, below, angles="xy", scale_units="xy", scale=1, units="dots", width=2.2,
+            headwidth=4, headlength=5, headaxislength=4.5, color=palette.INK, alpha=0.75, zorder=4,
+            edgecolor=palette.BACKGROUND, linewidth=0.4, gid=f"chart-{self.index}-messages",
+        )  # fmt: skip
 
     def _marks(self, axes: Axes, boxes: Sequence[Box], colour: str) -> None:
         """A light band at the foot of each box."""

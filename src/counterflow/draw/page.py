@@ -83,6 +83,7 @@ def _chart(chart: Chart, charts: Sequence[Chart]) -> dict[str, object]:
         "detail": [texts.number(box.detail) for box in boxes],
         "needs": [[number[need] for need in box.needs] for box in boxes],
         "split": chart.split,
+        "messages": [[m.sender, m.receiver, _number(m.start), _number(m.end)] for m in chart.messages],
         "bubbles": [[b.worker, _number(b.start), _number(b.end), texts.number(b.cause)] for b in bubbles],
         "texts": texts.all,
     }

@@ -38,8 +38,30 @@ def trace_events(charts: Sequence[Chart]) -> Iterator[Event]:
         yield from _names(process, chart)
         for box in sorted(chart.boxes, key=lambda b: (b.start, b.worker, b.end)):
             yield _complete(process, chart, box)
+        yield from _messages(process, chart)
         if chart.memory is not None:
             yield from _counters(process, chart, chart.memory)
+
+
+def _messages(process: int, chart: Chart) -> Iterator[Event]:
+    """A thread a link, under the workers', with a slice a message."""
+    links = sorted({(m.sender, m.receiver) for m in chart.messages})
+    threads = {link: 2 * chart.workers + 1 + i for i, link in enumerate(links)}
+    for (sender, receiver), thread in threads.items():
+        name = {"name": f"P{sender} → P{receiver}"}
+        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "ts": 0, "args": name}
+    for m in chart.messages:
+        start, end = _nanoseconds(m.start), _nanoseconds(m.end)
+        yield {
+            "ph": "X",
+            "name": m.what,
+            "cat": "message",
+            "pid": process,
+            "tid": threads[m.sender, m.receiver],
+            "ts": start / 1000,
+            "dur": (end - start) / 1000,
+            "args": {},
+        }
 
 
 def _thread(worker: int, *, sync: bool) -> int:
