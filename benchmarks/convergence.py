@@ -684,7 +684,7 @@ def picture(name: str, rows: dict[str, list[Curve]], path: Path) -> None:
         right.set_xlabel("updates")
         if task.score == "test accuracy":
             left.set_yscale("log")
-            right.set_title("accuracy on images kept apart", loc="left", fontsize=9.5)
+            right.set_title("accuracy on held-out images", loc="left", fontsize=9.5)
             right.set_ylabel("test accuracy, %")
         else:
             right.set_title("loss above that of one device, same seed", loc="left", fontsize=9.5)

@@ -301,11 +301,11 @@ def test_why_the_second_does_not_win() -> None:
     parts = [getattr(explained.parts, name) for name in type(explained.parts).__slots__]
     assert sum(parts) == pytest.approx(best.seconds)
     assert explained.second is second
-    for turn in explained.turns:
+    for change in explained.break_evens:
         changed = [
-            replace(plan.play, links=turn.times).seconds
-            if turn.what == "messages"
-            else replace(plan.play, sums=turn.times).seconds
+            replace(plan.play, p2p_scale=change.times).seconds
+            if change.what == "messages"
+            else replace(plan.play, allreduce_scale=change.times).seconds
             for plan in (best, second)
         ]
         assert changed[0] == pytest.approx(changed[1], rel=1e-6)

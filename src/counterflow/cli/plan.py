@@ -358,8 +358,8 @@ def _of_best(found: Plan) -> Iterator[str]:
 
 _PART_WORDS = {
     "compute": "compute",
-    "imbalance": "stages that last longer than others",
-    "bubbles": "bubbles of the order",
+    "imbalance": "stage imbalance",
+    "bubbles": "schedule bubbles",
     "messages": "messages",
     "allreduce": "all-reduces",
     "update": "update",
@@ -392,11 +392,11 @@ def _explained(explained: Why, best: Prediction) -> Iterator[str]:
     ratio = second.step_seconds / best.step_seconds - 1
     yield f"The second, {_short(second)}, is {ratio:.1%} slower"
     yield f"  {_parts(explained.second_parts)}"
-    for turn in explained.turns:
-        word = "slower" if turn.times > 1 else "faster"
-        times = turn.times if turn.times > 1 else 1 / turn.times
-        yield f"  It wins if {turn.what} are {times:.3g} times {word}"
-    if not explained.turns:
+    for change in explained.break_evens:
+        word = "slower" if change.times > 1 else "faster"
+        times = change.times if change.times > 1 else 1 / change.times
+        yield f"  It wins if {change.what} are {times:.3g} times {word}"
+    if not explained.break_evens:
         yield "  Neither messages nor all-reduces 64 times faster or slower make it win"
 
 

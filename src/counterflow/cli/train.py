@@ -131,7 +131,7 @@ def _losses(summary: Summary) -> Any:
     return _grid(
         [
             ("loss", f"[bold]{summary.training_loss:.3f}[/]", f"training, {mean}"),
-            ("", f"[bold]{summary.validation_loss:.3f}[/]", "validation, text that was kept apart"),
+            ("", f"[bold]{summary.validation_loss:.3f}[/]", "validation, held-out text"),
             (
                 "",
                 f"{summary.about.unigram_entropy:.3f}",

@@ -73,7 +73,7 @@ class Batches(Protocol):
 
 
 class NextByte:
-    """Windows of a text, each byte to be foretold from those before it (GPT).
+    """Windows of a text, each byte to predict from those before it (GPT).
 
     Inputs and targets are int64 of shape [samples, positions]; a target is the byte after its input.
 
@@ -118,7 +118,7 @@ class NextByte:
 
 
 class MaskedByte:
-    """Windows of a text with some bytes hidden, which are to be foretold from all others (BERT).
+    """Windows of a text with some bytes hidden, to predict from all others (BERT).
 
     Inputs are (token ids, segment ids), both int64 of shape [samples, positions]; there is one segment,
     number 0. Of a sample's bytes 15 % are chosen, at least one and equally many in every sample, so that

@@ -131,7 +131,7 @@ def bounds(
     owned = _owned(shape.placement)
     fixed = [sum(held.fixed[s] + held.weights[s] for _, s in mine) for mine in owned]
     buffers = message_buffers(pipes, max(shape.together), stages)
-    # Least memory: what is there throughout, and one stash of the worker's dearest stage that works at all.
+    # Least memory: what is there throughout, and one stash of the worker's largest stage.
     stash = [max((_largest_stash(shape, held, p, s) for p, s in mine), default=0.0) for mine in owned]
     needed = [f + b + s for f, b, s in zip(fixed, buffers, stash, strict=True)]
     fullest = max(range(len(needed)), key=needed.__getitem__)

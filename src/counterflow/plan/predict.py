@@ -252,22 +252,22 @@ class Play:
     stages: StageCosts
     network: Network
     mini_batch: int | None = None
-    links: float = field(default=1.0, kw_only=True)
+    p2p_scale: float = field(default=1.0, kw_only=True)
     """What messages are multiplied by."""
-    sums: float = field(default=1.0, kw_only=True)
+    allreduce_scale: float = field(default=1.0, kw_only=True)
     """What all-reduces are multiplied by."""
 
     @cached_property
     def costs(self) -> Costs:
         """What the simulator is fed with."""
-        cluster, network_, links = self.predictor.cluster, self.network, self.links
+        cluster, network_, scale = self.predictor.cluster, self.network, self.p2p_scale
         return Costs(
             ops=PlannedOps(self.stages, self.configuration.recompute),
-            p2p=tuple(tuple(links * x for x in row) for row in network_.latency_seconds),
-            p2p_per_byte=tuple(tuple(links * x for x in row) for row in network_.seconds_per_byte),
+            p2p=tuple(tuple(scale * x for x in row) for row in network_.latency_seconds),
+            p2p_per_byte=tuple(tuple(scale * x for x in row) for row in network_.seconds_per_byte),
             message_bytes=self.stages.output_bytes,
             overlap=cluster.overlap,
-            sync=tuple(self.sums * x for x in sync_seconds(self.stages, network_)),
+            sync=tuple(self.allreduce_scale * x for x in sync_seconds(self.stages, network_)),
             sync_mode=self.configuration.sync,
             sync_slowdown=cluster.sync_slowdown,
             replicas=self.configuration.replicas,
@@ -394,16 +394,16 @@ class Play:
 
     def parts(self) -> Parts:
         """Where the step's seconds go: what is left out when messages, then syncs, cost nothing."""
-        quiet = replace(self, sums=0.0)
-        alone = replace(quiet, links=0.0)
+        quiet = replace(self, allreduce_scale=0.0)
+        still = replace(quiet, p2p_scale=0.0)
         work = self._work if self.predictor.cluster.sync_slowdown == 0 else quiet._work  # noqa: SLF001
         mean, most = sum(work) / len(work), max(work)
         n = self.updates
         return Parts(
             compute=mean * n,
             imbalance=(most - mean) * n,
-            bubbles=(alone._played - most) * n,  # noqa: SLF001
-            messages=(quiet._played - alone._played) * n,  # noqa: SLF001
+            bubbles=(still._played - most) * n,  # noqa: SLF001
+            messages=(quiet._played - still._played) * n,  # noqa: SLF001
             allreduce=(self._played - quiet._played) * n,  # noqa: SLF001
             update=self._update * n,
             shared_cores=self._waiting * n,

@@ -42,7 +42,9 @@ def as_json(
             "limit": explained.limit,
             "second": explained.second and explained.second.play.configuration.scheme,
             "second_parts": explained.second_parts and parts_json(explained.second_parts),
-            "second_wins_if": [{"what": turn.what, "times": turn.times} for turn in explained.turns],
+            "second_wins_if": [
+                {"what": change.what, "times": change.times} for change in explained.break_evens
+            ],
             "in_more_memory": larger and {**shown(larger), "needed_bytes": explained.needed_bytes},
         },
     }

@@ -122,7 +122,7 @@ def cut(model: Model, profile: Profile, cuts: Cuts, stages: int, samples: int) -
         profile: what they cost.
         cuts: a rule, or the cuts themselves.
         stages: how many.
-        samples: of a micro-batch; the dearest stage is then as cheap as can be, backward included.
+        samples: of a micro-batch; cuts minimise the most expensive stage at that size, backward included.
 
     Raises:
         ConfigError: fewer layers than stages; cuts that do not make the stages.

@@ -1,7 +1,7 @@
 """Why a plan is the best: what limits it, and what would have to change for the second to win.
 
 Invariant: every number comes from playing the plans again with other links, other all-reduces or more memory;
-nothing is guessed. What no change of these would turn is said too.
+nothing is guessed. It also says when no such change would make the second win.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HALVINGS = 30
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class BreakEven:
     """A change that makes two plans equally quick.
 
     Attributes:
@@ -40,7 +40,7 @@ class Why:
         limit: the largest part beyond compute, by its name in ``Parts``; None if all of it is compute.
         second: the best plan of another scheme; None if there is none.
         second_parts: where that one's seconds go.
-        turns: changes with which the second is as quick as the best.
+        break_evens: changes with which the second is as quick as the best.
         in_more_memory: the plan that would be best if a device had ``needed_bytes``, without the reserve.
         needed_bytes: what that plan's fullest worker needs.
     """
@@ -49,7 +49,7 @@ class Why:
     limit: str | None
     second: Plan | None
     second_parts: Parts | None
-    turns: tuple[Turn, ...]
+    break_evens: tuple[BreakEven, ...]
     in_more_memory: Plan | None
     needed_bytes: float | None
 
@@ -71,14 +71,14 @@ def why(found: Found) -> Why:
         limit=limit if beyond[limit] > 1e-9 * best.seconds else None,
         second=second,
         second_parts=second.play.parts() if second else None,
-        turns=tuple(_turns(best.play, second.play)) if second else (),
+        break_evens=tuple(_break_evens(best.play, second.play)) if second else (),
         in_more_memory=larger,
         needed_bytes=max(w.total for w in larger.play.memory) if larger else None,
     )
 
 
-def _turns(best: Play, second: Play) -> list[Turn]:
-    turns = []
+def _break_evens(best: Play, second: Play) -> list[BreakEven]:
+    found = []
     for what, change in _CHANGES.items():
 
         def gap(times: float, change: Callable[[Play, float], Play] = change) -> float:
@@ -87,13 +87,13 @@ def _turns(best: Play, second: Play) -> list[Turn]:
         for end in (1 / _MOST, _MOST):
             times = _crossing(gap, end)
             if times is not None:
-                turns.append(Turn(what, times))
-    return turns
+                found.append(BreakEven(what, times))
+    return found
 
 
 _CHANGES: dict[str, Callable[[Play, float], Play]] = {
-    "messages": lambda play, times: replace(play, links=times),
-    "all-reduces": lambda play, times: replace(play, sums=times),
+    "messages": lambda play, times: replace(play, p2p_scale=times),
+    "all-reduces": lambda play, times: replace(play, allreduce_scale=times),
 }
 
 

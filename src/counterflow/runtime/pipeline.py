@@ -29,11 +29,11 @@ from counterflow.schedule.program.actions import Matching, Program
 from counterflow.schedule.program.lowering import OpTimes, Shared, lower_evaluation
 from counterflow.schedule.program.segments import segments
 
-from .execution.asynchronous import Continuous
+from .execution.asynchronous import AsynchronousRunner
 from .execution.interpreter import Interpreter
 from .execution.meters import SavedBytes
 from .execution.step import Step, Workers, place
-from .execution.synchronous import Flushing
+from .execution.synchronous import SynchronousRunner
 from .messages.compression import Compression
 from .messages.values import Unit
 from .mini_batch.batch import Batch, Shapes
@@ -231,7 +231,7 @@ class Pipeline:
         op_times: OpTimes | None,
         clip_norm: float | None,
         skips: bool,
-    ) -> Flushing | Continuous:
+    ) -> SynchronousRunner | AsynchronousRunner:
         """What runs the schedule, with its lists as they are proved."""
         workers = Workers(self.ranks, self.replica, self.worker, self.transport)
         matching, shared = self.transport.matching, Shared(self.weights.ties, self._statistics)
@@ -242,11 +242,11 @@ class Pipeline:
                     "skip_non_finite cannot skip an update everywhere; take a scheme with a flush"
                 )
             cut = segments(self.schedule, replicas=self.replicas, matching=matching, shared=shared)
-            return Continuous(cut, make, workers, self.weights, clip_norm)
+            return AsynchronousRunner(cut, make, workers, self.weights, clip_norm)
         program = checked_program(
             self.schedule, replicas=self.replicas, sync=sync, times=op_times, matching=matching, shared=shared
         )
-        return Flushing(program, make, workers, self.weights, clip_norm, skips=skips)
+        return SynchronousRunner(program, make, workers, self.weights, clip_norm, skips=skips)
 
     def _read_layers(
         self,
@@ -532,19 +532,19 @@ class Pipeline:
         if sizes and not given.ready:
             sizes = even(samples, count)
         kind = given.kind(samples, training, *(sizes if given.ready else ()))
-        settle: Callable[[], int] | None = None
+        await_total: Callable[[], int] | None = None
         if self._run.under_way:
             agreed = self._as_before(mine, kind, sizes)
             if self.transport.shares_process:
                 comparing = self.transport.start_gather(self._digests(given))
-                settle = partial(self._compared_later, comparing, agreed.total)
+                await_total = partial(self._compared_later, comparing, agreed.total)
         else:
             row = [*mine, kind, call, self.steps, given.form, *self._digests(given)]
             telling = self.transport.start_gather(row)
             if kind in self._shapes and samples > 0 and mine[1] in (samples, NOT_GIVEN) and not given.ready:
                 # This worker knows enough to begin; what the others say is read before it sends.
                 agreed = Agreed(samples, kind, samples, sizes)
-                settle = partial(self._settled, telling, call)
+                await_total = partial(self._await_agreed, telling, call)
             else:
                 agreed = self._agree(telling, call, sizes)
         self._agreed = agreed
@@ -564,7 +564,7 @@ class Pipeline:
             target_dims=given.target_dims,
             known=self._shapes.get(agreed.kind) if agreed.kind else None,
             learnt={},
-            settle=settle,
+            await_total=await_total,
             outputs={} if outputs else None,
         )
 
@@ -630,7 +630,7 @@ class Pipeline:
                     )
         return total
 
-    def _settled(self, telling: Gathering, call: float) -> int:
+    def _await_agreed(self, telling: Gathering, call: float) -> int:
         self._agreed = self._agree(telling, call, self._agreed.sizes)
         return self._agreed.total
 
@@ -875,7 +875,7 @@ class Pipeline:
         self._shapes.clear()  # which gradients travel is known with the shapes
 
     def _only_updated(self, call: str) -> None:
-        if isinstance(self._run, Flushing) and self._run.waiting:
+        if isinstance(self._run, SynchronousRunner) and self._run.waiting:
             raise ConfigError(f"{call} while gradients wait for an update; make a step with one before")
 
     def _only_when_empty(self, call: str) -> None:

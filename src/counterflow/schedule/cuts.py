@@ -21,7 +21,7 @@ from counterflow.errors import ConfigError
 
 
 def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """The cuts for which the dearest stage is as cheap as can be.
+    """The cuts that minimise the most expensive stage.
 
     Exact: among these cuts those with the smallest sum of the stages' squared costs, and among those the ones
     that cut earliest, so that the first stages, which hold the most activations, are the lighter ones.
@@ -101,7 +101,7 @@ def _integers(costs: Sequence[float]) -> list[int]:
 
 
 def _smallest_limit(ends: Sequence[int], stages: int) -> int:
-    """The smallest cost of the dearest stage; ``ends[i]`` is the cost of the first i layers.
+    """The smallest cost of the most expensive stage; ``ends[i]`` is the cost of the first i layers.
 
     Fewer stages within a limit are as good as ``stages``: cutting one again makes none dearer.
     """

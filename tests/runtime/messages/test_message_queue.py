@@ -102,7 +102,7 @@ def _made(layers: list[nn.Module], schedule: Schedule, **options: Any) -> list[i
     found = []
     for _ in range(8):
         pipeline.step(torch.ones(16, 4), torch.ones(16, 4))
-        found.append(pipeline._run.interpreter._mail._pool.made)
+        found.append(pipeline._run.interpreter._messages._pool.made)
     pipeline.flush()
     return found
 

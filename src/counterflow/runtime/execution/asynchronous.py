@@ -27,7 +27,7 @@ from ..parameters.versions import Versions
 from ..parameters.weights import Weights
 from ..transport import Gathering
 from .interpreter import Interpreter
-from .step import Told, Workers
+from .step import StepStatistics, Workers
 from .tasks import Tasks
 
 TOLD_TOGETHER = 8
@@ -42,7 +42,7 @@ class _Own(NamedTuple):
     losses: Losses
 
 
-class Continuous:
+class AsynchronousRunner:
     """One worker's part.
 
     Args:
@@ -111,7 +111,7 @@ class Continuous:
 
     # -- steps
 
-    def step(self, batch: Batch, *, update: bool = True) -> Told | None:
+    def step(self, batch: Batch, *, update: bool = True) -> StepStatistics | None:
         """Begin a mini-batch; what is known by now of one before, if there is one.
 
         Raises:
@@ -134,7 +134,7 @@ class Continuous:
         told_by_all = number + 1 - self.segments.update_lag - self.segments.spread
         return self._hear() if told_by_all >= self._together else None
 
-    def flush(self) -> list[Told]:
+    def flush(self) -> list[StepStatistics]:
         """End what is under way; what no step has told yet."""
         if not self._begun:
             return []
@@ -154,7 +154,7 @@ class Continuous:
         index = min(number, self.segments.last)
         tasks = self._tasks(batch is None, index, number - index)
         self.weights.attach()
-        self.interpreter.run(tasks, batch, later=number - index, drains=batch is None)
+        self.interpreter.run(tasks, batch, period_offset=number - index, drains=batch is None)
         self.weights.detach()
         for versions in self._versions():
             versions.show_latest()
@@ -162,11 +162,11 @@ class Continuous:
     def _versions(self) -> list[Versions]:
         return [copy.versions for copy in self.weights.stages.values() if copy.versions is not None]
 
-    def _tasks(self, drains: bool, index: int, later: int) -> Tasks:
-        key = drains, index, later % self._slots
+    def _tasks(self, drains: bool, index: int, period_offset: int) -> Tasks:
+        key = drains, index, period_offset % self._slots
         if key not in self._lists:
             programs = self.segments.drains if drains else self.segments.steady
-            self._lists[key] = self.interpreter.prepare(programs[index], later)
+            self._lists[key] = self.interpreter.prepare(programs[index], period_offset)
         return self._lists[key]
 
     # -- loss and norm
@@ -181,7 +181,7 @@ class Continuous:
             row += [mine, self._squared.pop(number, 0.0), odd, *batch.losses.weighed()]
         self._telling.append((batches, self.workers.transport.start_gather(row)))
 
-    def _hear(self) -> Told:
+    def _hear(self) -> StepStatistics:
         """What everybody told of the oldest mini-batch that no step has told yet.
 
         Raises:
@@ -192,7 +192,7 @@ class Continuous:
         batch, rows = self._heard.popleft()
         loss, norm = self.workers.loss_and_norm(rows, batch.step, self._not_finite)
         metrics = self.workers.metrics([row[3:] for row in rows], batch.losses, 1.0)
-        return Told(batch.step, loss, norm, batch.samples, metrics)
+        return StepStatistics(batch.step, loss, norm, batch.samples, metrics)
 
     def _not_finite(self) -> tuple[int, str] | None:
         return min((found for found in self._stopped.values() if found is not None), default=None)

@@ -1,7 +1,7 @@
 """Executes one worker's action list: a table from action type to handler, and a short loop.
 
 Invariant: a handler does what its action names and nothing else. What can be looked up once is looked up
-before the first step (``tasks.py``); messages are ``mail.py``'s.
+before the first step (``tasks.py``); messages are ``messages/message_queue.py``'s.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from counterflow.schedule.program.actions import (
     Update,
     WaitSync,
 )
-from counterflow.schedule.program.segments import later, shifted
+from counterflow.schedule.program.segments import shifted, shifted_op
 
 from ..messages.compression import Compression
-from ..messages.message_queue import Mail, Taken
+from ..messages.message_queue import MessageQueue, Taken
 from ..messages.values import (
     Layout,
     Structure,
@@ -125,7 +125,7 @@ class _Stash:
     held: list[Kept]
     again: _Again | None = None
 
-    def settle(self) -> None:
+    def release_outputs(self) -> None:
         """Keep of the outputs where the backward begins, and let them go."""
         if self.outputs:
             self.edges = [get_gradient_edge(t) for t in self.outputs if t.requires_grad]
@@ -188,51 +188,51 @@ class Interpreter:
         )
         self._preparation.first_number = transport.reserve_tags(self._preparation.numbers)
         # What is under way; empty whenever the pipeline is:
-        self._later = 0  # periods that the list at hand is run later than it says
+        self._period_offset = 0  # periods that the list at hand is run later than it says
         self._batches: list[Batch] = []
         self._newest = 0
         self._handed: dict[Key, _Output] = {}
         self._gradients: dict[Key, list[Tensor]] = {}
         self._stashes: dict[Key, _Stash] = {}
-        self._unsettled: list[_Stash] = []
+        self._with_outputs: list[_Stash] = []
         """Of ops that are over: what has time until the next op, after the send, is not done yet."""
-        self._mail = Mail(transport, self._batches, compression)
+        self._messages = MessageQueue(transport, self._batches, compression)
 
-    def prepare(self, program: Program, later: int = 0) -> Tasks:
+    def prepare(self, program: Program, period_offset: int = 0) -> Tasks:
         """The list of this worker with all that can be looked up before it is run.
 
         Args:
             program: the lists of all workers.
-            later: how many periods later than it says it is going to run.
+            period_offset: how many periods later than it says it is going to run.
         """
         handlers: dict[type[Action] | OpKind, Callable[[Task], None]] = {
             OpKind.FORWARD: self._forward,
             OpKind.BACKWARD: self._backward,
-            Send: self._mail.send,
-            Receive: self._mail.receive,
-            Exchange: self._mail.exchange,
+            Send: self._messages.send,
+            Receive: self._messages.receive,
+            Exchange: self._messages.exchange,
             StartSync: self._start_sync,
             WaitSync: self._wait_sync,
             Agree: lambda _: self.owner.agree(),
             Update: self._update,
         }
-        return self._preparation.tasks(program, later, handlers)
+        return self._preparation.tasks(program, period_offset, handlers)
 
     # -- a step
 
-    def run(self, tasks: Tasks, batch: Batch | None, *, later: int = 0, drains: bool = True) -> None:
+    def run(self, tasks: Tasks, batch: Batch | None, *, period_offset: int = 0, drains: bool = True) -> None:
         """Run a list once.
 
         Args:
             tasks: the list.
             batch: the mini-batch that it begins; None if it only ends what is under way.
-            later: how many periods later than it says it runs.
+            period_offset: how many periods later than it says it runs.
             drains: whether nothing is under way at its end.
 
         Raises:
             WorkerError: something failed; it names the worker, the action and the cause.
         """
-        self._later = later
+        self._period_offset = period_offset
         if not (self.whole_timeline and self._batches):
             self._clock.start()
         if batch is not None:
@@ -241,17 +241,17 @@ class Interpreter:
         task: Task | None = None
         try:
             with torch.set_grad_enabled(batch is None or batch.training):
-                for task in tasks.alone:
+                for task in tasks.local_prefix:
                     status.now(task.action)
                     task.handler(task)
-                if batch is not None and batch.settle is not None:
-                    batch.total = batch.settle()
-                for task in tasks.beside:
+                if batch is not None and batch.await_total is not None:
+                    batch.total = batch.await_total()
+                for task in tasks.rest:
                     status.now(task.action)
                     task.handler(task)
-            self._settle()
+            self._release_outputs()
             if drains:
-                self._mail.drain()
+                self._messages.drain()
         except CounterflowError:
             raise
         except Exception as error:
@@ -277,7 +277,7 @@ class Interpreter:
         """``worker 2, action 5: Forward F1.2``."""
         if task is None:
             return f"worker {self.worker}"
-        action = shifted(task.action, self._later, self.schedule.micro_batches)
+        action = shifted(task.action, self._period_offset, self.schedule.micro_batches)
         return f"worker {self.worker}, action {task.place}: {action}"
 
     @property
@@ -289,15 +289,15 @@ class Interpreter:
         """The ops of the last step as they ran: their starts and ends in seconds from ``began_seconds``."""
         count = self.schedule.micro_batches
         return [
-            (later(ran.op, ran.later, count) if ran.later else ran.op, ran.start, ran.end)
-            for ran in self._clock.ran()
+            (shifted_op(op, offset, count) if offset else op, start, end)
+            for op, offset, start, end in self._clock.ran()
         ]
 
-    def _settle(self) -> None:
+    def _release_outputs(self) -> None:
         """Do what the last op left to be done; graphs that were gone through go as well."""
-        for stash in self._unsettled:
-            stash.settle()
-        self._unsettled.clear()
+        for stash in self._with_outputs:
+            stash.release_outputs()
+        self._with_outputs.clear()
 
     # -- handlers
 
@@ -310,20 +310,22 @@ class Interpreter:
         self.owner.wait_sync(task.action)
 
     def _update(self, task: Task) -> None:
-        action, later = task.action, self._later
+        action, period_offset = task.action, self._period_offset
         assert isinstance(action, Update)
-        self.owner.update(action.stage, action.version + later, [v + later for v in action.frees])
+        self.owner.update(
+            action.stage, action.version + period_offset, [v + period_offset for v in action.frees]
+        )
 
     def _forward(self, task: Task) -> None:
         action, copy = task.action, task.copy
         assert isinstance(action, Compute)
         assert copy is not None
-        self._settle()
+        self._release_outputs()
         batch = self._batches[task.slot]
         given = self._inputs(task, copy, batch)
         begin = self._clock.begin()
         if copy.versions is not None and batch.training:
-            copy.versions.use(action.op.version + self._later)
+            copy.versions.use(action.op.version + self._period_offset)
         without_graph = batch.training and copy.recompute is Recompute.STAGE
         with torch.no_grad() if without_graph else _NOTHING, self.autocast():
             outputs = None
@@ -331,12 +333,14 @@ class Interpreter:
                 outputs = self._forward_together(task, copy, batch, given)
             if outputs is None:
                 outputs = [self._forward_unit(task, copy, batch, each) for each in given]
-        self._clock.end(action.op, self._later, begin)
+        self._clock.end(action.op, self._period_offset, begin)
         if task.stage == self._last_stage:
             return
         if task.sent_as >= 0:
             flat = outputs[0][1] if len(outputs) == 1 else [t for _, tensors in outputs for t in tensors]
-            self._mail.put(task.sent_as, flat, [(structure, len(tensors)) for structure, tensors in outputs])
+            self._messages.put(
+                task.sent_as, flat, [(structure, len(tensors)) for structure, tensors in outputs]
+            )
         for unit, output in zip(task.units, outputs, strict=True):
             if batch.known is None:
                 batch.learnt[task.stage, unit.shape] = _layout(*output)
@@ -361,7 +365,7 @@ class Interpreter:
                 structure, handed = self._handed.pop((task.stage, unit))
                 taken.append((structure, [leaf(tensor) for tensor in handed], none))
         else:
-            taken = self._mail.take(task.number, len(units), as_leaves=batch.training)
+            taken = self._messages.take(task.number, len(units), as_leaves=batch.training)
             if batch.known is None:
                 for unit, (structure, tensors, _) in zip(units, taken, strict=True):
                     batch.learnt[task.stage - 1, unit.shape] = _layout(structure, tensors)
@@ -379,7 +383,7 @@ class Interpreter:
         if not batch.training:
             output: Any = copy.forward(value, batch.step, rows)
             found, tensors = self._with_loss(task, batch, output, unit)
-            self._mail.give_back(buffers)
+            self._messages.give_back(buffers)
             return found, self._handed_on(tensors)
         if copy.recompute is Recompute.STAGE:
             return self._forward_to_recompute(task, copy, batch, given)
@@ -388,7 +392,7 @@ class Interpreter:
         found, tensors = self._with_loss(task, batch, output, unit)
         self._graph_made(task, copy, inputs, tensors, held)
         stash = _Stash(inputs, tensors, (), buffers, held)
-        self._unsettled.append(stash)
+        self._with_outputs.append(stash)
         self._stashes[task.stage, unit] = stash
         return found, self._handed_on(tensors)
 
@@ -521,13 +525,13 @@ class Interpreter:
         action, copy = task.action, task.copy
         assert isinstance(action, Compute)
         assert copy is not None
-        self._settle()
+        self._release_outputs()
         (unit,) = task.units
         stash = self._stashes.pop((task.stage, unit))
         gradients, reused = self._output_gradients(task)
         begin = self._clock.begin()
         if copy.versions is not None:
-            copy.versions.use(action.op.version + self._later)
+            copy.versions.use(action.op.version + self._period_offset)
         edges: Sequence[Any] | None = stash.edges
         rows = self._batches[task.slot].rows((unit,))[0] if unit.parts > 1 else None
         if edges is None:
@@ -535,7 +539,7 @@ class Interpreter:
         if edges:
             with self._recomputed_layers(copy), copy.streams.backward(rows):
                 self._run_backward(edges, gradients or None)
-        self._clock.end(action.op, self._later, begin)
+        self._clock.end(action.op, self._period_offset, begin)
         found: list[Tensor] = []
         if task.stage > 0:
             for tensor in stash.inputs:
@@ -543,22 +547,22 @@ class Interpreter:
                     found.append(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
                     tensor.grad = None
             if task.sent_as >= 0:
-                self._mail.put(task.sent_as, found)
+                self._messages.put(task.sent_as, found)
             elif task.hands_over:
                 self._gradients[task.stage - 1, unit] = found
         if stash.held:
             assert self.saved is not None
             self.saved.release(stash.held)
-        self._unsettled.append(stash)
-        self._mail.give_back(reused)
-        self._mail.give_back(stash.reused)
+        self._with_outputs.append(stash)
+        self._messages.give_back(reused)
+        self._messages.give_back(stash.reused)
 
     def _output_gradients(self, task: Task) -> tuple[list[Tensor], Sequence[Tensor]]:
         if task.stage == self._last_stage:
             return [], []
         if task.number < 0:
             return self._gradients.pop((task.stage, task.units[0])), []
-        ((_, tensors, buffers),) = self._mail.take(task.number, 1)
+        ((_, tensors, buffers),) = self._messages.take(task.number, 1)
         return tensors, buffers
 
     def _recomputed(

@@ -25,11 +25,11 @@ from counterflow.schedule.ir import Op
 class Ran(NamedTuple):
     """An op as it ran, in seconds since the clock was started.
 
-    ``later`` tells how many periods later than the op says.
+    ``period_offset`` says how many periods later than the op says.
     """
 
     op: Op
-    later: int
+    period_offset: int
     start: float
     end: float
 
@@ -46,7 +46,7 @@ class Clock(Protocol):
     def begin(self) -> Any:
         """A mark, as an op begins."""
 
-    def end(self, op: Op, later: int, begin: Any) -> None:
+    def end(self, op: Op, period_offset: int, begin: Any) -> None:
         """Note an op that ends, with the mark of its beginning."""
 
     def ran(self) -> list[Ran]:
@@ -69,14 +69,16 @@ class HostClock:
         """See ``Clock``."""
         return time.perf_counter()
 
-    def end(self, op: Op, later: int, begin: float) -> None:
+    def end(self, op: Op, period_offset: int, begin: float) -> None:
         """See ``Clock``."""
-        self._noted.append((op, later, begin, time.perf_counter()))
+        self._noted.append((op, period_offset, begin, time.perf_counter()))
 
     def ran(self) -> list[Ran]:
         """See ``Clock``."""
         zero = self.began_seconds
-        return [Ran(op, later, start - zero, end - zero) for op, later, start, end in self._noted]
+        return [
+            Ran(op, period_offset, start - zero, end - zero) for op, period_offset, start, end in self._noted
+        ]
 
 
 class CudaClock:
@@ -104,9 +106,9 @@ class CudaClock:
         event.record()
         return event
 
-    def end(self, op: Op, later: int, begin: torch.cuda.Event) -> None:
+    def end(self, op: Op, period_offset: int, begin: torch.cuda.Event) -> None:
         """See ``Clock``."""
-        self._noted.append((op, later, begin, self.begin()))
+        self._noted.append((op, period_offset, begin, self.begin()))
 
     def ran(self) -> list[Ran]:
         """See ``Clock``."""
@@ -115,8 +117,8 @@ class CudaClock:
             return []
         torch.cuda.synchronize(self._device)
         return [
-            Ran(op, later, first.elapsed_time(start) / 1e3, first.elapsed_time(end) / 1e3)
-            for op, later, start, end in self._noted
+            Ran(op, period_offset, first.elapsed_time(start) / 1e3, first.elapsed_time(end) / 1e3)
+            for op, period_offset, start, end in self._noted
         ]
 
 

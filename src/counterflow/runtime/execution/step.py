@@ -29,7 +29,7 @@ class Step:
         seconds: from the call to its return, on this worker.
         about: the step whose loss and norm these are: this one, or, in schemes without a flush, an earlier
             one, whose backwards have ended by now. None while there is none yet: loss and norm are NaN.
-        metrics: means, or sums over the weights, of what the loss function told beside the loss.
+        metrics: means, or sums over the weights, that the loss function gave with the loss.
         skipped: whether nothing was updated, for the loss or a gradient was not finite.
         outputs: with ``outputs=True``, what the last layer gave for the replica's samples, in their order; on
             workers with the last stage, None on others.
@@ -47,7 +47,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StepStatistics:
     """What all workers know of a mini-batch: its step, loss, gradient norm and so on; see ``Step``."""
 
     step: int

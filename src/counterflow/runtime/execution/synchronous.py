@@ -16,11 +16,11 @@ from ..mini_batch.losses import added
 from ..parameters.gradients import clip_factor
 from ..parameters.weights import Weights
 from .interpreter import Interpreter
-from .step import Told, Workers
+from .step import StepStatistics, Workers
 from .tasks import Tasks
 
 
-class Flushing:
+class SynchronousRunner:
     """One worker's part.
 
     Args:
@@ -53,7 +53,7 @@ class Flushing:
         self.skips = skips
         self._skipped = False  # something since the last update was not finite
         self._batch: Batch
-        self._told: Told  # every list agrees once
+        self._statistics: StepStatistics  # every list agrees once
         self._updates = True
         self._weight = 0.0  # of the losses since the last update, if they have weights
         self.waiting = 0
@@ -64,25 +64,25 @@ class Flushing:
         """All that may be run, for who needs the peers in it."""
         return (self.tasks,)
 
-    def step(self, batch: Batch, *, update: bool = True) -> Told:
+    def step(self, batch: Batch, *, update: bool = True) -> StepStatistics:
         """Run the order once; without an update the gradients are kept for the next step's."""
         self._batch, self._updates = batch, update
         if self.waiting:
-            batch.settle = partial(self._weighted, batch.settle)
+            batch.await_total = partial(self._weighted, batch.await_total)
         self.weights.attach()
         self.interpreter.run(self.tasks, batch)
         self.waiting = 0 if update else batch.total
         self._skipped = self._skipped and not update
         self.weights.detach()
-        return self._told
+        return self._statistics
 
-    def _weighted(self, settle: Callable[[], int] | None) -> int:
+    def _weighted(self, await_total: Callable[[], int] | None) -> int:
         """All samples since the last update; those before weigh as many as they are."""
-        total = self.waiting + (self._batch.total if settle is None else settle())
+        total = self.waiting + (self._batch.total if await_total is None else await_total())
         self.weights.scale(self.waiting / total)
         return total
 
-    def flush(self) -> list[Told]:
+    def flush(self) -> list[StepStatistics]:
         """Nothing is under way."""
         return []
 
@@ -130,8 +130,8 @@ class Flushing:
         if weight is not None:
             self._weight += weight
             scale = total / self._weight
-        alone = total / (total - self.waiting if weight is None else weight)  # this step's alone
-        metrics = self.workers.metrics([row[3:] for row in rows], losses, alone)
+        this_step = total / (total - self.waiting if weight is None else weight)  # scales this step alone
+        metrics = self.workers.metrics([row[3:] for row in rows], losses, this_step)
         if self._updates and not self._skipped:
             norm *= scale
             factor = scale * clip_factor(norm, self.clip_norm)
@@ -141,4 +141,6 @@ class Flushing:
             norm = math.nan
         if self._updates:
             self._weight = 0.0
-        self._told = Told(step, loss * alone, norm, total - self.waiting, metrics, self._skipped)
+        self._statistics = StepStatistics(
+            step, loss * this_step, norm, total - self.waiting, metrics, self._skipped
+        )

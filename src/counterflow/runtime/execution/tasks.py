@@ -61,14 +61,19 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Tasks:
-    """A worker's list, ready to be run: what nobody else sees or decides, and the rest of it."""
+    """A worker's list, ready to be run.
 
-    alone: tuple[Task, ...]
-    beside: tuple[Task, ...]
+    Attributes:
+        local_prefix: the first tasks, as long as they need no other worker.
+        rest: the tasks after them.
+    """
+
+    local_prefix: tuple[Task, ...]
+    rest: tuple[Task, ...]
 
     def __iter__(self) -> Iterator[Task]:
-        yield from self.alone
-        yield from self.beside
+        yield from self.local_prefix
+        yield from self.rest
 
 
 class Preparation:
@@ -105,14 +110,14 @@ class Preparation:
     def tasks(
         self,
         program: Program,
-        later: int,
+        period_offset: int,
         handlers: Mapping[type[Action] | OpKind, Callable[[Task], None]],
     ) -> Tasks:
         """The list of this worker, as it stands.
 
         Args:
             program: the lists of all workers.
-            later: how many periods later than it says it is going to run.
+            period_offset: how many periods later than it says it is going to run.
             handlers: who does what kind of action, and of op.
         """
         tasks = []
@@ -121,22 +126,22 @@ class Preparation:
             task = Task(action, handlers[kind], place)
             match action:
                 case Compute(op):
-                    self._computes(task, op, later)
+                    self._computes(task, op, period_offset)
                 case Send() | Receive():
-                    self._sends(task, action, later)
+                    self._sends(task, action, period_offset)
                 case Exchange(first, second):
                     for message in (first, second):
                         single = Task(message, handlers[type(message)], place)
-                        self._sends(single, message, later)
+                        self._sends(single, message, period_offset)
                         task.both += (single,)
                     task.peer = self.ranks[action.peer]
             tasks.append(task)
-        alone = next((i for i, task in enumerate(tasks) if not self._alone(task)), len(tasks))
-        return Tasks(tuple(tasks[:alone]), tuple(tasks[alone:]))
+        prefix = next((i for i, task in enumerate(tasks) if not self._is_local(task)), len(tasks))
+        return Tasks(tuple(tasks[:prefix]), tuple(tasks[prefix:]))
 
-    def _computes(self, task: Task, op: Op, later: int) -> None:
+    def _computes(self, task: Task, op: Op, period_offset: int) -> None:
         task.stage, task.copy = op.stage, self.stages[op.stage]
-        task.slot, task.units = self._units(op, later)
+        task.slot, task.units = self._units(op, period_offset)
         ahead = 1 if op.kind.makes_output else -1
         goes_to = self._worker(op, op.stage + ahead)
         task.hands_over = goes_to == self.worker
@@ -145,9 +150,9 @@ class Preparation:
         if goes_to not in (None, self.worker):
             task.sent_as = self._number(op, op.stage, task.units[0])
 
-    def _sends(self, task: Task, message: Message, later: int) -> None:
+    def _sends(self, task: Task, message: Message, period_offset: int) -> None:
         op = message.output
-        task.slot, task.units = self._units(op, later)
+        task.slot, task.units = self._units(op, period_offset)
         task.stage = op.stage
         task.peer = self.ranks[message.peer]
         task.number = self._number(op, op.stage, task.units[0])
@@ -157,9 +162,9 @@ class Preparation:
         """Who holds a stage of an op's pipe; None if there is no such stage."""
         return self.schedule.placement.worker(op.pipe, stage) if 0 <= stage <= self.last_stage else None
 
-    def _units(self, op: Op, later: int) -> tuple[int, tuple[Unit, ...]]:
+    def _units(self, op: Op, period_offset: int) -> tuple[int, tuple[Unit, ...]]:
         """The mini-batch's slot, and what an op runs on in pieces of what backwards run on."""
-        slot = (self.schedule.period_of(op) + later) % self.slots
+        slot = (self.schedule.period_of(op) + period_offset) % self.slots
         found = []
         for number in op.micro_batches:
             m = number % self.schedule.micro_batches
@@ -182,7 +187,7 @@ class Preparation:
         """How many ``_number`` tells apart."""
         return self.slots * self.schedule.micro_batches * (self.last_stage + 1) * 2 * self._most_parts
 
-    def _alone(self, task: Task) -> bool:
+    def _is_local(self, task: Task) -> bool:
         """Whether no other worker sees it, and nothing in it depends on what others were given."""
         action = task.action
         if isinstance(action, Compute):

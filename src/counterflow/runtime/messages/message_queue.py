@@ -28,7 +28,7 @@ _NONE: Sequence[Tensor] = ()
 _Restore = Callable[[list[Tensor], Sequence[TensorSpec]], list[Tensor]]
 
 
-class _Arrival:
+class _PostedReceive:
     """A posted receive of known shapes; ``restore`` makes tensors of what came in another form."""
 
     __slots__ = ("buffers", "pending", "restore", "specs", "structures")
@@ -66,7 +66,7 @@ class _Arrival:
         return found
 
 
-class _DescribedArrival:
+class _PostedDescribed:
     """A posted receive whose shapes come with it."""
 
     __slots__ = ("activation", "pending")
@@ -89,7 +89,7 @@ class _DescribedArrival:
         return found
 
 
-class Mail:
+class MessageQueue:
     """Sends and receives what tasks name.
 
     Args:
@@ -105,7 +105,7 @@ class Mail:
         self.batches = batches
         self.compression = compression
         self._pool = BufferPool(transport.device)
-        self._arrivals: dict[int, _Arrival | _DescribedArrival] = {}
+        self._arrivals: dict[int, _PostedReceive | _PostedDescribed] = {}
         self._outbox: dict[int, tuple[list[Tensor], Sequence[_Sized]]] = {}
         self._sending: deque[tuple[Pending, Sequence[Tensor]]] = deque()
 
@@ -160,15 +160,15 @@ class Mail:
     def receive(self, task: Task) -> None:
         """Post a receive."""
         batch = self.batches[task.slot]
-        arrival: _Arrival | _DescribedArrival
+        arrival: _PostedReceive | _PostedDescribed
         if batch.known is None:
-            arrival = _DescribedArrival(
+            arrival = _PostedDescribed(
                 self.transport.receive_described(task.peer, task.number), activation=task.activation
             )
         else:
             buffers = self._to_receive(task, batch.known)
             pending = self.transport.receive(buffers, task.peer, task.number)
-            arrival = _Arrival(pending, buffers, task, self._restore(task))
+            arrival = _PostedReceive(pending, buffers, task, self._restore(task))
         self._arrivals[task.number] = arrival
 
     def exchange(self, task: Task) -> None:
@@ -189,7 +189,7 @@ class Mail:
         if full:
             self._send_full(send, full)
         self._keep(sent, tensors)
-        self._arrivals[receive.number] = _Arrival(received, buffers, receive, self._restore(receive))
+        self._arrivals[receive.number] = _PostedReceive(received, buffers, receive, self._restore(receive))
 
     # -- their parts
 

@@ -37,7 +37,7 @@ class Batch:
         target_dims: likewise of the targets.
         known: the shapes of what travels, by stage and unit, if they were seen before.
         learnt: where they are noted.
-        settle: waits for what the others were given, before anything they see; gives ``total``.
+        await_total: waits for what the others were given, before anything they see; gives ``total``.
         losses: of its micro-batches, as they come.
         outputs: of the last stage by unit, if they are wanted.
         has_loss: whether losses are wanted.
@@ -54,7 +54,7 @@ class Batch:
     target_dims: Dims
     known: Shapes | None
     learnt: Shapes
-    settle: Callable[[], int] | None = None
+    await_total: Callable[[], int] | None = None
     losses: Losses = field(default_factory=Losses)
     outputs: dict[Unit, Any] | None = None
     has_loss: bool = True

@@ -1,7 +1,7 @@
 """Gradients of one worker: kept in flat buffers, summed over a stage's copies in buckets.
 
-Invariant: every parameter of the worker is in exactly one ``Shard``, also one that several stages share
-(tied embeddings); a shard is what is summed, measured and updated together. A parameter that no copy of
+Invariant: every parameter of the worker is in exactly one ``GradientGroup``, also one that several stages
+share (tied embeddings); a group is what is summed, measured and updated together. A parameter that no copy of
 its stage used has no gradient when it is updated (``grad is None``), as in one process: no optimiser
 decays it or keeps state for it.
 """
@@ -96,7 +96,7 @@ class _Flat:
         self._used = None
 
 
-class Shard:
+class GradientGroup:
     """Parameters whose gradients are summed over the same workers, in flat buffers.
 
     Args:

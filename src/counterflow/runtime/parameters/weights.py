@@ -23,7 +23,7 @@ from counterflow.schedule.program.actions import StartSync, Summed, SyncAction, 
 from ..stages.recomputation import Contents
 from ..stages.stage import StageCopy
 from ..transport import Group, Pending, Transport
-from .gradients import Shard, unique
+from .gradients import GradientGroup, unique
 
 MakeOptimizer = Callable[[Any], Optimizer]
 """Of a list of parameters, or of (name, parameter)."""
@@ -88,15 +88,17 @@ class Weights:
         self._groups: dict[int, Group | None] = {}
         self._held: dict[int, Contents] = {}
         """By stage with copies: what its buffers held at the begin of the step."""
-        self._own: dict[int, Shard] = {}
-        self._tied: dict[tuple[int, ...], list[Shard]] = {}
+        self._own: dict[int, GradientGroup] = {}
+        self._tied: dict[tuple[int, ...], list[GradientGroup]] = {}
         self._averages: dict[int, _Average] = {}
         self._make_shards()
         self._start_alike()
         self.optimizers: dict[int, Optimizer] = {}
         self.schedulers: dict[int, LRScheduler] = {}
         for stage in stages:
-            parameters = [pair for shard in self._updated_with(stage) for pair in shard.parameters.items()]
+            parameters = [
+                pair for gradients in self._updated_with(stage) for pair in gradients.parameters.items()
+            ]
             if parameters:
                 made = optimizer(parameters if named else [parameter for _, parameter in parameters])
                 self.optimizers[stage] = made
@@ -106,7 +108,7 @@ class Weights:
     # -- who holds what
 
     def _make_shards(self) -> None:
-        """Group the worker's parameters by who else holds them; see ``Shard``.
+        """Group the worker's parameters by who else holds them; see ``GradientGroup``.
 
         Every worker goes through all stages and all shared parameters of the model in one order, as
         making a group for collectives needs it.
@@ -124,12 +126,12 @@ class Weights:
                 self.transport.broadcast(parameter.data, self.ranks[0][self.holders[stages[0]][0]], group)
             own = unique([(name, parameter)], taken)
             tied = self._tied.setdefault(tuple(stages), [])
-            tied.append(Shard(own, group, counted=self.worker == holders[0], stage=held[0]))
+            tied.append(GradientGroup(own, group, counted=self.worker == holders[0], stage=held[0]))
         for stage, copies in enumerate(self.holders):
             group = self._group(copies)
             if stage in self.stages:
                 own = unique(parameters[stage].items(), taken)
-                self._own[stage] = Shard(own, group, counted=self.worker == copies[0], stage=stage)
+                self._own[stage] = GradientGroup(own, group, counted=self.worker == copies[0], stage=stage)
                 self._groups[stage] = group
 
     def _shared_names(self) -> dict[str, list[int]]:
@@ -158,11 +160,11 @@ class Weights:
         self.groups.append(self.transport.group(sorted(ranks)))
         return self.groups[-1]
 
-    def _shards(self) -> list[Shard]:
+    def _gradient_groups(self) -> list[GradientGroup]:
         return [*chain.from_iterable(self._tied.values()), *self._own.values()]
 
-    def _updated_with(self, stage: int) -> list[Shard]:
-        return [shard for shard in self._shards() if shard.stage == stage]
+    def _updated_with(self, stage: int) -> list[GradientGroup]:
+        return [gradients for gradients in self._gradient_groups() if gradients.stage == stage]
 
     def _start_alike(self) -> None:
         """Let every copy of a stage start as its first holder's, whatever each was made with.
@@ -207,20 +209,22 @@ class Weights:
                 if parameter.is_floating_point() or parameter.is_complex():
                     parameter.requires_grad_(chosen(name))
             copy.trains = any(p.requires_grad for p in copy.parameters())
-        for shard in self._shards():
-            shard.make()
+        for gradients in self._gradient_groups():
+            gradients.make()
         self.detach()
 
     def _updated_names(self, stage: int) -> dict[int, str]:
         """By identity: the parameters that a stage's update updates."""
-        return {id(p): name for shard in self._updated_with(stage) for name, p in shard.parameters.items()}
+        return {
+            id(p): name for gradients in self._updated_with(stage) for name, p in gradients.parameters.items()
+        }
 
     # -- gradients and updates
 
     def attach(self) -> None:
         """Let backwards add to the gradients, and note what buffers of stages with copies hold."""
-        for shard in self._shards():
-            shard.attach()
+        for gradients in self._gradient_groups():
+            gradients.attach()
         self._held = {
             stage: copy.buffers.now()
             for stage, copy in self.stages.items()
@@ -253,24 +257,24 @@ class Weights:
 
     def detach(self) -> None:
         """Keep the gradients from whoever is not a backward or an update."""
-        for shard in self._shards():
-            shard.detach()
+        for gradients in self._gradient_groups():
+            gradients.detach()
 
     def start_sync(self, sync: StartSync) -> None:
         """Begin to sum gradients over all who hold them, or to average running statistics."""
         if sync.what is Summed.STATISTICS:
             self._averages[sync.stage] = self._start_average(sync.stage)
-        for shard in self._summed_in(sync):
-            shard.start(self.transport)
+        for gradients in self._summed_in(sync):
+            gradients.start(self.transport)
 
     def wait_sync(self, sync: WaitSync) -> None:
         """Until it is done."""
         if sync.what is Summed.STATISTICS:
             self._end_average(*self._averages.pop(sync.stage))
-        for shard in self._summed_in(sync):
-            shard.wait()
+        for gradients in self._summed_in(sync):
+            gradients.wait()
 
-    def _summed_in(self, sync: SyncAction) -> Sequence[Shard]:
+    def _summed_in(self, sync: SyncAction) -> Sequence[GradientGroup]:
         match sync.what:
             case Summed.GRADIENTS:
                 return (self._own[sync.stage],)
@@ -297,27 +301,27 @@ class Weights:
         """The part of the global gradient norm, squared, that this worker counts; or that of a stage."""
         if stage is not None:
             return self._own[stage].squared_norm()
-        return sum(shard.squared_norm() for shard in self._shards() if shard.counted)
+        return sum(gradients.squared_norm() for gradients in self._gradient_groups() if gradients.counted)
 
     def scale(self, factor: float, stage: int | None = None) -> None:
         """Multiply all gradients, or those of a stage."""
-        for shard in self._shards() if stage is None else (self._own[stage],):
-            shard.scale(factor)
+        for gradients in self._gradient_groups() if stage is None else (self._own[stage],):
+            gradients.scale(factor)
 
     def not_finite(self, stage: int | None = None) -> tuple[int, str] | None:
         """Stage and name of the first parameter whose gradient is not finite; or that of a stage."""
-        for shard in self._shards() if stage is None else (self._own[stage],):
-            name = shard.not_finite()
+        for gradients in self._gradient_groups() if stage is None else (self._own[stage],):
+            name = gradients.not_finite()
             if name is not None:
-                return shard.stage, name
+                return gradients.stage, name
         return None
 
     def update(self, stage: int) -> None:
         """Let a stage's optimiser step, and clear its gradients."""
-        for shard in self._updated_with(stage):
-            shard.show()
+        for gradients in self._updated_with(stage):
+            gradients.show()
             if self.keeps_gradients:
-                for name, parameter in shard.parameters.items():
+                for name, parameter in gradients.parameters.items():
                     self.kept_gradients.pop(name, None)
                     if parameter.grad is not None:
                         self.kept_gradients[name] = parameter.grad.detach().clone()
@@ -325,8 +329,8 @@ class Weights:
             self.optimizers[stage].step()
         if stage in self.schedulers:
             self.schedulers[stage].step()
-        for shard in self._updated_with(stage):
-            shard.clear()
+        for gradients in self._updated_with(stage):
+            gradients.clear()
 
     def skip(self, stage: int) -> None:
         """Update nothing: clear the gradients that a stage's update would take."""
@@ -335,8 +339,8 @@ class Weights:
 
     def clear(self, stage: int | None = None) -> None:
         """Set all gradients to zero, or those of a stage."""
-        for shard in self._shards() if stage is None else (self._own[stage],):
-            shard.clear()
+        for gradients in self._gradient_groups() if stage is None else (self._own[stage],):
+            gradients.clear()
 
     def _start_average(self, stage: int) -> _Average:
         """Begin to make running statistics the mean of those of the stage's copies."""

@@ -31,7 +31,7 @@ from .base import Group, Lost, Status, TimedOut, Transport
 from .gathers import Gathering, Gathers
 from .headers import HEADER_WORDS, announced, as_bytes, describe
 from .pending import DONE, DescribedReceiving, Done, Sending, Works
-from .staging import CopyOut, Courier, Parcel, Sweeper, cuda_copy_out
+from .staging import CopyOut, PendingSend, SendReaper, Stager, cuda_copy_out
 from .tags import BREAK_TAG, DESCRIBED, HEADER, MORE_HEADER, lane_tag
 
 _T = TypeVar("_T")
@@ -88,8 +88,8 @@ class DistributedTransport(Transport):
         if copy_out is None and self._pinned:
             copy_out = cuda_copy_out(device)
         self._gathers = Gathers(self)
-        self._sweeper = Sweeper()
-        self._courier = Courier(self._post_host, copy_out, self._sweeper) if copy_out else None
+        self._reaper = SendReaper()
+        self._stager = Stager(self._post_host, copy_out, self._reaper) if copy_out else None
 
     @abstractmethod
     def make_data_plane(self) -> None:
@@ -106,7 +106,7 @@ class DistributedTransport(Transport):
         preface = [(described[:HEADER_WORDS], lane_tag(tag, HEADER))]
         if len(described) > HEADER_WORDS:
             preface.append((described[HEADER_WORDS:], lane_tag(tag, MORE_HEADER)))
-        if self._courier is not None:
+        if self._stager is not None:
             return self.carry(tensors, peer, lane_tag(tag, DESCRIBED), preface)
         works: list[Work] = []
         for part, own in preface:
@@ -158,15 +158,15 @@ class DistributedTransport(Transport):
         preface: Sequence[tuple[Tensor, int]] = (),
     ) -> Sending:
         """Begin to send device tensors through the host, after a preface of host tensors."""
-        assert self._courier is not None
+        assert self._stager is not None
         filled = [tensor for tensor in tensors if tensor.numel()]
-        return Sending(self, self._courier.send(filled, peer, tag, preface))
+        return Sending(self, self._stager.send(filled, peer, tag, preface))
 
     def sent(self, peer: int, works: Sequence[Work]) -> Sending:
         """Look after a message that was posted over Gloo."""
-        parcel = Parcel(peer, works)
-        self._sweeper.take(parcel)
-        return Sending(self, parcel)
+        send = PendingSend(peer, works)
+        self._reaper.take(send)
+        return Sending(self, send)
 
     def _post_host(self, tensor: Tensor, peer: int, tag: int) -> Work:
         work: Work = self._lane.send([as_bytes(tensor)], peer, tag)
@@ -274,17 +274,17 @@ class DistributedTransport(Transport):
             raise self.trouble(error, peer, time.monotonic() - began) from error
         self.status.waiting_for = None
 
-    def wait_sent(self, parcel: Parcel) -> None:
+    def wait_sent(self, send: PendingSend) -> None:
         """Wait until a message is sent; raises as ``wait`` does."""
         began = time.monotonic()
-        self.status.waiting_for = parcel.peer
-        if parcel.lock.acquire(timeout=self.timeout_seconds):
-            parcel.finish(self._timeout)
-            parcel.lock.release()
+        self.status.waiting_for = send.peer
+        if send.lock.acquire(timeout=self.timeout_seconds):
+            send.finish(self._timeout)
+            send.lock.release()
         else:
-            parcel.error = RuntimeError("gloo: a message was not sent in time")
-        if parcel.error is not None:
-            raise self.trouble(parcel.error, parcel.peer, time.monotonic() - began) from parcel.error
+            send.error = RuntimeError("gloo: a message was not sent in time")
+        if send.error is not None:
+            raise self.trouble(send.error, send.peer, time.monotonic() - began) from send.error
         self.status.waiting_for = None
 
     def trouble(self, error: RuntimeError, peer: int, waited_seconds: float) -> Exception:
@@ -347,10 +347,10 @@ class DistributedTransport(Transport):
         self._watch.stop()
         if self.failed:
             self._break_waits()
-        ended = self._courier is None or self._courier.close(_CLOSE_SECONDS)
-        if not (self._sweeper.close(_CLOSE_SECONDS) and ended):  # something was never received
+        ended = self._stager is None or self._stager.close(_CLOSE_SECONDS)
+        if not (self._reaper.close(_CLOSE_SECONDS) and ended):  # something was never received
             self._break_waits()
-            self._sweeper.close(_CLOSE_SECONDS)
+            self._reaper.close(_CLOSE_SECONDS)
         if not self.failed:
             for group in self._groups:
                 with contextlib.suppress(RuntimeError, ValueError):  # its world may have been ended before

@@ -30,7 +30,7 @@ class GlooTransport(DistributedTransport):
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Sending:
         """See ``Transport.send``."""
         tag = lane_tag(tag, PAYLOAD)
-        if self._courier is not None:
+        if self._stager is not None:
             return self.carry(tensors, peer, tag)
         return self.sent(peer, self.post(tensors, peer, tag))
 
@@ -38,7 +38,7 @@ class GlooTransport(DistributedTransport):
         """See ``Transport.receive``."""
         targets: Sequence[Tensor] = buffers
         moves: Sequence[tuple[Tensor, Tensor]] = ()
-        staged = self._courier is not None
+        staged = self._stager is not None
         if staged or not all(buffer.is_contiguous() for buffer in buffers):
             device = torch.device("cpu") if staged else self.device
             targets, moves = in_place_of(buffers, device, pinned=staged and self._pinned)

@@ -134,7 +134,7 @@ class _Done:
 _DONE = _Done()
 
 
-class _Arrival:
+class _Received:
     """A posted receive."""
 
     __slots__ = ("hub", "message", "peer", "status")
@@ -149,7 +149,7 @@ class _Arrival:
         self.hub.wait(self.message.delivered, self.status, self.peer)
 
 
-class _DescribedArrival(_Arrival):
+class _ReceivedDescribed(_Received):
     __slots__ = ()
 
     def wait(self) -> list[Tensor]:  # type: ignore[override]
@@ -230,7 +230,7 @@ class LocalTransport(Transport):
             message.delivered.set()
         return _DONE
 
-    def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> _Arrival:
+    def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> _Received:
         """See ``Transport.receive``."""
         message = self._post(peer, tag)
         with message.lock:
@@ -240,13 +240,13 @@ class LocalTransport(Transport):
             else:
                 message.buffers = buffers
         message.posted.set()
-        return _Arrival(self.hub, self.status, message, peer)
+        return _Received(self.hub, self.status, message, peer)
 
-    def receive_described(self, peer: int, tag: int, *, aside: bool = False) -> _DescribedArrival:
+    def receive_described(self, peer: int, tag: int, *, aside: bool = False) -> _ReceivedDescribed:
         """See ``Transport.receive_described``."""
         message = self.hub.message(peer, self.rank, _apart(tag)) if aside else self._post(peer, tag)
         message.posted.set()
-        return _DescribedArrival(self.hub, self.status, message, peer)
+        return _ReceivedDescribed(self.hub, self.status, message, peer)
 
     def _post(self, peer: int, tag: int) -> _Message:
         if self.hub.strict:

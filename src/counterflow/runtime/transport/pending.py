@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from .staging import Parcel
+from .staging import PendingSend
 
 if TYPE_CHECKING:
     from .control import DistributedTransport
@@ -51,21 +51,21 @@ class Works:
 
 
 class Sending:
-    """A message over Gloo, looked after by the sweeper."""
+    """A message over Gloo, looked after by the reaper."""
 
-    __slots__ = ("parcel", "transport")
+    __slots__ = ("send", "transport")
 
-    def __init__(self, transport: DistributedTransport, parcel: Parcel) -> None:
-        self.transport, self.parcel = transport, parcel
+    def __init__(self, transport: DistributedTransport, send: PendingSend) -> None:
+        self.transport, self.send = transport, send
 
     def done(self) -> bool:
         """See ``Pending.done``."""
-        return self.parcel.over and self.parcel.error is None
+        return self.send.over and self.send.error is None
 
     def wait(self) -> None:
         """See ``Pending.wait``."""
         if not self.done():
-            self.transport.wait_sent(self.parcel)
+            self.transport.wait_sent(self.send)
 
 
 class Receiving(Works):

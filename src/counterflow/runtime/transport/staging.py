@@ -1,12 +1,12 @@
 """Two threads beside the worker, for sends over Gloo: one copies and posts them, one sees them done.
 
-The courier takes CUDA tensors through pinned host memory. The sweeper exists because Gloo tells that a
+The stager takes CUDA tensors through pinned host memory. The reaper exists because Gloo tells that a
 send is done only to who waits for it, and a worker gives memory back without waiting.
 
 Both have to end before the interpreter does: Python kills a thread that comes back from torch later, and
 that ends the process with an abort.
 
-Invariant: what a courier is given leaves in that order; a tensor and its copy live until they are sent.
+Invariant: what a stager is given leaves in that order; a tensor and its copy live until they are sent.
 They do not receive: a receive is waited for by who needs it, which makes its copy to the device.
 """
 
@@ -30,13 +30,13 @@ CopyOut: TypeAlias = Callable[[Sequence[Tensor]], tuple[list[Tensor], Callable[[
 """Begin to copy device tensors to the host; the copies, and what waits until they are made."""
 
 _NAP_SECONDS = 0.02
-"""The sweeper comes this late, so that it seldom wakes beside the worker, and finds most sends done."""
+"""The reaper waits this long first, so that it seldom interrupts the worker and finds most sends done."""
 
 _LONG = timedelta(days=30)
-"""The sweeper's own timeout: only a worker that waits can wait too long."""
+"""The reaper's own timeout: only a worker that waits can wait too long."""
 
 
-class Parcel:
+class PendingSend:
     """A message on its way. Who holds the lock posts it, or waits for its works."""
 
     __slots__ = ("copied", "error", "lock", "over", "peer", "sources", "tags", "tensors", "works")
@@ -64,87 +64,87 @@ class Parcel:
             self.over = True
 
 
-class Sweeper:
+class SendReaper:
     """A thread that notes which messages are sent."""
 
     def __init__(self) -> None:
-        self._parcels: SimpleQueue[Parcel | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="counterflow sweeper", daemon=True)
+        self._sends: SimpleQueue[PendingSend | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="counterflow reaper", daemon=True)
         self._thread.start()
 
-    def take(self, parcel: Parcel) -> None:
+    def take(self, send: PendingSend) -> None:
         """Look after a message that was posted."""
-        self._parcels.put(parcel)
+        self._sends.put(send)
 
     def close(self, within_seconds: float) -> bool:
         """Let the thread end after what it was given; whether it did so in time."""
-        self._parcels.put(None)
+        self._sends.put(None)
         self._thread.join(within_seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (parcel := self._parcels.get()) is not None:
+        while (send := self._sends.get()) is not None:
             time.sleep(_NAP_SECONDS)
-            while parcel is not None:
-                with parcel.lock:
-                    parcel.finish(_LONG)
-                if self._parcels.empty():
+            while send is not None:
+                with send.lock:
+                    send.finish(_LONG)
+                if self._sends.empty():
                     break
-                parcel = self._parcels.get()
+                send = self._sends.get()
             else:
                 return
 
 
-class Courier:
+class Stager:
     """A thread that posts sends as soon as their copies to the host are made.
 
     Args:
         post: begins to send one host tensor.
         copy_out: begins to copy tensors to the host.
-        sweeper: looks after what was posted.
+        reaper: looks after what was posted.
     """
 
-    def __init__(self, post: Post, copy_out: CopyOut, sweeper: Sweeper) -> None:
+    def __init__(self, post: Post, copy_out: CopyOut, reaper: SendReaper) -> None:
         self._post = post
         self._copy_out = copy_out
-        self._sweeper = sweeper
-        self._parcels: SimpleQueue[Parcel | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="counterflow courier", daemon=True)
+        self._reaper = reaper
+        self._sends: SimpleQueue[PendingSend | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="counterflow stager", daemon=True)
         self._thread.start()
 
     def send(
         self, tensors: Sequence[Tensor], peer: int, tag: int, preface: Sequence[tuple[Tensor, int]] = ()
-    ) -> Parcel:
+    ) -> PendingSend:
         """Take device tensors to be sent, after a preface of host tensors with tags of their own."""
-        parcel = Parcel(peer)
-        parcel.lock.acquire()  # the courier releases it
-        parcel.sources = tensors
-        copies, parcel.copied = self._copy_out(tensors)
-        parcel.tensors = [*(tensor for tensor, _ in preface), *copies]
-        parcel.tags = [*(own for _, own in preface), *([tag] * len(copies))]
-        self._parcels.put(parcel)
-        return parcel
+        send = PendingSend(peer)
+        send.lock.acquire()  # the stager releases it
+        send.sources = tensors
+        copies, send.copied = self._copy_out(tensors)
+        send.tensors = [*(tensor for tensor, _ in preface), *copies]
+        send.tags = [*(own for _, own in preface), *([tag] * len(copies))]
+        self._sends.put(send)
+        return send
 
     def close(self, within_seconds: float) -> bool:
         """Let the thread end after what it was given; whether it did so in time."""
-        self._parcels.put(None)
+        self._sends.put(None)
         self._thread.join(within_seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (parcel := self._parcels.get()) is not None:
+        while (send := self._sends.get()) is not None:
             works: list[Work] = []
             try:
-                assert parcel.copied is not None
-                parcel.copied()
-                for tensor, tag in zip(parcel.tensors, parcel.tags, strict=True):
-                    works.append(self._post(tensor, parcel.peer, tag))
+                assert send.copied is not None
+                send.copied()
+                for tensor, tag in zip(send.tensors, send.tags, strict=True):
+                    works.append(self._post(tensor, send.peer, tag))
             except RuntimeError as error:
-                parcel.error = error
-            parcel.sources = ()
-            parcel.works = works
-            parcel.lock.release()
-            self._sweeper.take(parcel)
+                send.error = error
+            send.sources = ()
+            send.works = works
+            send.lock.release()
+            self._reaper.take(send)
 
 
 def cuda_copy_out(device: torch.device) -> CopyOut:
@@ -161,7 +161,7 @@ def cuda_copy_out(device: torch.device) -> CopyOut:
                 )
                 for tensor in tensors
             ]
-            event = torch.cuda.Event(blocking=True)  # blocking: the courier sleeps, it does not spin
+            event = torch.cuda.Event(blocking=True)  # blocking: the stager sleeps, it does not spin
             event.record(stream)
         return copies, event.synchronize
 

@@ -180,7 +180,7 @@ def shifted(action: Action, periods: int, micro_batches: int) -> Action:
         return action
     match action:
         case Compute(op):
-            return Compute(later(op, periods, micro_batches))
+            return Compute(shifted_op(op, periods, micro_batches))
         case Update(stage, version, frees):
             return Update(stage, version + periods, tuple(v + periods for v in frees))
         case Exchange(first, second):
@@ -192,10 +192,10 @@ def shifted(action: Action, periods: int, micro_batches: int) -> Action:
 
 
 def _shifted_message(message: Message, periods: int, micro_batches: int) -> Message:
-    return replace(message, output=later(message.output, periods, micro_batches))
+    return replace(message, output=shifted_op(message.output, periods, micro_batches))
 
 
-def later(op: Op, periods: int, micro_batches: int) -> Op:
+def shifted_op(op: Op, periods: int, micro_batches: int) -> Op:
     """The same op, some periods of ``micro_batches`` later."""
     moved = tuple(m + periods * micro_batches for m in op.micro_batches)
     return replace(op, micro_batches=moved, version=op.version + periods)
