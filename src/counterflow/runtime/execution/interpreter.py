@@ -398,7 +398,7 @@ class Interpreter:
 
     def _without_samples(self, task: Task, batch: Batch, unit: Unit, buffers: Sequence[Tensor]) -> _Output:
         """What has no samples runs as nothing: it hands on None and gets no gradient."""
-        self._mail.give_back(buffers)
+        self._messages.give_back(buffers)
         if batch.training:
             self._stashes[task.stage, unit] = _Stash([], [], (), (), [])
         return take_apart(None, f"stage {task.stage}")
