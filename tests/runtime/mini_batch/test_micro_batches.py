@@ -139,6 +139,14 @@ READY = [[3, 1, 2, 5], [2, 2, 2, 2], [1, 4, 4, 1], [3, 1, 2, 5]]
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", [*SCHEMES, schemes.dapple(4, 4)], ids=str)
 def test_micro_batches_that_are_ready(schedule: Schedule, mode: str) -> None:
+    _are_exact(schedule, mode, "local")
+
+
+def test_micro_batches_that_are_ready_between_processes() -> None:
+    _are_exact(schemes.chimera(2, 4), "stage", "gloo")
+
+
+def _are_exact(schedule: Schedule, mode: str, transport: str) -> None:
     batches = [
         [(numbers(size, m), numbers(size, m).flip(1)) for m, size in enumerate(sizes)] for sizes in READY
     ]
@@ -153,7 +161,8 @@ def test_micro_batches_that_are_ready(schedule: Schedule, mode: str) -> None:
         optimizer.step()
         losses += [loss.item()] * 2
     form = "iterator" if mode == "layer" else "where read"
-    for found in run(_ready, layers_of(schedule), schedule, mode, batches, form, workers=schedule.workers):
+    job = layers_of(schedule), schedule, mode, batches, form
+    for found in run(_ready, *job, workers=schedule.workers, transport=transport):
         same(found, (losses, model.state_dict()))
 
 
