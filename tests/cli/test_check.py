@@ -27,7 +27,18 @@ def test_json(run: Run) -> None:
     answer = run(f"{CHIMERA} --json")
     assert answer.code == 0
     rules = [{"rule": rule.name, "ok": True, "detail": ""} for rule in RULES]
-    assert answer.json == {"ok": True, "rules": rules}
+    assert answer.json == {
+        "format": 1,
+        "scheme": "chimera",
+        "options": {"stages": 4, "micro_batches": 8, "pairs": 1, "concat": "direct"},
+        "workers": 4,
+        "stages": 4,
+        "pipes": 2,
+        "micro_batches": 8,
+        "op_count": 64,
+        "ok": True,
+        "rules": rules,
+    }
 
 
 def test_a_broken_limit(run: Run) -> None:

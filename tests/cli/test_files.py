@@ -118,7 +118,7 @@ def test_check_shows_the_circle(run: Run, deadlocked: Path) -> None:
 def test_check_shows_the_circle_as_json(run: Run, deadlocked: Path) -> None:
     answer = run(f"check {deadlocked} --json")
     assert (answer.code, answer.err) == (1, "")
-    assert list(answer.json) == ["ok", "rules"]
+    assert list(answer.json)[-2:] == ["ok", "rules"]
     assert answer.json["ok"] is False
     (broken, *_) = [rule for rule in answer.json["rules"] if rule["ok"] is False]
     assert broken["rule"] == "no deadlock with buffered sends"

@@ -63,7 +63,7 @@ def inputs(tmp_path: Path) -> str:
 
 def test_json_is_one_object(run: Run, inputs: str) -> None:
     shown = run(f"plan {inputs} --json").json
-    assert list(shown) == KEYS
+    assert list(shown) == ["format", *KEYS]
     assert [plan["step_seconds"] for plan in shown["schemes"]] == sorted(
         plan["step_seconds"] for plan in shown["schemes"]
     )

@@ -19,7 +19,7 @@ def test_list(run: Run, line: str) -> None:
 
 
 def test_list_as_json(run: Run) -> None:
-    assert run("reproduce --json").json == {"tables": list(TABLES), "figures": list(FIGURES)}
+    assert run("reproduce --json").json == {"format": 1, "tables": list(TABLES), "figures": list(FIGURES)}
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -36,7 +36,7 @@ def test_a_table(run: Run, name: str) -> None:
         assert f"{row.quantity} ({row.source})" in lines
     for key, note in table.notes.items():
         assert f"{key}: {note}" in " ".join(answer.out.split())
-    assert run(f"reproduce {name} --json").json == table.to_json()
+    assert run(f"reproduce {name} --json").json == {"format": 1} | table.to_json()
 
 
 def test_unknown_table(run: Run) -> None:
@@ -67,7 +67,7 @@ def test_a_figure(run: Run, tmp_path: Path) -> None:
     assert lines[-1] == found.summary() == "5 of 6 best configurations found"
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "a.svg").read_text(encoding="utf-8")
-    assert run(f"reproduce {name} --json").json == found.to_json()
+    assert run(f"reproduce {name} --json").json == {"format": 1} | found.to_json()
 
 
 def test_ratios_are_printed_with_their_difference(run: Run) -> None:

@@ -18,7 +18,7 @@ def test_every_scheme_with_its_options(run: Run) -> None:
 
 def test_json(run: Run) -> None:
     shown = run("schemes --json").json
-    assert list(shown) == ["schemes"]
+    assert list(shown) == ["format", "schemes"]
     assert [scheme["name"] for scheme in shown["schemes"]] == list(SCHEMES)
     assert next(s for s in shown["schemes"] if s["name"] == "dapple") == {
         "name": "dapple",

@@ -12,6 +12,7 @@ from counterflow.schedule.registry import SCHEMES
 from .conftest import Run
 
 KEYS = [
+    "format",
     "scheme",
     "options",
     "workers",
@@ -19,20 +20,28 @@ KEYS = [
     "pipes",
     "micro_batches",
     "costs",
+    "time_unit",
     "makespan",
     "bubble_ratio",
     "busy",
     "idle",
+    "bubbles",
+    "spans",
     "peak_activations",
     "weight_copies",
     "steady_bubble_ratio",
 ]
 
 
+# Warm-up, dependency, drain of each worker: 12 in all.
+CAUSES = [(w, 12.0 - 3 * w, 2 * w) for w in (0.0, 1.0, 2.0, 3.0, 3.0, 2.0, 1.0, 0.0)]
+
+
 def test_json_is_as_promised(run: Run) -> None:
     shown = run("simulate chimera --stages 8 --micro-batches 8 --json").json
     assert list(shown) == KEYS
     assert shown == {
+        "format": 1,
         "scheme": "chimera",
         "options": {"stages": 8, "micro_batches": 8, "pairs": 1, "concat": "direct"},
         "workers": 8,
@@ -40,10 +49,13 @@ def test_json_is_as_promised(run: Run) -> None:
         "pipes": 2,
         "micro_batches": 8,
         "costs": {"forward": 1.0, "backward": 2.0, "p2p": 0.0},
+        "time_unit": "F",
         "makespan": 36.0,
         "bubble_ratio": 12 / 36,
         "busy": [24.0] * 8,
         "idle": [12.0] * 8,
+        "bubbles": [{"warm_up": a, "dependency": b, "message": 0.0, "drain": c} for a, b, c in CAUSES],
+        "spans": [36.0 - a - c for a, _, c in CAUSES],
         "peak_activations": [5, 6, 7, 8, 8, 7, 6, 5],
         "weight_copies": [2] * 8,
         "steady_bubble_ratio": None,
@@ -52,7 +64,7 @@ def test_json_is_as_promised(run: Run) -> None:
 
 def test_timeline_only_on_request(run: Run) -> None:
     shown = run("simulate dapple --stages 2 --micro-batches 1 --json --timeline").json
-    assert list(shown) == [*KEYS, "timeline"]
+    assert list(shown) == [*KEYS, "ops", "timeline"]
     assert shown["timeline"] == [
         [0, "F", 0, 0, [0], 0.0, 1.0],
         [0, "B", 0, 0, [0], 4.0, 6.0],
@@ -138,12 +150,12 @@ def test_table_for_people(run: Run) -> None:
     assert lines[:3] == [
         "dapple(stages=2, micro_batches=2)",
         "2 workers · 2 stages · 1 pipe · 2 micro-batches",
-        "forward 1 s · backward 2 s · message 0 s · weights 1 GiB, 2 GiB",
+        "forward 1 F · backward 2 F · message 0 F · weights 1 GiB, 2 GiB",
     ]
-    assert "worker busy s idle s bubble peak activations weight copies peak memory" in lines
+    assert "worker busy F idle F bubble peak activations weight copies peak memory" in lines
     assert "0 6 3 33.3% 2 1 2 GiB" in lines
     assert "1 6 3 33.3% 1 1 4 GiB" in lines
-    assert "makespan 9 s" in lines
+    assert "makespan 9 F" in lines
     assert "bubble ratio 33.33%" in lines
 
 
@@ -260,3 +272,55 @@ def test_sync_settings_without_a_sync_are_pointed_out(run: Run) -> None:
     assert answer.code == 0
     assert answer.err.startswith("Note: --sync-mode and --replicas change nothing")
     assert list(answer.json) == KEYS
+
+
+def test_ops_and_messages_as_objects(run: Run) -> None:
+    line = "simulate chimera --stages 2 --micro-batches 4 --concat backward-halving --p2p 0.5"
+    shown = run(f"{line} --json --timeline --messages").json
+    ops = shown["ops"]
+    assert list(ops[0]) == [
+        *("kind", "stage", "pipe", "micro_batches", "part", "parts", "version", "worker", "start", "end"),
+    ]
+    assert [[op["worker"], op["kind"], op["start"], op["end"]] for op in ops] == [
+        [row[0], row[1], *row[-2:]] for row in shown["timeline"]
+    ]
+    assert {op["part"] for op in ops if op["parts"] == 2} == {0, 1}
+    assert len({tuple(map(str, op.values())) for op in ops}) == len(ops)
+    first = shown["messages"][0]
+    assert list(first) == ["sender", "receiver", "start", "end", "maker", "taker"]
+    assert first["end"] - first["start"] == 0.5
+    assert first["maker"]["stage"] + 1 == first["taker"]["stage"]
+    assert shown["time_unit"] == "s"
+
+
+def test_new_costs(run: Run) -> None:
+    costs = "--input-gradient 1,2 --weight-gradient 0.5 --p2p 3 --link infinite --agreement 4"
+    shown = run(f"simulate gpipe --stages 2 --micro-batches 8 --json {costs}").json
+    assert shown["costs"] == {
+        "forward": 1.0,
+        "backward": 2.0,
+        "p2p": 3.0,
+        "input_gradient": [1.0, 2.0],
+        "weight_gradient": 0.5,
+        "link": "infinite",
+        "agreement": 4.0,
+    }
+    schedule = cf.schemes.gpipe(2, 8)
+    assert shown["makespan"] == cf.simulate(schedule, cf.Costs(p2p=3, link="infinite", agreement=4)).makespan
+    assert shown["makespan"] < cf.simulate(schedule, cf.Costs(p2p=3, agreement=4)).makespan
+
+
+def test_units_and_causes_for_people(run: Run) -> None:
+    line = "dapple --stages 2 --micro-batches 2"
+    causes = "warm-up 5.56%, dependency 16.67%, drain 11.11%"
+    out = run(f"simulate {line} --messages").out
+    assert "makespan          9 F" in out
+    assert causes in out
+    assert " s\n" not in out
+    assert "F0.0  F0.1" in " ".join(out.split()).replace(" F0.1", "  F0.1")
+    shown = run(f"show {line}").out
+    assert "makespan 9 F" in shown
+    assert "bubbles 33.3 %: warm-up 5.56 %, dependency 16.7 %, drain 11.1 %" in shown
+    seconds = run(f"show {line} --forward 1 --backward 3").out
+    assert "makespan 12 s" in seconds
+    assert run(f"simulate {line} --p2p 0.5").out.count(" s") > 3

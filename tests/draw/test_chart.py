@@ -58,7 +58,7 @@ def test_boxes_of_a_small_schedule() -> None:
         ),
     )
     assert (chart.workers, chart.makespan, chart.memory, chart.steady) == (2, 11.0, None, None)
-    assert chart.title == "gems  D=2, N=2 — makespan 11 s, bubble ratio 45.5 %, peak 1 activation"
+    assert chart.title == "gems  D=2, N=2 — makespan 11 F, bubble ratio 45.5 %, peak 1 activation"
 
 
 @pytest.mark.parametrize(("name", "options"), SCHEMES)

@@ -105,9 +105,9 @@ def test_svg_tells_of_each_op_and_bubble(tmp_path: Path) -> None:
     titles = [title.text or "" for title in ET.parse(tmp_path / "x.svg").iter(TITLE)]
     assert (
         "backward of micro-batch 1\nop B1.3\nstage 3\nworker P0\nleg leg 1\n"
-        "needs forward of micro-batch 1, stage 3, P0\nstart 7 s\nend 9 s"
+        "needs forward of micro-batch 1, stage 3, P0\nstart 7 F\nend 9 F"
     ) in titles
-    assert "bubble: warm-up\nworker P1\nfrom 0 s to 1 s" in titles
+    assert "bubble: warm-up\nworker P1\nfrom 0 F to 1 F" in titles
 
 
 def test_same_file_each_time(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_charts_share_the_time_axis(memory: bool) -> None:
     assert {a.get_xlim() for a in axes} == {(0.0, results[0].makespan)}
     assert len({(a.get_position().x0, a.get_position().x1) for a in axes}) == 1
     texts = [text.get_text() for text in figure.texts]
-    assert "makespan 30 s, bubble ratio 20 %, peak 4 activations" in texts
+    assert "makespan 30 F, bubble ratio 20 %, peak 4 activations" in texts
 
 
 @pytest.mark.parametrize(("workers", "pairs"), [(2, 1), (4, 2), (12, 1), (32, 2)])

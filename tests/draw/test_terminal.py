@@ -46,12 +46,12 @@ def test_chimera() -> None:
         shown(simulated("chimera", stages=4, micro_batches=4))
         == """\
 chimera  D=4, N=4, direct
-makespan 16 s, bubble ratio 25 %, peak 4 activations
+makespan 16 F, bubble ratio 25 %, peak 4 activations
 P0 0 1 . 2 c c 3 d d . a a . . b b
 P1 . 0 2 1 3 . c c a a d d b b . .
 P2 . 2 0 3 1 . a a c c b b d d . .
 P3 2 3 . 0 a a 1 b b . c c . . d d
-s  0         5         10        15
+F  0         5         10        15
 bubbles 25 %: warm-up 3.12 %, dependency 15.6 %, drain 6.25 %
 1 forward of micro-batch 1, b its backward, . bubble
 """
@@ -83,10 +83,10 @@ def test_input_gradients_and_weight_gradients() -> None:
         shown(simulate(schemes.zb_h1(stages=2, micro_batches=3)), width=100)
         == """\
 zb-h1  D=2, N=3
-makespan 10 s, bubble ratio 10 %, peak 2 activations
+makespan 10 F, bubble ratio 10 %, peak 2 activations
 P0 0 1 . a A 2 b B c C
 P1 . 0 a 1 b A 2 c B C
-s  0         5         10
+F  0         5         10
 bubbles 10 %: warm-up 5 %, dependency 5 %
 1 forward of micro-batch 1, b its input gradient, B its weight gradients, . bubble
 """
@@ -126,20 +126,20 @@ def test_two_schedules_on_one_axis_with_memory() -> None:
         text
         == """\
 dapple  D=2, N=2
-makespan 9 s, bubble ratio 33.3 %, peak 2 GiB
+makespan 9 F, bubble ratio 33.3 %, peak 2 GiB
 P0 0 1 . . a a . b b
 P1 . 0 a a 1 b b . .
-s  0         5
+F  0         5
 bubbles 33.3 %: warm-up 5.56 %, dependency 16.7 %, drain 11.1 %
 memory of each worker, full height is 2 GiB; peaks at the right
 P0 ▄▄██████████▄▄▄▄▄▄ 2 GiB
 P1   ▄▄▄▄▄▄▄▄▄▄▄▄     1 GiB
 
 gpipe  D=2, N=1
-makespan 6 s, bubble ratio 50 %, peak 1 GiB
+makespan 6 F, bubble ratio 50 %, peak 1 GiB
 P0 0 . . . a a
 P1 . 0 a a . .
-s  0         5
+F  0         5
 bubbles 50 %: warm-up 8.33 %, dependency 25 %, drain 16.7 %
 memory of each worker, full height is 2 GiB; peaks at the right
 P0 ▄▄▄▄▄▄▄▄▄▄▄▄       1 GiB
@@ -160,7 +160,7 @@ def test_too_long_a_timeline_is_scaled_and_says_so() -> None:
     rows = [line for line in lines if line.startswith("P")]
     assert len(rows) == 32
     assert all(len(line) <= 100 for line in lines)
-    assert lines[-1] == "scaled to fit: a character is 5.562 s and shows what fills most of it"
+    assert lines[-1] == "scaled to fit: a character is 5.562 F and shows what fills most of it"
     # The drain of worker 15 is long: seen as dots up to the end.
     assert rows[15].endswith("....")
 

@@ -24,7 +24,9 @@ def show_figure(figure: Figure, out: Sequence[Path], *, as_json: bool) -> None:
     with search_bar("reproducing") as told:
         found = reproduce(figure, told)
     if as_json:
-        print_json(found.to_json())
+        from .results import FigureShown  # noqa: PLC0415
+
+        print_json(FigureShown(**found.to_json()))
     else:
         _print(found)
     for path in out:

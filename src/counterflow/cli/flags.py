@@ -22,7 +22,7 @@ from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.scheme import Kind, Option
-from counterflow.simulate import ByteCosts, Costs
+from counterflow.simulate import ByteCosts, Costs, Link
 from counterflow.simulate.costs import MOST_COST
 
 from .wording import flag
@@ -95,6 +95,10 @@ def _plain(value: Any) -> OptionValue:
     return found
 
 
+SECONDS = ("forward", "backward", "input_gradient", "weight_gradient", "p2p", "sync", "agreement")
+"""Costs that are times."""
+
+
 @dataclass(frozen=True, slots=True)
 class CostOptions:
     """What things cost; None where not given."""
@@ -119,8 +123,28 @@ class CostOptions:
         ),
     ] = None
     backward: Annotated[str | None, _option(_COSTS, "Of a backward. Default 2.", metavar="SECONDS")] = None
+    input_gradient: Annotated[
+        str | None,
+        _option(
+            _COSTS,
+            "Of the input gradient of a split backward. Default half of --backward.",
+            metavar="SECONDS",
+        ),
+    ] = None
+    weight_gradient: Annotated[
+        str | None,
+        _option(_COSTS, "Of its weight gradients. Default the rest of --backward.", metavar="SECONDS"),
+    ] = None
     p2p: Annotated[
         float | None, _option(_COSTS, "Of a message between two workers. Default 0.", metavar="SECONDS")
+    ] = None
+    link: Annotated[
+        Link | None,
+        _option(
+            _COSTS,
+            "one-at-a-time (the default): messages queue for a link, each way; infinite: none waits.",
+            metavar="MODE",
+        ),
     ] = None
     overlap: Annotated[
         bool | None,
@@ -144,6 +168,14 @@ class CostOptions:
             _COSTS,
             "end, eager (as soon as gradients are there), or eager-opt (so, where idle: the default).",
             metavar="MODE",
+        ),
+    ] = None
+    agreement: Annotated[
+        float | None,
+        _option(
+            _COSTS,
+            "Of the workers' agreement on loss and gradient norm before the update. Default 0.",
+            metavar="SECONDS",
         ),
     ] = None
     replicas: Annotated[
@@ -187,7 +219,7 @@ class CostOptions:
                 continue
             if name.endswith("_bytes"):
                 read[name] = _numbers(name, value, _bytes)
-            elif isinstance(value, (Sync, Recompute)) or not isinstance(value, str):
+            elif isinstance(value, (Sync, Recompute, Link)) or not isinstance(value, str):
                 read[name] = value
             else:
                 read[name] = _numbers(name, value, float)
@@ -204,6 +236,8 @@ class CostOptions:
         names["layers"] = "layers"
         byte_costs = {names[flag_]: given.pop(flag_) for flag_ in tuple(given) if flag_ in names}
         memory = ByteCosts(**byte_costs) if byte_costs else None
+        if "weight_gradient" in given:
+            given["weight_gradients"] = given.pop("weight_gradient")
         return Costs(**given, memory=memory)
 
 

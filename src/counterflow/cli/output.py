@@ -17,6 +17,10 @@ from counterflow.errors import ConfigError, CounterflowError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from counterflow.simulate import Simulation
+
+    from .results import Result
+
 WIDE = 4096
 """Columns assumed where output is no terminal and says nothing of its width: nothing is cut or wrapped."""
 
@@ -30,9 +34,10 @@ def console(width: int | None = None) -> Console:
     return Console(width=width, highlight=False, soft_wrap=False)
 
 
-def print_json(value: dict[str, Any]) -> None:
+def print_json(value: Result) -> None:
     """The one JSON object of ``--json``, on one line."""
-    typer.echo(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    shown = {"format": value.format} | value.model_dump(mode="json", exclude_unset=True)
+    typer.echo(json.dumps(shown, ensure_ascii=False, allow_nan=False))
 
 
 def note(text: str) -> None:
@@ -56,6 +61,26 @@ def numbers(value: Any) -> str:
     return ", ".join(number(v) for v in value)
 
 
+def unit_of(result: Simulation) -> str:
+    """The unit of a simulation's times: seconds, or forwards where no seconds were given."""
+    return "F" if result.costs.in_forwards else "s"
+
+
+def bubble_causes(result: Simulation) -> str:
+    """The shares of all workers' makespan that are idle, by cause; nothing where there is none.
+
+    >>> from counterflow import schemes, simulate
+    >>> bubble_causes(simulate(schemes.dapple(stages=2, micro_batches=2)))
+    'warm-up 5.56%, dependency 16.67%, drain 11.11%'
+    """
+    causes = {
+        name.replace("_", "-"): sum(getattr(worker, name) for worker in result.bubbles)
+        for name in ("warm_up", "dependency", "message", "drain")
+    }
+    total = result.makespan * result.schedule.workers
+    return ", ".join(f"{name} {part / total:.2%}" for name, part in causes.items() if part > 5e-5 * total)
+
+
 def byte_size(value: float) -> str:
     """Bytes in binary units.
 
@@ -68,11 +93,6 @@ def byte_size(value: float) -> str:
             break
         value, unit = value / 1024, larger
     return f"{value:.4g} {unit}"
-
-
-def exact(value: float) -> float | int:
-    """A count as JSON should show it: 5 rather than 5.0, but 2.5 as it is."""
-    return int(value) if float(value).is_integer() else value
 
 
 @contextmanager

@@ -165,8 +165,10 @@ def plan(
         from counterflow.papers.step_times import plan_with_form_json  # noqa: PLC0415
         from counterflow.plan.report import as_json as data  # noqa: PLC0415
 
+        from .results import Planned  # noqa: PLC0415
+
         head = {"model": task.model.name, "profile": task.profile.name, "cluster": task.cluster.name}
-        print_json(head | data(found, explained, plan_with_form_json))
+        print_json(Planned.model_validate(head | data(found, explained, plan_with_form_json)))
         return
     _print(task, found, explained, top)
     if out is not None:
@@ -225,7 +227,9 @@ def _list(as_json: bool) -> None:
         shown = [
             {"name": e.name, "about": e.about, "mini_batch": e.mini_batch, "source": e.source} for e in known
         ]
-        print_json({"examples": shown})
+        from .results import Examples  # noqa: PLC0415
+
+        print_json(Examples.model_validate({"examples": shown}))
         return
     width = max(len(name) for name in EXAMPLES)
     for each in known:

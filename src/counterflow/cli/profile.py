@@ -67,7 +67,9 @@ def profile(
         with writing(path):
             path.write_text(files.dumps(getattr(found, name)), encoding="utf-8")
     if as_json:
-        print_json({name: files.as_data(getattr(found, name)) for name in NAMES})
+        from .results import Profiled  # noqa: PLC0415
+
+        print_json(Profiled.model_validate({n: files.as_data(getattr(found, n)) for n in NAMES}))
     else:
         _print(found)
     given = " ".join(f"--{name} {out / f'{name}.toml'}" for name in NAMES)

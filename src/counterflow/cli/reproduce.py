@@ -57,7 +57,9 @@ def reproduce(
         raise ConfigError(f"{name} is a table: there is nothing to draw; leave out --out")
     table = TABLES[name]()
     if as_json:
-        print_json(table.to_json())
+        from .results import TableShown  # noqa: PLC0415
+
+        print_json(TableShown(**table.to_json()))
     else:
         _print(table)
 
@@ -67,9 +69,10 @@ def _list(known: Iterable[str], as_json: bool) -> None:
 
     names = list(known)
     if as_json:
-        print_json(
-            {"tables": [n for n in names if n not in FIGURES], "figures": [n for n in names if n in FIGURES]}
-        )
+        from .results import Reproducible  # noqa: PLC0415
+
+        tables, figures = ([n for n in names if (n in FIGURES) is drawn] for drawn in (False, True))
+        print_json(Reproducible(tables=tables, figures=figures))
         return
     for name in names:
         typer.echo(name)

@@ -15,7 +15,9 @@ from .wording import flag
 def schemes(*, as_json: JsonFlag = False) -> None:
     """List every scheme with its options, their ranges and defaults."""
     if as_json:
-        print_json({"schemes": [_as_json(scheme) for scheme in SCHEMES.values()]})
+        from .results import Schemes  # noqa: PLC0415  (pydantic takes a while)
+
+        print_json(Schemes.model_validate({"schemes": [_as_json(scheme) for scheme in SCHEMES.values()]}))
         return
     from rich.table import Table  # noqa: PLC0415  (not for --json)
     from rich.text import Text  # noqa: PLC0415

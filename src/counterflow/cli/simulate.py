@@ -11,8 +11,8 @@ from counterflow import simulate as play
 from counterflow.schedule.ir import Schedule
 from counterflow.simulate import Simulation
 
-from .flags import CostOptions, JsonFlag, SchemeOptions, SubjectArgument
-from .output import WIDE, byte_size, console, exact, note, number, numbers, print_json
+from .flags import SECONDS, CostOptions, JsonFlag, SchemeOptions, SubjectArgument
+from .output import WIDE, bubble_causes, byte_size, console, note, number, numbers, print_json, unit_of
 from .subject import is_file, periods_for_steady, schedule_of, warn_if_wrong
 
 GROUP_FROM = 17
@@ -28,6 +28,10 @@ def simulate(
         bool,
         typer.Option("--timeline", help="With every op's times.", rich_help_panel="Output"),
     ] = False,
+    messages: Annotated[
+        bool,
+        typer.Option("--messages", help="With every message's times.", rich_help_panel="Output"),
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Time, bubbles and memory of a schedule."""
@@ -37,51 +41,16 @@ def simulate(
     if costs.sync is None and (costs.sync_mode or costs.replicas):
         note("Note: --sync-mode and --replicas change nothing unless --sync gives a sync's seconds.")
     if as_json:
-        print_json(_as_json(result, costs, timeline))
+        from .results import simulated  # noqa: PLC0415  (pydantic takes a while)
+
+        print_json(simulated(result, _shown_costs(result, costs), timeline=timeline, messages=messages))
         return
     tables = [_workers(result), _summary(result, played_from_file=is_file(subject))]
     if timeline:
         tables.append(_ops(result))
+    if messages:
+        tables.append(_messages(result))
     _print(result, costs, tables)
-
-
-def _as_json(result: Simulation, costs: CostOptions, timeline: bool) -> dict[str, Any]:
-    schedule = result.schedule
-    shown: dict[str, Any] = {
-        "scheme": schedule.scheme,
-        "options": dict(schedule.options),
-        "workers": schedule.workers,
-        "stages": schedule.stages,
-        "pipes": schedule.pipes,
-        "micro_batches": schedule.micro_batches,
-        "costs": {name: getattr(result.costs, name) for name in ("forward", "backward", "p2p")}
-        | costs.given(),
-        "makespan": result.makespan,
-        "bubble_ratio": result.bubble_ratio,
-        "busy": result.busy,
-        "idle": result.idle,
-        "peak_activations": [exact(peak) for peak in result.peak_activations],
-        "weight_copies": result.weight_copies,
-        "steady_bubble_ratio": result.steady_bubble_ratio,
-    }
-    if result.memory is not None:
-        shown["peak_bytes"] = [exact(use.peak) for use in result.memory]
-    if timeline:
-        shown["timeline"] = [
-            [
-                span.worker,
-                span.op.kind.value,
-                span.op.pipe,
-                span.op.stage,
-                span.op.micro_batches,
-                span.start,
-                span.end,
-            ]
-            for span in result.timeline
-        ]
-        if result.syncs:
-            shown["syncs"] = [[s.worker, s.stage, s.period, s.start, s.end] for s in result.syncs]
-    return shown
 
 
 def _print(result: Simulation, costs: CostOptions, tables: list[Any]) -> None:
@@ -98,8 +67,10 @@ def _summary(result: Simulation, *, played_from_file: bool) -> Any:
     from rich.table import Table  # noqa: PLC0415
 
     summary = Table.grid(padding=(0, 2))
-    summary.add_row("makespan", f"[bold]{number(result.makespan)}[/] s")
+    summary.add_row("makespan", f"[bold]{number(result.makespan)}[/] {unit_of(result)}")
     summary.add_row("bubble ratio", f"[bold]{result.bubble_ratio:.2%}[/]")
+    if causes := bubble_causes(result):
+        summary.add_row("bubbles by cause", causes)
     if not result.schedule.synchronous:
         summary.add_row("steady bubble ratio", _steady(result, played_from_file))
     return summary
@@ -121,7 +92,7 @@ def _extent(schedule: Schedule) -> str:
 
 
 def _paid(result: Simulation, costs: CostOptions) -> str:
-    paid = {name: getattr(result.costs, name) for name in ("forward", "backward", "p2p")}
+    unit = unit_of(result)
     words = {
         "p2p": "message",
         "overlap": "overlapping",
@@ -129,10 +100,10 @@ def _paid(result: Simulation, costs: CostOptions) -> str:
         "optimizer_bytes": "optimizer",
     }
     shown = []
-    for name, value in (paid | costs.given()).items():
+    for name, value in _shown_costs(result, costs).items():
         word = words.get(name, name.replace("_", " "))
-        if name in ("forward", "backward", "p2p", "sync"):
-            shown.append(f"{word} {numbers(value)} s")
+        if name in SECONDS:
+            shown.append(f"{word} {numbers(value)} {unit}")
         elif name.endswith("_bytes"):
             sizes = value if isinstance(value, tuple) else (value,)
             shown.append(f"{word.replace(' bytes', 's')} {', '.join(map(byte_size, sizes))}")
@@ -146,7 +117,8 @@ def _paid(result: Simulation, costs: CostOptions) -> str:
 def _workers(result: Simulation) -> Any:
     from rich.table import Table  # noqa: PLC0415
 
-    columns = ["busy s", "idle s", "bubble", "peak activations", "weight copies"]
+    unit = unit_of(result)
+    columns = [f"busy {unit}", f"idle {unit}", "bubble", "peak activations", "weight copies"]
     span = result.makespan or 1.0
     rows = [
         [number(busy), number(max(idle, 0.0)), f"{max(idle, 0.0) / span:.1%}", number(peak), str(copies)]
@@ -189,7 +161,9 @@ def _steady(result: Simulation, played_from_file: bool) -> str:
 def _ops(result: Simulation) -> Any:
     from rich.table import Table  # noqa: PLC0415
 
-    table = Table("worker", "op", "pipe", "stage", "micro-batches", "start s", "end s", box=_box())
+    unit = unit_of(result)
+    columns = ("worker", "op", "pipe", "stage", "micro-batches", f"start {unit}", f"end {unit}")
+    table = Table(*columns, box=_box())
     for column in table.columns:
         column.justify = "right"
     for span in result.timeline:
@@ -207,6 +181,24 @@ def _ops(result: Simulation) -> Any:
             number(span.end),
         )
     return table
+
+
+def _messages(result: Simulation) -> Any:
+    from rich.table import Table  # noqa: PLC0415
+
+    unit = unit_of(result)
+    table = Table("from", "to", "made by", "for", f"start {unit}", f"end {unit}", box=_box())
+    for column in table.columns:
+        column.justify = "right"
+    for m in result.messages:
+        workers = (str(m.sender), str(m.receiver))
+        table.add_row(*workers, str(m.maker), str(m.taker), number(m.start), number(m.end))
+    return table
+
+
+def _shown_costs(result: Simulation, costs: CostOptions) -> dict[str, Any]:
+    """The costs that are always told, and those that were given."""
+    return {name: getattr(result.costs, name) for name in ("forward", "backward", "p2p")} | costs.given()
 
 
 def _box() -> Any:

@@ -76,7 +76,9 @@ def train(
         return
     summary, folder = done
     if as_json:
-        print_json(_as_json(summary, folder))
+        from .results import Trained  # noqa: PLC0415
+
+        print_json(Trained.model_validate(_as_json(summary, folder)))
     else:
         _print(summary, folder)
     if summary.stopped:

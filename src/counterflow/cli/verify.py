@@ -89,8 +89,16 @@ def verify(
         sync=sync,
     )
     if as_json:
-        shown = {"scheme": schedule.scheme, "options": dict(schedule.options), "workers": workers}
-        print_json(shown | asdict(found) | {"ok": found.ok})
+        from .results import Verified  # noqa: PLC0415  (pydantic takes a while)
+
+        shown = Verified(
+            scheme=schedule.scheme,
+            options=dict(schedule.options),
+            workers=workers,
+            ok=found.ok,
+            **asdict(found),
+        )
+        print_json(shown)
     else:
         _print(schedule, workers, found, dtype)
     if not found.ok:

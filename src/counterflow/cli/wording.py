@@ -12,8 +12,12 @@ _BYTES = {
     "optimizer": "optimizer_bytes",
     "activations": "activation_bytes",
     "inputs": "input_bytes",
+    "weight_gradients": "weight_gradient",
 }
-_COSTS = ("forward", "backward", "p2p", "sync", "sync_mode", "replicas", "recompute", "layers")
+_COSTS = (
+    *("forward", "backward", "input_gradient", "weight_gradients", "p2p", "link", "sync", "sync_mode"),
+    *("agreement", "replicas", "recompute", "layers"),
+)
 _PLAN = ("depth", "micro_batch", "mini_batch")
 _OWN = (*_COSTS, *_BYTES, *_PLAN)
 

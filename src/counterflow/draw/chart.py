@@ -18,7 +18,7 @@ from counterflow.schedule.placement import Placement
 from counterflow.simulate import Cause, MemoryUse, MessageSpan, Simulation, Span, SyncSpan
 
 from .palette import HUES, Shade
-from .units import AmountUnit, compact, time_unit
+from .units import AmountUnit, TimeUnit, compact, time_unit
 
 
 class BoxKind(Enum):
@@ -135,7 +135,10 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One timeline. ``makespan`` in seconds; ``steady`` is each worker's (start, end) of its steady part."""
+    """One timeline. ``makespan`` in seconds; ``steady`` is each worker's (start, end) of its steady part.
+
+    ``in_forwards``: times are no seconds but in units of a forward.
+    """
 
     heading: str
     summary: str
@@ -147,6 +150,7 @@ class Chart:
     steady: tuple[tuple[float, float], ...] | None = None
     bubbles: tuple[Bubble, ...] = ()
     messages: tuple[Arrow, ...] = ()
+    in_forwards: bool = False
 
     @property
     def title(self) -> str:
@@ -172,7 +176,7 @@ class Chart:
     def told(self, box: Box) -> tuple[tuple[str, str], ...]:
         """What there is to know of a box, by name."""
         lane = "" if box.lane is None else self.lanes[box.lane].name
-        unit = time_unit(self.makespan)
+        unit = shared_unit([self])
         rows = [("op", box.op), ("stage", str(box.stage)), ("worker", f"P{box.worker}")]
         rows += [(lane.rstrip("0123456789 ").rsplit(" ", 1)[-1], lane)]
         rows += [("", part) for part in box.detail.split("; ")]
@@ -266,6 +270,7 @@ def chart_of(simulation: Simulation, *, memory: bool = False, messages: bool = F
         steady=_steady(simulation),
         messages=tuple(map(_arrow, simulation.messages)) if messages else (),
         bubbles=tuple(Bubble(gap.worker, gap.start, gap.end, gap.cause.value) for gap in simulation.gaps),
+        in_forwards=simulation.costs.in_forwards,
     )
 
 
@@ -387,7 +392,7 @@ def _option(scheme: str, name: str, value: OptionValue) -> str:
 
 
 def _summary(simulation: Simulation, peak: str) -> str:
-    unit = time_unit(simulation.makespan)
+    unit = time_unit(simulation.makespan, in_forwards=simulation.costs.in_forwards)
     bubbles = f"bubble ratio {_percent(simulation.bubble_ratio)}"
     if simulation.steady_bubble_ratio is not None:
         bubbles += f" (steady {_percent(simulation.steady_bubble_ratio)})"
@@ -399,6 +404,11 @@ def _percent(ratio: float) -> str:
 
 
 # --- together ------------------------------------------------------------------------------------
+
+
+def shared_unit(charts: Sequence[Chart]) -> TimeUnit:
+    """The unit of the time axis that all ``charts`` share."""
+    return time_unit(shared_end(charts), in_forwards=all(chart.in_forwards for chart in charts))
 
 
 def shared_end(charts: Sequence[Chart]) -> float:

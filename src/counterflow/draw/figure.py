@@ -36,10 +36,11 @@ from .chart import (
     marks_input_gradients,
     shared_end,
     shared_peak,
+    shared_unit,
     steps_until,
     ways,
 )
-from .units import TimeUnit, nice_step, time_unit
+from .units import TimeUnit, nice_step
 
 DOTS_PER_INCH = 160
 SETTINGS: dict[Any, Any] = {
@@ -81,7 +82,7 @@ def _titles(charts: Sequence[Chart]) -> dict[str, list[str]]:
     """What an SVG's viewer shows over each shape, by group and in its order."""
     titles: dict[str, list[str]] = {}
     for index, chart in enumerate(charts):
-        unit = time_unit(chart.makespan)
+        unit = shared_unit([chart])
         for box in chart.boxes:
             rows = [box.what, *(f"{name} {text}".strip() for name, text in chart.told(box))]
             titles.setdefault(_group(index, box.kind, box.lane), []).append("\n".join(rows))
@@ -151,7 +152,7 @@ class Sheet:
         row = min(0.34, max(0.03, 1.1 / workers**0.5 if workers <= 32 else 8 / (workers + 8)))
         right = _PEAKS if any(chart.memory for chart in charts) else _RIGHT
         width = min(17.0, max(6.6, wanted))
-        return cls(tuple(charts), end, time_unit(end), width, row, right, marks_input_gradients(charts))
+        return cls(tuple(charts), end, shared_unit(charts), width, row, right, marks_input_gradients(charts))
 
     @property
     def width(self) -> float:

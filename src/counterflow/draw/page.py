@@ -14,7 +14,17 @@ from importlib.resources import files
 from pathlib import Path
 
 from . import palette
-from .chart import LETTERS, BoxKind, Chart, Memory, marks_input_gradients, shared_end, shared_peak, ways
+from .chart import (
+    LETTERS,
+    BoxKind,
+    Chart,
+    Memory,
+    marks_input_gradients,
+    shared_end,
+    shared_peak,
+    shared_unit,
+    ways,
+)
 
 _NUMBERS = {kind: number for number, kind in enumerate(BoxKind)}
 
@@ -38,6 +48,7 @@ def page_data(charts: Sequence[Chart]) -> dict[str, object]:
     """What the page draws, as plain lists and dictionaries."""
     return {
         "end": _number(shared_end(charts)),
+        "unit": shared_unit(charts).symbol,
         "hues": [list(hue.shades) for hue in palette.HUES],
         "neutral": list(palette.NEUTRAL.shades),
         "letters": [LETTERS.get(kind, "") for kind in BoxKind],

@@ -28,10 +28,11 @@ from .chart import (
     marks_input_gradients,
     shared_end,
     shared_peak,
+    shared_unit,
     steps_until,
     ways,
 )
-from .units import nice_step, time_unit
+from .units import nice_step
 
 _BUBBLE = "."
 _LEVELS = " ▁▂▃▄▅▆▇█"
@@ -297,7 +298,7 @@ def _shaded(hue: palette.Hue, kind: BoxKind, grid: Grid) -> Style:
 
 def _axis(grid: Grid) -> Iterator[Text]:
     """Times under the columns in which they begin."""
-    unit = time_unit(grid.end)
+    unit = shared_unit(grid.charts)
     span = grid.end / unit.seconds
     step = nice_step(span, max(1, grid.width // (len(f"{span:.4g}") + 3)))
     whole = grid.slot / unit.seconds
@@ -368,7 +369,7 @@ def _legend_entries(chart: Chart, grid: Grid) -> Iterator[Text]:
 
 
 def _notes(charts: Sequence[Chart], grid: Grid) -> Iterator[str]:
-    unit = time_unit(grid.end)
+    unit = shared_unit(grid.charts)
     if not grid.colour:
         syncs = ", =1= a gradient sync of stage 1" if any(c.has_syncs for c in charts) else ""
         halves = ", b1 and b2 its halves" if _any_parts(charts) and not grid.short else ""

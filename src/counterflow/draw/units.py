@@ -72,12 +72,20 @@ class TimeUnit:
         return f"{compact(seconds / self.seconds)} {self.symbol}"
 
 
-def time_unit(makespan_seconds: float) -> TimeUnit:
+def time_unit(makespan_seconds: float, *, in_forwards: bool = False) -> TimeUnit:
     """The unit in which a timeline of this length reads well.
+
+    Args:
+        makespan_seconds: its length.
+        in_forwards: whether that is no seconds but times of a forward (``Costs.in_forwards``).
 
     >>> time_unit(30.0).text(30.0), time_unit(0.25).text(0.125), time_unit(3e-4).text(3e-4)
     ('30 s', '125 ms', '300 µs')
+    >>> time_unit(30.0, in_forwards=True).text(30.0)
+    '30 F'
     """
+    if in_forwards:
+        return TimeUnit("F", 1.0)
     if makespan_seconds >= 1 or makespan_seconds <= 0:
         return TimeUnit("s", 1.0)
     return TimeUnit("ms", 1e-3) if makespan_seconds >= 1e-3 else TimeUnit("µs", 1e-6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from counterflow.errors import ConfigError
@@ -95,10 +95,28 @@ class Costs:
         if self.replicas < 1:
             raise ConfigError(f"replicas={self.replicas}: must be 1 or more")
 
+    @property
+    def in_forwards(self) -> bool:
+        """Whether no seconds were given: then the unit of time is F, one forward.
+
+        >>> Costs().in_forwards, Costs(p2p=0.1).in_forwards
+        (True, False)
+        """
+        for name, usual in _TIMES.items():
+            value = getattr(self, name)
+            if value is not usual and not (isinstance(value, (int, float)) and value == usual):
+                return False
+        return True
+
     def of_ops(self, stages: int) -> OpCosts:
         """What ops cost: what was given for them, or what these numbers say."""
         return self.ops or StageOps.of(self, stages)
 
+
+_NO_TIMES = frozenset(
+    {"message_bytes", "link", "overlap", "sync_mode", "sync_slowdown", "replicas", "recompute", "memory"}
+)
+_TIMES = {field.name: field.default for field in fields(Costs) if field.name not in _NO_TIMES}
 
 MOST_COST = 1e30
 """The largest cost: sums of as many as there are ops stay numbers."""
