@@ -17,11 +17,15 @@ from .conftest import Configure
 
 
 def test_a_profile_is_a_readable_file_that_reads_back(config: Configure, tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
+    reported: list[tuple[str, int, int]] = []
     found = measure(
-        config(model__layers=3), sizes=(2, 1), workers=1, repeats=1, told=lambda *part: told.append(part)
+        config(model__layers=3),
+        sizes=(2, 1),
+        workers=1,
+        repeats=1,
+        progress=lambda *part: reported.append(part),
     )
-    assert told == [
+    assert reported == [
         *(("layers", done, 2) for done in (0, 1, 2)),
         *((part, done, 1) for part in ("steps", "links") for done in (0, 1)),
     ]

@@ -21,8 +21,8 @@ def show_figure(figure: Figure, out: Sequence[Path], *, as_json: bool) -> None:
 
     for path in out:
         require_form(path)
-    with search_bar("reproducing") as told:
-        found = reproduce(figure, told)
+    with search_bar("reproducing") as report:
+        found = reproduce(figure, report)
     if as_json:
         from .results import FigureShown  # noqa: PLC0415
 

@@ -148,7 +148,7 @@ def plan(
         cuts=Cutting.EVEN if even else Cutting.BALANCED,
         more_updates=more_updates,
     )
-    with search_bar("planning") as told, without_collections():
+    with search_bar("planning") as report, without_collections():
         found = search(
             task.model,
             task.profile,
@@ -156,7 +156,7 @@ def plan(
             task.mini_batch,
             constraints,
             count=top or 1,
-            progress=told,
+            progress=report,
         )
         explained = why(found)
     if out is not None:

@@ -52,13 +52,13 @@ def profile(
     from counterflow.train.profiling import SIZES, measure  # noqa: PLC0415
 
     resolved = load_config(config, sets or ())
-    with _progress(shown=not as_json) as told:
+    with _progress(shown=not as_json) as report:
         found = measure(
             resolved,
             sizes=SIZES if sizes is None else _numbers(sizes),
             workers=workers,
             repeats=repeats,
-            told=told,
+            progress=report,
         )
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
@@ -93,12 +93,12 @@ def _progress(*, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
     with Progress(console=screen, transient=True, disable=not (shown and screen.is_terminal)) as bar:
         tasks: dict[str, Any] = {}
 
-        def told(what: str, done: int, of: int) -> None:
+        def report(what: str, done: int, of: int) -> None:
             if what not in tasks:
                 tasks[what] = bar.add_task(f"measuring {what}", total=of)
             bar.update(tasks[what], completed=done)
 
-        yield told
+        yield report
 
 
 def _print(found: Measured) -> None:

@@ -8,9 +8,9 @@ from counterflow.schedule.program.actions import Matching, Program
 
 from .costs import Costs, Link
 from .memory import MemoryUse
-from .model import model_of
 from .op_costs import ByteCosts, OpCosts, Piece
 from .result import Bubbles, Cause, Gap, MessageSpan, Simulation, Span, SyncSpan
+from .timed_schedule import timed
 
 __all__ = [
     "Bubbles",
@@ -49,7 +49,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     (16.0, (4.0, 4.0, 4.0, 4.0), (3.0, 4.0, 4.0, 3.0))
     """
     costs = Costs() if costs is None else costs
-    model = model_of(schedule)
+    model = timed(schedule)
     return Simulation(model, costs, model.play(costs))
 
 

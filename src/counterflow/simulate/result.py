@@ -19,8 +19,8 @@ from counterflow.schedule.residency import peak_activations, weight_copies
 from .costs import Costs
 from .kernel import Floats
 from .memory import MemoryUse, memory_use, peaks_of
-from .model import Model, Played
 from .op_costs import ByteCosts
+from .timed_schedule import Played, TimedSchedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Bubbles:
 class Simulation:
     """A schedule played with costs. Made by ``simulate``."""
 
-    def __init__(self, model: Model, costs: Costs, played: Played) -> None:
+    def __init__(self, model: TimedSchedule, costs: Costs, played: Played) -> None:
         self.schedule: Schedule = model.schedule
         self.costs = costs
         self.start = played.start

@@ -43,7 +43,7 @@ MESSAGES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 
 _GIB = 1 << 30
 
-Told = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]
 """What is measured, how many parts of it are done, and of how many."""
 
 
@@ -64,7 +64,7 @@ def measure(
     sizes: Sequence[int] = SIZES,
     workers: int | None = None,
     repeats: int = 5,
-    told: Told = lambda *_: None,
+    progress: Progress = lambda *_: None,
 ) -> Measured:
     """Measure a config's model and this machine.
 
@@ -73,7 +73,7 @@ def measure(
         sizes: samples of a micro-batch, each 1 or more.
         workers: that this machine is to have as a cluster's node; None: a GPU each, or a core.
         repeats: of each measurement, whose median counts.
-        told: called as it goes on.
+        progress: called as it goes on.
 
     Raises:
         ConfigError: no sizes, or one below 1.
@@ -92,18 +92,18 @@ def measure(
     run = partial(launch, workers=here, transport=carrier, device=device, threads=threads)
     by_size: list[AtSize] = []
     for number, size in enumerate(sizes):
-        told("layers", number, len(sizes))
+        progress("layers", number, len(sizes))
         by_size.append(run(timed, LayerTimer, subject, size, repeats)[0])
-    told("layers", len(sizes), len(sizes))
-    told("steps", 0, 1)
+    progress("layers", len(sizes), len(sizes))
+    progress("steps", 0, 1)
     gap, around = run(timed, StepTimer, subject, sizes[len(sizes) // 2], repeats)[0]
-    told("steps", 1, 1)
-    told("links", 0, 1)
+    progress("steps", 1, 1)
+    progress("links", 0, 1)
     messages: tuple[Travel, ...] = ()
     sums: tuple[Travel, ...] = ()
     if here > 1:
         messages, sums = run(_links, repeats, workers=2)[0]
-    told("links", 1, 1)
+    progress("links", 1, 1)
     profile = profile_of(job, about, by_size, gap, around, how=f"measured, median of {repeats}")
     inputs, _ = job.batches.batch(0, 1, replica=0, replicas=1)
     model = Model(

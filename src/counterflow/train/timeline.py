@@ -23,7 +23,7 @@ from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.simulate import ByteCosts, Cause, Costs, Simulation, Span, simulate
 from counterflow.simulate.costs import MOST_COST
-from counterflow.simulate.model import Played, model_of
+from counterflow.simulate.timed_schedule import Played, timed
 
 if TYPE_CHECKING:
     from counterflow.measure.stage_costs import StageCost
@@ -159,7 +159,7 @@ def played(schedule: Schedule, costs: Costs, spans: Sequence[Span]) -> Simulatio
         raise ConfigError(f"{len(times)} measured ops are not the {len(wanted)} of {schedule}")
     first = min((span.start for span in spans), default=0.0)
     start, end = (np.array([times[key][side] - first for key in wanted]) for side in (0, 1))
-    model = model_of(schedule)
+    model = timed(schedule)
     sent = end[model.messages.makers]  # how long messages took was not measured
     return Simulation(model, costs, Played(start, end, end, np.empty((0, 4)), sent, sent))
 

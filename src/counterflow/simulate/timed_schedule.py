@@ -35,7 +35,7 @@ from .op_costs import Piece, per_stage, stage_bytes
 KEPT_MODELS = 8
 """Models kept, so that trying many costs on a few schedules builds each of them once."""
 
-_models: list[Model] = []
+_kept: list[TimedSchedule] = []
 
 
 class Played(NamedTuple):
@@ -58,7 +58,7 @@ class Played(NamedTuple):
     arrived: Floats
 
 
-class Model:
+class TimedSchedule:
     """A schedule's dependencies as arrays."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -262,13 +262,13 @@ class Model:
         return start[:ops], end[:ops], np.array(rows).reshape(-1, 4)
 
 
-def model_of(schedule: Schedule) -> Model:
+def timed(schedule: Schedule) -> TimedSchedule:
     """The schedule's model; those of the last few schedules are kept."""
-    for place, kept in enumerate(_models):
+    for place, kept in enumerate(_kept):
         if kept.schedule is schedule:
-            _models.append(_models.pop(place))
+            _kept.append(_kept.pop(place))
             return kept
-    model = Model(schedule)
-    _models.append(model)
-    del _models[:-KEPT_MODELS]
+    model = TimedSchedule(schedule)
+    _kept.append(model)
+    del _kept[:-KEPT_MODELS]
     return model
