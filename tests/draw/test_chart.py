@@ -152,8 +152,8 @@ def test_what_is_told_of_a_box() -> None:
         "worker": "P1",
         "leg": "leg 1",
         "needs": "",
-        "start": f"{box.start:g} s",
-        "end": f"{box.end:g} s",
+        "start": f"{box.start:g} F",
+        "end": f"{box.end:g} F",
     }
     assert [text for name, text in chart.told(box) if name == "needs"] == [
         "forward of micro-batch 1, stage 2, P1",

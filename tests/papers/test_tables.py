@@ -33,7 +33,7 @@ def find(name: str, scheme: str, quantity: str, setting: str, source: str) -> Ro
 
 
 def test_names() -> None:
-    assert list(TABLES) == ["chimera-table2", "mixpipe-table1", "wpipe-table1"]
+    assert list(TABLES) == ["chimera-table2", "mixpipe-table1", "wpipe-table1", "zb-table5"]
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -200,3 +200,17 @@ def test_a_table_refuses_an_unknown_note() -> None:
     odd = row_of(Range.of(1), Range.of(2), Relation.EXACTLY, "because")
     with pytest.raises(ValueError, match="no note 'because'"):
         Table("t", "T", "", COLUMNS, (odd,), {"why": "…"})
+
+
+def test_zero_bubble_table_5() -> None:
+    """1F1B, H1 and H2 to all printed digits; within 1p ZB-V is better than what was published."""
+    rows = built("zb-table5").rows
+    assert len(rows) == 9 * 5
+    for row in rows:
+        if row.quantity == "bubble rate":
+            assert row.measured == row.value
+        else:
+            assert row.scheme == "zb-v"
+            assert row.deviates is (row.formula == "ZB-2p")
+    within = [float(row.measured.most) for row in rows if row.formula == "ZB-1p"]
+    assert within == [0.0728, 0.0563, 0.0307, 0.0446, 0.0358, 0.0183, 0.0518, 0.0396, 0.0541]

@@ -28,6 +28,7 @@ from counterflow.simulate import ByteCosts, Costs, Simulation, simulate
 from .. import closed_forms as forms
 from ..closed_forms import Range
 from .layout import COLUMNS, Relation, Row, Table
+from .zero_bubble import zb_table5
 
 _BUBBLE_RATIO = "bubble ratio"
 _WEIGHTS = "weights, in stages"
@@ -535,5 +536,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "chimera-table2": chimera_table2,
     "mixpipe-table1": mixpipe_table1,
     "wpipe-table1": wpipe_table1,
+    "zb-table5": zb_table5,
 }
 """What ``counterflow reproduce`` knows, by name."""
