@@ -107,11 +107,11 @@ def network(cluster: Cluster, placement: Placement, replicas: int, arrangement: 
     holders = [sorted({w for _, w in placement.copies(s)}) for s in range(placement.stages)]
     lowest, highest = node.min(axis=0), node.max(axis=0)
     spans = [bool(lowest[on].min() != highest[on].max()) for on in holders]
-    load = _crossing_devices(node, holders, spans) if cluster.shared_adapter else 1
+    sharing = _crossing_devices(node, holders, spans) if cluster.shared_adapter else 1
     return Network(
         tuple(map(tuple, latency.tolist())),
         tuple(map(tuple, per_byte.tolist())),
-        tuple(_shared(cluster.allreduce_link(spans_nodes=s), load if s else 1) for s in spans),
+        tuple(_shared(cluster.allreduce_link(spans_nodes=s), sharing if s else 1) for s in spans),
         placement.pipes * replicas,
     )
 
