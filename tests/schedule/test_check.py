@@ -36,6 +36,10 @@ def broken(schedule: Schedule, program: Program | None = None, limit: float | No
     return [result.rule for result in report.results if result.ok is False]
 
 
+def _detail(schedule: Schedule, program: Program | None, rule: str) -> str:
+    return next(r.detail for r in inspect(schedule, program=program).results if r.rule == rule)
+
+
 def edited(schedule: Schedule, worker: int, change: Callable[[list[Op]], object]) -> Schedule:
     orders = [list(order) for order in schedule.orders]
     change(orders[worker])
@@ -176,7 +180,41 @@ def test_a_version_freed_too_early_breaks_only_the_versions() -> None:
         assert isinstance(update, Update)
         actions[i] = replace(update, frees=(0, 1))
 
-    assert broken(schedule, rewritten(lower(schedule), 0, free)) == ["weight versions as promised"]
+    held = "weight versions made once, and held while needed"
+    assert broken(schedule, rewritten(lower(schedule), 0, free)) == [held]
+
+
+def test_a_program_without_its_updates_breaks_only_the_versions() -> None:
+    schedule = schemes.dapple(2, 2)
+
+    def never(actions: list[Action]) -> None:
+        actions.pop()
+
+    program = rewritten(lower(schedule), 0, never)
+    assert broken(schedule, program) == ["weight versions made once, and held while needed"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "one", "other"),
+    [
+        (schemes.zb_h1(2, 2), "W1.1", "I1.1"),
+        (schemes.dapple(2, 2), "B1.1", "F1.1"),
+    ],
+)
+def test_a_program_that_computes_in_another_order_breaks_that(
+    schedule: Schedule, one: str, other: str
+) -> None:
+    def swap(actions: list[Action]) -> None:
+        places = {str(a.op): i for i, a in enumerate(actions) if isinstance(a, Compute)}
+        first, second = places[one], places[other]
+        actions[first], actions[second] = actions[second], actions[first]
+
+    assert "each worker computes its order" in broken(schedule, rewritten(lower(schedule), 1, swap))
+
+    def forget(actions: list[Action]) -> None:
+        actions.remove(next(a for a in actions if isinstance(a, Compute)))
+
+    assert "each worker computes its order" in broken(schedule, rewritten(lower(schedule), 1, forget))
 
 
 def test_a_stage_without_sync_breaks_only_the_gradient_sync() -> None:
@@ -212,7 +250,9 @@ def test_an_update_before_the_agreement_breaks_only_that() -> None:
     assert broken(schedule, program) == ["loss and norm agreed on before any update"]
     alone = rewritten(lower(schedule), 1, lambda actions: actions.remove(Agree(0)))
     assert broken(schedule, alone) == ["no deadlock with buffered sends"]
-    assert "waits for worker 1 to come to the agreement" in inspect(schedule, program=alone).results[4].detail
+    assert "waits for worker 1 to come to the agreement" in _detail(
+        schedule, alone, "no deadlock with buffered sends"
+    )
     nowhere = rewritten(alone, 0, lambda actions: actions.remove(Agree(0)))
     assert broken(schedule, nowhere) == ["loss and norm agreed on before any update"]
 

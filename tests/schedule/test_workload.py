@@ -16,6 +16,7 @@ from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import Op, OpKind, Product, Schedule
 from counterflow.schedule.placement import linear
 from counterflow.schedule.residency import peak_activations
+from counterflow.schedule.runnable import refuse_what_cannot_run
 from counterflow.schedule.workload import Pass, Share, Workload, passes_of, plain
 from counterflow.simulate import ByteCosts, Costs, simulate
 
@@ -142,6 +143,11 @@ def test_thirds_are_one_whole() -> None:
             '"micro_batches": 200000000,\n  "p',
             "the orders run 4 forwards in all",
         ),
+        (
+            '"B1.0"',
+            '"B1.0v100000000"',
+            r"\[3\]: B1\.0v100000000 uses version 100000000, and 1",
+        ),
         ('"periods": 1', '"periods": 1000000', "the orders run 4 forwards in all"),
         ('"periods": 1', '"periods": ' + "9" * 5000, "a number of thousands of digits"),
         ('"periods": 1', '"periods": 1, "versions": [[0], [0]]', "a synchronous schedule has one version"),
@@ -211,6 +217,42 @@ def test_faults_of_a_workload() -> None:
         "micro-batch 0 of pipe 0: no backward of it",
     ]
     assert not list(replace(two, micro_batches=1, passes=two.passes[1:], trains=False).faults())
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (("F(0,1).0 F(2,3).0 B(0,3).0 B(1,2).0",), "that no one forward made together"),
+        (("F0.0 F1.0 F2.0 F3.0 B0.0 B1.0 B2.0 B3.0 B5.0",), "that no one forward made together"),
+    ],
+)
+def test_backwards_without_their_forward_are_told(rows: tuple[str, ...], message: str) -> None:
+    text = dumps(schemes.dapple(1, 4))
+    start = text.index('"orders"')
+    listed = ",".join("[" + ",".join(f'"{op}"' for op in row.split()) + "]" for row in rows)
+    schedule = loads(text[:start] + f'"orders": [{listed}]' + "}", "x.json")
+    assert message in inspect(schedule).results[0].detail
+    with pytest.raises(ScheduleError):
+        check(schedule)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"B0.0"', '"I0.0", "W0.0"', r"splits its backward \(I0\.0\)"),
+        ('"B0.0"', '"B0.0:0/4", "B0.0:1/4", "B0.0:1/2"', "in parts of other sizes"),
+        ('"F0.0", "B0.0", "F1.0", "B1.0"', '"F(0,1).0", "B(0,1).0"', "a backward of several micro-batches"),
+    ],
+)
+def test_what_the_engine_cannot_run_is_refused_before_anything_starts(
+    old: str, new: str, message: str
+) -> None:
+    text = dumps(schemes.dapple(1, 2))
+    assert old in text
+    schedule = loads(text.replace(old, new), "x.json")
+    check(schedule)
+    with pytest.raises(ConfigError, match=message):
+        refuse_what_cannot_run(schedule)
 
 
 def test_more_periods_go_on_like_the_last() -> None:

@@ -13,7 +13,9 @@ import pytest
 
 from counterflow.errors import ConfigError
 from counterflow.schedule import schemes
+from counterflow.schedule.formats import parse_op
 from counterflow.schedule.ir import Op, Schedule
+from counterflow.schedule.placement import Placement
 from counterflow.schedule.program.actions import (
     Agree,
     Compute,
@@ -26,7 +28,8 @@ from counterflow.schedule.program.actions import (
     Update,
     WaitSync,
 )
-from counterflow.simulate import Cause, Costs, Link, Simulation, lower, simulate
+from counterflow.schedule.workload import plain
+from counterflow.simulate import Cause, Costs, Link, Piece, Simulation, lower, simulate
 
 from ..schedule.test_check import every_scheme
 
@@ -203,6 +206,30 @@ def test_a_link_carries_one_message_at_a_time() -> None:
     assert free.makespan == 57
     with pytest.raises(ConfigError, match="link='narrow'"):
         Costs(link="narrow")
+
+
+def test_without_a_flush_work_waits_for_all_copies_also_where_their_sum_takes_no_time() -> None:
+    """Two pipes of one stage each; the other copy's backward takes three times as long."""
+    ops = [
+        [f"F{m}.0{pipe}{version}", f"B{m}.0{pipe}{version}"]
+        for m, pipe, version in ((0, "", ""), (1, "p1", ""), (2, "", "v1"), (3, "p1", "v1"))
+    ]
+    orders = tuple(tuple(map(parse_op, [*ops[w], *ops[w + 2]])) for w in range(2))
+    placement = Placement(2, ((0,), (1,)))
+    workload = plain(placement, 2, pipe_of=lambda m: m % 2, periods=2, version=lambda _, period: period)
+    schedule = Schedule("mine", (), workload, orders)
+
+    class Slower:
+        def seconds(self, piece: Piece) -> float:
+            return (3.0 if piece.worker else 1.0) * (1 if piece.kind.makes_output else 2)
+
+        def bytes(self, piece: Piece) -> tuple[float, float]:
+            return 0.0 * piece.work, 0.0
+
+    for sync in (0.0, 1e-12):
+        found = simulate(schedule, Costs(ops=Slower(), sync=sync))
+        starts = {str(s.op): s.start for s in found.timeline}
+        assert starts["F2.0v1"] == pytest.approx(9)
 
 
 def test_bubbles_by_cause() -> None:

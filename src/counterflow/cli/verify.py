@@ -12,6 +12,7 @@ from counterflow.schedule.check import checked_program
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.program.segments import segments
+from counterflow.schedule.runnable import refuse_what_cannot_run
 
 from .flags import JsonFlag, SchemeOptions, SubjectArgument
 from .output import WIDE, console, note, print_json
@@ -69,6 +70,7 @@ def verify(
 ) -> None:
     """Train a small model with one process and with the pipeline, and compare the numbers."""
     schedule = schedule_of(subject, options)
+    refuse_what_cannot_run(schedule)
     if schedule.synchronous:
         checked_program(schedule, replicas=replicas, sync=sync)
         steps = steps or 3

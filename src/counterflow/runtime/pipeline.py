@@ -23,11 +23,12 @@ from torch.optim import Optimizer
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.schedule.check import checked_program
 from counterflow.schedule.cuts import balance, explicit
-from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.ir import Op, Schedule
 from counterflow.schedule.modes import Recompute, Sync, parse_mode
 from counterflow.schedule.program.actions import Matching, Program
 from counterflow.schedule.program.lowering import OpTimes, Shared, lower_evaluation
 from counterflow.schedule.program.segments import segments
+from counterflow.schedule.runnable import refuse_what_cannot_run
 
 from .execution.asynchronous import AsynchronousRunner
 from .execution.interpreter import Interpreter
@@ -146,7 +147,7 @@ class Pipeline:
         count_memory_steps: int = 2,
         timeout_seconds: float | None = None,
     ) -> None:
-        _refuse_split(schedule)
+        refuse_what_cannot_run(schedule)
         self.schedule = schedule
         self.transport = _transport(transport, device, timeout_seconds)
         self.ranks = layout(self.transport, schedule, mesh)
@@ -935,19 +936,6 @@ def layout(transport: Transport, schedule: Schedule, mesh: DeviceMesh | None) ->
             f"start {workers}, or a multiple of it"
         )
     return tuple(tuple(range(first, first + workers)) for first in range(0, transport.world_size, workers))
-
-
-def _refuse_split(schedule: Schedule) -> None:
-    """The engine does not run input gradients and weight gradients as ops of their own."""
-    op = next((op for op in schedule.ops() if op.kind in _SPLIT), None)
-    if op is not None:
-        raise ConfigError(
-            f"{schedule} splits its backward ({op}): it can be checked, simulated and drawn, not trained; "
-            "take a schedule whose backwards are whole"
-        )
-
-
-_SPLIT = OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENTS
 
 
 def _transport(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -152,6 +153,7 @@ def _schedule(file: _File, name: str) -> Schedule:
         tuple(_op(text, f"{name}: orders[{w}][{i}]") for i, text in enumerate(order))
         for w, order in enumerate(file.orders)
     )
+    _refuse_versions(orders, file.periods, name)
     there = sum(len(op.micro_batches) for order in orders for op in order if op.kind.makes_output)
     if file.micro_batches * file.periods > there:
         raise ConfigError(
@@ -167,6 +169,16 @@ def _schedule(file: _File, name: str) -> Schedule:
         versions=_versions(file, stages, name),
     )
     return Schedule(file.scheme, tuple(file.options.items()), workload, orders, steady)
+
+
+def _refuse_versions(orders: Iterable[Iterable[Op]], periods: int, name: str) -> None:
+    for worker, order in enumerate(orders):
+        for index, op in enumerate(order):
+            if op.version > periods:
+                raise ConfigError(
+                    f"{name}: orders[{worker}][{index}]: {op} uses version {op.version}, and {periods} "
+                    f"periods make no more than {periods}"
+                )
 
 
 def _versions(file: _File, stages: int, name: str) -> Versions | None:

@@ -249,14 +249,31 @@ def _worker_messages(
             yield f"worker {worker}: no receive of {output} from worker {sender}, which {user} needs"
 
 
+def _computes(subject: Subject) -> Iterator[str]:
+    """Each worker computes its order, op by op."""
+    program = subject.program
+    assert program is not None
+    for worker, (actions, order) in enumerate(zip(program.actions, subject.schedule.orders, strict=True)):
+        computed = ((index, a.op) for index, a in enumerate(actions) if isinstance(a, Compute))
+        for number, (found, op) in enumerate(zip_longest(computed, order)):
+            if found is None:
+                yield f"worker {worker}: op {number} of its order, {op}, is not computed"
+                break
+            if found[1] != op:
+                expected = "nothing more" if op is None else str(op)
+                yield f"worker {worker}, action {found[0]}: computes {found[1]}, its order has {expected}"
+                break
+
+
 def _versions(subject: Subject) -> Iterator[str]:
-    yield from _promised_versions(subject.schedule)
-    if subject.program is not None:
-        for worker, actions in enumerate(subject.program.actions):
-            yield from _held_versions(subject.schedule, worker, actions)
+    program = subject.program
+    assert program is not None
+    for worker, actions in enumerate(program.actions):
+        yield from _held_versions(subject.schedule, worker, actions)
 
 
-def _promised_versions(schedule: Schedule) -> Iterator[str]:
+def _promised_versions(subject: Subject) -> Iterator[str]:
+    schedule = subject.schedule
     forward: dict[tuple[int, int, int], int] = {}
     for worker, order in enumerate(schedule.orders):
         for index, op in enumerate(order):
@@ -270,9 +287,12 @@ def _promised_versions(schedule: Schedule) -> Iterator[str]:
                     yield f"{place} uses version {op.version}, its forward used {first}"
 
 
-def _held_versions(schedule: Schedule, worker: int, actions: tuple[Action, ...]) -> Iterator[str]:
+def _held_versions(  # noqa: C901 - one case an action; the cases are short
+    schedule: Schedule, worker: int, actions: tuple[Action, ...]
+) -> Iterator[str]:
     """Versions used before they are made or after they are freed; updates before their gradients."""
     held: dict[int, set[int]] = {stage: {0} for _, stage in schedule.placement.held(worker)}
+    updates = dict.fromkeys(held, 0)
     left = Counter(
         (op.stage, schedule.period_of(op)) for op in schedule.orders[worker] if op.kind.makes_weight_gradients
     )
@@ -294,6 +314,10 @@ def _held_versions(schedule: Schedule, worker: int, actions: tuple[Action, ...])
                 if not held[stage].issuperset(frees):
                     yield f"{place}: frees {frees}, of which some are not there"
                 held[stage] -= set(frees)
+                updates[stage] += 1
+    for stage, made in updates.items():
+        if made != schedule.periods:
+            yield f"worker {worker}: {made} updates of stage {stage}, expected {schedule.periods}"
 
 
 def _syncs(subject: Subject) -> Iterator[str]:
@@ -412,7 +436,15 @@ INPUT_GRADIENT_FIRST = Rule(
 DEADLOCK = Rule(
     "no deadlock with buffered sends", _no_deadlock, (COMPLETE.name, PLACED.name), error=DeadlockError
 )
-_LOWERABLE = (COMPLETE.name, PLACED.name, FORWARD_FIRST.name, INPUT_GRADIENT_FIRST.name, DEADLOCK.name)
+PROMISED = Rule("weight versions as promised", _promised_versions, (COMPLETE.name, PLACED.name))
+_LOWERABLE = (
+    COMPLETE.name,
+    PLACED.name,
+    FORWARD_FIRST.name,
+    INPUT_GRADIENT_FIRST.name,
+    PROMISED.name,
+    DEADLOCK.name,
+)
 DEADLOCK_RENDEZVOUS = Rule(
     "no deadlock with rendezvous sends",
     _no_deadlock_rendezvous,
@@ -421,7 +453,10 @@ DEADLOCK_RENDEZVOUS = Rule(
     error=DeadlockError,
 )
 MESSAGES = Rule("every send has its receive, in one order", _messages, _LOWERABLE, lowered=True)
-VERSIONS = Rule("weight versions as promised", _versions, (COMPLETE.name, PLACED.name))
+COMPUTES = Rule("each worker computes its order", _computes, _LOWERABLE, lowered=True)
+VERSIONS = Rule(
+    "weight versions made once, and held while needed", _versions, (*_LOWERABLE, COMPUTES.name), lowered=True
+)
 SYNCS = Rule("gradient sync covers every copy", _syncs, _LOWERABLE, lowered=True)
 AGREED = Rule("loss and norm agreed on before any update", _agreed, _LOWERABLE, lowered=True)
 PEAK = Rule("peak within the limit", _peak)
@@ -431,7 +466,9 @@ RULES = (
     PLACED,
     FORWARD_FIRST,
     INPUT_GRADIENT_FIRST,
+    PROMISED,
     DEADLOCK,
+    COMPUTES,
     DEADLOCK_RENDEZVOUS,
     MESSAGES,
     VERSIONS,

@@ -98,6 +98,8 @@ class Workload:
         """
         stages = range(self.placement.stages)
         for one in self.passes:
+            if not one.micro_batches:  # of backwards without a forward; ``faults`` tells
+                continue
             used = [self.version(s, one.micro_batches[0] // self.micro_batches) or 0 for s in stages]
             for s in stages:
                 yield Op(OpKind.FORWARD, s, one.micro_batches, one.pipe, version=used[s])
@@ -187,8 +189,9 @@ class Workload:
     def of_periods(self, periods: int) -> Workload:
         """The same with another number of periods; further ones are like the last, a version later each."""
         count = self.micro_batches
-        passes = [p for p in self.passes if p.micro_batches[0] < count * periods]
-        last = [p for p in self.passes if p.micro_batches[0] // count == self.periods - 1]
+        whole = [p for p in self.passes if p.micro_batches]
+        passes = [p for p in whole if p.micro_batches[0] < count * periods]
+        last = [p for p in whole if p.micro_batches[0] // count == self.periods - 1]
         for more in range(1, periods - self.periods + 1):
             passes += [_moved(one, more * count) for one in last]
         versions = self.versions

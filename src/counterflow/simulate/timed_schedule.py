@@ -160,9 +160,9 @@ class TimedSchedule:
         return Changes(bases, added[:, 0], added[:, 1], versions)
 
     def synced(self, costs: Costs) -> bool:
-        """Whether these costs make any gradient sync take time."""
+        """Whether syncs matter to time: they take some, or, without a flush, ops wait for all copies."""
         lasts = per_stage("sync", costs.sync, self.schedule.stages)
-        return any(lasts) and needs_sync(self.schedule, costs.replicas)
+        return (any(lasts) or not self.schedule.synchronous) and needs_sync(self.schedule, costs.replicas)
 
     def play(self, costs: Costs) -> Played:
         """When everything starts and ends."""

@@ -35,6 +35,7 @@ from counterflow.runtime.stages.layers import parameter_count
 from counterflow.schedule.cuts import balance, stage_layers
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.program.segments import segments
+from counterflow.schedule.runnable import refuse_what_cannot_run
 
 from .checkpoint import Checkpoint
 from .config import SCHEME, DataSection, ModelSection, OptimizerSection, RunConfig
@@ -127,6 +128,7 @@ def prepare(config: RunConfig, cuts: Sequence[int] | None = None) -> Job:
         ConfigError: no such run can be made; the message says what would be legal.
     """
     schedule = config.build_schedule()
+    refuse_what_cannot_run(schedule)
     if not schedule.synchronous:
         _fits_without_flush(config, schedule)
     text, name = _text(config.data)

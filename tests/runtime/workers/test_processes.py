@@ -47,7 +47,7 @@ def run(command: list[str], folder: Path) -> tuple[int, str]:
     ("kind", "told"),
     [
         ("kill", "WorkerError: worker 2 was killed by SIGKILL"),
-        ("raise", "WorkerError: worker 2, action 10: Forward F2.2: ValueError: three is too many"),
+        ("raise", "WorkerError: worker 2, action 11: Forward F2.2: ValueError: three is too many"),
         ("sleep", "worker 2 has been in Forward F"),
     ],
 )

@@ -32,7 +32,7 @@ from counterflow.errors import ConfigError, ScheduleError
 from ..graph import OpGraph
 from ..ir import Schedule
 from ..modes import Sync, parse_mode
-from ..rules import AGREED, DEADLOCK_RENDEZVOUS, MESSAGES, SYNCS, VERSIONS, Rule, Subject, require
+from ..rules import AGREED, COMPUTES, DEADLOCK_RENDEZVOUS, MESSAGES, SYNCS, VERSIONS, Rule, Subject, require
 from .actions import (
     Action,
     Agree,
@@ -108,7 +108,7 @@ def lower(
     mode = parse_mode(Sync, "sync", sync)
     graph = OpGraph(schedule)
     unit = unit_times(graph)
-    traffic = MESSAGES, DEADLOCK_RENDEZVOUS
+    traffic = COMPUTES, MESSAGES, DEADLOCK_RENDEZVOUS
     passes: list[tuple[Callable[[Program], Program], tuple[Rule, ...]]] = [
         (partial(with_messages, graph=graph, times=unit), traffic),
         (partial(with_syncs, graph=graph, times=times or unit), traffic),

@@ -24,7 +24,17 @@ from counterflow.errors import ConfigError, ScheduleError
 from .. import registry
 from ..graph import OpGraph
 from ..ir import Op, Schedule
-from ..rules import DEADLOCK_RENDEZVOUS, MESSAGES, RULES, SYNCS, VERSIONS, Subject, require
+from ..rules import (
+    COMPUTES,
+    DEADLOCK_RENDEZVOUS,
+    MESSAGES,
+    PROMISED,
+    RULES,
+    SYNCS,
+    VERSIONS,
+    Subject,
+    require,
+)
 from .actions import (
     Action,
     Compute,
@@ -158,7 +168,7 @@ def segments(
     found = Segments(cut.schedule, steady, drains, cut.update_lag(last), cut.spread(last))
     for periods in range(1, last + 3):
         program = found.program(periods)
-        rules = MESSAGES, DEADLOCK_RENDEZVOUS, VERSIONS, SYNCS
+        rules = PROMISED, COMPUTES, MESSAGES, DEADLOCK_RENDEZVOUS, VERSIONS, SYNCS
         require(Subject(program.schedule, program), rules)
     return found
 
