@@ -248,7 +248,7 @@ def chart_of(simulation: Simulation, *, memory: bool = False, messages: bool = F
     >>> from counterflow.simulate import simulate
     >>> chart = chart_of(simulate(chimera(stages=4, micro_batches=4)))
     >>> chart.title
-    'chimera  D=4, N=4, direct — makespan 16 s, bubble ratio 25 %, peak 4 activations'
+    'chimera  D=4, N=4, direct — makespan 16 F, bubble ratio 25 %, peak 4 activations'
     >>> [lane.name for lane in chart.lanes], len(chart.boxes)
     (['down pipe', 'up pipe'], 32)
     """

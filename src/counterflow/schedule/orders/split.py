@@ -50,7 +50,7 @@ def split_backwards(schedule: Schedule, split: bool = True) -> Schedule:
     Raises:
         ConfigError: ``split`` is neither true nor false.
 
-    >>> from .schemes import dapple
+    >>> from counterflow.schedule.schemes import dapple
     >>> print(*split_backwards(dapple(stages=2, micro_batches=3)).orders[0])
     F0.0 F1.0 I0.0 W0.0 F2.0 I1.0 W1.0 I2.0 W2.0
     """
