@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import threading
 import time
 from collections import defaultdict, deque
@@ -150,6 +151,8 @@ class Worker:
             digest_every=0,
             count_memory_steps=0,
         )
+        # Threads share torch's random state and take turns for it; nothing is drawn here.
+        self.pipeline.streams.shared = False
         self.step_number = 0
         runner = self.pipeline._run
         self._start, self._wait = runner.start_sync, runner.wait_sync
@@ -280,6 +283,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="write program_times.txt")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    sys.setswitchinterval(0.0002)  # a thread that wakes is not held up by one that computes in Python
     late = precise_sleep()
     lines = [
         f"# python benchmarks/program_times.py --cases {given.cases}, {shown(machine())}",
