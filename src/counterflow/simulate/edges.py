@@ -89,7 +89,6 @@ def edges_of(graph: OpGraph, messages: Messages, *, lanes: bool) -> Edges:
     before = _before_on_link(messages, len(graph.first)) if lanes else np.empty(0, dtype=np.int64)
     degree = np.concatenate((degree, 1 + (before >= 0)))
     first: Ints = np.concatenate(([0], np.cumsum(degree)))
-    old_first = first
     sources: Ints = np.empty(first[-1], dtype=np.int64)
     sources[first[:ops][ordered]] = nodes[ordered] - 1
     data = first[1 : ops + 1] - 1
@@ -108,13 +107,13 @@ def edges_of(graph: OpGraph, messages: Messages, *, lanes: bool) -> Edges:
     sending[messages.makers] = number
     earlier = np.where(ordered, nodes - 1, 0)
     after_send = ordered & (sending[earlier] >= 0)
-    first, sources, moved = _by_place(topological, old_first, sources)
+    placed, waited, moved = _by_place(topological, first, sources)
     return Edges(
         topological,
-        first,
-        sources,
+        placed,
+        waited,
         travel=np.empty(0, dtype=np.int64) if lanes else moved[data[messages.takers]],
-        busy=moved[old_first[:ops][after_send]],
+        busy=moved[first[:ops][after_send]],
         sent=sending[earlier[after_send]],
     )
 
