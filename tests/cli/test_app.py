@@ -80,7 +80,7 @@ def _fail(error: Exception) -> Callable[..., None]:
 
 
 def test_a_bug_is_one_message(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("counterflow.cli.simulate.play", _fail(KeyError("a\nb")))
+    monkeypatch.setattr("counterflow.cli.commands.simulate.play", _fail(KeyError("a\nb")))
     answer = run(SIMULATE)
     assert (answer.code, answer.out) == (1, "")
     assert answer.err.startswith("Error: KeyError: 'a\\nb'\n")
@@ -89,7 +89,7 @@ def test_a_bug_is_one_message(run: Run, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("line", [f"--debug {SIMULATE}", f"{SIMULATE} --debug"])
 def test_debug_shows_the_traceback(run: Run, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
-    monkeypatch.setattr("counterflow.cli.simulate.play", _fail(KeyError("key")))
+    monkeypatch.setattr("counterflow.cli.commands.simulate.play", _fail(KeyError("key")))
     answer = run(line)
     assert (answer.code, answer.out) == (1, "")
     assert "Traceback" in answer.err
@@ -103,7 +103,7 @@ def test_debug_of_a_wrong_request_keeps_the_exit_code(run: Run) -> None:
 
 
 def test_failed_work_is_exit_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("counterflow.cli.simulate.play", _fail(WorkerError("worker 2 died")))
+    monkeypatch.setattr("counterflow.cli.commands.simulate.play", _fail(WorkerError("worker 2 died")))
     answer = run(SIMULATE)
     assert (answer.code, answer.out, answer.err) == (1, "", "Error: worker 2 died\n")
 
@@ -112,7 +112,7 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("counterflow.cli.simulate.play", interrupted)
+    monkeypatch.setattr("counterflow.cli.commands.simulate.play", interrupted)
     result = CliRunner(env=ENVIRONMENT).invoke(application(), SIMULATE.split())
     assert result.exit_code != 0
     assert "Traceback" not in result.stderr

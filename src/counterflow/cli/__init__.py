@@ -1,4 +1,7 @@
-"""The command ``counterflow``: one file a command; each parses, calls one function and prints.
+"""The command ``counterflow``, in three groups.
+
+``commands`` has one file a command: it parses, calls one function and prints. ``options`` are the flags and
+what they mean, ``output`` is what commands print with.
 
 Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 the work failed, 2 the request was
 wrong. Nothing here imports torch, and what a command does not need (figures, tables of papers) is not

@@ -19,18 +19,18 @@ from typer.core import TyperGroup
 from counterflow import __version__
 from counterflow.errors import ConfigError, CounterflowError
 
-from .check import check
-from .export import export
-from .flags import with_flags
-from .plan import plan
-from .profile import profile
-from .reproduce import reproduce
-from .schemes import schemes
-from .show import show
-from .simulate import simulate
-from .train import train
-from .verify import verify
-from .wording import in_flags
+from .commands.check import check
+from .commands.export import export
+from .commands.plan import plan
+from .commands.profile import profile
+from .commands.reproduce import reproduce
+from .commands.schemes import schemes
+from .commands.show import show
+from .commands.simulate import simulate
+from .commands.train import train
+from .commands.verify import verify
+from .options.flags import with_flags
+from .options.wording import in_flags
 
 
 class Commands(TyperGroup):

@@ -11,7 +11,7 @@ import pytest
 import counterflow as cf
 from counterflow.simulate import Simulation
 
-from .conftest import Run
+from ..conftest import Run
 
 CHIMERA = "show chimera --stages 4 --micro-batches 4"
 

@@ -8,7 +8,7 @@ from counterflow.papers.figures import FIGURES
 from counterflow.papers.figures.reproduction import reproduce
 from counterflow.papers.tables import TABLES
 
-from .conftest import Run
+from ..conftest import Run
 
 
 @pytest.mark.parametrize("line", ["reproduce", "reproduce --list"])

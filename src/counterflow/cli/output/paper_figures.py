@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .output import WIDE, console, note, number, print_json
+from .console import WIDE, console, note, number, print_json
 from .search_bar import search_bar
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from counterflow.cli.progress import Progress, introduction
+from counterflow.cli.output.train_progress import Progress, introduction
 from counterflow.train.folder import read_metrics
 from counterflow.train.report import About
 
-from .conftest import ENVIRONMENT, Run
+from ..conftest import ENVIRONMENT, Run
 
 SMALL = (
     "train --workers 2 --set model.layers=2 --set model.hidden=16 --set model.positions=16 "

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from counterflow.schedule.registry import SCHEMES
 
-from .conftest import Run
+from ..conftest import Run
 
 
 def test_every_scheme_with_its_options(run: Run) -> None:

@@ -12,7 +12,7 @@ from counterflow.papers import examples
 from counterflow.plan import Cluster, LayerProfile, Link, Model, Profile, files
 from counterflow.train import load_config
 
-from .conftest import Run
+from ..conftest import Run
 
 KEYS = [
     "model",

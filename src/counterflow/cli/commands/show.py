@@ -15,10 +15,10 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 from counterflow.simulate import Simulation
 
-from .flags import CostOptions, SchemeOptions
-from .output import console, note, writing
-from .subject import build_beside, is_file, is_run, load, schedule_of, warn_if_wrong
-from .wording import flag
+from ..options.flags import CostOptions, SchemeOptions
+from ..options.subject import build_beside, is_file, is_run, load, schedule_of, warn_if_wrong
+from ..options.wording import flag
+from ..output.console import console, note, writing
 
 
 def show(

@@ -8,9 +8,9 @@ import typer
 
 from counterflow.schedule.check import Report, inspect
 
-from .flags import JsonFlag, SchemeOptions, SubjectArgument
-from .output import WIDE, console, print_json
-from .subject import schedule_of
+from ..options.flags import JsonFlag, SchemeOptions, SubjectArgument
+from ..options.subject import schedule_of
+from ..output.console import WIDE, console, print_json
 
 
 def check(
@@ -32,7 +32,7 @@ def check(
     report = inspect(schedule, peak_limit=peak_limit)
     ops = sum(map(len, schedule.orders))
     if as_json:
-        from .results import Checked, Rule, of_schedule  # noqa: PLC0415  (pydantic takes a while)
+        from ..output.results import Checked, Rule, of_schedule  # noqa: PLC0415  (pydantic takes a while)
 
         rules = [Rule(rule=r.rule, ok=r.ok, detail=r.detail) for r in report.results]
         print_json(Checked(**of_schedule(schedule), op_count=ops, ok=report.ok, rules=rules))

@@ -11,9 +11,19 @@ from counterflow import simulate as play
 from counterflow.schedule.ir import Schedule
 from counterflow.simulate import Simulation
 
-from .flags import SECONDS, CostOptions, JsonFlag, SchemeOptions, SubjectArgument
-from .output import WIDE, bubble_causes, byte_size, console, note, number, numbers, print_json, unit_of
-from .subject import is_file, periods_for_steady, schedule_of, warn_if_wrong
+from ..options.flags import SECONDS, CostOptions, JsonFlag, SchemeOptions, SubjectArgument
+from ..options.subject import is_file, periods_for_steady, schedule_of, warn_if_wrong
+from ..output.console import (
+    WIDE,
+    bubble_causes,
+    byte_size,
+    console,
+    note,
+    number,
+    numbers,
+    print_json,
+    unit_of,
+)
 
 GROUP_FROM = 17
 """From so many workers on, neighbours with the same figures share a row."""
@@ -41,7 +51,7 @@ def simulate(
     if costs.sync is None and (costs.sync_mode or costs.replicas):
         note("Note: --sync-mode and --replicas change nothing unless --sync gives a sync's seconds.")
     if as_json:
-        from .results import simulated  # noqa: PLC0415  (pydantic takes a while)
+        from ..output.results import simulated  # noqa: PLC0415  (pydantic takes a while)
 
         print_json(simulated(result, _shown_costs(result, costs), timeline=timeline, messages=messages))
         return

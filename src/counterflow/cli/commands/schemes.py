@@ -7,15 +7,15 @@ from typing import Any
 from counterflow.schedule.registry import SCHEMES
 from counterflow.schedule.scheme import Option, Scheme
 
-from .flags import JsonFlag
-from .output import WIDE, console, print_json
-from .wording import flag
+from ..options.flags import JsonFlag
+from ..options.wording import flag
+from ..output.console import WIDE, console, print_json
 
 
 def schemes(*, as_json: JsonFlag = False) -> None:
     """List every scheme with its options, their ranges and defaults."""
     if as_json:
-        from .results import Schemes  # noqa: PLC0415  (pydantic takes a while)
+        from ..output.results import Schemes  # noqa: PLC0415  (pydantic takes a while)
 
         print_json(Schemes.model_validate({"schemes": [_as_json(scheme) for scheme in SCHEMES.values()]}))
         return

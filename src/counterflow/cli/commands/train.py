@@ -11,8 +11,8 @@ import typer
 
 from counterflow.errors import WorkerError
 
-from .flags import JsonFlag
-from .output import WIDE, byte_size, console, note, print_json
+from ..options.flags import JsonFlag
+from ..output.console import WIDE, byte_size, console, note, print_json
 
 if TYPE_CHECKING:
     from counterflow.train.report import Pair, Summary
@@ -61,7 +61,7 @@ def train(
     from counterflow.train.run import run  # noqa: PLC0415  (imports torch)
     from counterflow.train.stopping import STOP  # noqa: PLC0415
 
-    from .progress import Progress  # noqa: PLC0415
+    from ..output.train_progress import Progress  # noqa: PLC0415
 
     try:
         done = run(resolved, Progress(introduces=not as_json))
@@ -76,7 +76,7 @@ def train(
         return
     summary, folder = done
     if as_json:
-        from .results import Trained  # noqa: PLC0415
+        from ..output.results import Trained  # noqa: PLC0415
 
         print_json(Trained.model_validate(_as_json(summary, folder)))
     else:
@@ -101,7 +101,7 @@ def _print(summary: Summary, folder: Path) -> None:
 
     from counterflow.train.folder import RunFolder  # noqa: PLC0415
 
-    from .progress import duration  # noqa: PLC0415
+    from ..output.train_progress import duration  # noqa: PLC0415
 
     about = summary.about
     out = console(WIDE)

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from .flags import SchemeOptions
-from .output import note, writing
-from .subject import build
+from ..options.flags import SchemeOptions
+from ..options.subject import build
+from ..output.console import note, writing
 
 
 def export(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from counterflow.cli.results import COMMANDS, page_sections
+from counterflow.cli.output.results import COMMANDS, page_sections
 
-PAGE = Path(__file__).parents[2] / "docs" / "json.md"
+PAGE = Path(__file__).parents[3] / "docs" / "json.md"
 
 
 def test_the_page_has_every_key_with_its_meaning() -> None:

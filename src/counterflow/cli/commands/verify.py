@@ -14,9 +14,9 @@ from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.program.segments import segments
 from counterflow.schedule.runnable import refuse_what_cannot_run
 
-from .flags import JsonFlag, SchemeOptions, SubjectArgument
-from .output import WIDE, console, note, print_json
-from .subject import schedule_of
+from ..options.flags import JsonFlag, SchemeOptions, SubjectArgument
+from ..options.subject import schedule_of
+from ..output.console import WIDE, console, note, print_json
 
 if TYPE_CHECKING:
     from counterflow.verify.agreement import Agreement
@@ -91,7 +91,7 @@ def verify(
         sync=sync,
     )
     if as_json:
-        from .results import Verified  # noqa: PLC0415  (pydantic takes a while)
+        from ..output.results import Verified  # noqa: PLC0415  (pydantic takes a while)
 
         shown = Verified(
             scheme=schedule.scheme,

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from counterflow.train.report import About, Numbers
 
-from .output import WIDE, console
+from .console import WIDE, console
 
 _LINE_SECONDS = 10.0
 """How often a line is printed where there is no terminal."""

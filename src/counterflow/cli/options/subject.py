@@ -9,8 +9,8 @@ from counterflow.reading import read_text
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
 
+from ..output.console import note
 from .flags import SchemeOptions
-from .output import note
 from .wording import flag
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from counterflow.schedule.ir import Op, Schedule
 from counterflow.simulate import Simulation
 
-from .output import unit_of
+from .console import unit_of
 
 Options = dict[str, bool | int | str]
 Number = int | float

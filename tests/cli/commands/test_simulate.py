@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 import counterflow as cf
-from counterflow.cli.flags import SchemeOptions
+from counterflow.cli.options.flags import SchemeOptions
 from counterflow.schedule.registry import SCHEMES
 
-from .conftest import Run
+from ..conftest import Run
 
 KEYS = [
     "format",

@@ -11,9 +11,9 @@ import typer
 
 from counterflow.errors import ConfigError
 
-from .figures import show_figure
-from .flags import JsonFlag
-from .output import WIDE, console, print_json
+from ..options.flags import JsonFlag
+from ..output.console import WIDE, console, print_json
+from ..output.paper_figures import show_figure
 
 if TYPE_CHECKING:
     from counterflow.papers.tables.layout import Table
@@ -57,7 +57,7 @@ def reproduce(
         raise ConfigError(f"{name} is a table: there is nothing to draw; leave out --out")
     table = TABLES[name]()
     if as_json:
-        from .results import TableShown  # noqa: PLC0415
+        from ..output.results import TableShown  # noqa: PLC0415
 
         print_json(TableShown(**table.to_json()))
     else:
@@ -69,7 +69,7 @@ def _list(known: Iterable[str], as_json: bool) -> None:
 
     names = list(known)
     if as_json:
-        from .results import Reproducible  # noqa: PLC0415
+        from ..output.results import Reproducible  # noqa: PLC0415
 
         tables, figures = ([n for n in names if (n in FIGURES) is drawn] for drawn in (False, True))
         print_json(Reproducible(tables=tables, figures=figures))

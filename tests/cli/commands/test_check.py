@@ -7,7 +7,7 @@ import pytest
 
 from counterflow.schedule.rules import RULES
 
-from .conftest import Run
+from ..conftest import Run
 
 CHIMERA = "check chimera --stages 4 --micro-batches 8"
 PEAK = "peak within the limit"

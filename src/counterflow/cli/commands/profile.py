@@ -11,8 +11,8 @@ import typer
 
 from counterflow.errors import ConfigError
 
-from .flags import JsonFlag
-from .output import WIDE, byte_size, console, note, print_json, writing
+from ..options.flags import JsonFlag
+from ..output.console import WIDE, byte_size, console, note, print_json, writing
 
 if TYPE_CHECKING:
     from counterflow.train.profiling import Measured
@@ -67,7 +67,7 @@ def profile(
         with writing(path):
             path.write_text(files.dumps(getattr(found, name)), encoding="utf-8")
     if as_json:
-        from .results import Profiled  # noqa: PLC0415
+        from ..output.results import Profiled  # noqa: PLC0415
 
         print_json(Profiled.model_validate({n: files.as_data(getattr(found, n)) for n in NAMES}))
     else:

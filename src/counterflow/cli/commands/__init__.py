@@ -1,0 +1,1 @@
+"""One file a command: it parses, calls one function and prints."""

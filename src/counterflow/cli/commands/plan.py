@@ -1,0 +1,257 @@
+"""``counterflow plan``: which scheme, depth, width and micro-batch to train a model with on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from counterflow.errors import ConfigError
+from counterflow.schedule.modes import Recompute, Sync
+
+from ..options.flags import JsonFlag
+from ..output.console import note, print_json, writing
+from ..output.search_bar import search_bar, without_collections
+
+if TYPE_CHECKING:
+    from counterflow.papers.examples import Example
+    from counterflow.plan.search import Plan
+
+_INPUTS = "What is planned: an example, files, or both: files take its place"
+_LIMITS = "What a plan has to be: may be repeated; not given: all is tried"
+_OUTPUT = "Output"
+
+
+def plan(
+    *,
+    example: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A paper's run; see --list.", rich_help_panel=_INPUTS),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The model: layers by kind.", rich_help_panel=_INPUTS)
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="What each kind of layer costs on a device.", rich_help_panel=_INPUTS
+        ),
+    ] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Nodes, devices, memory and links.", rich_help_panel=_INPUTS),
+    ] = None,
+    mini_batch: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SAMPLES", help="Samples of an update, of all replicas.", rich_help_panel=_INPUTS
+        ),
+    ] = None,
+    scheme: Annotated[
+        list[str] | None, typer.Option(help="Only this scheme.", rich_help_panel=_LIMITS)
+    ] = None,
+    synchronous: Annotated[
+        bool, typer.Option("--synchronous", help="Only schemes that flush.", rich_help_panel=_LIMITS)
+    ] = False,
+    depth: Annotated[
+        list[int] | None,
+        typer.Option(metavar="D", help="Only this many workers a replica.", rich_help_panel=_LIMITS),
+    ] = None,
+    micro_batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="SAMPLES", help="Only micro-batches of this many samples.", rich_help_panel=_LIMITS
+        ),
+    ] = None,
+    also_micro_batch: Annotated[
+        list[int] | None,
+        typer.Option(metavar="SAMPLES", help="This size besides powers of two.", rich_help_panel=_LIMITS),
+    ] = None,
+    recompute: Annotated[
+        list[Recompute] | None,
+        typer.Option(metavar="MODE", help="Only none, stage or layer.", rich_help_panel=_LIMITS),
+    ] = None,
+    sync: Annotated[
+        list[Sync] | None,
+        typer.Option(metavar="MODE", help="Only end, eager or eager-opt.", rich_help_panel=_LIMITS),
+    ] = None,
+    even: Annotated[
+        bool,
+        typer.Option("--even", help="Equally many blocks a stage, not equal cost.", rich_help_panel=_LIMITS),
+    ] = False,
+    more_updates: Annotated[
+        bool,
+        typer.Option(
+            "--more-updates",
+            help="Also several updates in a mini-batch, of schemes that update after every micro-batch.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = False,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Show the N best plans of all, not the best of every scheme.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN.toml",
+            help="Write the best plan as a config for 'counterflow train'.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    save_inputs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write model.toml, profile.toml and cluster.toml there, to edit; plan nothing.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    listed: Annotated[
+        bool, typer.Option("--list", help="List the examples.", rich_help_panel=_OUTPUT)
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Choose scheme, depth, width, micro-batch and recomputation for a model on a cluster, by simulation."""
+    from counterflow.plan.device_placement import Arrangement  # noqa: PLC0415  (numpy and pydantic take a while)
+    from counterflow.plan.search import search  # noqa: PLC0415
+    from counterflow.plan.space import Constraints  # noqa: PLC0415
+    from counterflow.plan.stages import Cutting  # noqa: PLC0415
+    from counterflow.plan.why import why  # noqa: PLC0415
+
+    if listed:
+        _list(as_json)
+        return
+    task = _task(example, model, profile, cluster, mini_batch)
+    if save_inputs is not None:
+        _save(task, save_inputs)
+        return
+    constraints = Constraints(
+        schemes=tuple(scheme) if scheme else None,
+        synchronous=synchronous,
+        depths=tuple(depth) if depth else None,
+        samples=tuple(micro_batch) if micro_batch else None,
+        more_samples=tuple(also_micro_batch or ()),
+        recompute=tuple(recompute or Recompute),
+        sync=tuple(sync or Sync),
+        arrangements=tuple(Arrangement),
+        cuts=Cutting.EVEN if even else Cutting.BALANCED,
+        more_updates=more_updates,
+    )
+    with search_bar("planning") as report, without_collections():
+        found = search(
+            task.model,
+            task.profile,
+            task.cluster,
+            task.mini_batch,
+            constraints,
+            count=top or 1,
+            progress=report,
+        )
+        explained = why(found)
+    if out is not None:
+        _write(task, found.best[0], out)
+    if as_json:
+        from counterflow.papers.step_times import plan_with_form_json  # noqa: PLC0415
+        from counterflow.plan.report import as_json as data  # noqa: PLC0415
+
+        from ..output.results import Planned  # noqa: PLC0415
+
+        head = {"model": task.model.name, "profile": task.profile.name, "cluster": task.cluster.name}
+        print_json(Planned.model_validate(head | data(found, explained, plan_with_form_json)))
+        return
+    from ..output.plan_tables import print_plans  # noqa: PLC0415
+
+    print_plans(task, found, explained, top)
+    if out is not None:
+        note(f"The best plan is in {out}; run it: counterflow train {out}")
+        if not found.best[0].play.schedule.synchronous:
+            note("It works without a flush, on late weights; for a plan that flushes: --synchronous")
+        if found.best[0].play.configuration.arrangement is not Arrangement.PIPELINE_INSIDE:
+            note(
+                "Its step is that of workers on the devices that [plan] lists: start the ranks in that order"
+            )
+
+
+def _task(
+    example: str | None,
+    model: Path | None,
+    profile: Path | None,
+    cluster: Path | None,
+    mini_batch: int | None,
+) -> Example:
+    """What is planned.
+
+    Raises:
+        ConfigError: neither an example nor all that one has.
+    """
+    from counterflow.papers import examples  # noqa: PLC0415
+    from counterflow.plan import files  # noqa: PLC0415
+
+    given: dict[str, Any] = {}
+    readers: dict[str, tuple[Path | None, Callable[[Path], Any]]] = {
+        "model": (model, files.load_model),
+        "profile": (profile, files.load_profile),
+        "cluster": (cluster, files.load_cluster),
+    }
+    for name, (path, read) in readers.items():
+        if path is not None:
+            given[name] = read(path)
+    if mini_batch is not None:
+        given["mini_batch"] = mini_batch
+    if example is not None:
+        return replace(examples.example(example), **given)
+    missing = [flag for flag in (*readers, "mini_batch") if flag not in given]
+    if missing:
+        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
+        raise ConfigError(
+            f"nothing to plan: give --example NAME (see --list), or also {flags}; "
+            "--example NAME --save-inputs DIR writes files to start from"
+        )
+    return examples.Example("", "", source="", **given)
+
+
+def _list(as_json: bool) -> None:
+    from counterflow.papers.examples import EXAMPLES, example  # noqa: PLC0415
+
+    known = [example(name) for name in EXAMPLES]
+    if as_json:
+        shown = [
+            {"name": e.name, "about": e.about, "mini_batch": e.mini_batch, "source": e.source} for e in known
+        ]
+        from ..output.results import Examples  # noqa: PLC0415
+
+        print_json(Examples.model_validate({"examples": shown}))
+        return
+    width = max(len(name) for name in EXAMPLES)
+    for each in known:
+        typer.echo(f"{each.name:<{width}}  {each.about}, mini-batch {each.mini_batch:,}")
+
+
+def _save(task: Example, folder: Path) -> None:
+    from counterflow.plan import files  # noqa: PLC0415
+
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    for name in ("model", "profile", "cluster"):
+        path = folder / f"{name}.toml"
+        with writing(path):
+            path.write_text(files.dumps(getattr(task, name)), encoding="utf-8")
+    names = " ".join(f"--{name} {folder / f'{name}.toml'}" for name in ("model", "profile", "cluster"))
+    note(f"Edit and plan: counterflow plan {names} --mini-batch {task.mini_batch}")
+
+
+def _write(task: Example, best: Plan, path: Path) -> None:
+    from counterflow.train.planned import planned_config  # noqa: PLC0415
+
+    config = planned_config(task.model, task.profile, task.cluster, best.play.prediction())
+    with writing(path):
+        path.write_text(config.to_toml(), encoding="utf-8")

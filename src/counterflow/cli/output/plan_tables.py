@@ -1,0 +1,235 @@
+"""How ``counterflow plan`` shows what it found: the ranking, the best plan, why it is the best, the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from counterflow.papers.step_times import beside
+from counterflow.plan.report import choices
+from counterflow.schedule.modes import Recompute
+
+from .console import WIDE, byte_size, console, number
+
+if TYPE_CHECKING:
+    from counterflow.papers.examples import Example
+    from counterflow.plan.predict import Configuration, Parts, Prediction
+    from counterflow.plan.search import Found, Plan
+    from counterflow.plan.why import Why
+
+
+def print_plans(task: Example, found: Found, explained: Why, top: int | None) -> None:
+    """All of it.
+
+    Args:
+        task: what was planned.
+        found: what the search found.
+        explained: why the best plan is the best.
+        top: so many of the best plans are shown; None: the best of every scheme.
+    """
+    out = console(WIDE)
+    cluster = task.cluster
+    out.print(Text(f"{task.model.name} on {cluster.name}", style="bold"))
+    nodes = f"{cluster.nodes:,} node{'s' if cluster.nodes > 1 else ''}"
+    devices = f"{nodes} of {cluster.devices}" if cluster.devices > 1 else nodes
+    about = (
+        f"{devices}, {task.profile.machine} · mini-batch {found.mini_batch:,} samples · "
+        f"{byte_size(found.usable_bytes)} a device"
+    )
+    if cluster.reserve_bytes:
+        about += f", {byte_size(cluster.reserve_bytes)} more reserved"
+    out.print(Text(about, style="dim"))
+    plans = found.best if top else found.of_schemes
+    predictions = [each.play.prediction() for each in plans]
+    out.print(_ranking(plans, width=out.width, with_arrangement=cluster.devices > 1))
+    best = found.best[0].play.prediction()
+    for line in _of_best(found.best[0]):
+        out.print(Text(line))
+    out.print()
+    for line in _explained(explained, best):
+        out.print(Text(line))
+    out.print(_rejected(found))
+    for omission in found.omissions:
+        out.print(Text(f"{omission.what}: {omission.reason}", style="dim"))
+    often = dict.fromkeys(p.configuration.scheme for p in predictions if p.updates > 1)
+    for scheme in often:
+        told = f"{scheme} updates after every micro-batch: several times in a mini-batch."
+        out.print(Text(told, style="dim"))
+
+
+_ROOM = 128
+"""Columns that all of the ranking takes; in fewer, what the best plan's line tells is left out."""
+
+
+def _ranking(plans: Sequence[Plan], *, width: int, with_arrangement: bool) -> Any:
+    whole = width >= _ROOM + (18 if with_arrangement else 0)
+    cells: dict[str, Callable[[Prediction], str]] = {
+        "scheme": lambda p: p.configuration.scheme,
+        "options": lambda p: choices(p.configuration),
+        "D": lambda p: str(p.workers),
+        "W": lambda p: str(p.configuration.replicas),
+        "B": lambda p: str(p.configuration.samples),
+        "N": lambda p: str(p.micro_batches),
+        "recompute": lambda p: p.configuration.recompute.value,
+        "sync": lambda p: p.configuration.sync.value,
+        "devices": lambda p: p.configuration.arrangement.value,
+        "step": lambda p: _seconds(p.step_seconds),
+        "samples/s": lambda p: number(round(p.samples_per_second, 1)),
+        "bubbles": lambda p: f"{p.bubble_ratio:.1%}",
+        "peak memory": lambda p: byte_size(max(p.peak_bytes)),
+    }
+    if not (whole and with_arrangement):
+        del cells["devices"]
+    if not whole:
+        del cells["sync"]
+    beyond = ("closed form",) if whole else ()
+    table = _table(*cells, *beyond, left=("scheme", "options", "recompute", "sync", "devices"))
+    for plan in plans:
+        prediction = plan.play.prediction()
+        form = beside(plan.play) if whole else None
+        difference = form and form.difference(plan.seconds)
+        shown = ("" if difference is None else f"{difference:+.1%}",) if whole else ()
+        table.add_row(*(cell(prediction) for cell in cells.values()), *shown)
+    return table
+
+
+def _of_best(found: Plan) -> Iterator[str]:
+    """What the table has no room for: memory by worker, cuts, closed form, notes."""
+    best, form = found.play.prediction(), beside(found.play)
+    difference = form and form.difference(found.seconds)
+    plan = best.configuration
+    yield (
+        f"Best plan: {best.schedule}, {plan.replicas} replica{'s' if plan.replicas > 1 else ''}, "
+        f"micro-batches of {plan.samples}, recompute {plan.recompute.value}, sync {plan.sync.value}, devices "
+        f"{plan.arrangement.value}"
+    )
+    runs: list[tuple[int, int, str]] = []
+    for worker, size in enumerate(map(byte_size, best.peak_bytes)):
+        if runs and runs[-1][2] == size:
+            runs[-1] = (runs[-1][0], worker, size)
+        else:
+            runs.append((worker, worker, size))
+    shown = (f"{a}–{b}: {size}" if a != b else f"{a}: {size}" for a, b, size in runs)
+    yield "  peak memory by worker   " + ", ".join(shown)
+    if isinstance(plan.cuts, tuple) and plan.cuts:
+        yield f"  stages begin at layers  0, {', '.join(map(str, plan.cuts))}"
+    if form is not None and difference is not None:
+        yield (
+            f"  closed form             {_seconds(form.seconds)} ({form.source}), "
+            f"{difference:+.1%} from the simulation"
+        )
+    for text in best.notes:
+        yield f"  note                    {text}"
+
+
+_PART_WORDS = {
+    "compute": "compute",
+    "imbalance": "stage imbalance",
+    "bubbles": "schedule bubbles",
+    "messages": "messages",
+    "allreduce": "all-reduces",
+    "update": "update",
+    "shared_cores": "waiting for cores",
+}
+
+
+def _explained(explained: Why, best: Prediction) -> Iterator[str]:
+    yield "Where its step goes"
+    yield f"  {_parts(explained.parts)}"
+    if explained.limit is not None:
+        lost = getattr(explained.parts, explained.limit)
+        yield (
+            f"  What limits it most: {_PART_WORDS[explained.limit]}, {_seconds(lost)} of "
+            f"{_seconds(best.step_seconds)} ({lost / best.step_seconds:.0%})"
+        )
+    larger = explained.in_more_memory
+    if larger is not None and explained.needed_bytes is not None:
+        other = larger.play.prediction()
+        gain = best.step_seconds / other.step_seconds - 1
+        yield (
+            f"  Memory: with {byte_size(explained.needed_bytes)} a device in place of "
+            f"{byte_size(best.usable_bytes)}, {_short(other)} would be {gain:.1%} faster"
+        )
+    else:
+        yield "  Memory: no plan that needs more would be faster"
+    if explained.second is None or explained.second_parts is None:
+        return
+    second = explained.second.play.prediction()
+    ratio = second.step_seconds / best.step_seconds - 1
+    yield f"The second, {_short(second)}, is {ratio:.1%} slower"
+    yield f"  {_parts(explained.second_parts)}"
+    for change in explained.break_evens:
+        word = "slower" if change.times > 1 else "faster"
+        times = change.times if change.times > 1 else 1 / change.times
+        yield f"  It wins if {change.what} are {times:.3g} times {word}"
+    if not explained.break_evens:
+        yield "  Neither messages nor all-reduces 64 times faster or slower make it win"
+
+
+def _parts(parts: Parts) -> str:
+    shown = []
+    total = sum(getattr(parts, name) for name in _PART_WORDS)
+    for name, word in _PART_WORDS.items():
+        value = getattr(parts, name)
+        if abs(value) > 5e-4 * total:
+            shown.append(f"{word} {_seconds(value)}")
+    return " + ".join(shown)
+
+
+def _short(prediction: Prediction) -> str:
+    plan = prediction.configuration
+    return f"{plan.scheme} (D={prediction.workers}, W={plan.replicas}, {_rest(plan)})"
+
+
+def _rest(plan: Configuration) -> str:
+    """Micro-batch, options and recomputation of a configuration."""
+    again = f"recompute {plan.recompute.value}" if plan.recompute is not Recompute.NONE else ""
+    return ", ".join(filter(None, [f"B={plan.samples}", choices(plan), again]))
+
+
+def _rejected(found: Found) -> Any:
+    table = _table(
+        "scheme",
+        "tried",
+        "too large",
+        "slower by bound",
+        "simulated",
+        "smallest that is too large",
+        left=("scheme", "smallest that is too large"),
+    )
+    for scheme, rejected in found.rejections.items():
+        closest = rejected.closest
+        shown = ""
+        if closest is not None:
+            plan = closest.candidate
+            options = dict(plan.options)
+            workers = options.get("stages", options.get("workers"))
+            shown = (
+                f"D={workers}, {_rest(plan)}: "
+                f"worker {closest.worker} needs at least {byte_size(closest.needed_bytes)} "
+                f"of {byte_size(found.usable_bytes)}"
+            )
+        table.add_row(
+            scheme,
+            f"{rejected.candidates:,}",
+            f"{rejected.too_large:,}",
+            f"{rejected.slower:,}",
+            f"{rejected.simulated:,}",
+            shown,
+        )
+    return table
+
+
+def _table(*columns: str, left: tuple[str, ...]) -> Any:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right")
+    return table
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.4g} s" if value >= 1 else f"{1000 * value:.4g} ms"
