@@ -14,7 +14,7 @@ import pytest
 from counterflow.errors import ConfigError
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import parse_op
-from counterflow.schedule.ir import Op, Schedule
+from counterflow.schedule.ir import Op, Schedule, SkipLink
 from counterflow.schedule.placement import Placement
 from counterflow.schedule.program.actions import (
     Agree,
@@ -34,6 +34,13 @@ from counterflow.simulate import Cause, Costs, Link, Piece, Simulation, lower, s
 from ..schedule.test_check import every_scheme
 
 
+def skip_between(schedule: Schedule, one: Op, other: Op) -> SkipLink | None:
+    if abs(one.stage - other.stage) < 2:
+        return None
+    link = SkipLink(min(one.stage, other.stage), max(one.stage, other.stage))
+    return link if link in schedule.workload.skips else None
+
+
 class Player:
     """Plays lists action by action, with the times of single ops, one message time, and syncs by stage."""
 
@@ -45,7 +52,7 @@ class Player:
         self.now = [0.0] * workers
         self.place = [0] * workers
         self.ops: dict[Op, tuple[float, float]] = {}
-        self.arrived: dict[tuple[Op, int], float] = {}
+        self.arrived: dict[tuple[Op, int, SkipLink | None], float] = {}
         self.link: dict[tuple[int, int], float] = {}
         self.started: dict[tuple[StartSync, int], float] = {}
         self.sums: dict[StartSync, tuple[float, float]] = {}
@@ -70,8 +77,8 @@ class Player:
         match action:
             case Compute(op):
                 return self._compute(worker, op)
-            case Send(output, peer):
-                self._send(worker, output, peer)
+            case Send():
+                self._send(worker, action)
             case Exchange(first, second):
                 return self._do(worker, first) and self._do(worker, second)
             case StartSync():
@@ -87,12 +94,13 @@ class Player:
                 pass
         return True
 
-    def _send(self, worker: int, output: Op, peer: int) -> None:
+    def _send(self, worker: int, send: Send) -> None:
+        peer = send.peer
         begin = self.now[worker]
         if self.costs.link is Link.ONE_AT_A_TIME:
             begin = max(begin, self.link.get((worker, peer), 0.0))
         end = begin + self.p2p
-        self.link[worker, peer] = self.arrived[output, peer] = end
+        self.link[worker, peer] = self.arrived[send.output, peer, send.skip] = end
         if not self.costs.overlap:
             self.now[worker] = end
 
@@ -102,9 +110,10 @@ class Player:
             if need not in self.ops:
                 return False
             local = self.program.schedule.placement.worker(need.pipe, need.stage) == worker
-            if not local and (need, worker) not in self.arrived:
+            skip = skip_between(self.program.schedule, need, op)
+            if not local and (need, worker, skip) not in self.arrived:
                 return False
-            ready = max(ready, self.ops[need][1] if local else self.arrived[need, worker])
+            ready = max(ready, self.ops[need][1] if local else self.arrived[need, worker, skip])
         begin = max(self.now[worker], ready)
         self.now[worker] = begin + self.seconds[op]
         self.ops[op] = begin, self.now[worker]
@@ -161,7 +170,9 @@ def agrees(found: Simulation, program: Program) -> None:
     for span in found.timeline:
         assert played.ops[span.op] == pytest.approx((span.start, span.end), abs=1e-9), span.op
     for message in found.messages:
-        assert played.arrived[message.maker, message.receiver] == pytest.approx(message.end, abs=1e-9)
+        skip = skip_between(found.schedule, message.maker, message.taker)
+        end = played.arrived[message.maker, message.receiver, skip]
+        assert end == pytest.approx(message.end, abs=1e-9)
     for sync in found.syncs:
         (times,) = {v for s, v in played.sums.items() if (s.stage, s.period) == (sync.stage, sync.period)}
         assert times == pytest.approx((sync.start, sync.end), abs=1e-9)
@@ -177,6 +188,32 @@ def test_the_program_that_is_run_is_the_one_that_is_timed() -> None:
         for matching in Matching:
             agrees(found, lower(schedule, costs, matching=matching))
     assert synced > 100
+
+
+def test_skips_are_timed_as_they_are_run() -> None:
+    late = 0
+    for number, (schedule, costs) in enumerate(cases()):
+        last = schedule.stages - 1
+        if last > 1 and costs.p2p and number % 4 == 0:
+            found = simulate(
+                schedule.with_skips({SkipLink(0, 2), SkipLink(0, last), SkipLink(last - 2, last)}), costs
+            )
+            agrees(found, lower(found.schedule, costs))
+            late += found.makespan > simulate(schedule, costs).makespan
+    assert late > 2
+
+
+def test_a_skip_takes_as_long_as_its_bytes() -> None:
+    """One micro-batch on three stages: stage 2 waits for what comes from stage 0 by 10 bytes at 1 s each."""
+    schedule = schemes.gpipe(3, 1).with_skips([SkipLink(0, 2)])
+    found = simulate(schedule, Costs(p2p_per_byte=1.0, message_bytes=1.0, skip_bytes=10.0))
+    begins = {str(s.op): s.start for s in found.timeline}
+    assert begins["F0.2"] == 1 + 10
+    assert begins["B0.0"] == begins["B0.2"] + 2 + 10
+    free = simulate(schedule, Costs(p2p_per_byte=1.0, message_bytes=1.0))
+    assert {str(s.op): s.start for s in free.timeline}["F0.2"] == 1 + 1 + 1 + 1
+    with pytest.raises(ConfigError, match="skip_bytes: 2 numbers for 1 skips"):
+        simulate(schedule, Costs(p2p_per_byte=1.0, skip_bytes=(1.0, 2.0)))
 
 
 @pytest.mark.parametrize(

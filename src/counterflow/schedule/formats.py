@@ -18,7 +18,7 @@ from counterflow.errors import ConfigError
 from . import registry
 from .ir import Op, OpKind, OptionValue, Schedule
 from .placement import Placement
-from .workload import Versions, Workload, passes_of
+from .workload import SkipLink, Versions, Workload, passes_of
 
 FORMAT = "counterflow-schedule"
 VERSION = 2
@@ -54,6 +54,8 @@ class _File(BaseModel):
     placement: Annotated[list[Annotated[list[Index], Field(min_length=1)]], Field(min_length=1)]
     versions: list[Annotated[list[Index], Field(min_length=1)]] | None = None
     steady: list[Annotated[list[Index], Field(min_length=2, max_length=2)]] | None = None
+    skips: list[Annotated[list[Index], Field(min_length=2, max_length=2)]] = []
+    skips_once: list[Annotated[list[Index], Field(min_length=2, max_length=2)]] = []
     orders: Annotated[list[list[str]], Field(min_length=1)]
 
 
@@ -79,6 +81,10 @@ def dumps(schedule: Schedule) -> str:
         lines.append(_rows("versions", [list(row) for row in schedule.workload.versions]))
     if schedule.steady is not None:
         lines.append(_rows("steady", [list(span) for span in schedule.steady]))
+    skips = schedule.workload.skips
+    for key, once in (("skips", False), ("skips_once", True)):
+        if rows := [[skip.source, skip.target] for skip in skips if skip.once is once]:
+            lines.append(_rows(key, rows))
     lines.append(_rows("orders", [[str(op) for op in order] for order in schedule.orders]))
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -167,8 +173,22 @@ def _schedule(file: _File, name: str) -> Schedule:
         periods=file.periods,
         synchronous=file.synchronous,
         versions=_versions(file, stages, name),
+        skips=_skips(file, stages, name),
     )
     return Schedule(file.scheme, tuple(file.options.items()), workload, orders, steady)
+
+
+def _skips(file: _File, stages: int, name: str) -> tuple[SkipLink, ...]:
+    """What goes by skips. Whether these go forward is for the checker to say."""
+    found = []
+    for key, rows, once in (("skips", file.skips, False), ("skips_once", file.skips_once, True)):
+        for place, (source, target) in enumerate(rows):
+            if max(source, target) >= stages:
+                raise ConfigError(
+                    f"{name}: {key}[{place}]: from stage {source} to {target}, but there are {stages} stages"
+                )
+            found.append(SkipLink(source, target, once))
+    return tuple(sorted(found))
 
 
 def _refuse_versions(orders: Iterable[Iterable[Op]], periods: int, name: str) -> None:

@@ -4,16 +4,19 @@ The one description of dependencies that the checker, the lowering and the simul
 stage s takes the output of stage s − 1 of the same micro-batches; what makes an input gradient takes that
 of stage s + 1 of the same micro-batch and part. What an op needs of its own stage (a backward its forward,
 weight gradients their input gradient) is a matter of one worker's order, hence a rule of the checker and
-no edge here.
+no edge here. What comes by a skip is made before what comes from the stage before (or after): it is no edge
+either, but a message.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from counterflow.errors import DeadlockError, ScheduleError
 
 from .ir import Op, OpKind, Product, Schedule
+from .workload import SkipLink
 
 _MAKES = {kind: tuple(product.value for product in kind.products) for kind in OpKind}
 _TAKES = {
@@ -44,9 +47,11 @@ class OpGraph:
         for worker, order in enumerate(schedule.orders):
             self.first.append(self.first[-1] + len(order))
             self.worker += [worker] * len(order)
+        self._makers = self._made()
         self.source: list[int | None] = self._sources()
 
-    def _sources(self) -> list[int | None]:
+    def _made(self) -> dict[tuple[str, int, int, tuple[int, ...], int, int], int]:
+        """By product, its node."""
         makers: dict[tuple[str, int, int, tuple[int, ...], int, int], int] = {}
         for node, op in enumerate(self.ops):
             for product in _MAKES[op.kind]:
@@ -55,6 +60,9 @@ class OpGraph:
                     raise ScheduleError(
                         f"{self.schedule}: the {product} of {op} is made twice; run the checker"
                     )
+        return makers
+
+    def _sources(self) -> list[int | None]:
         sources: list[int | None] = []
         stages = range(self.schedule.stages)
         for node, op in enumerate(self.ops):
@@ -62,7 +70,7 @@ class OpGraph:
             source: int | None = None
             if step and op.stage + step in stages:
                 key = product, op.pipe, op.stage + step, op.micro_batches, op.part, op.parts
-                source = makers.get(key)
+                source = self._makers.get(key)
                 if source is None:
                     raise self._no_input(node, "forward" if step < 0 else "backward", op.stage + step)
             sources.append(source)
@@ -80,13 +88,45 @@ class OpGraph:
         return f"worker {worker}, op {node - self.first[worker]}: {self.ops[node]}"
 
     @cached_property
-    def messages(self) -> list[tuple[int, int]]:
-        """The (producer, consumer) nodes that sit on different workers, by consumer."""
-        return [
-            (source, node)
+    def messages(self) -> list[tuple[int, int, SkipLink | None]]:
+        """The (producer, consumer) nodes that sit on different workers, by consumer, then those of skips."""
+        chain: list[tuple[int, int, SkipLink | None]] = [
+            (source, node, None)
             for node, source in enumerate(self.source)
             if source is not None and self.worker[source] != self.worker[node]
         ]
+        skips = self.schedule.workload.skips
+        return chain + [message for skip in skips for message in self._skipping(skip)]
+
+    def _skipping(self, skip: SkipLink) -> Iterator[tuple[int, int, SkipLink]]:
+        """The (producer, consumer) nodes of a skip that sit on different workers."""
+        placement = self.schedule.placement
+        apart = [
+            placement.worker(pipe, skip.source) != placement.worker(pipe, skip.target)
+            for pipe in range(placement.pipes)
+        ]
+        if skip.once:
+            yield from self._first_of(skip, apart)
+            return
+        for node, op in enumerate(self.ops):
+            step = (skip.source, skip.target) if op.kind.makes_output else (skip.target, skip.source)
+            if op.kind is OpKind.WEIGHT_GRADIENTS or op.stage != step[1] or not apart[op.pipe]:
+                continue
+            product = (Product.OUTPUT if op.kind.makes_output else Product.INPUT_GRADIENT).value
+            source = self._makers.get((product, op.pipe, step[0], op.micro_batches, op.part, op.parts))
+            if source is None:
+                raise self._no_input(node, "forward" if op.kind.makes_output else "backward", step[0])
+            yield source, node, skip
+
+    def _first_of(self, skip: SkipLink, apart: Sequence[bool]) -> Iterator[tuple[int, int, SkipLink]]:
+        """The same where it is made once: from the first forward of a pipe and period to the first."""
+        first: dict[tuple[int, int, int], int] = {}
+        for node, op in enumerate(self.ops):
+            if op.kind.makes_output and op.stage in (skip.source, skip.target) and apart[op.pipe]:
+                first.setdefault((op.pipe, self.schedule.period_of(op), op.stage), node)
+        for (pipe, period, stage), node in first.items():
+            if stage == skip.target:
+                yield first[pipe, period, skip.source], node, skip
 
     @cached_property
     def _progress(self) -> tuple[list[int], list[int]]:

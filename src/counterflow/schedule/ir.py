@@ -6,14 +6,14 @@ It need not be correct: the checker (``check.py``) decides that, so that edited 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from .op import Op, OpKind, Product
 from .placement import Placement
-from .workload import Workload
+from .workload import SkipLink, Workload
 
-__all__ = ["Op", "OpKind", "OptionValue", "Product", "Schedule", "Workload"]
+__all__ = ["Op", "OpKind", "OptionValue", "Product", "Schedule", "SkipLink", "Workload"]
 
 OptionValue = int | str
 
@@ -76,6 +76,10 @@ class Schedule:
     def period_of(self, op: Op) -> int:
         """The period whose gradients ``op`` adds to, or whose samples it reads."""
         return op.micro_batches[0] // self.workload.micro_batches
+
+    def with_skips(self, skips: Iterable[SkipLink]) -> Schedule:
+        """The same orders for a model in which stages also make something for others than the next one."""
+        return replace(self, workload=replace(self.workload, skips=tuple(sorted(skips))))
 
     def ops(self) -> Iterator[Op]:
         """Every op, worker by worker in its order."""

@@ -31,8 +31,9 @@ from .program.actions import (
     Summed,
     Update,
     WaitSync,
+    named,
 )
-from .program.play import describe_circle, play
+from .program.play import Made, describe_circle, play
 from .residency import stash_change
 
 MOST_SHOWN = 5
@@ -167,9 +168,14 @@ def _no_deadlock_rendezvous(subject: Subject) -> Iterator[str]:
 
 def _stuck(subject: Subject, program: Program, *, rendezvous: bool) -> Iterator[str]:
     graph = subject.needed_graph()
-    inputs = {
-        graph.ops[node]: graph.ops[source] for node, source in enumerate(graph.source) if source is not None
+    inputs: dict[Op, list[Made]] = {
+        graph.ops[node]: [(graph.ops[source], None)]
+        for node, source in enumerate(graph.source)
+        if source is not None
     }
+    for source, node, skip in graph.messages:
+        if skip is not None:
+            inputs[graph.ops[node]].append((graph.ops[source], skip))
     stuck = play(program, inputs, rendezvous=rendezvous)
     if stuck:
         yield describe_circle(program, stuck)
@@ -182,10 +188,10 @@ def _messages(subject: Subject) -> Iterator[str]:
     for worker, actions in enumerate(program.actions):
         for index, message in _worker_traffic(actions):
             match message:
-                case Send(output, peer):
-                    traffic[worker, peer].append((index, f"{output} from {worker} to {peer}"))
-                case Receive(output, peer):
-                    traffic[worker, peer].append((index, f"{output} from {peer} to {worker}"))
+                case Send(_, peer):
+                    traffic[worker, peer].append((index, f"{named(message)} from {worker} to {peer}"))
+                case Receive(_, peer):
+                    traffic[worker, peer].append((index, f"{named(message)} from {peer} to {worker}"))
     for one, other in sorted({(min(pair), max(pair)) for pair in traffic}):
         ours, theirs = traffic[one, other], traffic[other, one]
         if program.matching is Matching.TAG:
@@ -217,36 +223,39 @@ def _worker_traffic(actions: Iterable[Action]) -> Iterator[tuple[int, Message]]:
 
 def _message_places(program: Program, graph: OpGraph) -> Iterator[str]:
     """Sends that do not follow their op; ops whose message is not received before them."""
-    expected: list[dict[tuple[Op, int], Op]] = [{} for _ in program.actions]
-    for source, target in graph.messages:
-        message = (graph.ops[source], graph.worker[source])
+    expected: list[dict[Receive, Op]] = [{} for _ in program.actions]
+    for source, target, skip in graph.messages:
+        message = Receive(graph.ops[source], graph.worker[source], skip)
         expected[graph.worker[target]][message] = graph.ops[target]
     for worker, actions in enumerate(program.actions):
         yield from _worker_messages(worker, actions, expected[worker])
 
 
-def _worker_messages(
-    worker: int, actions: tuple[Action, ...], expected: dict[tuple[Op, int], Op]
-) -> Iterator[str]:
-    """The same for one worker; ``expected`` has the op that needs each (message, sender)."""
+def _worker_messages(worker: int, actions: tuple[Action, ...], expected: dict[Receive, Op]) -> Iterator[str]:
+    """The same for one worker; ``expected`` has the op that needs each message."""
     computed = {action.op: index for index, action in enumerate(actions) if isinstance(action, Compute)}
     never = len(actions)
-    received: set[Op] = set()
+    received: set[Receive] = set()
     for index, message in _worker_traffic(actions):
         place = f"worker {worker}, action {index}: {message}"
         if isinstance(message, Send):
             if computed.get(message.output, never) > index:
                 yield f"{place} comes before {message.output} is computed"
             continue
-        received.add(message.output)
-        user = expected.get((message.output, message.peer))
+        if message in received:
+            yield f"{place} is there more than once"
+        received.add(message)
+        user = expected.get(message)
         if user is None:
             yield f"{place}, which no op here needs"
         elif computed.get(user, never) < index:
             yield f"{place} is after {user}, which needs it"
-    for (output, sender), user in expected.items():
-        if output not in received:
-            yield f"worker {worker}: no receive of {output} from worker {sender}, which {user} needs"
+    for message, user in expected.items():
+        if message not in received:
+            yield (
+                f"worker {worker}: no receive of {named(message)} from worker {message.peer}, "
+                f"which {user} needs"
+            )
 
 
 def _computes(subject: Subject) -> Iterator[str]:

@@ -48,6 +48,30 @@ class Pass:
     shares: tuple[Share, ...]
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class SkipLink:
+    """What a stage makes for a later stage that is not the next one; its gradient goes back the same way.
+
+    A value without a gradient may be the same for all micro-batches of a period: it is made with the first
+    of them that its stage runs on a pipe.
+
+    >>> print(SkipLink(0, 3), SkipLink(0, 1, once=True))
+    0 to 3 0 to 1, once
+
+    Attributes:
+        source: the stage that makes it.
+        target: the stage that takes it.
+        once: whether it is made once a period and pipe, not for each micro-batch, and has no gradient.
+    """
+
+    source: int
+    target: int
+    once: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.source} to {self.target}{', once' if self.once else ''}"
+
+
 @dataclass(frozen=True)
 class Workload:
     """All the ops of some periods, and what each of them needs.
@@ -62,6 +86,7 @@ class Workload:
         versions: the weight versions promised to each stage and period; None: nothing is promised. Every
             synchronous workload uses version 0.
         trains: whether gradients are wanted; else outputs alone (an evaluation).
+        skips: what stages make for others than the next one, ascending.
     """
 
     placement: Placement
@@ -71,6 +96,7 @@ class Workload:
     synchronous: bool = True
     versions: Versions | None = None
     trains: bool = True
+    skips: tuple[SkipLink, ...] = ()
 
     @property
     def total_micro_batches(self) -> int:
@@ -111,6 +137,8 @@ class Workload:
     def needs(self, op: Op) -> tuple[Op, ...]:
         """The ops whose products an op takes: of its own stage first, then of the stage before or after.
 
+        Last come those of a skip's other end, if it is there for each micro-batch.
+
         Raises:
             KeyError: the op is none of this workload's.
 
@@ -127,14 +155,17 @@ class Workload:
             return Op(kind, stage, share.micro_batches, op.pipe, share.part, share.parts, version)
 
         if op.kind.makes_output:
-            return (other(op.kind, op.stage - 1, Share(op.micro_batches)),) if op.stage else ()
+            before = [op.stage - 1] if op.stage else []
+            before += [s.source for s in self.skips if s.target == op.stage and not s.once]
+            return tuple(other(op.kind, stage, Share(op.micro_batches)) for stage in before)
         key = op.micro_batches, op.part, op.parts
         share = next(s for s in one.shares if (s.micro_batches, s.part, s.parts) == key)
         if not op.kind.makes_input_gradient:
             return (other(OpKind.INPUT_GRADIENT, op.stage, share),)
         needed = [other(OpKind.FORWARD, op.stage, Share(one.micro_batches))]
-        if op.stage + 1 < self.placement.stages:
-            needed.append(other(kinds_of(share, op.stage + 1)[0], op.stage + 1, share))
+        after = [op.stage + 1] if op.stage + 1 < self.placement.stages else []
+        after += [s.target for s in self.skips if s.source == op.stage and not s.once]
+        needed += [other(kinds_of(share, stage)[0], stage, share) for stage in after]
         return tuple(needed)
 
     @cached_property
@@ -160,6 +191,19 @@ class Workload:
                 yield f"micro-batch {m} of pipe {pipes[0]}: {len(passes[m])} forwards a stage, expected 1"
         for one in self.passes:
             yield from self._uncovered(one)
+        yield from self._bad_skips()
+
+    def _bad_skips(self) -> Iterator[str]:
+        """Skips that lead nowhere, or are there twice."""
+        for number, skip in enumerate(self.skips):
+            least = skip.source + (1 if skip.once else 2)
+            if not 0 <= skip.source < least <= skip.target < self.placement.stages:
+                yield (
+                    f"skip {skip}: expected a stage and one after {'it' if skip.once else 'the next'}, of "
+                    f"{self.placement.stages} stages"
+                )
+            elif skip in self.skips[:number]:
+                yield f"skip {skip} is there more than once"
 
     def _uncovered(self, one: Pass) -> Iterator[str]:
         """Of a pass, what no backward differentiates, or several do. By exact fractions."""

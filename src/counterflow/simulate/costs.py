@@ -37,6 +37,7 @@ class Costs:
         p2p: one message between two workers; a number, or ``p2p[sender][receiver]``.
         p2p_per_byte: what each byte of a message adds, in the same forms.
         message_bytes: bytes of a stage's output for one micro-batch, and of the gradient of it.
+        skip_bytes: likewise of what goes by a skip of the workload; a number, or one a skip.
         link: whether a link carries one message at a time in each direction, or any number (``infinite``), as
             papers' formulas have it.
         overlap: whether a message travels while its sender computes on; else the sender is busy with it.
@@ -62,6 +63,7 @@ class Costs:
     p2p: PerLink = 0.0
     p2p_per_byte: PerLink = 0.0
     message_bytes: PerStage = 0.0
+    skip_bytes: PerStage = 0.0
     link: Link | str = "one-at-a-time"
     overlap: bool = True
     sync: PerStage = 0.0
@@ -89,6 +91,7 @@ class Costs:
             if (value := getattr(self, name)) is not None:
                 _refuse_negative(name, value)
         _refuse_negative("message_bytes", self.message_bytes, "bytes")
+        _refuse_negative("skip_bytes", self.skip_bytes, "bytes")
         for name, links in (("p2p", self.p2p), ("p2p_per_byte", self.p2p_per_byte)):
             for row in [links] if isinstance(links, (int, float)) else links:
                 _refuse_negative(name, row)
@@ -114,7 +117,17 @@ class Costs:
 
 
 _NO_TIMES = frozenset(
-    {"message_bytes", "link", "overlap", "sync_mode", "sync_slowdown", "replicas", "recompute", "memory"}
+    {
+        "message_bytes",
+        "skip_bytes",
+        "link",
+        "overlap",
+        "sync_mode",
+        "sync_slowdown",
+        "replicas",
+        "recompute",
+        "memory",
+    }
 )
 _TIMES = {field.name: field.default for field in fields(Costs) if field.name not in _NO_TIMES}
 

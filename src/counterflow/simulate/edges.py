@@ -19,19 +19,30 @@ from .kernel import Floats, Ints, longest_paths
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """The messages of a schedule, in the order of the ops that make them.
+    """The messages of a schedule, in the order of the ops that make them; of one op as they are sent.
 
     Attributes:
         makers: the op that made each.
         takers: the op that takes it.
         senders: the worker that sends it.
         receivers: the worker that receives it.
+        skips: which of the workload's skips it goes by; -1: none.
     """
 
     makers: Ints
     takers: Ints
     senders: Ints
     receivers: Ints
+    skips: Ints
+
+    def before_of_op(self, seconds: Floats) -> Floats:
+        """For each message, how long the earlier ones of the same op travel together."""
+        if not len(seconds):
+            return seconds
+        before = np.cumsum(seconds) - seconds
+        first = np.concatenate(([True], self.makers[1:] != self.makers[:-1]))
+        found: Floats = before - before[first][np.cumsum(first) - 1]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +53,10 @@ class Edges:
         order: the node at each place.
         first: the node at place p waits for those at the places ``sources[first[p]:first[p + 1]]``.
         sources: see ``first``.
-        travel: the edges along which a message travels; empty where messages are nodes.
+        travel: the edge along which each message travels, or, where messages are nodes, the one to it from
+            the op that makes it.
         busy: edges from an op that sends to the op after it on its worker ...
-        sent: ... and the number of the message that it sends.
+        senders: ... and that op.
     """
 
     order: Ints
@@ -52,7 +64,7 @@ class Edges:
     sources: Ints
     travel: Ints
     busy: Ints
-    sent: Ints
+    senders: Ints
 
     def play(self, delay: Floats, seconds: Floats) -> tuple[Floats, Floats]:
         """Start and end of every node, each as early as possible; ``delay`` by edge, ``seconds`` by node."""
@@ -64,10 +76,12 @@ class Edges:
 
 def messages_of(graph: OpGraph) -> Messages:
     """The messages between workers."""
-    pairs = np.array(sorted(graph.messages), dtype=np.int64).reshape(-1, 2)
+    numbers = {skip: number for number, skip in enumerate(graph.schedule.workload.skips)}
+    rows = sorted((s, -1 if skip is None else numbers[skip], t) for s, t, skip in graph.messages)
+    found = np.array(rows, dtype=np.int64).reshape(-1, 3)
     worker = np.array(graph.worker, dtype=np.int64)
-    makers, takers = pairs[:, 0], pairs[:, 1]
-    return Messages(makers, takers, worker[makers], worker[takers])
+    makers, takers = found[:, 0], found[:, 2]
+    return Messages(makers, takers, worker[makers], worker[takers], found[:, 1])
 
 
 def edges_of(graph: OpGraph, messages: Messages, *, lanes: bool) -> Edges:
@@ -84,8 +98,9 @@ def edges_of(graph: OpGraph, messages: Messages, *, lanes: bool) -> Edges:
     ordered[np.array(graph.first[:-1])[np.diff(graph.first) > 0]] = False
     source = np.array([-1 if s is None else s for s in graph.source], dtype=np.int64)
     fed = source >= 0
-    degree = ordered.astype(np.int64) + fed
     number = np.arange(count)
+    skipping = messages.takers[messages.skips >= 0]
+    degree = ordered.astype(np.int64) + fed + np.bincount(skipping, minlength=ops)
     before = _before_on_link(messages, len(graph.first)) if lanes else np.empty(0, dtype=np.int64)
     degree = np.concatenate((degree, 1 + (before >= 0)))
     first: Ints = np.concatenate(([0], np.cumsum(degree)))
@@ -93,8 +108,11 @@ def edges_of(graph: OpGraph, messages: Messages, *, lanes: bool) -> Edges:
     sources[first[:ops][ordered]] = nodes[ordered] - 1
     data = first[1 : ops + 1] - 1
     sources[data[fed]] = source[fed]
+    taken = data[messages.takers]  # what comes by skips stands before what every stage takes
+    if len(skipping):
+        taken -= _rank(messages)
+    sources[taken] = ops + number if lanes else messages.makers
     if lanes:
-        sources[data[messages.takers]] = ops + number
         sources[first[ops:-1]] = messages.makers
         sources[first[ops + 1 :][before >= 0] - 1] = ops + before[before >= 0]
     topological = np.array(graph.topological, dtype=np.int64)
@@ -103,19 +121,34 @@ def edges_of(graph: OpGraph, messages: Messages, *, lanes: bool) -> Edges:
         rank[topological] = 2 * nodes
         topological = np.argsort(np.concatenate((rank, rank[messages.makers] + 1)), kind="stable")
     # Where a worker is busy with its messages, the op after the sending one waits for them.
-    sending = np.full(ops, -1, dtype=np.int64)
-    sending[messages.makers] = number
+    sending = np.zeros(ops, dtype=bool)
+    sending[messages.makers] = True
     earlier = np.where(ordered, nodes - 1, 0)
-    after_send = ordered & (sending[earlier] >= 0)
+    after_send = ordered & sending[earlier]
     placed, waited, moved = _by_place(topological, first, sources)
     return Edges(
         topological,
         placed,
         waited,
-        travel=np.empty(0, dtype=np.int64) if lanes else moved[data[messages.takers]],
+        travel=moved[first[ops:-1] if lanes else taken],
         busy=moved[first[:ops][after_send]],
-        sent=sending[earlier[after_send]],
+        senders=earlier[after_send],
     )
+
+
+def _rank(messages: Messages) -> Ints:
+    """Of each message its number among those that its op takes; one of no skip is the first."""
+    order = np.lexsort((messages.skips, messages.takers))
+    takers = messages.takers[order]
+    first = np.concatenate(([True], takers[1:] != takers[:-1]))
+    place = np.arange(len(order))
+    rank = np.empty(len(order), dtype=np.int64)
+    rank[order] = place - place[first][np.cumsum(first) - 1]
+    # Where what every stage takes comes from the same worker, its place is the first all the same.
+    alone = np.ones(takers.max() + 1, dtype=bool)
+    alone[messages.takers[messages.skips < 0]] = False
+    rank[alone[messages.takers]] += 1
+    return rank
 
 
 def _by_place(order: Ints, first: Ints, sources: Ints) -> tuple[Ints, Ints, Ints]:

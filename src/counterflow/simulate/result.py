@@ -158,10 +158,11 @@ class Simulation:
 
     @cached_property
     def _taken(self) -> tuple[Floats, Floats]:
-        """Of each op, when the message that it takes was made and when it came; 0 where it takes none."""
+        """Of each op, when what it takes by messages was made and when it came; 0 where it takes none."""
         messages = self._model.messages
         made, come = np.zeros(len(self.start)), np.zeros(len(self.start))
-        made[messages.takers], come[messages.takers] = self.end[messages.makers], self._arrived
+        np.maximum.at(made, messages.takers, self.end[messages.makers])
+        np.maximum.at(come, messages.takers, self._arrived)
         return made, come
 
     @cached_property

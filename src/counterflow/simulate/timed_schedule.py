@@ -72,6 +72,8 @@ class TimedSchedule:
         # Either its stage's output is sent, or the gradient of the output of the stage before.
         outputs = [op.stage - op.kind.makes_input_gradient for op in made]
         self.sent_output: Ints = np.array(outputs, dtype=np.int64)
+        self.several = len(np.unique(self.messages.makers)) < len(made)
+        """Whether some op makes several messages."""
         self.sent_work: Floats = np.array([op.work for op in made])
 
     @cached_property
@@ -118,7 +120,18 @@ class TimedSchedule:
         if costs.p2p_per_byte == 0.0:
             return seconds
         sizes = np.array(per_stage("message_bytes", costs.message_bytes, self.schedule.stages))
-        sent = sizes[self.sent_output] * self.sent_work
+        sent: Floats = sizes[self.sent_output]
+        by_skip = self.messages.skips >= 0
+        if by_skip.any():
+            skips = self.schedule.workload.skips
+            if not isinstance(costs.skip_bytes, (int, float)) and len(costs.skip_bytes) != len(skips):
+                raise ConfigError(
+                    f"skip_bytes: {len(costs.skip_bytes)} numbers for {len(skips)} skips; give one "
+                    "number, or one a skip"
+                )
+            each = np.broadcast_to(np.array(costs.skip_bytes, dtype=np.float64), (len(skips),))
+            sent[by_skip] = each[self.messages.skips[by_skip]]
+        sent *= self.sent_work
         return seconds + self._by_message("p2p_per_byte", costs.p2p_per_byte) * sent
 
     def _by_message(self, name: str, value: PerLink) -> Floats:
@@ -179,22 +192,24 @@ class TimedSchedule:
         lanes = not free and costs.link is Link.ONE_AT_A_TIME
         edges = self.lanes if lanes else self.free
         delay = np.zeros(len(edges.sources))
-        if not free:
-            if not lanes:
-                delay[edges.travel] = travel
-            if not costs.overlap:
-                delay[edges.busy] = travel[edges.sent]
+        if not free and not lanes:
+            delay[edges.travel] = travel
         ops = len(seconds)
         busy = np.zeros(ops)
-        if not costs.overlap:
-            busy[self.messages.makers] = travel
+        waited: Floats | float = 0.0
+        if not costs.overlap and not free:  # the messages of one op go one after another
+            np.add.at(busy, self.messages.makers, travel)
+            delay[edges.busy] = busy[edges.senders]
+            if self.several:
+                waited = self.messages.before_of_op(travel)
+                delay[edges.travel] += waited
         lasts = np.concatenate((seconds, travel)) if lanes else seconds
         syncs = np.empty((0, 4))
         if self.synced(costs) and not self.schedule.synchronous:
             start, end, syncs = self._play_with_syncs(costs, edges, lasts, delay, busy)
         else:
             start, end = edges.play(delay, lasts)
-        sent = start[ops : ops + len(travel)] if lanes else end[self.messages.makers]
+        sent = start[ops : ops + len(travel)] if lanes else end[self.messages.makers] + waited
         start, end = start[:ops], end[:ops]
         if self.synced(costs) and self.schedule.synchronous:
             syncs = self._syncs_after(costs, start, end + busy)

@@ -12,6 +12,7 @@ from enum import Enum
 
 from ..ir import Op, OpKind, Schedule
 from ..modes import Sync
+from ..workload import SkipLink
 from .sync import needs_sync
 
 _WORDS = {
@@ -56,13 +57,17 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send what ``output`` made for another stage, its output or its input gradient, to worker ``peer``."""
+    """Send what ``output`` made for another stage, its output or its input gradient, to worker ``peer``.
+
+    ``skip``: what goes by a skip; None: what the stage before or after takes.
+    """
 
     output: Op
     peer: int
+    skip: SkipLink | None = None
 
     def __str__(self) -> str:
-        return f"Send{_what(self.output)} {self.output} to worker {self.peer}"
+        return f"Send{_what(self.output)} {named(self)} to worker {self.peer}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +76,10 @@ class Receive:
 
     output: Op
     peer: int
+    skip: SkipLink | None = None
 
     def __str__(self) -> str:
-        return f"Receive{_what(self.output)} {self.output} from worker {self.peer}"
+        return f"Receive{_what(self.output)} {named(self)} from worker {self.peer}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +162,19 @@ class Update:
 Message = Send | Receive
 SyncAction = StartSync | WaitSync
 Action = Compute | Message | Exchange | SyncAction | Agree | Update
+
+
+def named(message: Message) -> str:
+    """What tells a message from others of the same workers.
+
+    >>> named(Send(Op(OpKind.FORWARD, 0, (3,)), 1, SkipLink(0, 2)))
+    'F3.0 for stage 2'
+    """
+    if message.skip is None:
+        return str(message.output)
+    forward = message.output.kind.makes_output
+    stage = message.skip.target if forward else message.skip.source
+    return f"{message.output} for stage {stage}{' once' if message.skip.once else ''}"
 
 
 def _what(op: Op) -> str:

@@ -37,7 +37,7 @@ def with_exchanges(program: Program) -> Program:
 
 def _crossing(lists: Sequence[Sequence[Action]], worker: int) -> list[int]:
     """The places in a worker's list from which on two actions are a send and a receive that cross."""
-    places: dict[int, dict[tuple[bool, object], int]] = {}
+    places: dict[int, dict[tuple[object, ...], int]] = {}
     found: list[int] = []
     for index, (one, two) in enumerate(pairwise(lists[worker])):
         if not isinstance(one, Send | Receive) or not isinstance(two, Send | Receive):
@@ -46,12 +46,14 @@ def _crossing(lists: Sequence[Sequence[Action]], worker: int) -> list[int]:
             continue
         if one.peer not in places:
             places[one.peer] = {
-                (isinstance(action, Send), action.output): place
+                (isinstance(action, Send), action.output, action.skip): place
                 for place, action in enumerate(lists[one.peer])
                 if isinstance(action, Send | Receive) and action.peer == worker
             }
         theirs = places[one.peer]
-        first, second = (theirs[not isinstance(action, Send), action.output] for action in (one, two))
+        first, second = (
+            theirs[not isinstance(action, Send), action.output, action.skip] for action in (one, two)
+        )
         if second == first + 1 and (not found or found[-1] < index - 1):
             found.append(index)
     return found

@@ -26,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 
 from counterflow.errors import ConfigError, ScheduleError
 
@@ -164,7 +165,8 @@ def messages(
 ) -> Iterator[tuple[int, int, int, Action]]:
     """Sends and receives, as (worker, op before which it stands, segment, action).
 
-    Two workers' messages are in the order of their sending, segment by segment. A receive is posted before
+    Two workers' messages are in the order of their sending, segment by segment; what an op makes for a skip
+    is sent last. A receive is posted before
     the op during which its message is sent and at least one op before it is needed, as far as the segment
     reaches in which its message is sent.
 
@@ -182,11 +184,11 @@ def messages(
     by_worker = [ends[graph.first[w] : graph.first[w + 1]] for w in range(len(bounds))]
     placed = []
     moved: list[tuple[int, int, int, Action]] = []
-    for source, target in graph.messages:
+    for index, (source, target, skip) in enumerate(graph.messages):
         sender = graph.worker[source]
         number = bisect_right(bounds[sender], source - graph.first[sender]) - 1
-        placed.append((number, ends[source], sender, source, target))
-    for number, end, sender, source, target in sorted(placed):
+        placed.append((number, ends[source], sender, source, target, index, skip))
+    for number, end, sender, source, target, _, skip in sorted(placed, key=itemgetter(0, 1, 2, 3, 5)):
         receiver, output = graph.worker[target], graph.ops[source]
         sent = source - graph.first[sender] + 1
         needed = target - graph.first[receiver]
@@ -199,8 +201,8 @@ def messages(
             )
         posted = max(min(running, needed - 1, stop), start, latest[receiver, sender])
         latest[receiver, sender], latest[sender, receiver] = posted, sent
-        yield sender, sent, number, Send(output, receiver)
-        receive = Receive(output, sender)
+        yield sender, sent, number, Send(output, receiver, skip)
+        receive = Receive(output, sender, skip)
         if matching is Matching.TAG and posted == needed > start:
             moved.append((receiver, posted - 1, number, receive))
         else:

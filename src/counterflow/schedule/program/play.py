@@ -7,12 +7,17 @@ possible until it happens. So one play, in any order, decides for all.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..ir import Op
+from ..workload import SkipLink
 from .actions import Action, Agree, Compute, Exchange, Program, Receive, Send, StartSync, WaitSync
 
-Event = tuple[str, Op | StartSync | int, int]
+Made = tuple[Op, SkipLink | None]
+"""What an op makes: for the stage before or after, or for the other end of a skip."""
+
+Event = tuple[str, Made | StartSync | int, int]
 """What an action can wait for: (kind, message, sum or period, worker that has to make it happen)."""
 
 
@@ -26,12 +31,12 @@ class Stuck:
     waits_for: int
 
 
-def play(program: Program, inputs: dict[Op, Op], *, rendezvous: bool) -> list[Stuck]:
+def play(program: Program, inputs: Mapping[Op, Sequence[Made]], *, rendezvous: bool) -> list[Stuck]:
     """Run all workers as far as they get; the stuck ones, none if the program ends.
 
     Args:
         program: one action list a worker.
-        inputs: for each op that takes another op's output, that op.
+        inputs: for each op that takes something from other ops, what it takes.
         rendezvous: whether a send waits until its receive is posted; else sends are buffered.
     """
     lists = program.actions
@@ -76,7 +81,7 @@ def _announces(action: Action, worker: int) -> tuple[Event, ...]:
             return (("agreed", period, worker),)
         case Exchange(first, second):
             receive = first if isinstance(first, Receive) else second
-            return (("posted", receive.output, worker),)
+            return (("posted", (receive.output, receive.skip), worker),)
         case _:
             return ()
 
@@ -85,11 +90,11 @@ def _makes(action: Action, worker: int) -> tuple[Event, ...]:
     """What has happened once ``action`` is done."""
     match action:
         case Compute(op):
-            return (("computed", op, worker),)
-        case Receive(output, _):
-            return (("posted", output, worker),)
-        case Send(output, _):
-            return (("sent", output, worker),)
+            return (("computed", (op, None), worker),)
+        case Receive(output, _, skip):
+            return (("posted", (output, skip), worker),)
+        case Send(output, _, skip):
+            return (("sent", (output, skip), worker),)
         case Exchange(first, second):
             return (*_makes(first, worker), *_makes(second, worker))
         case StartSync():
@@ -101,7 +106,7 @@ def _makes(action: Action, worker: int) -> tuple[Event, ...]:
 def _blocker(
     action: Action,
     worker: int,
-    inputs: dict[Op, Op],
+    inputs: Mapping[Op, Sequence[Made]],
     where: dict[Op, int],
     happened: set[Event],
     *,
@@ -112,17 +117,19 @@ def _blocker(
     needed: list[Event] = []
     match action:
         case Compute(op):
-            source = inputs.get(op)
-            if source is not None:
+            for source, skip in inputs.get(op, ()):
                 holder = where.get(source, worker)
-                needed.append(("computed" if holder == worker else "sent", source, holder))
-        case Send(output, peer):
+                local = holder == worker
+                needed.append(
+                    ("computed", (source, None), holder) if local else ("sent", (source, skip), holder)
+                )
+        case Send(output, peer, skip):
             if rendezvous:
-                needed.append(("posted", output, peer))
+                needed.append(("posted", (output, skip), peer))
         case Exchange(first, second):
             send = first if isinstance(first, Send) else second
             if rendezvous:
-                needed.append(("posted", send.output, send.peer))
+                needed.append(("posted", (send.output, send.skip), send.peer))
         case WaitSync():
             needed += [("started", action.start, member) for member in action.workers]
         case Agree(period):
@@ -134,15 +141,14 @@ def _blocker(
 
 def _reason(event: Event) -> str:
     kind, what, worker = event
-    match kind:
-        case "started":
-            return f"worker {worker} to {str(what).replace('StartSync', 'start the sum of', 1)}"
-        case "agreed":
-            return f"worker {worker} to come to the agreement of period {what}"
-        case "posted":
-            return f"worker {worker} to post the receive of {what}"
-        case _:
-            return f"worker {worker} to {'send' if kind == 'sent' else 'compute'} {what}"
+    if isinstance(what, tuple):
+        op, skip = what
+        made = str(op) if skip is None else f"{op} by the skip {skip}"
+        does = {"posted": "post the receive of", "sent": "send", "computed": "compute"}[kind]
+        return f"worker {worker} to {does} {made}"
+    if kind == "started":
+        return f"worker {worker} to {str(what).replace('StartSync', 'start the sum of', 1)}"
+    return f"worker {worker} to come to the agreement of period {what}"
 
 
 def describe_circle(program: Program, stuck: list[Stuck]) -> str:

@@ -179,9 +179,10 @@ def _longer(schedule: Schedule) -> Schedule | None:
     known = registry.find(schedule.scheme)
     if known is None or "periods" not in options or schedule.periods > 4 * schedule.stages + 16:
         return None
-    if registry.build(schedule.scheme, options) != schedule:
+    skips = schedule.workload.skips
+    if registry.build(schedule.scheme, options).with_skips(skips) != schedule:
         return None
-    return registry.build(schedule.scheme, options | {"periods": 2 * schedule.periods})
+    return registry.build(schedule.scheme, options | {"periods": 2 * schedule.periods}).with_skips(skips)
 
 
 def shifted(action: Action, periods: int, micro_batches: int) -> Action:
