@@ -30,6 +30,7 @@ from .commands.simulate import simulate
 from .commands.train import train
 from .commands.verify import verify
 from .options.flags import with_flags
+from .options.old_names import Command
 from .options.wording import in_flags
 
 
@@ -123,9 +124,9 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     ),
     plan: (
         "plan --example chimera-bert48 --synchronous",
-        "plan --example chimera-bert48 --scheme chimera --depth 4 --top 5 --out plan.toml",
+        "plan --example chimera-bert48 --scheme chimera --workers 4 --top 5 --out plan.toml",
         "plan --example mixpipe-bert48 --save-inputs mine",
-        "plan --example mixpipe-bert48 --cluster mine/cluster.toml --scheme mixpipe --depth 4 --json",
+        "plan --example mixpipe-bert48 --cluster mine/cluster.toml --scheme mixpipe --workers 4 --json",
     ),
     check: ("check mixpipe --stages 8 --micro-batches 16 --injected max", "check edited.json --json"),
     show: (
@@ -169,7 +170,7 @@ def application() -> typer.Typer:
     for command, examples in _EXAMPLES.items():
         shown = [f"  counterflow {example}" for example in examples]
         epilog = "\n\n".join(["Examples:" if len(shown) > 1 else "Example:", *shown])
-        app.command(name=command.__name__, epilog=epilog)(with_flags(command))
+        app.command(name=command.__name__, cls=Command, epilog=epilog)(with_flags(command))
     return app
 
 

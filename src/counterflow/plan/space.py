@@ -13,14 +13,15 @@ Which options are worth trying a scheme's own record says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from counterflow.errors import ConfigError
 from counterflow.schedule import registry
+from counterflow.schedule.cuts import explicit
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute, Sync
-from counterflow.schedule.scheme import Scheme
+from counterflow.schedule.scheme import DEPTH, PERIODS, Scheme
 
 from .bounds import Options, Shape, shape_of
 from .cluster import Cluster
@@ -49,7 +50,9 @@ class Constraints:
         sync: only these.
         arrangements: only these.
         cuts: how layers are cut.
-        options: (name, values) pairs: a scheme that has an option of that name takes only these values of it.
+        options: (name, values) pairs: a scheme that has an option of that name takes only these values of it;
+            ``scheme.name``: of that scheme alone, in place of what is said of all. A value that is not
+            tried leaves no candidate.
         more_updates: of schemes that update after each micro-batch, also several updates in a mini-batch.
     """
 
@@ -65,15 +68,35 @@ class Constraints:
     options: tuple[tuple[str, tuple[OptionValue, ...]], ...] = ()
     more_updates: bool = False
 
-    def allows(self, options: Options) -> bool:
+    def of_scheme(self, scheme: Scheme) -> dict[str, tuple[OptionValue, ...]]:
+        """The wanted values of a scheme's options.
+
+        >>> wanted = Constraints(options=(("micro_batches", (8,)), ("chimera.micro_batches", (4, 8))))
+        >>> [wanted.of_scheme(registry.scheme(name)) for name in ("dapple", "chimera")]
+        [{'micro_batches': (8,)}, {'micro_batches': (4, 8)}]
+        """
+        given = dict(self.options)
+        names = [option.name for option in scheme.options]
+        own = {name: given.get(f"{scheme.name}.{name}", given.get(name)) for name in names}
+        return {name: values for name, values in own.items() if values is not None}
+
+    def allows(self, scheme: Scheme, options: Options) -> bool:
         """Whether these options of a scheme have only wanted values.
 
-        >>> wanted = Constraints(options=(("pairs", (1,)), ("groups", (1, 2))))
-        >>> wanted.allows((("stages", 8), ("pairs", 1))), wanted.allows((("stages", 8), ("pairs", 2)))
-        (True, False)
+        >>> wanted, chimera = Constraints(options=(("pairs", (1,)),)), registry.scheme("chimera")
+        >>> [wanted.allows(chimera, (("stages", 8), *more)) for more in ([("pairs", 1)], [("pairs", 2)], [])]
+        [True, False, True]
         """
-        wanted = dict(self.options)
-        return all(value in wanted[name] for name, value in options if name in wanted)
+        return all(_value(scheme, name, options) in values for name, values in self.of_scheme(scheme).items())
+
+
+def _value(scheme: Scheme, name: str, options: Options) -> OptionValue | None:
+    """The value of a scheme's option, given or not."""
+    given = dict(options)
+    option = scheme.option(name)
+    if name in given or option is None:
+        return given.get(name)
+    return option.default if option.like is None else given.get(option.like)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,20 +147,15 @@ def space(
     """All groups of candidates, and what is left out.
 
     Raises:
-        ConfigError: a constraint that nothing can meet: an unknown scheme, a depth that does not divide the
+        ConfigError: a constraint that nothing can meet: an unknown scheme, an option that no wanted scheme
+            has, or a value that it cannot have, cuts that make no stages, a depth that does not divide the
             devices, a mini-batch or micro-batch below 1, a mini-batch above ``MOST_SAMPLES``.
     """
-    if mini_batch < 1:
-        raise ConfigError(f"mini_batch={mini_batch}: must be 1 or more")
-    if mini_batch > MOST_SAMPLES:
-        raise ConfigError(f"mini_batch={mini_batch}: at most {MOST_SAMPLES:,} samples are planned")
-    for size in (*(constraints.samples or ()), *constraints.more_samples):
-        if size < 1:
-            raise ConfigError(f"micro_batch={size}: must be 1 or more samples")
     if constraints.schemes is None:
         schemes = list(registry.SCHEMES.values())
     else:
         schemes = list(dict.fromkeys(map(registry.scheme, constraints.schemes)))
+    _refuse_what_nothing_meets(model, mini_batch, constraints, schemes)
     groups: list[Group] = []
     depths = _depths(cluster, constraints)
     without = dict(_without_candidates(model, cluster, mini_batch, depths, constraints))
@@ -153,9 +171,60 @@ def space(
             for group in _of_depth(scheme, depth, model, cluster.size // depth, (mini_batch, constraints))
         ]
         if not found and depths:
-            omissions.append(Omission(scheme.name, _why_none(scheme, depths)))
+            reason = _why_none(scheme, depths, model, cluster, (mini_batch, constraints))
+            omissions.append(Omission(scheme.name, reason))
         groups += found
     return groups, omissions
+
+
+def _refuse_what_nothing_meets(
+    model: Model, mini_batch: int, constraints: Constraints, schemes: Sequence[Scheme]
+) -> None:
+    if mini_batch < 1:
+        raise ConfigError(f"mini_batch={mini_batch}: must be 1 or more")
+    if mini_batch > MOST_SAMPLES:
+        raise ConfigError(f"mini_batch={mini_batch}: at most {MOST_SAMPLES:,} samples are planned")
+    for size in (*(constraints.samples or ()), *constraints.more_samples):
+        if size < 1:
+            raise ConfigError(f"micro_batch={size}: must be 1 or more samples")
+    for name, values in constraints.options:
+        _refuse_option(name, values, schemes)
+    if not isinstance(constraints.cuts, Cutting):
+        explicit(constraints.cuts, len(model.layers), len(constraints.cuts) + 1)
+
+
+def _refuse_option(name: str, values: Sequence[OptionValue], schemes: Sequence[Scheme]) -> None:
+    """Refuse wanted values of an option that no wanted scheme has, or that is no choice of the planner.
+
+    Raises:
+        ConfigError: they are such.
+    """
+    of, _, own = name.rpartition(".")
+    place = f"option={name}"
+    wanted = [scheme for scheme in schemes if not of or scheme == registry.scheme(of)]
+    if not wanted:
+        names = ", ".join(scheme.name for scheme in schemes)
+        raise ConfigError(f"{place}: {of} is not among the wanted schemes ({names})")
+    if own in DEPTH:
+        raise ConfigError(f"{place}: the depth has a constraint of its own; give depth={values[0]}")
+    if own == PERIODS.name:
+        raise ConfigError(f"{place}: a plan plays as many updates as it takes; leave it out")
+    known = [option for scheme in wanted if (option := scheme.option(own)) is not None]
+    if not known:
+        chosen = {o.name: None for scheme in wanted for o in scheme.options if o.name not in _NO_CHOICE}
+        who = wanted[0].name if len(wanted) == 1 else f"none of {', '.join(scheme.name for scheme in wanted)}"
+        has = f"{who} has no option {own!r}" if len(wanted) == 1 else f"{who} has an option {own!r}"
+        raise ConfigError(f"{place}: {has}; those that can be wanted: {', '.join(chosen)}")
+    for value in values:
+        try:
+            known[0].refuse(value)
+        except ConfigError as error:
+            rule = str(error).partition(": ")[2]
+            raise ConfigError(f"{place}={_shown(value)}: {rule}") from None
+
+
+_NO_CHOICE = (*DEPTH, PERIODS.name)
+"""Options that are wanted by other means, or not at all."""
 
 
 def _depths(cluster: Cluster, constraints: Constraints) -> list[int]:
@@ -214,7 +283,7 @@ def _of_depth(
         sizes = [share] if constraints.samples is None or share in constraints.samples else []
     for samples in sizes:
         for options in _choices(scheme, depth, share // samples, len(model.layers)):
-            if not constraints.allows(options):
+            if not constraints.allows(scheme, options):
                 continue
             try:
                 shape = shape_of(scheme, options)
@@ -244,7 +313,30 @@ def _samples(share: int, constraints: Constraints) -> list[int]:
     return sorted({size for size in sizes if share % size == 0 and share // size <= MOST_MICRO_BATCHES})
 
 
-def _why_none(scheme: Scheme, depths: list[int]) -> str:
+def _why_none(
+    scheme: Scheme, depths: list[int], model: Model, cluster: Cluster, wanted: tuple[int, Constraints]
+) -> str:
     """What a scheme needs, where it has no candidate at any depth."""
-    rule = f"needs {scheme.needs}; " if scheme.needs else ""
-    return f"{rule}no candidate at {_named(depths)}"
+    mini_batch, constraints = wanted
+    told = []
+    for name, values in constraints.of_scheme(scheme).items():
+        tried = {
+            _value(scheme, name, options)
+            for depth in depths
+            for samples in _samples(mini_batch // (cluster.size // depth), constraints)
+            for options in _choices(
+                scheme, depth, mini_batch // (cluster.size // depth) // samples, len(model.layers)
+            )
+        }
+        if tried and tried.isdisjoint(values):
+            shown = ", ".join(sorted(map(_shown, tried), key=lambda text: (len(text), text)))
+            told.append(f"with {name} {' or '.join(map(_shown, values))} (tried: {shown})")
+    if not isinstance(constraints.cuts, Cutting):
+        told.append(f"with {len(constraints.cuts) + 1} stages, which the cuts make")
+    rule = f"needs {scheme.needs}; " if scheme.needs and not told else ""
+    return " ".join([f"{rule}no candidate at {_named(depths)}", *told])
+
+
+def _shown(value: OptionValue | None) -> str:
+    """A value as users write it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -210,6 +210,49 @@ class Scheme:
         """The option that this scheme has for workers, where another's is named; else None."""
         return self.depth if name in DEPTH and name != self.depth else None
 
+    def with_own_depth(self, options: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
+        """Options in which this scheme's own one says how many workers there are, where the other was given.
+
+        Args:
+            options: as a user gave them, with all that this scheme needs beside its depth.
+
+        Raises:
+            ConfigError: with these options there is no such number, or both are given and do not agree.
+        """
+        other = next(name for name in DEPTH if name != self.depth)
+        own, wanted = {name: v for name, v in options.items() if name != other}, options.get(other)
+        if not isinstance(wanted, int):
+            return dict(options)
+        if self.depth in own:
+            found = self._counted_in(other, own)
+            if found != wanted:
+                raise ConfigError(
+                    f"{other}={wanted}: {self.name} with {self.depth}={own[self.depth]} has {found} {other}; "
+                    f"leave out one of them"
+                )
+            return own
+        each = None
+        for count in _divisors(wanted):
+            try:
+                found = self._counted_in(other, own | {self.depth: count})
+            except ConfigError as error:
+                if count == wanted and (self.depth == DEPTH[0] or wanted < 1):
+                    raise ConfigError(f"{other}={wanted}: for {self.name} that is {error}") from None
+                continue
+            if found == wanted:
+                return {self.depth: count, **own}
+            each = found // count
+        per = (
+            f"has {each} {other} on each of its {self.depth} with these options" if each else "has none such"
+        )
+        raise ConfigError(f"{other}={wanted}: {self.name} {per}; give {self.depth}=NUMBER")
+
+    def _counted_in(self, other: str, options: Mapping[str, OptionValue]) -> int:
+        """How many workers or stages there are with these options."""
+        self.refuse_too_large(options)
+        placement = self.workload_of(options).placement
+        return placement.stages if other == "stages" else placement.workers
+
     def missing(self, given: Iterable[str]) -> list[Option]:
         """The options that must be given, and are not."""
         return [option for option in self.options if option.required and option.name not in given]
@@ -250,6 +293,17 @@ class Scheme:
 def _counted(number: int) -> str:
     """A count in few characters."""
     return f"{number:,}" if number < 10**12 else f"10^{int(number.bit_length() * 0.30103)}"
+
+
+def _divisors(number: int) -> Iterator[int]:
+    """The number, and below it its divisors; the number alone where it is out of range.
+
+    >>> list(_divisors(12)), list(_divisors(0))
+    ([12, 6, 4, 3, 2, 1], [0])
+    """
+    yield number
+    if 0 < number <= MOST_OPS:
+        yield from (d for d in range(number // 2, 0, -1) if number % d == 0)
 
 
 def counts(least: int, most: int) -> Iterator[int]:

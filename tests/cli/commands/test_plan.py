@@ -76,7 +76,9 @@ def test_json_is_one_object(run: Run, inputs: str) -> None:
 
 def test_the_plan_is_a_file_that_train_runs(run: Run, inputs: str, tmp_path: Path) -> None:
     out = tmp_path / "plan.toml"
-    answer = run(f"plan {inputs} --synchronous --scheme chimera --depth 2 --micro-batch 4 --out", str(out))
+    answer = run(
+        f"plan {inputs} --synchronous --scheme chimera --workers 2 --micro-batch-size 4 --out", str(out)
+    )
     assert answer.code == 0
     assert f"counterflow train {out}" in answer.err
     written = tomllib.loads(out.read_text(encoding="utf-8"))
@@ -103,7 +105,7 @@ def test_the_plan_is_a_file_that_train_runs(run: Run, inputs: str, tmp_path: Pat
 
 
 def test_an_example_as_files_plans_the_same(run: Run, tmp_path: Path) -> None:
-    limits = "--scheme dapple --depth 8 --micro-batch 4 --json"
+    limits = "--scheme dapple --workers 8 --micro-batch-size 4 --json"
     saved = run("plan --example chimera-bert48 --save-inputs", str(tmp_path / "mine"))
     assert (saved.code, saved.out) == (0, "")
     again = saved.err.split("counterflow ")[1].strip()
@@ -111,7 +113,7 @@ def test_an_example_as_files_plans_the_same(run: Run, tmp_path: Path) -> None:
 
 
 def test_the_table_says_what_the_json_says(run: Run) -> None:
-    line = "plan --example chimera-bert48 --scheme dapple --scheme gems --depth 4 --depth 8 --even"
+    line = "plan --example chimera-bert48 --scheme dapple --scheme gems --workers 4 --workers 8 --cuts even"
     shown, told = run(f"{line} --json").json, run(line).out
     for plan in shown["schemes"]:
         assert f"{plan['step_seconds']:.4g} s" in told
@@ -130,16 +132,78 @@ def test_the_examples_are_listed(run: Run) -> None:
     [
         ("plan", "nothing to plan: give --example NAME (see --list), or also --model, --profile, --cluster,"),
         ("plan --example chimera", "unknown example 'chimera'"),
-        ("plan --example chimera-bert48 --depth 7", "--depth 7: must divide the 32 devices"),
+        ("plan --example chimera-bert48 --workers 7", "--workers 7: must divide the 32 devices"),
         ("plan --example chimera-bert48 --scheme chimra", "did you mean 'chimera'"),
         ("plan --example chimera-bert48 --mini-batch 0", "--mini-batch 0: must be 1 or more"),
-        ("plan --example chimera-bert48 --micro-batch 0", "--micro-batch 0: must be 1 or more"),
+        ("plan --example chimera-bert48 --micro-batch-size 0", "--micro-batch-size 0: must be 1 or more"),
+        (
+            "plan --example chimera-bert48 --option chimera.pears=1",
+            "Error: --option chimera.pears: chimera has no option 'pears'; those that can be wanted: "
+            "micro_batches, pairs, concat, split\n",
+        ),
+        (
+            "plan --example chimera-bert48 --option chimera.pairs=x",
+            "Error: --option chimera.pairs=x: must be a whole number (a divisor of stages/2)\n",
+        ),
+        (
+            "plan --example chimera-bert48 --option concat=x",
+            "Error: --option concat=x: unknown; legal: direct, forward-doubling, backward-halving\n",
+        ),
+        (
+            "plan --example chimera-bert48 --option pairs",
+            "Error: --option pairs: must read NAME=VALUE or SCHEME.NAME=VALUE, as in chimera.pairs=1\n",
+        ),
+        ("plan --example chimera-bert48 --option chimra.pairs=1", "did you mean 'chimera'"),
+        (
+            "plan --example chimera-bert48 --scheme dapple --option chimera.pairs=1",
+            "Error: --option chimera.pairs: chimera is not among the wanted schemes (dapple)\n",
+        ),
+        (
+            "plan --example chimera-bert48 --option chimera.stages=4",
+            "Error: --option chimera.stages: the depth has a constraint of its own; give --workers 4\n",
+        ),
+        (
+            "plan --example chimera-bert48 --option periods=4",
+            "Error: --option periods: a plan plays as many updates as it takes; leave it out\n",
+        ),
+        (
+            "plan --example chimera-bert48 --cuts odd",
+            "Error: --cuts odd: must be balanced or even, or the layers at which stages begin after the",
+        ),
+        ("plan --example chimera-bert48 --cuts 3,2", "Error: --cuts [3, 2]: stage 2 begins at layer 2; cuts"),
+        (
+            "plan --example chimera-bert48 --arrangement inside",
+            "Error: --arrangement 'inside': unknown; legal: pipeline-inside, replicas-inside, ",
+        ),
         ("plan --example chimera-bert48 --top 0", "Invalid value for '--top'"),
         ("plan --example chimera-bert48 --model none.toml", "none.toml: there is no such file"),
     ],
 )
 def test_wrong_requests_are_refused(refused: Callable[..., str], line: str, message: str) -> None:
     assert message in refused(line)
+
+
+def test_options_arrangements_and_cuts_are_kept(run: Run) -> None:
+    line = "plan --example mixpipe-bert48 --synchronous --workers 4 --micro-batch-size 8 --json"
+    wanted = "--scheme dapple --scheme chimera --option chimera.concat=direct --option pairs=2 --top 4"
+    best = run(f"{line} {wanted} --arrangement replicas-inside --cuts 5,10,20").json["best"]
+    assert {plan["scheme"] for plan in best} == {"dapple", "chimera"}
+    for plan in best:
+        assert (plan["arrangement"], plan["cuts"]) == ("replicas-inside", [5, 10, 20])
+        if plan["scheme"] == "chimera":
+            assert (plan["options"]["pairs"], plan["options"]["concat"]) == (2, "direct")
+
+
+def test_wanted_values_that_leave_no_candidate(run: Run) -> None:
+    line = "plan --example chimera-bert48 --workers 4 --micro-batch-size 8 --scheme"
+    answer = run(f"{line} chimera --option chimera.pairs=3")
+    assert (answer.code, answer.out) == (1, "")
+    assert "chimera: no candidate at depth 4 with pairs 3 (tried: 1, 2)\n" in answer.err
+    assert "dapple: no candidate at depth 4 with split true (tried: false)\n" in (
+        run(f"{line} dapple --option split=true").err
+    )
+    told = "no candidate at depth 4 with 3 stages, which the cuts make"
+    assert told in run(f"{line} dapple --cuts 5,10").err
 
 
 def test_where_nothing_fits_the_work_has_failed(run: Run, tmp_path: Path) -> None:
@@ -161,7 +225,7 @@ def test_a_model_without_a_train_table_has_no_plan_file(run: Run, inputs: str, t
     assert "has no [train] table" in answer.err
     other = path.read_text(encoding="utf-8") + '[train]\nkind = "gpt"\nlayers = 9\n'
     path.write_text(other, encoding="utf-8")
-    answer = run(f"plan {inputs} --scheme dapple --depth 2 --out", str(tmp_path / "plan.toml"))
+    answer = run(f"plan {inputs} --scheme dapple --workers 2 --out", str(tmp_path / "plan.toml"))
     assert answer.code == 2
     assert "its [train] table makes 11 layers (embedding, blocks, head), but it lists 4" in answer.err
 

@@ -7,6 +7,7 @@ import pytest
 
 import counterflow as cf
 from counterflow.cli.options.flags import SchemeOptions
+from counterflow.schedule import registry
 from counterflow.schedule.registry import SCHEMES
 
 from ..conftest import Run
@@ -231,7 +232,17 @@ Refused = Callable[..., str]
         ("mixpipe --stages 4 --micro-batches 4 --injected all", "Error: --injected 'all': must be a"),
         ("dapple --waves 2", "Error: dapple has no --waves; its options: --stages, --micro-batches, --split"),
         ("dapple --waves 2 --pairs 1", "Error: dapple has no --pairs and no --waves; its options"),
-        ("hanayo --stages 4", "Error: hanayo has no --stages (use --workers); its options: --workers"),
+        ("hanayo --stages 4", "Error: hanayo needs --micro-batches\n  --micro-batches  N: micro-batches"),
+        (
+            "hanayo --stages 5 --micro-batches 4",
+            "Error: --stages 5: hanayo has 2 stages on each of its workers with these options",
+        ),
+        ("hanayo --stages 0 --micro-batches 4", "Error: --stages 0: for hanayo that is --workers 0: must be"),
+        ("chimera --workers 3 --micro-batches 4", "Error: --workers 3: for chimera that is --stages 3: two"),
+        (
+            "chimera --workers 4 --stages 2 --micro-batches 4",
+            "Error: --workers 4: chimera with --stages 2 has 2 workers; leave out one of them",
+        ),
         ("dapple --stages 4", "Error: dapple needs --micro-batches\n  --micro-batches  N: micro-batches"),
         ("dapple", "Error: dapple needs --stages and --micro-batches\n  --stages         depth D"),
         ("chimra", "Error: unknown scheme 'chimra'; did you mean 'chimera'? Known: chimera, dapple,"),
@@ -324,3 +335,49 @@ def test_units_and_causes_for_people(run: Run) -> None:
     seconds = run(f"show {line} --forward 1 --backward 3").out
     assert "makespan 12 s" in seconds
     assert run(f"simulate {line} --p2p 0.5").out.count(" s") > 3
+
+
+@pytest.mark.parametrize("name", registry.SCHEMES)
+def test_workers_and_stages_stand_for_each_other(run: Run, name: str) -> None:
+    scheme = registry.SCHEMES[name]
+    rest = " --micro-batches 8" if scheme.option("micro_batches") else ""
+    shown = run(f"simulate {name} --{scheme.depth} 4{rest} --json").json
+    other = "workers" if scheme.depth == "stages" else "stages"
+    assert run(f"simulate {name} --{other} {shown[other]}{rest} --json").json == shown
+    both = f"simulate {name} --workers {shown['workers']} --stages {shown['stages']}{rest} --json"
+    assert run(both).json == shown
+
+
+def test_stages_of_waves_and_chunks(run: Run) -> None:
+    line = "--micro-batches 4 --json"
+    assert run(f"simulate hanayo --stages 16 --waves 2 {line}").json["options"]["workers"] == 4
+    assert run(f"simulate interleaved --stages 12 --chunks 3 {line}").json["options"]["workers"] == 4
+
+
+def test_memory_between_input_and_weight_gradients(run: Run) -> None:
+    line = "simulate zb-h1 --stages 2 --micro-batches 4 --activation-bytes 100"
+    whole, kept = run(f"{line} --json"), run(f"{line} --kept-for-weights 10 --json")
+    assert kept.json["costs"]["kept_for_weights"] == 10
+    memory = cf.ByteCosts(activations=100, kept_for_weights=10)
+    expected = cf.simulate(cf.schemes.zb_h1(2, 4), cf.Costs(memory=memory)).memory
+    assert expected is not None
+    assert kept.json["peak_bytes"] == [use.peak for use in expected]
+    assert sum(kept.json["peak_bytes"]) < sum(whole.json["peak_bytes"])
+    assert "kept for weights 10 B" in run(f"{line} --kept-for-weights 10").out
+
+
+@pytest.mark.parametrize("command", ["simulate", "show"])
+def test_costs_of_a_split_backward_where_none_is_split(run: Run, command: str) -> None:
+    given = "--stages 2 --micro-batches 2"
+    answer = run(f"{command} dapple {given} --input-gradient 3 --kept-for-weights 1GiB")
+    assert answer.code == 0
+    assert answer.err == (
+        "Note: --input-gradient and --kept-for-weights change nothing: no backward of dapple(stages=2, "
+        "micro_batches=2) is split; add --split, or choose a scheme with a split backward.\n"
+    )
+    assert "change" not in run(f"{command} dapple {given} --split --input-gradient 3").err
+    assert "nothing: no backward of gpipe(stages=2, micro_batches=2, groups=1) is split; choose" in (
+        run(f"{command} gpipe {given} --weight-gradient 3").err
+    )
+    other = "show gpipe --stages 2 --micro-batches 2 --input-gradient 3 --compare"
+    assert "change" not in run(other, "dapple --stages 2 --micro-batches 2 --split").err

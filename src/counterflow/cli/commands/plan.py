@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from counterflow.errors import ConfigError
-from counterflow.schedule.modes import Recompute, Sync
+from counterflow.schedule.modes import Recompute, Sync, parse_mode
 
 from ..options.flags import JsonFlag
+from ..options.wanted import wanted_cuts, wanted_options
 from ..output.console import note, print_json, writing
 from ..output.search_bar import search_bar, without_collections
 
@@ -56,17 +57,17 @@ def plan(
     synchronous: Annotated[
         bool, typer.Option("--synchronous", help="Only schemes that flush.", rich_help_panel=_LIMITS)
     ] = False,
-    depth: Annotated[
+    workers: Annotated[
         list[int] | None,
         typer.Option(metavar="D", help="Only this many workers a replica.", rich_help_panel=_LIMITS),
     ] = None,
-    micro_batch: Annotated[
+    micro_batch_size: Annotated[
         list[int] | None,
         typer.Option(
             metavar="SAMPLES", help="Only micro-batches of this many samples.", rich_help_panel=_LIMITS
         ),
     ] = None,
-    also_micro_batch: Annotated[
+    also_micro_batch_size: Annotated[
         list[int] | None,
         typer.Option(metavar="SAMPLES", help="This size besides powers of two.", rich_help_panel=_LIMITS),
     ] = None,
@@ -74,14 +75,37 @@ def plan(
         list[Recompute] | None,
         typer.Option(metavar="MODE", help="Only none, stage or layer.", rich_help_panel=_LIMITS),
     ] = None,
-    sync: Annotated[
+    sync_mode: Annotated[
         list[Sync] | None,
         typer.Option(metavar="MODE", help="Only end, eager or eager-opt.", rich_help_panel=_LIMITS),
     ] = None,
-    even: Annotated[
-        bool,
-        typer.Option("--even", help="Equally many blocks a stage, not equal cost.", rich_help_panel=_LIMITS),
-    ] = False,
+    arrangement: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Only with this side by side on a node: pipeline-inside (the workers of a replica), "
+            "replicas-inside (the replicas of a worker) or copies-inside (all copies of a stage).",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[SCHEME.]NAME=VALUE",
+            help="Only this value of an option, of every scheme that has it or of one: chimera.pairs=1; see "
+            "'counterflow schemes'.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
+    cuts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="balanced|even|N,N,...",
+            help="Of layers into stages: balanced (the default): by cost; even: as many blocks each; "
+            "or the layers at which stages begin after the first.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
     more_updates: Annotated[
         bool,
         typer.Option(
@@ -124,7 +148,6 @@ def plan(
     from counterflow.plan.device_placement import Arrangement  # noqa: PLC0415  (numpy and pydantic take a while)
     from counterflow.plan.search import search  # noqa: PLC0415
     from counterflow.plan.space import Constraints  # noqa: PLC0415
-    from counterflow.plan.stages import Cutting  # noqa: PLC0415
     from counterflow.plan.why import why  # noqa: PLC0415
 
     if listed:
@@ -137,13 +160,16 @@ def plan(
     constraints = Constraints(
         schemes=tuple(scheme) if scheme else None,
         synchronous=synchronous,
-        depths=tuple(depth) if depth else None,
-        samples=tuple(micro_batch) if micro_batch else None,
-        more_samples=tuple(also_micro_batch or ()),
+        depths=tuple(workers) if workers else None,
+        samples=tuple(micro_batch_size) if micro_batch_size else None,
+        more_samples=tuple(also_micro_batch_size or ()),
         recompute=tuple(recompute or Recompute),
-        sync=tuple(sync or Sync),
-        arrangements=tuple(Arrangement),
-        cuts=Cutting.EVEN if even else Cutting.BALANCED,
+        sync=tuple(sync_mode or Sync),
+        arrangements=tuple(
+            parse_mode(Arrangement, "arrangement", name) for name in arrangement or Arrangement
+        ),
+        cuts=wanted_cuts(cuts),
+        options=wanted_options(option or ()),
         more_updates=more_updates,
     )
     with search_bar("planning") as report, without_collections():

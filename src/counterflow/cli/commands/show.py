@@ -87,6 +87,8 @@ def show(
     if compare is not None:
         other = _other(ctx, compare, schedule, options, costs)
         _note_other_model(schedule, other.schedule)
+    for text in costs.without_effect(schedule, *([other.schedule] if other else [])):
+        note(f"Note: {text}")
     if not out:
         draw_terminal(result, console(), compare=other, memory=memory)
     for path in out or ():

@@ -11,7 +11,7 @@ from counterflow import simulate as play
 from counterflow.schedule.ir import Schedule
 from counterflow.simulate import Simulation
 
-from ..options.flags import SECONDS, CostOptions, JsonFlag, SchemeOptions, SubjectArgument
+from ..options.flags import BYTES, SECONDS, CostOptions, JsonFlag, SchemeOptions, SubjectArgument
 from ..options.subject import is_file, periods_for_steady, schedule_of, warn_if_wrong
 from ..output.console import (
     WIDE,
@@ -48,8 +48,8 @@ def simulate(
     schedule = schedule_of(subject, options)
     warn_if_wrong(subject, schedule)
     result = play(schedule, costs.costs())
-    if costs.sync is None and (costs.sync_mode or costs.replicas):
-        note("Note: --sync-mode and --replicas change nothing unless --sync gives a sync's seconds.")
+    for text in costs.without_effect(schedule):
+        note(f"Note: {text}")
     if as_json:
         from ..output.results import simulated  # noqa: PLC0415  (pydantic takes a while)
 
@@ -114,7 +114,7 @@ def _paid(result: Simulation, costs: CostOptions) -> str:
         word = words.get(name, name.replace("_", " "))
         if name in SECONDS:
             shown.append(f"{word} {numbers(value)} {unit}")
-        elif name.endswith("_bytes"):
+        elif name in BYTES:
             sizes = value if isinstance(value, tuple) else (value,)
             shown.append(f"{word.replace(' bytes', 's')} {', '.join(map(byte_size, sizes))}")
         elif name == "overlap":

@@ -48,7 +48,7 @@ def verify(
     recompute: Annotated[
         Recompute, typer.Option(help="What backwards compute again.", rich_help_panel=_PANEL)
     ] = Recompute.NONE,
-    sync: Annotated[
+    sync_mode: Annotated[
         Sync, typer.Option(help="When gradients of copies are summed.", rich_help_panel=_PANEL)
     ] = Sync.EAGER_OPT,
     transport: Annotated[
@@ -72,7 +72,7 @@ def verify(
     schedule = schedule_of(subject, options)
     refuse_what_cannot_run(schedule)
     if schedule.synchronous:
-        checked_program(schedule, replicas=replicas, sync=sync)
+        checked_program(schedule, replicas=replicas, sync=sync_mode)
         steps = steps or 3
     else:
         steps = steps or segments(schedule, replicas=replicas).last + 5
@@ -88,7 +88,7 @@ def verify(
         seed=seed,
         dtype=dtype,
         recompute=recompute,
-        sync=sync,
+        sync=sync_mode,
     )
     if as_json:
         from ..output.results import Verified  # noqa: PLC0415  (pydantic takes a while)

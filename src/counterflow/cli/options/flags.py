@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Annotated, Any, Self, get_type_hints
@@ -19,9 +19,9 @@ import typer
 
 from counterflow.errors import ConfigError
 from counterflow.schedule import registry
-from counterflow.schedule.ir import OptionValue
+from counterflow.schedule.ir import OpKind, OptionValue, Schedule
 from counterflow.schedule.modes import Recompute, Sync
-from counterflow.schedule.scheme import Kind, Option
+from counterflow.schedule.scheme import DEPTH, SPLIT, Kind, Option
 from counterflow.simulate import ByteCosts, Costs, Link
 from counterflow.simulate.costs import MOST_COST
 
@@ -67,13 +67,15 @@ class SchemeOptions:
 
     def given(self) -> dict[str, OptionValue]:
         """The options that were given, by their Python names."""
-        return {name: _plain(value) for name, value in self.values.items() if value is not None}
+        return {name: plain_value(value) for name, value in self.values.items() if value is not None}
 
 
 def _scheme_flag(name: str, known: Mapping[str, Option]) -> Any:
     """The flag of an option that these schemes have."""
     option = next(iter(known.values()))
     about, names, metavar = registry.about(known) + ".", (flag(name),), None
+    if name in DEPTH:
+        about += f" Other schemes take it in place of {flag(DEPTH[1 - DEPTH.index(name)])}."
     kind: Any = int
     if option.kind is Kind.FLAG:
         kind, names = bool, (f"{flag(name)}/--no-{flag(name)[2:]}",)
@@ -85,7 +87,7 @@ def _scheme_flag(name: str, known: Mapping[str, Option]) -> Any:
     return Annotated[kind | None, _option(_SCHEME, about, *names, metavar=metavar)]
 
 
-def _plain(value: Any) -> OptionValue:
+def plain_value(value: Any) -> OptionValue:
     """An option's value as schemes take it; a whole number where words are legal too comes as a text."""
     if isinstance(value, Enum):
         return str(value.value)
@@ -97,6 +99,15 @@ def _plain(value: Any) -> OptionValue:
 
 SECONDS = ("forward", "backward", "input_gradient", "weight_gradient", "p2p", "sync", "agreement")
 """Costs that are times."""
+
+OF_SPLIT_BACKWARDS = ("input_gradient", "weight_gradient", "kept_for_weights")
+"""Costs that only a split backward has."""
+
+BYTES = (
+    *("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "input_bytes"),
+    "kept_for_weights",
+)
+"""Costs that are sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +216,15 @@ class CostOptions:
         str | None,
         _option(_MEMORY, "Input for one micro-batch: what --recompute stage keeps.", metavar="BYTES"),
     ] = None
+    kept_for_weights: Annotated[
+        str | None,
+        _option(
+            _MEMORY,
+            "Of a split backward, what is kept from the input gradient to the weight gradients. Default: all "
+            "of --activation-bytes.",
+            metavar="BYTES",
+        ),
+    ] = None
     layers: Annotated[
         str | None,
         _option(_MEMORY, "Layers: --recompute layer keeps one input a layer.", metavar="NUMBER"),
@@ -217,7 +237,7 @@ class CostOptions:
         for name, value in values.items():
             if value is None:
                 continue
-            if name.endswith("_bytes"):
+            if name in BYTES:
                 read[name] = _numbers(name, value, _bytes)
             elif isinstance(value, (Sync, Recompute, Link)) or not isinstance(value, str):
                 read[name] = value
@@ -233,12 +253,31 @@ class CostOptions:
         """
         given = self.given()
         names = {f"{name.removesuffix('s')}_bytes": name for name in ByteCosts.__slots__}
-        names["layers"] = "layers"
+        names |= {name: name for name in ("layers", "kept_for_weights")}
         byte_costs = {names[flag_]: given.pop(flag_) for flag_ in tuple(given) if flag_ in names}
         memory = ByteCosts(**byte_costs) if byte_costs else None
         if "weight_gradient" in given:
             given["weight_gradients"] = given.pop("weight_gradient")
         return Costs(**given, memory=memory)
+
+    def without_effect(self, *schedules: Schedule) -> Iterator[str]:
+        """What was given and changes nothing in any of these schedules, and why, for people."""
+        if self.sync is None and (self.sync_mode or self.replicas):
+            yield "--sync-mode and --replicas change nothing unless --sync gives a sync's seconds."
+        idle = [name for name in OF_SPLIT_BACKWARDS if getattr(self, name) is not None]
+        if idle and not any(_is_split(schedule) for schedule in schedules):
+            verb = "changes" if len(idle) == 1 else "change"
+            scheme = registry.find(schedules[0].scheme)
+            can = scheme is not None and scheme.option(SPLIT.name) is not None
+            yield (
+                f"{' and '.join(map(flag, idle))} {verb} nothing: no backward of {schedules[0]} is split; "
+                f"{f'add {flag(SPLIT.name)}, or ' if can else ''}choose a scheme with a split backward."
+            )
+
+
+def _is_split(schedule: Schedule) -> bool:
+    """Whether any of its backwards is two ops."""
+    return any(op.kind is OpKind.INPUT_GRADIENT for order in schedule.orders for op in order)
 
 
 def _numbers(name: str, text: str, read: Callable[[str], float]) -> float | tuple[float, ...]:

@@ -8,6 +8,7 @@ from counterflow.errors import ConfigError, ScheduleError
 from counterflow.reading import read_text
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
+from counterflow.schedule.scheme import DEPTH
 
 from ..output.console import note
 from .flags import SchemeOptions
@@ -71,20 +72,19 @@ def build(name: str, given: dict[str, OptionValue]) -> Schedule:
     """
     scheme = registry.scheme(name)
     names = [option.name for option in scheme.options]
-    extra = [option for option in given if option not in names]
+    extra = [option for option in given if option not in names and option not in DEPTH]
     if extra:
-        swapped = scheme.in_place_of(extra[0])
-        hint = f" (use {flag(swapped)})" if swapped and swapped not in given else ""
         raise ConfigError(
-            f"{scheme.name} has no {' and no '.join(map(flag, extra))}{hint}; "
+            f"{scheme.name} has no {' and no '.join(map(flag, extra))}; "
             f"its options: {', '.join(map(flag, names))}"
         )
-    if missing := scheme.missing(given):
+    told = {scheme.depth if name in DEPTH else name for name in given}  # workers say stages, and the reverse
+    if missing := scheme.missing(told):
         wanted = " and ".join(flag(option.name) for option in missing)
         width = max(len(flag(option.name)) for option in missing)
         lines = [f"  {flag(o.name):<{width}}  {o.help} ({o.legal})" for o in missing]
         raise ConfigError("\n".join([f"{scheme.name} needs {wanted}", *lines]))
-    return registry.build(name, given)
+    return registry.build(name, scheme.with_own_depth(given))
 
 
 def build_beside(schedule: Schedule, name: str, given: dict[str, OptionValue]) -> Schedule:

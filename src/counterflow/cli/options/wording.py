@@ -6,20 +6,23 @@ import re
 
 from counterflow.schedule import registry
 
-_BYTES = {
+_SPELLED = {
     "weights": "weight_bytes",
     "gradients": "gradient_bytes",
     "optimizer": "optimizer_bytes",
     "activations": "activation_bytes",
     "inputs": "input_bytes",
     "weight_gradients": "weight_gradient",
+    "depth": "workers",
+    "micro_batch": "micro_batch_size",
 }
+"""Where the library's word is not the flag's."""
 _COSTS = (
     *("forward", "backward", "input_gradient", "weight_gradients", "p2p", "link", "sync", "sync_mode"),
-    *("agreement", "replicas", "recompute", "layers"),
+    *("agreement", "replicas", "recompute", "layers", "kept_for_weights"),
 )
-_PLAN = ("depth", "micro_batch", "mini_batch")
-_OWN = (*_COSTS, *_BYTES, *_PLAN)
+_PLAN = ("mini_batch", "arrangement", "cuts", "option")
+_OWN = (*_COSTS, *_SPELLED, *_PLAN)
 
 
 def flag(name: str) -> str:
@@ -28,7 +31,7 @@ def flag(name: str) -> str:
     >>> flag("micro_batches")
     '--micro-batches'
     """
-    return "--" + _BYTES.get(name, name).replace("_", "-")
+    return "--" + _SPELLED.get(name, name).replace("_", "-")
 
 
 def in_flags(message: str) -> str:
@@ -40,5 +43,5 @@ def in_flags(message: str) -> str:
     '--weight-bytes: 3 numbers for 4 stages'
     """
     names = "|".join([*registry.options(), *_OWN])
-    message = re.sub(rf"(?<![\w.-])(?<!--set )({names})=", lambda m: f"{flag(m[1])} ", message)
+    message = re.sub(rf"(?<![\w.=-])(?<!--set )(?<!--option )({names})=", lambda m: f"{flag(m[1])} ", message)
     return re.sub(rf"^({names})(?=:)", lambda m: flag(m[1]), message)
