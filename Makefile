@@ -9,7 +9,7 @@ train: .venv/.installed
 	$(BIN)/counterflow train
 
 test: .venv/.installed
-	$(BIN)/python -m pytest --doctest-modules
+	$(BIN)/python -m pytest --doctest-modules -n auto --maxprocesses 4 --dist worksteal
 
 lint: .venv/.installed
 	$(BIN)/ruff format --check .

@@ -27,11 +27,12 @@ Options = dict[str, int | str]
 
 DEPTHS = st.integers(2, 12)
 EVEN_DEPTHS = st.integers(1, 6).map(lambda half: 2 * half)
-DEEP = st.one_of(DEPTHS, st.integers(2, 32))
+DEEP = st.one_of(DEPTHS, st.integers(13, 32))
 
 
 def _micro_batches(draw: Draw, depth: int, least: int = 1) -> int:
-    return int(draw(st.integers(least, 4 * depth)))
+    """Up to four rounds; where pipelines are deep, some more than one: ops grow with the square."""
+    return int(draw(st.integers(least, 4 * depth if depth <= 12 else depth + 8)))
 
 
 def _with_depth(name: str, depths: st.SearchStrategy[int], **more: Any) -> Callable[[Draw], Options]:

@@ -283,17 +283,21 @@ class BufferPool:
         if buffer is None:  # what is left of the free ones is shared: in use
             self.made += 1
             buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
-            shared = buffer.nbytes * (len(free) if free else 0)
-            self._most_bytes = max(self._most_bytes, self._used_bytes + buffer.nbytes + shared)
-        self._used_bytes += buffer.nbytes
-        self._most_bytes = max(self._most_bytes, self._used_bytes)
+            size = buffer.nbytes
+            shared = size * (len(free) if free else 0)
+            self._most_bytes = max(self._most_bytes, self._used_bytes + size + shared)
+        else:
+            size = buffer.nbytes
+            self._free_bytes -= size
+        used = self._used_bytes = self._used_bytes + size
+        self._most_bytes = max(self._most_bytes, used)
         return buffer
 
     def _unshared(self, free: deque[tuple[Tensor, int]]) -> Tensor | None:
+        """One that nobody else has, taken out; its bytes still count as free."""
         for _ in range(len(free)):
             buffer, tries = free.popleft()
             if not _is_shared(buffer):
-                self._free_bytes -= buffer.nbytes
                 return buffer
             if tries < _TRIES:
                 free.append((buffer, tries + 1))
@@ -304,9 +308,9 @@ class BufferPool:
     def give(self, buffers: Sequence[Tensor]) -> None:
         """Give buffers back that the engine needs no more; what others have of them may live on."""
         for buffer in buffers:
-            key = buffer.shape, buffer.dtype
-            self._used_bytes -= buffer.nbytes
-            self._free_bytes += buffer.nbytes
+            key, size = (buffer.shape, buffer.dtype), buffer.nbytes
+            self._used_bytes -= size
+            self._free_bytes += size
             free = self._free.get(key)
             if free is None:
                 free = self._free[key] = deque()

@@ -45,6 +45,8 @@ _process_lock = threading.Lock()
 
 _NOTHING = nullcontext()
 
+_BITS = 2**64 - 1
+
 
 class RandomStreams:
     """The streams of one run.
@@ -70,6 +72,9 @@ class RandomStreams:
         self._draws_again = False
         """Whether a layer has drawn for a half what a checkpoint of its own will draw again."""
         self._has_turn = False
+        self._step: int | None = None
+        self._base = 0
+        """Of the seeds of the step's streams."""
 
     @cached_property
     def generators(self) -> list[torch.Generator]:
@@ -113,7 +118,7 @@ class RandomStreams:
             step: the step's number.
             rows: which samples ``value`` has.
         """
-        key = number_of(self.seed, step, rows.micro_batch, index)
+        key = self._key(step, rows.micro_batch, index)
         if rows.whole or self._drawing is not None:
             if self.shared:
                 with self._seeded(key):
@@ -144,6 +149,15 @@ class RandomStreams:
         elif draws.drew:
             self._quiet[index] = False
         return output
+
+    def _key(self, step: int, micro_batch: int, index: int) -> int:
+        """The seed of a stream: steps are told apart by a hash, what is in a step by mixing (SplitMix64)."""
+        if step != self._step:
+            self._step, self._base = step, number_of(self.seed, step)
+        mixed = (self._base + micro_batch * 0x9E3779B97F4A7C15 + index * 0xD1342543DE82EF95) & _BITS
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _BITS
+        return mixed >> 12
 
     def unless_drawn(self, run: Callable[[], Value]) -> Value | None:
         """What ``run`` gives; None if it drew random numbers."""
