@@ -4,6 +4,7 @@ One schedule object, made by a pure function, is what the checker proves, the si
 pictures draw and the runtime executes. Importing this package does not import torch.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from .draw import draw
@@ -14,7 +15,8 @@ from .schedule.ir import Op, OpKind, Schedule
 from .simulate import ByteCosts, Costs, Simulation, lower, simulate
 
 if TYPE_CHECKING:
-    from .runtime.mini_batch.losses import LossSum
+    from . import models
+    from .loss_sum import LossSum
     from .runtime.pipeline import Pipeline
     from .runtime.workers.launch import launch
 
@@ -38,6 +40,7 @@ __all__ = [
     "draw",
     "launch",
     "lower",
+    "models",
     "schemes",
     "simulate",
 ]
@@ -50,11 +53,13 @@ def __getattr__(name: str) -> Any:
 
         return Pipeline
     if name == "LossSum":
-        from .runtime.mini_batch.losses import LossSum  # noqa: PLC0415
+        from .loss_sum import LossSum  # noqa: PLC0415
 
         return LossSum
     if name == "launch":
         from .runtime.workers.launch import launch  # noqa: PLC0415
 
         return launch
+    if name == "models":
+        return importlib.import_module(f"{__name__}.models")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The papers' models: GPT, BERT and ResNeXt as lists of layers, with their losses.
+"""The papers' models: GPT, BERT and ResNeXt as lists of layers, with their losses; in ``hf``, transformers'.
 
 All names import torch when they are first used.
 """
@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import hf
     from .bert import BERTConfig
     from .gpt import GPTConfig
     from .loss import classification_loss, masked_token_loss, next_token_loss
@@ -24,6 +25,7 @@ __all__ = [
     "Preset",
     "ResNeXtConfig",
     "classification_loss",
+    "hf",
     "masked_token_loss",
     "next_token_loss",
     "preset",
@@ -40,6 +42,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """The names that need torch, imported when they are first used."""
+    if name == "hf":
+        return importlib.import_module(f"{__name__}.hf")
     for home, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{home}"), name)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.errors import ConfigError, WorkerError
-from counterflow.runtime.mini_batch.losses import LossSum
+from counterflow.loss_sum import LossSum
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes

@@ -15,29 +15,13 @@ import torch
 from torch import Tensor
 
 from counterflow.errors import ConfigError
+from counterflow.loss_sum import LossSum
 
 from ..messages.values import Unit
 
 LossFunction = Callable[[Any, Any], Any]
 """Output of the last stage and target to the mean loss over the samples, this and a dict of metrics, or a
 ``LossSum``."""
-
-
-class LossSum(NamedTuple):
-    """A loss that is normalised over the whole mini-batch: by tokens that count, say.
-
-    The mini-batch's loss is the sum of all ``sum`` divided by that of all ``weight``, over micro-batches and
-    replicas, and so are the gradients; a micro-batch of weight 0 is one of many.
-
-    Attributes:
-        sum: over what counts, not its mean; 0 where nothing counts.
-        weight: how much counts, 0 or more.
-        metrics: likewise sums, told divided by the weight in ``Step.metrics``.
-    """
-
-    sum: Tensor
-    weight: Tensor | float
-    metrics: Mapping[str, Tensor | float] = {}
 
 
 class Entry(NamedTuple):

@@ -294,8 +294,9 @@ def materialised(
 ) -> list[NamedLayer]:
     """The layers on the worker's device; those on the meta device are made there and initialised.
 
-    Each is initialised from a stream keyed by its number, by ``reset_parameters`` of its modules, so that
-    its weights depend neither on the cut nor on the worker. Parameters that layers share stay shared.
+    Each is initialised from a stream keyed by its number, by its own ``make_weights`` or else by
+    ``reset_parameters`` of its modules, so that its weights depend neither on the cut nor on the worker.
+    Parameters that layers share stay shared.
 
     Args:
         layers: the worker's layers.
@@ -373,7 +374,8 @@ def _made(
     made: dict[int, tuple[nn.Parameter, nn.Parameter]],
 ) -> None:
     place = f"layer {layer.index} ({type(module).__name__})"
-    for name, child in module.named_modules():
+    make_weights = getattr(module, "make_weights", None)
+    for name, child in module.named_modules() if not callable(make_weights) else ():
         own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
         if own and not callable(getattr(child, "reset_parameters", None)):
             raise ConfigError(
@@ -383,11 +385,18 @@ def _made(
             )
     before = dict(module.named_parameters(remove_duplicate=False))
     module.to_empty(device=device)
+    firsts: dict[int, nn.Parameter] = {}
+    for name, old in before.items():  # what is tied within the layer is made once
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, firsts.setdefault(id(old), module.get_parameter(name)))
     with streams.initial(layer.index):
-        for child in module.modules():
-            reset = getattr(child, "reset_parameters", None)
-            if callable(reset):
-                reset()
+        if callable(make_weights):
+            make_weights()
+        else:
+            for child in module.modules():
+                reset = getattr(child, "reset_parameters", None)
+                if callable(reset):
+                    reset()
     for name, old in before.items():
         owner, _, leaf = name.rpartition(".")
         holder = module.get_submodule(owner)

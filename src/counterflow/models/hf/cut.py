@@ -1,0 +1,477 @@
+"""Models of transformers as lists of layers, without a change to them: their own code runs, piece by piece.
+
+Which of a model's modules repeat, and which come after them, transformers itself tells
+(``base_model_pp_plan``, ``_pp_plan``); a small table tells it of models without such a plan. The first layer
+is the model itself, whose repeated layers are stand-ins that note what they are called with and end it there;
+the last one is the model itself too, whose embeddings and repeated layers are stand-ins that give what came
+in. So positions, masks, scales of embeddings and of logits are made by the model, whatever it does.
+
+Invariant: the layers have the model's own modules, all and no others. A model that calls its repeated layers
+in a way that this cannot follow is refused, by the first layer at the latest.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from counterflow.errors import ConfigError
+
+from .weights import Filling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+HIDDEN = "hidden_states"
+_EVERY = "every_layer"
+"""The kind of the layers of models whose layers are all of one kind."""
+
+_MASKS = "counterflow_"
+"""Before the name of an attention: the same with masks that are always made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where a model is cut.
+
+    Attributes:
+        repeated: the path in the base model of the list of its repeated layers.
+        after: the paths in the base model of what comes after them.
+    """
+
+    repeated: str
+    after: tuple[str, ...]
+
+
+_BERT = Plan("encoder.layer", ("pooler",))
+
+_PLANS = {
+    "bert": _BERT,
+    "camembert": _BERT,
+    "distilbert": Plan("transformer.layer", ()),
+    "electra": _BERT,
+    "gpt2": Plan("h", ("ln_f",)),
+    "modernbert": Plan("layers", ("final_norm",)),
+    "opt": Plan("decoder.layers", ("decoder.final_layer_norm", "decoder.project_out")),
+    "roberta": _BERT,
+    "xlm-roberta": _BERT,
+}
+"""By model type: those of models without a plan of their own."""
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model of transformers, also with peft's adapters: for ``Pipeline(list_layers=...)``.
+
+    The first takes token ids, or a dict of what the model's ``forward`` takes (``input_ids``,
+    ``attention_mask``, ``position_ids``, ``token_type_ids``), or this as keyword arguments; the last gives
+    what the model gives without labels, an object with ``logits``.
+
+    Args:
+        model: in training mode (``model.train()``); ``from_pretrained`` gives it in evaluation mode.
+
+    Raises:
+        ConfigError: it is not known how to cut it, or it does what a pipeline cannot do.
+    """
+    whole = _unwrapped(model)
+    base: PreTrainedModel = whole.base_model
+    plan = _plan_of(whole, base)
+    _refuse(whole)
+    prefix = next(f"{name}." if name else "" for name, module in whole.named_modules() if module is base)
+    path = prefix + plan.repeated
+    repeated = list(whole.get_submodule(path).children())
+    kinds = _kinds(whole, len(repeated))
+    after = [prefix + name for name in plan.after if _has(base, name)]
+    heads = [name for name, child in whole.named_children() if prefix and child is not base]
+    filling = Filling(whole, getattr(model, "peft_config", None) or {})
+    first = _First(whole, path, [*after, *heads], kinds)
+    blocks = [_Block(block, kind) for block, kind in zip(repeated, kinds, strict=True)]
+    found = [first, *blocks, _Last(whole, path, [*after, *heads], prefix)]
+    for layer in found:
+        layer.fill_with(filling)
+    return [*found]
+
+
+def _unwrapped(model: nn.Module) -> PreTrainedModel:
+    """The model of transformers, without what peft puts around it.
+
+    Raises:
+        ConfigError: there is none in it.
+    """
+    inner: Any = model
+    if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
+        for adapter, config in inner.peft_config.items():
+            if getattr(config, "is_prompt_learning", False):
+                raise ConfigError(
+                    f"adapter {adapter!r} of the {type(model).__name__} is of type {config.peft_type}, which "
+                    "changes what goes into every layer; take one that stands in the layers, such as LoRA"
+                )
+        inner = inner.get_base_model()
+    if not callable(getattr(inner, "_init_weights", None)) or not hasattr(inner, "base_model"):
+        raise ConfigError(
+            f"a {type(model).__name__} is no model of transformers; give list_layers a function of your own "
+            "that lists its layers"
+        )
+    found: PreTrainedModel = inner
+    return found
+
+
+def _plan_of(model: PreTrainedModel, base: PreTrainedModel) -> Plan:
+    told: Mapping[str, Any] | None = getattr(base.config, "base_model_pp_plan", None)
+    config = base.config
+    composite = getattr(config, "sub_configs", None)
+    if told and not composite:
+        names = list(told)
+        lists = [
+            name for name in names if _has(base, name) and isinstance(base.get_submodule(name), nn.ModuleList)
+        ]
+        if len(lists) == 1:
+            return Plan(lists[0], tuple(names[names.index(lists[0]) + 1 :]))
+    known = _PLANS.get(config.model_type)
+    if known is None or getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"it is not known how to cut a {type(model).__name__}: transformers has no pipeline plan for it, "
+            f"and it is none of {', '.join(_PLANS)}; give list_layers a function of your own that lists its "
+            "layers"
+        )
+    return known
+
+
+def _refuse(model: PreTrainedModel) -> None:
+    """Refuse what a pipeline would do in another way than the model alone."""
+    config, name = model.config, type(model).__name__
+    if not model.training:
+        raise ConfigError(
+            f"the {name} is in evaluation mode, as from_pretrained gives it, and would train without "
+            "dropout; call model.train() before"
+        )
+    if getattr(config, "_attn_implementation", None) == "flex_attention":
+        raise ConfigError(
+            f"the masks of the {name}'s flex_attention cannot go from stage to stage; load it with "
+            'attn_implementation="sdpa"'
+        )
+    if getattr(config, "output_router_logits", False):
+        raise ConfigError(
+            f"the {name} adds a loss of its routers, which are in all stages; set output_router_logits=False "
+            "in its config"
+        )
+    if "_loss_function" in vars(model):
+        raise ConfigError(
+            f"the {name} has a loss_function of its own, which the pipeline does not call; give that to the "
+            "Pipeline, as a function of the model's output and the labels, and delete it from the model"
+        )
+
+
+def _kinds(model: PreTrainedModel, count: int) -> list[str]:
+    """By repeated layer its kind; those of one kind take the same arguments."""
+    told = getattr(model.config, "layer_types", None)
+    return list(told) if told is not None and len(told) == count else [_EVERY] * count
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    for name in path.split("."):
+        found = module._modules.get(name)
+        if found is None:
+            return False
+        module = found
+    return True
+
+
+# -- the model with stand-ins
+
+
+def _shell(model: nn.Module, replaced: Mapping[str, nn.Module]) -> Any:
+    """A copy of a model that shares all its modules, but for those at some paths.
+
+    >>> model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+    >>> shell = _shell(model, {"1": nn.Tanh()})
+    >>> shell[0] is model[0], shell[1], model[1]
+    (True, Tanh(), ReLU())
+    """
+    shell = copy.copy(model)
+    for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+        shell.__dict__[name] = copy.copy(model.__dict__[name])
+    below: dict[str, dict[str, nn.Module]] = {}
+    for path, module in replaced.items():
+        name, _, rest = path.partition(".")
+        if rest:
+            below.setdefault(name, {})[rest] = module
+        else:
+            shell._modules[name] = module
+    for name, parts in below.items():
+        child = model._modules[name]
+        assert child is not None
+        shell._modules[name] = _shell(child, parts)
+    return shell
+
+
+def _configured(shell: nn.Module, change: Callable[[Any], None]) -> None:
+    """Give the shells within a shell configs of their own."""
+    for module in shell.modules():
+        config = vars(module).get("config")
+        if config is not None:
+            module.config = copy.deepcopy(config)
+            change(module.config)
+
+
+@contextmanager
+def _masks(shell: nn.Module, *, made: bool) -> Iterator[None]:
+    """Within this context a model makes its masks, also where these samples would need none.
+
+    Stages hand on values of one structure for all samples of a shape, and transformers leaves a mask out when
+    none of them has padding.
+    """
+    if not made:
+        yield
+        return
+    configs = [vars(module)["config"] for module in shell.modules() if "config" in vars(module)]
+    before = [config._attn_implementation for config in configs]
+    for config, name in zip(configs, before, strict=True):
+        config._attn_implementation = _registered(name)
+    try:
+        yield
+    finally:
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation = name
+
+
+def _registered(name: str | None) -> str | None:
+    """The name under which transformers makes all masks of an attention."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: PLC0415
+
+    if name is None or name not in ALL_MASK_ATTENTION_FUNCTIONS or name.startswith(_MASKS):
+        return name
+    if _MASKS + name not in ALL_MASK_ATTENTION_FUNCTIONS:
+        make = (
+            _given_mask
+            if name.startswith("flash")
+            else partial(_made_mask, ALL_MASK_ATTENTION_FUNCTIONS[name])
+        )
+        ALL_MASK_ATTENTION_FUNCTIONS.register(_MASKS + name, make)
+    return _MASKS + name
+
+
+def _made_mask(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return make(*args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+
+
+def _given_mask(*_: object, attention_mask: Tensor | None = None, **__: object) -> Tensor | None:
+    return attention_mask
+
+
+class _Called(Exception):  # noqa: N818 - nothing is wrong
+    """Ends a model's forward when its last repeated layer was called."""
+
+
+class _Absent(nn.Module):
+    """In place of what comes after the repeated layers."""
+
+    def forward(self, *_: object, **__: object) -> Any:
+        raise _unfollowed("calls what comes after its repeated layers before them")
+
+
+class _Note(nn.Module):
+    """In place of a repeated layer: notes what it is called with, and hands on what it would change.
+
+    Args:
+        block: the repeated layer.
+        notes: of all layers; who reads them empties them.
+        last: whether the last one.
+    """
+
+    def __init__(
+        self, block: nn.Module, notes: list[tuple[Tensor, tuple[Any, ...], dict[str, Any]]], *, last: bool
+    ) -> None:
+        super().__init__()
+        _told_of(self, block)
+        self.notes = notes
+        self.last = last
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        hidden, *rest = args if args else (kwargs.pop(HIDDEN, None),)
+        if not isinstance(hidden, Tensor) or (self.notes and hidden is not self.notes[0][0]):
+            raise _unfollowed("changes what goes from one repeated layer to the next")
+        self.notes.append((hidden, tuple(rest), kwargs))
+        if self.last:
+            raise _Called
+        return hidden
+
+
+class _Held(nn.Module):
+    """In place of what comes before the end: gives what is held, whatever it is called with."""
+
+    def __init__(self, held: list[Tensor], module: nn.Module) -> None:
+        super().__init__()
+        _told_of(self, module)
+        self.held = held
+
+    def forward(self, *_: object, **__: object) -> Tensor:
+        return self.held[0]
+
+
+def _told_of(stand_in: nn.Module, module: nn.Module) -> None:
+    """Give a stand-in what a model may ask its layers: of which kind they are, say."""
+    for name, value in vars(module).items():
+        if name not in vars(stand_in) and isinstance(value, (str, int, float, type(None))):
+            setattr(stand_in, name, value)
+
+
+def _unfollowed(what: str) -> ConfigError:
+    return ConfigError(
+        f"the model {what}, which a pipeline of its layers cannot follow; give list_layers a function of "
+        "your own that lists its layers"
+    )
+
+
+# -- the layers
+
+
+class Layer(nn.Module):
+    """One of the list: its weights can be made, or read, where it is."""
+
+    def fill_with(self, filling: Filling) -> None:
+        """Note how the weights are made, if the layer is on the meta device."""
+        self.filling, self.names = filling, filling.of(self)
+
+    def make_weights(self) -> None:
+        """Fill what was made on the meta device: as the model's folder has it, or by its own rules."""
+        self.filling.fill(self, self.names)
+
+
+class _First(Layer):
+    """All before the repeated layers: what they are called with."""
+
+    def __init__(self, model: PreTrainedModel, path: str, after: list[str], kinds: list[str]) -> None:
+        super().__init__()
+        self.kinds = kinds
+        self.wants_ids = "SequenceClassification" in type(model).__name__  # to look for the padding
+        self.notes: list[Any] = []
+        repeated = list(model.get_submodule(path).children())
+        stand_ins = nn.ModuleList(_Note(block, self.notes, last=block is repeated[-1]) for block in repeated)
+        self.model = _shell(model, {path: stand_ins} | {name: _Absent() for name in after})
+        _configured(self.model, _plain)
+
+    def forward(self, inputs: Any = None, **kwargs: Any) -> dict[str, Any]:
+        """Token ids, or what the model takes, to what all layers take."""
+        given = {**_as_kwargs(inputs), **kwargs}
+        if "labels" in given:
+            raise ConfigError(
+                "labels are among the inputs; give them to the pipeline's step as targets, for the last stage"
+            )
+        # A mask that is not needed for these samples is made for others: stages hand on the same for all.
+        made = any(given.get(name) is not None for name in ("attention_mask", "position_ids"))
+        del self.notes[:]
+        with _masks(self.model, made=made):
+            try:
+                self.model(**given)
+            except _Called:
+                pass
+            else:
+                raise _unfollowed("does not call its repeated layers")
+        notes = list(self.notes)
+        del self.notes[:]
+        if len(notes) != len(self.kinds):
+            raise _unfollowed("does not call each of its repeated layers once")
+        taken: dict[str, Any] = {}
+        for kind, (_, args, keywords) in zip(self.kinds, notes, strict=True):
+            if not _same(taken.setdefault(kind, (args, keywords)), (args, keywords)):
+                raise _unfollowed(f"calls its repeated layers ({kind}) with other arguments each")
+        ids = {"input_ids": given.get("input_ids")} if self.wants_ids else {}
+        return {HIDDEN: notes[0][0], "taken": taken, **ids}
+
+
+class _Block(Layer):
+    """A repeated layer."""
+
+    def __init__(self, block: nn.Module, kind: str) -> None:
+        super().__init__()
+        self.block = block
+        self.kind = kind
+
+    def forward(self, value: dict[str, Any]) -> dict[str, Any]:
+        args, kwargs = value["taken"][self.kind]
+        hidden = self.block(value[HIDDEN], *args, **kwargs)
+        if not isinstance(hidden, Tensor):
+            raise _unfollowed("has repeated layers that give more than one tensor")
+        return {**value, HIDDEN: hidden}
+
+
+class _Last(Layer):
+    """All after the repeated layers."""
+
+    def __init__(self, model: PreTrainedModel, path: str, after: list[str], prefix: str) -> None:
+        super().__init__()
+        self.held: list[Tensor] = []
+        replaced: dict[str, nn.Module] = {
+            path: nn.ModuleList(_Held(self.held, block) for block in model.get_submodule(path).children())
+        }
+        for parent in _leading_to(path, prefix):
+            for name, child in model.get_submodule(parent.rstrip(".")).named_children():
+                if not any(_leads(parent + name, other) for other in (path, *after)):
+                    replaced[parent + name] = _Held(self.held, child)
+        self.model = _shell(model, replaced)
+        _configured(self.model, _plain)
+
+    def forward(self, value: dict[str, Any]) -> Any:
+        hidden = value[HIDDEN]
+        ids = value.get("input_ids")
+        if ids is None:
+            ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+        # A mask that is ready is made nowhere.
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=hidden.device)
+        self.held[:] = [hidden]
+        try:
+            return self.model(input_ids=ids, attention_mask=mask)
+        finally:
+            del self.held[:]
+
+
+def _leads(path: str, other: str) -> bool:
+    """Whether a path is another one or leads to it.
+
+    >>> _leads("encoder", "encoder.layer"), _leads("enc", "encoder.layer")
+    (True, False)
+    """
+    return other == path or other.startswith(f"{path}.")
+
+
+def _leading_to(path: str, prefix: str) -> Iterator[str]:
+    """The modules from the base model on in which something is, with a dot.
+
+    >>> list(_leading_to("bert.encoder.layer", "bert."))
+    ['bert.', 'bert.encoder.']
+    """
+    yield prefix
+    parts = path.removeprefix(prefix).split(".")
+    for end in range(1, len(parts)):
+        yield prefix + ".".join(parts[:end]) + "."
+
+
+def _as_kwargs(inputs: Any) -> dict[str, Any]:
+    if inputs is None:
+        return {}
+    return {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
+
+
+def _plain(config: Any) -> None:
+    """Nothing beside what the next layer needs: no caches and no copies of what is on the way."""
+    for name, value in (("use_cache", False), ("output_hidden_states", False), ("return_dict", True)):
+        if getattr(config, name, value) != value:
+            setattr(config, name, value)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two trees are of the same tensors and of equal values."""
+    leaves, spec = pytree.tree_flatten(one)
+    others, other_spec = pytree.tree_flatten(other)
+    return spec == other_spec and all(
+        a is b or (not isinstance(a, Tensor) and type(a) is type(b) and a == b)
+        for a, b in zip(leaves, others, strict=True)
+    )

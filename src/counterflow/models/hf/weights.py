@@ -1,0 +1,333 @@
+"""The weights of a model of transformers that was built on the meta device: each layer's own, and no others.
+
+They are read from the safetensors files of a folder, tensor by tensor, or made by the model's own rules
+(``_init_weights``; those of peft for its adapters).
+
+Invariant: nothing is left as memory happened to be; what neither the folder nor a rule fills is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from counterflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_SOURCE = "_counterflow_folder"
+"""The attribute of a model that was loaded on the meta device."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """The tensors of a folder's safetensors files.
+
+    Attributes:
+        path: of the folder.
+        files: by a tensor's name, the file it is in.
+        prefix: of the base model's names in the model; a folder has it or not.
+    """
+
+    path: Path
+    files: Mapping[str, str]
+    prefix: str
+
+    @classmethod
+    def read(cls, path: Path, prefix: str) -> Folder:
+        """What is in a folder.
+
+        Raises:
+            ConfigError: it has no such files.
+        """
+        from safetensors import SafetensorError, safe_open  # noqa: PLC0415
+
+        try:
+            if (path / INDEX).exists():
+                files = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
+                missing = [name for name in sorted(set(files.values())) if not (path / name).exists()]
+                if missing:
+                    raise ConfigError(f"{path}: {INDEX} names {missing[0]}, which is not there")
+            elif (path / SINGLE).exists():
+                with safe_open(path / SINGLE, "pt") as file:
+                    files = dict.fromkeys(file.keys(), SINGLE)
+            else:
+                raise ConfigError(
+                    f"{path}: there is no {SINGLE} and no {INDEX}; save the model with save_pretrained, or "
+                    "build it from its config for fresh weights"
+                )
+        except (OSError, ValueError, LookupError, SafetensorError) as error:
+            raise ConfigError(f"{path}: its weights cannot be read: {error}") from None
+        return cls(path, files, f"{prefix}." if prefix else "")
+
+    def find(self, names: Iterable[str]) -> str | None:
+        """The name in the files of a tensor that has these in the model."""
+        for name in names:
+            for known in (name, name.removeprefix(self.prefix), self.prefix + name):
+                if known in self.files:
+                    return known
+        return None
+
+    def copy_to(self, tensors: Mapping[str, Tensor]) -> None:
+        """Read tensors, by their names in the files.
+
+        Raises:
+            ConfigError: one has another shape.
+        """
+        from safetensors import safe_open  # noqa: PLC0415
+
+        for file_name in sorted({self.files[name] for name in tensors}):
+            with safe_open(self.path / file_name, "pt") as file:
+                for name, tensor in tensors.items():
+                    if self.files[name] == file_name:
+                        found = file.get_tensor(name)
+                        if found.shape != tensor.shape:
+                            raise ConfigError(
+                                f"{self.path}: {name} has shape {tuple(found.shape)}, and "
+                                f"{tuple(tensor.shape)} in the model; give the config that belongs to the "
+                                "weights"
+                            )
+                        tensor.copy_(found)
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Refuse a folder that has not all of the base model; a head may be new.
+
+        Raises:
+            ConfigError: something is missing.
+        """
+        base, prefix = model.base_model, self.prefix if model.base_model is not model else ""
+        inside = {prefix + name for name in base.state_dict()}
+        missing = [names for names in _names(model).values() if self.find(names) is None]
+        for names in missing:
+            if inside.intersection(names):
+                raise ConfigError(
+                    f"{self.path}: the files have no {names[0]}, which the {type(model).__name__} has; if "
+                    "they store it in another form, make the model with from_pretrained on every worker"
+                )
+        if missing:
+            _log.warning(
+                "%s: the files have no %s; made anew", self.path, ", ".join(names[0] for names in missing)
+            )
+
+
+def load(
+    path: Path | str,
+    *,
+    auto: Any = None,
+    dtype: torch.dtype | str = torch.float32,
+    weights: bool = True,
+    **options: Any,
+) -> PreTrainedModel:
+    """A model on the meta device, in training mode; in a pipeline each worker reads its own stages' weights.
+
+    Args:
+        path: a folder with ``config.json`` and safetensors files, or a name that transformers knows.
+        auto: a class of transformers, such as ``AutoModelForCausalLM``; by default the one that the config
+            names.
+        dtype: of the weights, whatever they are stored in; ``"auto"``: as the config says.
+        weights: whether they are read; else the model's own rules make them.
+        options: further ones of the config, such as ``attn_implementation="eager"``.
+
+    Raises:
+        ConfigError: transformers is not there; the folder or the model cannot be read, or they do not fit.
+    """
+    transformers = imported("transformers")
+    config = read_config(path, **options)
+    folder = local_folder(path, weights=weights) if weights else None
+    if auto is None:
+        names = config.architectures or []
+        auto = next((found for name in names if (found := getattr(transformers, name, None))), None)
+        auto = auto or transformers.AutoModelForCausalLM
+    chosen = getattr(config, "dtype", None) if dtype == "auto" else dtype
+    make = auto.from_config if hasattr(auto, "from_config") else auto._from_config
+    with torch.device("meta"):
+        model: PreTrainedModel = make(config, dtype=chosen or torch.float32)
+    model.train()
+    if folder is not None:
+        source = Folder.read(folder, model.base_model_prefix)
+        source.check(model)
+        setattr(model, _SOURCE, source)
+    return model
+
+
+def read_config(path: Path | str, **options: Any) -> Any:
+    """The config of a model.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    transformers = imported("transformers")
+    try:
+        return transformers.AutoConfig.from_pretrained(str(path), **options)
+    except (OSError, ValueError, KeyError) as error:
+        told = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{path}: is no model that transformers can read: {told}") from None
+
+
+def local_folder(path: Path | str, *, weights: bool = True) -> Path:
+    """Where a model's files are: the folder itself, or transformers' cache of a name.
+
+    Raises:
+        ConfigError: they are not to be had.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    hub = imported("huggingface_hub")
+    wanted = ["*.json", "*.txt", "*.model", *(["*.safetensors"] if weights else [])]
+    try:
+        return Path(hub.snapshot_download(str(path), allow_patterns=wanted))
+    except Exception as error:
+        told = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{path}: is no folder, and cannot be had from the hub: {told}") from None
+
+
+def imported(name: str) -> Any:
+    """A package of the extra ``hf``.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    import importlib  # noqa: PLC0415
+
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        raise ConfigError(f'{name} is not installed; pip install "counterflow[hf]"') from None
+
+
+class Filling:
+    """How the layers of a model that is on the meta device get their weights.
+
+    Args:
+        whole: the model of transformers.
+        adapters: peft's configs, by adapter.
+    """
+
+    def __init__(self, whole: PreTrainedModel, adapters: Mapping[str, Any]) -> None:
+        self.meta = any(tensor.is_meta for tensor in whole.parameters())
+        self.folder: Folder | None = vars(whole).get(_SOURCE)
+        self.adapters = adapters
+        self.names = _names(whole) if self.meta else {}
+        self.rules = _without_modules(whole)
+        for adapter, config in adapters.items() if self.meta else ():
+            how = getattr(config, "init_lora_weights", True)
+            if config.peft_type != "LORA" or how not in (True, False, "gaussian"):
+                raise ConfigError(
+                    f"adapter {adapter!r} cannot be made on the meta device ({config.peft_type}, "
+                    f"init_lora_weights={how!r}); take LoRA with init_lora_weights True, False or "
+                    "'gaussian', or build the model on a real device"
+                )
+
+    def __deepcopy__(self, memo: object) -> Filling:
+        """It does not change, and threads share it."""
+        return self
+
+    def of(self, layer: nn.Module) -> dict[str, tuple[str, ...]]:
+        """By the name of a tensor in the layer, those that it has in the model."""
+        every = layer.state_dict(keep_vars=True)
+        return {name: self.names[id(tensor)] for name, tensor in every.items() if id(tensor) in self.names}
+
+    def fill(self, layer: nn.Module, names: Mapping[str, tuple[str, ...]]) -> None:
+        """Give all tensors of a layer their values.
+
+        Raises:
+            ConfigError: nothing says what one of them shall be.
+        """
+        tensors = dict((*layer.named_parameters(), *layer.named_buffers()))
+        with torch.no_grad(), _unset(tensors) as left:
+            read: dict[str, Tensor] = {}
+            for name, tensor in tensors.items():
+                known = self.folder.find(names.get(name, ())) if self.folder is not None else None
+                if known is not None:
+                    read[known] = tensor
+                    tensor._is_hf_initialized = True  # type: ignore[attr-defined] # a rule leaves it alone
+            layer.apply(self._make)
+            for tensor in read.values():
+                del tensor._is_hf_initialized  # type: ignore[attr-defined]
+            if self.folder is not None:
+                self.folder.copy_to(read)
+        if left:
+            raise ConfigError(
+                f"{left[0]} of a {type(self.rules).__name__} is on the meta device, and its "
+                "_init_weights does not make it; build the model on a real device"
+            )
+
+    def _make(self, module: nn.Module) -> None:
+        if self.adapters and callable(reset := getattr(module, "reset_lora_parameters", None)):
+            for adapter, config in self.adapters.items():
+                reset(adapter, config.init_lora_weights)
+        else:
+            self.rules._init_weights(module)
+
+
+@contextmanager
+def _unset(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Gives a list that has, afterwards, the names of the tensors that were not set within it."""
+    marks = {name: _mark(tensor) for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        tensor.fill_(marks[name])
+    left: list[str] = []
+    yield left
+    for name, tensor in tensors.items():
+        mark = marks[name]
+        odd = tensor.isnan() if mark != mark else tensor == mark  # noqa: PLR0124
+        if tensor.dtype is not torch.bool and odd.any():
+            left.append(name)
+
+
+def _mark(tensor: Tensor) -> Any:
+    """What a tensor does not hold otherwise."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return float("nan")
+    return False if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min
+
+
+def _names(model: nn.Module) -> dict[int, tuple[str, ...]]:
+    """By a tensor's identity all its names, without what peft puts into them.
+
+    >>> _names(nn.Sequential(nn.Linear(1, 1, bias=False))).values()
+    dict_values([('0.weight',)])
+    """
+    found: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        found.setdefault(id(tensor), []).append(original_name(name))
+    return {key: tuple(names) for key, names in found.items()}
+
+
+def original_name(name: str) -> str:
+    """A tensor's name in the model that peft has put adapters into.
+
+    >>> original_name("model.layers.0.q_proj.base_layer.weight")
+    'model.layers.0.q_proj.weight'
+    >>> original_name("lm_head.modules_to_save.default.weight")
+    'lm_head.weight'
+    """
+    parts = iter(name.split("."))
+    kept = []
+    for part in parts:
+        if part == "modules_to_save":
+            next(parts, None)
+        elif part not in ("base_layer", "original_module"):
+            kept.append(part)
+    return ".".join(kept)
+
+
+def _without_modules(model: PreTrainedModel) -> Any:
+    """The model's rules: itself without its parts."""
+    rules = object.__new__(type(model))
+    nn.Module.__init__(rules)
+    rules.__dict__.update({name: value for name, value in vars(model).items() if name == "config"})
+    return rules

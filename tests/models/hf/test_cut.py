@@ -1,0 +1,219 @@
+"""Models of transformers cut into layers: the numbers of the model itself, in every scheme."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import counterflow as cf
+from counterflow.models import hf
+from counterflow.schedule.ir import Schedule
+
+from . import tiny
+
+Batch = tuple[dict[str, Tensor], Tensor]
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+
+
+def run_through(model: nn.Module, value: Any) -> Any:
+    for layer in hf.layers(model):
+        value = layer(value)
+    return value
+
+
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_the_layers_give_what_the_model_gives(name: str) -> None:
+    model = tiny.made(name)
+    for padded in (False, True):
+        inputs, labels = tiny.batch(name, padded=padded)
+        expected, found = model(**inputs, labels=labels), run_through(model, inputs)
+        assert type(found) is type(expected)
+        where = inputs["attention_mask"].bool() if padded and found.logits.dim() == 3 else ...
+        torch.testing.assert_close(found.logits[where], expected.logits[where], rtol=0, atol=1e-6)
+        loss = hf.loss(found, labels)
+        torch.testing.assert_close(loss.sum / loss.weight, expected.loss, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "mistral", "gemma2"])
+def test_packed_sequences(name: str) -> None:
+    """Positions that begin anew begin a sequence that sees no other."""
+    model = tiny.made(name)
+    (inputs, _) = tiny.batch(name, 2, padded=False)
+    positions = torch.cat([torch.arange(7), torch.arange(5)]).expand(2, -1)
+    found = run_through(model, {**inputs, "position_ids": positions}).logits
+    apart = [model(input_ids=part).logits for part in inputs["input_ids"].split([7, 5], dim=1)]
+    torch.testing.assert_close(found, torch.cat(apart, 1), rtol=0, atol=1e-5)
+
+
+SCHEMES = [
+    cf.schemes.dapple(3, 4),
+    cf.schemes.chimera(4, 4),
+    cf.schemes.chimera(2, 4, concat="forward-doubling"),
+    cf.schemes.chimera(2, 4, concat="backward-halving"),
+    cf.schemes.interleaved(2, 4, chunks=2),
+    cf.schemes.hanayo(2, 4, waves=1),
+]
+
+
+def trained(model: nn.Module, schedule: Schedule, batches: list[Batch], **options: Any) -> Any:
+    """Losses and norms of each step, and the weights at the end."""
+    pipeline = cf.Pipeline(
+        model, hf.loss, schedule, optimizer=adamw, list_layers=hf.layers, clip_norm=0.5, **options
+    )
+    steps = [pipeline.step(*each) for each in batches]
+    return [(step.loss, step.grad_norm) for step in steps], pipeline.state_dict()
+
+
+def agrees(model: Any, schedule: Schedule, batches: list[Batch], **options: Any) -> None:
+    found = cf.launch(
+        trained,
+        model,
+        schedule,
+        batches,
+        workers=schedule.workers,
+        transport="local",
+        timeout_seconds=60,
+        **options,
+    )
+    steps, state = found[0]
+    alone = copy.deepcopy(model)
+    optimizer = adamw([p for p in alone.parameters() if p.requires_grad])
+    for (loss, norm), (inputs, labels) in zip(steps, batches, strict=True):
+        optimizer.zero_grad()
+        expected = alone(**inputs, labels=labels).loss
+        expected.backward()
+        of_all = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        optimizer.step()
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+        assert norm == pytest.approx(of_all.item(), rel=1e-4)
+    whole = alone.state_dict()
+    assert list(state) == list(whole)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("schedule", SCHEMES, ids=str)
+def test_every_scheme_trains_as_one_process(name: str, schedule: Schedule) -> None:
+    batches = [tiny.batch(name, seed=seed) for seed in range(3)]
+    agrees(tiny.made(name), schedule, batches)
+
+
+@pytest.mark.parametrize("recompute", ["stage", "layer"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-tied", "gemma2", "bert"])
+def test_every_recomputation_trains_as_one_process(name: str, recompute: str) -> None:
+    batches = [tiny.batch(name, seed=seed) for seed in range(2)]
+    agrees(tiny.made(name), cf.schemes.chimera(2, 4), batches, recompute=recompute)
+
+
+@pytest.mark.parametrize("name", [*tiny.CAUSAL, "bert-classes", "llama-classes", "bert-tokens"])
+def test_every_model_trains_as_one_process(name: str) -> None:
+    batches = [tiny.batch(name, seed=seed) for seed in range(3)]
+    agrees(tiny.made(name), cf.schemes.hanayo(2, 4, waves=1), batches)
+
+
+def test_a_model_without_a_mask_hands_none_on() -> None:
+    first = hf.layers(tiny.made("llama"))[0]
+    (inputs, _) = tiny.batch("llama", padded=False)
+    ((_, taken),) = first(inputs["input_ids"])["taken"].values()
+    assert taken["attention_mask"] is None
+    ((_, taken),) = first({**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])})[
+        "taken"
+    ].values()
+    assert taken["attention_mask"].shape == (8, 1, tiny.POSITIONS, tiny.POSITIONS)
+
+
+def predicted(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    pipeline = cf.Pipeline(model, hf.loss, cf.schemes.dapple(2, 4), optimizer=adamw, list_layers=hf.layers)
+    found: Tensor = pipeline.predict(kwargs=inputs).logits
+    return found
+
+
+def test_predictions_are_the_models_own() -> None:
+    model = tiny.with_dropout()
+    (inputs, _) = tiny.batch("gpt2")
+    found = cf.launch(predicted, model, inputs, workers=2, transport="local", timeout_seconds=60)
+    expected = model.eval()(**inputs).logits
+    where = inputs["attention_mask"].bool()
+    torch.testing.assert_close(found[0][where], expected[where], rtol=0, atol=1e-5)
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: model.eval(), "call model.train"),
+        (lambda model: setattr(model.config, "output_router_logits", True), "output_router_logits=False"),
+        (
+            lambda model: setattr(model.config, "_attn_implementation", "flex_attention"),
+            'attn_implementation="sdpa"',
+        ),
+        (lambda model: setattr(model, "loss_function", hf.loss), "has a loss_function of its own"),
+    ],
+)
+def test_what_a_pipeline_would_do_otherwise_is_refused(change: Any, message: str) -> None:
+    model = tiny.made("llama")
+    change(model)
+    with pytest.raises(cf.ConfigError, match=message):
+        hf.layers(model)
+
+
+def test_unknown_models_are_refused() -> None:
+    import transformers as tf
+
+    sizes = {"vocab_size": 61, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    model = tf.T5ForConditionalGeneration(tf.T5Config(**sizes)).train()
+    with pytest.raises(cf.ConfigError, match=r"how to cut a T5ForConditionalGeneration.*of your own"):
+        hf.layers(model)
+    with pytest.raises(cf.ConfigError, match="a Linear is no model of transformers"):
+        hf.layers(nn.Linear(2, 2))
+
+
+def test_labels_among_the_inputs_are_refused() -> None:
+    inputs, labels = tiny.batch("llama")
+    with pytest.raises(cf.ConfigError, match="as targets"):
+        hf.layers(tiny.made("llama"))[0]({**inputs, "labels": labels})
+
+
+class _Scaled(nn.Module):
+    """A layer that looks as the others and is not called as they are."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor, **kwargs: Any) -> Any:
+        return (self.layer(hidden, **kwargs),)
+
+
+def test_layers_that_cannot_be_followed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    model = tiny.made("llama")
+    model.model.layers[1] = _Scaled(model.model.layers[1])
+    with pytest.raises(cf.ConfigError, match="more than one tensor"):
+        run_through(model, tiny.batch("llama")[0])
+
+    def forward(self: Any, input_ids: Tensor, **_: Any) -> Any:
+        hidden = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            hidden = 2 * layer(hidden)
+        return hidden
+
+    monkeypatch.setattr(LlamaModel, "forward", forward)
+    with pytest.raises(cf.ConfigError, match="changes what goes from one repeated layer to the next"):
+        run_through(tiny.made("llama"), tiny.batch("llama")[0])
+
+
+def test_an_unknown_loss_is_refused() -> None:
+    with pytest.raises(cf.ConfigError, match="has no logits"):
+        hf.loss(torch.zeros(2), torch.zeros(2))

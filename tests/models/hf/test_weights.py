@@ -1,0 +1,132 @@
+"""Models on the meta device: each worker makes or reads its own stages' weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import counterflow as cf
+from counterflow.models import hf
+from counterflow.schedule.ir import Schedule
+
+from . import tiny
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def state_of(model: nn.Module, schedule: Schedule, **options: Any) -> dict[str, torch.Tensor]:
+    pipeline = cf.Pipeline(model, hf.loss, schedule, optimizer=sgd, list_layers=hf.layers, **options)
+    return pipeline.state_dict()
+
+
+def launched(model: nn.Module, schedule: Schedule, **options: Any) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = cf.launch(
+        state_of, model, schedule, workers=schedule.workers, transport="local", timeout_seconds=60, **options
+    )[0]
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "llama-tied", "gemma3", "bert"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_each_worker_reads_its_own_weights(name: str, shards: int, tmp_path: Path) -> None:
+    model = tiny.made(name)
+    model.save_pretrained(tmp_path, max_shard_size="5GB" if shards == 1 else "10KB")
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shards > 1)
+    loaded = hf.load(tmp_path)
+    assert type(loaded) is type(model)
+    assert loaded.training
+    assert all(parameter.is_meta for parameter in loaded.parameters())
+    state, whole = launched(loaded, cf.schemes.dapple(2, 2)), model.state_dict()
+    assert list(state) == list(whole)
+    for key, tensor in whole.items():
+        assert torch.equal(state[key], tensor), key
+
+
+def test_what_is_stored_in_half_precision_trains_in_another(tmp_path: Path) -> None:
+    model = tiny.made("llama").to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    for dtype, expected in ((torch.float32, torch.float32), ("auto", torch.bfloat16)):
+        state = launched(hf.load(tmp_path, dtype=dtype), cf.schemes.dapple(2, 2))
+        for key, tensor in model.state_dict().items():
+            assert state[key].dtype is expected
+            assert torch.equal(state[key], tensor.to(expected))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-tied", "gemma3", "bert"])
+def test_fresh_weights_follow_the_models_own_rules(name: str, tmp_path: Path) -> None:
+    """And depend neither on the schedule nor on the cut."""
+    model = tiny.made(name)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    states = [
+        launched(hf.load(tmp_path, weights=False), schedule)
+        for schedule in (cf.schemes.dapple(2, 2), cf.schemes.chimera(4, 4))
+    ]
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(states[0][key], states[1][key]), key
+        assert states[0][key].std().item() == pytest.approx(tensor.std().item(), rel=0.3, abs=1e-3), key
+        assert states[0][key].mean().item() == pytest.approx(tensor.mean().item(), abs=0.03), key
+
+
+def losses_of(model: nn.Module, batches: Any) -> list[float]:
+    schedule = cf.schemes.dapple(2, 2)
+    pipeline = cf.Pipeline(model, hf.loss, schedule, optimizer=sgd, list_layers=hf.layers)
+    return [pipeline.step(*each).loss for each in batches]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_a_model_read_by_stages_trains_as_a_whole_one(name: str, tmp_path: Path) -> None:
+    """Also what is not stored (rotary frequencies, position ids) is made."""
+    model = tiny.made(name)
+    model.save_pretrained(tmp_path)
+    batches = [tiny.batch(name, seed=seed) for seed in range(2)]
+    found = cf.launch(
+        losses_of, hf.load(tmp_path), batches, workers=2, transport="local", timeout_seconds=60
+    )[0]
+    optimizer = sgd(list(model.parameters()))
+    for loss, (inputs, labels) in zip(found, batches, strict=True):
+        optimizer.zero_grad()
+        expected = model(**inputs, labels=labels).loss
+        expected.backward()
+        optimizer.step()
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_new_head_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    import transformers as tf
+
+    tiny.made("bert").save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        model = hf.load(tmp_path, auto=tf.AutoModelForTokenClassification, num_labels=3)
+    assert "the files have no classifier.weight, classifier.bias; made anew" in caplog.text
+    state = launched(model, cf.schemes.dapple(2, 2))
+    assert state["classifier.weight"].shape == (3, 32)
+    assert 0 < state["classifier.weight"].std() < 1
+
+
+def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(cf.ConfigError, match="is no model that transformers can read"):
+        hf.load(tmp_path / "nowhere")
+    model = tiny.made("llama")
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(cf.ConfigError, match=r"there is no model.safetensors"):
+        hf.load(tmp_path)
+    tiny.made("mixtral").save_pretrained(tmp_path / "fused")
+    with pytest.raises(cf.ConfigError, match=r"the files have no .*from_pretrained on every worker"):
+        hf.load(tmp_path / "fused")
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    with pytest.raises(cf.ConfigError, match=r"the files have no model.layers.3.self_attn.q_proj.weight"):
+        hf.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 16}))
+    with pytest.raises(cf.ConfigError, match=r"has shape \(48, 32\), and \(16, 32\) in the model"):
+        launched(hf.load(tmp_path), cf.schemes.dapple(2, 2))

@@ -1,0 +1,149 @@
+"""Small models of transformers with random weights, and mini-batches for them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+import transformers as tf
+from torch import Tensor
+
+logging.getLogger("transformers").setLevel(logging.ERROR)
+
+VOCABULARY, POSITIONS = 61, 12
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.1,
+}
+_GROUPED = _SIZES | {"num_key_value_heads": 2}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_BERT = _SIZES | _NO_DROPOUT
+_WINDOW = {"sliding_window": 4}
+
+
+def _gpt2(**options: Any) -> tf.GPT2Config:
+    return tf.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=3,
+        n_head=4,
+        n_positions=32,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.1,
+        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **options},
+    )
+
+
+def _distilbert() -> tf.DistilBertConfig:
+    return tf.DistilBertConfig(
+        vocab_size=VOCABULARY,
+        dim=32,
+        n_layers=3,
+        n_heads=4,
+        hidden_dim=48,
+        dropout=0.0,
+        attention_dropout=0.0,
+    )
+
+
+def _modernbert() -> tf.ModernBertConfig:
+    return tf.ModernBertConfig(**_SIZES, cls_token_id=1, sep_token_id=2, local_attention=8)
+
+
+CAUSAL: dict[str, Callable[[], Any]] = {
+    "gpt2": lambda: tf.GPT2LMHeadModel(_gpt2()),
+    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_GROUPED)),
+    "llama-tied": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_GROUPED, tie_word_embeddings=True)),
+    "llama-eager": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_GROUPED, attn_implementation="eager")),
+    "qwen2": lambda: tf.Qwen2ForCausalLM(
+        tf.Qwen2Config(**_GROUPED, **_WINDOW, use_sliding_window=True, max_window_layers=1)
+    ),
+    "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**_GROUPED, head_dim=8)),
+    "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**_GROUPED, **_WINDOW)),
+    "gemma": lambda: tf.GemmaForCausalLM(tf.GemmaConfig(**_GROUPED, head_dim=8)),
+    "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**_GROUPED, **_WINDOW, head_dim=8)),
+    "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**_GROUPED, **_WINDOW, head_dim=8)),
+    "granite": lambda: tf.GraniteForCausalLM(
+        tf.GraniteConfig(**_GROUPED, embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.5)
+    ),
+    "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**_GROUPED, num_local_experts=4)),
+    "gpt-neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**_SIZES)),
+    "opt": lambda: tf.OPTForCausalLM(
+        tf.OPTConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            ffn_dim=48,
+            word_embed_proj_dim=16,
+            dropout=0.0,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
+    ),
+}
+MASKED: dict[str, Callable[[], Any]] = {
+    "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(**_BERT)),
+    "roberta": lambda: tf.RobertaForMaskedLM(tf.RobertaConfig(**_BERT)),
+    "electra": lambda: tf.ElectraForMaskedLM(tf.ElectraConfig(**_BERT, embedding_size=16)),
+    "distilbert": lambda: tf.DistilBertForMaskedLM(_distilbert()),
+    "modernbert": lambda: tf.ModernBertForMaskedLM(_modernbert()),
+}
+OTHERS: dict[str, Callable[[], Any]] = {
+    "bert-classes": lambda: tf.BertForSequenceClassification(tf.BertConfig(**_BERT, num_labels=3)),
+    "llama-classes": lambda: tf.LlamaForSequenceClassification(tf.LlamaConfig(**_GROUPED, num_labels=3)),
+    "bert-tokens": lambda: tf.BertForTokenClassification(tf.BertConfig(**_BERT, num_labels=3)),
+}
+MODELS = CAUSAL | MASKED | OTHERS
+
+
+def made(name: str) -> Any:
+    """A model of that name, in training mode, the same each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return MODELS[name]().train()
+
+
+def with_dropout() -> Any:
+    """A GPT-2 that draws."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return tf.GPT2LMHeadModel(_gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)).train()
+
+
+def batch(
+    name: str, samples: int = 8, *, seed: int = 0, padded: bool = True
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Inputs and labels; the first samples have no padding, so that a micro-batch may have none."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (samples, POSITIONS), generator=generator)
+    mask = torch.ones_like(ids)
+    if padded:
+        for row in range(3, samples):
+            mask[row, POSITIONS - row :] = 0
+        ids = ids * mask
+    inputs = {"input_ids": ids, "attention_mask": mask} if padded else {"input_ids": ids}
+    if name.endswith("-classes"):
+        return inputs, torch.randint(3, (samples,), generator=generator)
+    labels = torch.where(mask == 1, ids, -100)
+    if name.endswith("-tokens"):
+        labels = torch.where(mask == 1, ids % 3, -100)
+    elif name in MASKED:
+        labels = torch.where(torch.rand(ids.shape, generator=generator) < 0.4, labels, -100)
+    return inputs, labels
