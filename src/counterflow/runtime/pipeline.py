@@ -35,6 +35,7 @@ from .execution.interpreter import Interpreter
 from .execution.meters import SavedBytes
 from .execution.step import Step, Workers, place
 from .execution.synchronous import SynchronousRunner
+from .execution.without_barrier import BarrierFreeRunner, waits_for_norm
 from .messages.compression import Compression
 from .messages.values import Unit
 from .mini_batch.batch import Batch, Shapes
@@ -91,6 +92,10 @@ class Pipeline:
             each stage by its own norm, to ``clip_norm / sqrt(stages)``.
         skip_non_finite: whether a mini-batch with a loss or a gradient that is not finite updates nothing on
             any worker, and ``Step.skipped`` says so; else it is an error. For schemes with a flush.
+        barrier: whether each step of a synchronous schedule ends on all workers before the next one begins.
+            Without, a worker goes on as soon as its own stages are updated. Numbers are the same, bit for
+            bit; a later step tells loss and norm (``Step.about``), and ``flush`` ends what is under way.
+            With ``clip_norm`` or ``skip_non_finite`` updates still wait for the norm of all stages.
         autocast: a dtype (``torch.bfloat16``) in which layers run where torch deems it safe.
         compile_layers: whether layers go through ``torch.compile``; or the name of its backend.
         compress: whether activations and gradients go between workers in half precision where that loses
@@ -135,6 +140,7 @@ class Pipeline:
         op_times: OpTimes | None = None,
         clip_norm: float | None = None,
         skip_non_finite: bool = False,
+        barrier: bool = True,
         autocast: torch.dtype | None = None,
         compile_layers: bool | str = False,
         compress: bool = False,
@@ -209,7 +215,7 @@ class Pipeline:
             compression=self.compression,
             saved=SavedBytes(constant),
         )
-        self._run = self._runner(make, sync, op_times, clip_norm, skip_non_finite)
+        self._run = self._runner(make, sync, op_times, clip_norm, skip_non_finite, barrier=barrier)
         forwards = lower_evaluation(schedule, matching=self.transport.matching)
         self._evaluation: Interpreter = make(forwards.schedule, owner=self._run)
         self._evaluation_tasks = self._evaluation.prepare(forwards)
@@ -232,6 +238,8 @@ class Pipeline:
         op_times: OpTimes | None,
         clip_norm: float | None,
         skips: bool,
+        *,
+        barrier: bool,
     ) -> SynchronousRunner | AsynchronousRunner:
         """What runs the schedule, with its lists as they are proved."""
         workers = Workers(self.ranks, self.replica, self.worker, self.transport)
@@ -245,9 +253,16 @@ class Pipeline:
             cut = segments(self.schedule, replicas=self.replicas, matching=matching, shared=shared)
             return AsynchronousRunner(cut, make, workers, self.weights, clip_norm)
         program = checked_program(
-            self.schedule, replicas=self.replicas, sync=sync, times=op_times, matching=matching, shared=shared
+            self.schedule,
+            replicas=self.replicas,
+            sync=sync,
+            times=op_times,
+            matching=matching,
+            shared=shared,
+            norm=barrier or waits_for_norm(clip_norm, skips=skips),
         )
-        return SynchronousRunner(program, make, workers, self.weights, clip_norm, skips=skips)
+        kind = SynchronousRunner if barrier else BarrierFreeRunner
+        return kind(program, make, workers, self.weights, clip_norm, skips=skips)
 
     def _read_layers(
         self,
@@ -355,7 +370,7 @@ class Pipeline:
         Where there are fewer samples than micro-batches, the last of these have none and run as nothing.
 
         Without a flush, a step begins its mini-batch and leaves part of it to the next steps, or to
-        ``flush``; until then all mini-batches have the same shapes.
+        ``flush``; until then all mini-batches have the same shapes. So they have without a barrier.
 
         Args:
             inputs: a tensor, or tensors in any structure, with the samples in ``input_dims``; read on workers
@@ -391,8 +406,10 @@ class Pipeline:
             step = Step(self.steps, math.nan, math.nan, batch.total, seconds, None)
         else:
             step = Step(self.steps, told.loss, told.grad_norm, told.samples, seconds, told.step, told.metrics)
-            if told.skipped or outputs:
-                step = replace(step, skipped=told.skipped, outputs=of_last)
+            if told.skipped:
+                step = replace(step, skipped=True)
+        if outputs:
+            step = replace(step, outputs=of_last)
         self.steps += 1
         if self.digest_every and self.steps % self.digest_every == 0 and not self._run.under_way:
             self.weights.check_copies(f"after step {step.number}")
@@ -485,7 +502,8 @@ class Pipeline:
     def flush(self) -> list[Step]:
         """End what is under way, so that all weights are as after the last step; all workers call it.
 
-        After a step of a synchronous schedule nothing is. Without a flush the next step warms up again.
+        After a step of a synchronous schedule nothing is, if it has a barrier. Without a flush the next step
+        warms up again.
 
         Returns:
             The steps whose loss and norm no step has told.
@@ -498,10 +516,15 @@ class Pipeline:
             return untold
         began = time.perf_counter()
         with self._reported(), self.streams.step():
+            if isinstance(self._run, BarrierFreeRunner):  # what follows is for all workers together
+                call = _FLUSH + _UNDER_WAY
+                row = [0.0, 0.0, 0.0, call, self.steps]
+                more = [0.0] * (self._run.columns - len(row))
+                self._agree_on_call(self.transport.gather([*row, *more]), call)
             found = self._run.flush()
         seconds = time.perf_counter() - began
         untold += [
-            Step(t.step, t.loss, t.grad_norm, t.samples, seconds / len(found), t.step, t.metrics)
+            Step(t.step, t.loss, t.grad_norm, t.samples, seconds / len(found), t.step, t.metrics, t.skipped)
             for t in found
         ]
         if self.digest_every:
@@ -534,9 +557,13 @@ class Pipeline:
             sizes = even(samples, count)
         kind = given.kind(samples, training, *(sizes if given.ready else ()))
         await_total: Callable[[], int] | None = None
-        if self._run.under_way:
+        digests = 0.0, 0.0
+        under_way, barrier_free = self._run.under_way, isinstance(self._run, BarrierFreeRunner)
+        if under_way:
             agreed = self._as_before(mine, kind, sizes)
-            if self.transport.shares_process:
+            if barrier_free:
+                digests = self._digests(given)
+            elif self.transport.shares_process:
                 comparing = self.transport.start_gather(self._digests(given))
                 await_total = partial(self._compared_later, comparing, agreed.total)
         else:
@@ -549,7 +576,8 @@ class Pipeline:
             else:
                 agreed = self._agree(telling, call, sizes)
         self._agreed = agreed
-        copied = not self.schedule.synchronous  # needed when the step is over and the user may change them
+        # Needed, or on their way, when the step is over and the user may change them.
+        copied = barrier_free or not self.schedule.synchronous
         its_inputs, its_targets = given.cut(
             agreed.sizes, self.device, inputs=takes_inputs, targets=takes_targets, copied=copied
         )
@@ -565,9 +593,16 @@ class Pipeline:
             target_dims=given.target_dims,
             known=self._shapes.get(agreed.kind) if agreed.kind else None,
             learnt={},
+            called=(0.0, 0.0, 0.0, call + _UNDER_WAY, self.steps, *digests),
+            compare=partial(self._compare_calls, call + _UNDER_WAY, agreed.total),
             await_total=await_total,
             outputs={} if outputs else None,
         )
+
+    def _compare_calls(self, call: float, total: int, rows: list[list[float]]) -> None:
+        """See that all told of the same call, with ``Batch.called``, and of the same mini-batches."""
+        self._agree_on_call(rows, call)
+        self._compared([row[5:7] for row in rows], total)
 
     def _only_alone(self) -> None:
         """Refuse a step of a closed pipeline, and one that would get among another pipeline's messages."""
@@ -707,7 +742,7 @@ class Pipeline:
             )
         return most[0]
 
-    def _agree_on_call(self, rows: list[list[float]], call: float) -> None:
+    def _agree_on_call(self, rows: Sequence[Sequence[float]], call: float) -> None:
         for rank, row in enumerate(rows):
             if (row[3], row[4]) != (call, self.steps):
                 mine, other = (
@@ -905,16 +940,26 @@ class Pipeline:
             raise
 
 
-_EVALUATE, _STEP, _KEEP, _PREDICT = 0.0, 1.0, 2.0, 3.0
-_CALLS = {_EVALUATE: "evaluate", _PREDICT: "predict", _STEP: "step", _KEEP: "step without an update"}
+_EVALUATE, _STEP, _KEEP, _PREDICT, _FLUSH = 0.0, 1.0, 2.0, 3.0, 4.0
+_CALLS = {
+    _EVALUATE: "evaluate",
+    _PREDICT: "predict",
+    _STEP: "step",
+    _KEEP: "step without an update",
+    _FLUSH: "flush",
+}
 """What workers tell each other that they call."""
 _WITH_OUTPUTS = 8.0
 """Added where outputs are asked for."""
+_UNDER_WAY = 16.0
+"""Added where the call follows others without an agreement of all workers."""
 
 
 def _called(call: float) -> str:
+    under_way, call = divmod(call, _UNDER_WAY)
     outputs, which = divmod(call, _WITH_OUTPUTS)
-    return _CALLS[which] + (" with outputs" if outputs and which != _PREDICT else "")
+    shown = _CALLS[which] + (" with outputs" if outputs and which != _PREDICT else "")
+    return f"{shown} without a barrier" if under_way else shown
 
 
 def layout(transport: Transport, schedule: Schedule, mesh: DeviceMesh | None) -> tuple[tuple[int, ...], ...]:

@@ -80,6 +80,7 @@ def checked_program(
     times: OpTimes | None = None,
     matching: Matching = Matching.ORDER,
     shared: Shared = NOTHING_SHARED,
+    norm: bool = True,
 ) -> Program:
     """The action lists of a schedule that may be hand-made; see ``lower`` for the arguments.
 
@@ -89,4 +90,12 @@ def checked_program(
         ConfigError: replicas below 1, an unknown sync mode.
     """
     require(Subject(schedule), (rule for rule in RULES if not rule.lowered))
-    return lower(schedule, replicas=replicas, sync=sync, times=times, matching=matching, shared=shared)
+    return lower(
+        schedule,
+        replicas=replicas,
+        sync=sync,
+        times=times,
+        matching=matching,
+        shared=shared,
+        norm=norm,
+    )

@@ -29,6 +29,7 @@ from .program.actions import (
     Send,
     StartSync,
     Summed,
+    TellLoss,
     Update,
     WaitSync,
     named,
@@ -415,10 +416,30 @@ def _agreed(subject: Subject) -> Iterator[str]:
                 yield f"{place} comes after the agreement on loss and norm"
             elif index < places[0] and isinstance(action, Update):
                 yield f"{place} comes before the agreement on loss and norm"
+        yield from _told(program.schedule, worker, actions)
         started = {a for a in actions if isinstance(a, StartSync)}
         for index, action in enumerate(actions):
             if isinstance(action, WaitSync) and action.start not in started:
                 yield f"worker {worker}, action {index}: {action} waits for what it never starts"
+
+
+def _told(schedule: Schedule, worker: int, actions: tuple[Action, ...]) -> Iterator[str]:
+    """Where no norm is waited for: a worker tells its loss once, when all of it is there."""
+    places = {type(a): index for index, a in enumerate(actions) if isinstance(a, Agree | TellLoss)}
+    agreed = actions[places[Agree]]
+    tellings = sum(isinstance(action, TellLoss) for action in actions)
+    wanted = isinstance(agreed, Agree) and not agreed.norm
+    if tellings != wanted:
+        yield f"worker {worker}: tells its loss {tellings} times, expected {int(wanted)}"
+        return
+    for index in range(places.get(TellLoss, len(actions)), len(actions)):
+        action = actions[index]
+        place = f"worker {worker}, action {index}: {action}"
+        if isinstance(action, Compute) and action.op.kind.makes_output:
+            if action.op.stage == schedule.stages - 1:
+                yield f"{place} comes after the worker told its loss"
+        elif isinstance(action, TellLoss) and index > places[Agree]:
+            yield f"{place} comes after the agreement on it"
 
 
 def _peak(subject: Subject) -> Iterator[str]:

@@ -223,6 +223,10 @@ class AsynchronousRunner:
         """Until it is summed."""
         self.weights.wait_sync(sync)
 
+    def tell_loss(self) -> None:
+        """No list asks for it either."""
+        raise AssertionError("without a flush no list tells of the loss")
+
     def agree(self) -> None:
         """No list asks for it: what is told, is told by a later step."""
         raise AssertionError("without a flush no list agrees on loss and norm")

@@ -30,6 +30,7 @@ from counterflow.schedule.program.actions import (
     Receive,
     Send,
     StartSync,
+    TellLoss,
     Update,
     WaitSync,
 )
@@ -70,6 +71,9 @@ class Owner(Protocol):
 
     def wait_sync(self, sync: WaitSync) -> None:
         """Until they are summed."""
+
+    def tell_loss(self) -> None:
+        """Begin to tell everybody this worker's part of the loss."""
 
     def agree(self) -> None:
         """Hear of all workers' losses and gradients, and clip these."""
@@ -213,6 +217,7 @@ class Interpreter:
             Exchange: self._messages.exchange,
             StartSync: self._start_sync,
             WaitSync: self._wait_sync,
+            TellLoss: lambda _: self.owner.tell_loss(),
             Agree: lambda _: self.owner.agree(),
             Update: self._update,
         }
@@ -251,14 +256,17 @@ class Interpreter:
                     task.handler(task)
             self._release_outputs()
             if drains:
-                self._messages.drain()
+                self.drain()
         except CounterflowError:
             raise
         except Exception as error:
             raise worker_error(self._place(task), error, self.transport) from error
-        if drains:
-            self._batches.clear()
         status.now("between steps")
+
+    def drain(self) -> None:
+        """Wait until all is sent, and forget the mini-batches that are over."""
+        self._messages.drain()
+        self._batches.clear()
 
     def _take_in(self, batch: Batch) -> None:
         """Give a mini-batch the slot after the last one's, in place of one that is over."""

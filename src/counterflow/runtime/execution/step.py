@@ -27,7 +27,7 @@ class Step:
         grad_norm: global norm of the gradients before clipping, each stage counted once.
         samples: of the mini-batch of all replicas.
         seconds: from the call to its return, on this worker.
-        about: the step whose loss and norm these are: this one, or, in schemes without a flush, an earlier
+        about: the step whose loss and norm these are: this one, or, without a barrier or a flush, an earlier
             one, whose backwards have ended by now. None while there is none yet: loss and norm are NaN.
         metrics: means, or sums over the weights, that the loss function gave with the loss.
         skipped: whether nothing was updated, for the loss or a gradient was not finite.
@@ -96,24 +96,50 @@ class Workers:
         Raises:
             WorkerError: the loss or a gradient is not finite.
         """
+        loss = self.loss([(row[0], row[2]) for row in rows], updates)
+        return loss, self.norm([row[1] for row in rows], loss, updates, not_finite)
+
+    def loss(self, rows: Sequence[tuple[float, float]], updates: int) -> float:
+        """The loss of a mini-batch of all replicas; ``rows`` and the rest as for ``loss_and_norm``."""
         loss = added(row[0] for row in rows)
         if not math.isfinite(loss):
-            rank = next(rank for rank, row in enumerate(rows) if row[2] >= 0)
+            rank = next(rank for rank, row in enumerate(rows) if row[1] >= 0)
             replica, worker = place(self.ranks, rank)
             group = f" of replica {replica}" if self.replicas > 1 else ""
-            where = f"micro-batch {rows[rank][2]:g} on worker {worker}{group}"
+            where = f"micro-batch {rows[rank][1]:g} on worker {worker}{group}"
             made = "1 step" if updates == 1 else f"{updates} steps"
             raise WorkerError(f"after {made} the loss is {loss:g} ({where})")
-        squares = [rows[rank][1] for rank in self.ranks[0]]
+        return loss
+
+    def norm(
+        self,
+        squared: Sequence[float],
+        loss: float,
+        updates: int,
+        not_finite: Callable[[], tuple[int, str] | None],
+        *,
+        updated: str = "nothing was updated with it",
+    ) -> float:
+        """The gradient norm of a mini-batch of all replicas.
+
+        Args:
+            squared: of every rank its part of the squared norm.
+            loss: the mini-batch's, for the message.
+            updates: as for ``loss_and_norm``.
+            not_finite: likewise.
+            updated: what was done with such a gradient, for the message.
+
+        Raises:
+            WorkerError: a gradient is not finite.
+        """
+        squares = [squared[rank] for rank in self.ranks[0]]
         if all(map(math.isfinite, squares)):
-            return loss, math.sqrt(math.fsum(squares))
+            return math.sqrt(math.fsum(squares))
         # Everybody has the same rows, so everybody asks.
         found = cast("list[tuple[int, str] | None]", self.transport.gather_objects(not_finite()))
         known = sorted(each for each in found if each is not None)
         what = f"the gradient of {known[0][1]} (stage {known[0][0]}) is" if known else "the gradient norm is"
-        raise WorkerError(
-            f"step {updates}: {what} not finite, though the loss is {loss:g}; nothing was updated with it"
-        )
+        raise WorkerError(f"step {updates}: {what} not finite, though the loss is {loss:g}; {updated}")
 
     def weight(self, rows: Sequence[Sequence[float]], step: int) -> float | None:
         """The weights of all losses of a mini-batch; None if they have none.

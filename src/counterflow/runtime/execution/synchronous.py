@@ -32,8 +32,9 @@ class SynchronousRunner:
         skips: whether nothing is updated where a loss or a gradient is not finite; else it is an error.
     """
 
-    under_way = False
     warm_up_steps = 0
+    slots = 1
+    """Mini-batches whose messages are told apart."""
 
     def __init__(
         self,
@@ -45,8 +46,8 @@ class SynchronousRunner:
         *,
         skips: bool = False,
     ) -> None:
-        self.interpreter = make(program.schedule, owner=self)
-        self.tasks = self.interpreter.prepare(program)
+        self.interpreter = make(program.schedule, slots=self.slots, owner=self)
+        self._tasks = [self.interpreter.prepare(program, slot) for slot in range(self.slots)]
         self.workers = workers
         self.weights = weights
         self.clip_norm = clip_norm
@@ -60,21 +61,31 @@ class SynchronousRunner:
         """Samples whose gradients wait for an update, of steps without one."""
 
     @property
+    def under_way(self) -> bool:
+        """Whether a step has left something to do: never."""
+        return False
+
+    @property
     def lists(self) -> Sequence[Tasks]:
         """All that may be run, for who needs the peers in it."""
-        return (self.tasks,)
+        return self._tasks
 
-    def step(self, batch: Batch, *, update: bool = True) -> StepStatistics:
+    def step(self, batch: Batch, *, update: bool = True) -> StepStatistics | None:
         """Run the order once; without an update the gradients are kept for the next step's."""
+        self._run(batch, update)
+        return self._statistics
+
+    def _run(self, batch: Batch, update: bool, number: int = 0, *, drains: bool = True) -> None:
+        """Run the order once, as number ``number`` since nothing was under way."""
         self._batch, self._updates = batch, update
         if self.waiting:
             batch.await_total = partial(self._weighted, batch.await_total)
         self.weights.attach()
-        self.interpreter.run(self.tasks, batch)
+        offset = number if self.interpreter.whole_timeline else 0
+        self.interpreter.run(self._tasks[number % self.slots], batch, period_offset=offset, drains=drains)
         self.waiting = 0 if update else batch.total
         self._skipped = self._skipped and not update
         self.weights.detach()
-        return self._statistics
 
     def _weighted(self, await_total: Callable[[], int] | None) -> int:
         """All samples since the last update; those before weigh as many as they are."""
@@ -106,6 +117,10 @@ class SynchronousRunner:
         elif self._updates:
             self.weights.update(stage)
 
+    def tell_loss(self) -> None:
+        """No list asks for it: the loss is told with the norm."""
+        raise AssertionError("with a barrier the loss is told with the norm")
+
     def agree(self) -> None:
         """Loss and gradient norm of the whole mini-batch; then clip by the norm.
 
@@ -117,21 +132,15 @@ class SynchronousRunner:
         losses = self._batch.losses
         mine, odd = losses.summed()
         squared = self.weights.squared_norm() if self._updates else 0.0
-        rows = self.workers.transport.gather([mine, squared, odd, *losses.weighed()])
+        rows = self._gathered([mine, squared, odd, *losses.weighed()])
         step, total = self._batch.step, self._batch.total
         if self.skips and not all(math.isfinite(number) for row in rows for number in row[:2]):
             self._skipped = True
             loss, norm = added(row[0] for row in rows), math.nan
         else:
             loss, norm = self.workers.loss_and_norm(rows, step, self.weights.not_finite)
-        weight = self.workers.weight([row[3:] for row in rows], step)
-        scale = 1.0
-        """What makes the mini-batch's of gradients that were divided by ``total``."""
-        if weight is not None:
-            self._weight += weight
-            scale = total / self._weight
-        this_step = total / (total - self.waiting if weight is None else weight)  # scales this step alone
-        metrics = self.workers.metrics([row[3:] for row in rows], losses, this_step)
+        scale, this_step = self._weigh([row[3:] for row in rows])
+        metrics = self._metrics([row[3:] for row in rows], this_step)
         if self._updates and not self._skipped:
             norm *= scale
             factor = scale * clip_factor(norm, self.clip_norm)
@@ -139,8 +148,30 @@ class SynchronousRunner:
                 self.weights.scale(factor)
         else:
             norm = math.nan
-        if self._updates:
-            self._weight = 0.0
         self._statistics = StepStatistics(
             step, loss * this_step, norm, total - self.waiting, metrics, self._skipped
         )
+
+    def _gathered(self, row: list[float]) -> list[list[float]]:
+        """Everybody's part of loss and norm."""
+        return self.workers.transport.gather(row)
+
+    def _weigh(self, rows: Sequence[Sequence[float]]) -> tuple[float, float]:
+        """Heed the weights of the losses, if they have any; ``rows`` as for ``Workers.weight``.
+
+        Returns:
+            What makes the mini-batch's of gradients that were divided by ``total``, and what makes the
+            step's own of sums that were.
+        """
+        total, scale = self._batch.total, 1.0
+        weight = self.workers.weight(rows, self._batch.step)
+        if weight is not None:
+            self._weight += weight
+            scale = total / self._weight
+        if self._updates:
+            self._weight = 0.0
+        return scale, total / (total - self.waiting if weight is None else weight)
+
+    def _metrics(self, rows: Sequence[Sequence[float]], scale: float) -> dict[str, float]:
+        """The mini-batch's metrics; as ``Workers.metrics``."""
+        return self.workers.metrics(rows, self._batch.losses, scale)

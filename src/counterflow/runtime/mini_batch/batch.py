@@ -37,6 +37,8 @@ class Batch:
         target_dims: likewise of the targets.
         known: the shapes of what travels, by stage and unit, if they were seen before.
         learnt: where they are noted.
+        called: what this worker tells of the call with the loss, where nothing was agreed upon before.
+        compare: looks at what all told of it.
         await_total: waits for what the others were given, before anything they see; gives ``total``.
         losses: of its micro-batches, as they come.
         outputs: of the last stage by unit, if they are wanted.
@@ -54,6 +56,8 @@ class Batch:
     target_dims: Dims
     known: Shapes | None
     learnt: Shapes
+    called: Sequence[float] = ()
+    compare: Callable[[Sequence[Sequence[float]]], object] | None = None
     await_total: Callable[[], int] | None = None
     losses: Losses = field(default_factory=Losses)
     outputs: dict[Unit, Any] | None = None

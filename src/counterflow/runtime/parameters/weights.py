@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
+from math import isfinite
 from typing import Any, cast
 
 import torch
@@ -302,6 +303,11 @@ class Weights:
         if stage is not None:
             return self._own[stage].squared_norm()
         return sum(gradients.squared_norm() for gradients in self._gradient_groups() if gradients.counted)
+
+    def own_norm(self) -> tuple[float, bool]:
+        """What ``squared_norm()`` gives; and whether all gradients at hand are finite, counted or not."""
+        squares = [(gradients.squared_norm(), gradients.counted) for gradients in self._gradient_groups()]
+        return sum(one for one, counted in squares if counted), all(isfinite(one) for one, _ in squares)
 
     def scale(self, factor: float, stage: int | None = None) -> None:
         """Multiply all gradients, or those of a stage."""

@@ -135,13 +135,27 @@ class WaitSync:
 
 
 @dataclass(frozen=True, slots=True)
-class Agree:
-    """Hear from all workers of all groups the period's loss and gradient norm; then clip by the norm."""
+class TellLoss:
+    """Begin to tell all workers of all groups this worker's part of the period's loss; does not wait."""
 
     period: int
 
     def __str__(self) -> str:
-        return f"Agree on loss and norm of period {self.period}"
+        return f"TellLoss of period {self.period}"
+
+
+@dataclass(frozen=True, slots=True)
+class Agree:
+    """Hear from all workers of all groups the period's loss and gradient norm; then clip by the norm.
+
+    Without ``norm`` only the loss is waited for, which ``TellLoss`` told.
+    """
+
+    period: int
+    norm: bool = True
+
+    def __str__(self) -> str:
+        return f"Agree on loss{' and norm' if self.norm else ''} of period {self.period}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +175,7 @@ class Update:
 
 Message = Send | Receive
 SyncAction = StartSync | WaitSync
-Action = Compute | Message | Exchange | SyncAction | Agree | Update
+Action = Compute | Message | Exchange | SyncAction | TellLoss | Agree | Update
 
 
 def named(message: Message) -> str:

@@ -6,6 +6,7 @@
 3. ``with_syncs``: gradient syncs started as the mode says.
 4. ``with_updates``: waits for the syncs, sums of tied weights, the agreement on loss and norm, updates with
    the weight versions each one frees, averages of running statistics.
+5. ``with_early_loss``, where updates shall not wait for the norm.
 
 This is the only place where a list is made or ordered: what comes out is proved, timed and run as it stands.
 After each pass the rules of the checker that already must hold are checked again.
@@ -49,6 +50,7 @@ from .actions import (
     WaitSync,
 )
 from .crossing import with_exchanges
+from .early_loss import with_early_loss
 from .sync import by_last_backward, first_users, gradient_syncs, plan_syncs
 
 Gaps = list[dict[int, list[Action]]]
@@ -83,6 +85,7 @@ def lower(
     times: OpTimes | None = None,
     matching: Matching = Matching.ORDER,
     shared: Shared = NOTHING_SHARED,
+    norm: bool = True,
     recheck: bool = True,
 ) -> Program:
     """The action lists of a schedule.
@@ -96,6 +99,8 @@ def lower(
             and backwards that take 2.
         matching: how the transport matches messages.
         shared: what is summed besides the gradients of a stage's copies.
+        norm: whether the updates of a synchronous schedule wait for everybody's gradient norm; else for the
+            loss alone.
         recheck: whether the checker's rules are checked after each pass.
 
     Raises:
@@ -117,6 +122,8 @@ def lower(
     ]
     if matching is Matching.ORDER:
         passes.insert(1, (with_exchanges, traffic))
+    if not norm and schedule.synchronous:
+        passes.append((with_early_loss, (*traffic, AGREED)))
     program = Program(schedule, (), replicas, mode, matching)
     for lowering_pass, rules in passes:
         program = lowering_pass(program)

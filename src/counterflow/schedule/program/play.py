@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..ir import Op
 from ..workload import SkipLink
-from .actions import Action, Agree, Compute, Exchange, Program, Receive, Send, StartSync, WaitSync
+from .actions import Action, Agree, Compute, Exchange, Program, Receive, Send, StartSync, TellLoss, WaitSync
 
 Made = tuple[Op, SkipLink | None]
 """What an op makes: for the stage before or after, or for the other end of a skip."""
@@ -86,7 +86,7 @@ def _announces(action: Action, worker: int) -> tuple[Event, ...]:
             return ()
 
 
-def _makes(action: Action, worker: int) -> tuple[Event, ...]:
+def _makes(action: Action, worker: int) -> tuple[Event, ...]:  # noqa: PLR0911 - one case an action
     """What has happened once ``action`` is done."""
     match action:
         case Compute(op):
@@ -99,6 +99,8 @@ def _makes(action: Action, worker: int) -> tuple[Event, ...]:
             return (*_makes(first, worker), *_makes(second, worker))
         case StartSync():
             return (("started", action, worker),)
+        case TellLoss(period):
+            return (("told", period, worker),)
         case _:
             return ()
 
@@ -132,8 +134,8 @@ def _blocker(
                 needed.append(("posted", (send.output, send.skip), send.peer))
         case WaitSync():
             needed += [("started", action.start, member) for member in action.workers]
-        case Agree(period):
-            needed += [("agreed", period, member) for member in range(workers)]
+        case Agree(period, norm):
+            needed += [("agreed" if norm else "told", period, member) for member in range(workers)]
         case _:
             pass
     return next((event for event in needed if event not in happened), None)
@@ -148,6 +150,8 @@ def _reason(event: Event) -> str:
         return f"worker {worker} to {does} {made}"
     if kind == "started":
         return f"worker {worker} to {str(what).replace('StartSync', 'start the sum of', 1)}"
+    if kind == "told":
+        return f"worker {worker} to tell its part of the loss of period {what}"
     return f"worker {worker} to come to the agreement of period {what}"
 
 

@@ -1,0 +1,207 @@
+"""Runs synchronous schedules without a barrier: a worker goes on as soon as its own stages are updated.
+
+Invariant: every number is the same as with a barrier, bit for bit. What is left out are the waits that no
+number needs: for the other workers' ends, for messages on their way, for the agreement on the next
+mini-batch, which is like the last one. A worker is at most one step ahead of another (``early_loss.py``), so
+that two sets of message numbers tell the steps apart.
+
+Where gradients are clipped, or updates skipped, updates wait for the norm of all as with a barrier: that is
+one gather, which ends when the last worker has its gradients. Else they wait for the loss only, which is
+known by then. So a loss that is not finite ends the run before anything is updated with it. A gradient that
+is not, though the loss is, is known to who has it alone: its worker updates nothing more, the others' updates
+of that step are made, and everybody ends before the next ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from counterflow.schedule.program.actions import Program
+
+from ..mini_batch.batch import Batch
+from ..mini_batch.losses import added
+from ..parameters.weights import Weights
+from ..transport import Gathering
+from .interpreter import Interpreter
+from .step import StepStatistics, Workers
+from .synchronous import SynchronousRunner
+
+_COLUMNS = 6
+"""Of loss and norm: loss, squared norm, what is not finite, and what ``Losses.weighed`` gives."""
+
+
+class _Untold(NamedTuple):
+    """A step of which no step has told: what is known of it, and the gather of the squared norms, if any.
+
+    ``scale`` is what they were divided by.
+    """
+
+    statistics: StepStatistics
+    squares: Gathering | None
+    scale: float
+
+
+class BarrierFreeRunner(SynchronousRunner):
+    """One worker's part.
+
+    Args:
+        program: the action lists; whether their updates wait for the norm is ``waits_for_norm``.
+        make: makes the interpreter of a schedule.
+        workers: where this worker is.
+        weights: this worker's.
+        clip_norm: gradients of a larger global norm are scaled down to it; None: never.
+        skips: whether nothing is updated where a loss or a gradient is not finite; else it is an error.
+    """
+
+    slots = 2
+
+    def __init__(
+        self,
+        program: Program,
+        make: Callable[..., Interpreter],
+        workers: Workers,
+        weights: Weights,
+        clip_norm: float | None,
+        *,
+        skips: bool = False,
+    ) -> None:
+        super().__init__(program, make, workers, weights, clip_norm, skips=skips)
+        self._waits_for_norm = waits_for_norm(clip_norm, skips=skips)
+        self._begun = 0  # steps since nothing was under way
+        self._names: tuple[str, ...] = ()  # of the metrics, as everybody knows them
+        self._columns: list[list[float]] = []  # of the metrics, as all told them
+        self._telling: Gathering
+        self._told: StepStatistics | None = None
+        self._untold: _Untold | None = None
+        self._odd: tuple[int, str] | None = None  # a gradient of this worker that was not finite
+
+    @property
+    def under_way(self) -> bool:
+        """Whether another worker may still be at work on a step that this one has ended."""
+        return self._begun > 0
+
+    @property
+    def columns(self) -> int:
+        """Of what every worker tells of a step's loss: a row has as many numbers on each."""
+        return len(self._batch.called) + _COLUMNS + 1 + 2 * len(self._names)
+
+    def step(self, batch: Batch, *, update: bool = True) -> StepStatistics | None:
+        """Run the order once, and update; what is known by now: of the step before, or of this one."""
+        number = self._begun
+        self._begun += 1
+        self._told = None
+        self._run(batch, update, number, drains=False)
+        batch.inputs = batch.targets = None  # its ops are over; it stays until its slot is needed
+        return self._told
+
+    def flush(self) -> list[StepStatistics]:
+        """Wait until all workers have ended; what no step has told yet."""
+        if not self._begun:
+            return []
+        found = self._hear()
+        self.interpreter.drain()
+        self._begun = 0
+        return [] if found is None else [found]
+
+    # -- what the interpreter asks for (``Owner``)
+
+    def tell_loss(self) -> None:
+        """Begin to tell everybody this worker's part of the loss."""
+        mine, odd = self._batch.losses.summed()
+        row = [mine, 0.0, odd, *self._batch.losses.weighed()]
+        self._telling = self.workers.transport.start_gather(self._row(row))
+
+    def agree(self) -> None:
+        """The loss of the whole mini-batch, and the norm of the one before; with clipping, loss and norm.
+
+        Raises:
+            ConfigError: the workers made different calls; or copies of a stage changed buffers.
+            WorkerError: the loss, or a gradient of the mini-batch before, is not finite.
+        """
+        if self._waits_for_norm:
+            super().agree()
+            self._told = self._statistics
+            return
+        self.weights.check_buffers()
+        rows = self._read(self._telling.wait())
+        self._told = self._hear()
+        batch, waiting = self._batch, self.waiting
+        loss = self.workers.loss([(row[0], row[2]) for row in rows], batch.step)
+        scale, this_step = self._weigh([row[3:] for row in rows])
+        metrics = self._metrics([row[3:] for row in rows], this_step)
+        squares: Gathering | None = None
+        if self._updates:
+            mine, finite = self.weights.own_norm()
+            squares = self.workers.transport.start_gather([mine])
+            if not finite:
+                self._odd = self.weights.not_finite()
+            if scale != 1.0:
+                self.weights.scale(scale)
+        statistics = StepStatistics(batch.step, loss * this_step, math.nan, batch.total - waiting, metrics)
+        self._untold = _Untold(statistics, squares, scale)
+
+    def update(self, stage: int, version: int, frees: Sequence[int]) -> None:
+        """Update a stage's weights; not where this worker met a gradient that is not finite."""
+        if self._odd is None:
+            super().update(stage, version, frees)
+        elif self._updates:
+            self.weights.skip(stage)
+
+    # -- loss and norm
+
+    def _hear(self) -> StepStatistics | None:
+        """What came of the step of which none has told yet, if there is one.
+
+        Raises:
+            WorkerError: a gradient of it is not finite.
+        """
+        if self._untold is None:
+            return None
+        (known, squares, scale), self._untold = self._untold, None
+        if squares is None:
+            return known
+        self.workers.transport.status.now(f"hearing of step {known.step}")
+        norm = self.workers.norm(
+            [row[0] for row in squares.wait()],
+            known.loss,
+            known.step,
+            lambda: self._odd,
+            updated="other stages may be updated with it; with clip_norm, math.inf say, nothing would be",
+        )
+        return StepStatistics(known.step, known.loss, norm * scale, known.samples, known.metrics)
+
+    def _gathered(self, row: list[float]) -> list[list[float]]:
+        return self._read(self.workers.transport.gather(self._row(row)))
+
+    def _row(self, row: Sequence[float]) -> list[float]:
+        """What this worker tells of loss and norm, with the call and the metrics whose names are known."""
+        metrics = self._batch.losses.metrics()
+        values = [x for name in self._names for x in (float(name in metrics), metrics.get(name, 0.0))]
+        return [*self._batch.called, *row, float(bool(metrics.keys() - self._names)), *values]
+
+    def _read(self, rows: list[list[float]]) -> list[list[float]]:
+        """What all told of loss and norm, once it is seen that they made the same call."""
+        assert self._batch.compare is not None
+        self._batch.compare(rows)
+        first = len(self._batch.called)
+        self._columns = [row[first + _COLUMNS :] for row in rows]
+        return [row[first : first + _COLUMNS] for row in rows]
+
+    def _metrics(self, rows: Sequence[Sequence[float]], scale: float) -> dict[str, float]:
+        if any(columns[0] for columns in self._columns):  # names that not everybody knows
+            found = super()._metrics(rows, scale)
+            self._names += tuple(name for name in found if name not in self._names)
+            return found
+        named: Mapping[str, int] = {name: 1 + 2 * at for at, name in enumerate(self._names)}
+        return {
+            name: scale * added(columns[at + 1] for columns in self._columns)
+            for name, at in named.items()
+            if any(columns[at] for columns in self._columns)
+        }
+
+
+def waits_for_norm(clip_norm: float | None, *, skips: bool) -> bool:
+    """Whether no update may be made before the gradient norm of all stages is known."""
+    return clip_norm is not None or skips
