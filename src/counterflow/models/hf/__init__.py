@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .cut import layers
+    from .folder import save
     from .objective import loss
     from .weights import load
 
-__all__ = ["layers", "load", "loss"]
+__all__ = ["layers", "load", "loss", "save"]
 
-_HOMES = {"layers": "cut", "loss": "objective", "load": "weights"}
+_HOMES = {"layers": "cut", "loss": "objective", "load": "weights", "save": "folder"}
 
 
 def __getattr__(name: str) -> Any:

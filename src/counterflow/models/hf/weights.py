@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
+from counterflow.extras import imported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,6 +30,9 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _SOURCE = "_counterflow_folder"
 """The attribute of a model that was loaded on the meta device."""
+
+_MAKING = threading.Lock()
+"""transformers sets torch's default dtype while it makes a model."""
 
 _log = logging.getLogger(__name__)
 
@@ -153,9 +158,10 @@ def load(
         auto = auto or transformers.AutoModelForCausalLM
     chosen = getattr(config, "dtype", None) if dtype == "auto" else dtype
     make = auto.from_config if hasattr(auto, "from_config") else auto._from_config
-    with torch.device("meta"):
+    with _MAKING, torch.device("meta"):
         model: PreTrainedModel = make(config, dtype=chosen or torch.float32)
     model.train()
+    model.name_or_path = str(path)
     if folder is not None:
         source = Folder.read(folder, model.base_model_prefix)
         source.check(model)
@@ -192,20 +198,6 @@ def local_folder(path: Path | str, *, weights: bool = True) -> Path:
     except Exception as error:
         told = str(error).strip().splitlines()[0]
         raise ConfigError(f"{path}: is no folder, and cannot be had from the hub: {told}") from None
-
-
-def imported(name: str) -> Any:
-    """A package of the extra ``hf``.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    import importlib  # noqa: PLC0415
-
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        raise ConfigError(f'{name} is not installed; pip install "counterflow[hf]"') from None
 
 
 class Filling:

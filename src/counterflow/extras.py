@@ -1,0 +1,25 @@
+"""Packages that come with an extra, and what to say where one is missing."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from .errors import ConfigError
+
+
+def imported(name: str, extra: str = "hf") -> Any:
+    """A package that not every installation has.
+
+    Raises:
+        ConfigError: it is not installed.
+
+    >>> imported("json").dumps(1)
+    '1'
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0]:
+            raise
+        raise ConfigError(f'{name} is not installed; pip install "counterflow[{extra}]"') from None

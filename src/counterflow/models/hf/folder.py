@@ -1,0 +1,151 @@
+"""A model of transformers as a folder that ``from_pretrained`` reads, written by the workers of a pipeline.
+
+Invariant: each worker writes what it holds and nobody has the whole model. What is written is what the
+pipeline has: nothing is rounded, and a tensor that the model ties is there once.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from counterflow.errors import ConfigError
+from counterflow.extras import imported
+
+from .weights import INDEX, SINGLE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_ADAPTERS = "lora_", "modules_to_save"
+"""What is in the names of the tensors that belong to adapters."""
+
+
+def save(model: nn.Module, pipeline: Any, folder: Path | str, *, tokenizer: Any = None) -> None:
+    """Write what a pipeline has trained as a folder of transformers, or of peft; all workers call it.
+
+    Of a model with adapters only these are written, for ``PeftModel.from_pretrained``.
+
+    Args:
+        model: that the pipeline was made of, with ``list_layers=layers``.
+        pipeline: with nothing under way (``flush``).
+        folder: on storage that all workers share.
+        tokenizer: to be saved with it.
+
+    Raises:
+        ConfigError: the folder cannot be written, or mini-batches are under way.
+    """
+    folder = Path(folder)
+    transport = pipeline.transport
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        mine: dict[str, Tensor] = pipeline.state_dict(local=True)
+        if hasattr(model, "peft_config"):
+            _save_adapters(model, _kept_for_adapters(mine), transport, folder)
+        else:
+            _save_shards(model, mine, transport, folder)
+        if transport.rank == 0 and tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}") from None
+    transport.gather([])  # all is written
+
+
+def _save_shards(model: Any, mine: Mapping[str, Tensor], transport: Any, folder: Path) -> None:
+    from safetensors.torch import save_file  # noqa: PLC0415
+
+    names = _written(model)
+    sizes = {name: tensor.nbytes for name, tensor in mine.items() if name in names}
+    held = transport.gather_objects(sizes)
+    owners = _shared_out(held)
+    writers = sorted(set(owners.values()))
+    files = {
+        rank: SINGLE if len(writers) == 1 else f"model-{number:05}-of-{len(writers):05}.safetensors"
+        for number, rank in enumerate(writers, 1)
+    }
+    if transport.rank in files:
+        part = {n: tensor.contiguous() for n, tensor in mine.items() if owners.get(n) == transport.rank}
+        save_file(part, folder / files[transport.rank], metadata={"format": "pt"})
+    if transport.rank:
+        return
+    dtypes = {tensor.dtype for tensor in mine.values() if tensor.is_floating_point()}
+    _save_config(model, folder, dtypes.pop() if len(dtypes) == 1 else None)
+    if len(writers) > 1:
+        total = sum(held[rank][name] for name, rank in owners.items())
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {name: files[rank] for name, rank in sorted(owners.items())},
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _shared_out(held: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Who writes each tensor, of those who hold it: who has the least to write yet.
+
+    >>> _shared_out([{"a": 3, "b": 2}, {"a": 3, "b": 2, "c": 1}])
+    {'a': 0, 'b': 1, 'c': 1}
+    """
+    load = [0] * len(held)
+    owners: dict[str, int] = {}
+    for row in held:
+        for name, size in row.items():
+            if name not in owners:
+                owners[name] = min((r for r, other in enumerate(held) if name in other), key=load.__getitem__)
+                load[owners[name]] += size
+    return owners
+
+
+def _save_config(model: PreTrainedModel, folder: Path, dtype: Any) -> None:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    if dtype is not None:
+        config.dtype = dtype
+    config.save_pretrained(folder)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(folder)
+
+
+def _written(model: PreTrainedModel) -> set[str]:
+    """The names of the model's state that are written: of tied ones the one that transformers reads."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    same: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        same.setdefault(id(tensor), []).append(name)
+    return {next((n for n in names if n not in tied), names[0]) for names in same.values()}
+
+
+def _kept_for_adapters(mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in mine.items() if any(part in name for part in _ADAPTERS)}
+
+
+def _save_adapters(model: Any, mine: Mapping[str, Tensor], transport: Any, folder: Path) -> None:
+    """They are small: one worker has them all."""
+    peft = imported("peft")
+    from safetensors.torch import save_file  # noqa: PLC0415
+
+    rows = transport.gather_objects(dict(mine))
+    if transport.rank:
+        return
+    whole = {name: tensor for row in rows for name, tensor in row.items()}
+    for adapter, config in model.peft_config.items():
+        place = folder if adapter == "default" else folder / adapter
+        place.mkdir(exist_ok=True)
+        state = peft.get_peft_model_state_dict(
+            model, state_dict=whole, adapter_name=adapter, save_embedding_layers=False
+        )
+        save_file(
+            {name: tensor.clone().contiguous() for name, tensor in state.items()},
+            place / "adapter_model.safetensors",
+            metadata={"format": "pt"},
+        )
+        kept = copy.copy(config)
+        kept.inference_mode = True  # as peft itself writes it
+        if kept.base_model_name_or_path is None:
+            kept.base_model_name_or_path = getattr(model.get_base_model(), "name_or_path", None)
+        kept.save_pretrained(str(place))
