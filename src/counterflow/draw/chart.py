@@ -396,7 +396,10 @@ def _summary(simulation: Simulation, peak: str) -> str:
     bubbles = f"bubble ratio {_percent(simulation.bubble_ratio)}"
     if simulation.steady_bubble_ratio is not None:
         bubbles += f" (steady {_percent(simulation.steady_bubble_ratio)})"
-    return f"makespan {unit.text(simulation.makespan)}, {bubbles}, peak {peak}"
+    steady, makespan = simulation.steady_step, unit.text(simulation.makespan)
+    shown = "" if steady is None else unit.text(steady)
+    step = f", steady step {shown}" if shown not in ("", makespan) else ""
+    return f"makespan {makespan}{step}, {bubbles}, peak {peak}"
 
 
 def _percent(ratio: float) -> str:

@@ -24,6 +24,7 @@ from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.simulate import Costs, Simulation, simulate
 from counterflow.simulate.op_costs import stage_bytes
+from counterflow.simulate.steady import whole_periods
 
 from .cluster import Cluster, allreduce_seconds
 from .device_placement import Arrangement, Network, network
@@ -122,6 +123,7 @@ class Prediction:
         workers: D, workers of a replica.
         micro_batches: N, micro-batches of an update on each replica.
         step_seconds: one mini-batch of ``mini_batch`` samples; in the steady state where there is no flush.
+        steady_step_seconds: the same where steps follow each other without a barrier.
         mini_batch: samples of all replicas that the step is counted for.
         updates: updates of the weights in that time; more than 1 where each micro-batch has its own.
         bubble_ratio: share of the step in which a worker computes nothing, the mean of all workers.
@@ -135,6 +137,7 @@ class Prediction:
     workers: int
     micro_batches: int
     step_seconds: float
+    steady_step_seconds: float
     mini_batch: int
     updates: int
     bubble_ratio: float
@@ -301,15 +304,31 @@ class Play:
         return one * self.updates
 
     @cached_property
+    def steady_seconds(self) -> float:
+        """One step, where steps follow each other without a barrier."""
+        return (max(self._steady, self._core_seconds) + self._update) * self.updates
+
+    @cached_property
+    def _steady(self) -> float:
+        seconds = self.simulation.steady_step
+        assert seconds is not None  # ``_build`` makes enough periods
+        return seconds
+
+    @cached_property
     def _played(self) -> float:
         """One update, as simulated."""
         if self.schedule.synchronous:
             return self.simulation.makespan
-        return _period_seconds(self.simulation)
+        return self._steady
 
     @cached_property
     def _waiting(self) -> float:
-        """Seconds of an update that workers wait for cores which they share.
+        """Seconds of an update that workers wait for cores which they share."""
+        return max(0.0, self._core_seconds - self._played)
+
+    @cached_property
+    def _core_seconds(self) -> float:
+        """What an update takes at least where workers share cores.
 
         However they take turns, all cores together have the work of all workers to do.
         """
@@ -317,8 +336,7 @@ class Play:
         if not cluster.shares_cores:
             return 0.0
         assert cluster.cores is not None
-        work = sum(self._work) * self.configuration.replicas
-        return max(0.0, work / (cluster.cores * cluster.nodes) - self._played)
+        return sum(self._work) * self.configuration.replicas / (cluster.cores * cluster.nodes)
 
     @cached_property
     def _update(self) -> float:
@@ -384,6 +402,7 @@ class Play:
             workers=self.schedule.workers,
             micro_batches=self.schedule.micro_batches,
             step_seconds=self.seconds,
+            steady_step_seconds=self.steady_seconds,
             mini_batch=self.update_samples if self.mini_batch is None else self.mini_batch,
             updates=round(self.updates),
             bubble_ratio=max(0.0, idle),
@@ -487,39 +506,9 @@ def _build(scheme: str, options: dict[str, OptionValue]) -> Schedule:
     fewest = STEADY_PERIODS + math.ceil(one.workers / one.micro_batches)
     for periods in range(fewest, fewest + 2 * one.stages + 2):
         schedule = registry.build(scheme, options | {"periods": periods})
-        if schedule.steady is not None and _whole_periods(schedule) >= STEADY_PERIODS:
+        if whole_periods(schedule) >= STEADY_PERIODS:
             return schedule
     raise ConfigError(
         f"{schedule}: a scheme without a flush is timed by its steady part, and this has none of "
         f"{STEADY_PERIODS} periods; its builder has to say where it is (Schedule.steady)"
     )
-
-
-def _whole_periods(schedule: Schedule) -> int:
-    assert schedule.steady is not None
-    return min(
-        (stop - begin) // _period_ops(schedule, worker)
-        for worker, (begin, stop) in enumerate(schedule.steady)
-    )
-
-
-def _period_ops(schedule: Schedule, worker: int) -> int:
-    """Ops of a worker in a period: asynchronous schemes have no doubled ones and no halves."""
-    return 2 * schedule.micro_batches * sum(1 for _ in schedule.placement.held(worker))
-
-
-def _period_seconds(result: Simulation) -> float:
-    """Seconds from one update to the next in the steady state, of the slowest worker.
-
-    It is the mean over the periods that follow the first one.
-    """
-    schedule = result.schedule
-    assert schedule.steady is not None
-    slowest, first = 0.0, 0
-    for worker, (begin, stop) in enumerate(schedule.steady):
-        length = _period_ops(schedule, worker)
-        periods = (stop - begin) // length - 2
-        start = first + begin + length
-        slowest = max(slowest, float(result.start[start + periods * length] - result.start[start]) / periods)
-        first += len(schedule.orders[worker])
-    return slowest

@@ -62,6 +62,7 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
         "workers": prediction.workers,
         "micro_batches": prediction.micro_batches,
         "step_seconds": prediction.step_seconds,
+        "steady_step_seconds": prediction.steady_step_seconds,
         "samples_per_second": prediction.samples_per_second,
         "mini_batch": prediction.mini_batch,
         "updates": prediction.updates,

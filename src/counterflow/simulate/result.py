@@ -20,6 +20,7 @@ from .costs import Costs
 from .kernel import Floats
 from .memory import MemoryUse, memory_use, peaks_of
 from .op_costs import ByteCosts
+from .steady import period_seconds, steady_step_seconds
 from .timed_schedule import Played, TimedSchedule
 
 
@@ -103,6 +104,7 @@ class Simulation:
         self.end = played.end
         """End of each op, worker by worker in order, in seconds."""
         self._model = model
+        self._played = played
         self._syncs = played.syncs
         self._sent, self._arrived, self._released = played.sent, played.arrived, played.released
 
@@ -221,6 +223,27 @@ class Simulation:
             total += window
             idle += window - float((self.end[nodes] - self.start[nodes]).sum())
         return max(0.0, idle / total) if total else 0.0
+
+    @cached_property
+    def steady_step(self) -> float | None:
+        """Seconds that a step adds when steps follow each other: with a flush, if no barrier ends them.
+
+        Where updates wait for nothing but their own stages' gradients (``steady_step_clipped``: for those of
+        all stages). Without a flush None if there are too few periods to see it.
+        """
+        if not self.schedule.synchronous:
+            return period_seconds(self.schedule, self.start)
+        return steady_step_seconds(self._model, self.costs, self._played)
+
+    @cached_property
+    def steady_step_clipped(self) -> float | None:
+        """The same where every update waits for the gradient norm of all stages, as clipping needs it.
+
+        Without a flush each stage is clipped by its own norm, and nothing waits.
+        """
+        if not self.schedule.synchronous:
+            return self.steady_step
+        return steady_step_seconds(self._model, self.costs, self._played, norm=True)
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:

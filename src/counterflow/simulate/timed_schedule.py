@@ -31,6 +31,7 @@ from .edges import Edges, edges_of, messages_of, with_nodes
 from .kernel import Floats, Ints
 from .memory import Changes
 from .op_costs import Piece, per_stage, stage_bytes
+from .steady import sync_times
 
 KEPT_MODELS = 8
 """Models kept, so that trying many costs on a few schedules builds each of them once."""
@@ -56,6 +57,28 @@ class Played(NamedTuple):
     syncs: Floats
     sent: Floats
     arrived: Floats
+
+
+class Ready(NamedTuple):
+    """What is played, with its costs.
+
+    Attributes:
+        edges: what waits for what.
+        delay: by edge.
+        lasts: seconds of each op, and, where links are lanes, of each message.
+        busy: how long each op's worker is busy with its messages after it.
+        travel: seconds of each message.
+        waited: how long each message waits for earlier ones of its op.
+        lanes: whether messages are nodes.
+    """
+
+    edges: Edges
+    delay: Floats
+    lasts: Floats
+    busy: Floats
+    travel: Floats
+    waited: Floats | float
+    lanes: bool
 
 
 class TimedSchedule:
@@ -186,7 +209,8 @@ class TimedSchedule:
             played = self._play(costs, seconds)
         return played
 
-    def _play(self, costs: Costs, seconds: Floats) -> Played:
+    def ready(self, costs: Costs, seconds: Floats) -> Ready:
+        """What is played, if ops last ``seconds``."""
         free = costs.p2p == 0.0 and costs.p2p_per_byte == 0.0
         travel = np.zeros(len(self.messages.makers)) if free else self.message_seconds(costs)
         lanes = not free and costs.link is Link.ONE_AT_A_TIME
@@ -204,6 +228,11 @@ class TimedSchedule:
                 waited = self.messages.before_of_op(travel)
                 delay[edges.travel] += waited
         lasts = np.concatenate((seconds, travel)) if lanes else seconds
+        return Ready(edges, delay, lasts, busy, travel, waited, lanes)
+
+    def _play(self, costs: Costs, seconds: Floats) -> Played:
+        edges, delay, lasts, busy, travel, waited, lanes = self.ready(costs, seconds)
+        ops = len(seconds)
         syncs = np.empty((0, 4))
         if self.synced(costs) and not self.schedule.synchronous:
             start, end, syncs = self._play_with_syncs(costs, edges, lasts, delay, busy)
@@ -232,15 +261,8 @@ class TimedSchedule:
         lasts = per_stage("sync", costs.sync, self.schedule.stages)
         mode = Sync(costs.sync_mode)
         planned = plan_syncs(self.graph, mode, start.tolist(), released.tolist(), self._gradient_syncs)
-        lane = [0.0] * self.schedule.workers
-        rows = []
-        for item in planned:
-            stage, workers = item.sync.stage, item.sync.workers
-            at = max(item.ready, *(lane[w] for w in workers))
-            for w in workers:
-                lane[w] = at + lasts[stage]
-            rows.append((float(item.sync.period), float(stage), at, at + lasts[stage]))
-        return np.array(rows).reshape(-1, 4)
+        times = sync_times(planned, released, self.graph.first, lasts, np.zeros(self.schedule.workers))
+        return np.array([(0.0, float(stage), begin, end) for stage, begin, end, _ in times]).reshape(-1, 4)
 
     @cached_property
     def _gradient_syncs(self) -> tuple[GradientSync, ...]:

@@ -78,6 +78,10 @@ def _summary(result: Simulation, *, played_from_file: bool) -> Any:
 
     summary = Table.grid(padding=(0, 2))
     summary.add_row("makespan", f"[bold]{number(result.makespan)}[/] {unit_of(result)}")
+    if result.steady_step is not None:
+        told, clipped = number(result.steady_step), number(result.steady_step_clipped or 0.0)
+        more = f"; clipped by the global norm {clipped}" if clipped != told else ""
+        summary.add_row("steady step", f"[bold]{told}[/] {unit_of(result)}  [dim]without a barrier{more}[/]")
     summary.add_row("bubble ratio", f"[bold]{result.bubble_ratio:.2%}[/]")
     if causes := bubble_causes(result):
         summary.add_row("bubbles by cause", causes)

@@ -97,6 +97,10 @@ def _ranking(plans: Sequence[Plan], *, width: int, with_arrangement: bool) -> An
     return table
 
 
+_TELLING = 0.001
+"""A share of a step that is worth a line."""
+
+
 def _of_best(found: Plan) -> Iterator[str]:
     """What the table has no room for: memory by worker, cuts, closed form, notes."""
     best, form = found.play.prediction(), beside(found.play)
@@ -115,6 +119,9 @@ def _of_best(found: Plan) -> Iterator[str]:
             runs.append((worker, worker, size))
     shown = (f"{a}–{b}: {size}" if a != b else f"{a}: {size}" for a, b, size in runs)
     yield "  peak memory by worker   " + ", ".join(shown)
+    if best.steady_step_seconds < best.step_seconds * (1 - _TELLING):
+        steady = _seconds(best.steady_step_seconds)
+        yield f"  without a barrier       {steady} a step (Pipeline(barrier=False))"
     if isinstance(plan.cuts, tuple) and plan.cuts:
         yield f"  stages begin at layers  0, {', '.join(map(str, plan.cuts))}"
     if form is not None and difference is not None:

@@ -101,6 +101,15 @@ class Simulated(_Scheduled):
     ]
     time_unit: Annotated[Literal["s", "F"], _said("s: seconds; F: times of a forward, where none were given")]
     makespan: Annotated[float, _said("until the last op, sync and agreement have ended")]
+    steady_step: Annotated[
+        float | None,
+        _said(
+            "what a step adds when steps follow each other without a barrier; null: too few periods to see"
+        ),
+    ]
+    steady_step_clipped: Annotated[
+        float | None, _said("the same where updates wait for the gradient norm of all stages")
+    ]
     bubble_ratio: Annotated[float, _said("idle time over makespan, mean of the workers")]
     busy: Annotated[list[float], _said("by worker: time it computes")]
     idle: Annotated[list[float], _said("by worker: time it has no op to run")]
@@ -361,6 +370,8 @@ def simulated(result: Simulation, costs: dict[str, Any], *, timeline: bool, mess
         costs=costs,
         time_unit="F" if unit_of(result) == "F" else "s",
         makespan=result.makespan,
+        steady_step=result.steady_step,
+        steady_step_clipped=result.steady_step_clipped,
         bubble_ratio=result.bubble_ratio,
         busy=list(result.busy),
         idle=list(result.idle),

@@ -1,0 +1,183 @@
+"""What a step adds when steps follow each other: without a barrier, or in a scheme without a flush.
+
+A synchronous schedule is played again and again: in each step a worker begins where it ended the one before,
+once its own stages are summed over their copies and updated, and a link is free once it has carried what it
+had to. Where workers stand to each other at the border of two steps repeats itself after some steps; from
+then on the time between is the steady step.
+
+Invariant: a play whose workers all begin at once is the schedule's simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from counterflow.schedule.ir import Schedule
+from counterflow.schedule.modes import Sync
+from counterflow.schedule.program.sync import PlannedSync, needs_sync, plan_syncs
+
+from .edges import Messages, with_nodes
+from .kernel import Floats
+from .op_costs import per_stage
+
+if TYPE_CHECKING:
+    from .costs import Costs
+    from .timed_schedule import Played, TimedSchedule
+
+MOST_STEPS = 64
+"""Played until workers stand as they did some steps before; else the second half of them is measured."""
+
+_LOOKED_BACK = 12
+"""Steps after which they may stand so again."""
+
+_CLOSE = 1e-9
+"""Of a step: borders that differ by less are the same."""
+
+
+def steady_step_seconds(model: TimedSchedule, costs: Costs, played: Played, *, norm: bool = False) -> float:
+    """Seconds that a step of a synchronous schedule adds without a barrier.
+
+    Args:
+        model: the schedule.
+        costs: its costs.
+        played: one step alone.
+        norm: whether every update waits until all workers have their gradients, and for their agreement.
+    """
+    schedule = model.schedule
+    border = _Border(model, costs, played)
+    seconds = 0.0
+    before: list[tuple[float, Floats]] = []
+    at = np.zeros(schedule.workers + len(border.links))
+    for _ in range(MOST_STEPS):
+        at = border.after(at, norm=norm)
+        passed = float(at[: schedule.workers].min(initial=np.inf))
+        seconds += passed
+        at = np.maximum(at - passed, 0.0)
+        for steps, (then, was) in enumerate(reversed(before[-_LOOKED_BACK:]), 1):
+            if np.abs(at - was).max(initial=0.0) <= _CLOSE * max(passed, 1e-300):
+                return (seconds - then) / steps
+        before.append((seconds, at))
+    middle = len(before) // 2
+    return (seconds - before[middle][0]) / (len(before) - 1 - middle)
+
+
+class _Border:
+    """Plays steps that begin where others ended."""
+
+    def __init__(self, model: TimedSchedule, costs: Costs, played: Played) -> None:
+        schedule, graph = model.schedule, model.graph
+        self.model = model
+        self.agreement = costs.agreement
+        ready = model.ready(costs, played.end - played.start)
+        self.busy = ready.busy
+        self.ops = len(played.start)
+        self.links = _ends_of_links(model.messages) if ready.lanes else []
+        nodes = len(ready.lasts)
+        begins = {
+            first: [nodes + worker]
+            for worker, (first, stop) in enumerate(pairwise(graph.first))
+            if stop > first
+        }
+        for number, (first, _) in enumerate(self.links):
+            begins[self.ops + first] = [nodes + schedule.workers + number]
+        borders: list[list[tuple[int, float]]] = [[] for _ in range(schedule.workers + len(self.links))]
+        self.edges, self.delay = with_nodes(ready.edges, ready.delay, begins, borders)
+        self.lasts = ready.lasts
+        self.synced = per_stage("sync", costs.sync, schedule.stages)
+        self.planned: Sequence[PlannedSync] = ()
+        if needs_sync(schedule, costs.replicas):
+            mode = Sync(costs.sync_mode)
+            self.planned = plan_syncs(graph, mode, played.start.tolist(), played.released.tolist())
+
+    def after(self, at: Floats, *, norm: bool) -> Floats:
+        """When each worker has updated, and each link carried all, if they begin at ``at``."""
+        graph, workers = self.model.graph, self.model.schedule.workers
+        _, end = self.edges.play(self.delay, np.concatenate((self.lasts, at)))
+        released = end[: self.ops] + self.busy
+        ended = np.array(
+            [
+                released[stop - 1] if stop > first else at[worker]
+                for worker, (first, stop) in enumerate(pairwise(graph.first))
+            ]
+        )
+        lane = at[:workers].copy()
+        for _, _, until, members in sync_times(self.planned, released, graph.first, self.synced, lane):
+            ended[members] = np.maximum(ended[members], until)
+        if norm:
+            ended[:] = ended.max(initial=0.0) + self.agreement
+        carried = [end[self.ops + last] for _, last in self.links]
+        return np.concatenate((ended, carried))
+
+
+def sync_times(
+    planned: Sequence[PlannedSync],
+    released: Floats,
+    first: Sequence[int],
+    lasts: Sequence[float],
+    lane: Floats,
+) -> list[tuple[int, float, float, list[int]]]:
+    """Stage, start, end and workers of each sync, one after another on the lane beside each worker's compute.
+
+    Args:
+        planned: the syncs, with their places.
+        released: when each op's worker goes on.
+        first: each worker's first op.
+        lasts: seconds of each stage's sync.
+        lane: from when on each worker's lane is free; changed.
+    """
+    found = []
+    for item in planned:
+        members = list(item.sync.workers)
+        ready = [released[first[worker] + before - 1] for worker, before in item.starts if before]
+        begin = float(max([*ready, *lane[members]]))
+        end = begin + lasts[item.sync.stage]
+        lane[members] = end
+        found.append((item.sync.stage, begin, end, members))
+    return found
+
+
+def _ends_of_links(messages: Messages) -> list[tuple[int, int]]:
+    """Of each link, the numbers of its first and its last message."""
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    links = zip(messages.senders.tolist(), messages.receivers.tolist(), strict=True)
+    for number, link in enumerate(links):
+        found[link] = found.get(link, (number, number))[0], number
+    return list(found.values())
+
+
+# Without a flush
+
+
+def period_ops(schedule: Schedule, worker: int) -> int:
+    """Ops of a worker in a period: asynchronous schemes have no doubled ones and no halves."""
+    return 2 * schedule.micro_batches * sum(1 for _ in schedule.placement.held(worker))
+
+
+def whole_periods(schedule: Schedule) -> int:
+    """The whole periods in the steady part of an asynchronous schedule, on the worker with the fewest."""
+    if schedule.steady is None:
+        return 0
+    return min(
+        (stop - begin) // period_ops(schedule, worker) for worker, (begin, stop) in enumerate(schedule.steady)
+    )
+
+
+def period_seconds(schedule: Schedule, start: Floats) -> float | None:
+    """Seconds from one update to the next in the steady state, of the slowest worker; None: too short.
+
+    It is the mean over the periods that follow the first one.
+    """
+    if schedule.steady is None or whole_periods(schedule) < 3:
+        return None
+    slowest, first = 0.0, 0
+    for worker, (begin, stop) in enumerate(schedule.steady):
+        length = period_ops(schedule, worker)
+        periods = (stop - begin) // length - 2
+        node = first + begin + length
+        slowest = max(slowest, float(start[node + periods * length] - start[node]) / periods)
+        first += len(schedule.orders[worker])
+    return slowest
