@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -13,7 +11,6 @@ from typer.testing import CliRunner
 import counterflow
 from counterflow.cli import application
 from counterflow.errors import WorkerError
-from counterflow.train import RunConfig
 
 from .conftest import ENVIRONMENT, Run
 
@@ -42,28 +39,6 @@ def test_help_of_a_command_has_an_example(run: Run, name: str, spelled: str) -> 
     assert answer.code == 0
     assert "Example" in answer.out
     assert f"counterflow {name}" in answer.out.split("Example")[1]
-
-
-def _examples() -> list[str]:
-    from counterflow.cli.app import _EXAMPLES
-
-    return [line for lines in _EXAMPLES.values() for line in lines]
-
-
-@pytest.mark.parametrize("line", _examples())
-def test_examples_in_the_help_work(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    if "edited.json" in line:
-        run("export dapple --stages 2 --micro-batches 2 --out edited.json")
-    if "mine/cluster.toml" in line:
-        run("plan --example mixpipe-bert48 --save-inputs mine")
-    if line.startswith("train"):  # which takes minutes, and is tested with a smaller model
-        monkeypatch.setattr("counterflow.train.run.run", lambda *_: None)
-        (tmp_path / "runs" / "waves").mkdir(parents=True)
-        (tmp_path / "runs" / "waves" / "config.toml").write_text(RunConfig().to_toml())
-    assert run("", *shlex.split(line)).code == 0
 
 
 def test_unknown_command(run: Run) -> None:

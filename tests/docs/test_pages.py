@@ -25,7 +25,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def test_train_your_own_model(tmp_path: Path) -> None:
-    program, named, meta = blocks("train-your-own-model.md", "python")
+    program, _, named, meta = blocks("train-your-own-model.md", "python")
     script = tmp_path / "train.py"
     script.write_text(program)
     done = subprocess.run(

@@ -109,13 +109,14 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     train: (
         "train",
         "train --scheme hanayo --steps 100 --set train.samples=64 --out runs/waves",
-        "train runs/waves/config.toml --workers 2 --json",
+        "train runs/waves/config.toml --workers 2 --out runs/two --json",
     ),
     schemes: ("schemes", "schemes --json"),
     simulate: (
         "simulate chimera --stages 8 --micro-batches 8",
         "simulate hanayo --workers 4 --waves 2 --micro-batches 8 --p2p 0.1 --json",
         "simulate dapple --stages 4 --micro-batches 8 --weight-bytes 2GiB --activation-bytes 300MiB",
+        "export chimera --stages 4 --micro-batches 8 --out edited.json",
         "simulate edited.json",
     ),
     profile: (
@@ -125,10 +126,15 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     plan: (
         "plan --example chimera-bert48 --synchronous",
         "plan --example chimera-bert48 --scheme chimera --workers 4 --top 5 --out plan.toml",
+        "plan --example chimera-bert48 --workers 4 --option chimera.pairs=1 --cuts even --json",
         "plan --example mixpipe-bert48 --save-inputs mine",
         "plan --example mixpipe-bert48 --cluster mine/cluster.toml --scheme mixpipe --workers 4 --json",
     ),
-    check: ("check mixpipe --stages 8 --micro-batches 16 --injected max", "check edited.json --json"),
+    check: (
+        "check mixpipe --stages 8 --micro-batches 16 --injected max",
+        "export chimera --stages 4 --micro-batches 8 --out edited.json",
+        "check edited.json --json",
+    ),
     show: (
         "show chimera --stages 4 --micro-batches 8",
         "show chimera --stages 8 --micro-batches 16 --out chimera.svg --memory",
@@ -139,6 +145,7 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     verify: (
         "verify chimera --stages 4 --micro-batches 8",
         "verify hanayo --workers 2 --waves 2 --micro-batches 4 --replicas 2 --transport gloo",
+        "export chimera --stages 4 --micro-batches 8 --out edited.json",
         "verify edited.json --dtype float32",
     ),
     reproduce: (

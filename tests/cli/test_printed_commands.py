@@ -1,0 +1,173 @@
+"""Every command that is printed for users runs: in the help, in the README and in docs/.
+
+Those of one page run in their order in one new folder, so that each finds what those before it made; a page's
+files are there, and nothing else. What would take minutes is made smaller by words after it (``SMALLER``);
+``profile`` starts threads here. What is not run at all has its reason in ``EXCUSED``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from counterflow.runtime.workers.launch import launch
+
+from .conftest import ENVIRONMENT, Run
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+COMMANDS = [
+    *("train", "schemes", "simulate", "profile", "plan", "check", "show", "export", "verify", "reproduce"),
+]
+
+EXCUSED = {
+    "make test": "it runs this test",
+    "pip install": "it needs the network",
+    "python benchmarks/convergence.py --keep": "45 minutes, and it writes kept results",
+}
+"""Commands that are not run, and why."""
+
+ELSEWHERE = {"docs/planning.md": ("tests/docs/test_pages.py", "test_from_a_profile_to_a_plan_to_a_run")}
+"""Pages whose commands another test runs, all of them."""
+
+_MODEL = "--set model.layers=6 --set model.hidden=16 --set model.heads=2 --set model.positions=16"
+_SMALL = f"{_MODEL} --set train.samples=16 --set train.threads=1"
+SMALLER = {
+    r"torchrun .* counterflow train": f"{_SMALL} --steps 1",  # processes
+    r"counterflow train --scheme wpipe": f"{_SMALL} --set pipeline.transport=local --steps 8",
+    r"counterflow train --set train.resume": f"{_SMALL} --set pipeline.transport=local --steps 3",
+    r"counterflow train": f"{_SMALL} --set pipeline.transport=local --steps 2",
+    r"counterflow profile": f"{_MODEL} --set model.layers=2 --sizes 1 --repeats 1",
+    r"counterflow plan --example \S+ --synchronous$": "--scheme chimera --scheme dapple --workers 8",
+    r"counterflow verify": "--transport local",
+}
+"""What is put behind a command, which takes the last of two values: by how it begins, the first that fits.
+
+WPipe plays 8 periods.
+"""
+
+
+def commands_of(text: str) -> list[str]:
+    """The commands in the code blocks of a page; a line that goes on ends with a backslash."""
+    blocks = re.findall(r"^```(?:console|bash|sh)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    found = [line.removeprefix("$ ") for line in lines]
+    return [line for line in found if re.match(r"(counterflow|torchrun|python|make|pip) ", line)]
+
+
+def examples_of(shown: str) -> list[str]:
+    """The examples that a help text shows."""
+    return [line.strip() for line in shown.partition("Example")[2].splitlines() if "counterflow " in line]
+
+
+def words_of(line: str) -> list[str]:
+    """The words of a command, with those that make it smaller; ``make train`` is what the Makefile says."""
+    words = shlex.split(line, comments=True)
+    if words[:2] == ["make", "train"]:
+        target = re.search(r"^train:.*\n\t\$\(BIN\)/(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert target is not None
+        words = target[1].split()
+    plain = " ".join(words)
+    more = next((extra for start, extra in SMALLER.items() if re.match(start, plain)), "")
+    return words + more.split()
+
+
+_REPRODUCED: set[str] = set()
+"""What was reproduced before: it depends on no file."""
+
+
+@pytest.fixture(autouse=True)
+def _profile_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def threads(*arguments: Any, **options: Any) -> Any:
+        return launch(*arguments, **options | {"transport": "local"})
+
+    monkeypatch.setattr("counterflow.train.profiling.launch", threads)
+
+
+def run_all(run: Run, lines: Sequence[str], folder: Path) -> None:
+    """Each of them once, in ``folder``, which is where this process is."""
+    for line in dict.fromkeys(line.partition("#")[0].strip() for line in lines):
+        if any(line.startswith(excused) for excused in EXCUSED):
+            continue
+        program, *arguments = words_of(line)
+        if program == "counterflow" and arguments[0] == "reproduce":
+            if line in _REPRODUCED:
+                continue
+            _REPRODUCED.add(line)
+        if program == "counterflow":
+            answer = run("", *arguments)
+            assert answer.code == 0, f"{line}\n{answer.err}"
+            continue
+        assert program == "torchrun", f"{line}: nothing runs it here; run it, or excuse it with a reason"
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *arguments],
+            cwd=folder,
+            env=os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, f"{line}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_examples_in_the_help(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [line.partition(": ")[2] or line for line in examples_of(run(f"{command} --help").out)]
+    assert lines
+    assert all(line.startswith("counterflow ") for line in lines)
+    run_all(run, lines, tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_on_the_pages(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    lines = commands_of(text)
+    if page in ELSEWHERE:
+        file, test = ELSEWHERE[page]
+        assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8")
+        return
+    if not lines:
+        pytest.skip("it prints no commands")
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "README.md", tmp_path)
+    if page == "README.md":
+        (config,) = re.findall(r"^```toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        (tmp_path / "my.toml").write_text(config, encoding="utf-8")
+    for name, program in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        (tmp_path / name).write_text(program, encoding="utf-8")
+    run_all(run, lines, tmp_path)
+
+
+def test_every_excuse_is_of_a_command_that_is_printed() -> None:
+    printed = [line for page in PAGES for line in commands_of((ROOT / page).read_text(encoding="utf-8"))]
+    for excused in EXCUSED:
+        assert any(line.startswith(excused) for line in printed), excused
+
+
+def test_every_command_has_an_example(run: Run) -> None:
+    listed = re.findall(r"^│ (\w+) ", run("--help").out.partition("Commands")[2], re.MULTILINE)
+    assert set(listed) == set(COMMANDS)
+
+
+def test_no_command_is_overlooked() -> None:
+    """Lines of other kinds in blocks of commands are output, or commands that this test knows nothing of."""
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        prompts = re.findall(r"^\$ (.*)$", text, re.MULTILINE)
+        assert set(prompts) <= set(commands_of(text)), page
+        for block in re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            for line in filter(None, block.splitlines()):
+                assert line in commands_of(text) or line.startswith("#"), f"{page}: {line}"
