@@ -1,6 +1,8 @@
 """A search's result as plain data: what ``counterflow plan --json`` prints and its tables show.
 
-Times in seconds, memory in bytes, throughput in samples a second. What it does not do: print.
+Times in seconds, memory in bytes, throughput in samples a second; keys end in ``_seconds`` and ``_bytes``.
+Their names of before stay beside them: ``samples``, ``sync``, ``parts``, ``second_parts``, and ``weights``,
+``activations``, ``buffers`` in ``memory``. What it does not do: print.
 """
 
 from __future__ import annotations
@@ -38,9 +40,11 @@ def as_json(
         ],
         "omitted": [{"what": omission.what, "reason": omission.reason} for omission in found.omissions],
         "why": {
+            "parts_seconds": parts_json(explained.parts),
             "parts": parts_json(explained.parts),
             "limit": explained.limit,
             "second": explained.second and explained.second.play.configuration.scheme,
+            "second_parts_seconds": explained.second_parts and parts_json(explained.second_parts),
             "second_parts": explained.second_parts and parts_json(explained.second_parts),
             "second_wins_if": [
                 {"what": change.what, "times": change.times} for change in explained.break_evens
@@ -69,7 +73,14 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
         "bubble_ratio": prediction.bubble_ratio,
         "peak_bytes": list(prediction.peak_bytes),
         "memory": [
-            {"weights": worker.weights, "activations": worker.activations, "buffers": worker.buffers}
+            {
+                "weights_bytes": worker.weights,
+                "activations_bytes": worker.activations,
+                "buffers_bytes": worker.buffers,
+                "weights": worker.weights,
+                "activations": worker.activations,
+                "buffers": worker.buffers,
+            }
             for worker in prediction.memory
         ],
         "fits": prediction.fits,
@@ -84,8 +95,10 @@ def configuration_json(configuration: Configuration) -> dict[str, Any]:
         "scheme": configuration.scheme,
         "options": dict(configuration.options),
         "replicas": configuration.replicas,
+        "micro_batch_size": configuration.samples,
         "samples": configuration.samples,
         "recompute": configuration.recompute.value,
+        "sync_mode": configuration.sync.value,
         "sync": configuration.sync.value,
         "arrangement": configuration.arrangement.value,
         "cuts": list(cuts) if isinstance(cuts, tuple) else cuts.value,

@@ -189,7 +189,7 @@ def plan(
         from counterflow.papers.step_times import plan_with_form_json  # noqa: PLC0415
         from counterflow.plan.report import as_json as data  # noqa: PLC0415
 
-        from ..output.results import Planned  # noqa: PLC0415
+        from ..output.plan_results import Planned  # noqa: PLC0415
 
         head = {"model": task.model.name, "profile": task.profile.name, "cluster": task.cluster.name}
         print_json(Planned.model_validate(head | data(found, explained, plan_with_form_json)))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from counterflow.simulate import Simulation
 
-    from .results import Result
+    from .result import Result
 
 WIDE = 4096
 """Columns assumed where output is no terminal and says nothing of its width: nothing is cut or wrapped."""

@@ -9,41 +9,28 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from counterflow.schedule.ir import Op, Schedule
 from counterflow.simulate import Simulation
 
 from .console import unit_of
+from .plan_results import PLAN_PARTS, Planned
+from .result import Options, Part, Result, said
 
-Options = dict[str, bool | int | str]
 Number = int | float
 
 
-def _said(text: str) -> Any:
-    return Field(description=text)
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Result(_Part):
-    """What a command prints. Keys that do not apply are left out."""
-
-    format: Annotated[Literal[1], _said("the version of this form")] = 1
-
-
-class OpShown(_Part):
+class OpShown(Part):
     """An op."""
 
-    kind: Annotated[str, _said("F forward, B backward, I input gradient, W weight gradients")]
-    stage: Annotated[int, _said("from 0")]
-    pipe: Annotated[int, _said("from 0")]
-    micro_batches: Annotated[list[int], _said("those it works on together, from 0")]
-    part: Annotated[int, _said("which of `parts`, from 0")]
-    parts: Annotated[int, _said("in how many shares the work on its micro-batch is cut")]
-    version: Annotated[int, _said("updates that its weights have seen")]
+    kind: Annotated[str, said("F forward, B backward, I input gradient, W weight gradients")]
+    stage: Annotated[int, said("from 0")]
+    pipe: Annotated[int, said("from 0")]
+    micro_batches: Annotated[list[int], said("those it works on together, from 0")]
+    part: Annotated[int, said("which of `parts`, from 0")]
+    parts: Annotated[int, said("in how many shares the work on its micro-batch is cut")]
+    version: Annotated[int, said("updates that its weights have seen")]
 
 
 class OpPlayed(OpShown):
@@ -54,7 +41,7 @@ class OpPlayed(OpShown):
     end: float
 
 
-class SyncPlayed(_Part):
+class SyncPlayed(Part):
     """A gradient sync as it ran beside a worker, in `time_unit`."""
 
     worker: int
@@ -64,30 +51,30 @@ class SyncPlayed(_Part):
     end: float
 
 
-class MessagePlayed(_Part):
+class MessagePlayed(Part):
     """A message on its link, in `time_unit`."""
 
-    sender: Annotated[int, _said("a worker")]
-    receiver: Annotated[int, _said("a worker")]
+    sender: Annotated[int, said("a worker")]
+    receiver: Annotated[int, said("a worker")]
     start: float
     end: float
-    maker: Annotated[OpShown, _said("whose product it carries")]
-    taker: Annotated[OpShown, _said("what needs it")]
+    maker: Annotated[OpShown, said("whose product it carries")]
+    taker: Annotated[OpShown, said("what needs it")]
 
 
-class BubblesShown(_Part):
+class BubblesShown(Part):
     """A worker's idle time by cause, in `time_unit`; together they are its `idle`."""
 
-    warm_up: Annotated[float, _said("before its first op")]
-    dependency: Annotated[float, _said("while what its next op takes is not made yet")]
-    message: Annotated[float, _said("while it is made and has not come yet")]
-    drain: Annotated[float, _said("after its last op")]
+    warm_up: Annotated[float, said("before its first op")]
+    dependency: Annotated[float, said("while what its next op takes is not made yet")]
+    message: Annotated[float, said("while it is made and has not come yet")]
+    drain: Annotated[float, said("after its last op")]
 
 
 class _Scheduled(Result):
-    scheme: Annotated[str, _said("its scheme")]
-    options: Annotated[Options, _said("the scheme's options")]
-    workers: Annotated[int, _said("of one pipeline group")]
+    scheme: Annotated[str, said("its scheme")]
+    options: Annotated[Options, said("the scheme's options")]
+    workers: Annotated[int, said("of one pipeline group")]
 
 
 class Simulated(_Scheduled):
@@ -95,53 +82,51 @@ class Simulated(_Scheduled):
 
     stages: int
     pipes: int
-    micro_batches: Annotated[int, _said("of one update")]
+    micro_batches: Annotated[int, said("of one update")]
     costs: Annotated[
-        dict[str, Any], _said("forward, backward, p2p, and what else was given, by the flags' names")
+        dict[str, Any], said("forward, backward, p2p, and what else was given, by the flags' names")
     ]
-    time_unit: Annotated[Literal["s", "F"], _said("s: seconds; F: times of a forward, where none were given")]
-    makespan: Annotated[float, _said("until the last op, sync and agreement have ended")]
+    time_unit: Annotated[Literal["s", "F"], said("s: seconds; F: times of a forward, where none were given")]
+    makespan: Annotated[float, said("until the last op, sync and agreement have ended")]
     steady_step: Annotated[
         float | None,
-        _said(
-            "what a step adds when steps follow each other without a barrier; null: too few periods to see"
-        ),
+        said("what a step adds when steps follow each other without a barrier; null: too few periods to see"),
     ]
     steady_step_clipped: Annotated[
-        float | None, _said("the same where updates wait for the gradient norm of all stages")
+        float | None, said("the same where updates wait for the gradient norm of all stages")
     ]
-    bubble_ratio: Annotated[float, _said("idle time over makespan, mean of the workers")]
-    busy: Annotated[list[float], _said("by worker: time it computes")]
-    idle: Annotated[list[float], _said("by worker: time it has no op to run")]
-    bubbles: Annotated[list[BubblesShown], _said("by worker: its idle time by cause")]
-    spans: Annotated[list[float], _said("by worker: first start to last end")]
-    peak_activations: Annotated[list[Number], _said("by worker: most forwards stashed at once")]
-    weight_copies: Annotated[list[int], _said("by worker: stages held, versions counted")]
+    bubble_ratio: Annotated[float, said("idle time over makespan, mean of the workers")]
+    busy: Annotated[list[float], said("by worker: time it computes")]
+    idle: Annotated[list[float], said("by worker: time it has no op to run")]
+    bubbles: Annotated[list[BubblesShown], said("by worker: its idle time by cause")]
+    spans: Annotated[list[float], said("by worker: first start to last end")]
+    peak_activations: Annotated[list[Number], said("by worker: most forwards stashed at once")]
+    weight_copies: Annotated[list[int], said("by worker: stages held, versions counted")]
     steady_bubble_ratio: Annotated[
-        float | None, _said("without a flush: after the warm-up, before the drain; null: no such part")
+        float | None, said("without a flush: after the warm-up, before the drain; null: no such part")
     ]
-    peak_bytes: Annotated[list[Number], _said("by worker; if bytes were given")] = []
-    ops: Annotated[list[OpPlayed], _said("with `--timeline`")] = []
-    gradient_syncs: Annotated[list[SyncPlayed], _said("with `--timeline`")] = []
-    messages: Annotated[list[MessagePlayed], _said("with `--messages`")] = []
+    peak_bytes: Annotated[list[Number], said("by worker; if bytes were given")] = Field(default_factory=list)
+    ops: Annotated[list[OpPlayed], said("with `--timeline`")] = Field(default_factory=list)
+    gradient_syncs: Annotated[list[SyncPlayed], said("with `--timeline`")] = Field(default_factory=list)
+    messages: Annotated[list[MessagePlayed], said("with `--messages`")] = Field(default_factory=list)
     timeline: Annotated[
         list[tuple[int, str, int, int, list[int], float, float]],
-        _said(
+        said(
             "with `--timeline`, the older form of `ops`: worker, kind, pipe, stage, micro-batches, start, end"
         ),
-    ] = []
+    ] = Field(default_factory=list)
     syncs: Annotated[
         list[tuple[int, int, int, float, float]],
-        _said("with `--timeline`, the older form of `gradient_syncs`: worker, stage, period, start, end"),
-    ] = []
+        said("with `--timeline`, the older form of `gradient_syncs`: worker, stage, period, start, end"),
+    ] = Field(default_factory=list)
 
 
-class Rule(_Part):
+class Rule(Part):
     """A rule's verdict."""
 
     rule: str
-    ok: Annotated[bool | None, _said("null: it could not be looked at, because another is broken")]
-    detail: Annotated[str, _said("the reason, for people")]
+    ok: Annotated[bool | None, said("null: it could not be looked at, because another is broken")]
+    detail: Annotated[str, said("the reason, for people")]
 
 
 class Checked(_Scheduled):
@@ -149,9 +134,9 @@ class Checked(_Scheduled):
 
     stages: int
     pipes: int
-    micro_batches: Annotated[int, _said("of one update")]
-    op_count: Annotated[int, _said("ops of all workers")]
-    ok: Annotated[bool, _said("whether all rules hold")]
+    micro_batches: Annotated[int, said("of one update")]
+    op_count: Annotated[int, said("ops of all workers")]
+    ok: Annotated[bool, said("whether all rules hold")]
     rules: list[Rule]
 
 
@@ -159,31 +144,31 @@ class Verified(_Scheduled):
     """`counterflow verify`: largest relative errors. Its `workers` are those of all replicas."""
 
     loss_error: float
-    norm_error: Annotated[float, _said("of the gradients' global norm")]
+    norm_error: Annotated[float, said("of the gradients' global norm")]
     gradient_error: float
     weight_error: float
-    tolerance: Annotated[float, _said("what each error must not exceed")]
+    tolerance: Annotated[float, said("what each error must not exceed")]
     ok: bool
 
 
-class OptionShown(_Part):
+class OptionShown(Part):
     """An option of a scheme."""
 
     name: str
-    legal: Annotated[str, _said("its range, for people")]
+    legal: Annotated[str, said("its range, for people")]
     required: bool
     default: int | str | bool | None
     help: str
 
 
-class SchemeShown(_Part):
+class SchemeShown(Part):
     """A scheme."""
 
     name: str
     aliases: list[str]
     summary: str
-    source: Annotated[str, _said("who published it")]
-    synchronous: Annotated[bool, _said("whether a flush comes before each update")]
+    source: Annotated[str, said("who published it")]
+    synchronous: Annotated[bool, said("whether a flush comes before each update")]
     directions: str
     options: list[OptionShown]
 
@@ -194,22 +179,7 @@ class Schemes(Result):
     schemes: list[SchemeShown]
 
 
-class Planned(Result):
-    """`counterflow plan`."""
-
-    model: Annotated[str, _said("its name")]
-    profile: Annotated[str, _said("its name")]
-    cluster: Annotated[str, _said("its name")]
-    mini_batch: Annotated[int, _said("samples of an update, of all replicas")]
-    usable_bytes: Annotated[float, _said("memory of a device without the reserve")]
-    best: Annotated[list[dict[str, Any]], _said("the best plans: options, seconds, bytes, notes")]
-    schemes: Annotated[list[dict[str, Any]], _said("the best plan of each scheme")]
-    rejected: Annotated[list[dict[str, Any]], _said("by scheme: candidates, and what became of them")]
-    omitted: Annotated[list[dict[str, str]], _said("parts of the space without a candidate, and why")]
-    why: Annotated[dict[str, Any], _said("where the best plan's step goes, and what would change it")]
-
-
-class ExampleShown(_Part):
+class ExampleShown(Part):
     """A paper's run."""
 
     name: str
@@ -232,7 +202,7 @@ class Profiled(Result):
     cluster: dict[str, Any]
 
 
-class Measured(_Part):
+class Measured(Part):
     """A figure as measured, and as predicted from the stages' measured costs."""
 
     measured: float
@@ -242,39 +212,39 @@ class Measured(_Part):
 class Trained(Result):
     """`counterflow train`."""
 
-    model: Annotated[str, _said("its architecture and shape, for people")]
+    model: Annotated[str, said("its architecture and shape, for people")]
     parameters: int
-    text: Annotated[str, _said("what it was trained on")]
+    text: Annotated[str, said("what it was trained on")]
     text_bytes: int
-    unigram_entropy: Annotated[float, _said("loss of knowing only how frequent bytes are")]
+    unigram_entropy: Annotated[float, said("loss of knowing only how frequent bytes are")]
     scheme: str
     options: Options
-    workers: Annotated[int, _said("of a pipeline group")]
+    workers: Annotated[int, said("of a pipeline group")]
     replicas: int
     pipes: int
-    stage_layers: Annotated[list[tuple[int, int]], _said("first and last layer of each stage")]
-    micro_batches: Annotated[int, _said("of a replica's mini-batch")]
-    samples: Annotated[int, _said("of a mini-batch, of all replicas")]
-    positions: Annotated[int, _said("tokens of a sample")]
-    steps: Annotated[int, _said("updates made in total")]
-    first_step: Annotated[int, _said("updates made by the run that this one resumed")]
+    stage_layers: Annotated[list[tuple[int, int]], said("first and last layer of each stage")]
+    micro_batches: Annotated[int, said("of a replica's mini-batch")]
+    samples: Annotated[int, said("of a mini-batch, of all replicas")]
+    positions: Annotated[int, said("tokens of a sample")]
+    steps: Annotated[int, said("updates made in total")]
+    first_step: Annotated[int, said("updates made by the run that this one resumed")]
     workers_here: int
     cores: int
     on_cpu: bool
-    stopped: Annotated[bool, _said("whether it was ended before all steps were made")]
+    stopped: Annotated[bool, said("whether it was ended before all steps were made")]
     seconds: float
     samples_per_second: float
     planned_samples_per_second: float | None
     training_loss: float
-    training_steps: Annotated[int, _said("the last steps, over which `training_loss` is the mean")]
+    training_steps: Annotated[int, said("the last steps, over which `training_loss` is the mean")]
     validation_loss: float
-    timed_together: Annotated[int, _said("steps that were timed as one")]
+    timed_together: Annotated[int, said("steps that were timed as one")]
     sampled_steps: list[int]
     step_seconds: float
     ops_seconds: Measured
     bubble_ratio: Measured
-    saved_bytes: Annotated[list[Measured], _said("by worker: most saved for backward at once")]
-    stages_held: Annotated[list[Measured], _said("by worker: most weights held at once")]
+    saved_bytes: Annotated[list[Measured], said("by worker: most saved for backward at once")]
+    stages_held: Annotated[list[Measured], said("by worker: most weights held at once")]
     folder: str
 
 
@@ -292,7 +262,7 @@ class TableShown(Result):
     title: str
     setting: str
     columns: list[str]
-    rows: Annotated[list[dict[str, Any]], _said("formula, value, measured (least and most over the workers)")]
+    rows: Annotated[list[dict[str, Any]], said("formula, value, measured (least and most over the workers)")]
     notes: dict[str, str]
 
 
@@ -304,10 +274,10 @@ class FigureShown(Result):
     setting: str
     assumptions: list[str]
     tolerance: float
-    subject: Annotated[str, _said("the scheme whose ratios over the others are shown")]
-    rows: Annotated[list[dict[str, Any]], _said("published, predicted, difference")]
+    subject: Annotated[str, said("the scheme whose ratios over the others are shown")]
+    rows: Annotated[list[dict[str, Any]], said("published, predicted, difference")]
     schemes: Annotated[
-        list[dict[str, Any]], _said("by scheme and run: the best plan found, and the one stated")
+        list[dict[str, Any]], said("by scheme and run: the best plan found, and the one stated")
     ]
     constants: dict[str, str]
     summary: str
@@ -319,6 +289,7 @@ COMMANDS: tuple[type[Result], ...] = (
 )
 PARTS: tuple[type[BaseModel], ...] = (
     *(OpShown, OpPlayed, SyncPlayed, MessagePlayed, BubblesShown, Rule, SchemeShown, OptionShown),
+    *PLAN_PARTS,
     *(ExampleShown, Measured),
 )
 

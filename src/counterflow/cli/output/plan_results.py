@@ -1,0 +1,146 @@
+"""What ``counterflow plan --json`` prints; ``counterflow.plan.report`` makes it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from .result import Options, Part, Result, said
+
+
+class ConfigurationShown(Part):
+    """A configuration."""
+
+    scheme: str
+    options: Annotated[Options, said("the scheme's options")]
+    replicas: Annotated[int, said("copies of the whole pipeline group")]
+    micro_batch_size: Annotated[int, said("samples of a micro-batch")]
+    samples: Annotated[int, said("the older name of `micro_batch_size`")]
+    recompute: Annotated[str, said("none, stage or layer")]
+    sync_mode: Annotated[str, said("end, eager or eager-opt")]
+    sync: Annotated[str, said("the older name of `sync_mode`")]
+    arrangement: Annotated[str, said("pipeline-inside, replicas-inside or copies-inside a node")]
+    cuts: Annotated[
+        list[int] | str, said("layers at which stages begin after the first; or balanced, even: not cut yet")
+    ]
+
+
+class MemoryShown(Part):
+    """A worker's memory at its peak, in a plan."""
+
+    weights_bytes: Annotated[float, said("weights, gradients, optimiser state, of all copies and versions")]
+    activations_bytes: Annotated[float, said("kept for backwards, and what recomputation needs")]
+    buffers_bytes: Annotated[float, said("messages under way")]
+    weights: Annotated[float, said("the older name of `weights_bytes`")]
+    activations: Annotated[float, said("the older name of `activations_bytes`")]
+    buffers: Annotated[float, said("the older name of `buffers_bytes`")]
+
+
+class FormShown(Part):
+    """A paper's closed form for a plan's step."""
+
+    seconds: float
+    source: Annotated[str, said("paper and equation")]
+    difference: Annotated[float | None, said("from the simulation, relative to it")]
+
+
+class PlanShown(ConfigurationShown):
+    """A plan."""
+
+    workers: Annotated[int, said("of a replica")]
+    micro_batches: Annotated[int, said("of an update, on each replica")]
+    step_seconds: Annotated[float, said("one mini-batch")]
+    steady_step_seconds: Annotated[float, said("what a step adds where none waits for a barrier")]
+    samples_per_second: Annotated[float, said("of all replicas")]
+    mini_batch: Annotated[int, said("samples that its step is counted for")]
+    updates: Annotated[int, said("in that step")]
+    bubble_ratio: Annotated[float, said("share of a step in which a worker is idle")]
+    peak_bytes: Annotated[list[float], said("by worker")]
+    memory: Annotated[list[MemoryShown], said("by worker")]
+    fits: Annotated[bool, said("whether all workers' peaks fit their memory")]
+    notes: list[str]
+    closed_form: FormShown | None
+
+
+class LargerShown(PlanShown):
+    """A plan that would need more memory than there is."""
+
+    needed_bytes: Annotated[float, said("of a device")]
+
+
+class TooLargeShown(ConfigurationShown):
+    """A configuration that does not fit."""
+
+    needed_bytes: Annotated[float, said("at least, on its largest worker")]
+    worker: Annotated[int, said("that worker")]
+
+
+class RejectedShown(Part):
+    """What became of a scheme's candidates."""
+
+    scheme: str
+    candidates: int
+    too_large: Annotated[int, said("that do not fit the memory")]
+    slower_by_bound: Annotated[int, said("that cannot be as fast as what was found, and were not simulated")]
+    simulated: int
+    closest_too_large: Annotated[TooLargeShown | None, said("the smallest that does not fit")]
+
+
+class OmittedShown(Part):
+    """A part of the space without a candidate."""
+
+    what: Annotated[str, said("a scheme, or depths")]
+    reason: str
+
+
+class PartsShown(Part):
+    """Where a step's seconds go; together they are the step."""
+
+    compute: Annotated[float, said("ops of a worker, the mean of all")]
+    imbalance: Annotated[float, said("what the busiest worker computes beyond the mean")]
+    bubbles: Annotated[float, said("idle time of the busiest worker that the order alone makes")]
+    messages: Annotated[float, said("what messages add")]
+    allreduce: Annotated[float, said("what gradient syncs add that nothing hides")]
+    update: Annotated[float, said("the optimiser, and what else an update takes")]
+    shared_cores: Annotated[float, said("what workers add that wait for a core")]
+
+
+class ChangeShown(Part):
+    """A change that makes the second plan win."""
+
+    what: Annotated[str, said("messages or all-reduces")]
+    times: Annotated[float, said("so many times slower; below 1: faster")]
+
+
+class WhyShown(Part):
+    """Why the best plan is the best."""
+
+    parts_seconds: PartsShown
+    parts: Annotated[PartsShown, said("the older name of `parts_seconds`")]
+    limit: Annotated[str | None, said("the part that costs most beside compute")]
+    second: Annotated[str | None, said("the scheme of the best plan of another one")]
+    second_parts_seconds: PartsShown | None
+    second_parts: Annotated[PartsShown | None, said("the older name of `second_parts_seconds`")]
+    second_wins_if: list[ChangeShown]
+    in_more_memory: Annotated[LargerShown | None, said("a faster plan that does not fit")]
+
+
+class Planned(Result):
+    """`counterflow plan`."""
+
+    model: Annotated[str, said("its name")]
+    profile: Annotated[str, said("its name")]
+    cluster: Annotated[str, said("its name")]
+    mini_batch: Annotated[int, said("samples of an update, of all replicas")]
+    usable_bytes: Annotated[float, said("memory of a device without the reserve")]
+    best: Annotated[list[PlanShown], said("the best plans: one, or as many as `--top` says")]
+    schemes: Annotated[list[PlanShown], said("the best plan of each scheme")]
+    rejected: Annotated[list[RejectedShown], said("by scheme")]
+    omitted: list[OmittedShown]
+    why: WhyShown
+
+
+PLAN_PARTS: tuple[type[Part], ...] = (
+    *(ConfigurationShown, PlanShown, MemoryShown, FormShown, RejectedShown, TooLargeShown, OmittedShown),
+    *(WhyShown, PartsShown, ChangeShown, LargerShown),
+)
+"""Those that the page tells of."""
