@@ -281,6 +281,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "autocast": st.just("bfloat16"),
         "clip_norm": st.floats(0, allow_infinity=False),
         "compile": st.booleans(),
+        "barrier": st.booleans(),
     }
     return {
         "model": {

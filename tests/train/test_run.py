@@ -96,6 +96,25 @@ def test_saved_bytes_are_as_predicted(train: Train, recompute: str) -> None:
     assert len(summary.saved_bytes) == 2
 
 
+@pytest.mark.parametrize("clip_norm", [0.0, 0.05])
+def test_without_a_barrier_the_metrics_are_the_same(train: Train, clip_norm: float, tmp_path: Path) -> None:
+    for name, barrier in (("with", True), ("without", False)):
+        train(
+            name,
+            train__steps=9,
+            train__evaluate_every=4,
+            train__checkpoint_every=4,
+            pipeline__barrier=barrier,
+            pipeline__clip_norm=clip_norm,
+        )
+    kept = [
+        [{k: v for k, v in line.items() if "second" not in k} for line in read_metrics(tmp_path / name)]
+        for name in ("with", "without")
+    ]
+    assert [line["step"] for line in kept[1] if "loss" in line] == list(range(1, 10))
+    assert kept[1] == kept[0]
+
+
 def test_timeline(train: Train, tmp_path: Path) -> None:
     summary = train(train__steps=4, schedule__scheme="dapple")
     timeline = read_timeline(tmp_path / "run")

@@ -319,6 +319,11 @@ class PipelineSection(Section):
     clip_norm: float = _key(
         1.0, "largest norm of the whole gradient; 0 does not clip", "a finite number, 0 or more", ge=0
     )
+    barrier: bool = _key(
+        True,
+        "whether steps end on all workers; without, updates wait for their own stages, to clip for all",
+        "true or false",
+    )
     timeout_seconds: float = _key(
         300.0,
         "how long a worker waits for a message before the run is ended",

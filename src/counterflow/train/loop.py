@@ -98,6 +98,7 @@ class Trainer:
             autocast=torch.bfloat16 if config.pipeline.autocast else None,
             compile_layers=config.pipeline.compile,
             compress=config.pipeline.compress,
+            barrier=config.pipeline.barrier,
             digest_every=config.pipeline.digest_every,
             count_memory_steps=job.first_step + COUNTED_STEPS,
             timeout_seconds=config.pipeline.timeout_seconds,
@@ -113,6 +114,8 @@ class Trainer:
         self.losses: deque[float] = deque(maxlen=_LAST)
         self.samples: deque[tuple[Step, tuple[Span, ...]]] = deque(maxlen=_SAMPLES)
         self.training_seconds = 0.0
+        self.took_seconds: dict[int, float] = {}
+        """By step that was made and is not told of."""
         self.validation: tuple[int, float] = (-1, 0.0)
         self.saved = -1
         self.next_look = job.first_step
@@ -127,7 +130,7 @@ class Trainer:
         window = self._window()
         stopped = False
         for number in range(first, train.steps):
-            if number == window.start:
+            if window and number == window.start:
                 self._flush()
                 self.pipeline.whole_timeline = True
             step = self._step(number)
@@ -223,6 +226,7 @@ class Trainer:
     def _step(self, number: int) -> Step:
         inputs, targets = self._batch(number) if self.reads else (None, None)
         step = self.pipeline.step(inputs, targets)
+        self.took_seconds[number] = step.seconds
         self._told(step)
         return step
 
@@ -231,17 +235,20 @@ class Trainer:
             self._told(step)
 
     def _told(self, step: Step) -> None:
-        """Note what came of a step; without a flush that is known only by a later one."""
+        """Note what came of a step; without a flush or a barrier that is known only by a later one."""
         self.training_seconds += step.seconds
         if step.about is None:
             return
+        # With a flush a step takes as long as its own call; else what a call takes is another step's as well.
+        took = self.took_seconds.pop(step.about)
+        seconds = took if self.job.schedule.synchronous else step.seconds
         self.losses.append(step.loss)
         self._record(
             step=step.about + 1,
             loss=step.loss,
             grad_norm=self._finite("gradient norm", step.grad_norm),
             learning_rate=self.job.learning_rate(step.about),
-            samples_per_second=step.samples / step.seconds,
+            samples_per_second=step.samples / seconds,
         )
 
     def _finite(self, name: str, value: float) -> float:

@@ -51,6 +51,14 @@ def verify(
     sync_mode: Annotated[
         Sync, typer.Option(help="When gradients of copies are summed.", rich_help_panel=_PANEL)
     ] = Sync.EAGER_OPT,
+    barrier: Annotated[
+        bool,
+        typer.Option(
+            "--barrier/--no-barrier",
+            help="Whether each step ends on all workers before the next; without, gradients are not clipped.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = True,
     transport: Annotated[
         Where,
         typer.Option(help="local: threads; gloo, nccl: processes.", rich_help_panel=_PANEL),
@@ -89,6 +97,7 @@ def verify(
         dtype=dtype,
         recompute=recompute,
         sync=sync_mode,
+        **({} if barrier else {"barrier": False, "clip_norm": None}),
     )
     if as_json:
         from ..output.results import Verified  # noqa: PLC0415  (pydantic takes a while)
