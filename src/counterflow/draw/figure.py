@@ -11,9 +11,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -33,14 +31,11 @@ from .chart import (
     BoxKind,
     Chart,
     Memory,
-    marks_input_gradients,
-    shared_end,
-    shared_peak,
     shared_unit,
     steps_until,
-    ways,
 )
-from .units import TimeUnit, nice_step
+from .sheet import CAPTION, EDGE, FEW, LEFT, SPLIT, TICKS, TITLE, Sheet, hues_of, legend_texts
+from .units import nice_step
 
 DOTS_PER_INCH = 160
 SETTINGS: dict[Any, Any] = {
@@ -54,13 +49,9 @@ SETTINGS: dict[Any, Any] = {
 }
 UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {"Software": None}}
 
-_LEFT, _RIGHT, _EDGE = 0.55, 0.25, 0.12
-_PEAKS = 0.8  # right margin that holds the peaks of memory
-_TITLE, _LEGEND, _TICKS, _SPLIT, _CAPTION = 0.5, 0.19, 0.34, 0.2, 0.3
 _CHARACTER = 0.64  # width of a digit of DejaVu Sans, in font sizes
 _SMALLEST = 4.5  # font size below which a number is left out
 _BAND = 0.16  # of a box's height, where input gradients are marked
-_FEW = 8  # workers up to which memory is drawn as areas
 
 Rectangle = tuple[float, float, float, float]
 """Left, right, bottom, top in data coordinates."""
@@ -118,92 +109,10 @@ def make_figure(charts: Sequence[Chart]) -> Figure:
     """The figure of the charts; axes are labelled ``timeline 0``, ``memory 0`` and so on."""
     sheet = Sheet.of(charts)
     figure = Figure(figsize=(sheet.width, sheet.height), dpi=DOTS_PER_INCH, facecolor=palette.BACKGROUND)
-    top = _EDGE
+    top = EDGE
     for index, chart in enumerate(charts):
         top = _Panel(figure, sheet, chart, index).draw(top)
     return figure
-
-
-@dataclass(frozen=True, slots=True)
-class Sheet:
-    """What all panels share. Lengths in inches, ``end`` in seconds."""
-
-    charts: tuple[Chart, ...]
-    end: float
-    unit: TimeUnit
-    plot_width: float
-    row: float
-    right: float
-    marked: bool
-
-    @classmethod
-    def of(cls, charts: Sequence[Chart]) -> Sheet:
-        """Sizes under which the shortest usual op has room for its number, within reason."""
-        end = shared_end(charts)
-        lasting = [
-            box.end - box.start
-            for chart in charts
-            for box in chart.boxes
-            if box.kind is BoxKind.FORWARD and box.end > box.start
-        ]
-        wanted = 0.26 * end / median(lasting) if lasting else 0.0
-        workers = max((chart.workers for chart in charts), default=1)
-        # 8 workers get 0.34 inches each, 32 get 0.2, 100 get 0.09.
-        row = min(0.34, max(0.03, 1.1 / workers**0.5 if workers <= 32 else 8 / (workers + 8)))
-        right = _PEAKS if any(chart.memory for chart in charts) else _RIGHT
-        width = min(17.0, max(6.6, wanted))
-        return cls(tuple(charts), end, shared_unit(charts), width, row, right, marks_input_gradients(charts))
-
-    @property
-    def width(self) -> float:
-        """Width of the picture."""
-        return _LEFT + self.plot_width + self.right
-
-    @property
-    def height(self) -> float:
-        """Height of the picture."""
-        return 2 * _EDGE + sum(self.panel_height(chart) for chart in self.charts)
-
-    @property
-    def points_per_second(self) -> float:
-        """Typographic points in a second of the time axis."""
-        return 72 * self.plot_width / self.end
-
-    def handle(self, chart: Chart) -> float:
-        """Length of a legend's boxes, in font sizes: room for each kind of op."""
-        return max(2.4, 1.2 * len(chart.kinds))
-
-    def legend_columns(self, chart: Chart) -> int:
-        """How many legend entries fit beside each other."""
-        handle = self.handle(chart) * 8 / 72
-        widths = [0.36 + handle + 0.066 * len(text) for text in _legend_texts(chart)]
-        for columns in range(len(widths), 1, -1):
-            if sum(max(widths[i::columns]) for i in range(columns)) <= self.plot_width:
-                return columns
-        return 1
-
-    def legend_height(self, chart: Chart) -> float:
-        """Height of a panel's legend, and of the space under it."""
-        return 0.06 + _LEGEND * -(-len(_legend_texts(chart)) // self.legend_columns(chart))
-
-    def rows_height(self, chart: Chart) -> float:
-        """Height of a panel's rows."""
-        return self.row * chart.workers * (1.25 if chart.has_syncs else 1.0)
-
-    def memory_height(self, chart: Chart) -> float:
-        """Height of the memory under a panel's rows."""
-        return (self.row if chart.workers <= _FEW else 0.75 * self.row) * chart.workers
-
-    def most(self, memory: Memory) -> float:
-        """The largest amount of any chart's memory in the same unit, so that charts compare."""
-        return shared_peak(self.charts, memory.unit)
-
-    def panel_height(self, chart: Chart) -> float:
-        """Height of a whole panel."""
-        height = _TITLE + self.legend_height(chart) + self.rows_height(chart) + _TICKS + _SPLIT + 0.08
-        if chart.memory:
-            height += _CAPTION + self.memory_height(chart) + _TICKS
-        return height
 
 
 class _Panel:
@@ -221,16 +130,16 @@ class _Panel:
         last = self.index == len(sheet.charts) - 1
         self._text(top + 0.17, chart.heading, size=11, weight="bold", color=palette.INK)
         self._text(top + 0.38, chart.summary, size=9, color=palette.FAINT)
-        top += _TITLE
+        top += TITLE
         middle = (0.07 + self.floor) / 2
         below = top + sheet.legend_height(chart)
         axes = self._axes(f"timeline {self.index}", below, self.height, middle)
         self._legend(axes, top)
         self._timeline(axes)
-        top = below + self.height + _TICKS + _SPLIT
+        top = below + self.height + TICKS + SPLIT
         self._text(top - 0.07, chart.split, size=8.5, color=palette.FAINT)
         if chart.memory is not None:
-            axes = self._axes(f"memory {self.index}", top + _CAPTION - 0.06, sheet.memory_height(chart), 0.5)
+            axes = self._axes(f"memory {self.index}", top + CAPTION - 0.06, sheet.memory_height(chart), 0.5)
             self._memory(axes, chart.memory, top)
         if last:
             axes.set_xlabel(f"time ({sheet.unit.symbol})", fontsize=8.5, labelpad=2)
@@ -244,7 +153,7 @@ class _Panel:
     def _text(self, top: float, text: str, **style: Any) -> None:
         # Text is data: a dollar sign in a measured run's name starts no formula.
         self.figure.text(
-            _LEFT / self.sheet.width,
+            LEFT / self.sheet.width,
             self._fraction(top),
             text,
             va="center",
@@ -255,7 +164,7 @@ class _Panel:
     def _axes(self, name: str, top: float, height: float, middle: float) -> Axes:
         sheet, workers = self.sheet, self.chart.workers
         place = (
-            _LEFT / sheet.width,
+            LEFT / sheet.width,
             self._fraction(top + height),
             sheet.plot_width / sheet.width,
             height / sheet.height,
@@ -413,7 +322,7 @@ class _Panel:
             return Patch(facecolor=colour, edgecolor=palette.INK, linewidth=0.5, **style)
 
         handles: list[Any] = []
-        for hue, _ in _hues(self.chart):
+        for hue, _ in hues_of(self.chart):
             swatches = [patch(_colour(hue, kind)) for kind in self.chart.kinds]
             if self.sheet.marked and BoxKind.INPUT_GRADIENT in self.chart.kinds:
                 swatches[self.chart.kinds.index(BoxKind.INPUT_GRADIENT)] = _Marked(
@@ -426,7 +335,7 @@ class _Panel:
         if self.chart.steady is not None:
             handles.append(Line2D([], [], **_STEADY))
         columns = self.sheet.legend_columns(self.chart)
-        texts = _legend_texts(self.chart)
+        texts = legend_texts(self.chart)
         # matplotlib fills columns first; people read rows first.
         rows = -(-len(texts) // columns)
         columns = -(-len(texts) // rows)
@@ -436,7 +345,7 @@ class _Panel:
             [texts[i] for i in reading],
             handler_map={tuple: HandlerTuple(ndivide=None, pad=0), _Marked: _MarkedHandler()},
             loc="upper left",
-            bbox_to_anchor=(_LEFT / self.sheet.width, self._fraction(top)),
+            bbox_to_anchor=(LEFT / self.sheet.width, self._fraction(top)),
             bbox_transform=self.figure.transFigure,
             ncols=columns,
             frameon=False,
@@ -459,7 +368,7 @@ class _Panel:
             for worker, use in enumerate(memory.workers)
             for step in steps_until(use, chart.makespan)
         ]
-        few = chart.workers <= _FEW
+        few = chart.workers <= FEW
         areas = PolyCollection(
             [
                 _corners(start, stop, w + 0.96, w + (0.96 - 0.86 * amount / peak if few else 0.04))
@@ -480,7 +389,7 @@ class _Panel:
             caption = "memory of each worker"
             self._scale(scale, memory.unit.short(peak), top)
         axes.add_collection(areas, autolim=False)
-        self._text(top + _CAPTION - 0.18, caption, size=8.5, color=palette.FAINT)
+        self._text(top + CAPTION - 0.18, caption, size=8.5, color=palette.FAINT)
         self._peaks(axes, memory)
 
     def _peaks(self, axes: Axes, memory: Memory) -> None:
@@ -510,8 +419,8 @@ class _Panel:
         """The heat scale, at the right end of the caption's line."""
         sheet = self.sheet
         width, height = 1.3, 0.1
-        right = _LEFT + sheet.plot_width - 0.9
-        middle = self._fraction(top + _CAPTION - 0.18)
+        right = LEFT + sheet.plot_width - 0.9
+        middle = self._fraction(top + CAPTION - 0.18)
         place = (
             (right - width) / sheet.width,
             middle - height / 2 / sheet.height,
@@ -557,21 +466,3 @@ class _MarkedHandler(HandlerPatch):
 def _colour(hue: palette.Hue, kind: BoxKind) -> str:
     assert kind.shade is not None, "a sync has no hue"
     return hue.shades[kind.shade.value]
-
-
-def _hues(chart: Chart) -> list[tuple[palette.Hue, str]]:
-    """The legend's hues: what the shades mean, then each hue, if there are several."""
-    entries = chart.legend()
-    if len(entries) == 1 and not entries[0][1]:
-        return [(palette.hue(entries[0][0]), ways(chart))]
-    return [(palette.NEUTRAL, ways(chart)), *((palette.hue(number), text) for number, text in entries)]
-
-
-def _legend_texts(chart: Chart) -> list[str]:
-    texts = [text for _, text in _hues(chart)]
-    if chart.has_syncs:
-        texts.append("gradient sync")
-    texts.append("bubble")
-    if chart.steady is not None:
-        texts.append("steady part")
-    return texts

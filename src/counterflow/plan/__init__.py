@@ -5,7 +5,8 @@ from __future__ import annotations
 from .cluster import Cluster, Link
 from .device_placement import Arrangement
 from .model import Model
-from .predict import Configuration, Parts, Prediction, Predictor, WorkerMemory, predict
+from .predict import Predictor, predict
+from .prediction import Configuration, Parts, Prediction, WorkerMemory
 from .profile import LayerProfile, Profile
 from .stages import Cutting
 

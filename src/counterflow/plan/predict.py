@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -27,138 +26,16 @@ from counterflow.simulate.op_costs import stage_bytes
 from counterflow.simulate.steady import whole_periods
 
 from .cluster import Cluster, allreduce_seconds
-from .device_placement import Arrangement, Network, network
+from .device_placement import Network, network
 from .model import Model
+from .prediction import Configuration, Parts, Prediction, WorkerMemory
 from .profile import Profile
-from .stages import Cuts, Cutting, PlannedOps, StageCosts, cut, stage_costs
+from .stages import Cuts, PlannedOps, StageCosts, cut, stage_costs
 
 STEADY_PERIODS = 4
 """Whole periods that an asynchronous schedule is played for in its steady state; the first is not counted."""
 
 _KEPT_SCHEDULES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Configuration:
-    """One way to train: what ``predict`` predicts and a plan file says.
-
-    Attributes:
-        scheme: the scheme's name.
-        options: its options without ``periods``: how many updates an asynchronous scheme plays is no choice.
-        replicas: W, copies of the whole pipeline group.
-        samples: B, samples of a micro-batch.
-        recompute: what is computed again in a backward.
-        sync: when gradients are summed.
-        arrangement: which devices the workers are on.
-        cuts: where the layers are cut.
-    """
-
-    scheme: str
-    options: tuple[tuple[str, OptionValue], ...]
-    replicas: int
-    samples: int
-    recompute: Recompute = Recompute.NONE
-    sync: Sync = Sync.EAGER_OPT
-    arrangement: Arrangement = Arrangement.PIPELINE_INSIDE
-    cuts: Cuts = Cutting.BALANCED
-
-    @classmethod
-    def of(
-        cls, scheme: str, options: Mapping[str, OptionValue], replicas: int, samples: int, **more: Any
-    ) -> Configuration:
-        """The same with the options as a mapping."""
-        return cls(scheme, tuple(options.items()), replicas, samples, **more)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerMemory:
-    """What a worker holds when it holds most, in bytes.
-
-    Attributes:
-        weights: weights, gradients and optimiser state of every copy and version.
-        activations: what forwards keep for their backwards, and what recomputation needs besides.
-        buffers: for a message under way in each direction.
-    """
-
-    weights: float
-    activations: float
-    buffers: float
-
-    @property
-    def total(self) -> float:
-        """All of it, without the cluster's reserve."""
-        return self.weights + self.activations + self.buffers
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Where a step's seconds go; they add up to the step.
-
-    Attributes:
-        compute: ops of a worker, the mean of all workers.
-        imbalance: what the busiest worker computes beyond the mean.
-        bubbles: idle time of the busiest worker that the order alone makes.
-        messages: what messages add.
-        allreduce: what gradient syncs add that nothing hides.
-        update: the optimiser, and what an update takes whatever is in it.
-        shared_cores: what workers add that wait for a core.
-    """
-
-    compute: float
-    imbalance: float
-    bubbles: float
-    messages: float
-    allreduce: float
-    update: float
-    shared_cores: float
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """What a configuration costs.
-
-    Attributes:
-        configuration: what was predicted, its cuts resolved.
-        schedule: the schedule's text.
-        workers: D, workers of a replica.
-        micro_batches: N, micro-batches of an update on each replica.
-        step_seconds: one mini-batch of ``mini_batch`` samples; in the steady state where there is no flush.
-        steady_step_seconds: the same where steps follow each other without a barrier.
-        mini_batch: samples of all replicas that the step is counted for.
-        updates: updates of the weights in that time; more than 1 where each micro-batch has its own.
-        bubble_ratio: share of the step in which a worker computes nothing, the mean of all workers.
-        memory: of each worker at its peak.
-        usable_bytes: what a device has for it.
-        notes: what to know before believing the numbers.
-    """
-
-    configuration: Configuration
-    schedule: str
-    workers: int
-    micro_batches: int
-    step_seconds: float
-    steady_step_seconds: float
-    mini_batch: int
-    updates: int
-    bubble_ratio: float
-    memory: tuple[WorkerMemory, ...]
-    usable_bytes: float
-    notes: tuple[str, ...] = ()
-
-    @property
-    def samples_per_second(self) -> float:
-        """Throughput of all replicas."""
-        return self.mini_batch / self.step_seconds if self.step_seconds else 0.0
-
-    @property
-    def peak_bytes(self) -> tuple[float, ...]:
-        """Each worker's memory, without the reserve."""
-        return tuple(worker.total for worker in self.memory)
-
-    @property
-    def fits(self) -> bool:
-        """Whether every worker's memory is there."""
-        return max(self.peak_bytes) <= self.usable_bytes
 
 
 def predict(

@@ -13,7 +13,7 @@ from typing import Any
 from counterflow.schedule import registry
 from counterflow.schedule.scheme import DEPTH, Kind
 
-from .predict import Configuration, Parts, Prediction
+from .prediction import Configuration, Parts, Prediction
 from .search import Found, Plan, Rejections
 from .why import Why
 

@@ -18,7 +18,8 @@ from .bounds import Bounds, Shape, bounds
 from .cluster import Cluster
 from .device_placement import Arrangement, Network, network
 from .model import Model
-from .predict import Configuration, Play, Predictor
+from .predict import Play, Predictor
+from .prediction import Configuration
 from .profile import Profile
 from .space import Constraints, Group, Omission, space
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from .predict import Parts, Play
+from .predict import Play
+from .prediction import Parts
 from .search import Found, Plan
 
 _MOST = 64.0

@@ -17,7 +17,7 @@ from .console import WIDE, byte_size, console, number
 
 if TYPE_CHECKING:
     from counterflow.papers.examples import Example
-    from counterflow.plan.predict import Configuration, Parts, Prediction
+    from counterflow.plan.prediction import Configuration, Parts, Prediction
     from counterflow.plan.search import Found, Plan
     from counterflow.plan.why import Why
 
