@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from . import models
     from .loss_sum import LossSum
     from .runtime.pipeline import Pipeline
+    from .runtime.stages.skips import Skip
     from .runtime.workers.launch import launch
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Simulation",
+    "Skip",
     "WorkerError",
     "check",
     "draw",
@@ -56,6 +58,10 @@ def __getattr__(name: str) -> Any:
         from .loss_sum import LossSum  # noqa: PLC0415
 
         return LossSum
+    if name == "Skip":
+        from .runtime.stages.skips import Skip  # noqa: PLC0415
+
+        return Skip
     if name == "launch":
         from .runtime.workers.launch import launch  # noqa: PLC0415
 

@@ -13,6 +13,7 @@ import torch
 
 import counterflow as cf
 from counterflow.plan import files
+from counterflow.runtime.stages.skips import links_of, stage_skips
 from counterflow.schedule import registry
 from counterflow.schedule.ir import Schedule
 
@@ -25,7 +26,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def test_train_your_own_model(tmp_path: Path) -> None:
-    program, _, named, meta = blocks("train-your-own-model.md", "python")
+    program, *_, skips, named, meta = blocks("train-your-own-model.md", "python")
     script = tmp_path / "train.py"
     script.write_text(program)
     done = subprocess.run(
@@ -41,6 +42,10 @@ def test_train_your_own_model(tmp_path: Path) -> None:
     exec(f"import torch\n{named}", scope)
     made = scope["optimizer"](list(torch.nn.Linear(2, 2).named_parameters()))  # type: ignore[operator]
     assert [group["weight_decay"] for group in made.param_groups] == [0.0, 0.01]
+    unet: dict[str, Any] = {}
+    exec(f"import torch\nfrom torch import nn\nimport counterflow as cf\n{skips}", unet)
+    assert torch.nn.Sequential(*unet["layers"])(torch.ones(2, 1, 8, 8)).shape == (2, 1, 8, 8)
+    assert len(links_of(stage_skips(unet["layers"], range(6)))) == 2
 
 
 SCHEDULES: dict[str, Schedule] = {

@@ -46,6 +46,7 @@ from .parameters.weights import MakeOptimizer, MakeScheduler, Weights
 from .stages.estimates import estimated_costs
 from .stages.layers import aliases_of, layers_of, state_names
 from .stages.randomness import RandomStreams
+from .stages.skips import links_of, stage_skips
 from .stages.stage import LOSS, NamedLayer, StageCopy, have_statistics, loss_layer, materialised
 from .transport import Gathering, Transport
 from .workers import lease
@@ -181,6 +182,7 @@ class Pipeline:
         self.autocast = _autocast(self.device, autocast)
         self.compression = Compression() if compress else None
         self._read_layers(model, list_layers, cuts, costs)
+        schedule = self.schedule
         self._loss = loss_layer(loss_function)
         self._read_names(model)
         self.stages = self._make_stages(streams, recompute)
@@ -282,6 +284,8 @@ class Pipeline:
         self.cuts = tuple(found)
         edges = (0, *self.cuts, len(modules))
         self._layers_of = [self.layers[edges[s] : edges[s + 1]] for s in range(stages)]
+        self._skips = stage_skips(modules, edges)
+        self.schedule = self.schedule.with_skips(links_of(self._skips))
         self._statistics = tuple(s for s, layers in enumerate(self._layers_of) if have_statistics(layers))
 
     def _read_names(self, model: nn.Module | Sequence[nn.Module]) -> None:
@@ -320,6 +324,7 @@ class Pipeline:
                 recompute,
                 loss=loss if stage == last else None,
                 autocast=self.autocast,
+                skips=self._skips[stage],
             )
             for stage in held
         }

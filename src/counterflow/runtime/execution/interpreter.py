@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -53,14 +53,16 @@ from ..mini_batch.losses import Entry, LossFunction, read_loss
 from ..mini_batch.samples import Dims, cut
 from ..stages.randomness import Rows
 from ..stages.recomputation import Contents, Hold, copied, mapped, versions
+from ..stages.skips import Carried
 from ..stages.stage import StageCopy
 from ..transport import Transport
 from ..workers.watch import worker_error
 from .meters import Kept, SavedBytes, clock_of
+from .skips import Came, Output, SkipTraffic
 from .tasks import Preparation, Task, Tasks
 
 _Output = tuple[Structure | None, list[Tensor]]
-"""A stage's output for a unit, taken apart."""
+"""What the next stage takes of a unit, taken apart."""
 
 
 class Owner(Protocol):
@@ -83,7 +85,11 @@ class Owner(Protocol):
 
 
 class _Given(NamedTuple):
-    """What a forward runs on, for one unit; ``buffers`` are those of the inputs that are given back."""
+    """What a forward runs on, for one unit.
+
+    ``buffers`` are those of the inputs that are given back; ``by_skips`` tells how many tensors with a
+    gradient came by each skip.
+    """
 
     unit: Unit
     structure: Structure | None
@@ -91,6 +97,7 @@ class _Given(NamedTuple):
     value: Value
     buffers: Sequence[Tensor]
     rows: Rows
+    by_skips: Sequence[int] = ()
 
 
 class _Again(NamedTuple):
@@ -118,6 +125,7 @@ class _Stash:
         outputs: its own, until ``edges`` are made of them.
         edges: where the backward begins; None if it has to recompute the outputs first.
         again: what that needs.
+        by_skips: how many inputs with a gradient came by each skip.
         reused: buffers to give back after the backward.
         held: what is counted as saved for the backward.
     """
@@ -128,6 +136,7 @@ class _Stash:
     reused: Sequence[Tensor]
     held: list[Kept]
     again: _Again | None = None
+    by_skips: Sequence[int] = ()
 
     def release_outputs(self) -> None:
         """Keep of the outputs where the backward begins, and let them go."""
@@ -201,6 +210,7 @@ class Interpreter:
         self._with_outputs: list[_Stash] = []
         """Of ops that are over: what has time until the next op, after the send, is not done yet."""
         self._messages = MessageQueue(transport, self._batches, compression)
+        self._skips = SkipTraffic(self._messages)
 
     def prepare(self, program: Program, period_offset: int = 0) -> Tasks:
         """The list of this worker with all that can be looked up before it is run.
@@ -336,14 +346,15 @@ class Interpreter:
             copy.versions.use(action.op.version + self._period_offset)
         without_graph = batch.training and copy.recompute is Recompute.STAGE
         with torch.no_grad() if without_graph else _NOTHING, self.autocast():
-            outputs = None
+            found: Sequence[Output] | None = None
             if without_graph and len(given) > 1 and copy.joins is not False:
-                outputs = self._forward_together(task, copy, batch, given)
-            if outputs is None:
-                outputs = [self._forward_unit(task, copy, batch, each) for each in given]
+                found = self._forward_together(task, copy, batch, given)
+            if found is None:
+                found = [self._forward_unit(task, copy, batch, each) for each in given]
         self._clock.end(action.op, self._period_offset, begin)
         if task.stage == self._last_stage:
             return
+        outputs = self._skips.give(task, batch, found) if task.gives else cast("list[_Output]", found)
         if task.sent_as >= 0:
             flat = outputs[0][1] if len(outputs) == 1 else [t for _, tensors in outputs for t in tensors]
             self._messages.put(
@@ -377,14 +388,18 @@ class Interpreter:
             if batch.known is None:
                 for unit, (structure, tensors, _) in zip(units, taken, strict=True):
                     batch.learnt[task.stage - 1, unit.shape] = _layout(structure, tensors)
-        return [
+        found = [
             _Given(unit, structure, tensors, put_together(structure, tensors), buffers, its)
             for unit, (structure, tensors, buffers), its in zip(units, taken, rows, strict=True)
         ]
+        if task.takes:
+            leaf = _leaf if copy.entry.changes is False else copied
+            found = list(map(_with_skips, found, self._skips.take(task, batch, leaf)))
+        return found
 
-    def _forward_unit(self, task: Task, copy: StageCopy, batch: Batch, given: _Given) -> _Output:
-        """One unit's forward; gives what the next stage takes."""
-        unit, _, inputs, value, buffers, rows = given
+    def _forward_unit(self, task: Task, copy: StageCopy, batch: Batch, given: _Given) -> Output:
+        """One unit's forward; gives what later stages take."""
+        unit, _, inputs, value, buffers, rows, by_skips = given
         if rows.start == rows.stop:
             return self._without_samples(task, batch, unit, buffers)
         held: list[Kept] = []
@@ -399,17 +414,27 @@ class Interpreter:
         output = self._first_run(copy, copy.entry.given(value), batch.step, rows)
         found, tensors = self._with_loss(task, batch, output, unit)
         self._graph_made(task, copy, inputs, tensors, held)
-        stash = _Stash(inputs, tensors, (), buffers, held)
+        stash = _Stash(inputs, tensors, (), buffers, held, by_skips=by_skips)
         self._with_outputs.append(stash)
         self._stashes[task.stage, unit] = stash
         return found, self._handed_on(tensors)
 
-    def _without_samples(self, task: Task, batch: Batch, unit: Unit, buffers: Sequence[Tensor]) -> _Output:
+    def _without_samples(self, task: Task, batch: Batch, unit: Unit, buffers: Sequence[Tensor]) -> Output:
         """What has no samples runs as nothing: it hands on None and gets no gradient."""
         self._messages.give_back(buffers)
         if batch.training:
             self._stashes[task.stage, unit] = _Stash([], [], (), (), [])
-        return take_apart(None, f"stage {task.stage}")
+        return self._apart(task, batch, None, unit)
+
+    def _apart(self, task: Task, batch: Batch, output: Any, unit: Unit, *, again: bool = False) -> Output:
+        """What a stage that is not the last gives for a unit; None: it has no samples."""
+        assert task.copy is not None
+        place, skips = f"stage {task.stage}", task.copy.skips
+        if skips is None or not skips.gives:
+            return take_apart(output, place)
+        if not again:
+            self._skips.give_once(task, skips, batch, unit, output and output.skips)
+        return self._skips.apart(skips, output, place)
 
     def _handed_on(self, tensors: list[Tensor]) -> list[Tensor]:
         """What a stage gives, and copies of what its weights and buffers are: these change in place."""
@@ -420,7 +445,7 @@ class Interpreter:
             t.detach().clone().requires_grad_(t.requires_grad) if saved.is_constant(t) else t for t in tensors
         ]
 
-    def _forward_to_recompute(self, task: Task, copy: StageCopy, batch: Batch, given: _Given) -> _Output:
+    def _forward_to_recompute(self, task: Task, copy: StageCopy, batch: Batch, given: _Given) -> Output:
         """The same without a graph: the input is kept."""
         unit, value, rows = given.unit, given.value, given.rows
         contents = copy.buffers.now()
@@ -454,13 +479,19 @@ class Interpreter:
             tensors = [t.detach().requires_grad_(takes_gradient(t)) for t in tensors]
             again.marked.extend(t.requires_grad for t in tensors)
         self._stashes[task.stage, given.unit] = _Stash(
-            inputs, [], None if trained else (), given.buffers, held, again if trained else None
+            inputs,
+            [],
+            None if trained else (),
+            given.buffers,
+            held,
+            again if trained else None,
+            given.by_skips,
         )
         return self._handed_on(tensors)
 
     def _forward_together(
         self, task: Task, copy: StageCopy, batch: Batch, given: Sequence[_Given]
-    ) -> list[_Output] | None:
+    ) -> list[Output] | None:
         """A doubled forward whose graph is made later, unit by unit: all units in one run.
 
         None where they have to run one by one: a stage that draws, say, draws for each as it will again. The
@@ -489,7 +520,7 @@ class Interpreter:
                 ]
             copy.joins = all(map(_alike, joined, [tensors for _, tensors in apart]))
             return apart
-        outputs = []
+        outputs: list[Output] = []
         for each, tensors in zip(given, joined, strict=True):
             if task.stage == self._last_stage:
                 self._with_loss(task, batch, put_together(structure, tensors), each.unit)
@@ -497,12 +528,10 @@ class Interpreter:
             outputs.append((structure, self._stashed(task, copy, each, again, tensors)))
         return outputs
 
-    def _with_loss(
-        self, task: Task, batch: Batch, output: Any, unit: Unit, *, again: bool = False
-    ) -> _Output:
+    def _with_loss(self, task: Task, batch: Batch, output: Any, unit: Unit, *, again: bool = False) -> Output:
         """A stage's output taken apart; after the last stage, the unit's share of the loss."""
         if task.stage != self._last_stage:
-            return take_apart(output, f"stage {task.stage}")
+            return self._apart(task, batch, output, unit, again=again)
         if batch.outputs is not None and not again:
             batch.outputs[unit] = mapped(_kept, output)
         if not batch.has_loss:
@@ -550,10 +579,7 @@ class Interpreter:
         self._clock.end(action.op, self._period_offset, begin)
         found: list[Tensor] = []
         if task.stage > 0:
-            for tensor in stash.inputs:
-                if tensor.requires_grad:
-                    found.append(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
-                    tensor.grad = None
+            found = self._input_gradients(task, stash)
             if task.sent_as >= 0:
                 self._messages.put(task.sent_as, found)
             elif task.hands_over:
@@ -565,7 +591,24 @@ class Interpreter:
         self._messages.give_back(reused)
         self._messages.give_back(stash.reused)
 
+    def _input_gradients(self, task: Task, stash: _Stash) -> list[Tensor]:
+        """Of what the stage before gave; those of what came by skips are on their way."""
+        found: list[Tensor] = []
+        for tensor in stash.inputs:
+            if tensor.requires_grad:
+                found.append(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+                tensor.grad = None
+        return self._skips.give_gradients(task, found, stash.by_skips) if task.gives else found
+
     def _output_gradients(self, task: Task) -> tuple[list[Tensor], Sequence[Tensor]]:
+        found, reused = self._next_gradients(task)
+        if task.takes:
+            more, buffers = self._skips.take_gradients(task)
+            return [*found, *more], [*reused, *buffers]
+        return found, reused
+
+    def _next_gradients(self, task: Task) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """Of what the next stage took."""
         if task.stage == self._last_stage:
             return [], []
         if task.number < 0:
@@ -639,6 +682,17 @@ class Interpreter:
 
 
 _NOTHING = nullcontext()
+
+
+def _with_skips(given: _Given, came: Came) -> _Given:
+    """What a forward runs on with what came by skips."""
+    value, held = given.value if type(given.value) is Carried else (given.value, {})
+    return given._replace(
+        tensors=[*given.tensors, *came.tensors],
+        value=Carried(value, {**held, **came.skips}),
+        buffers=[*given.buffers, *came.buffers],
+        by_skips=came.gradients,
+    )
 
 
 def _part(tree: Any, unit: Unit, batch: Batch, dims: Dims) -> Any:

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.ir import Op, OpKind, Schedule, SkipLink
 from counterflow.schedule.program.actions import Action, Compute, Exchange, Message, Program, Receive, Send
 
 from ..messages.values import Structure, TensorSpec, Unit
 from ..mini_batch.batch import Shapes
 from ..stages.stage import StageCopy
+
+HERE = -1
+"""In place of a message's number: what travels stays on its worker."""
 
 
 @dataclass(slots=True)
@@ -34,6 +37,10 @@ class Task:
         copy: the op's stage.
         both: of an exchange, the two.
         hands_over: the op's output is taken by an op of this worker.
+        takes: the skips that an op takes something from, a backward a gradient, and the number of the message
+            (``HERE``: an op of this worker made it; None: it is there already).
+        gives: likewise those that it makes something for (None: nothing is made any more).
+        once: of skips that are made once, the unit of the one in the message that is taken.
         known: the shapes that ``specs`` and ``message`` were looked up in.
         structures: of the values that travel, by unit.
         specs: of the tensors that travel, by unit.
@@ -53,6 +60,9 @@ class Task:
     copy: StageCopy | None = None
     both: tuple[Task, ...] = ()
     hands_over: bool = False
+    takes: tuple[tuple[SkipLink, int | None], ...] = ()
+    gives: tuple[tuple[SkipLink, int | None], ...] = ()
+    once: dict[SkipLink, Unit] = field(default_factory=dict)
     known: Shapes | None = None
     structures: Sequence[Structure | None] = ()
     specs: Sequence[Sequence[TensorSpec]] = ()
@@ -106,6 +116,13 @@ class Preparation:
         """Of messages."""
         self._parts = {op.micro_batches[0]: op.parts for op in schedule.ops() if not op.kind.makes_output}
         self._most_parts = max(self._parts.values(), default=1)
+        self._skips = schedule.workload.skips
+        self._first: dict[tuple[int, int, int], Op] = {}
+        """By pipe, stage and period its first forward, if anything is made with it alone."""
+        if any(skip.once for skip in self._skips):
+            for op in schedule.ops():
+                if op.kind.makes_output:
+                    self._first.setdefault((op.pipe, op.stage, schedule.period_of(op)), op)
 
     def tasks(
         self,
@@ -149,14 +166,40 @@ class Preparation:
             task.number = self._number(op, op.stage - ahead, task.units[0])
         if goes_to not in (None, self.worker):
             task.sent_as = self._number(op, op.stage, task.units[0])
+        if self._skips:
+            self._skipping(task, op, period_offset)
+
+    def _skipping(self, task: Task, op: Op, period_offset: int) -> None:
+        """What an op takes and makes by skips; gradients go the other way."""
+        forward = op.kind.makes_output
+        for skip in self._skips:
+            before, after = (skip.source, skip.target) if forward else (skip.target, skip.source)
+            if op.stage not in (before, after) or (skip.once and not forward):
+                continue
+            here = self._worker(op, before) == self._worker(op, after)
+            number: int | None = HERE if here else self._number(op, skip, task.units[0])
+            if skip.once:
+                period = self.schedule.period_of(op)
+                if self._first[op.pipe, op.stage, period] != op:
+                    number = None
+                elif op.stage == after:
+                    made = self._first[op.pipe, before, period]
+                    task.once[skip] = self._units(made, period_offset)[1][0]
+                    number = None if here else self._number(made, skip, task.once[skip])
+            if op.stage == after:
+                task.takes += ((skip, number),)
+            else:
+                task.gives += ((skip, number),)
 
     def _sends(self, task: Task, message: Message, period_offset: int) -> None:
         op = message.output
         task.slot, task.units = self._units(op, period_offset)
         task.stage = op.stage
         task.peer = self.ranks[message.peer]
-        task.number = self._number(op, op.stage, task.units[0])
+        task.number = self._number(op, message.skip or op.stage, task.units[0])
         task.activation = op.kind.makes_output
+        if message.skip is not None and message.skip.once:
+            task.units = task.units[:1]
 
     def _worker(self, op: Op, stage: int) -> int | None:
         """Who holds a stage of an op's pipe; None if there is no such stage."""
@@ -175,17 +218,26 @@ class Preparation:
                 found += [Unit(m, part, parts, slot) for part in range(parts)]
         return slot, tuple(found)
 
-    def _number(self, op: Op, stage: int, first: Unit) -> int:
-        """Of the message with the output of ``stage`` for what ``op`` runs on; the same on all workers."""
+    def _number(self, op: Op, source: int | SkipLink, first: Unit) -> int:
+        """Of the message with the output of a stage, or for a skip, for what ``op`` runs on.
+
+        It is the same on all workers.
+        """
         micro_batch = first.slot * self.schedule.micro_batches + first.micro_batch
         gradient = op.kind.makes_input_gradient
-        number = ((micro_batch * (self.last_stage + 1) + stage) * 2 + gradient) * self._most_parts + op.part
+        place = source if isinstance(source, int) else self.schedule.stages + self._skips.index(source)
+        number = ((micro_batch * self._sources + place) * 2 + gradient) * self._most_parts + op.part
         return self.first_number + number
+
+    @property
+    def _sources(self) -> int:
+        """What messages come from: stages and skips."""
+        return self.schedule.stages + len(self._skips)
 
     @property
     def numbers(self) -> int:
         """How many ``_number`` tells apart."""
-        return self.slots * self.schedule.micro_batches * (self.last_stage + 1) * 2 * self._most_parts
+        return self.slots * self.schedule.micro_batches * self._sources * 2 * self._most_parts
 
     def _is_local(self, task: Task) -> bool:
         """Whether no other worker sees it, and nothing in it depends on what others were given."""

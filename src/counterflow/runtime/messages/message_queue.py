@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
-from counterflow.schedule.program.actions import Receive
+from counterflow.schedule.program.actions import Receive, Send
 
 from ..execution.tasks import Task
 from ..mini_batch.batch import Batch, Shapes
@@ -195,12 +195,13 @@ class MessageQueue:
 
     def _look_up(self, task: Task, known: Shapes) -> None:
         """Note on a task in what shapes its message comes."""
+        skip = task.action.skip if isinstance(task.action, Send | Receive) else None
         if task.activation:
-            layouts = [known[task.stage, unit.shape] for unit in task.units]
+            layouts = [known[skip or task.stage, unit.shape] for unit in task.units]
             task.structures = [layout.structure for layout in layouts]
             task.specs = [layout.tensors for layout in layouts]
         else:  # the gradient of what the stage below gave
-            layouts = [known[task.stage - 1, unit.shape] for unit in task.units]
+            layouts = [known[skip or task.stage - 1, unit.shape] for unit in task.units]
             task.structures = [None] * len(layouts)
             task.specs = [[s for s in layout.tensors if s.requires_grad] for layout in layouts]
         message = [spec for unit in task.specs for spec in unit]

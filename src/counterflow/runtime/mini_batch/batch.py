@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from counterflow.schedule.ir import SkipLink
+
 from ..messages.values import Layout, Unit
 from ..stages.randomness import Rows
 from .losses import Losses
@@ -17,8 +19,8 @@ from .samples import Dims
 Key = tuple[int, Unit]
 """A stage and what runs through it (a micro-batch runs on one pipe only)."""
 
-Shapes = dict[Key, Layout]
-"""What each stage gives, by stage and unit (``Unit.shape``)."""
+Shapes = dict[tuple[int | SkipLink, Unit], Layout]
+"""What each stage gives to the next one, or by a skip, by stage or skip and unit (``Unit.shape``)."""
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from ..messages.values import Keyworded, Value
 from ..parameters.versions import Versions
 from .randomness import RandomStreams, Rows
 from .recomputation import Buffers, Entry, Hold, Replay, mapped, versions
+from .skips import Carried, SkipRunner, StageSkips
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class StageCopy:
         streams: where random draws come from.
         recompute: what is computed again in the backward.
         autocast: makes the context in which layers are computed again.
+        skips: what its layers save and load.
     """
 
     def __init__(
@@ -81,8 +83,12 @@ class StageCopy:
         *,
         loss: NamedLayer | None = None,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        skips: StageSkips | None = None,
     ) -> None:
         self.stage = stage
+        self.skips = skips
+        modules = {layer.index: layer.module for layer in layers}
+        self._skip_runner = None if skips is None else SkipRunner(skips, modules)
         self.layers = tuple(layers)
         self.with_weights = self.layers if loss is None else (*self.layers, loss)
         """Whatever has weights: the layers, and a loss function with weights of its own."""
@@ -101,7 +107,7 @@ class StageCopy:
         self.trains = any(p.requires_grad for p in self.parameters())
         self.entry = Entry()
         self.buffers = Buffers(layer.module for layer in self.with_weights)
-        self.joins: bool | None = None
+        self.joins: bool | None = None if skips is None else False
         """Whether samples give the same in one run with others; None: not tried."""
         self._entries = [Entry() for _ in layers]
         self._layer_buffers = [Buffers([layer.module]) for layer in layers]
@@ -169,7 +175,15 @@ class StageCopy:
             self._evaluates = False
 
     def forward(self, value: Value, step: int, rows: Rows) -> Value:
-        """The stage's output on some rows, in the mode that autograd is in."""
+        """The stage's output on some rows, in the mode that autograd is in.
+
+        Where it takes or gives skips, its input or output is ``Carried``.
+        """
+        if self._skip_runner is None:
+            return self._forward(value, step, rows)
+        return self._skip_runner.left(self._forward(self._skip_runner.entered(value), step, rows))
+
+    def _forward(self, value: Value, step: int, rows: Rows) -> Value:
         if self.recompute is Recompute.LAYER and torch.is_grad_enabled():
             return self._forward_by_layer(value, step, rows)
         for layer in self.layers:
@@ -212,7 +226,11 @@ class StageCopy:
         return self.streams.run(run, (output, target), index=LOSS, step=step, rows=rows)
 
     def _run(self, layer: NamedLayer, value: Value, step: int, rows: Rows) -> Value:
-        module = layer.module if type(value) is not Keyworded else _Keywords(layer.module)
+        module: Any = layer.module
+        if type(value) is Keyworded or (type(value) is Carried and type(value.value) is Keyworded):
+            module = _Keywords(layer.module)
+        if self._skip_runner is not None:
+            module = partial(self._skip_runner.run, layer.index, module)
         if self._evaluates:
             return module(value)
         return self.streams.run(module, value, index=layer.index, step=step, rows=rows)

@@ -1,0 +1,359 @@
+"""Skips: values that one layer makes for a later one, past the layers between, which know nothing of them.
+
+A ``Skip`` is held by the modules that save and load it, so that who makes and who uses it is known without
+running anything, and the same layers run without a pipeline: there the value simply waits in the ``Skip``.
+In a pipeline it waits in none: a layer takes what it loads with its input and gives what it saves with its
+output (``Carried``), so that messages and recomputation treat skips as they treat inputs and outputs.
+
+Invariant: what is computed does not depend on the cut. A value that is changed in place after it was saved,
+and one that is not there when it is loaded, are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from counterflow.errors import ConfigError
+from counterflow.schedule.workload import SkipLink
+
+from .recomputation import versions
+
+_NOTHING = object()
+
+
+class Skip:
+    """A value that one layer saves and later layers load, whatever stages they are in.
+
+    ``skip.save()`` is a module that gives what it takes and saves it; ``skip.load()`` is one that gives
+    (what it takes, the value), or, called without anything, the value. They stand among the layers or are
+    parts of layers, which call them in their forward. A value is anything that stages may hand on.
+
+    Args:
+        name: for messages.
+        once: the value has no gradient and is the same in all micro-batches of a step (a mask, a rotary
+            table): it is sent once a step. Anything else is refused.
+
+    >>> skip = Skip("entry")
+    >>> model = nn.Sequential(skip.save(), nn.ReLU(), skip.load())
+    >>> model(torch.tensor([-1.0, 2.0]))
+    (tensor([0., 2.]), tensor([-1.,  2.]))
+    """
+
+    def __init__(self, name: str, *, once: bool = False) -> None:
+        self.name = name
+        self.once = once
+        self._empty()
+        self._runs = False
+        self._with_graph = True
+
+    def save(self) -> SaveSkip:
+        """A module that saves what it takes."""
+        return SaveSkip(self)
+
+    def load(self) -> LoadSkip:
+        """A module that gives the value beside what it takes."""
+        return LoadSkip(self)
+
+    def __repr__(self) -> str:
+        return f"Skip({self.name!r}{', once=True' if self.once else ''})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies begin without a value."""
+        return {"name": self.name, "once": self.once}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    # -- for the modules
+
+    def _empty(self) -> None:
+        self._value: Any = _NOTHING
+        self._versions: list[int] = []
+
+    def _put(self, value: Any) -> None:
+        if self._is_again():
+            if not self._with_graph:
+                raise ConfigError(
+                    f"the skip {self.name!r} was saved without a graph and again in the backward, as a "
+                    "reentrant torch.utils.checkpoint does, which cuts its gradient; save it outside of that"
+                )
+            return
+        if self.once and any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(value)):
+            raise ConfigError(
+                f"the skip {self.name!r} has once=True and a gradient, which would be that of one micro-"
+                "batch only; detach what is saved, or leave out once=True"
+            )
+        self._with_graph = torch.is_grad_enabled()
+        self._value, self._versions = value, versions(value)
+
+    def _get(self) -> Any:
+        if self._is_again():
+            raise ConfigError(
+                f"the skip {self.name!r} is loaded in a torch.utils.checkpoint, which would load it again in "
+                "the backward, when another micro-batch's may be there; load it before, and hand it in"
+            )
+        if self._value is _NOTHING:
+            raise ConfigError(
+                f"the skip {self.name!r} is loaded before it was saved; save it before in the same layer, or "
+                "in an earlier one"
+            )
+        self._check()
+        return self._value
+
+    def _check(self) -> None:
+        if versions(self._value) != self._versions:
+            raise ConfigError(
+                f"the skip {self.name!r} was changed in place after it was saved; save a copy, or let the "
+                "layer that changes it make a new tensor"
+            )
+
+    def _is_again(self) -> bool:
+        """Whether a user's checkpoint computes again, in the backward."""
+        return not self._runs and torch._C._current_graph_task_id() != -1  # noqa: SLF001
+
+
+class SaveSkip(nn.Module):
+    """Gives what it takes, and saves it; made by ``Skip.save``."""
+
+    def __init__(self, skip: Skip) -> None:
+        super().__init__()
+        self.skip = skip
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, value: Any) -> Any:
+        """The same value."""
+        self.skip._put(value)  # noqa: SLF001 - it is the skip's other half
+        return value
+
+    def extra_repr(self) -> str:
+        """Its name."""
+        return repr(self.skip.name)
+
+
+class LoadSkip(nn.Module):
+    """Gives what it takes and a skip's value, or the value alone; made by ``Skip.load``."""
+
+    def __init__(self, skip: Skip) -> None:
+        super().__init__()
+        self.skip = skip
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, value: Any = _NOTHING) -> Any:
+        """(``value``, what was saved), or without ``value`` what was saved."""
+        found = self.skip._get()  # noqa: SLF001 - it is the skip's other half
+        return found if value is _NOTHING else (value, found)
+
+    def extra_repr(self) -> str:
+        """Its name."""
+        return repr(self.skip.name)
+
+
+class Carried(NamedTuple):
+    """What a layer or stage takes or gives, and the skips beside it by their number."""
+
+    value: Any
+    skips: dict[int, Any]
+
+
+# -- where a model's skips lead
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSkips:
+    """The skips of a layer that it shares with others, by number.
+
+    Attributes:
+        saves: what it makes for later layers.
+        loads: what it takes of earlier ones.
+        inner: all it has, in the order of its modules; None for those that it alone has.
+    """
+
+    saves: tuple[int, ...] = ()
+    loads: tuple[int, ...] = ()
+    inner: tuple[int | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StageSkips:
+    """The skips of a stage.
+
+    Attributes:
+        layers: of its layers.
+        takes: what comes by each link, ascending.
+        gives: what goes by each link, ascending.
+        next: what goes to the next stage, with the output.
+    """
+
+    layers: tuple[LayerSkips, ...]
+    takes: tuple[tuple[SkipLink, tuple[int, ...]], ...]
+    gives: tuple[tuple[SkipLink, tuple[int, ...]], ...]
+    next: tuple[int, ...]
+
+    @property
+    def handed_on(self) -> set[int]:
+        """What later stages take."""
+        return {number for _, numbers in self.gives for number in numbers} | set(self.next)
+
+
+def stage_skips(layers: Sequence[nn.Module], edges: Sequence[int]) -> list[StageSkips | None]:
+    """The skips of each stage; None for stages that none begins, ends or is within.
+
+    Args:
+        layers: of the model.
+        edges: the number of the first layer of each stage, and the number of layers.
+
+    Raises:
+        ConfigError: a skip is saved by several layers, never, or only after it is loaded; or never loaded.
+    """
+    saved, loaded, by_layer = _read(layers)
+    stage_of = [stage for stage in range(len(edges) - 1) for _ in range(edges[stage], edges[stage + 1])]
+    links: dict[SkipLink, list[int]] = {}
+    following: dict[int, list[int]] = {}
+    for number, (skip, maker) in saved.items():
+        source = stage_of[maker]
+        for target in sorted({stage_of[user] for user in loaded[number]} - {source}):
+            if target > source + 1 or skip.once:
+                links.setdefault(SkipLink(source, target, skip.once), []).append(number)
+            else:
+                following.setdefault(source, []).append(number)
+    found: list[StageSkips | None] = []
+    for stage in range(len(edges) - 1):
+        mine = by_layer[edges[stage] : edges[stage + 1]]
+        every = sorted(links.items())
+        takes = tuple((link, tuple(numbers)) for link, numbers in every if link.target == stage)
+        gives = tuple((link, tuple(numbers)) for link, numbers in every if link.source == stage)
+        its = StageSkips(tuple(mine), takes, gives, tuple(following.get(stage, ())))
+        has_any = takes or gives or its.next or following.get(stage - 1) or any(layer.inner for layer in mine)
+        found.append(its if has_any else None)
+    return found
+
+
+def links_of(stages: Iterable[StageSkips | None]) -> tuple[SkipLink, ...]:
+    """What goes from stages to others than the next one."""
+    return tuple(sorted(link for stage in stages if stage is not None for link, _ in stage.gives))
+
+
+def _read(
+    layers: Sequence[nn.Module],
+) -> tuple[dict[int, tuple[Skip, int]], dict[int, list[int]], list[LayerSkips]]:
+    """By number the skip and the layer that saves it, those that load it, and what each layer has.
+
+    Only skips that several layers share count.
+    """
+    places = [f"layer {index} ({type(layer).__name__})" for index, layer in enumerate(layers)]
+    skips: dict[int, Skip] = {}
+    makers: dict[int, list[int]] = {}
+    users: dict[int, list[int]] = {}
+    for index, layer in enumerate(layers):
+        for module in layer.modules():
+            if isinstance(module, (SaveSkip, LoadSkip)):
+                skips[id(module.skip)] = module.skip
+                kind = makers if isinstance(module, SaveSkip) else users
+                kind.setdefault(id(module.skip), []).append(index)
+    for key, skip in skips.items():
+        saving, loading = makers.get(key, []), users.get(key, [])
+        if not saving:
+            raise ConfigError(f"{places[loading[0]]} loads the skip {skip.name!r}, which no layer saves")
+        if not loading:
+            raise ConfigError(
+                f"{places[saving[0]]} saves the skip {skip.name!r}, which no layer loads; leave it out"
+            )
+        if len(saving) > 1:
+            several = " and ".join(places[index] for index in saving)
+            raise ConfigError(f"{several} save the skip {skip.name!r}; make a Skip for each")
+        if loading[0] < saving[0]:
+            raise ConfigError(
+                f"{places[loading[0]]} loads the skip {skip.name!r}, which {places[saving[0]]} saves later; "
+                "a skip leads to later layers"
+            )
+    shared = {key: number for number, key in enumerate(k for k in skips if {*users[k]} != {*makers[k]})}
+    saved = {number: (skips[key], makers[key][0]) for key, number in shared.items()}
+    loaded = {number: users[key] for key, number in shared.items()}
+    by_layer = []
+    for index, layer in enumerate(layers):
+        keys = [id(skip) for skip in _skips_in(layer)]
+        by_layer.append(
+            LayerSkips(
+                saves=tuple(shared[key] for key in keys if key in shared and makers[key] == [index]),
+                loads=tuple(shared[key] for key in keys if key in shared and makers[key] != [index]),
+                inner=tuple(shared.get(key) for key in keys),
+            )
+        )
+    return saved, loaded, by_layer
+
+
+def _skips_in(layer: nn.Module) -> list[Skip]:
+    """A layer's skips, each once, in the order of its modules."""
+    found = [m.skip for m in layer.modules() if isinstance(m, (SaveSkip, LoadSkip))]
+    return list({id(skip): skip for skip in found}.values())
+
+
+# -- running
+
+
+class SkipRunner:
+    """Runs a stage's layers with what they save and load.
+
+    Args:
+        plan: the stage's skips.
+        layers: its layers as they are on this worker, by their number in the model.
+    """
+
+    def __init__(self, plan: StageSkips, layers: Mapping[int, nn.Module]) -> None:
+        self.plan = plan
+        self._gives = bool(plan.gives or plan.next)
+        self._of_layer: dict[int, tuple[LayerSkips, dict[int, Skip], list[Skip], set[int]]] = {}
+        needed = plan.handed_on
+        for (index, layer), its in reversed(list(zip(layers.items(), plan.layers, strict=True))):
+            skips = _skips_in(layer)
+            numbered = {n: s for n, s in zip(its.inner, skips, strict=True) if n is not None}
+            self._of_layer[index] = its, numbered, skips, set(needed)
+            needed |= set(its.loads)
+
+    def entered(self, value: Any) -> Carried:
+        """A stage's input as its first layer takes it."""
+        return value if type(value) is Carried else Carried(value, {})
+
+    def left(self, given: Carried) -> Any:
+        """What the last layer gave as the stage's output."""
+        return given if self._gives else given.value
+
+    def run(self, index: int, module: Any, given: Carried) -> Carried:
+        """A layer's output with all that later ones need.
+
+        Raises:
+            ConfigError: it does not save what it has to, or changes in place what others saved.
+        """
+        its, numbered, skips, needed = self._of_layer[index]
+        value, held = given
+        before = versions(held)
+        for skip in skips:
+            skip._empty()  # noqa: SLF001 - what a plain run left
+            skip._runs = True  # noqa: SLF001
+        try:
+            for number in its.loads:
+                numbered[number]._put(held[number])  # noqa: SLF001
+            output = module(value)
+            made = {number: self._made(index, numbered[number]) for number in its.saves}
+        finally:
+            for skip in skips:
+                skip._empty()  # noqa: SLF001
+                skip._runs = False  # noqa: SLF001
+        if versions(held) != before:
+            raise ConfigError(
+                f"layer {index} ({type(module).__name__}) changes in place what was saved in a skip before; "
+                "save a copy, or let the layer make a new tensor"
+            )
+        return Carried(output, {n: v for n, v in (held | made).items() if n in needed})
+
+    def _made(self, index: int, skip: Skip) -> Any:
+        if skip._value is _NOTHING:  # noqa: SLF001
+            raise ConfigError(f"layer {index} did not save the skip {skip.name!r} in its forward")
+        skip._check()  # noqa: SLF001
+        return skip._value  # noqa: SLF001
