@@ -1,0 +1,113 @@
+"""A schedule whose published figures are set beside measured ones: the rows that several tables share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from counterflow.schedule.ir import Schedule
+from counterflow.simulate import Costs, Simulation, simulate
+
+from ..closed_forms import Range
+from .layout import Relation, Row
+
+_BUBBLE_RATIO = "bubble ratio"
+_WEIGHTS = "weights, in stages"
+_ACTIVATIONS = "peak activations, in stages × micro-batches"
+"""A stage is 1/D of the model in both, also for schemes that cut it into smaller ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Times of a forward and a backward, with their name in a table."""
+
+    label: str
+    costs: Costs
+
+
+EQUAL = Times("B=F", Costs(forward=1.0, backward=1.0))
+TWICE = Times("B=2F", Costs(forward=1.0, backward=2.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A schedule whose published figures are set beside measured ones.
+
+    ``share`` is the size of one of its stages: 1 where each worker holds one stage of a pipe, and less
+    where a worker's part of the model is cut into several.
+    """
+
+    scheme: str
+    schedule: Schedule
+    source: str
+    setting: str
+    share: Fraction = Fraction(1)
+
+    def bubbles(
+        self,
+        formula: str,
+        value: Fraction | int,
+        times: Times,
+        *notes: str,
+        relation: Relation = Relation.EXACTLY,
+    ) -> Row:
+        """The bubble ratio with these times."""
+        measured = Range.of(_bubble_ratio(simulate(self.schedule, times.costs)))
+        return Row(
+            self.scheme,
+            _BUBBLE_RATIO,
+            f"{self.setting}, {times.label}",
+            self.source,
+            formula,
+            Range.of(value),
+            measured,
+            relation,
+            notes,
+        )
+
+    def weights(self, formula: str, value: Range, *notes: str) -> Row:
+        """What a worker holds of the weights, every copy and version counted."""
+        copies = simulate(self.schedule).weight_copies
+        measured = Range.of(self.share * min(copies), self.share * max(copies))
+        return Row(
+            self.scheme,
+            _WEIGHTS,
+            self.setting,
+            self.source,
+            formula,
+            value,
+            measured,
+            notes=notes,
+        )
+
+    def activations(
+        self, formula: str, value: Range, *notes: str, relation: Relation = Relation.EXACTLY
+    ) -> Row:
+        """The most forwards a worker stashes at once."""
+        peaks = [Fraction(peak) for peak in simulate(self.schedule).peak_activations]
+        measured = Range.of(self.share * min(peaks), self.share * max(peaks))
+        return Row(
+            self.scheme,
+            _ACTIVATIONS,
+            self.setting,
+            self.source,
+            formula,
+            value,
+            measured,
+            relation,
+            notes,
+        )
+
+
+def _bubble_ratio(result: Simulation) -> Fraction:
+    """Idle over makespan, exact; of the steady period where the schedule has one."""
+    if result.schedule.steady is None:
+        whole = Fraction(result.makespan) * result.schedule.workers
+        return 1 - sum(map(Fraction, result.busy)) / whole
+    spans = iter(result.timeline)
+    busy = total = Fraction(0)
+    for order, (begin, stop) in zip(result.schedule.orders, result.schedule.steady, strict=True):
+        steady = [next(spans) for _ in order][begin:stop]
+        total += Fraction(steady[-1].end) - Fraction(steady[0].start)
+        busy += sum(Fraction(span.end) - Fraction(span.start) for span in steady)
+    return 1 - busy / total

@@ -1,0 +1,166 @@
+"""WPipe's Table 1, each published value beside the one the simulator measures.
+
+Values are exact fractions: the times put in are small whole numbers, so what comes out of the simulator is
+exact too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from counterflow.schedule.graph import OpGraph
+from counterflow.schedule.ir import Schedule
+from counterflow.schedule.schemes import (
+    gpipe,
+    pipedream,
+    pipedream_2bw,
+    wpipe,
+)
+from counterflow.simulate import ByteCosts, Costs, simulate
+
+from .. import closed_forms as forms
+from ..closed_forms import Range
+from .cases import EQUAL, TWICE, Case
+from .chimera import NOTES
+from .layout import COLUMNS, Row, Table
+
+_NOTES = {
+    "in-use": (
+        "Versions held, with the one in use. The published size leaves out what is never buffered: "
+        "GPipe's only version (1 model) and WPipe's G1 (half a model)."
+    ),
+    "m-for-n": (
+        "The published figure counts M−w stashed forwards on worker w. 1F1B stashes N−w, however many "
+        "micro-batches a period has: the same at M = N."
+    ),
+    "wpipe-stash": (
+        "The published figure counts M (G0) and M−w (G1) partitions on worker w. G0 in fact reaches "
+        "M+N−w, when N−w forwards of the next period have joined a whole one, and G1 N−w at another "
+        "time, because its backwards follow at once; together never more than M+N−w, which sums to "
+        "(2M+N+1)/4: the published figure at M = N, (M−N)/2 less above."
+    ),
+    "no-recomputation": "The paper has no figure here; recomputation would leave one model, as for 2BW.",
+    "steady": NOTES["steady"],
+    "inputs": (
+        "Stage inputs left out, as in the paper: what is left is one stage at a time on every worker."
+    ),
+}
+
+
+def wpipe_table1() -> Table:
+    """WPipe's Table 1, all workers together, with the messages of its section 3.4."""
+    return Table(
+        name="wpipe-table1",
+        title="WPipe (ICLR 2022), Table 1, and the messages of section 3.4",
+        setting="N = 4 workers; M = 4 and 8 micro-batches; sizes in models, all workers together",
+        columns=COLUMNS,
+        rows=(*_wpipe_table_rows(4, 4), *_wpipe_table_rows(4, 8)),
+        notes=_NOTES,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _WPipeLine:
+    """A line of WPipe's Table 1 as published: (formula, value) and the notes on each column."""
+
+    schedule: Schedule
+    bubbles: tuple[str, Fraction | int, tuple[str, ...]]
+    buffers: tuple[str, Fraction, tuple[str, ...]]
+    stashed: tuple[str, Fraction, tuple[str, ...]]
+    recomputed: tuple[str, Fraction | None]
+
+
+def _wpipe_lines(n: int, m: int) -> Iterator[_WPipeLine]:
+    recomputed = forms.RECOMPUTED_ACTIVATIONS
+    counted = ("(2M−N+1)/2", forms.pipedream_published_activations(n, m), ("m-for-n",))
+    yield _WPipeLine(
+        gpipe(n, m),
+        ("(N−1)/(M+N−1)", forms.flushed_bubble_ratio(n, m), ()),
+        ("0", forms.GPIPE_BUFFERS, ("in-use",)),
+        ("M", Fraction(m), ()),
+        ("1", recomputed["gpipe"]),
+    )
+    yield _WPipeLine(
+        pipedream(n, periods=3 * n),
+        ("0", 0, ("steady",)),
+        ("(N+1)/2", forms.pipedream_buffers(n), ()),
+        counted,
+        ("none", None),
+    )
+    yield _WPipeLine(
+        pipedream_2bw(n, m, periods=4),
+        ("0", 0, ("steady",)),
+        ("2", forms.PIPEDREAM_2BW_BUFFERS, ()),
+        counted,
+        ("1", recomputed["pipedream-2bw"]),
+    )
+    yield _WPipeLine(
+        wpipe(n, m, periods=4),
+        ("0", 0, ("steady",)),
+        ("1", forms.WPIPE_BUFFERS, ("in-use",)),
+        ("(4M−N+1)/4", forms.wpipe_published_activations(n, m), ("wpipe-stash",)),
+        ("0.5", recomputed["wpipe"]),
+    )
+
+
+def _wpipe_table_rows(n: int, m: int) -> Iterator[Row]:
+    for line in _wpipe_lines(n, m):
+        case = Case(line.schedule.scheme, line.schedule, "WPipe Table 1", f"M={m}")
+        formula, ratio, notes = line.bubbles
+        for times in (EQUAL, TWICE):
+            yield case.bubbles(formula, ratio, times, *notes)
+        yield from _model_rows(case, line)
+        yield _message_row(case, n)
+
+
+def _model_rows(case: Case, line: _WPipeLine) -> Iterator[Row]:
+    """Sizes in models: the sum over the workers, a stage being 1/stages of the model."""
+    result, stages = simulate(case.schedule), case.schedule.stages
+
+    def row(quantity: str, formula: str, value: Fraction | None, total: Fraction, *notes: str) -> Row:
+        expected = None if value is None else Range.of(value)
+        measured = Range.of(total / stages)
+        return Row(
+            case.scheme,
+            quantity,
+            case.setting,
+            case.source,
+            formula,
+            expected,
+            measured,
+            notes=notes,
+        )
+
+    formula, value, notes = line.buffers
+    held = Fraction(sum(result.weight_copies))
+    yield row("all weight buffers, in models", formula, value, held, *notes)
+    formula, value, notes = line.stashed
+    stashed = sum(map(Fraction, result.peak_activations), Fraction(0))
+    yield row("activations, in models", formula, value, stashed, *notes)
+    formula, recomputed = line.recomputed
+    memory = simulate(case.schedule, _RECOMPUTED).memory
+    assert memory is not None
+    working = sum((Fraction(use.peak) for use in memory), Fraction(0))
+    notes = ("inputs",) if recomputed is not None else ("no-recomputation", "inputs")
+    yield row("activations with recomputation, in models", formula, recomputed, working, *notes)
+
+
+_RECOMPUTED = Costs(recompute="stage", memory=ByteCosts(activations=1.0, inputs=0.0))
+
+
+def _message_row(case: Case, workers: int) -> Row:
+    schedule = case.schedule
+    partitions = schedule.stages // workers
+    formula = "2(2N−1)" if partitions == 2 else "2(N−1)"
+    count = Fraction(len(OpGraph(schedule).messages), schedule.total_micro_batches)
+    return Row(
+        case.scheme,
+        "messages of one micro-batch",
+        case.setting,
+        "WPipe section 3.4",
+        formula,
+        Range.of(forms.messages(workers, partitions)),
+        Range.of(count),
+    )
