@@ -91,7 +91,7 @@ def plan(
     option: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="[SCHEME.]NAME=VALUE",
+            metavar="NAME=VALUE",
             help="Only this value of an option, of every scheme that has it or of one: chimera.pairs=1; see "
             "'counterflow schemes'.",
             rich_help_panel=_LIMITS,
@@ -100,7 +100,7 @@ def plan(
     cuts: Annotated[
         str | None,
         typer.Option(
-            metavar="balanced|even|N,N,...",
+            metavar="RULE",
             help="Of layers into stages: balanced (the default): by cost; even: as many blocks each; "
             "or the layers at which stages begin after the first.",
             rich_help_panel=_LIMITS,
