@@ -36,12 +36,16 @@ from .execution.meters import SavedBytes
 from .execution.step import Step, Workers, place
 from .execution.synchronous import SynchronousRunner
 from .execution.without_barrier import BarrierFreeRunner, waits_for_norm
+from .mesh.cuts import Cuts
+from .mesh.layout import WORKER, Layout, layout_of
+from .mesh.parallel import Parallelize, StageModule, further_mesh, parallelized
 from .messages.compression import Compression
 from .messages.values import Unit
 from .mini_batch.batch import Batch, Shapes
 from .mini_batch.given import NOT_GIVEN, Agreed, Given, even, ready, whole
-from .mini_batch.losses import LossFunction
+from .mini_batch.losses import Losses, LossFunction
 from .mini_batch.samples import Dims, joined, moved
+from .parameters.alike import start_alike
 from .parameters.weights import MakeOptimizer, MakeScheduler, Weights
 from .stages.estimates import estimated_costs
 from .stages.layers import aliases_of, layers_of, state_names
@@ -81,7 +85,12 @@ class Pipeline:
         list_layers: the layers of ``model``, if it is neither a sequential nor a list.
         cuts: the numbers of the layers with which stages 1, 2, ... begin; by default balanced.
         costs: cost of each layer, to balance by; by default estimated from the parameters.
-        mesh: a DeviceMesh of (replica, worker); by default rank = replica * workers + worker.
+        mesh: a DeviceMesh of (replica, worker), by default rank = replica * workers + worker; further
+            dimensions are for ``parallelize``.
+        parallelize: a function of a stage's layers and the further dimensions of the mesh that cuts the weights
+            of these layers, in place, by ``fully_shard`` or ``parallelize_module``; called for each stage a
+            worker holds. Positions along dimensions that FSDP splits count as replicas, with samples of their
+            own; those along others are given the same samples.
         transport: ``local``, ``gloo`` or ``nccl``, or one at hand; by default as the process was started.
         device: where to compute; by default the transport's.
         seed: of weights on the meta device and of all random draws of the layers.
@@ -133,6 +142,7 @@ class Pipeline:
         cuts: Sequence[int] | None = None,
         costs: Sequence[float] | None = None,
         mesh: DeviceMesh | None = None,
+        parallelize: Parallelize | None = None,
         transport: Transport | str | None = None,
         device: torch.device | str | None = None,
         seed: int = 0,
@@ -157,9 +167,10 @@ class Pipeline:
         refuse_what_cannot_run(schedule)
         self.schedule = schedule
         self.transport = _transport(transport, device, timeout_seconds)
-        self.ranks = layout(self.transport, schedule, mesh)
-        self.replicas = len(self.ranks)
-        self.replica, self.worker = place(self.ranks, self.transport.rank)
+        rank, further = self.transport.rank, further_mesh(mesh, parallelize, self.transport)
+        layout = layout_of(rank, self.transport.world_size, schedule, mesh)
+        self.worker = layout.place(rank)[WORKER]
+        self._parts = max(op.parts for op in schedule.ops())
         self.device = self.transport.device
         self.digest_every = digest_every
         self.count_memory_steps = count_memory_steps
@@ -186,14 +197,26 @@ class Pipeline:
         self._loss = loss_layer(loss_function)
         self._read_names(model)
         self.stages = self._make_stages(streams, recompute)
+        self._holders = [Program(schedule, ()).holders(stage) for stage in range(schedule.stages)]
+        start_alike(self.stages, self._names, self._holders, layout, self.transport)
+        cuts = Cuts(layout)
+        if parallelize is not None:
+            cuts = self._cut(parallelize, further, layout, clip_norm)
+        self.layout = layout = cuts.layout
+        self.ranks = layout.grid(rank)
+        self._alike = layout.alike
+        self._positions_may_differ = bool(digest_every and layout.further)  # known after the first step
+        self._tells_loss = layout.is_first(rank, set(layout.further) - layout.split)
+        self.replicas = len(self.ranks)
+        self.replica, _ = place(self.ranks, rank)
         self._lease = lease.opened(self.transport, self)
         self.weights = Weights(
             self.stages,
             names=self._names,
             aliases=aliases_of(model),
-            holders=[Program(schedule, ()).holders(stage) for stage in range(schedule.stages)],
-            ranks=self.ranks,
-            worker=self.worker,
+            holders=self._holders,
+            layout=layout,
+            cuts=cuts,
             transport=self.transport,
             optimizer=optimizer,
             scheduler=scheduler,
@@ -329,6 +352,23 @@ class Pipeline:
             for stage in held
         }
 
+    def _cut(
+        self, parallelize: Parallelize, further: DeviceMesh, layout: Layout, clip_norm: float | None
+    ) -> Cuts:
+        """Let the user cut the weights of this worker's stages."""
+        if clip_norm is not None and not self.schedule.synchronous:
+            raise ConfigError(
+                f"{self.schedule.scheme} clips each stage by its own norm, of which each position of the mesh "
+                "knows its part; leave clip_norm away, or take a scheme with a flush"
+            )
+        modules = {stage: StageModule(stage, copy.layers) for stage, copy in self.stages.items()}
+        cuts = parallelized(
+            list(modules.values()), parallelize, further, layout, self.transport, self.schedule
+        )
+        for stage, copy in self.stages.items():
+            copy.module, copy.joins = modules[stage], False
+        return cuts
+
     def _connect(self) -> None:
         """To those whom messages go to or come from."""
         self._lease.groups = self.weights.groups
@@ -416,7 +456,9 @@ class Pipeline:
         if outputs:
             step = replace(step, outputs=of_last)
         self.steps += 1
-        if self.digest_every and self.steps % self.digest_every == 0 and not self._run.under_way:
+        due = self.steps % self.digest_every == 0 if self.digest_every else False
+        if (due or self._positions_may_differ) and not self._run.under_way:
+            self._positions_may_differ = False
             self.weights.check_copies(f"after step {step.number}")
         return step
 
@@ -479,8 +521,7 @@ class Pipeline:
         """The replica's outputs in the samples' order, on workers with the last stage or on all."""
         last = self.schedule.stages - 1
         by_unit = cast("dict[Unit, Any]", batch.outputs)
-        holders = Program(self.schedule, ()).holders(last)
-        if everywhere or len(holders) > 1:
+        if everywhere or len(self._holders[last]) > 1:
             mine = moved(by_unit, torch.device("cpu"))
             rows = cast("list[dict[Unit, Any]]", self.transport.gather_objects(mine))
             ours = [rows[rank] for rank in self.ranks[self.replica]]
@@ -581,6 +622,11 @@ class Pipeline:
             else:
                 agreed = self._agree(telling, call, sizes)
         self._agreed = agreed
+        if self.layout.split and min(agreed.sizes) < self._parts:
+            raise ConfigError(
+                f"a micro-batch of step {self.steps} has {min(agreed.sizes)} samples, and where fully_shard "
+                f"gathers weights for each, all have {self._parts} or more; give larger mini-batches"
+            )
         # Needed, or on their way, when the step is over and the user may change them.
         copied = barrier_free or not self.schedule.synchronous
         its_inputs, its_targets = given.cut(
@@ -601,6 +647,7 @@ class Pipeline:
             called=(0.0, 0.0, 0.0, call + _UNDER_WAY, self.steps, *digests),
             compare=partial(self._compare_calls, call + _UNDER_WAY, agreed.total),
             await_total=await_total,
+            losses=Losses(told=self._tells_loss),
             outputs={} if outputs else None,
         )
 
@@ -654,7 +701,7 @@ class Pipeline:
         Raises:
             ConfigError: they were not.
         """
-        for row in self.ranks:
+        for row in self._alike:
             for name, column in zip(_NAMES, zip(*(digests[rank] for rank in row), strict=True), strict=True):
                 given = {digest: rank for rank, digest in zip(row, column, strict=True) if digest}
                 if len(given) > 1:
@@ -694,7 +741,7 @@ class Pipeline:
         if min(by_replica) < 1:
             where = f" of replica {by_replica.index(0)}" if self.replicas > 1 else ""
             raise ConfigError(f"the mini-batch{where} has no samples; give one or more")
-        kinds = {int(rows[rank][2]) for rank in self.ranks[self.replica]} - {0}
+        kinds = {int(rows[rank][2]) for rank in self._alike[self.replica]} - {0}
         samples, count = by_replica[self.replica], self.schedule.micro_batches
         sizes = self._agreed_sizes(sizes or (NOT_GIVEN,) * count) if 2 in forms else even(samples, count)
         if len(kinds) > 1:
@@ -714,7 +761,7 @@ class Pipeline:
         rows = self.transport.gather(mine)
         found = {
             tuple(map(int, rows[rank])): rank
-            for rank in self.ranks[self.replica]
+            for rank in self._alike[self.replica]
             if rows[rank][0] != NOT_GIVEN
         }
         if len(found) > 1:
@@ -733,7 +780,7 @@ class Pipeline:
         """
         told = [
             (int(samples), name, rank)
-            for rank in self.ranks[replica]
+            for rank in self._alike[replica]
             for name, samples in zip(_NAMES, rows[rank], strict=False)
             if samples != NOT_GIVEN
         ]
@@ -965,27 +1012,6 @@ def _called(call: float) -> str:
     outputs, which = divmod(call, _WITH_OUTPUTS)
     shown = _CALLS[which] + (" with outputs" if outputs and which != _PREDICT else "")
     return f"{shown} without a barrier" if under_way else shown
-
-
-def layout(transport: Transport, schedule: Schedule, mesh: DeviceMesh | None) -> tuple[tuple[int, ...], ...]:
-    """``ranks[replica][worker]``.
-
-    Raises:
-        ConfigError: the workers there are cannot be divided into groups of the schedule's.
-    """
-    workers = schedule.workers
-    if mesh is not None:
-        if mesh.mesh.dim() != 2 or mesh.mesh.shape[1] != workers:
-            raise ConfigError(
-                f"the mesh has shape {tuple(mesh.mesh.shape)}; {schedule} needs (replicas, {workers})"
-            )
-        return tuple(tuple(int(rank) for rank in row) for row in mesh.mesh.tolist())
-    if transport.world_size % workers:
-        raise ConfigError(
-            f"{transport.world_size} workers were started, and {schedule} needs {workers} a replica; "
-            f"start {workers}, or a multiple of it"
-        )
-    return tuple(tuple(range(first, first + workers)) for first in range(0, transport.world_size, workers))
 
 
 def _transport(

@@ -237,8 +237,8 @@ class AsynchronousRunner:
         From one that is not finite none is made any more; everybody ends when that is heard.
         """
         self.weights.check_buffers()
-        squared = self.weights.squared_norm(stage)
-        self._squared[version - 1] += squared if self.weights.counts(stage) else 0.0
+        squared, counted = self.weights.squared_norm_of(stage)
+        self._squared[version - 1] += counted
         versions = self.weights.stages[stage].versions
         assert versions is not None
         versions.make(version, frees)

@@ -36,6 +36,7 @@ from counterflow.schedule.program.actions import (
 )
 from counterflow.schedule.program.segments import shifted, shifted_op
 
+from ..mesh.dtensors import settled, whole
 from ..messages.compression import Compression
 from ..messages.message_queue import MessageQueue, Taken
 from ..messages.values import (
@@ -596,7 +597,8 @@ class Interpreter:
         found: list[Tensor] = []
         for tensor in stash.inputs:
             if tensor.requires_grad:
-                found.append(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+                grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+                found.append(grad if type(grad) is Tensor else settled(grad))
                 tensor.grad = None
         return self._skips.give_gradients(task, found, stash.by_skips) if task.gives else found
 
@@ -719,7 +721,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 def _kept(tensor: Tensor) -> Tensor:
     """Its content as it is now: the user's loss, or an update, may change it."""
-    return tensor.detach().clone()
+    return whole(tensor.detach()).clone()
 
 
 def _layout(structure: Structure | None, tensors: Sequence[Tensor]) -> Layout:

@@ -21,6 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from counterflow.schedule.ir import Op
 
+from ..mesh.dtensors import parts
+
 
 class Ran(NamedTuple):
     """An op as it ran, in seconds since the clock was started.
@@ -147,7 +149,7 @@ class SavedBytes:
     """
 
     def __init__(self, constant: Iterable[Tensor]) -> None:
-        self._constant = {_pointer(tensor) for tensor in constant}
+        self._constant = _pointers(constant)
         self._given: set[int] = set()
         self._kept: dict[int, Kept] = {}
         self.current = 0
@@ -155,15 +157,17 @@ class SavedBytes:
 
     def never(self, tensors: Iterable[Tensor]) -> None:
         """These do not count either: new versions of parameters."""
-        self._constant |= {_pointer(tensor) for tensor in tensors}
+        self._constant |= _pointers(tensors)
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """These do not count, but those given before do: the mini-batches under way are the user's."""
-        self._given = {_pointer(tensor) for tensor in tensors}
+        self._given = _pointers(tensors)
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Whether it has the memory of a parameter or buffer."""
-        return _pointer(tensor) in self._constant
+        if type(tensor) is Tensor:
+            return _pointer(tensor) in self._constant
+        return any(_pointer(part) in self._constant for part in parts(tensor))
 
     def note(self, outputs: Iterable[Tensor], collected: list[Kept]) -> None:
         """Count what the graph of some outputs saves, and note it in ``collected``.
@@ -181,6 +185,10 @@ class SavedBytes:
 
     def hold(self, tensor: Tensor, collected: list[Kept]) -> None:
         """Count a tensor that is kept for backward."""
+        for part in parts(tensor):
+            self._hold(part, collected)
+
+    def _hold(self, tensor: Tensor, collected: list[Kept]) -> None:
         storage = tensor.untyped_storage()
         pointer = storage.data_ptr()
         if not pointer or pointer in self._constant or pointer in self._given:
@@ -227,6 +235,10 @@ def graph_of(outputs: Iterable[Tensor], without: Iterable[Tensor] = ()) -> list[
 @cache
 def _saved_names(kind: type[Node]) -> list[str]:
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]
+
+
+def _pointers(tensors: Iterable[Tensor]) -> set[int]:
+    return {_pointer(part) for tensor in tensors for part in parts(tensor)}
 
 
 def _pointer(tensor: Tensor) -> int:

@@ -132,7 +132,7 @@ class Workers:
         Raises:
             WorkerError: a gradient is not finite.
         """
-        squares = [squared[rank] for rank in self.ranks[0]]
+        squares = list(squared)
         if all(map(math.isfinite, squares)):
             return math.sqrt(math.fsum(squares))
         # Everybody has the same rows, so everybody asks.

@@ -17,6 +17,7 @@ from torch import Tensor
 from counterflow.errors import ConfigError
 from counterflow.loss_sum import LossSum
 
+from ..mesh.dtensors import is_dtensor, whole
 from ..messages.values import Unit
 
 LossFunction = Callable[[Any, Any], Any]
@@ -62,6 +63,9 @@ def read_loss(found: Any) -> Found:
             f"the loss is {shown}; a loss function (or, without one, the last layer) gives one number as a "
             "tensor: the mean loss over the samples, (loss, dict of metrics), or a LossSum"
         )
+    if is_dtensor(loss):
+        loss = whole(loss)
+        read = read._replace(loss=loss)
     return read if not loss.dim() else read._replace(loss=loss.reshape(()))
 
 
@@ -77,13 +81,19 @@ def added(values: Iterable[float]) -> float:
 
 @dataclass(slots=True)
 class Losses:
-    """The losses of a step's micro-batches on this worker, as they come."""
+    """The losses of a step's micro-batches on this worker, as they come.
 
+    Attributes:
+        told: whether this worker tells them; not where others were given the same samples and do.
+        entries: one a unit.
+    """
+
+    told: bool = True
     entries: list[Entry] = field(default_factory=list)
 
     def summed(self) -> tuple[float, int]:
         """The worker's part of the mini-batch's loss; the first micro-batch whose is not finite, or -1."""
-        if not self.entries:
+        if not (self.entries and self.told):
             return 0.0, -1
         values = torch.stack([entry.loss for entry in self.entries]).tolist()  # from a GPU all at once
         odd = [
@@ -93,6 +103,8 @@ class Losses:
 
     def weighed(self) -> tuple[float, float, float]:
         """Sum of the weights; how many losses have one; whether there are metrics."""
+        if not self.told:
+            return 0.0, 0, 0.0
         weights = [float(entry.weight) for entry in self.entries if entry.weight is not None]
         if len(weights) not in (0, len(self.entries)):
             raise ConfigError(
@@ -103,7 +115,7 @@ class Losses:
     def metrics(self) -> dict[str, float]:
         """The worker's part of the mini-batch's metrics."""
         found: dict[str, float] = {}
-        for entry in self.entries:
+        for entry in self.entries if self.told else ():
             for name, value in entry.metrics.items():
                 found[name] = found.get(name, 0.0) + float(value) * entry.share
         return found

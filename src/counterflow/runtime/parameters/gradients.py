@@ -3,7 +3,8 @@
 Invariant: every parameter of the worker is in exactly one ``GradientGroup``, also one that several stages
 share (tied embeddings); a group is what is summed, measured and updated together. A parameter that no copy of
 its stage used has no gradient when it is updated (``grad is None``), as in one process: no optimiser
-decays it or keeps state for it.
+decays it or keeps state for it. Of a parameter that is cut over further dimensions of the mesh, the buffers
+have this rank's part.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
 
+from ..mesh.dtensors import like, local, part_of
 from ..transport import Group, Pending, Transport
 
 BUCKET_BYTES = 25 * 1024 * 1024
@@ -25,34 +27,35 @@ class _Flat:
     """Gradients of some parameters of one dtype and device, one after another.
 
     Whether a parameter was used is seen from the version counter of its gradient, which every view has for
-    itself: autograd adds to gradients in place. Where others hold copies, one number a parameter follows
+    itself: autograd adds to gradients in place (to a DTensor, and FSDP to what it wraps). Where others hold copies, one number a parameter follows
     that says so and is summed with the gradients.
     """
 
-    __slots__ = ("_clean", "_tail", "_used", "gradients", "parameters", "views", "whole")
+    __slots__ = ("_clean", "_shown", "_tail", "_used", "gradients", "parameters", "views", "whole")
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, shared: bool) -> None:
-        first = parameters[0]
-        size = sum(p.numel() for p in parameters)
+        held = [local(parameter) for parameter in parameters]
+        size = sum(tensor.numel() for tensor in held)
         tail = len(parameters) if shared else 0
         self.parameters = parameters
-        self.whole = torch.zeros(size + tail, dtype=first.dtype, device=first.device)
+        self.whole = torch.zeros(size + tail, dtype=held[0].dtype, device=held[0].device)
         self.gradients = self.whole[:size]
         self._tail = self.whole[size:]
         self.views: list[Tensor] = []
         at = 0
-        for parameter in parameters:
-            view = self.whole[at : at + parameter.numel()].view_as(parameter)
+        for tensor in held:
+            view = self.whole[at : at + tensor.numel()].view(tensor.shape)
             self.views.append(view.data)  # .data: with a version counter of its own
-            at += parameter.numel()
-        self._clean = [0] * len(parameters)
+            at += tensor.numel()
+        self._shown = [like(parameter, view) for parameter, view in zip(parameters, self.views, strict=True)]
+        self._clean = self._changes()
         self._used: list[bool] | None = None
 
     def attach(self) -> None:
         """Let autograd add to the gradients."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            if parameter.grad is not view:
-                parameter.grad = view
+        for parameter, shown in zip(self.parameters, self._shown, strict=True):
+            if parameter.grad is not shown:
+                parameter.grad = shown
 
     def detach(self) -> None:
         """Let the parameters have no gradients that anybody could change."""
@@ -63,24 +66,29 @@ class _Flat:
         """See which parameters were used; take in gradients that somebody put in place of these."""
         if self._used is not None:
             return
-        self._used = used = []
-        for parameter, view, clean in zip(self.parameters, self.views, self._clean, strict=True):
+        self._used = used = [now != then for now, then in zip(self._changes(), self._clean, strict=True)]
+        for index, (parameter, shown) in enumerate(zip(self.parameters, self._shown, strict=True)):
             grad = parameter.grad
-            if grad is not view:
+            if grad is not shown:
                 with torch.no_grad():
                     if grad is None:
-                        view.zero_()
+                        self.views[index].zero_()
                     else:
-                        view.copy_(grad)
-                used.append(grad is not None)
-            else:
-                used.append(view._version != clean)  # noqa: SLF001 - documented as what tells a change
+                        self.views[index].copy_(part_of(grad, parameter))
+                used[index] = grad is not None
         if not len(self._tail):
             return
         if all(used):
             self._tail.fill_(1)
         else:
             self._tail.copy_(torch.tensor(used))
+
+    def _changes(self) -> list[int]:
+        """How often each gradient was changed."""
+        return [
+            view._version if shown is view else view._version + shown._version  # noqa: SLF001 - documented as it
+            for view, shown in zip(self.views, self._shown, strict=True)
+        ]
 
     def used(self) -> list[bool]:
         """Which parameters were used, here or, once the sum is there, on any copy."""
@@ -92,7 +100,7 @@ class _Flat:
 
     def clear(self) -> None:
         self.whole.zero_()
-        self._clean = [view._version for view in self.views]  # noqa: SLF001
+        self._clean = self._changes()
         self._used = None
 
 
@@ -102,7 +110,7 @@ class GradientGroup:
     Args:
         parameters: by their names in the model; those that require no gradient have no buffer.
         group: the ranks that hold a copy; None if there is only this one.
-        counted: whether this rank is the one of its pipeline group that counts them in the global norm.
+        counted: whether this rank is the one of all that counts them in the global norm.
         stage: the stage whose update updates them.
     """
 
@@ -123,7 +131,8 @@ class GradientGroup:
         by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in self.parameters.values():
             if parameter.requires_grad:
-                by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+                held = local(parameter)
+                by_kind.setdefault((held.dtype, held.device), []).append(parameter)
         self._flats = [_Flat(members, shared=self.group is not None) for members in by_kind.values()]
         self._frozen = {name: p for name, p in self.parameters.items() if not p.requires_grad}
 

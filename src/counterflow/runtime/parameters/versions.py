@@ -20,6 +20,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from counterflow.errors import ScheduleError
 
+from ..mesh.dtensors import local
+
 
 class Versions:
     """The versions of a stage's trainable parameters.
@@ -40,6 +42,8 @@ class Versions:
         self.made = made
         self._all = parameters
         self._trained: tuple[nn.Parameter, ...] = ()
+        self._memory: tuple[Tensor, ...] = ()
+        """The same, or of those that are cut over a mesh this rank's part."""
         self._held: dict[int, list[Tensor]] = {}
         self._shown: list[Tensor] = []
         self.peak = 0
@@ -53,7 +57,8 @@ class Versions:
     def begin(self) -> None:
         """The weights are version 0."""
         self._trained = tuple(p for p in self._all() if p.requires_grad)
-        self._shown = [parameter.data for parameter in self._trained]
+        self._memory = tuple(map(local, self._trained))
+        self._shown = [tensor.data for tensor in self._memory]
         self._held = {0: self._shown}
         self.peak = max(self.peak, 1)
 
@@ -107,9 +112,10 @@ class Versions:
         It would refuse, because the parameter at hand was changed in place; but what a backward sees is the
         version that its forward used, which was not.
         """
-        return _unsafe_preserve_version_counter(self._trained)  # as FSDP2 does
+        changed = {id(tensor): tensor for tensor in (*self._trained, *self._memory)}
+        return _unsafe_preserve_version_counter(tuple(changed.values()))  # as FSDP2 does
 
     def _show(self, tensors: list[Tensor]) -> None:
-        for parameter, tensor in zip(self._trained, tensors, strict=True):
-            parameter.data = tensor
+        for shown, tensor in zip(self._memory, tensors, strict=True):
+            shown.data = tensor
         self._shown = tensors

@@ -6,7 +6,7 @@ micro-batches.
 
 from __future__ import annotations
 
-import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
@@ -18,28 +18,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from counterflow.errors import ConfigError, WorkerError
+from counterflow.errors import ConfigError
 from counterflow.schedule.program.actions import StartSync, Summed, SyncAction, WaitSync
 
+from ..mesh.cuts import WHOLE, Cuts
+from ..mesh.dtensors import is_dtensor, like, part_of, whole
+from ..mesh.layout import REPLICA, WORKER, Layout
 from ..stages.recomputation import Contents
 from ..stages.stage import StageCopy
 from ..transport import Group, Pending, Transport
+from .alike import Digests, compare, digest, tensors_of
 from .gradients import GradientGroup, unique
+from .names import Names, named_parameters, shared_names
 
 MakeOptimizer = Callable[[Any], Optimizer]
 """Of a list of parameters, or of (name, parameter)."""
 
 MakeScheduler = Callable[[Optimizer], LRScheduler]
-
-Names = Sequence[Sequence[tuple[str, str]]]
-"""By stage: each parameter's name in the model, and the name of the first one that is the same object."""
-
-
-_BROADCAST_BYTES = 25 * 1024 * 1024
-"""The size of the pieces in which copies are sent their weights at the start."""
-
-
-_DIGEST_BYTES = 16
 
 _Average = tuple[list[Tensor], Tensor, Pending, int]
 """An average under way: the buffers, all of them in one tensor, the sum of it, and how many are summed."""
@@ -53,8 +48,8 @@ class Weights:
         names: of the parameters of all stages of the model.
         aliases: by the first name of a tensor that the model has under several, all its names.
         holders: by stage, the workers of a group that hold a copy.
-        ranks: ``ranks[replica][worker]``.
-        worker: this worker.
+        layout: the places of all ranks.
+        cuts: how parameters are cut over further dimensions of the mesh.
         transport: how to reach the others.
         optimizer: a function of parameters to an optimiser.
         scheduler: a function of an optimiser to a learning-rate scheduler.
@@ -68,8 +63,8 @@ class Weights:
         names: Names,
         aliases: Mapping[str, Sequence[str]],
         holders: Sequence[Sequence[int]],
-        ranks: Sequence[Sequence[int]],
-        worker: int,
+        layout: Layout,
+        cuts: Cuts,
         transport: Transport,
         optimizer: MakeOptimizer,
         scheduler: MakeScheduler | None,
@@ -79,8 +74,8 @@ class Weights:
         self.names = names
         self.aliases = aliases
         self.holders = holders
-        self.ranks = ranks
-        self.worker = worker
+        self.layout = layout
+        self.cuts = cuts
         self.transport = transport
         self.keeps_gradients = False
         self.kept_gradients: dict[str, Tensor] = {}
@@ -89,11 +84,10 @@ class Weights:
         self._groups: dict[int, Group | None] = {}
         self._held: dict[int, Contents] = {}
         """By stage with copies: what its buffers held at the begin of the step."""
-        self._own: dict[int, GradientGroup] = {}
+        self._own: dict[int, list[GradientGroup]] = {}
         self._tied: dict[tuple[int, ...], list[GradientGroup]] = {}
         self._averages: dict[int, _Average] = {}
         self._make_shards()
-        self._start_alike()
         self.optimizers: dict[int, Optimizer] = {}
         self.schedulers: dict[int, LRScheduler] = {}
         for stage in stages:
@@ -108,6 +102,11 @@ class Weights:
 
     # -- who holds what
 
+    @property
+    def worker(self) -> int:
+        """This worker's number in its pipeline."""
+        return self.layout.place(self.transport.rank)[WORKER]
+
     def _make_shards(self) -> None:
         """Group the worker's parameters by who else holds them; see ``GradientGroup``.
 
@@ -115,98 +114,79 @@ class Weights:
         making a group for collectives needs it.
         """
         taken: set[int] = set()
-        parameters = {stage: self._parameters(stage) for stage in self.stages}
-        for name, stages in self._shared_names().items():
+        parameters = {stage: named_parameters(copy, self.names) for stage, copy in self.stages.items()}
+        found = self.cuts.agreed(
+            (pair for its in parameters.values() for pair in its.items()), self.transport
+        )
+        for name, stages in shared_names(self.names).items():
+            how = found.get(name, WHOLE)
             holders = sorted({worker for stage in stages for worker in self.holders[stage]})
-            group = self._group(holders)
+            if how.placements is not None and len(holders) < sum(len(self.holders[s]) for s in stages):
+                raise ConfigError(
+                    f"{name} is a weight of stages {stages[0]} and {stages[-1]}, which one worker holds, and "
+                    "parallelize() made two of it there; leave it whole, or do not tie it"
+                )
+            group = self._group(holders, how.summed)
             held = [stage for stage in stages if stage in self.stages]
             if not held:
                 continue
-            parameter = parameters[held[0]][name]
-            if group is not None:  # they start as the first stage that has them was made
-                self.transport.broadcast(parameter.data, self.ranks[0][self.holders[stages[0]][0]], group)
-            own = unique([(name, parameter)], taken)
-            tied = self._tied.setdefault(tuple(stages), [])
-            tied.append(GradientGroup(own, group, counted=self.worker == holders[0], stage=held[0]))
+            own = unique([(name, parameters[held[0]][name])], taken)
+            self._tied.setdefault(tuple(stages), []).append(
+                GradientGroup(own, group, counted=self._counted(how.along, holders), stage=held[0])
+            )
         for stage, copies in enumerate(self.holders):
-            group = self._group(copies)
+            kinds = {found.get(first, WHOLE).summed for _, first in self.names[stage]} | {frozenset[int]()}
+            groups = {kind: self._group(copies, kind) for kind in sorted(kinds, key=sorted)}
             if stage in self.stages:
-                own = unique(parameters[stage].items(), taken)
-                self._own[stage] = GradientGroup(own, group, counted=self.worker == copies[0], stage=stage)
-                self._groups[stage] = group
+                self._groups[stage] = groups[frozenset()]
+                parts: dict[tuple[frozenset[int], frozenset[int]], dict[str, nn.Parameter]] = defaultdict(
+                    dict
+                )
+                for name, parameter in unique(parameters[stage].items(), taken).items():
+                    how = found.get(name, WHOLE)
+                    parts[how.summed, how.along][name] = parameter
+                self._own[stage] = [
+                    GradientGroup(part, groups[kind], counted=self._counted(along, copies), stage=stage)
+                    for (kind, along), part in parts.items()  # in one order, as the sums of all copies are
+                ]
 
-    def _shared_names(self) -> dict[str, list[int]]:
-        """Parameters that several stages share, with these stages."""
-        users: dict[str, list[int]] = {}
-        for stage, names in enumerate(self.names):
-            for _, first in names:
-                stages = users.setdefault(first, [])
-                if stage not in stages:
-                    stages.append(stage)
-        return {name: stages for name, stages in users.items() if len(stages) > 1}
+    def _counted(self, along: frozenset[int], holders: Sequence[int]) -> bool:
+        """Whether this rank counts in the global norm what it has of parameters that are cut along some dims."""
+        others = [dim for dim in self.layout.further if dim not in along]
+        first = self.layout.is_first(self.transport.rank, (REPLICA, *others))
+        return first and self.worker == holders[0]
 
-    def _parameters(self, stage: int) -> dict[str, nn.Parameter]:
-        """The parameters of a stage at hand, by the name of the first that is the same."""
-        names = iter(self.names[stage])
-        return {
-            next(names)[1]: parameter
-            for layer in self.stages[stage].with_weights
-            for _, parameter in layer.module.named_parameters(remove_duplicate=False)
-        }
-
-    def _group(self, holders: Iterable[int]) -> Group | None:
-        ranks = [row[worker] for row in self.ranks for worker in holders]
-        if len(ranks) == 1:
-            return None
-        self.groups.append(self.transport.group(sorted(ranks)))
-        return self.groups[-1]
+    def _group(self, holders: Iterable[int], apart: frozenset[int] = frozenset()) -> Group | None:
+        """The group of those who hold the same as this worker; the workers of all positions make the call."""
+        mine = None
+        for ranks in self.layout.copies(holders, apart):
+            if len(ranks) > 1:
+                self.groups.append(self.transport.group(ranks))
+                if self.transport.rank in ranks:
+                    mine = self.groups[-1]
+        return mine
 
     def _gradient_groups(self) -> list[GradientGroup]:
-        return [*chain.from_iterable(self._tied.values()), *self._own.values()]
+        return [*chain.from_iterable(self._tied.values()), *chain.from_iterable(self._own.values())]
 
     def _updated_with(self, stage: int) -> list[GradientGroup]:
         return [gradients for gradients in self._gradient_groups() if gradients.stage == stage]
 
-    def _start_alike(self) -> None:
-        """Let every copy of a stage start as its first holder's, whatever each was made with.
+    def set_trainable(self, chosen: Callable[[str], bool]) -> None:
+        """Freeze and unfreeze the parameters at hand, by their first names in the model.
 
         Raises:
-            ConfigError: the copies have other shapes.
+            ConfigError: FSDP holds one that changes.
         """
-        digests = {stage: _shapes(copy) + _digest(copy, buffers=True) for stage, copy in self.stages.items()}
-        rows = cast("list[dict[int, bytes]]", self.transport.gather_objects(digests))
-        for stage, copies in enumerate(self.holders):
-            found = {rank: row[stage] for rank, row in enumerate(rows) if stage in row}
-            source = self.ranks[0][copies[0]]
-            for rank, digest in found.items():
-                if digest[:_DIGEST_BYTES] != found[source][:_DIGEST_BYTES]:
-                    raise ConfigError(
-                        f"ranks {source} and {rank} hold stage {stage} with weights of other shapes; "
-                        "make the same model on every worker"
-                    )
-            group = self._groups.get(stage)
-            if group is not None and any(digest != found[source] for digest in found.values()):
-                self._send_copies(_tensors(self.stages[stage]), source, group)
-
-    def _send_copies(self, tensors: Sequence[Tensor], source: int, group: Group) -> None:
-        """Tensors become those of one rank; as bytes, in pieces."""
-        piece: list[Tensor] = []
-        for number, tensor in enumerate(tensors, 1):
-            piece.append(tensor)
-            if number < len(tensors) and sum(t.nbytes for t in piece) < _BROADCAST_BYTES:
-                continue
-            flat = torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in piece])
-            self.transport.broadcast(flat, source, group)
-            parts = flat.split([t.nbytes for t in piece])
-            with torch.no_grad():
-                for target, part in zip(piece, parts, strict=True):
-                    target.copy_(part.clone().view(target.dtype).view(target.shape))
-            piece = []
-
-    def set_trainable(self, chosen: Callable[[str], bool]) -> None:
-        """Freeze and unfreeze the parameters at hand, by their first names in the model."""
         for copy in self.stages.values():
-            for name, parameter in self._parameters(copy.stage).items():
+            for name, parameter in named_parameters(copy, self.names).items():
+                if id(parameter) in self.cuts.summed and chosen(name) != parameter.requires_grad:
+                    raise ConfigError(
+                        f"{name} is sharded by fully_shard, which knows from the first step on what is trained; "
+                        "freeze it in parallelize(), before fully_shard, and make the pipeline anew to change that"
+                    )
+        for copy in self.stages.values():
+            for name, parameter in named_parameters(copy, self.names).items():
                 if parameter.is_floating_point() or parameter.is_complex():
                     parameter.requires_grad_(chosen(name))
             copy.trains = any(p.requires_grad for p in copy.parameters())
@@ -260,6 +240,8 @@ class Weights:
         """Keep the gradients from whoever is not a backward or an update."""
         for gradients in self._gradient_groups():
             gradients.detach()
+        for copy in self.stages.values():
+            copy.end_gathering()
 
     def start_sync(self, sync: StartSync) -> None:
         """Begin to sum gradients over all who hold them, or to average running statistics."""
@@ -278,7 +260,7 @@ class Weights:
     def _summed_in(self, sync: SyncAction) -> Sequence[GradientGroup]:
         match sync.what:
             case Summed.GRADIENTS:
-                return (self._own[sync.stage],)
+                return self._own[sync.stage]
             case Summed.TIED:
                 return self._tied[sync.stage, *sync.tied]
             case Summed.STATISTICS:
@@ -287,21 +269,15 @@ class Weights:
     @property
     def shared(self) -> list[str]:
         """Weights of the model that several stages share."""
-        return list(self._shared_names())
+        return list(shared_names(self.names))
 
     @property
     def ties(self) -> tuple[tuple[int, ...], ...]:
         """The groups of stages that share weights, each ascending."""
-        return tuple(sorted({tuple(stages) for stages in self._shared_names().values()}))
+        return tuple(sorted({tuple(stages) for stages in shared_names(self.names).values()}))
 
-    def counts(self, stage: int) -> bool:
-        """Whether this worker is the one of its group that counts a stage in the global norm."""
-        return self._own[stage].counted
-
-    def squared_norm(self, stage: int | None = None) -> float:
-        """The part of the global gradient norm, squared, that this worker counts; or that of a stage."""
-        if stage is not None:
-            return self._own[stage].squared_norm()
+    def squared_norm(self) -> float:
+        """The part of the global gradient norm, squared, that this worker counts."""
         return sum(gradients.squared_norm() for gradients in self._gradient_groups() if gradients.counted)
 
     def own_norm(self) -> tuple[float, bool]:
@@ -309,14 +285,19 @@ class Weights:
         squares = [(gradients.squared_norm(), gradients.counted) for gradients in self._gradient_groups()]
         return sum(one for one, counted in squares if counted), all(isfinite(one) for one, _ in squares)
 
+    def squared_norm_of(self, stage: int) -> tuple[float, float]:
+        """The norm of a stage's gradients, squared: of all that is here, and of what this worker counts."""
+        found = [(gradients.squared_norm(), gradients.counted) for gradients in self._own[stage]]
+        return sum(square for square, _ in found), sum(square for square, counted in found if counted)
+
     def scale(self, factor: float, stage: int | None = None) -> None:
         """Multiply all gradients, or those of a stage."""
-        for gradients in self._gradient_groups() if stage is None else (self._own[stage],):
+        for gradients in self._gradient_groups() if stage is None else self._own[stage]:
             gradients.scale(factor)
 
     def not_finite(self, stage: int | None = None) -> tuple[int, str] | None:
         """Stage and name of the first parameter whose gradient is not finite; or that of a stage."""
-        for gradients in self._gradient_groups() if stage is None else (self._own[stage],):
+        for gradients in self._gradient_groups() if stage is None else self._own[stage]:
             name = gradients.not_finite()
             if name is not None:
                 return gradients.stage, name
@@ -345,7 +326,7 @@ class Weights:
 
     def clear(self, stage: int | None = None) -> None:
         """Set all gradients to zero, or those of a stage."""
-        for gradients in self._gradient_groups() if stage is None else (self._own[stage],):
+        for gradients in self._gradient_groups() if stage is None else self._own[stage]:
             gradients.clear()
 
     def _start_average(self, stage: int) -> _Average:
@@ -371,37 +352,44 @@ class Weights:
         Raises:
             WorkerError: two copies differ.
         """
-        mine = {stage: _digest(copy) for stage, copy in self.stages.items()}
-        rows = cast("list[dict[int, bytes]]", self.transport.gather_objects(mine))
-        for stage in range(len(self.holders)):
-            found = {rank: row[stage] for rank, row in enumerate(rows) if stage in row}
-            first = min(found)
-            for rank, digest in found.items():
-                if digest != found[first]:
-                    raise WorkerError(
-                        f"{when} the copies of stage {stage} on ranks {first} and {rank} differ"
-                    )
+        mine: Digests = {}
+        for stage, copy in self.stages.items():
+            by_cut: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+            for tensor in tensors_of(copy):
+                by_cut[tuple(sorted(self.cuts.along(tensor)))].append(tensor)
+            mine |= {(stage, dims): digest(tensors) for dims, tensors in by_cut.items()}
+        compare(cast("list[Digests]", self.transport.gather_objects(mine)), self.layout, when)
 
-    def state_dict(self, stage: int | None = None) -> dict[str, Any]:
-        """Parameters, buffers and extra state at hand, or those of a stage, by all names; on the CPU."""
+    def state_dict(self, stage: int | None = None, *, local: bool = False) -> dict[str, Any]:
+        """Parameters, buffers and extra state at hand, or those of a stage, by all names; on the CPU.
+
+        Whole ones, which those who hold the other parts ask for at the same time; with ``local`` DTensors as
+        they are.
+        """
         found: dict[str, Any] = {}
         for copy in self.stages.values() if stage is None else (self.stages[stage],):
             for layer in copy.with_weights:
                 for name, value in layer.module.state_dict().items():
-                    kept = value.detach().cpu().clone() if isinstance(value, Tensor) else deepcopy(value)
+                    kept = _kept(value, local=local)
                     full = layer.names[name]
                     for each in self.aliases.get(full, (full,)):
                         found[each] = kept
         return found
 
+    def _gathered(self, stage: int, ask: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
+        """What the first that holds a stage says of it, whom those ask that hold the other parts; by rank."""
+        rank = self.transport.rank
+        asks = self.worker == self.holders[stage][0] and self.layout.is_first(rank, (REPLICA,))
+        part = ask(stage) if asks else {}
+        tells = asks and self.layout.is_first(rank, self.layout.further)
+        return cast("list[dict[str, Any]]", self.transport.gather_objects(part if tells else {}))
+
     def whole_state_dict(self) -> dict[str, Any]:
         """The same of the whole model, on every worker; stage by stage from the first that holds it."""
         whole: dict[str, Any] = {}
-        for stage, holders in enumerate(self.holders):
-            sends = self.transport.rank == self.ranks[0][holders[0]]
-            part = self.state_dict(stage) if sends else {}
-            for row in self.transport.gather_objects(part):
-                whole.update(cast("dict[str, Any]", row))
+        for stage in range(len(self.holders)):
+            for row in self._gathered(stage, self.state_dict):
+                whole |= row
         return whole
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -425,12 +413,17 @@ class Weights:
                         raise ConfigError(
                             f"{full} has shape {shape} in the state, {tuple(mine.shape)} in the model"
                         )
+                    if isinstance(mine, Tensor) and is_dtensor(mine):
+                        part[name] = like(mine, part_of(given.to(mine.device), mine).clone())
                 parts.append((layer.module, part))
         for module, part in parts:
             module.load_state_dict(part)
 
-    def training_state(self, stage: int | None = None) -> dict[str, Any]:
-        """What the optimisers and schedulers at hand, or of a stage, keep: by parameter's name, by stage."""
+    def training_state(self, stage: int | None = None, *, local: bool = False) -> dict[str, Any]:
+        """What the optimisers and schedulers at hand, or of a stage, keep: by parameter's name, by stage.
+
+        Whole tensors or with ``local`` DTensors, as ``state_dict`` gives.
+        """
         optimizers = {}
         stages = self.stages if stage is None else (stage,)
         for each in (s for s in stages if s in self.optimizers):
@@ -438,7 +431,8 @@ class Weights:
             for group in optimizer.param_groups:
                 options = {key: _kept(value) for key, value in group.items() if not key.startswith("param")}
                 for parameter in group["params"]:
-                    state = {key: _kept(value) for key, value in optimizer.state.get(parameter, {}).items()}
+                    kept = optimizer.state.get(parameter, {})
+                    state = {key: _kept(value, local=local) for key, value in kept.items()}
                     optimizers[names[id(parameter)]] = {"state": state, "options": options}
         schedulers = {s: deepcopy(self.schedulers[s].state_dict()) for s in stages if s in self.schedulers}
         return {"optimizer": optimizers, "scheduler": schedulers}
@@ -446,10 +440,9 @@ class Weights:
     def whole_training_state(self) -> dict[str, Any]:
         """The same of all stages, on every worker."""
         whole: dict[str, Any] = {"optimizer": {}, "scheduler": {}}
-        for stage, holders in enumerate(self.holders):
-            sends = self.transport.rank == self.ranks[0][holders[0]]
-            for row in self.transport.gather_objects(self.training_state(stage) if sends else {}):
-                for part, found in cast("dict[str, Any]", row).items():
+        for stage in range(len(self.holders)):
+            for row in self._gathered(stage, self.training_state):
+                for part, found in row.items():
                     whole[part] |= found
         return whole
 
@@ -470,10 +463,7 @@ class Weights:
                         raise ConfigError(f"the training state has nothing of the optimizer for {name!r}")
                     group.update(deepcopy(kept["options"]))
                     optimizer.state[parameter] = {
-                        key: value.to(parameter.device if value.dim() else "cpu", copy=True)
-                        if isinstance(value, Tensor)
-                        else deepcopy(value)
-                        for key, value in kept["state"].items()
+                        key: _taken(value, parameter) for key, value in kept["state"].items()
                     }
         for stage, scheduler in self.schedulers.items():
             given = state["scheduler"].get(stage)
@@ -486,28 +476,19 @@ class Weights:
             scheduler.load_state_dict(deepcopy(given))
 
 
-def _kept(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else deepcopy(value)
+def _kept(value: Any, *, local: bool = False) -> Any:
+    if not isinstance(value, Tensor):
+        return deepcopy(value)
+    return (value if local else whole(value)).detach().cpu().clone()
 
 
-def _shapes(copy: StageCopy) -> bytes:
-    shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in _tensors(copy)]
-    return hashlib.blake2b(repr(shapes).encode(), digest_size=_DIGEST_BYTES).digest()
-
-
-def _digest(copy: StageCopy, *, buffers: bool = False) -> bytes:
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for tensor in _tensors(copy, buffers=buffers):
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(data.numpy().data)
-    return digest.digest()
-
-
-def _tensors(copy: StageCopy, *, buffers: bool = True) -> list[Tensor]:
-    """A stage's parameters, and its buffers."""
-    found: list[Tensor] = []
-    for layer in copy.with_weights:
-        found += layer.module.parameters()
-        if buffers:
-            found += layer.module.buffers()
-    return found
+def _taken(value: Any, parameter: Tensor) -> Any:
+    """What ``_kept`` gave of a parameter's optimiser, for the parameter at hand."""
+    if not isinstance(value, Tensor):
+        return deepcopy(value)
+    if not value.dim():
+        return value.to("cpu", copy=True)
+    value = value.to(parameter.device, copy=True)
+    if is_dtensor(parameter) and value.shape == parameter.shape:
+        return like(parameter, part_of(value, parameter).clone())
+    return value

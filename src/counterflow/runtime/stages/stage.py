@@ -21,6 +21,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.modes import Recompute
 
 from ..execution.meters import graph_of
+from ..mesh.parallel import StageModule, fsdp_modules, gathered_parameters
 from ..messages.values import Keyworded, Value
 from ..parameters.versions import Versions
 from .randomness import RandomStreams, Rows
@@ -105,6 +106,8 @@ class StageCopy:
         self.checked = False
         """Whether ``check_graph`` has seen the stage's graph."""
         self.trains = any(p.requires_grad for p in self.parameters())
+        self.module: StageModule | None = None
+        """What hooks of a stage are on whose weights are cut over further dimensions of the mesh."""
         self.entry = Entry()
         self.buffers = Buffers(layer.module for layer in self.with_weights)
         self.joins: bool | None = None if skips is None else False
@@ -129,7 +132,8 @@ class StageCopy:
             ConfigError: it does.
         """
         self.checked = True
-        known = {id(tensor) for tensor in (*self.parameters(), *given)}
+        gathered = gathered_parameters(self.module) if self.module is not None else ()
+        known = {id(tensor) for tensor in (*self.parameters(), *gathered, *given)}
         for node in graph_of(outputs, given):
             tensor = getattr(node, "variable", None)
             if isinstance(tensor, Tensor) and id(tensor) not in known and tensor.numel():
@@ -173,12 +177,24 @@ class StageCopy:
                 yield
         finally:
             self._evaluates = False
+            self.end_gathering()
+
+    def end_gathering(self) -> None:
+        """Let the modules have the parameters that are cut, where FSDP has gathered whole ones."""
+        if self.module is not None:
+            for module in fsdp_modules(self.module):
+                module.reshard()
 
     def forward(self, value: Value, step: int, rows: Rows) -> Value:
         """The stage's output on some rows, in the mode that autograd is in.
 
         Where it takes or gives skips, its input or output is ``Carried``.
         """
+        if self.module is None:
+            return self._with_skips(value, step, rows)
+        return self.module.output(partial(self._with_skips, step=step, rows=rows), value)
+
+    def _with_skips(self, value: Value, step: int, rows: Rows) -> Value:
         if self._skip_runner is None:
             return self._forward(value, step, rows)
         return self._skip_runner.left(self._forward(self._skip_runner.entered(value), step, rows))

@@ -1,0 +1,182 @@
+"""The user's ``parallelize``: what it is given, and what it made of the stages.
+
+Invariant: the weights are made first, alike at all positions of the mesh, and cut after that: what a run starts
+with depends on no mesh. Gradients that FSDP sums are sums, as those of replicas are, not means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from counterflow.errors import ConfigError
+from counterflow.schedule.ir import Schedule
+
+from ..messages.values import Value
+from ..stages.recomputation import mapped
+from ..transport import Transport
+from .cuts import Cuts
+from .dtensors import is_dtensor, settled
+from .layout import REPLICA, WORKER, Layout
+
+if TYPE_CHECKING:
+    from ..stages.stage import NamedLayer
+
+
+class StageModule(nn.Module):
+    """A stage's layers, for ``parallelize``: iterate over it for the layers in their order.
+
+    Each layer is a submodule named by its number in the model.
+
+    Attributes:
+        number: of the stage, from 0.
+    """
+
+    def __init__(self, number: int, layers: Sequence[NamedLayer]) -> None:
+        super().__init__()
+        self.number = number
+        for layer in layers:
+            self.add_module(str(layer.index), layer.module)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(cast("dict[str, nn.Module]", self._modules).values())
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def forward(self, run: Callable[[Value], Any], value: Value) -> Any:
+        """What ``run``, which runs the layers, makes of a value; hooks of the stage are run around it."""
+        return run(value)
+
+    def output(self, run: Callable[[Value], Any], value: Value) -> Any:
+        """The same as a stage hands it on: tensors that are there, and whole.
+
+        Raises:
+            ConfigError: one is a DTensor.
+        """
+        return mapped(self._plain, self(run, value))
+
+    def _plain(self, tensor: Tensor) -> Tensor:
+        if is_dtensor(tensor):
+            raise ConfigError(
+                f"stage {self.number} gives a DTensor of shape {tuple(tensor.shape)}, and stages hand on plain "
+                "tensors; let parallelize() end the stage's last layer with use_local_output=True"
+            )
+        return settled(tensor)
+
+
+Parallelize = Callable[[StageModule, DeviceMesh], None]
+"""Cuts the weights of a stage over the further dimensions of the mesh, in place."""
+
+
+def further_mesh(mesh: DeviceMesh | None, parallelize: Parallelize | None, transport: Transport) -> Any:
+    """The further dimensions of a mesh; None if there is nothing to cut.
+
+    Raises:
+        ConfigError: there is a mesh for it and no function, or the other way round.
+    """
+    further = mesh is not None and mesh.mesh.dim() > 2
+    if not further and parallelize is None:
+        return None
+    if not further or mesh is None:
+        raise ConfigError(
+            "parallelize needs further dimensions of the mesh: give one of (replica, worker, ...), as "
+            'init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replica", "worker", "tp"))'
+        )
+    if parallelize is None:
+        raise ConfigError(
+            f"the mesh has shape {tuple(mesh.mesh.shape)}; say what its dimensions after (replica, worker) are "
+            "for with parallelize=, or leave them away"
+        )
+    if transport.shares_process:
+        raise ConfigError(
+            "workers that are threads have no collectives of torch's, which FSDP and tensor parallelism need; "
+            "start processes, with transport gloo or nccl"
+        )
+    if not mesh.mesh_dim_names:
+        raise ConfigError("the mesh has further dimensions without names; give it mesh_dim_names")
+    return mesh[tuple(mesh.mesh_dim_names[2:])]
+
+
+def parallelized(
+    stages: Sequence[StageModule],
+    parallelize: Parallelize,
+    further: DeviceMesh,
+    layout: Layout,
+    transport: Transport,
+    schedule: Schedule,
+) -> Cuts:
+    """Let the user cut this worker's stages; all workers call it.
+
+    Returns:
+        What came of it; its layout knows the dimensions that FSDP splits.
+
+    Raises:
+        ConfigError: it did what the schedule or the mesh does not go with.
+    """
+    summed: dict[int, frozenset[int]] = {}
+    for stage in stages:
+        given = list(stage)
+        found: object = parallelize(stage, further)
+        if found not in (None, stage) or [*map(id, stage)] != [*map(id, given)]:
+            raise ConfigError(
+                f"parallelize() gave other modules for stage {stage.number}; let it change the stage's layers in "
+                "place, as fully_shard and parallelize_module do"
+            )
+        for module in fsdp_modules(stage):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # not every backend knows another
+            module.set_requires_gradient_sync(True)
+        for group in _fsdp_groups(stage):
+            dims = frozenset[int]()
+            for process_group in _process_groups(group.mesh_info):
+                dims |= layout.varying(dist.get_process_group_ranks(process_group))
+            if dims & {REPLICA, WORKER}:
+                raise ConfigError(
+                    f"stage {stage.number} is sharded over replicas or workers; give fully_shard the mesh that "
+                    "parallelize() is given, or dimensions of it"
+                )
+            summed |= {id(one.sharded_param): dims for one in group.fsdp_params}
+    rows = cast("list[set[int]]", transport.gather_objects({dim for dims in summed.values() for dim in dims}))
+    split = frozenset[int]().union(*rows)
+    if split and not schedule.synchronous:
+        raise ConfigError(
+            f"{schedule.scheme} keeps several versions of its weights, and those that fully_shard gathers are "
+            "the last ones; take a scheme with a flush, or tensor parallelism"
+        )
+    return Cuts(Layout(layout.shape, layout.ranks, split), summed)
+
+
+def fsdp_modules(stage: nn.Module) -> list[Any]:
+    """The modules of a stage that FSDP shards."""
+    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 - see dtensors.py
+
+    return [module for module in stage.modules() if isinstance(module, FSDPModule)]
+
+
+def gathered_parameters(stage: nn.Module) -> list[Tensor]:
+    """The whole parameters that FSDP computes with in place of its shards, as far as it has gathered any."""
+    found = [
+        getattr(parameter, "_unsharded_param", None)
+        for group in _fsdp_groups(stage)
+        for parameter in group.fsdp_params
+    ]
+    return [parameter for parameter in found if parameter is not None]
+
+
+def _fsdp_groups(stage: nn.Module) -> list[Any]:
+    """The groups of parameters that FSDP gathers together; torch's own pipelining reaches them the same way."""
+    return [
+        group
+        for module in fsdp_modules(stage)
+        for group in module._get_fsdp_state()._fsdp_param_groups  # noqa: SLF001
+    ]
+
+
+def _process_groups(mesh_info: Any) -> list[Any]:
+    names = "shard_process_group", "replicate_process_group"
+    return [getattr(mesh_info, name) for name in names if hasattr(mesh_info, name)]

@@ -1,0 +1,191 @@
+"""Pipelines over meshes with further dimensions, each compared with one process; run by processes over Gloo."""
+
+from __future__ import annotations
+
+import time, traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional
+
+import counterflow as cf
+from counterflow.runtime.mesh.parallel import StageModule
+from counterflow.schedule.ir import Schedule
+
+D = torch.float64
+WIDTH, SEQUENCE = 4, 6
+
+
+class Block(nn.Module):
+    """A normed residual layer with two linear ones in it."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, dtype=D)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, dtype=D)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, dtype=D)
+        self.dropout = nn.Dropout(dropout)
+        self.unused = nn.Parameter(torch.ones(3, dtype=D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(functional.gelu(self.up(self.norm(x)))))
+
+
+def layers(dropout: float = 0.0) -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [Block(dropout) for _ in range(4)]
+
+
+def loss_sum(output: Tensor, target: Tensor) -> cf.LossSum:
+    """The squares of what counts: targets above zero."""
+    counts = (target > 0).to(D)
+    return cf.LossSum(((output - target).square() * counts).sum(), counts.sum())
+
+
+def mean_loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().flatten(1).mean(dim=1).mean()
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1)
+
+
+def tensor_parallel(stage: StageModule, mesh: DeviceMesh) -> None:
+    """Every second block over its features, the others over the sequence as well."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInputOutput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    for name, layer in stage.named_children():
+        if int(name) % 2 == 0:
+            plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        else:
+            plan = {
+                "norm": SequenceParallel(),
+                "up": ColwiseParallel(input_layouts=Shard(1)),
+                "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+            }
+            whole = PrepareModuleInputOutput(
+                input_layouts=Replicate(),
+                desired_input_layouts=Shard(1),
+                use_local_input=False,
+                output_layouts=Shard(1),
+                desired_output_layouts=Replicate(),
+            )
+            parallelize_module(layer, mesh["tp"], whole)
+        parallelize_module(layer, mesh["tp"], plan)
+
+
+def sharded(stage: StageModule, mesh: DeviceMesh) -> None:
+    """The first block of a stage by itself, the rest with the stage."""
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(next(iter(stage)), mesh=mesh["shard"])
+    fully_shard(stage, mesh=mesh["shard"])
+
+
+def layers_sharded(stage: StageModule, mesh: DeviceMesh) -> None:
+    """All blocks but the last one of the model, always gathered anew."""
+    from torch.distributed.fsdp import fully_shard
+
+    for name, layer in stage.named_children():
+        if name != "3":
+            fully_shard(layer, mesh=mesh["shard"], reshard_after_forward=True)
+
+
+def both(stage: StageModule, mesh: DeviceMesh) -> None:
+    tensor_parallel(stage, mesh)
+    sharded(stage, mesh)
+
+
+def one_process(
+    inputs: Tensor, targets: Tensor, steps: int, clip_norm: float, loss: Callable[..., Any]
+) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """(loss, norm) of each step, and the weights after them."""
+    model = nn.Sequential(*layers())
+    optimizer = adamw(model.parameters())
+    found = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        given = loss(model(inputs), targets)
+        value = given.sum / given.weight if isinstance(given, cf.LossSum) else given
+        value.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        found.append((value.item(), norm.item()))
+    return found, model.state_dict()
+
+
+def samples(count: int = 12) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(count, SEQUENCE, WIDTH, dtype=D, generator=generator)
+    return inputs, torch.randn(count, SEQUENCE, WIDTH, dtype=D, generator=generator)
+
+
+def check(
+    schedule: Schedule,
+    dims: dict[str, int],
+    parallelize: Any,
+    *,
+    replicas: int = 1,
+    steps: int = 3,
+    clip_norm: float = 0.5,
+    loss: Callable[..., Any] = mean_loss,
+    **options: Any,
+) -> None:
+    """A pipeline over (replica, worker, *dims) gives what one process gives."""
+    names = ("replica", "worker", *dims)
+    mesh = init_device_mesh("cpu", (replicas, schedule.workers, *dims.values()), mesh_dim_names=names)
+    inputs, targets = samples()
+    expected, weights = one_process(inputs, targets, steps, clip_norm, loss)
+    pipeline = cf.Pipeline(
+        layers(), loss, schedule, optimizer=adamw, mesh=mesh, parallelize=parallelize, clip_norm=clip_norm,
+        digest_every=1, **options,
+    )  # fmt: skip
+    mine = [tensor.chunk(pipeline.replicas)[pipeline.replica] for tensor in (inputs, targets)]
+    for number in range(steps):
+        if number == steps - 1:  # another pipeline goes on from the whole training's state
+            state = pipeline.training_state_dict()
+            pipeline.close()
+            pipeline = cf.Pipeline(
+                layers(), loss, schedule, optimizer=adamw, mesh=mesh, parallelize=parallelize,
+                clip_norm=clip_norm, digest_every=1, **options,
+            )  # fmt: skip
+            pipeline.load_training_state_dict(state)
+        evaluated = pipeline.evaluate(*mine)
+        found = pipeline.step(*mine)
+        torch.testing.assert_close((found.loss, found.grad_norm), expected[number], rtol=1e-10, atol=1e-10)
+        assert abs(evaluated - found.loss) < 1e-10
+    state = pipeline.state_dict()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(state[name], tensor, rtol=1e-10, atol=1e-10)
+    pipeline.close()
+
+
+def four() -> None:
+    """What four processes run."""
+    torch.set_num_threads(1)
+    dapple = cf.schemes.dapple(stages=2, micro_batches=3)
+    for name, call in {
+        "tp": lambda: check(dapple, {"tp": 2}, tensor_parallel),
+        "fsdp": lambda: check(dapple, {"shard": 2}, sharded),
+        "fsdp sum": lambda: check(dapple, {"shard": 2}, layers_sharded, loss=loss_sum),
+    }.items():
+        try:
+            begin = time.perf_counter()
+            call()
+            print(torch.distributed.get_rank(), name, "ok", time.perf_counter() - begin, flush=True)
+        except AssertionError as e:
+            print(torch.distributed.get_rank(), name, traceback.format_exc(), flush=True)
+
+
+if __name__ == "__main__":
+    cf.launch(four, workers=4, timeout_seconds=60)
