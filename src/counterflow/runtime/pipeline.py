@@ -36,9 +36,9 @@ from .execution.meters import SavedBytes
 from .execution.step import Step, Workers, place
 from .execution.synchronous import SynchronousRunner
 from .execution.without_barrier import BarrierFreeRunner, waits_for_norm
-from .mesh.cuts import Cuts
 from .mesh.layout import WORKER, Layout, layout_of
 from .mesh.parallel import Parallelize, StageModule, further_mesh, parallelized
+from .mesh.sharding import Sharding
 from .messages.compression import Compression
 from .messages.values import Unit
 from .mini_batch.batch import Batch, Shapes
@@ -87,10 +87,10 @@ class Pipeline:
         costs: cost of each layer, to balance by; by default estimated from the parameters.
         mesh: a DeviceMesh of (replica, worker), by default rank = replica * workers + worker; further
             dimensions are for ``parallelize``.
-        parallelize: a function of a stage's layers and the further dimensions of the mesh that cuts the weights
-            of these layers, in place, by ``fully_shard`` or ``parallelize_module``; called for each stage a
-            worker holds. Positions along dimensions that FSDP splits count as replicas, with samples of their
-            own; those along others are given the same samples.
+        parallelize: a function of a stage's layers and the mesh of the further dimensions that shards these
+            layers' weights in place, by ``fully_shard`` or ``parallelize_module``; called for each stage a
+            worker holds. Positions along dimensions that FSDP shards over count as replicas, with samples of
+            their own; those along others are given the same samples.
         transport: ``local``, ``gloo`` or ``nccl``, or one at hand; by default as the process was started.
         device: where to compute; by default the transport's.
         seed: of weights on the meta device and of all random draws of the layers.
@@ -199,35 +199,20 @@ class Pipeline:
         self.stages = self._make_stages(streams, recompute)
         self._holders = [Program(schedule, ()).holders(stage) for stage in range(schedule.stages)]
         start_alike(self.stages, self._names, self._holders, layout, self.transport)
-        cuts = Cuts(layout)
-        if parallelize is not None:
-            cuts = self._cut(parallelize, further, layout, clip_norm)
-        self.layout = layout = cuts.layout
-        self.ranks = layout.grid(rank)
-        self._alike = layout.alike
-        self._positions_may_differ = bool(digest_every and layout.further)  # known after the first step
-        self._tells_loss = layout.is_first(rank, set(layout.further) - layout.split)
-        self.replicas = len(self.ranks)
-        self.replica, _ = place(self.ranks, rank)
+        sharding = self._sharding(parallelize, further, layout, clip_norm)
         self._lease = lease.opened(self.transport, self)
         self.weights = Weights(
             self.stages,
             names=self._names,
             aliases=aliases_of(model),
             holders=self._holders,
-            layout=layout,
-            cuts=cuts,
+            sharding=sharding,
             transport=self.transport,
             optimizer=optimizer,
             scheduler=scheduler,
             named=named_parameters,
         )
-        if compile_layers:
-            backend = "inductor" if compile_layers is True else compile_layers
-            with streams.turn():  # torch's compiler is not imported by several threads at once
-                for stage in self.stages.values():
-                    for layer in stage.layers:
-                        layer.module.compile(backend=backend)
+        self._compile(compile_layers)
         constant = [t for s in self.stages.values() for x in s.with_weights for t in _tensors(x.module)]
         make = partial(
             Interpreter,
@@ -352,22 +337,49 @@ class Pipeline:
             for stage in held
         }
 
-    def _cut(
-        self, parallelize: Parallelize, further: DeviceMesh, layout: Layout, clip_norm: float | None
-    ) -> Cuts:
-        """Let the user cut the weights of this worker's stages."""
-        if clip_norm is not None and not self.schedule.synchronous:
-            raise ConfigError(
-                f"{self.schedule.scheme} clips each stage by its own norm, of which each position of the mesh "
-                "knows its part; leave clip_norm away, or take a scheme with a flush"
+    def _sharding(
+        self,
+        parallelize: Parallelize | None,
+        further: DeviceMesh | None,
+        layout: Layout,
+        clip_norm: float | None,
+    ) -> Sharding:
+        """Let the user shard the weights of this worker's stages; who gets what samples follows from it."""
+        sharding = Sharding(layout)
+        if parallelize is not None and further is not None:
+            if clip_norm is not None and not self.schedule.synchronous:
+                raise ConfigError(
+                    f"{self.schedule.scheme} clips each stage by its own norm, of which each position of the "
+                    "mesh knows its part; leave clip_norm away, or take a scheme with a flush"
+                )
+            modules = [StageModule(stage, copy.layers) for stage, copy in self.stages.items()]
+            sharding = parallelized(
+                modules,
+                parallelize,
+                further,
+                layout=layout,
+                transport=self.transport,
+                schedule=self.schedule,
             )
-        modules = {stage: StageModule(stage, copy.layers) for stage, copy in self.stages.items()}
-        cuts = parallelized(
-            list(modules.values()), parallelize, further, layout, self.transport, self.schedule
-        )
-        for stage, copy in self.stages.items():
-            copy.module, copy.joins = modules[stage], False
-        return cuts
+            for module in modules:
+                self.stages[module.number].hang_in(module)
+        self.layout, rank = sharding.layout, self.transport.rank
+        self.ranks = self.layout.grid(rank)
+        self.replicas = len(self.ranks)
+        self.replica, _ = place(self.ranks, rank)
+        self._alike = self.layout.alike
+        self._positions_may_differ = bool(self.digest_every and self.layout.further)
+        """Until they were compared after the first step."""
+        self._tells_loss = self.layout.is_first(rank, set(self.layout.further) - self.layout.split)
+        return sharding
+
+    def _compile(self, compile_layers: bool | str) -> None:
+        if compile_layers:
+            backend = "inductor" if compile_layers is True else compile_layers
+            with self.streams.turn():  # torch's compiler is not imported by several threads at once
+                for stage in self.stages.values():
+                    for layer in stage.layers:
+                        layer.module.compile(backend=backend)
 
     def _connect(self) -> None:
         """To those whom messages go to or come from."""

@@ -1,11 +1,14 @@
-"""Pipelines over meshes with further dimensions, each compared with one process; run by processes over Gloo."""
+"""Pipelines over meshes of more dimensions, compared with one process: python cases.py four, or eight."""
 
 from __future__ import annotations
 
-import time, traceback
+import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -31,7 +34,8 @@ class Block(nn.Module):
         self.unused = nn.Parameter(torch.ones(3, dtype=D))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.down(functional.gelu(self.up(self.norm(x)))))
+        added: Tensor = self.dropout(self.down(functional.gelu(self.up(self.norm(x)))))
+        return x + added
 
 
 def layers(dropout: float = 0.0) -> list[nn.Module]:
@@ -136,7 +140,7 @@ def check(
     parallelize: Any,
     *,
     replicas: int = 1,
-    steps: int = 3,
+    steps: int = 2,
     clip_norm: float = 0.5,
     loss: Callable[..., Any] = mean_loss,
     **options: Any,
@@ -171,21 +175,98 @@ def check(
 
 
 def four() -> None:
-    """What four processes run."""
-    torch.set_num_threads(1)
-    dapple = cf.schemes.dapple(stages=2, micro_batches=3)
-    for name, call in {
-        "tp": lambda: check(dapple, {"tp": 2}, tensor_parallel),
-        "fsdp": lambda: check(dapple, {"shard": 2}, sharded),
-        "fsdp sum": lambda: check(dapple, {"shard": 2}, layers_sharded, loss=loss_sum),
-    }.items():
-        try:
-            begin = time.perf_counter()
-            call()
-            print(torch.distributed.get_rank(), name, "ok", time.perf_counter() - begin, flush=True)
-        except AssertionError as e:
-            print(torch.distributed.get_rank(), name, traceback.format_exc(), flush=True)
+    """What four processes run: two stages by two positions."""
+    dapple, chimera = cf.schemes.dapple(2, 3), cf.schemes.chimera(2, 2)
+    tp, shard = {"tp": 2}, {"shard": 2}
+    check(dapple, tp, tensor_parallel)
+    check(chimera, tp, tensor_parallel, loss=loss_sum, recompute="stage", sync="end")
+    check(dapple, shard, sharded, recompute="layer")
+    check(chimera, shard, layers_sharded, loss=loss_sum, barrier=False)
+    check_without_flush()
+    page()
+    check_refusals()
+    refused(dapple, drifting, "after step 0 the copies of stage . on ranks .* hold the same weights of it")
+
+
+def eight() -> None:
+    """What eight processes run."""
+    check(cf.schemes.chimera(4, 4), {"tp": 2}, tensor_parallel, recompute="layer")
+    dapple = cf.schemes.dapple(2, 3)
+    check(dapple, {"shard": 2, "tp": 2}, both, loss=loss_sum)
+    refused(dapple, both, "has 0 samples, and where fully_shard gathers", dims={"shard": 2, "tp": 2})
+
+
+def check_without_flush() -> None:
+    """Weight versions of shards: the numbers of two replicas that are given the same."""
+    schedule = cf.schemes.wpipe(2, 2)
+    names = ("replica", "worker", "tp")
+    plain = init_device_mesh("cpu", (2, 2), mesh_dim_names=names[:2])
+    further = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=names)
+    found = []
+    for options in ({"mesh": plain}, {"mesh": further, "parallelize": tensor_parallel}):
+        with cf.Pipeline(layers(), mean_loss, schedule, optimizer=adamw, **options) as pipeline:
+            for _ in range(4):
+                pipeline.step(*samples(8))
+            told = [(step.loss, step.grad_norm) for step in pipeline.flush()]
+            found.append((told, pipeline.state_dict()))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-10)
+
+
+def refused(schedule: Schedule, parallelize: Any, words: str, **options: Any) -> None:
+    dims = options.pop("dims", {"tp": 2})
+    names = ("replica", "worker", *dims)
+    mesh = init_device_mesh("cpu", (1, 2, *dims.values()), mesh_dim_names=names)
+    made = options.pop("layers", layers)()
+    with pytest.raises(cf.CounterflowError, match=words):  # noqa: PT012 - of the pipeline, or of its first step
+        pipeline = cf.Pipeline(
+            made, mean_loss, schedule, optimizer=adamw, mesh=mesh, parallelize=parallelize, **options
+        )
+        mine = [tensor.chunk(pipeline.replicas)[pipeline.replica] for tensor in samples(4)]
+        pipeline.step(*mine)
+
+
+def page() -> None:
+    """The program of the page."""
+    text = (Path(__file__).parents[3] / "docs" / "more-dimensions.md").read_text()
+    program = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[0]
+    scope: dict[str, Any] = {"__name__": "page"}
+    exec(program, scope)
+    losses = scope["main"]()
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def check_refusals() -> None:
+    """Before anything starts, and on all workers."""
+    dapple, wpipe, hanayo = cf.schemes.dapple(2, 3), cf.schemes.wpipe(2, 2), cf.schemes.hanayo(2, 2)
+    refused(dapple, None, "say what its dimensions after .replica, worker. are for")
+    refused(wpipe, sharded, "keeps several versions of its weights", dims={"shard": 2})
+    refused(wpipe, tensor_parallel, "clips each stage by its own norm", clip_norm=1.0)
+    refused(dapple, replaced, "gave other modules for stage")
+    refused(hanayo, sharded, "0.up.weight is a weight of stages 0 and 3", dims={"shard": 2}, layers=tied)
+    refused(dapple, sharded_in_part, "0.up.weight is sharded in several ways", dims={"shard": 2}, layers=tied)
+
+
+def replaced(stage: StageModule, mesh: DeviceMesh) -> nn.Module:
+    return nn.Sequential(*stage)
+
+
+def tied() -> list[nn.Module]:
+    found = layers()
+    found[3].up.weight = found[0].up.weight  # type: ignore[union-attr]
+    return found
+
+
+def sharded_in_part(stage: StageModule, mesh: DeviceMesh) -> None:
+    if stage.number == 0:
+        sharded(stage, mesh)
+
+
+def drifting(stage: StageModule, mesh: DeviceMesh) -> None:
+    """Each position has gradients of its own, and nothing says that they are to be summed."""
+    for parameter in stage.parameters():
+        parameter.register_hook(lambda gradient: gradient * (1 + mesh["tp"].get_local_rank()))
 
 
 if __name__ == "__main__":
-    cf.launch(four, workers=4, timeout_seconds=60)
+    torch.set_num_threads(1)
+    cf.launch(globals()[sys.argv[1]], workers=8 if sys.argv[1] == "eight" else 4, timeout_seconds=60)

@@ -1,1 +1,1 @@
-"""Further dimensions of the device mesh: stages whose own weights are sharded, by FSDP2 or tensor parallelism."""
+"""Further dimensions of the device mesh: weights of a stage sharded by FSDP2 or tensor parallelism."""

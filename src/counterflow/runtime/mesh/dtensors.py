@@ -69,11 +69,12 @@ def part_of(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 def parts(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors with memory of their own in one that wraps others; else the tensor itself."""
-    if type(tensor) is Tensor or not is_traceable_wrapper_subclass(tensor):
+    wrapper: Any = tensor
+    if type(tensor) is Tensor or not is_traceable_wrapper_subclass(wrapper):
         yield tensor
         return
-    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-        inner = getattr(tensor, name)
+    for name in wrapper.__tensor_flatten__()[0]:
+        inner = getattr(wrapper, name)
         if isinstance(inner, Tensor):  # a DTensor's mesh is among them
             yield from parts(inner)
 

@@ -1,7 +1,7 @@
 """The user's ``parallelize``: what it is given, and what it made of the stages.
 
-Invariant: the weights are made first, alike at all positions of the mesh, and cut after that: what a run starts
-with depends on no mesh. Gradients that FSDP sums are sums, as those of replicas are, not means.
+Invariant: the weights are made first, alike at all positions of the mesh, and sharded after that: what a run
+starts with depends on no mesh. Gradients that FSDP sums are sums, as those of replicas are, not means.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from counterflow.schedule.ir import Schedule
 from ..messages.values import Value
 from ..stages.recomputation import mapped
 from ..transport import Transport
-from .cuts import Cuts
 from .dtensors import is_dtensor, settled
 from .layout import REPLICA, WORKER, Layout
+from .sharding import Sharding
 
 if TYPE_CHECKING:
     from ..stages.stage import NamedLayer
@@ -63,18 +63,18 @@ class StageModule(nn.Module):
     def _plain(self, tensor: Tensor) -> Tensor:
         if is_dtensor(tensor):
             raise ConfigError(
-                f"stage {self.number} gives a DTensor of shape {tuple(tensor.shape)}, and stages hand on plain "
-                "tensors; let parallelize() end the stage's last layer with use_local_output=True"
+                f"stage {self.number} gives a DTensor of shape {tuple(tensor.shape)}, and stages hand on "
+                "plain tensors; let parallelize() end the stage's last layer with use_local_output=True"
             )
         return settled(tensor)
 
 
 Parallelize = Callable[[StageModule, DeviceMesh], None]
-"""Cuts the weights of a stage over the further dimensions of the mesh, in place."""
+"""Sharding the weights of a stage over the further dimensions of the mesh, in place."""
 
 
 def further_mesh(mesh: DeviceMesh | None, parallelize: Parallelize | None, transport: Transport) -> Any:
-    """The further dimensions of a mesh; None if there is nothing to cut.
+    """The further dimensions of a mesh; None if there is nothing to shard.
 
     Raises:
         ConfigError: there is a mesh for it and no function, or the other way round.
@@ -89,13 +89,13 @@ def further_mesh(mesh: DeviceMesh | None, parallelize: Parallelize | None, trans
         )
     if parallelize is None:
         raise ConfigError(
-            f"the mesh has shape {tuple(mesh.mesh.shape)}; say what its dimensions after (replica, worker) are "
-            "for with parallelize=, or leave them away"
+            f"the mesh has shape {tuple(mesh.mesh.shape)}; say what its dimensions after (replica, worker) "
+            "are for with parallelize=, or leave them away"
         )
     if transport.shares_process:
         raise ConfigError(
-            "workers that are threads have no collectives of torch's, which FSDP and tensor parallelism need; "
-            "start processes, with transport gloo or nccl"
+            "workers that are threads have no collectives of torch's, which FSDP and tensor parallelism "
+            "need; start processes, with transport gloo or nccl"
         )
     if not mesh.mesh_dim_names:
         raise ConfigError("the mesh has further dimensions without names; give it mesh_dim_names")
@@ -106,11 +106,12 @@ def parallelized(
     stages: Sequence[StageModule],
     parallelize: Parallelize,
     further: DeviceMesh,
+    *,
     layout: Layout,
     transport: Transport,
     schedule: Schedule,
-) -> Cuts:
-    """Let the user cut this worker's stages; all workers call it.
+) -> Sharding:
+    """Let the user shard this worker's stages; all workers call it.
 
     Returns:
         What came of it; its layout knows the dimensions that FSDP splits.
@@ -121,11 +122,11 @@ def parallelized(
     summed: dict[int, frozenset[int]] = {}
     for stage in stages:
         given = list(stage)
-        found: object = parallelize(stage, further)
+        found = cast("Callable[..., object]", parallelize)(stage, further)
         if found not in (None, stage) or [*map(id, stage)] != [*map(id, given)]:
             raise ConfigError(
-                f"parallelize() gave other modules for stage {stage.number}; let it change the stage's layers in "
-                "place, as fully_shard and parallelize_module do"
+                f"parallelize() gave other modules for stage {stage.number}; let it change the stage's "
+                "layers in place, as fully_shard and parallelize_module do"
             )
         for module in fsdp_modules(stage):
             module.set_gradient_divide_factor(1.0)
@@ -137,18 +138,18 @@ def parallelized(
                 dims |= layout.varying(dist.get_process_group_ranks(process_group))
             if dims & {REPLICA, WORKER}:
                 raise ConfigError(
-                    f"stage {stage.number} is sharded over replicas or workers; give fully_shard the mesh that "
-                    "parallelize() is given, or dimensions of it"
+                    f"stage {stage.number} is sharded over replicas or workers; give fully_shard the mesh "
+                    "that parallelize() is given, or dimensions of it"
                 )
             summed |= {id(one.sharded_param): dims for one in group.fsdp_params}
     rows = cast("list[set[int]]", transport.gather_objects({dim for dims in summed.values() for dim in dims}))
     split = frozenset[int]().union(*rows)
     if split and not schedule.synchronous:
         raise ConfigError(
-            f"{schedule.scheme} keeps several versions of its weights, and those that fully_shard gathers are "
-            "the last ones; take a scheme with a flush, or tensor parallelism"
+            f"{schedule.scheme} keeps several versions of its weights, and those that fully_shard gathers "
+            "are the last ones; take a scheme with a flush, or tensor parallelism"
         )
-    return Cuts(Layout(layout.shape, layout.ranks, split), summed)
+    return Sharding(Layout(layout.shape, layout.ranks, split), summed)
 
 
 def fsdp_modules(stage: nn.Module) -> list[Any]:
@@ -169,7 +170,7 @@ def gathered_parameters(stage: nn.Module) -> list[Tensor]:
 
 
 def _fsdp_groups(stage: nn.Module) -> list[Any]:
-    """The groups of parameters that FSDP gathers together; torch's own pipelining reaches them the same way."""
+    """The groups of parameters that FSDP gathers together, as torch's own pipelining reaches them."""
     return [
         group
         for module in fsdp_modules(stage)

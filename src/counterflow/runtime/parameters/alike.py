@@ -36,7 +36,7 @@ def start_alike(
     layout: Layout,
     transport: Transport,
 ) -> None:
-    """Let every copy of a stage start as its first holder's, whatever each was made with; all workers call it.
+    """Let every copy of a stage start as its first holder's; all workers call it.
 
     Args:
         stages: this worker's, before their weights are cut.
@@ -125,8 +125,8 @@ def compare(rows: Sequence[Digests], layout: Layout, when: str) -> None:
 
 
 _WHY_APART = (
-    ", which hold the same weights of it; let parallelize() say of each layer that sees a part of the samples or "
-    "features how its weights are laid out (SequenceParallel for norms), so that their gradients are summed"
+    ", which hold the same weights of it; let parallelize() say of each layer that sees a part of a sample "
+    "how its weights are laid out (SequenceParallel for norms), so that their gradients are summed"
 )
 
 

@@ -27,8 +27,8 @@ class _Flat:
     """Gradients of some parameters of one dtype and device, one after another.
 
     Whether a parameter was used is seen from the version counter of its gradient, which every view has for
-    itself: autograd adds to gradients in place (to a DTensor, and FSDP to what it wraps). Where others hold copies, one number a parameter follows
-    that says so and is summed with the gradients.
+    itself: autograd adds to gradients in place (to a DTensor, and FSDP to what it wraps). Where others hold
+    copies, one number a parameter follows that says so and is summed with the gradients.
     """
 
     __slots__ = ("_clean", "_shown", "_tail", "_used", "gradients", "parameters", "views", "whole")

@@ -21,9 +21,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from counterflow.errors import ConfigError
 from counterflow.schedule.program.actions import StartSync, Summed, SyncAction, WaitSync
 
-from ..mesh.cuts import WHOLE, Cuts
 from ..mesh.dtensors import is_dtensor, like, part_of, whole
-from ..mesh.layout import REPLICA, WORKER, Layout
+from ..mesh.layout import REPLICA, WORKER
+from ..mesh.sharding import WHOLE, Sharding
 from ..stages.recomputation import Contents
 from ..stages.stage import StageCopy
 from ..transport import Group, Pending, Transport
@@ -48,8 +48,7 @@ class Weights:
         names: of the parameters of all stages of the model.
         aliases: by the first name of a tensor that the model has under several, all its names.
         holders: by stage, the workers of a group that hold a copy.
-        layout: the places of all ranks.
-        cuts: how parameters are cut over further dimensions of the mesh.
+        sharding: how parameters are sharded over further dimensions of the mesh.
         transport: how to reach the others.
         optimizer: a function of parameters to an optimiser.
         scheduler: a function of an optimiser to a learning-rate scheduler.
@@ -63,8 +62,7 @@ class Weights:
         names: Names,
         aliases: Mapping[str, Sequence[str]],
         holders: Sequence[Sequence[int]],
-        layout: Layout,
-        cuts: Cuts,
+        sharding: Sharding,
         transport: Transport,
         optimizer: MakeOptimizer,
         scheduler: MakeScheduler | None,
@@ -74,8 +72,8 @@ class Weights:
         self.names = names
         self.aliases = aliases
         self.holders = holders
-        self.layout = layout
-        self.cuts = cuts
+        self.layout = sharding.layout
+        self.sharding = sharding
         self.transport = transport
         self.keeps_gradients = False
         self.kept_gradients: dict[str, Tensor] = {}
@@ -104,7 +102,7 @@ class Weights:
 
     @property
     def worker(self) -> int:
-        """This worker's number in its pipeline."""
+        """The worker's number in its pipeline."""
         return self.layout.place(self.transport.rank)[WORKER]
 
     def _make_shards(self) -> None:
@@ -115,7 +113,7 @@ class Weights:
         """
         taken: set[int] = set()
         parameters = {stage: named_parameters(copy, self.names) for stage, copy in self.stages.items()}
-        found = self.cuts.agreed(
+        found = self.sharding.agreed(
             (pair for its in parameters.values() for pair in its.items()), self.transport
         )
         for name, stages in shared_names(self.names).items():
@@ -151,7 +149,7 @@ class Weights:
                 ]
 
     def _counted(self, along: frozenset[int], holders: Sequence[int]) -> bool:
-        """Whether this rank counts in the global norm what it has of parameters that are cut along some dims."""
+        """Whether this rank counts in the global norm its parts of what is sharded along some dims."""
         others = [dim for dim in self.layout.further if dim not in along]
         first = self.layout.is_first(self.transport.rank, (REPLICA, *others))
         return first and self.worker == holders[0]
@@ -180,10 +178,10 @@ class Weights:
         """
         for copy in self.stages.values():
             for name, parameter in named_parameters(copy, self.names).items():
-                if id(parameter) in self.cuts.summed and chosen(name) != parameter.requires_grad:
+                if id(parameter) in self.sharding.summed and chosen(name) != parameter.requires_grad:
                     raise ConfigError(
-                        f"{name} is sharded by fully_shard, which knows from the first step on what is trained; "
-                        "freeze it in parallelize(), before fully_shard, and make the pipeline anew to change that"
+                        f"{name} is sharded by fully_shard, which knows from the first step on what is "
+                        "trained; freeze it in parallelize(), before fully_shard, or in the model"
                     )
         for copy in self.stages.values():
             for name, parameter in named_parameters(copy, self.names).items():
@@ -356,7 +354,7 @@ class Weights:
         for stage, copy in self.stages.items():
             by_cut: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
             for tensor in tensors_of(copy):
-                by_cut[tuple(sorted(self.cuts.along(tensor)))].append(tensor)
+                by_cut[tuple(sorted(self.sharding.along(tensor)))].append(tensor)
             mine |= {(stage, dims): digest(tensors) for dims, tensors in by_cut.items()}
         compare(cast("list[Digests]", self.transport.gather_objects(mine)), self.layout, when)
 

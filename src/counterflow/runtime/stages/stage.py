@@ -107,7 +107,7 @@ class StageCopy:
         """Whether ``check_graph`` has seen the stage's graph."""
         self.trains = any(p.requires_grad for p in self.parameters())
         self.module: StageModule | None = None
-        """What hooks of a stage are on whose weights are cut over further dimensions of the mesh."""
+        """Has the hooks of a stage whose weights are sharded over further dimensions of the mesh."""
         self.entry = Entry()
         self.buffers = Buffers(layer.module for layer in self.with_weights)
         self.joins: bool | None = None if skips is None else False
@@ -179,8 +179,13 @@ class StageCopy:
             self._evaluates = False
             self.end_gathering()
 
+    def hang_in(self, module: StageModule) -> None:
+        """Run within a module whose hooks see to weights that are sharded."""
+        self.module = module
+        self.joins = False  # its collectives must not depend on the samples
+
     def end_gathering(self) -> None:
-        """Let the modules have the parameters that are cut, where FSDP has gathered whole ones."""
+        """Let the modules have their shards as parameters, where FSDP has gathered whole ones."""
         if self.module is not None:
             for module in fsdp_modules(self.module):
                 module.reshard()

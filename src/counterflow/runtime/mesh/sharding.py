@@ -1,4 +1,4 @@
-"""How each parameter is cut over the further dimensions of the mesh, as all workers know it.
+"""How each parameter is sharded over the further dimensions of the mesh, as all workers know it.
 
 Invariant: copies of a stage that stand at the same position hold the same part.
 """
@@ -20,7 +20,7 @@ from .layout import REPLICA, WORKER, Layout
 
 
 class How(NamedTuple):
-    """How a parameter is cut.
+    """How a parameter is sharded.
 
     Attributes:
         summed: the dimensions of the mesh over which FSDP sums its gradient.
@@ -37,8 +37,8 @@ WHOLE = How()
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
-    """What this rank's parameters are cut along.
+class Sharding:
+    """How this rank's parameters are sharded.
 
     Attributes:
         layout: the places of all ranks.
@@ -52,7 +52,7 @@ class Cuts:
         """The dimensions of the mesh along which each position has another part of a tensor.
 
         Raises:
-            ConfigError: it is cut along replicas or workers, or positions have to add up what they hold.
+            ConfigError: it is sharded over replicas or workers, or positions have to add up what they hold.
         """
         if not self.layout.further or not is_dtensor(tensor):
             return frozenset()
@@ -61,28 +61,28 @@ class Cuts:
         for number, placement in enumerate(known.placements):
             if placement.is_partial():
                 raise ConfigError(
-                    f"a weight of shape {tuple(tensor.shape)} is laid out as {placement}; let parallelize() lay "
-                    "weights out as Shard or Replicate"
+                    f"a weight of shape {tuple(tensor.shape)} is laid out as {placement}; let parallelize() "
+                    "lay weights out as Shard or Replicate"
                 )
             if not placement.is_replicate():
                 group = known.device_mesh.get_group(number)
                 found |= self.layout.varying(dist.get_process_group_ranks(group))
         if found & {REPLICA, WORKER}:
             raise ConfigError(
-                f"a weight of shape {tuple(tensor.shape)} is cut along replicas or workers; let parallelize() use "
-                "the mesh that it is given, or dimensions of it"
+                f"a weight of shape {tuple(tensor.shape)} is sharded over replicas or workers; let "
+                "parallelize() use the mesh that it is given, or dimensions of it"
             )
         return found
 
     def agreed(self, parameters: Iterable[tuple[str, Tensor]], transport: Transport) -> dict[str, How]:
-        """By name of a parameter of any stage: how all who hold it have cut it.
+        """By name of a parameter of any stage: how all who hold it have sharded it.
 
         Args:
             parameters: those at hand; with a name twice, if several stages share it.
             transport: all workers make the call.
 
         Raises:
-            ConfigError: copies of one are cut in other ways.
+            ConfigError: copies of one are sharded in other ways.
         """
         if not self.layout.further:
             return {}
@@ -103,7 +103,7 @@ class Cuts:
                 same = known.setdefault(name, how) == how
                 if not same or shapes.setdefault((name, *position), shape) != shape:
                     raise ConfigError(
-                        f"{name} is cut in several ways by the workers that hold it (on rank {rank} as {shape}); "
-                        "let parallelize() do the same to all copies of a weight, tied ones as well"
+                        f"{name} is sharded in several ways by the workers that hold it (on rank {rank} "
+                        f"as {shape}); let parallelize() do the same to all copies of a weight, tied ones too"
                     )
         return known
