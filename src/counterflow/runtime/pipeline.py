@@ -361,6 +361,11 @@ class Pipeline:
                 transport=self.transport,
                 schedule=self.schedule,
             )
+            if sharding.layout.split and any(skips is not None for skips in self._skips):
+                raise ConfigError(
+                    "fully_shard sums a module's gradients when those of its inputs are there, and what "
+                    "comes by a Skip is none; hand it on through the layers between, or shard by tensors"
+                )
             for module in modules:
                 self.stages[module.number].hang_in(module)
         self.layout, rank = sharding.layout, self.transport.rank

@@ -243,7 +243,22 @@ def check_refusals() -> None:
     refused(wpipe, tensor_parallel, "clips each stage by its own norm", clip_norm=1.0)
     refused(dapple, replaced, "gave other modules for stage")
     refused(hanayo, sharded, "0.up.weight is a weight of stages 0 and 3", dims={"shard": 2}, layers=tied)
+    refused(dapple, layers_sharded, "comes by a Skip is none", dims={"shard": 2}, layers=skipping)
     refused(dapple, sharded_in_part, "0.up.weight is sharded in several ways", dims={"shard": 2}, layers=tied)
+
+
+def skipping() -> list[nn.Module]:
+    skip = cf.Skip("entry")
+    return [nn.Sequential(Block(), skip.save()), Block(), Block(), Loading(skip)]
+
+
+class Loading(nn.Module):
+    def __init__(self, skip: cf.Skip) -> None:
+        super().__init__()
+        self.load = skip.load()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.as_tensor(self.load())
 
 
 def replaced(stage: StageModule, mesh: DeviceMesh) -> nn.Module:
