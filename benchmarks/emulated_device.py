@@ -1,6 +1,6 @@
 """Schedules on an emulated device: stages that sleep, over Gloo, one process a worker.
 
-    python benchmarks/emulated_device.py [--depths 4 8] [--payloads 4KiB 4MiB] [--repeats 7] [--only chimera]
+    python benchmarks/emulated_device.py [--depths 4 8] [--messages 4KiB 4MiB] [--repeats 7] [--only chimera]
 
 Claims: with messages of 4 KiB a measured step takes at most 1.03 of the simulated one for every synchronous
 scheme; our best schedule at equal work is faster than the best of torch.distributed.pipelining; and the
@@ -53,6 +53,7 @@ from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.ir import OpKind
 from counterflow.schedule.program.actions import Compute, Matching, Receive, Send
 from counterflow.schedule.program.lowering import lower
+from counterflow.schedule.runnable import refuse_what_cannot_run
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.020, 0.040
 SAMPLES = 4
@@ -222,6 +223,8 @@ class Row:
     name: str
     ours: bool
     copies: float
+    peak: float
+    """Most activations of a worker, in those of one worker's share of the model; 0: not known (torch's)."""
     ideal: float
     with_messages: float | None
     """Simulated with messages that take as long as measured; None for torch's."""
@@ -252,18 +255,37 @@ def our_schedules(depth: int, count: int) -> dict[str, cf.Schedule]:
     }
     for pairs in (f for f in (2, 4) if (depth // 2) % f == 0):
         found[f"chimera pairs={pairs}"] = s.chimera(depth, count, pairs=pairs)
-    return found | {
+    found |= {
+        "zb-h1": s.zb_h1(depth, count),
+        "zb-h2": s.zb_h2(depth, count),
+        "zb-v": s.zb_v(depth, count),
+        "dualpipe-v": s.dualpipe_v(depth, count),
+        "interleaved-zb chunks=2": s.interleaved_zb(depth, count, chunks=2),
+        "chimera split": s.chimera(depth, count, split=True),
+    }
+    found |= {
         f"mixpipe K={depth}": s.mixpipe(depth, count, injected=depth),
         "mixpipe K=max": s.mixpipe(depth, count, injected="max"),
         "hanayo waves=1": s.hanayo(depth, count, waves=1),
         "hanayo waves=2": s.hanayo(depth, count, waves=2),
     }
+    return {name: schedule for name, schedule in found.items() if runs(schedule)}
+
+
+def runs(schedule: cf.Schedule) -> bool:
+    """Whether the engine has all the ops of a schedule."""
+    try:
+        refuse_what_cannot_run(schedule)
+    except cf.ConfigError:
+        return False
+    return True
 
 
 THEIR_SCHEDULES: dict[str, tuple[Any, int]] = {
     "torch GPipe": (theirs.ScheduleGPipe, 1),
     "torch 1F1B": (theirs.Schedule1F1B, 1),
     "torch Interleaved1F1B": (theirs.ScheduleInterleaved1F1B, 2),
+    "torch InterleavedZeroBubble": (theirs.ScheduleInterleavedZeroBubble, 2),
     "torch ZBVZeroBubble": (theirs.ScheduleZBVZeroBubble, 2),
     "torch DualPipeV": (theirs.schedules.ScheduleDualPipeV, 2),
 }
@@ -303,22 +325,36 @@ class Groups:
 class Ours:
     """A schedule of Counterflow's."""
 
-    def __init__(self, name: str, schedule: cf.Schedule, message_seconds: float, groups: Groups) -> None:
+    def __init__(
+        self,
+        name: str,
+        schedule: cf.Schedule,
+        message_seconds: float,
+        groups: Groups,
+        *,
+        barrier: bool = True,
+    ) -> None:
         groups.asked.clear()
-        found = simulated(schedule)
+        found, slower = simulated(schedule), simulated(schedule, message_seconds)
         copies = sum(found.weight_copies) / schedule.stages
-        slower = simulated(schedule, message_seconds).makespan
-        self.row = Row(name, True, copies, found.makespan, slower, [], [])
+        peak = max(found.peak_activations) * schedule.workers / schedule.stages
+        ideal, with_messages = (r.makespan if barrier else r.steady_step or 0.0 for r in (found, slower))
+        self.row = Row(name, True, copies, peak, ideal, with_messages, [], [])
         self.pipeline = cf.Pipeline(
             sleepers(schedule.stages, schedule.workers),
             trivial_loss,
             schedule,
             cuts=range(1, schedule.stages),
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            barrier=barrier,
         )
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
         self.pipeline.step(inputs, targets)
+
+    def end(self) -> None:
+        """After steps without a barrier: nobody computes in it."""
+        self.pipeline.flush()
 
 
 class Bare:
@@ -328,7 +364,7 @@ class Bare:
     """Of the row's name, after the schedule's."""
 
     def __init__(self, name: str, schedule: cf.Schedule, size: int, transport: Any) -> None:
-        self.row = Row(name + self.suffix, False, 0.0, simulated(schedule).makespan, None, [], [])
+        self.row = Row(name + self.suffix, False, 0.0, 0.0, simulated(schedule).makespan, None, [], [])
         self.lane = dist.group.WORLD._get_backend(torch.device("cpu"))
         program = lower(schedule, matching=Matching.TAG)
         sends = [a for actions in program.actions for a in actions if isinstance(a, Send)]
@@ -424,7 +460,7 @@ class Theirs:
             ideal = simulated(cf.schemes.dapple(workers, count)).makespan
         else:
             ideal = their_makespan(self.schedule.pipeline_order, self.stages, 1 / chunks)
-        self.row = Row(name, False, 1.0, ideal, None, [], [])
+        self.row = Row(name, False, 1.0, 0.0, ideal, None, [], [])
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
         self.schedule.step(
@@ -435,6 +471,9 @@ class Theirs:
         )
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def end(self) -> None:
+        """Nothing is left to do."""
 
 
 def their_makespan(orders: dict[int, list[Any]], stages: int, share: float) -> float:
@@ -521,7 +560,7 @@ def work(settings: Settings, count: int) -> dict[str, list[Row]]:
                 if wanted(name)
             ]
         note(rank, f"D={workers} N={count} {payload}: {len(contenders)} contenders made")
-        inputs = torch.empty(count * SAMPLES, BYTES[payload] // 4 // SAMPLES)
+        inputs = torch.zeros(count * SAMPLES, BYTES[payload] // 4 // SAMPLES)
         targets = torch.zeros(count * SAMPLES)
         for turn in range(settings.warm_up + settings.repeats):
             gc.collect()
@@ -648,10 +687,23 @@ def against(mine: Row, other: Row) -> str:
     )
 
 
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """The option of messages' sizes, by name or in bytes."""
+    parser.add_argument(
+        *("--messages", "--payloads"),
+        dest="payloads",
+        type=lambda text: {str(size): name for name, size in BYTES.items()}.get(text, text),
+        nargs="+",
+        choices=BYTES,
+        default=list(BYTES),
+        help="sizes, also in bytes",
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 8], help="workers; N is twice as many")
-    parser.add_argument("--payloads", nargs="+", choices=BYTES, default=list(BYTES))
+    add_sizes(parser)
     parser.add_argument("--repeats", type=int, default=7, help="steps timed of each contender")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before; the engine counts bytes in 2")
     parser.add_argument("--only", nargs="+", default=[], help="contenders whose name has one of these words")
