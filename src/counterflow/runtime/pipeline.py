@@ -53,6 +53,7 @@ from .stages.randomness import RandomStreams
 from .stages.skips import links_of, stage_skips
 from .stages.stage import LOSS, NamedLayer, StageCopy, have_statistics, loss_layer, materialised
 from .transport import Gathering, Transport
+from .transport.turns import elsewhere
 from .workers import lease
 from .workers.watch import worker_error
 
@@ -723,15 +724,10 @@ class Pipeline:
                 given = {digest: rank for rank, digest in zip(row, column, strict=True) if digest}
                 if len(given) > 1:
                     first, second = sorted(given.values())[:2]
-                    reason = (
-                        "threads share torch's global random generator, so draw mini-batches from a "
-                        "torch.Generator of each worker's own, or before the launch"
-                        if self.transport.shares_process
-                        else "all workers of a replica get the same mini-batch, or None where it is not read"
-                    )
                     raise ConfigError(
-                        f"step {self.steps}: the {name} of ranks {first} and {second} have the same "
-                        f"shape and other content; {reason}"
+                        f"step {self.steps}: the {name} of ranks {first} and {second} have the same shape "
+                        "and other content; all workers of a replica get the same mini-batch, or None where "
+                        "it is not read"
                     )
         return total
 
@@ -994,7 +990,7 @@ class Pipeline:
         What is made meanwhile is used in later steps: none of it is made in the user's inference mode.
         """
         try:
-            with torch.inference_mode(mode=False):
+            with elsewhere(), torch.inference_mode(mode=False):
                 yield
         except CounterflowError as error:
             self.transport.fail(error)

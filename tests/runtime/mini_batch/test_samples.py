@@ -230,10 +230,10 @@ def _own_draws(layers: list[nn.Module], schedule: Schedule, differs_at: int, wha
     [schemes.dapple(2, 4), schemes.chimera(2, 2), schemes.pipedream(2), schemes.pipedream_2bw(2, 2)],
     ids=str,
 )
-def test_threads_that_draw_other_mini_batches_are_refused(
+def test_threads_that_are_given_other_mini_batches_are_refused(
     schedule: Schedule, differs_at: int, what: str
 ) -> None:
-    message = f"step {differs_at}: the {what} of ranks 0 and 1 have .* a torch.Generator of each worker's own"
+    message = f"step {differs_at}: the {what} of ranks 0 and 1 have .* all workers of a replica get the same"
     with pytest.raises(ConfigError, match=message):
         run(_own_draws, linears(2), schedule, differs_at, what, 0)
 

@@ -11,7 +11,6 @@ elsewhere (Python's or NumPy's random numbers, a generator of its own) is beyond
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
@@ -24,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..messages.values import Value, number_of
 from ..transport import TimedOut
+from ..transport.turns import has_turn, process_lock
 
 
 class Rows(NamedTuple):
@@ -39,9 +39,6 @@ class Rows(NamedTuple):
         """Whether it is the whole micro-batch."""
         return self.stop - self.start == self.samples
 
-
-_process_lock = threading.Lock()
-"""The default generators are the process's: threads that are workers take turns with their layers."""
 
 _NOTHING = nullcontext()
 
@@ -205,17 +202,18 @@ class RandomStreams:
         Raises:
             TimedOut: another thread kept its turn for too long.
         """
-        if not self.shared or self._has_turn:  # the worker's: autograd has threads of its own for devices
+        # The worker's, not the thread's: autograd has threads of its own for devices.
+        if not self.shared or self._has_turn or has_turn():
             yield
             return
-        if not _process_lock.acquire(timeout=self.timeout_seconds):
+        if not process_lock.acquire(timeout=self.timeout_seconds):
             raise TimedOut(None, self.timeout_seconds)
         self._has_turn = True
         try:
             yield
         finally:
             self._has_turn = False
-            _process_lock.release()
+            process_lock.release()
 
     @contextmanager
     def _seeded(self, key: int) -> Iterator[None]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from counterflow.schedule.program.actions import Matching
 
 from .base import Group, Lost, Status, TimedOut, Transport, TransportKind
+from .turns import elsewhere
 
 _POLL_SECONDS = 0.05
 """How soon a waiting thread sees that another one failed."""
@@ -66,6 +67,10 @@ class Hub:
         """
         if event.is_set():
             return
+        with elsewhere():
+            self._wait(event, status, rank)
+
+    def _wait(self, event: threading.Event, status: Status, rank: int) -> None:
         status.waiting_for = rank
         deadline = time.monotonic() + self.timeout_seconds
         while not event.wait(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic()))):

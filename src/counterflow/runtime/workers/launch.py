@@ -36,6 +36,7 @@ from counterflow.errors import ConfigError, CounterflowError, WorkerError
 
 from ..transport.base import Lost, TimedOut, Transport, TransportKind
 from ..transport.local import Hub
+from ..transport.turns import Turns, elsewhere
 from . import world
 from .watch import culprit
 
@@ -156,6 +157,7 @@ class _Threads:
         self.results: dict[int, Any] = {}
         self.failures: list[_Failed] = []
         self.causes: dict[int, BaseException] = {}
+        self.turns = Turns(hub.timeout_seconds)
 
     def run(self) -> list[Any]:
         before = torch.get_num_threads()
@@ -165,14 +167,17 @@ class _Threads:
         ]
         torch.set_num_threads(self.threads)  # what new threads begin with
         try:
-            for thread in running:
-                thread.start()
-            self._join(running)
+            with elsewhere():  # these may be threads of a thread
+                for thread in running:
+                    thread.start()
+                self._join(running)
         except BaseException as error:  # such as a KeyboardInterrupt: the threads' waits end with it
             self.hub.transport(0).fail(error)
             raise
         finally:
             torch.set_num_threads(before)
+            if not any(thread.is_alive() for thread in running):
+                self.turns.begin.restore()  # what workers draw is theirs, as in processes
         if self.failures:
             failed = _root(self.failures)
             raise failed.kind(failed.message) from self.causes[failed.rank]
@@ -187,7 +192,8 @@ class _Threads:
         transport = self.hub.transport(rank, device)
         world.enter(transport)
         try:
-            self.results[rank] = self.call()
+            with self.turns.worker():
+                self.results[rank] = self.call()
             transport.status.now("its end")
         except BaseException as error:  # told to who launched it
             self.causes[rank] = error

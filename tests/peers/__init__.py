@@ -1,0 +1,1 @@
+"""What users of other pipeline systems bring, each against one plain process."""
