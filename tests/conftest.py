@@ -6,11 +6,16 @@ that are the same in every run, however long one takes.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
+
+_CACHE = tempfile.TemporaryDirectory()  # of datasets that tests read
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": _CACHE.name}
 
 settings.register_profile("counterflow", deadline=None, derandomize=True)
 settings.load_profile("counterflow")

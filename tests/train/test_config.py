@@ -156,7 +156,8 @@ def test_the_number_of_processes() -> None:
         ),
         (
             ["model.kind=gtp"],
-            f"model.kind = \"gtp\": unknown; did you mean 'gpt'? Known: gpt, bert, {', '.join(SHAPES)}",
+            "model.kind = \"gtp\": unknown; did you mean 'gpt'? Known: gpt, bert, huggingface, "
+            + ", ".join(SHAPES),
         ),
         (
             ["schedule.stages=3"],

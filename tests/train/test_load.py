@@ -153,7 +153,7 @@ def test_workers_beside_a_schedule_file(write: Write) -> None:
         (
             "[trian]\nsteps = 1",
             "run.toml: there is no section 'trian'; did you mean train? "
-            "Sections: model, data, schedule, pipeline, optimizer, train",
+            "Sections: model, data, lora, schedule, pipeline, optimizer, train",
         ),
         ("steps = 1", "run.toml: there is no section 'steps'; did you mean train.steps? Sections: "),
         ("train = 1", "run.toml: train = 1: must be a section; write [train], and its keys below"),
@@ -179,7 +179,10 @@ def test_workers_beside_a_schedule_file(write: Write) -> None:
         ("[train]\nout = ''", 'run.toml: train.out = "": must be a path, in quotes'),
         ("[train]\nout = 1979-01-01", "run.toml: train.out = 1979-01-01: must be a path, in quotes"),
         ("[data]\npath = 5", "run.toml: data.path = 5: must be a path, in quotes"),
-        ("[model]\nkind = 1", "run.toml: model.kind = 1: must be gpt, bert, or one of example, bert-48, "),
+        (
+            "[model]\nkind = 1",
+            "run.toml: model.kind = 1: must be gpt, bert, huggingface, or one of example, bert-48, ",
+        ),
         ("[model]\ndropout = 1", "run.toml: model.dropout = 1: must be a number from 0 to less than 1"),
         ("[schedule]\nscheme = 1", "run.toml: schedule.scheme = 1: must be a name, in quotes"),
         ("[schedule]\nstages = '4'", 'run.toml: schedule.stages = "4": must be a whole number'),

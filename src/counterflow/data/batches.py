@@ -22,7 +22,7 @@ from counterflow.errors import ConfigError
 
 from .text import BYTE_VALUES
 
-Tensors = torch.Tensor | tuple[torch.Tensor, ...]
+Tensors = torch.Tensor | tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
 """What a model takes: one tensor or several, each with one row a sample."""
 
 Batch = tuple[Tensors, torch.Tensor]
@@ -94,9 +94,9 @@ class NextByte:
         Raises:
             ConfigError: a number is out of range, or the text is too short for ``positions``.
         """
-        _in_range("positions", positions, 1)
+        in_range("positions", positions, 1)
         self._windows = _split(text, positions + 1, name)
-        self._seed = _in_range("seed", seed, 0)
+        self._seed = in_range("seed", seed, 0)
         self.positions = positions
         self.vocabulary = BYTE_VALUES
 
@@ -104,16 +104,16 @@ class NextByte:
         self, step: int, samples: int, *, replica: int = 0, replicas: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One replica's part of mini-batch ``step``; see ``Batches.batch``."""
-        _in_range("step", step, 0, _VALIDATION_STEP - 1)
-        chosen = _slice(samples, replica, replicas)
-        draws = [_first(_stream(self._seed, step, sample)) for sample in chosen]
+        in_range("step", step, 0, _VALIDATION_STEP - 1)
+        chosen = part_of(samples, replica, replicas)
+        draws = [_first(stream(self._seed, step, sample)) for sample in chosen]
         return _shifted(self._windows.at_random(draws))
 
     def validation(
         self, samples: int, *, replica: int = 0, replicas: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Windows evenly spread over the validation part; see ``Batches.validation``."""
-        chosen = _slice(samples, replica, replicas)
+        chosen = part_of(samples, replica, replicas)
         return _shifted(self._windows.spread(chosen, samples * replicas))
 
 
@@ -130,9 +130,9 @@ class MaskedByte:
 
     def __init__(self, text: bytes, positions: int, *, seed: int = 0, name: str = "the text") -> None:
         """Split ``text`` into training and validation part; arguments and errors as in ``NextByte``."""
-        _in_range("positions", positions, 1)
+        in_range("positions", positions, 1)
         self._windows = _split(text, positions, name)
-        self._seed = _in_range("seed", seed, 0)
+        self._seed = in_range("seed", seed, 0)
         self.positions = positions
         self.vocabulary = BYTE_VALUES + 1
 
@@ -140,8 +140,8 @@ class MaskedByte:
         self, step: int, samples: int, *, replica: int = 0, replicas: int = 1
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
         """One replica's part of mini-batch ``step``; see ``Batches.batch``."""
-        _in_range("step", step, 0, _VALIDATION_STEP - 1)
-        streams = [_stream(self._seed, step, sample) for sample in _slice(samples, replica, replicas)]
+        in_range("step", step, 0, _VALIDATION_STEP - 1)
+        streams = [stream(self._seed, step, sample) for sample in part_of(samples, replica, replicas)]
         windows = self._windows.at_random([_first(stream) for stream in streams])
         return _masked(windows, streams)
 
@@ -149,9 +149,9 @@ class MaskedByte:
         self, samples: int, *, replica: int = 0, replicas: int = 1
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
         """Windows evenly spread over the validation part, always masked alike; see ``Batches.validation``."""
-        chosen = _slice(samples, replica, replicas)
+        chosen = part_of(samples, replica, replicas)
         windows = self._windows.spread(chosen, samples * replicas)
-        return _masked(windows, [_stream(0, _VALIDATION_STEP, sample) for sample in chosen])
+        return _masked(windows, [stream(0, _VALIDATION_STEP, sample) for sample in chosen])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,21 +188,26 @@ def _split(text: bytes, length: int, name: str) -> _Windows:
     return _Windows(data[:-held_back], data[-held_back:], length)
 
 
-def _in_range(name: str, value: int, least: int, most: int = _KEYS - 1) -> int:
+def in_range(name: str, value: int, least: int, most: int = _KEYS - 1) -> int:
+    """The value, if it is in its range.
+
+    Raises:
+        ConfigError: it is not.
+    """
     if not least <= value <= most:
         raise ConfigError(f"{name}={value}: must be {least} to {most}")
     return value
 
 
-def _slice(samples: int, replica: int, replicas: int) -> range:
+def part_of(samples: int, replica: int, replicas: int) -> range:
     """The mini-batch's samples that one replica reads."""
-    _in_range("samples", samples, 1)
-    _in_range("replicas", replicas, 1, _KEYS // samples)
-    _in_range("replica", replica, 0, replicas - 1)
+    in_range("samples", samples, 1)
+    in_range("replicas", replicas, 1, _KEYS // samples)
+    in_range("replica", replica, 0, replicas - 1)
     return range(replica * samples, (replica + 1) * samples)
 
 
-def _stream(seed: int, step: int, sample: int) -> np.random.PCG64:
+def stream(seed: int, step: int, sample: int) -> np.random.PCG64:
     """The random bits of one sample.
 
     Taken raw: numpy fixes the bits of a bit generator for ever, but not what a ``Generator`` makes of them.

@@ -13,17 +13,17 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.stages.layers import state_names
+from counterflow.runtime.stages.layers import ListLayers, Model, layers_of, state_names
 
 from .folder import CHECKPOINT, INDEX, whole
 
@@ -160,11 +160,12 @@ class Checkpoint:
             raise damaged
         return cls(step, model, optimizer, kind, path)
 
-    def check(self, layers: Sequence[nn.Module], kind: str, steps: int) -> None:
+    def check(self, model: Model, list_layers: ListLayers | None, kind: str, steps: int) -> None:
         """Refuse it for another model or optimiser, or for a run that would make no step.
 
         Args:
-            layers: the model it is to be read into.
+            model: what it is to be read into.
+            list_layers: its layers; None: it is a list of them.
             kind: the optimiser of the run.
             steps: of the run in total.
 
@@ -174,7 +175,9 @@ class Checkpoint:
         place = f"train.resume = {self.path}"
         shapes = {
             names[name]: tensor.shape
-            for names, layer in zip(state_names(layers), layers, strict=True)
+            for names, layer in zip(
+                state_names(model, list_layers), layers_of(model, list_layers), strict=True
+            )
             for name, tensor in layer.state_dict().items()
         }
         for name in sorted(shapes.keys() ^ self.model.keys()):

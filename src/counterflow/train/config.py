@@ -46,6 +46,12 @@ _MOST_WARMUP = 2000
 
 _BYTE_VALUES = 256  # tokens of the data; BERT's mask token is one more
 
+HUGGING_FACE = "huggingface"
+"""The kind of a model of transformers."""
+
+_FINE_TUNING_RATE, _ADAPTERS_RATE = 2e-5, 2e-4
+_MOST_POSITIONS = 1024
+
 
 def _key(default: Any, about: str, legal: str, **limits: Any) -> Any:
     """A key: its default, what it means, and what it may be in the words of an error."""
@@ -111,7 +117,24 @@ class ModelSection(Section):
     """What is trained. A model with a name has a shape, which may be changed key by key."""
 
     kind: str = _key(
-        "gpt", "architecture, or the name of a model", f"gpt, bert, or one of {', '.join(SHAPES)}"
+        "gpt",
+        "architecture, or the name of a model",
+        f"gpt, bert, {HUGGING_FACE}, or one of {', '.join(SHAPES)}",
+    )
+    path: str | None = _key(
+        None,
+        f"{HUGGING_FACE}: a folder with a causal language model and its tokenizer, or its name on the hub",
+        "a text, in quotes",
+    )
+    fresh: bool | None = _key(
+        None,
+        f"{HUGGING_FACE}: whether weights are made anew by the model's rules; read from the folder if not",
+        "true or false",
+    )
+    dtype: Literal["float32", "bfloat16"] | None = _key(
+        None,
+        f"{HUGGING_FACE}: what weights are trained in, however they are stored; float32 where not given",
+        "float32 or bfloat16, in quotes",
     )
     layers: int = _key(EXAMPLE.layers, "transformer blocks, without embedding and head", _COUNT, ge=1)
     hidden: int = _key(EXAMPLE.hidden, "width of the hidden states", _COUNT, ge=1)
@@ -130,17 +153,29 @@ class ModelSection(Section):
         kind = data.get("kind", "gpt") if isinstance(data, dict) else None
         if not isinstance(kind, str):
             return data
+        if kind == HUGGING_FACE:
+            return _of_hugging_face(data)
+        for name in ("path", "fresh", "dtype"):
+            if data.get(name) is not None:
+                raise ConfigError(
+                    f'model.{name}: is for model.kind = "{HUGGING_FACE}", and it is {toml.dumps(kind)}; '
+                    f'leave it out, or set model.kind = "{HUGGING_FACE}"'
+                )
         preset = SHAPES.get(kind)
         if preset is None:
             if kind not in list(Family):
                 raise ConfigError(
-                    _unknown("model.kind", kind, [family.value for family in Family] + [*SHAPES])
+                    _unknown(
+                        "model.kind", kind, [*(family.value for family in Family), HUGGING_FACE, *SHAPES]
+                    )
                 )
             return {"vocabulary": _BYTE_VALUES + (kind == Family.BERT), **data}
         return {name: getattr(preset, name) for name in preset.__slots__ if name in cls.model_fields} | data
 
     @model_validator(mode="after")
     def _check(self) -> ModelSection:
+        if self.is_hugging_face:
+            return self
         if self.hidden % self.heads:
             below = max(self.heads, self.hidden - self.hidden % self.heads)
             raise ConfigError(
@@ -155,9 +190,23 @@ class ModelSection(Section):
             )
         return self
 
+    def given(self) -> dict[str, Any]:
+        """The keys that have a value; of a model of transformers not those that its folder tells."""
+        found = super().given()
+        return (
+            {name: found[name] for name in _OF_HUGGING_FACE if name in found}
+            if self.is_hugging_face
+            else found
+        )
+
+    @property
+    def is_hugging_face(self) -> bool:
+        """Whether it is a model of transformers."""
+        return self.kind == HUGGING_FACE
+
     @property
     def family(self) -> Family:
-        """Whether it is a GPT or a BERT."""
+        """Whether it is a GPT or a BERT; for models that are not of transformers."""
         preset = SHAPES.get(self.kind)
         return preset.family if preset else Family(self.kind)
 
@@ -167,12 +216,84 @@ class ModelSection(Section):
         return self.layers + 2
 
 
+_OF_HUGGING_FACE = "kind", "path", "fresh", "dtype", "positions"
+"""The keys of a model of transformers."""
+
+
+def _of_hugging_face(data: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a model of transformers, and what its config tells of it.
+
+    Raises:
+        ConfigError: a key is not for such a model, or its config cannot be read.
+    """
+    other = next(
+        (name for name in data if name in ModelSection.model_fields and name not in _OF_HUGGING_FACE), None
+    )
+    if other is not None and data[other] is not None:
+        raise ConfigError(f"model.{other}: the config of the model in model.path says it; leave it out")
+    if not isinstance(data.get("path"), str) or not data["path"]:
+        raise ConfigError(f'model.kind = "{HUGGING_FACE}": needs model.path, a folder or a name on the hub')
+    from counterflow.models.hf.weights import read_config  # noqa: PLC0415  (transformers takes a while)
+
+    found = read_config(data["path"])
+    most = getattr(found, "max_position_embeddings", None)
+    positions = data.get("positions")
+    if type(most) is int and type(positions) is int and positions > most:
+        raise ConfigError(f"model.positions = {positions}: the model in {data['path']} takes {most} or fewer")
+    told = {
+        "layers": found.num_hidden_layers,
+        "hidden": found.hidden_size,
+        "heads": found.num_attention_heads,
+        "vocabulary": found.vocab_size,
+        "tied": bool(getattr(found, "tie_word_embeddings", False)),
+    }
+    if positions is None:
+        told["positions"] = min(most or _MOST_POSITIONS, _MOST_POSITIONS)
+    return {name: value for name, value in data.items() if value is not None or name == "positions"} | told
+
+
 class DataSection(Section):
     """What it is trained on."""
 
     path: PathKey | None = _key(
         None, "a text file, or a folder of them; the text that ships with Python where not given", _PATH
     )
+    field: str | None = _key(
+        None,
+        f'{HUGGING_FACE}: of a line of a JSONL file, which has its text; "text" where not given',
+        "a text, in quotes",
+    )
+    samples: Literal["packed", "padded"] | None = _key(
+        None,
+        f"{HUGGING_FACE}: whether a sample is full, of texts that do not see each other, or one "
+        "text and padding; packed where not given",
+        "packed or padded, in quotes",
+    )
+
+
+class LoraSection(Section):
+    """Adapters of peft in place of the model's own weights; only with a rank."""
+
+    rank: int | None = _key(
+        None, "of the adapters; the model itself is trained where not given", _COUNT, ge=1
+    )
+    alpha: float | None = _key(
+        None, "adapters count alpha over rank; twice the rank where not given", "a number, more than 0", gt=0
+    )
+    dropout: float | None = _key(None, "share of what goes into adapters that is dropped", _SHARE, ge=0, lt=1)
+    targets: Annotated[tuple[str, ...], Strict(False)] | None = _key(
+        None,
+        "the modules that get one; those that peft knows for the model where not given",
+        "a list of names",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> LoraSection:
+        if self.rank is None and self.given():
+            raise ConfigError(
+                f"lora.{next(iter(self.given()))}: there are no adapters without lora.rank; give it"
+            )
+        return self
 
 
 class ScheduleSection(Section):
@@ -344,7 +465,8 @@ class OptimizerSection(Section):
     )
     learning_rate: float | None = _key(
         None,
-        "largest learning rate; 0.64 over the model's width where not given",
+        "largest learning rate; 0.64 over the model's width where not given, of a model of transformers "
+        f"{_FINE_TUNING_RATE:g}, with adapters {_ADAPTERS_RATE:g}",
         "a finite number, more than 0",
         gt=0,
     )
@@ -445,6 +567,7 @@ class RunConfig(Section):
 
     model: ModelSection = Field(default_factory=ModelSection, description="what is trained")
     data: DataSection = Field(default_factory=DataSection, description="what it is trained on")
+    lora: LoraSection = Field(default_factory=LoraSection, description="adapters in place of its weights")
     schedule: ScheduleSection = Field(default_factory=ScheduleSection, description="in which order")
     pipeline: PipelineSection = Field(default_factory=PipelineSection, description="how it is executed")
     optimizer: OptimizerSection = Field(
@@ -457,7 +580,7 @@ class RunConfig(Section):
     def _fill(self) -> RunConfig:
         """The keys whose defaults follow from other sections."""
         usual = {
-            "learning_rate": _RATE_TIMES_WIDTH / self.model.hidden,
+            "learning_rate": self._usual_rate(),
             "warmup_steps": min(_MOST_WARMUP, self.train.steps // 4),
         }
         missing = {name: value for name, value in usual.items() if getattr(self.optimizer, name) is None}
@@ -468,6 +591,7 @@ class RunConfig(Section):
     def _check(self) -> RunConfig:
         schedule = self.schedule.build()
         for problem in (
+            self._not_for_transformers(schedule),
             self._layers_missing(schedule),
             self._samples_missing(schedule),
             self._cuts(schedule),
@@ -475,6 +599,11 @@ class RunConfig(Section):
             if problem:
                 raise ConfigError(problem)
         return self
+
+    def _usual_rate(self) -> float:
+        if not self.model.is_hugging_face or self.model.fresh:
+            return _RATE_TIMES_WIDTH / self.model.hidden
+        return _FINE_TUNING_RATE if self.lora.rank is None else _ADAPTERS_RATE
 
     def build_schedule(self) -> Schedule:
         """The schedule of one pipeline group; of an asynchronous scheme as many periods as it says.
@@ -535,6 +664,25 @@ class RunConfig(Section):
             yield f"\n[{name}]"
             for key, value in given.items():
                 yield f"{key} = {toml.dumps(value)}  # {section.about(key)}"
+
+    def _not_for_transformers(self, schedule: Schedule) -> str | None:
+        """What is wrong if a key is for models of transformers only, or not for them."""
+        if not self.model.is_hugging_face:
+            keys = [f"data.{name}" for name in self.data.given() if name != "path"]
+            keys += [f"lora.{name}" for name in self.lora.given()]
+            if keys:
+                return f'{keys[0]}: is for model.kind = "{HUGGING_FACE}"; leave it out, or set model.kind so'
+        elif self.data.path is None:
+            return (
+                f'model.kind = "{HUGGING_FACE}": needs data.path, a text or JSONL file, or a folder of them'
+            )
+        elif not schedule.synchronous:
+            return (
+                f"schedule.scheme = {toml.dumps(schedule.scheme)}: updates weights before all labels of a "
+                "mini-batch are counted, by which the loss of a model of transformers is divided; take a "
+                "scheme with a flush"
+            )
+        return None
 
     def _layers_missing(self, schedule: Schedule) -> str | None:
         """What is wrong if there are fewer layers than stages."""

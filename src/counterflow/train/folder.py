@@ -44,6 +44,14 @@ FILES = {
 }
 """What a run writes, and what it is."""
 
+MODEL, ADAPTER = "model", "adapter"
+
+_OF_TRANSFORMERS = {
+    MODEL: "the model, as from_pretrained of transformers reads it",
+    ADAPTER: "the adapters, as from_pretrained of peft reads them",
+}
+"""What one of a model of transformers writes too."""
+
 
 class RunFolder:
     """Where a run writes. Made by ``create`` for a new run; a worker is told the path."""
@@ -82,8 +90,8 @@ class RunFolder:
         """Take away a run that did not make a single step."""
         if (self.path / METRICS).stat().st_size:
             return
-        for name in FILES:
-            if name == CHECKPOINT:
+        for name in FILES | _OF_TRANSFORMERS:
+            if name in (CHECKPOINT, *_OF_TRANSFORMERS):
                 shutil.rmtree(self.path / name, ignore_errors=True)
             else:
                 (self.path / name).unlink(missing_ok=True)
@@ -131,7 +139,7 @@ class RunFolder:
         """What is there: each file's path and what it is."""
         return {
             str(self.path / name): what
-            for name, what in FILES.items()
+            for name, what in (FILES | _OF_TRANSFORMERS).items()
             if (self.has_checkpoint if name == CHECKPOINT else (self.path / name).exists())
         }
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from counterflow.data.batches import Batches, MaskedByte, NextByte
 from counterflow.data.text import read_text, shipped_text, unigram_entropy
@@ -31,14 +31,15 @@ from counterflow.models import (
 )
 from counterflow.models.shapes import Family
 from counterflow.runtime.stages.estimates import estimated_costs
-from counterflow.runtime.stages.layers import parameter_count
+from counterflow.runtime.stages.layers import Model, layers_of, parameter_count
 from counterflow.schedule.cuts import balance, stage_layers
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.program.segments import segments
 from counterflow.schedule.runnable import refuse_what_cannot_run
 
 from .checkpoint import Checkpoint
-from .config import SCHEME, DataSection, ModelSection, OptimizerSection, RunConfig
+from .config import SCHEME, ModelSection, OptimizerSection, RunConfig
+from .hugging_face import Made, from_transformers
 from .report import About
 
 _DEVIATION_AT_WIDTH_1 = 0.8
@@ -52,7 +53,9 @@ class Job:
     Attributes:
         config: what was asked for.
         schedule: in which order.
-        layers: the model, on the meta device.
+        model: what is trained, on the meta device: a list of layers, or a model of transformers.
+        list_layers: the layers of that; None: it is the list.
+        layers: these layers.
         loss: the model's output and targets to the mean loss over the samples.
         batches: mini-batches.
         cuts: the layers with which stages 1, 2, ... begin.
@@ -62,12 +65,16 @@ class Job:
 
     config: RunConfig
     schedule: Schedule
+    model: Model
+    list_layers: Callable[[nn.Module], Sequence[nn.Module]] | None
     layers: list[nn.Module]
-    loss: Callable[[Any, Any], Tensor]
+    loss: Callable[[Any, Any], Any]
     batches: Batches
     cuts: tuple[int, ...]
     start: Checkpoint | None
     about: About
+    tokenizer: Any = None
+    """Of a model of transformers."""
 
     @property
     def first_step(self) -> int:
@@ -131,28 +138,26 @@ def prepare(config: RunConfig, cuts: Sequence[int] | None = None) -> Job:
     refuse_what_cannot_run(schedule)
     if not schedule.synchronous:
         _fits_without_flush(config, schedule)
-    text, name = _text(config.data)
-    batches, loss = _data(config, text, name)
-    with torch.device("meta"):
-        layers = _model(config.model).build()
+    made = from_transformers(config) if config.model.is_hugging_face else _built(config)
+    layers = layers_of(made.model, made.list_layers)
     start = None
     if config.train.resume is not None:
         start = Checkpoint.load(config.train.resume, f"train.resume = {config.train.resume}")
-        start.check(layers, config.optimizer.name, config.train.steps)
+        start.check(made.model, made.list_layers, config.optimizer.name, config.train.steps)
     first_step = start.step if start is not None else 0
     if not schedule.synchronous and config.train.steps - first_step < schedule.periods:
         raise ConfigError(
             f"train.steps = {config.train.steps}: {config.train.steps - first_step} steps are fewer than "
             f"schedule.periods = {schedule.periods}, which are timed together; make that smaller"
         )
-    cuts = tuple(_cuts(config, schedule, layers, batches) if cuts is None else cuts)
+    cuts = tuple(_cuts(config, schedule, layers, made.batches) if cuts is None else cuts)
     stages = stage_layers(cuts, len(layers))
     about = About(
-        model=_in_words(config.model),
+        model=_in_words(config),
         parameters=parameter_count(layers),
-        text=name,
-        text_bytes=len(text),
-        unigram_entropy=unigram_entropy(text),
+        text=made.text,
+        text_bytes=made.text_bytes,
+        unigram_entropy=made.entropy,
         scheme=schedule.scheme,
         options=dict(schedule.options),
         workers=schedule.workers,
@@ -161,14 +166,29 @@ def prepare(config: RunConfig, cuts: Sequence[int] | None = None) -> Job:
         stage_layers=tuple((layers_[0], layers_[-1]) for layers_ in stages),
         micro_batches=schedule.micro_batches,
         samples=config.train.samples * config.pipeline.replicas,
-        positions=config.model.positions,
+        positions=made.batches.positions,
         steps=config.train.steps,
         first_step=start.step if start else 0,
         workers_here=_workers_here(schedule.workers * config.pipeline.replicas),
         cores=cores(),
         on_cpu=config.pipeline.transport != "nccl",
+        unit="byte" if made.tokenizer is None else "token",
     )
-    return Job(config, schedule, layers, loss, batches, cuts, start, about)
+    return Job(
+        *(
+            config,
+            schedule,
+            made.model,
+            made.list_layers,
+            layers,
+            made.loss,
+            made.batches,
+            cuts,
+            start,
+            about,
+        ),
+        tokenizer=made.tokenizer,
+    )
 
 
 def rate_factor(section: OptimizerSection, steps: int, step: int) -> float:
@@ -187,18 +207,18 @@ def rate_factor(section: OptimizerSection, steps: int, step: int) -> float:
     return 1.0 - done if section.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-def _text(section: DataSection) -> tuple[bytes, str]:
-    """The text, and what to call it."""
-    if section.path is None:
-        return shipped_text(), "the help text that ships with Python"
-    return read_text(section.path), str(section.path)
-
-
-def _data(config: RunConfig, text: bytes, name: str) -> tuple[Batches, Callable[[Any, Any], Tensor]]:
-    positions, seed = config.model.positions, config.train.seed
-    if config.model.family is Family.BERT:
-        return MaskedByte(text, positions, seed=seed, name=name), masked_token_loss
-    return NextByte(text, positions, seed=seed, name=name), next_token_loss
+def _built(config: RunConfig) -> Made:
+    """The model of a config as a list of layers, and bytes for it."""
+    section, positions, seed = config.data, config.model.positions, config.train.seed
+    shipped = section.path is None
+    text = shipped_text() if section.path is None else read_text(section.path)
+    name = "the help text that ships with Python" if shipped else str(section.path)
+    with torch.device("meta"):
+        layers = _model(config.model).build()
+    masked = config.model.family is Family.BERT
+    batches = (MaskedByte if masked else NextByte)(text, positions, seed=seed, name=name)
+    loss = masked_token_loss if masked else next_token_loss
+    return Made(layers, None, loss, batches, name, len(text), unigram_entropy(text))
 
 
 def _model(section: ModelSection) -> GPTConfig | BERTConfig:
@@ -218,16 +238,21 @@ def _cuts(
 ) -> Sequence[int]:
     if config.pipeline.cuts is not None:
         return config.pipeline.cuts
+    if config.model.is_hugging_face:
+        return balance(estimated_costs(layers), schedule.stages)
     inputs, _ = batches.batch(0, max(1, config.train.samples // schedule.micro_batches))
+    assert not isinstance(inputs, dict)  # those are of models of transformers
     return balance(estimated_costs(layers, inputs), schedule.stages)
 
 
-def _in_words(section: ModelSection) -> str:
+def _in_words(config: RunConfig) -> str:
+    section = config.model
     blocks = f"{section.layers} block{'' if section.layers == 1 else 's'}"
-    return (
-        f"{section.kind}, {blocks}, hidden {section.hidden}, heads {section.heads}, "
-        f"positions {section.positions}"
-    )
+    kind = section.kind
+    if section.is_hugging_face:
+        adapters = f" with adapters of rank {config.lora.rank}" if config.lora.rank is not None else ""
+        kind = f"{'fresh ' if section.fresh else ''}{section.path}{adapters}"
+    return f"{kind}, {blocks}, hidden {section.hidden}, heads {section.heads}, positions {section.positions}"
 
 
 def _workers_here(workers: int) -> int:

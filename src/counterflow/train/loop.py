@@ -18,17 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.measure.stage_costs import measure_stages
+from counterflow.models import hf
 from counterflow.runtime.execution.step import Step
+from counterflow.runtime.mini_batch.samples import cut
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.simulate import Costs, Simulation, Span
 
 from .checkpoint import save
 from .config import RunConfig
-from .folder import CHECKPOINT, RunFolder
+from .folder import ADAPTER, CHECKPOINT, MODEL, RunFolder
 from .job import Job, prepare
 from .report import Numbers, Pair, Summary
 from .stopping import STOP, listen
@@ -84,9 +86,10 @@ class Trainer:
         config = job.config
         self.config = config
         self.pipeline = Pipeline(
-            job.layers,
+            job.model,
             job.loss,
             job.schedule,
+            list_layers=job.list_layers,
             optimizer=job.optimizer,
             scheduler=job.scheduler,
             cuts=job.cuts,
@@ -151,6 +154,11 @@ class Trainer:
             self._evaluate()
         seconds = time.perf_counter() - self.began
         self._save()
+        if isinstance(self.job.model, nn.Module):  # of transformers
+            name = MODEL if self.config.lora.rank is None else ADAPTER
+            hf.save(
+                self.job.model, self.pipeline, self.checkpoints.parent / name, tokenizer=self.job.tokenizer
+            )
         return self._finish(costs, stopped, seconds)
 
     def _shared(self) -> Path:
@@ -280,7 +288,7 @@ class Trainer:
         losses = []
         for piece in range(pieces):
             rows = slice(piece * samples, (piece + 1) * samples)
-            losses.append(self.pipeline.evaluate(_rows(inputs, rows), targets[rows]))
+            losses.append(self.pipeline.evaluate(cut(inputs, rows), targets[rows]))
         self.validation = self.pipeline.steps, self._finite("validation loss", statistics.fmean(losses))
         self._record(step=self.pipeline.steps, validation_loss=self.validation[1])
 
@@ -351,7 +359,3 @@ def _bubbles(timeline: Simulation) -> float:
     """Share of the time in which workers have no op to run; without a flush in the steady part."""
     steady = timeline.steady_bubble_ratio
     return timeline.bubble_ratio if steady is None else steady
-
-
-def _rows(tensors: Tensor | tuple[Tensor, ...], rows: slice) -> Tensor | tuple[Tensor, ...]:
-    return tensors[rows] if isinstance(tensors, Tensor) else tuple(tensor[rows] for tensor in tensors)

@@ -111,7 +111,7 @@ def measure(
         layers=tuple(kinds_of(job.layers)),
         optimizer_states=_states(config),
         input_bytes=float(sum(t.nbytes for t in _tensors(inputs))),
-        train=config.model.model_dump(exclude_none=True, mode="json"),
+        train=config.model.given(),
         source="counterflow profile",
     )
     link = fitted(messages)

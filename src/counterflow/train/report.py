@@ -28,7 +28,7 @@ class About:
         parameters: how many numbers it has.
         text: what it is trained on.
         text_bytes: length of that.
-        unigram_entropy: loss of a model that knows only how frequent each byte is, in nats a byte.
+        unigram_entropy: loss of a model that knows only how frequent each token is, in nats a token.
         scheme: name of the schedule's scheme.
         options: its options.
         workers: of a pipeline group.
@@ -43,6 +43,7 @@ class About:
         workers_here: workers on this machine.
         cores: CPU cores that they may use.
         on_cpu: whether workers compute on them.
+        unit: what a token is: a byte, or a token of a tokenizer.
     """
 
     model: str
@@ -64,6 +65,7 @@ class About:
     workers_here: int
     cores: int
     on_cpu: bool
+    unit: str = "byte"
 
     @property
     def processes(self) -> int:

@@ -65,7 +65,8 @@ def with_lora(model: Any, **options: Any) -> Any:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        return peft.get_peft_model(model, config, low_cpu_mem_usage=model.device.type == "meta").train()
+        with torch.device(model.device):
+            return peft.get_peft_model(model, config).train()
 
 
 def alone(model: nn.Module, batches: Any) -> list[float]:
@@ -142,6 +143,7 @@ def test_adapters_that_a_pipeline_cannot_have_are_refused(config: Any, message: 
     model.save_pretrained(tmp_path)
     prompts = "Prompt" in type(config).__name__
     base = model if prompts else hf.load(tmp_path)
-    adapted = peft.get_peft_model(base, config, low_cpu_mem_usage=not prompts).train()
+    with torch.device(base.device):
+        adapted = peft.get_peft_model(base, config).train()
     with pytest.raises(cf.ConfigError, match=message):
         hf.layers(adapted)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 import torch
 import transformers as tf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -111,6 +109,30 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "bert-tokens": lambda: tf.BertForTokenClassification(tf.BertConfig(**_BERT, num_labels=3)),
 }
 MODELS = CAUSAL | MASKED | OTHERS
+
+
+def tokenizer(texts: list[str], vocabulary: int = 300) -> Any:
+    """A tokenizer of bytes and what is frequent in some texts."""
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer, trained.decoder = bytes_, decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<pad>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    trained.train_from_iterator(texts, trainer)
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=trained, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def llama(vocabulary: int = 300) -> Any:
+    """A Llama that takes the tokenizer's tokens."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return tf.LlamaForCausalLM(tf.LlamaConfig(**{**_GROUPED, "vocab_size": vocabulary})).train()
 
 
 def made(name: str) -> Any:

@@ -216,7 +216,7 @@ class Trained(Result):
     parameters: int
     text: Annotated[str, said("what it was trained on")]
     text_bytes: int
-    unigram_entropy: Annotated[float, said("loss of knowing only how frequent bytes are")]
+    unigram_entropy: Annotated[float, said("loss of knowing only how frequent tokens are")]
     scheme: str
     options: Options
     workers: Annotated[int, said("of a pipeline group")]
@@ -231,6 +231,7 @@ class Trained(Result):
     workers_here: int
     cores: int
     on_cpu: bool
+    unit: Annotated[str, said("what a token is: `byte`, or `token` of a tokenizer")]
     stopped: Annotated[bool, said("whether it was ended before all steps were made")]
     seconds: float
     samples_per_second: float

@@ -126,11 +126,12 @@ def introduction(about: About) -> list[str]:
     going_on = f", going on from step {about.first_step:,}" if about.first_step else ""
     return [
         f"{about.model}: {about.parameters:,} parameters",
-        f"{about.text}: {about.text_bytes:,} bytes, unigram entropy {about.unigram_entropy:.3f} nats a byte",
+        f"{about.text}: {about.text_bytes:,} bytes, unigram entropy {about.unigram_entropy:.3f} nats "
+        f"a {about.unit}",
         f"{about.scheme} {options}",
         f"{about.workers} workers{copies} · {len(about.stage_layers)} stages (layers {layers})",
-        f"{about.steps:,} steps{going_on}, each {about.samples:,} samples of {about.positions:,} bytes "
-        f"in {about.micro_batches * about.replicas:,} micro-batches",
+        f"{about.steps:,} steps{going_on}, each {about.samples:,} samples of {about.positions:,} "
+        f"{about.unit}s in {about.micro_batches * about.replicas:,} micro-batches",
     ]
 
 

@@ -31,8 +31,8 @@ SINGLE = "model.safetensors"
 _SOURCE = "_counterflow_folder"
 """The attribute of a model that was loaded on the meta device."""
 
-_MAKING = threading.Lock()
-"""transformers sets torch's default dtype while it makes a model."""
+MAKING = threading.Lock()
+"""Held while transformers or peft make a model: they change what belongs to all threads meanwhile."""
 
 _log = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ def load(
         auto = auto or transformers.AutoModelForCausalLM
     chosen = getattr(config, "dtype", None) if dtype == "auto" else dtype
     make = auto.from_config if hasattr(auto, "from_config") else auto._from_config
-    with _MAKING, torch.device("meta"):
+    with MAKING, torch.device("meta"):
         model: PreTrainedModel = make(config, dtype=chosen or torch.float32)
     model.train()
     model.name_or_path = str(path)

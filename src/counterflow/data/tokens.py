@@ -1,0 +1,321 @@
+"""Texts through a tokenizer of transformers: samples of tokens and labels for a causal language model.
+
+Invariant: as in ``batches``, a sample is a pure function of (seed, step, its index in the mini-batch),
+whatever the number of replicas. Samples come in another order in each epoch and each once an epoch; the last
+5 % are kept for validation. Labels are the token ids themselves (the model shifts them), -100 where nothing
+counts.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from counterflow.errors import ConfigError
+from counterflow.extras import imported
+
+from .batches import IGNORED, in_range, part_of, stream
+
+Inputs = dict[str, torch.Tensor]
+
+_KINDS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".txt": "text",
+    ".md": "text",
+}
+"""By suffix, what ``datasets`` reads a file as."""
+
+_VALIDATION_SHARE = 20  # one sample in 20
+_PERMUTATIONS = 2**32 - 2
+"""In place of a step, in the key of an epoch's order."""
+
+_Tokens = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Texts as tokens, one after another.
+
+    Attributes:
+        tokens: of all of them.
+        starts: where each begins; at the end how many tokens there are.
+        bytes: of the texts.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    starts: _Tokens
+    bytes: int
+
+    @property
+    def count(self) -> int:
+        """How many texts."""
+        return len(self.starts) - 1
+
+    @cached_property
+    def entropy(self) -> float:
+        """In nats a token: the loss of a model that knows only how frequent each is."""
+        counts = np.bincount(self.tokens)
+        shares = counts[counts > 0] / counts.sum()
+        return math.fsum(-shares * np.log(shares))
+
+
+_read: dict[tuple[object, ...], Documents] = {}
+_reading = threading.Lock()
+
+
+def read_documents(path: Path | str, tokenizer: Any, column: str = "text") -> Documents:
+    """The texts of a file or of all files in a folder, each a document that ends with the tokenizer's end
+    token.
+
+    A text file is one document, a line of a JSONL (a row of a parquet or CSV file) another. What was read is
+    kept, by ``datasets`` for other processes and here for other threads.
+
+    Args:
+        path: of a text, JSON, JSONL, CSV or parquet file, or of a folder of them.
+        tokenizer: of transformers.
+        column: of a row, that has its text.
+
+    Raises:
+        ConfigError: it cannot be read, or has no text.
+    """
+    path = Path(path)
+    try:
+        files = sorted(p for p in path.rglob("*") if p.suffix in _KINDS) if path.is_dir() else [path]
+        stats = tuple((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file or folder") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    key = (stats, fast.to_str() if fast is not None else tokenizer.name_or_path, column)
+    with _reading:
+        if key not in _read:
+            _read[key] = _tokenized(path, files, tokenizer, column)
+        return _read[key]
+
+
+def _tokenized(path: Path, files: Sequence[Path], tokenizer: Any, column: str) -> Documents:
+    datasets = imported("datasets")
+    kinds = {_KINDS.get(file.suffix) for file in files}
+    if len(kinds) != 1 or None in kinds:
+        found = "files of several kinds" if len(kinds) > 1 else "no file that can be read"
+        raise ConfigError(f"{path}: has {found}; give files of one kind, one of {', '.join(_KINDS)}")
+    (kind,) = kinds
+    options = {"sample_by": "document"} if kind == "text" else {}
+    shown = datasets.utils.logging.is_progress_bar_enabled()
+    datasets.utils.logging.disable_progress_bar()
+    try:
+        rows = datasets.load_dataset(kind, data_files=[str(f) for f in files], split="train", **options)
+        if column not in rows.column_names:
+            raise ConfigError(
+                f"{path}: its rows have no {column!r}; name the one with the text as data.field "
+                f"({', '.join(rows.column_names)})"
+            )
+        end = tokenizer.eos_token_id
+        tokens = rows.map(
+            _tokens_of,
+            batched=True,
+            remove_columns=rows.column_names,
+            fn_kwargs={"tokenizer": tokenizer, "column": column, "end": end},
+        )
+    except (OSError, ValueError, TypeError, datasets.exceptions.DatasetsError) as error:
+        told = str(error.__cause__ or error).strip().splitlines()[0]
+        raise ConfigError(f"{path}: cannot be read as {kind}: {told}") from None
+    finally:
+        if shown:
+            datasets.utils.logging.enable_progress_bar()
+    lists = [chunk for chunk in tokens.data.column("tokens").chunks if len(chunk)]
+    lengths = np.array([length for chunk in lists for length in chunk.value_lengths().to_pylist()], np.int64)
+    flat = [chunk.flatten().to_numpy().astype(np.int32, copy=False) for chunk in lists]
+    size = sum(tokens.data.column("bytes").to_pylist())
+    if not size:
+        raise ConfigError(f"{path}: there is no text in it; name a file that holds some")
+    joined = flat[0] if len(flat) == 1 else np.concatenate(flat)
+    return Documents(joined, np.concatenate([[0], np.cumsum(lengths)]), size)
+
+
+def _tokens_of(rows: dict[str, Any], tokenizer: Any, column: str, end: int | None) -> dict[str, Any]:
+    """Of each text its tokens, with the end token, and its length."""
+    texts = rows[column]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"{column!r} of a row is no text")
+    found = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)[
+        "input_ids"
+    ]
+    ended = [ids if end is None or ids[-1:] == [end] else [*ids, end] for ids in found]
+    return {"tokens": [np.array(ids, np.int32) for ids in ended], "bytes": [len(t.encode()) for t in texts]}
+
+
+class _Samples:
+    """Samples that are read in another order in each epoch.
+
+    Args:
+        count: how many there are, validation included.
+        seed: of their order.
+        name: what to call them in errors.
+    """
+
+    def __init__(self, count: int, seed: int, name: str) -> None:
+        if count < 2:
+            raise ConfigError(
+                f"{name}: {count} sample{'' if count == 1 else 's'}: training and validation need one each; "
+                "give more text or fewer positions"
+            )
+        self.held_back = max(1, count // _VALIDATION_SHARE)
+        self.training = count - self.held_back
+        self._seed = in_range("seed", seed, 0)
+        self._order: tuple[int, _Tokens] = (-1, np.arange(0))
+
+    def at(self, step: int, samples: int, replica: int, replicas: int) -> list[int]:
+        """The numbers of a replica's samples of a step."""
+        in_range("step", step, 0, _PERMUTATIONS - 1)
+        chosen = part_of(samples, replica, replicas)
+        first = step * samples * replicas
+        return [self._number(first + index) for index in chosen]
+
+    def _number(self, index: int) -> int:
+        epoch, place = divmod(index, self.training)
+        known, order = self._order
+        if known != epoch:
+            keys = stream(self._seed, _PERMUTATIONS, epoch).random_raw(self.training)
+            order = np.argsort(keys, kind="stable")
+            self._order = epoch, order
+        return int(order[place])
+
+    def spread(self, samples: int, replica: int, replicas: int) -> list[int]:
+        """Those of the validation part, evenly."""
+        total = samples * replicas
+        return [
+            self.training + number * self.held_back // total for number in part_of(samples, replica, replicas)
+        ]
+
+
+class Packed:
+    """Samples that are full: the documents one after another, cut into pieces of one length.
+
+    Inputs are a dict of ``input_ids`` and, where a sample has parts of several documents, ``position_ids``,
+    which begin anew with each: a document sees no other. The first token of a document is no label.
+    """
+
+    def __init__(
+        self, documents: Documents, positions: int, vocabulary: int, *, seed: int = 0, name: str = "the text"
+    ) -> None:
+        """Cut documents into samples.
+
+        Args:
+            documents: as ``read_documents`` gives them.
+            positions: tokens of a sample, 1 or more.
+            vocabulary: different tokens of the model.
+            seed: of the order.
+            name: what to call them in errors.
+
+        Raises:
+            ConfigError: there are too few.
+        """
+        self.positions = in_range("positions", positions, 1)
+        self.vocabulary = vocabulary
+        self._documents = documents
+        self._samples = _Samples(len(documents.tokens) // positions, seed, name)
+        inside = documents.starts[:-1]
+        used = inside[inside < len(documents.tokens) // positions * positions]
+        self._has_parts = bool((used % positions).any())
+
+    def batch(
+        self, step: int, samples: int, *, replica: int = 0, replicas: int = 1
+    ) -> tuple[Inputs, torch.Tensor]:
+        """One replica's part of mini-batch ``step``; see ``Batches.batch``."""
+        return self._read(self._samples.at(step, samples, replica, replicas))
+
+    def validation(self, samples: int, *, replica: int = 0, replicas: int = 1) -> tuple[Inputs, torch.Tensor]:
+        """Samples evenly spread over the validation part; see ``Batches.validation``."""
+        return self._read(self._samples.spread(samples, replica, replicas))
+
+    def _read(self, numbers: Sequence[int]) -> tuple[Inputs, torch.Tensor]:
+        length, starts = self.positions, self._documents.starts
+        ids = np.empty((len(numbers), length), np.int64)
+        places = np.tile(np.arange(length), (len(numbers), 1))
+        labels = np.empty_like(ids)
+        for row, number in enumerate(numbers):
+            first = number * length
+            ids[row] = labels[row] = self._documents.tokens[first : first + length]
+            found = np.searchsorted(starts, [first, first + length])
+            for start in starts[found[0] : found[1]] - first:
+                labels[row, start] = IGNORED
+                places[row, start:] = np.arange(length - start)
+        inputs = {"input_ids": torch.from_numpy(ids)}
+        if self._has_parts:
+            inputs["position_ids"] = torch.from_numpy(places)
+        return inputs, torch.from_numpy(labels)
+
+
+class Padded:
+    """Samples that are a document each: its first tokens, and padding up to the longest's length.
+
+    Inputs are a dict of ``input_ids``. There is no mask: padding comes last, so that no token sees it, and it
+    is no label.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        positions: int,
+        vocabulary: int,
+        *,
+        padding: int,
+        seed: int = 0,
+        name: str = "the text",
+    ) -> None:
+        """Take documents as samples.
+
+        Args:
+            documents: as ``read_documents`` gives them.
+            positions: the most tokens of a sample, 1 or more.
+            vocabulary: different tokens of the model.
+            padding: the token to pad with.
+            seed: of the order.
+            name: what to call them in errors.
+
+        Raises:
+            ConfigError: there are too few.
+        """
+        lengths = np.diff(documents.starts)
+        self.positions = min(in_range("positions", positions, 1), int(lengths.max()))
+        self.vocabulary = vocabulary
+        self._documents = documents
+        self._padding = padding
+        self._samples = _Samples(documents.count, seed, name)
+
+    def batch(
+        self, step: int, samples: int, *, replica: int = 0, replicas: int = 1
+    ) -> tuple[Inputs, torch.Tensor]:
+        """One replica's part of mini-batch ``step``; see ``Batches.batch``."""
+        return self._read(self._samples.at(step, samples, replica, replicas))
+
+    def validation(self, samples: int, *, replica: int = 0, replicas: int = 1) -> tuple[Inputs, torch.Tensor]:
+        """Samples evenly spread over the validation part; see ``Batches.validation``."""
+        return self._read(self._samples.spread(samples, replica, replicas))
+
+    def _read(self, numbers: Sequence[int]) -> tuple[Inputs, torch.Tensor]:
+        ids = np.full((len(numbers), self.positions), self._padding, np.int64)
+        labels = np.full_like(ids, IGNORED)
+        for row, tokens in enumerate(self._of(numbers)):
+            ids[row, : len(tokens)] = labels[row, : len(tokens)] = tokens
+        return {"input_ids": torch.from_numpy(ids)}, torch.from_numpy(labels)
+
+    def _of(self, numbers: Sequence[int]) -> Iterator[npt.NDArray[np.int32]]:
+        starts = self._documents.starts
+        for number in numbers:
+            first, end = starts[number], starts[number + 1]
+            yield self._documents.tokens[first : min(end, first + self.positions)]

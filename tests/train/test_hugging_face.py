@@ -1,0 +1,183 @@
+"""Runs of models of transformers: from a folder to a folder, and the numbers of one process between."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+
+from counterflow.errors import ConfigError
+from counterflow.train import RunConfig, load_config
+from counterflow.train.folder import read_metrics
+from counterflow.train.job import prepare, rate_factor
+from counterflow.train.run import run
+
+from ..models.hf import tiny
+from .conftest import Watcher
+
+TEXTS = [f"a text, number {number}, that says {'more and ' * (number % 7)}nothing." for number in range(90)]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and a tokenizer, and texts beside it."""
+    folder = tmp_path_factory.mktemp("base")
+    tiny.llama().save_pretrained(folder)
+    tiny.tokenizer(TEXTS).save_pretrained(folder)
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return folder
+
+
+def config(base: Path, out: Path, **changes: Any) -> RunConfig:
+    keys = {
+        "model.kind": "huggingface",
+        "model.path": str(base),
+        "model.positions": 16,
+        "data.path": str(base / "texts.jsonl"),
+        "schedule.scheme": "chimera",
+        "schedule.stages": 2,
+        "schedule.micro_batches": 4,
+        "pipeline.transport": "local",
+        "optimizer.learning_rate": 0.01,
+        "train.steps": 4,
+        "train.samples": 8,
+        "train.threads": 1,
+        "train.evaluate_every": 0,
+        "train.out": str(out),
+        **{name.replace("__", "."): value for name, value in changes.items()},
+    }
+    return load_config(sets=[f"{name}={json.dumps(value)}" for name, value in keys.items()])
+
+
+def alone(model: Any, given: RunConfig) -> list[float]:
+    """The losses of one process, with transformers' own loss, of the same mini-batches."""
+    job = prepare(given)
+    optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
+    losses = []
+    for step in range(given.train.steps):
+        inputs: dict[str, Tensor]
+        inputs, labels = job.batches.batch(step, given.train.samples)  # type: ignore[assignment]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * rate_factor(given.optimizer, given.train.steps, step)
+        optimizer.zero_grad()
+        loss = model(**inputs, labels=labels, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), given.pipeline.clip_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("samples", ["packed", "padded"])
+def test_a_run_is_what_one_process_does(base: Path, tmp_path: Path, samples: str) -> None:
+    given = config(base, tmp_path / "run", data__samples=samples)
+    watcher = Watcher()
+    assert run(given, watcher) is not None
+    assert watcher.about is not None
+    assert watcher.about.unit == "token"
+    assert watcher.about.text_bytes == sum(map(len, TEXTS))
+    assert load_config(tmp_path / "run" / "config.toml") == given
+    model = tf.LlamaForCausalLM.from_pretrained(base).train()
+    found = [line["loss"] for line in read_metrics(tmp_path / "run") if "loss" in line]
+    assert found == pytest.approx(alone(model, given), rel=1e-5)
+    read = tf.LlamaForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(read[name], tensor, rtol=0, atol=1e-4, msg=name)
+    tokenizer = tf.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert tokenizer(TEXTS[0])["input_ids"] == tiny.tokenizer(TEXTS)(TEXTS[0])["input_ids"]
+
+
+def test_a_run_of_adapters(base: Path, tmp_path: Path) -> None:
+    """And one that goes on from its checkpoint ends with the same adapters."""
+    keys = {"lora__rank": 4, "lora__targets": ["q_proj", "v_proj"], "optimizer__schedule": "constant"}
+    run(config(base, tmp_path / "run", **keys), Watcher())
+    run(config(base, tmp_path / "half", train__steps=2, optimizer__warmup_steps=1, **keys), Watcher())
+    going_on = {"train__resume": str(tmp_path / "half"), "optimizer__warmup_steps": 1}
+    run(config(base, tmp_path / "rest", **going_on, **keys), Watcher())
+    assert not (tmp_path / "run" / "model").exists()
+    states = []
+    for name in ("run", "rest"):
+        model = peft.PeftModel.from_pretrained(
+            tf.LlamaForCausalLM.from_pretrained(base), tmp_path / name / "adapter"
+        )
+        states.append(model.state_dict())
+    first, second = states
+    changed = [name for name in first if "lora_B" in name and first[name].abs().max() > 0]
+    assert len(changed) == 2 * 3
+    for name, tensor in first.items():
+        torch.testing.assert_close(second[name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
+def test_fresh_weights(base: Path, tmp_path: Path) -> None:
+    """Made anew; the folder needs none then."""
+    bare = tmp_path / "bare"
+    tf.AutoConfig.from_pretrained(base).save_pretrained(bare)
+    tf.AutoTokenizer.from_pretrained(base).save_pretrained(bare)
+    with pytest.raises(ConfigError, match=r"there is no model.safetensors"):
+        prepare(config(bare, tmp_path / "run", data__path=str(base / "texts.jsonl")))
+    given = config(
+        bare, tmp_path / "run", model__fresh=True, data__path=str(base / "texts.jsonl"), train__steps=1
+    )
+    summary, _ = run(given, Watcher())  # type: ignore[misc]
+    assert 4 < summary.training_loss < 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__layers": 2}, "model.layers: the config of the model in model.path says it"),
+        ({"model__positions": 64}, "model.positions = 64: the model in .* takes 32 or fewer"),
+        ({"model__path": "nowhere"}, "nowhere: is no model that transformers can read"),
+        ({"model__kind": "gpt"}, r'model.path: is for model.kind = "huggingface", and it is "gpt"'),
+        ({"lora__alpha": 2.0}, "lora.alpha: there are no adapters without lora.rank"),
+        ({"schedule__scheme": "pipedream-2bw"}, "take a scheme with a flush"),
+        ({"schedule__stages": 6}, "these are 5 layers, fewer than the 6 stages"),
+    ],
+)
+def test_configs_that_cannot_run_are_refused(
+    base: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(base, tmp_path / "run", **changes)
+
+
+def test_what_only_the_folder_shows_is_refused_before_workers_start(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lora.targets: no adapters can be made: .*nothing"):
+        prepare(config(base, tmp_path / "run", lora__rank=2, lora__targets=["nothing"]))
+    masked = tmp_path / "masked"
+    tiny.made("bert").save_pretrained(masked)
+    with pytest.raises(ConfigError, match="is a BertForMaskedLM, and `counterflow train` trains causal"):
+        prepare(config(masked, tmp_path / "run", data__path=str(base / "texts.jsonl")))
+    untold = tmp_path / "untold"
+    tiny.llama(100).save_pretrained(untold)
+    with pytest.raises(ConfigError, match="its tokenizer cannot be read"):
+        prepare(config(untold, tmp_path / "run", data__path=str(base / "texts.jsonl")))
+    tiny.tokenizer(TEXTS).save_pretrained(untold)
+    with pytest.raises(ConfigError, match=r"its tokenizer has \d+ tokens, and the model 100"):
+        prepare(config(untold, tmp_path / "run", data__path=str(base / "texts.jsonl")))
+
+
+def test_other_models_need_no_keys_of_these() -> None:
+    with pytest.raises(ConfigError, match=r'data.field: is for model.kind = "huggingface"'):
+        load_config(sets=["data.field=body"])
+    assert "huggingface" not in load_config().to_toml()
+
+
+def test_transformers_is_imported_only_for_its_models() -> None:
+    code = (
+        "import sys, counterflow.train.run, counterflow.cli; from counterflow.models import hf;"
+        "hf.layers, hf.load, hf.save, hf.loss; bad = {'transformers', 'peft', 'datasets'} & set(sys.modules);"
+        "sys.exit(str(bad) if bad else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
