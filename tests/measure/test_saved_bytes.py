@@ -8,7 +8,7 @@ import torch
 import counterflow as cf
 from counterflow.measure.stage_costs import StageCost, measure_stages
 from counterflow.models.gpt import GPTConfig
-from counterflow.runtime.execution.meters import Kept, SavedBytes
+from counterflow.runtime.execution.meters import Kept, SavedBytes, graph_of
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
@@ -75,7 +75,7 @@ def test_a_storage_counts_once_and_weights_do_not() -> None:
     held: list[Kept] = []
     x = torch.ones(10, requires_grad=True)
     y = (x * weight) * x[:5].sum()
-    count.note([y], held)
+    count.note(graph_of([y]), held)
     # x once (it is multiplied, and its slice summed), the product, and the sum.
     assert count.current == 40 + 40 + 4
     count.release(held)

@@ -239,7 +239,6 @@ def test_backwards_without_their_forward_are_told(rows: tuple[str, ...], message
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"B0.0"', '"I0.0", "W0.0"', r"splits its backward \(I0\.0\)"),
         ('"B0.0"', '"B0.0:0/4", "B0.0:1/4", "B0.0:1/2"', "in parts of other sizes"),
         ('"F0.0", "B0.0", "F1.0", "B1.0"', '"F(0,1).0", "B(0,1).0"', "a backward of several micro-batches"),
     ],

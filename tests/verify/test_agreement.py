@@ -44,6 +44,26 @@ SCHEDULES: list[Schedule] = [
     *(schemes.hanayo(w, n, waves=v) for w, n, v in ((2, 2, 1), (2, 3, 2), (2, 4, 4), (4, 4, 1), (4, 6, 2))),
 ]
 
+SPLIT: list[Schedule] = [
+    *(schemes.zb_h1(d, n) for d, n in ((2, 1), (4, 6))),
+    *(schemes.zb_h2(d, n) for d, n in ((2, 3), (4, 8))),
+    *(schemes.zb_v(w, n) for w, n in ((2, 4), (3, 2))),
+    schemes.v_half(4, 5),
+    schemes.v_min(3, 5),
+    *(schemes.interleaved_zb(w, n) for w, n in ((2, 4), (2, 3))),
+    schemes.dualpipe(4, 8),
+    schemes.dualpipe_v(2, 5),
+    schemes.dapple(4, 6, split=True),
+    schemes.interleaved(2, 4, chunks=2, split=True),
+    schemes.gems(4, 5, split=True),
+    schemes.chimera(4, 4, split=True),
+    schemes.chimera(4, 8, pairs=2, split=True),
+    schemes.chimera(4, 8, concat="forward-doubling", split=True),
+    schemes.chimera(4, 8, concat="backward-halving", split=True),
+    schemes.mixpipe(4, 6, injected=2, split=True),
+    schemes.hanayo(2, 4, waves=2, split=True),
+]
+
 
 @cache
 def trial(text: str, replicas: int, dtype: torch.dtype) -> tuple[Trial, Trained]:
@@ -68,6 +88,35 @@ def agreement(
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_every_scheme_agrees_with_one_process(schedule: Schedule) -> None:
     found = agreement(schedule)
+    assert found.ok, found
+
+
+@pytest.mark.parametrize("schedule", SPLIT, ids=str)
+def test_split_backwards_agree(schedule: Schedule) -> None:
+    found = agreement(schedule)
+    assert found.ok, found
+
+
+@pytest.mark.parametrize("recompute", ["stage", "layer"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        schemes.zb_h1(3, 4),
+        schemes.zb_v(2, 4),
+        schemes.dualpipe(2, 4),
+        schemes.chimera(4, 8, concat="forward-doubling", split=True),
+        schemes.chimera(4, 4, concat="backward-halving", split=True),
+    ],
+    ids=str,
+)
+def test_recomputation_agrees_with_split_backwards(schedule: Schedule, recompute: str) -> None:
+    found = agreement(schedule, recompute=recompute)
+    assert found.ok, found
+
+
+@pytest.mark.parametrize("sync", ["end", "eager"])
+def test_two_replicas_agree_with_split_backwards(sync: str) -> None:
+    found = agreement(schemes.zb_v(2, 3), replicas=2, sync=sync)
     assert found.ok, found
 
 
@@ -123,6 +172,20 @@ def test_an_edited_schedule_trains() -> None:
     assert last_in_first_out in text
     schedule = loads(text.replace(last_in_first_out, '"B0.0", "B2.0", "B1.0"'), "edited")
     assert schedule.orders != schemes.gpipe(2, 3).orders
+    found = agreement(schedule)
+    assert found.ok, found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "backward"),
+    [(schemes.dapple(2, 3), "B1.1"), (schemes.chimera(2, 2, concat="backward-halving"), "B0.1:0/2")],
+    ids=str,
+)
+def test_some_backwards_of_a_stage_may_be_split(schedule: Schedule, backward: str) -> None:
+    text = dumps(schedule)
+    assert f'"{backward}"' in text
+    split = backward.replace("B", "I"), backward.replace("B", "W")
+    schedule = loads(text.replace(f'"{backward}"', '"{}", "{}"'.format(*split)), "edited")
     found = agreement(schedule)
     assert found.ok, found
 

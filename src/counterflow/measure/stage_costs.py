@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from counterflow.runtime.execution.meters import SavedBytes
+from counterflow.runtime.execution.meters import SavedBytes, graph_of
 from counterflow.runtime.messages.values import Structure, Unit, put_together, take_apart, takes_gradient
 from counterflow.runtime.mini_batch.losses import read_loss
 from counterflow.runtime.mini_batch.samples import cut, moved, samples_in, split_points
@@ -206,7 +206,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _saved(constant: list[Tensor], run: Callable[[], list[Tensor]]) -> int:
     count = SavedBytes(constant)
-    count.note(run(), [])
+    count.note(graph_of(run()), [])
     return count.peak
 
 

@@ -6,6 +6,7 @@ at the begin and the end of a step (samples, shapes, loss, norm) goes through on
 
 from __future__ import annotations
 
+import logging
 import math
 import platform
 import time
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.schedule.check import checked_program
 from counterflow.schedule.cuts import balance, explicit
-from counterflow.schedule.ir import Op, Schedule
+from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.modes import Recompute, Sync, parse_mode
 from counterflow.schedule.program.actions import Matching, Program
 from counterflow.schedule.program.lowering import OpTimes, Shared, lower_evaluation
@@ -57,6 +58,7 @@ from .transport.turns import elsewhere
 from .workers import lease
 from .workers.watch import worker_error
 
+_LOG = logging.getLogger(__name__)
 _NAMES = "inputs", "targets"
 _KINDS = 256
 """The shapes of so many kinds of mini-batches are known at once."""
@@ -198,6 +200,7 @@ class Pipeline:
         self._loss = loss_layer(loss_function)
         self._read_names(model)
         self.stages = self._make_stages(streams, recompute)
+        self._note_split_stages()
         self._holders = [Program(schedule, ()).holders(stage) for stage in range(schedule.stages)]
         start_alike(self.stages, self._names, self._holders, layout, self.transport)
         sharding = self._sharding(parallelize, further, layout, clip_norm)
@@ -367,6 +370,12 @@ class Pipeline:
                     "fully_shard sums a module's gradients when those of its inputs are there, and what "
                     "comes by a Skip is none; hand it on through the layers between, or shard by tensors"
                 )
+            if sharding.layout.split and self._split_stages:
+                raise ConfigError(
+                    f"fully_shard sums a module's gradients when those of its inputs are there, and "
+                    f"{self.schedule.scheme} makes those of weights later; take a scheme whose backwards are "
+                    "whole, or shard by tensors"
+                )
             for module in modules:
                 self.stages[module.number].hang_in(module)
         self.layout, rank = sharding.layout, self.transport.rank
@@ -473,6 +482,8 @@ class Pipeline:
                 step = replace(step, skipped=True)
         if outputs:
             step = replace(step, outputs=of_last)
+        if self._perhaps_unsplit:
+            self._tell_unsplit()
         self.steps += 1
         due = self.steps % self.digest_every == 0 if self.digest_every else False
         if (due or self._positions_may_differ) and not self._run.under_way:
@@ -875,6 +886,31 @@ class Pipeline:
     def peak_versions(self) -> dict[int, int]:
         """The most versions of its weights that were held at once, for each stage of this worker."""
         return {s: c.versions.peak if c.versions is not None else 1 for s, c in self.stages.items()}
+
+    @property
+    def unsplit(self) -> tuple[int, ...]:
+        """The stages of this worker whose backward the schedule splits and that cannot be split.
+
+        Known after their first backward. Their weights' gradients are made with the input gradient: they run
+        in custom functions (compiled layers, reentrant checkpoints), are used several times, or are vectors.
+        """
+        return tuple(stage for stage in self._split_stages if self.stages[stage].splitting.waits is False)
+
+    def _note_split_stages(self) -> None:
+        split = {op.stage for op in self.schedule.ops() if op.kind is OpKind.WEIGHT_GRADIENTS}
+        self._split_stages = tuple(s for s, copy in self.stages.items() if s in split and copy.trains)
+        self._perhaps_unsplit = set(self._split_stages)
+
+    def _tell_unsplit(self) -> None:
+        known = {s for s in self._perhaps_unsplit if self.stages[s].splitting.waits is not None}
+        self._perhaps_unsplit -= known
+        for stage in sorted(known & set(self.unsplit)):
+            _LOG.warning(
+                "the backward of stage %d cannot be split: its weights' gradients are made with the input "
+                "gradient, because a custom function (a compiled layer, a checkpoint) makes both at once, or "
+                "they are used several times, or are vectors; a scheme with whole backwards costs no more",
+                stage,
+            )
 
     @property
     def optimizers(self) -> Mapping[int, Optimizer]:

@@ -180,6 +180,7 @@ def four() -> None:
     tp, shard = {"tp": 2}, {"shard": 2}
     check(dapple, tp, tensor_parallel)
     check(chimera, tp, tensor_parallel, loss=loss_sum, recompute="stage", sync="end")
+    check(cf.schemes.zb_h1(2, 3), tp, tensor_parallel)
     check(dapple, shard, sharded, recompute="layer")
     check(chimera, shard, layers_sharded, loss=loss_sum, barrier=False)
     check_without_flush()
@@ -244,6 +245,7 @@ def check_refusals() -> None:
     refused(dapple, replaced, "gave other modules for stage")
     refused(hanayo, sharded, "0.up.weight is a weight of stages 0 and 3", dims={"shard": 2}, layers=tied)
     refused(dapple, layers_sharded, "comes by a Skip is none", dims={"shard": 2}, layers=skipping)
+    refused(cf.schemes.zb_h1(2, 3), sharded, "makes those of weights later", dims={"shard": 2})
     refused(dapple, sharded_in_part, "0.up.weight is sharded in several ways", dims={"shard": 2}, layers=tied)
 
 

@@ -6,8 +6,8 @@ before the first step (``tasks.py``); messages are ``messages/message_queue.py``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.autograd.variable import Variable
 from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError, CounterflowError
@@ -55,10 +54,11 @@ from ..mini_batch.samples import Dims, cut
 from ..stages.randomness import Rows
 from ..stages.recomputation import Contents, Hold, copied, mapped, versions
 from ..stages.skips import Carried
+from ..stages.split_backward import Joints, SplitBackward, accumulate
 from ..stages.stage import StageCopy
 from ..transport import Transport
 from ..workers.watch import worker_error
-from .meters import Kept, SavedBytes, clock_of
+from .meters import Kept, SavedBytes, clock_of, graph_of
 from .skips import Came, Output, SkipTraffic
 from .tasks import Preparation, Task, Tasks
 
@@ -125,10 +125,11 @@ class _Stash:
         inputs: the tensors of what it ran on.
         outputs: its own, until ``edges`` are made of them.
         edges: where the backward begins; None if it has to recompute the outputs first.
-        again: what that needs.
         by_skips: how many inputs with a gradient came by each skip.
         reused: buffers to give back after the backward.
         held: what is counted as saved for the backward.
+        again: what that needs.
+        joints: where the graph of a split backward is joined.
     """
 
     inputs: list[Tensor]
@@ -138,12 +139,25 @@ class _Stash:
     held: list[Kept]
     again: _Again | None = None
     by_skips: Sequence[int] = ()
+    joints: Joints | None = None
 
     def release_outputs(self) -> None:
         """Keep of the outputs where the backward begins, and let them go."""
         if self.outputs:
             self.edges = [get_gradient_edge(t) for t in self.outputs if t.requires_grad]
             self.outputs = []
+
+
+class _Waiting(NamedTuple):
+    """What an input gradient leaves for the weights' gradients of its unit.
+
+    Attributes:
+        split: the backward, half done.
+        held: what is counted as kept for it.
+    """
+
+    split: SplitBackward
+    held: list[Kept]
 
 
 class Interpreter:
@@ -192,7 +206,7 @@ class Interpreter:
         """Whether ``timeline`` has all since the pipeline was empty, and not only the last step."""
         self._last_stage = schedule.stages - 1
         self._clock = clock_of(transport.device)
-        self._run_backward = _by_the_engine if transport.device.type == "cpu" else torch.autograd.backward
+        self._direct = transport.device.type == "cpu"
         self._preparation = Preparation(
             schedule,
             slots=slots,
@@ -208,6 +222,7 @@ class Interpreter:
         self._handed: dict[Key, _Output] = {}
         self._gradients: dict[Key, list[Tensor]] = {}
         self._stashes: dict[Key, _Stash] = {}
+        self._waiting: dict[Key, _Waiting] = {}
         self._with_outputs: list[_Stash] = []
         """Of ops that are over: what has time until the next op, after the send, is not done yet."""
         self._messages = MessageQueue(transport, self._batches, compression)
@@ -223,6 +238,8 @@ class Interpreter:
         handlers: dict[type[Action] | OpKind, Callable[[Task], None]] = {
             OpKind.FORWARD: self._forward,
             OpKind.BACKWARD: self._backward,
+            OpKind.INPUT_GRADIENT: self._backward,
+            OpKind.WEIGHT_GRADIENTS: self._weight_gradients,
             Send: self._messages.send,
             Receive: self._messages.receive,
             Exchange: self._messages.exchange,
@@ -412,10 +429,11 @@ class Interpreter:
         if copy.recompute is Recompute.STAGE:
             return self._forward_to_recompute(task, copy, batch, given)
         copy.hold = self._holds(held)
-        output = self._first_run(copy, copy.entry.given(value), batch.step, rows)
+        with self._joined(task, copy) as joints:
+            output = self._first_run(copy, copy.entry.given(value), batch.step, rows)
         found, tensors = self._with_loss(task, batch, output, unit)
-        self._graph_made(task, copy, inputs, tensors, held)
-        stash = _Stash(inputs, tensors, (), buffers, held, by_skips=by_skips)
+        self._graph_made(task, copy, inputs, tensors, held, joints=joints)
+        stash = _Stash(inputs, tensors, (), buffers, held, by_skips=by_skips, joints=joints)
         self._with_outputs.append(stash)
         self._stashes[task.stage, unit] = stash
         return found, self._handed_on(tensors)
@@ -574,11 +592,10 @@ class Interpreter:
         rows = self._batches[task.slot].rows((unit,))[0] if unit.parts > 1 else None
         if edges is None:
             edges, gradients = self._recomputed(task, copy, unit, stash, gradients)
-        if edges:
-            with self._recomputed_layers(copy), copy.streams.backward(rows):
-                self._run_backward(edges, gradients or None)
+        split = SplitBackward(copy.splitting, stash.inputs, stash.joints) if task.splits else None
+        with self._recomputed_layers(copy), copy.streams.backward(rows):
+            self._differentiate(action.op, edges, gradients, split)
         self._clock.end(action.op, self._period_offset, begin)
-        found: list[Tensor] = []
         if task.stage > 0:
             found = self._input_gradients(task, stash)
             if task.sent_as >= 0:
@@ -588,9 +605,44 @@ class Interpreter:
         if stash.held:
             assert self.saved is not None
             self.saved.release(stash.held)
+        if split is not None and not action.op.kind.makes_weight_gradients:
+            held: list[Kept] = []
+            self._hold(split.kept() if self.counting else (), held)
+            self._waiting[task.stage, unit] = _Waiting(split, held)
         self._with_outputs.append(stash)
         self._messages.give_back(reused)
         self._messages.give_back(stash.reused)
+
+    def _differentiate(
+        self, op: Op, edges: Sequence[Any], gradients: Sequence[Tensor], split: SplitBackward | None
+    ) -> None:
+        """The gradients that an op makes."""
+        if not edges:
+            return
+        if split is None:
+            accumulate(edges, gradients, into=None, direct=self._direct)
+            return
+        split.input_gradient(edges, gradients, look=self.counting)
+        if op.kind.makes_weight_gradients:  # the backward of another share is split
+            split.weight_gradients()
+
+    def _weight_gradients(self, task: Task) -> None:
+        action, copy = task.action, task.copy
+        assert isinstance(action, Compute)
+        assert copy is not None
+        self._release_outputs()
+        (unit,) = task.units
+        waiting = self._waiting.pop((task.stage, unit))
+        rows = self._batches[task.slot].rows((unit,))[0] if unit.parts > 1 else None
+        begin = self._clock.begin()
+        if copy.versions is not None:
+            copy.versions.use(action.op.version + self._period_offset)
+        with self._recomputed_layers(copy), copy.streams.backward(rows):
+            waiting.split.weight_gradients()
+        self._clock.end(action.op, self._period_offset, begin)
+        if waiting.held:
+            assert self.saved is not None
+            self.saved.release(waiting.held)
 
     def _input_gradients(self, task: Task, stash: _Stash) -> list[Tensor]:
         """Of what the stage before gave; those of what came by skips are on their way."""
@@ -629,10 +681,14 @@ class Interpreter:
                 f"the input of stage {task.stage} was changed in place before the stage was computed again, "
                 "which did not happen in the first forward; copy it before it is changed"
             )
-        with self.autocast(), copy.buffers.as_then(again.buffers):
+        with (
+            self.autocast(),
+            copy.buffers.as_then(again.buffers),
+            self._joined(task, copy) as stash.joints,
+        ):
             output: Any = copy.forward(copy.entry.given(again.value), batch.step, batch.rows((unit,))[0])
             _, tensors = self._with_loss(task, batch, output, unit, again=True)
-        self._graph_made(task, copy, stash.inputs, tensors, stash.held)
+        self._graph_made(task, copy, stash.inputs, tensors, stash.held, joints=stash.joints)
         if task.stage == self._last_stage:
             return [tensor for tensor in tensors if tensor.requires_grad], []
         marked = [tensor for tensor, was in zip(tensors, again.marked, strict=True) if was]
@@ -656,12 +712,30 @@ class Interpreter:
         context.callback(setattr, copy, "recount", None)
         return context
 
+    @contextmanager
+    def _joined(self, task: Task, copy: StageCopy) -> Iterator[Joints | None]:
+        """Around a forward with a graph: notes where this is joined, if its backward is split."""
+        copy.joints = Joints(copy.splitting) if task.splits else None
+        try:
+            yield copy.joints
+        finally:
+            copy.joints = None
+
     def _graph_made(
-        self, task: Task, copy: StageCopy, inputs: list[Tensor], outputs: list[Tensor], held: list[Kept]
+        self,
+        task: Task,
+        copy: StageCopy,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        held: list[Kept],
+        *,
+        joints: Joints | None,
     ) -> None:
         """Count what a graph keeps for its backward, if that is counted; look at a stage's first graph."""
         if self.saved is not None and self.counting:
-            self.saved.note(outputs, held)
+            self.saved.note(graph_of(outputs, more=joints.ends if joints is not None else ()), held)
+        if joints is not None:
+            joints.learn(outputs, inputs)
         if not copy.checked:
             targets = self._batches[task.slot].targets
             copy.check_graph(outputs, [*inputs, *_tensors(targets)])
@@ -749,17 +823,3 @@ def _alike(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
             if not bool((one - other).abs().max() <= error * other.abs().max()):  # nor is what is not finite
                 return False
     return True
-
-
-def _by_the_engine(edges: Sequence[Any], gradients: Sequence[Tensor] | None) -> None:
-    """``torch.autograd.backward`` without its checks, for gradients that came in the outputs' shapes.
-
-    They take as long in Python as all else that an op costs here; the engine has its own. It is for the
-    CPU, where the graph runs in this thread and no context has to be carried into another.
-    """
-    if gradients is None:
-        torch.autograd.backward(edges)
-    else:
-        Variable._execution_engine.run_backward(  # noqa: SLF001 - what autograd.backward calls
-            tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
-        )

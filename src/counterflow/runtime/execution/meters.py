@@ -149,7 +149,7 @@ class SavedBytes:
     """
 
     def __init__(self, constant: Iterable[Tensor]) -> None:
-        self._constant = _pointers(constant)
+        self._constant = pointers(constant)
         self._given: set[int] = set()
         self._kept: dict[int, Kept] = {}
         self.current = 0
@@ -157,11 +157,11 @@ class SavedBytes:
 
     def never(self, tensors: Iterable[Tensor]) -> None:
         """These do not count either: new versions of parameters."""
-        self._constant |= _pointers(tensors)
+        self._constant |= pointers(tensors)
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """These do not count, but those given before do: the mini-batches under way are the user's."""
-        self._given = _pointers(tensors)
+        self._given = pointers(tensors)
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Whether it has the memory of a parameter or buffer."""
@@ -169,14 +169,14 @@ class SavedBytes:
             return _pointer(tensor) in self._constant
         return any(_pointer(part) in self._constant for part in parts(tensor))
 
-    def note(self, outputs: Iterable[Tensor], collected: list[Kept]) -> None:
-        """Count what the graph of some outputs saves, and note it in ``collected``.
+    def note(self, nodes: Iterable[Node], collected: list[Kept]) -> None:
+        """Count what some nodes save, and note it in ``collected``.
 
         The graph stays as it is without a count: what hooks pack, a backward would find as another object,
         and a custom function that adds to ``weight.grad`` itself would add to that of nobody.
         """
-        for node in graph_of(outputs):
-            for name in _saved_names(type(node)):
+        for node in nodes:
+            for name in saved_names(type(node)):
                 found = getattr(node, name)
                 for saved in found if isinstance(found, (tuple, list)) else (found,):
                     tensor = saved.data
@@ -213,16 +213,19 @@ class SavedBytes:
         collected.clear()
 
 
-def graph_of(outputs: Iterable[Tensor], without: Iterable[Tensor] = ()) -> list[Node]:
+def graph_of(
+    outputs: Iterable[Tensor], without: Iterable[Tensor] = (), more: Iterable[Node] = ()
+) -> list[Node]:
     """The nodes of the graph of some outputs.
 
     Args:
         outputs: where it ends.
         without: what was given to it: nodes from which these come are left out.
+        more: nodes where it ends, too.
     """
     seen = {tensor.grad_fn for tensor in without}
     found: list[Node] = []
-    waiting = [tensor.grad_fn for tensor in outputs]
+    waiting = [*(tensor.grad_fn for tensor in outputs), *more]
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:
@@ -233,11 +236,13 @@ def graph_of(outputs: Iterable[Tensor], without: Iterable[Tensor] = ()) -> list[
 
 
 @cache
-def _saved_names(kind: type[Node]) -> list[str]:
+def saved_names(kind: type[Node]) -> list[str]:
+    """The attributes under which a kind of node has what it saved."""
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
-def _pointers(tensors: Iterable[Tensor]) -> set[int]:
+def pointers(tensors: Iterable[Tensor]) -> set[int]:
+    """Where the memory of tensors begins."""
     return {_pointer(part) for tensor in tensors for part in parts(tensor)}
 
 

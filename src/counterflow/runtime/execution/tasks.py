@@ -41,6 +41,7 @@ class Task:
             (``HERE``: an op of this worker made it; None: it is there already).
         gives: likewise those that it makes something for (None: nothing is made any more).
         once: of skips that are made once, the unit of the one in the message that is taken.
+        splits: whether a backward of what the op runs on is two ops.
         known: the shapes that ``specs`` and ``message`` were looked up in.
         structures: of the values that travel, by unit.
         specs: of the tensors that travel, by unit.
@@ -63,6 +64,7 @@ class Task:
     takes: tuple[tuple[SkipLink, int | None], ...] = ()
     gives: tuple[tuple[SkipLink, int | None], ...] = ()
     once: dict[SkipLink, Unit] = field(default_factory=dict)
+    splits: bool = False
     known: Shapes | None = None
     structures: Sequence[Structure | None] = ()
     specs: Sequence[Sequence[TensorSpec]] = ()
@@ -123,6 +125,11 @@ class Preparation:
             for op in schedule.ops():
                 if op.kind.makes_output:
                     self._first.setdefault((op.pipe, op.stage, schedule.period_of(op)), op)
+        self._split = {
+            (op.stage, op.micro_batches[0])
+            for op in schedule.ops()
+            if op.kind.makes_input_gradient and not op.kind.makes_weight_gradients
+        }
 
     def tasks(
         self,
@@ -159,6 +166,9 @@ class Preparation:
     def _computes(self, task: Task, op: Op, period_offset: int) -> None:
         task.stage, task.copy = op.stage, self.stages[op.stage]
         task.slot, task.units = self._units(op, period_offset)
+        task.splits = any((op.stage, number) in self._split for number in op.micro_batches)
+        if not (op.kind.makes_output or op.kind.makes_input_gradient):
+            return
         ahead = 1 if op.kind.makes_output else -1
         goes_to = self._worker(op, op.stage + ahead)
         task.hands_over = goes_to == self.worker

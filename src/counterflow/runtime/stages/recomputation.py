@@ -141,6 +141,26 @@ class Buffers:
                 module._buffers[name] = buffer  # noqa: SLF001
 
 
+class Packed:
+    """What stands in a graph for a tensor that autograd saved in a run: the ``number``-th of them."""
+
+    __slots__ = ("number", "replay")
+
+    def __init__(self, replay: Replay, number: int) -> None:
+        self.replay = replay
+        self.number = number
+
+    def keep(self) -> None:
+        """The tensor is needed once more after a backward has first asked for it."""
+        self.replay.kept.add(self.number)
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The tensor, if it is there."""
+        found = self.replay.found.get(self.number)
+        return None if found is None else found[0]
+
+
 class Replay:
     """Finds what autograd saved in a run by running again, when a backward first asks for any of it.
 
@@ -159,7 +179,11 @@ class Replay:
         self._changes = False
         self._hold: Callable[[], None] | None = None
         self._shapes: list[torch.Size] = []
-        self._found: dict[int, tuple[Tensor, int]] = {}
+        self.found: dict[int, tuple[Tensor, int]] = {}
+        """What the run gave that no backward asked for yet, with the tensors' versions."""
+        self.kept: set[int] = set()
+        """What is kept although a backward asks for it."""
+        self._ran = False
 
     def keep(self, value: Any, *, changes: bool, hold: Callable[[], None] | None = None) -> None:
         """What to run on.
@@ -176,17 +200,24 @@ class Replay:
         """Around the first run."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> int:
+    def settle(self) -> None:
+        """If it ran, forget all but what is kept: there is no other run."""
+        if self._ran:
+            self.found = {number: found for number, found in self.found.items() if number in self.kept}
+            self._value = None
+
+    def _pack(self, tensor: Tensor) -> Packed:
         if self._hold is not None:
             self._hold()
             self._hold = None
         self._shapes.append(tensor.shape)
-        return len(self._shapes) - 1
+        return Packed(self, len(self._shapes) - 1)
 
-    def _unpack(self, number: int) -> Tensor:
-        if number not in self._found:
+    def _unpack(self, packed: Packed) -> Tensor:
+        number = packed.number
+        if number not in self.found:
             self._run()
-        tensor, version = self._found.pop(number)
+        tensor, version = self.found[number] if number in self.kept else self.found.pop(number)
         if tensor._version != version:  # noqa: SLF001
             raise RuntimeError(
                 f"{self.place} changes a tensor in place that its own backward needs; "
@@ -221,7 +252,8 @@ class Replay:
                 "shapes when it was computed again; what it does may depend on its input, weights, buffers "
                 "and torch's random numbers only"
             )
-        self._found = dict(enumerate(found))
+        self.found = dict(enumerate(found))
+        self._ran = True
 
     def _given(self, tensor: Tensor) -> Tensor:
         if self._changes:

@@ -27,6 +27,7 @@ from ..parameters.versions import Versions
 from .randomness import RandomStreams, Rows
 from .recomputation import Buffers, Entry, Hold, Replay, mapped, versions
 from .skips import Carried, SkipRunner, StageSkips
+from .split_backward import Joints, Splitting
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,8 @@ class StageCopy:
         self.autocast = autocast
         self.hold: Hold | None = None
         """In a forward: notes what is kept to compute layers again."""
+        self.joints: Joints | None = None
+        """In a forward whose backward is split: where its graph is joined."""
         self.recount: Callable[[], Hold] | None = None
         """In a backward: forgets what the layer recomputed last kept, and gives what notes the next one's."""
         self.versions: Versions | None = None
@@ -110,6 +113,8 @@ class StageCopy:
         """Has the hooks of a stage whose weights are sharded over further dimensions of the mesh."""
         self.entry = Entry()
         self.buffers = Buffers(layer.module for layer in self.with_weights)
+        self.splitting = Splitting(stage, self._constant, direct=streams.device.type == "cpu")
+        """For backwards that are split."""
         self.joins: bool | None = None if skips is None else False
         """Whether samples give the same in one run with others; None: not tried."""
         self._entries = [Entry() for _ in layers]
@@ -168,6 +173,11 @@ class StageCopy:
         found = [p for layer in self.with_weights for p in layer.module.parameters()]
         return list({id(parameter): parameter for parameter in found}.values())
 
+    def _constant(self) -> list[Tensor]:
+        """What is there whether the stage runs or not."""
+        buffers = [buffer for layer in self.with_weights for buffer in layer.module.buffers()]
+        return [*self.parameters(), *buffers]
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Within this context the modules are in evaluation mode and layers draw no keyed random numbers."""
@@ -207,7 +217,9 @@ class StageCopy:
     def _forward(self, value: Value, step: int, rows: Rows) -> Value:
         if self.recompute is Recompute.LAYER and torch.is_grad_enabled():
             return self._forward_by_layer(value, step, rows)
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
+            if number and self.joints is not None:
+                value = self.joints.before(number, value)
             value = self._run(layer, value, step, rows)
         return value
 
@@ -259,8 +271,13 @@ class StageCopy:
     def _forward_by_layer(self, value: Value, step: int, rows: Rows) -> Value:
         """The same with the input alone kept of each layer."""
         watched: list[tuple[Entry, Value, list[int], Replay]] = []
-        for layer, entry, buffers in zip(self.layers, self._entries, self._layer_buffers, strict=True):
+        of_each = zip(self.layers, self._entries, self._layer_buffers, strict=True)
+        for number, (layer, entry, buffers) in enumerate(of_each):
             replay = self._replay(layer, step, rows, buffers)
+            if self.joints is not None:
+                self.joints.replays.append(replay)
+                if number:
+                    value = self.joints.before(number, value)
             same = mapped(_itself, value)  # the layer may change what its tensors are in
             if entry.changes is None:
                 watched.append((entry, same, versions(same), replay))

@@ -1,0 +1,369 @@
+"""A stage's backward in two ops: first the gradient of its input, later those of its weights.
+
+The graph is gone through once for the input gradient. Where weights hang from it (``graph_split.py``) the
+gradient that comes by is kept, and what only the input gradient needed is dropped. Later each of these
+places is entered again with its gradient, for its weights alone, so that gradients are accumulated in place
+and hooks are called as ever.
+
+A graph of many layers is made in pieces that are joined at layers' inputs: autograd looks at all that lies
+beneath a place it enters, which would be the whole stage for each. Joins also set layers apart that need no
+input gradient (a first stage's embedding): their whole backward waits. The first graph of a stage is made in
+one piece, and shows where others may be joined: where layers share nothing but the value handed on.
+
+Invariant: the gradients are those of a whole backward. What cannot be split is done whole, with the input
+gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.variable import Variable
+
+from ..execution.meters import pointers
+from .graph_split import Division, Shape, Walked, below, divided, is_seam, saved_in, slots, variable, walked
+from .recomputation import Packed, Replay, mapped, versions
+
+NODES_A_PIECE = 24
+"""Nodes that a piece of a graph has at least: to enter autograd costs as much as to look at so many."""
+
+_MOST_SHAPES = 64
+"""Graphs of so many shapes are known at once."""
+
+Gradients = Sequence[Tensor | None]
+
+
+class Joint(NamedTuple):
+    """Where two pieces of a graph meet: the gradients of ``leaves`` go on at ``edges``."""
+
+    edges: tuple[GradientEdge, ...]
+    leaves: tuple[Tensor, ...]
+
+
+class Joints:
+    """Where the graph of one forward is joined, from the input on; filled while the stage's layers run."""
+
+    def __init__(self, splitting: Splitting) -> None:
+        self.splitting = splitting
+        self.found: list[Joint] = []
+        self.replays: list[Replay] = []
+        """Of layers that are computed again."""
+        self._seen: dict[int, tuple[Any, list[int], tuple[GradientEdge, ...]]] = {}
+
+    def before(self, layer: int, value: Any) -> Any:
+        """What a layer takes in place of ``value``, which the one before it gave."""
+        if self.splitting.joined is None:
+            edges: list[GradientEdge] = []
+            mapped(lambda tensor: _noted(tensor, edges), value)
+            same = mapped(_itself, value)  # the layer may change what its tensors are in
+            self._seen[layer] = same, versions(same), tuple(edges)
+            return value
+        if layer not in self.splitting.joined:
+            return value
+        ends: list[GradientEdge] = []
+        leaves: list[Tensor] = []
+
+        def leaf(tensor: Tensor) -> Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            ends.append(get_gradient_edge(tensor))
+            leaves.append(tensor.detach().requires_grad_())
+            return leaves[-1]
+
+        value = mapped(leaf, value)
+        if leaves:
+            self.found.append(Joint(tuple(ends), tuple(leaves)))
+        return value
+
+    def learn(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Of the first graph, see before which layers others may be joined."""
+        if self.splitting.joined is not None:
+            return
+        roots = [get_gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
+        joined: set[int] = set()
+        size = 0
+        inputs = [tensor for tensor in inputs if tensor.requires_grad]
+        apart = bool(inputs)  # else what comes first needs no input gradient
+        for layer, (value, before, edges) in self._seen.items():
+            beneath = len(below(edges))
+            if not edges or (apart and beneath < size + NODES_A_PIECE):
+                continue
+            if versions(value) == before and is_seam(roots, edges, inputs):
+                joined.add(layer)
+                apart, size = True, beneath
+        self._seen.clear()
+        self.splitting.joined = frozenset(joined)
+
+    @property
+    def ends(self) -> list[Node]:
+        """Where the pieces begin, but for the last."""
+        return [edge.node for joint in self.found for edge in joint.edges]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What the pieces take, but for the first."""
+        return [leaf for joint in self.found for leaf in joint.leaves]
+
+
+class Splitting:
+    """What is known of the graphs of one stage.
+
+    Args:
+        stage: its number.
+        constant: its parameters and buffers.
+        direct: whether autograd's engine is called without autograd's checks (on the CPU, where a graph runs
+            in the thread that calls).
+    """
+
+    def __init__(self, stage: int, constant: Callable[[], Sequence[Tensor]], *, direct: bool) -> None:
+        self.stage = stage
+        self.direct = direct
+        self.joined: frozenset[int] | None = None
+        """The layers before which graphs are joined; None: not known yet."""
+        self.waits: bool | None = None
+        """Whether any weights' gradients ever waited; None: there was no backward yet."""
+        self._constant = constant
+        self._divisions: dict[Shape, Division] = {}
+
+    def division(self, graph: Walked, inputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Division:
+        """How a graph is divided; found once for all of its shape.
+
+        Args:
+            graph: a piece, or all of it.
+            inputs: what it takes.
+            leaves: what all pieces take.
+
+        Raises:
+            RuntimeError: the piece goes past another one's end: the first graph did not.
+        """
+        found = self._divisions.get(graph.shape)
+        if found is None:
+            if len(self._divisions) == _MOST_SHAPES:
+                self._divisions.clear()
+            found = divided(graph, inputs, pointers(self._constant()))
+            others = {id(leaf) for leaf in leaves} - {id(leaf) for leaf in inputs}
+            if any(id(variable(node)) in others for node in graph.nodes):
+                raise RuntimeError(
+                    f"a layer of stage {self.stage} takes a tensor of another layer past the layers between "
+                    "them, and did not in the first forward; hand it on through them, or take a schedule "
+                    "that splits no backward"
+                )
+            self._divisions[graph.shape] = found
+        return found
+
+
+class _Waiting(NamedTuple):
+    """What is to be done for weights' gradients.
+
+    Attributes:
+        edges: where a backward begins.
+        gradients: those of ``edges``; none: of a loss.
+        weights: whose gradients it makes; None: all that there are.
+    """
+
+    edges: Sequence[GradientEdge]
+    gradients: Sequence[Tensor]
+    weights: Sequence[Tensor] | None
+
+
+class SplitBackward:
+    """The backward of one forward of a stage, in two.
+
+    Args:
+        splitting: what is known of the stage.
+        inputs: leaves that the stage was given.
+        joints: where the forward's graph is joined; None: nowhere.
+    """
+
+    def __init__(self, splitting: Splitting, inputs: Sequence[Tensor], joints: Joints | None = None) -> None:
+        self.splitting = splitting
+        self._inputs = [tensor for tensor in inputs if tensor.requires_grad]
+        self._joints = joints.found if joints is not None else []
+        self._replays = joints.replays if joints is not None else []
+        self._waiting: list[_Waiting] = []
+        self._kept: list[Any] = []
+
+    def input_gradient(
+        self, roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor], *, look: bool = False
+    ) -> None:
+        """Let the inputs have their gradients, and make those of weights that do not wait.
+
+        Args:
+            roots: the stage's outputs that need a gradient.
+            gradients: theirs; none: the one output is a loss.
+            look: whether ``kept`` is asked for.
+        """
+        edges = [get_gradient_edge(root) if isinstance(root, Tensor) else root for root in roots]
+        for joint in reversed(self._joints):
+            self._piece(edges, gradients, joint.leaves, look=look)
+            pairs = [
+                (e, x.grad) for e, x in zip(joint.edges, joint.leaves, strict=True) if x.grad is not None
+            ]
+            for leaf in joint.leaves:
+                leaf.grad = None
+            edges, gradients = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+        self._piece(edges, gradients, self._inputs, look=look)
+        for replay in self._replays:
+            replay.settle()
+        self._joints, self._inputs, self._replays = [], [], []
+        self.splitting.waits = bool(self.splitting.waits or self._waiting)
+
+    def kept(self) -> list[Tensor]:
+        """What is kept between the two, if it was to be looked for: saved tensors, and gradients."""
+        found = [one.tensor if isinstance(one, Packed) else one for one in self._kept]
+        self._kept.clear()
+        return [
+            *(tensor for tensor in found if isinstance(tensor, Tensor)),
+            *(gradient for waiting in self._waiting for gradient in waiting.gradients),
+        ]
+
+    def weight_gradients(self) -> None:
+        """Add the other weights' gradients to those that there are."""
+        while self._waiting:
+            edges, gradients, weights = self._waiting.pop(0)
+            accumulate(edges, gradients, into=weights, direct=self.splitting.direct)
+
+    def _piece(
+        self,
+        edges: Sequence[GradientEdge],
+        gradients: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        *,
+        look: bool,
+    ) -> None:
+        """One piece's input gradient, in ``grad`` of its inputs."""
+        if not edges:
+            return
+        direct = self.splitting.direct
+        graph = walked(edges, inputs)
+        nodes = graph.nodes
+        if not inputs:
+            self._waiting.append(_Waiting(edges, gradients, None))
+            if look:
+                self._kept += (found for number, node in enumerate(nodes) for _, found in slots(number, node))
+            return
+        leaves = [*(leaf for joint in self._joints for leaf in joint.leaves), *self._inputs]
+        division = self.splitting.division(graph, inputs, leaves)
+        if not division.boundaries:
+            accumulate(edges, gradients, into=None, direct=direct)
+            return
+        if look or self._replays:
+            self._keep(list(saved_in(nodes, division.kept)), look=look)
+        weights = [variable(nodes[n]) for n in division.early]
+        places = [
+            GradientEdge(nodes[boundary.node], output)
+            for boundary in division.boundaries
+            for output in boundary.outputs
+        ]
+        made = iter(_captured(edges, gradients, [*inputs, *weights, *places], direct=direct))
+        for tensor in inputs:
+            tensor.grad = next(made)
+        for weight in weights:
+            _add(weight, next(made))
+        self._wait(division, nodes, list(zip(places, made, strict=True)))
+        for slot in division.dropped:
+            saved = getattr(nodes[slot.node], slot.name)
+            _drop(saved if slot.place is None else saved[slot.place])
+
+    def _keep(self, saved: list[Any], *, look: bool) -> None:
+        """Let what was saved be there for the weights' gradients."""
+        for packed in saved:
+            if isinstance(packed, Packed):
+                packed.keep()
+        if look:
+            self._kept += saved
+
+    def _wait(
+        self, division: Division, nodes: Sequence[Node], reached: Sequence[tuple[GradientEdge, Tensor | None]]
+    ) -> None:
+        """Note what the weights' gradients begin with: what reached their boundaries."""
+        at = 0
+        for boundary in division.boundaries:
+            each = reached[at : at + len(boundary.outputs)]
+            at += len(each)
+            there = [(place, gradient) for place, gradient in each if gradient is not None]
+            if there:
+                leaves = [variable(nodes[n]) for n in boundary.weights]
+                self._waiting.append(_Waiting([p for p, _ in there], [g for _, g in there], leaves))
+
+
+def accumulate(
+    edges: Sequence[Any],
+    gradients: Sequence[Tensor],
+    *,
+    into: Sequence[Tensor] | None,
+    direct: bool,
+) -> None:
+    """A backward that adds to the gradients of some leaves, or of all.
+
+    Args:
+        edges: where it begins.
+        gradients: those of ``edges``; none: of a loss.
+        into: the leaves; None: all.
+        direct: without ``torch.autograd.backward``'s checks, for gradients that came in the outputs' shapes:
+            they take as long in Python as all else that an op costs here; the engine has its own. It is for
+            the CPU, where the graph runs in this thread and no context has to be carried into another.
+    """
+    if not direct or not gradients:
+        torch.autograd.backward(edges, gradients or None, inputs=into)
+    else:
+        Variable._execution_engine.run_backward(  # noqa: SLF001 - what autograd.backward calls
+            tuple(edges), tuple(gradients), False, False, tuple(into or ()), allow_unreachable=True,
+            accumulate_grad=True,
+        )  # fmt: skip
+
+
+def _captured(
+    edges: Sequence[GradientEdge], gradients: Sequence[Tensor], wanted: Sequence[Any], *, direct: bool
+) -> Gradients:
+    """The gradients that reach some leaves and places of a graph, which stays."""
+    if not direct or not gradients:
+        return torch.autograd.grad(edges, wanted, gradients or None, retain_graph=True, allow_unused=True)
+    found: Gradients = Variable._execution_engine.run_backward(  # noqa: SLF001 - what autograd.grad calls
+        tuple(edges), tuple(gradients), True, False, tuple(wanted), allow_unreachable=True,
+        accumulate_grad=False,
+    )  # fmt: skip
+    return found
+
+
+def _add(weight: Tensor, gradient: Tensor | None) -> None:
+    """Accumulate a gradient as autograd does: it may be another tensor's memory, and hooks wait for it."""
+    if gradient is None:
+        return
+    if weight.grad is None:
+        weight.grad = gradient.clone()
+    else:
+        weight.grad.add_(gradient)
+    hooks = getattr(weight, "_post_accumulate_grad_hooks", None)
+    for hook in list((hooks or {}).values()):
+        hook(weight)
+
+
+def _drop(saved: Any) -> None:
+    """Let what was saved go; whoever asks for it is told."""
+    try:
+        saved.register_hooks(_nothing, _gone)
+    except RuntimeError:  # there is nothing, in a graph that has something there as a rule
+        return
+
+
+def _nothing(_: Tensor) -> None:
+    return None
+
+
+def _gone(_: None) -> Tensor:
+    raise RuntimeError("a tensor that was saved for the input gradient alone is asked for after it")
+
+
+def _noted(tensor: Tensor, edges: list[GradientEdge]) -> Tensor:
+    if tensor.requires_grad:
+        edges.append(get_gradient_edge(tensor))
+    return tensor
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
