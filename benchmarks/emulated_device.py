@@ -13,7 +13,8 @@ Sleeping needs no core, so that many workers run on two.
 
 Equal work: each contender cuts the same sleeping model, sleeps the same total (checked), and makes an SGD
 step. Backwards have two halves, the gradient of the input and that of the weight, 20 ms each, as two nodes
-of autograd's graph; zero-bubble schedules really run them apart. On stage 0 torch runs both as the weight's.
+of autograd's graph; zero-bubble schedules really run them apart. The first stage begins with a layer that
+needs no input gradient, as embeddings do: torch runs all of that stage's backward as the weight's then.
 
 What the machine itself takes is measured in the same turns (`--bare`): a loop of Gloo's sends, receives and
 sleeps in the schedule's order, and nothing else; and the same loop around the stages under autograd, with an
@@ -123,24 +124,27 @@ def undisturbed() -> bool:
 class Clock:
     """When the backward of one unit was entered, and how far its halves have come."""
 
-    __slots__ = ("now",)
+    __slots__ = ("now", "passed_on")
     now: float
+    passed_on: bool
+    """Whether the input's gradient is made; the weight's, if it is not, begins where it was entered."""
 
 
 class InputHalf(torch.autograd.Function):
-    """The backward's half that makes the gradient of the input."""
+    """The backward's half that makes the gradient of the input; what goes on from it is a single number."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, anchor: Tensor | None, seconds: float, clock: Clock) -> Tensor:
-        ctx.seconds, ctx.clock, ctx.anchored = seconds, clock, anchor is not None
-        return value.view_as(value)
+    def forward(ctx: Any, value: Tensor, seconds: float, clock: Clock) -> Tensor:
+        ctx.seconds, ctx.clock, ctx.shape = seconds, clock, value.shape
+        clock.passed_on = False
+        return value.new_zeros(1, 1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (gradient,) = gradients
-        made = gradient.new_zeros(1) if ctx.anchored else torch.empty_like(gradient)
+        made = gradients[0].new_empty(ctx.shape)
         ctx.clock.now = DEVICE.compute(ctx.clock.now, ctx.seconds)
-        return (None, made, None, None) if ctx.anchored else (made, None, None, None)
+        ctx.clock.passed_on = True
+        return made, None, None
 
 
 class WeightHalf(torch.autograd.Function):
@@ -153,46 +157,69 @@ class WeightHalf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.clock.now = DEVICE.compute(ctx.clock.now, ctx.seconds)
+        clock = ctx.clock
+        clock.now = DEVICE.compute(time.perf_counter() if clock.passed_on else clock.now, ctx.seconds)
         return gradients[0], None, None
 
 
-class Both(torch.autograd.Function):
-    """Where in the backward both halves begin: the one node run twice for zero bubbles."""
+class Output(torch.autograd.Function):
+    """Where a backward begins."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, weight: Tensor, clock: Clock) -> Tensor:
-        ctx.one, ctx.clock = torch.ones_like(weight), clock
-        return torch.empty_like(value)  # nothing is written: memory is not what is measured
+    def forward(ctx: Any, value: Tensor, shape: torch.Size, clock: Clock) -> Tensor:
+        ctx.clock = clock
+        return value.new_empty(shape)  # nothing is written: memory is not what is measured
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.clock.now = time.perf_counter()
-        return gradients[0], ctx.one, None
+        return gradients[0].new_ones(1, 1), None, None
 
 
 class Sleep(nn.Module):
-    """A stage. The first one has no input gradient to make, but its layers behind the first have.
+    """The layers of a stage: to autograd a product with a weight, from which both halves go on.
 
     A forward makes its graph first and sleeps then, so that it takes as long as it is to from when its code
     is entered to when it returns; a backward's halves make what they give before they sleep.
     """
 
-    def __init__(self, share: float, *, first: bool) -> None:
+    def __init__(self, share: float) -> None:
         super().__init__()
         self.share = share
-        self.weight = nn.Parameter(torch.zeros(1))
-        self.anchor = nn.Parameter(torch.zeros(1)) if first else None
+        self.weight = nn.Parameter(torch.zeros(1, 1))
 
     def forward(self, value: Tensor) -> Tensor:
         clock = Clock()
         clock.now = time.perf_counter()
         work = self.share * value.shape[0] / SAMPLES
         half = work * BACKWARD_SECONDS / 2
-        hidden = InputHalf.apply(value, self.anchor, half, clock)
+        hidden = InputHalf.apply(value, half, clock)
         weight = WeightHalf.apply(self.weight, half, clock)
-        output: Tensor = Both.apply(hidden, weight, clock)
+        output: Tensor = Output.apply(hidden @ weight, value.shape, clock)
         DEVICE.compute(clock.now, work * FORWARD_SECONDS)
+        return output
+
+
+class Shown(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, weight: Tensor) -> Tensor:
+        del weight
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, gradients[0].new_zeros(1)
+
+
+class First(nn.Module):
+    """A first layer of next to no time (an embedding): it needs no input gradient, those behind it do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, value: Tensor) -> Tensor:
+        output: Tensor = Shown.apply(value, self.weight)
         return output
 
 
@@ -301,7 +328,9 @@ def simulated(schedule: cf.Schedule, message_seconds: float = 0.0) -> cf.Simulat
 
 
 def sleepers(stages: int, workers: int) -> list[nn.Module]:
-    return [Sleep(workers / stages, first=stage == 0) for stage in range(stages)]
+    """By stage its layers; the first one has another before it."""
+    first, *others = (Sleep(workers / stages) for _ in range(stages))
+    return [nn.Sequential(First(), first), *others]
 
 
 class Groups:
@@ -340,11 +369,13 @@ class Ours:
         peak = max(found.peak_activations) * schedule.workers / schedule.stages
         ideal, with_messages = (r.makespan if barrier else r.steady_step or 0.0 for r in (found, slower))
         self.row = Row(name, True, copies, peak, ideal, with_messages, [], [])
+        first, *others = sleepers(schedule.stages, schedule.workers)
+        assert isinstance(first, nn.Sequential)
         self.pipeline = cf.Pipeline(
-            sleepers(schedule.stages, schedule.workers),
+            [*first, *others],
             trivial_loss,
             schedule,
-            cuts=range(1, schedule.stages),
+            cuts=range(2, schedule.stages + 1),
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
             barrier=barrier,
         )
