@@ -36,8 +36,16 @@ SCHEDULES: list[Schedule] = [
     schemes.mixpipe(4, 4, injected=4),
     schemes.hanayo(2, 4, waves=2),
 ]
-SPLIT: list[Schedule] = []
-"""With a backward in two ops, as far as the engine runs them."""
+SPLIT: list[Schedule] = [
+    schemes.zb_h1(4, 6),
+    schemes.zb_h2(2, 4),
+    schemes.zb_v(4, 8),
+    schemes.interleaved_zb(2, 4, chunks=2),
+    schemes.chimera(4, 8, split=True),
+    schemes.dualpipe(2, 4),
+    schemes.dualpipe_v(2, 4),
+]
+"""With a backward in two ops."""
 
 
 def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
