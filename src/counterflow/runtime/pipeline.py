@@ -391,6 +391,7 @@ class Pipeline:
     def _compile(self, compile_layers: bool | str) -> None:
         if compile_layers:
             backend = "inductor" if compile_layers is True else compile_layers
+            self.streams.compiled = True
             with self.streams.turn():  # torch's compiler is not imported by several threads at once
                 for stage in self.stages.values():
                     for layer in stage.layers:

@@ -3,7 +3,8 @@
 Invariant: what a layer draws for some samples depends on nothing else, so that it draws the same when it runs
 a second time to recompute, by the engine or by the user's own checkpoint. For a whole micro-batch these are
 the numbers that torch draws in one process. For a half they are the half's share of them, if the draws are
-made value by value along the samples (dropout is); other draws come from a stream of the half's own.
+made value by value along the samples (dropout is); other draws, and those of compiled layers, come from a
+stream of the half's own.
 
 Streams are drawn from torch's default generators, which are seeded before each layer. What a layer draws
 elsewhere (Python's or NumPy's random numbers, a generator of its own) is beyond its reach.
@@ -66,6 +67,8 @@ class RandomStreams:
         """By layer, whether it drew nothing when it was watched, and may be run a second time."""
         self._drawing: _SharedDraws | None = None
         """What catches draws at the moment."""
+        self.compiled = False
+        """Whether layers go through ``torch.compile``: draws inside of them cannot be caught."""
         self._draws_again = False
         """Whether a layer has drawn for a half what a checkpoint of its own will draw again."""
         self._has_turn = False
@@ -123,6 +126,9 @@ class RandomStreams:
             for generator in self.generators:
                 generator.manual_seed(key)
             return layer(value)  # the step restores the state
+        if self.compiled and index >= 0:
+            with self._seeded(number_of(key, rows.start)):
+                return layer(value)
         before = _versions(layer, value)
         if self._quiet.get(index):
             with self._seeded(key):

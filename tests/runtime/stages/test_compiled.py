@@ -1,0 +1,73 @@
+"""Layers through torch.compile: the numbers of plain ones, whatever runs them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import counterflow as cf
+from counterflow.runtime.workers.launch import launch
+from counterflow.schedule.ir import Schedule
+
+D = torch.float64
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(4, dtype=D), nn.Linear(4, 4, dtype=D)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = self.dropout(torch.tanh(self.linear(self.norm(x))))
+        return x + added
+
+
+def train(schedule: Schedule, recompute: str, dropout: float, how: str | bool) -> list[object]:
+    torch._dynamo.reset()  # or what is compiled already runs
+
+    torch.manual_seed(0)
+    layers = [Block(dropout) for _ in range(4)]
+
+    def job() -> list[object]:
+        generator = torch.Generator().manual_seed(1)
+        given = [torch.randn(9, 4, dtype=D, generator=generator) for _ in range(2)]  # not all lengths alike
+        pipeline = cf.Pipeline(
+            layers, nn.functional.mse_loss, schedule, recompute=recompute,
+            optimizer=partial(torch.optim.SGD, lr=0.1), compile_layers=how,
+        )  # fmt: skip
+        steps = [pipeline.step(*given) for _ in range(2)] + pipeline.flush()
+        told = [step.loss for step in steps if step.about is not None]
+        return [told, pipeline.evaluate(*given), pipeline.predict(given[0]), pipeline.state_dict()]
+
+    found: list[object] = launch(job, workers=2, transport="local")[0]
+    return found
+
+
+HALVING = cf.schemes.chimera(2, 4, concat="backward-halving")
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own code
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "dropout"),
+    [
+        (cf.schemes.chimera(2, 4, concat="forward-doubling"), "stage", 0.5),
+        (cf.schemes.hanayo(2, 2), "layer", 0.5),
+        (cf.schemes.wpipe(2, 2), "layer", 0.5),
+        (HALVING, "layer", 0.0),
+    ],
+    ids=str,
+)
+def test_compiled_layers_give_the_same(schedule: Schedule, recompute: str, dropout: float) -> None:
+    plain = train(schedule, recompute, dropout, how=False)
+    compiled = train(schedule, recompute, dropout, how="aot_eager")
+    torch.testing.assert_close(compiled, plain, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_layers_draw_for_a_half_what_they_draw_when_computed_again() -> None:
+    kept, again = (train(HALVING, recompute, 0.5, how="aot_eager") for recompute in ("none", "layer"))
+    torch.testing.assert_close(again, kept, rtol=1e-10, atol=1e-10)
