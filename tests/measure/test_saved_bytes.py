@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import counterflow as cf
+from counterflow.errors import ConfigError
 from counterflow.measure.stage_costs import StageCost, measure_stages
 from counterflow.models.gpt import GPTConfig
 from counterflow.runtime.execution.meters import Kept, SavedBytes, graph_of
@@ -49,6 +50,24 @@ def _work(schedule: Schedule, recompute: str) -> tuple[list[StageCost], int]:
     costs = measure_stages(pipeline, inputs, targets, repeats=1)
     pipeline.step(inputs, targets)
     return costs, pipeline.peak_saved_bytes
+
+
+def _skipping() -> None:
+    skip, inputs = cf.Skip("a"), torch.ones(4, 2)
+    layers = [skip.save(), torch.nn.Linear(2, 2), skip.load()]
+    pipeline = Pipeline(
+        layers, lambda pair, y: (pair[0] * pair[1] * y).mean(), schemes.gpipe(1, 2), optimizer=_sgd
+    )
+    measure_stages(pipeline, inputs, inputs)
+
+
+def _sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def test_stages_with_skips_are_not_measured_one_by_one() -> None:
+    with pytest.raises(ConfigError, match="save or load a Skip cannot be measured one by one"):
+        launch(_skipping, workers=1, transport="local")
 
 
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from counterflow.errors import ConfigError
 from counterflow.runtime.execution.meters import SavedBytes, graph_of
 from counterflow.runtime.messages.values import Structure, Unit, put_together, take_apart, takes_gradient
 from counterflow.runtime.mini_batch.losses import read_loss
@@ -69,7 +70,15 @@ def measure_stages(
         repeats: of each measurement.
         parts: of a micro-batch that a stage runs on one of, all of which it then costs; None: as the schedule
             says.
+
+    Raises:
+        ConfigError: stages save skips for others, so that none can be measured alone.
     """
+    if any(skips is not None for skips in pipeline.skips):
+        raise ConfigError(
+            "stages that save or load a Skip cannot be measured one by one; measure a model that hands the "
+            "same on from layer to layer"
+        )
     count = pipeline.schedule.micro_batches
     last = pipeline.schedule.stages - 1
     samples = split_points(samples_in(inputs, pipeline.input_dims), count)[1]

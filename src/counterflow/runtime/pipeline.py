@@ -296,8 +296,9 @@ class Pipeline:
         self.cuts = tuple(found)
         edges = (0, *self.cuts, len(modules))
         self._layers_of = [self.layers[edges[s] : edges[s + 1]] for s in range(stages)]
-        self._skips = stage_skips(modules, edges)
-        self.schedule = self.schedule.with_skips(links_of(self._skips))
+        self.skips = stage_skips(modules, edges)
+        """By stage of the model: what it saves for others and loads of them; None: nothing."""
+        self.schedule = self.schedule.with_skips(links_of(self.skips))
         self._statistics = tuple(s for s, layers in enumerate(self._layers_of) if have_statistics(layers))
 
     def _read_names(self, model: nn.Module | Sequence[nn.Module]) -> None:
@@ -336,7 +337,7 @@ class Pipeline:
                 recompute,
                 loss=loss if stage == last else None,
                 autocast=self.autocast,
-                skips=self._skips[stage],
+                skips=self.skips[stage],
             )
             for stage in held
         }
@@ -365,7 +366,7 @@ class Pipeline:
                 transport=self.transport,
                 schedule=self.schedule,
             )
-            if sharding.layout.split and any(skips is not None for skips in self._skips):
+            if sharding.layout.split and any(skips is not None for skips in self.skips):
                 raise ConfigError(
                     "fully_shard sums a module's gradients when those of its inputs are there, and what "
                     "comes by a Skip is none; hand it on through the layers between, or shard by tensors"

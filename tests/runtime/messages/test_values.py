@@ -11,14 +11,23 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from counterflow.errors import ConfigError
-from counterflow.runtime.messages.values import described, put_together, read_description, take_apart
+from counterflow.runtime.messages.values import (
+    described,
+    put_together,
+    read_description,
+    take_apart,
+    takes_gradient,
+)
 from counterflow.runtime.mini_batch.samples import cut, samples_in, split_points
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.stages.skips import Skip
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
+from counterflow.verify.agreement import verify
 
 F = torch.float64
 
@@ -96,6 +105,85 @@ def test_what_cannot_be_handed_on_is_refused() -> None:
     structure, tensors = take_apart(Own(X), "here")
     with pytest.raises(ConfigError, match="cannot go to another worker"):
         described([structure], [len(tensors)])
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    del b, h
+    return q >= kv
+
+
+def test_a_mask_by_blocks_is_the_same_after_a_message() -> None:
+    mask = create_block_mask(causal, None, None, 64, 64, "cpu", BLOCK_SIZE=16)
+    structure, tensors = take_apart({"x": X, "masks": [mask]}, "here")
+    assert all(isinstance(t, Tensor) and not takes_gradient(t) for t in tensors[1:])
+    (found,), _ = read_description(described([structure], [len(tensors)]), 1)
+    assert found == structure
+    (again,) = put_together(found, [tensor.clone() for tensor in tensors])["masks"]
+    assert again.mask_mod is causal
+    assert (again.seq_lengths, again.BLOCK_SIZE, again.shape) == (
+        mask.seq_lengths,
+        mask.BLOCK_SIZE,
+        mask.shape,
+    )
+    assert torch.equal(again.to_dense(), mask.to_dense())
+    torch.testing.assert_close(again.q_indices, mask.q_indices)
+    own = create_block_mask(lambda b, h, q, kv: q + b >= kv + h, None, None, 64, 64, "cpu")
+    structure, tensors = take_apart(own, "here")
+    with pytest.raises(ConfigError, match="the function of a BlockMask has to be one of a module"):
+        described([structure], [len(tensors)])
+
+
+def attention(q: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    """By the mask's blocks and its function; flex_attention itself has no backward on a CPU."""
+    at = torch.arange(q.shape[1])
+    blocks = mask.to_dense()[0, 0].bool().repeat_interleave(16, 0).repeat_interleave(16, 1)
+    seen = blocks & mask.mask_mod(at[:1], at[:1], at[:, None], at)
+    return (q @ q.transpose(1, 2)).masked_fill(~seen, -math.inf).softmax(-1) @ v
+
+
+class Attend(nn.Linear):
+    """Attention by a mask that is handed on."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16, dtype=F)
+
+    def forward(self, given: Any) -> Any:
+        x, mask = given
+        return attention(super().forward(x), x, mask), mask
+
+
+class Masks(nn.Linear):
+    """Makes the mask, by a skip or for the next layer; the last one takes it off."""
+
+    def __init__(self, skip: Any) -> None:
+        super().__init__(16, 16, dtype=F)
+        self.mask = create_block_mask(causal, None, None, 32, 32, "cpu", BLOCK_SIZE=16)
+        self.skip = skip.save()
+
+    def forward(self, x: Tensor) -> Any:
+        self.skip(self.mask)
+        return super().forward(x), self.mask
+
+
+class Unmasked(nn.Linear):
+    def __init__(self, skip: Any) -> None:
+        super().__init__(16, 16, dtype=F)
+        self.skip = skip.load()
+
+    def forward(self, given: Any) -> Tensor:
+        return attention(super().forward(given[0]), given[0], self.skip())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_masks_by_blocks_are_handed_on(mode: str) -> None:
+    torch.manual_seed(0)
+    skip = Skip("mask", once=True)
+    layers = [Masks(skip), Attend(), Attend(), Unmasked(skip)]
+    batches = [(torch.randn(4, 32, 16, dtype=F), torch.randn(4, 32, 16, dtype=F)) for _ in range(2)]
+    for schedule in (schemes.dapple(4, 4), schemes.chimera(4, 4, concat="backward-halving")):
+        rows = [[batch] for batch in batches]
+        found = verify(schedule, layers, nn.MSELoss(), rows, optimizer=sgd, recompute=mode, strict=True)
+        assert found.ok, found
 
 
 class First(nn.Linear):

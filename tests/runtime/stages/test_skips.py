@@ -36,6 +36,7 @@ SCHEMES = [
     schemes.mixpipe(4, 4, injected="max"),
     schemes.hanayo(2, 4, waves=1),
     schemes.hanayo(3, 4, waves=1),
+    schemes.zb_v(2, 4),
 ]
 MODES = ["none", "stage", "layer"]
 
@@ -479,6 +480,25 @@ def test_skips_between_processes() -> None:
     schedule = schemes.interleaved(2, 4, chunks=2)
     found = verified(schedule, "encoder-decoder", "layer", layers=layers, transport="gloo", strict=False)
     assert found.ok, found
+
+
+def few(layers: list[nn.Module], schedule: Schedule, sizes: list[int]) -> float:
+    pipeline = Pipeline(layers, nn.MSELoss(), schedule, optimizer=sgd, costs=[1] * 8)
+    rows = zip(*(part.split(sizes) for part in data("encoder-decoder")), strict=True)
+    return pipeline.step(micro_batches=list(rows)).loss
+
+
+def test_micro_batches_without_samples_make_nothing_once() -> None:
+    """What is made once comes with the first micro-batch, which has to have samples if any later one has."""
+    layers = tables("buffer")
+    inputs, targets = data("encoder-decoder")
+    expected = nn.functional.mse_loss(nn.Sequential(*layers)(inputs), targets).item()
+    schedule = schemes.dapple(4, 4)
+    assert run(few, layers, schedule, [4, 5, 0, 0], workers=4) == pytest.approx([expected] * 4)
+    with pytest.raises(
+        ConfigError, match="stage 0 makes a Skip with once=True with a micro-batch that has no"
+    ):
+        run(few, layers, schedule, [0, 4, 5, 0], workers=4)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,11 @@ from ..mini_batch.batch import Batch
 from ..stages.skips import Carried, StageSkips
 from .tasks import HERE, Task
 
+_NO_SAMPLES = (
+    "stage {} makes a Skip with once=True with a micro-batch that has no samples; give every micro-batch "
+    "some, or leave out once=True"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -139,15 +144,19 @@ class SkipTraffic:
             key = link, task.action.op.pipe, unit.slot
             value = None if held is None else {n: held[n] for n in numbers}
             structure, tensors = take_apart(value, f"stage {task.stage}")
-            if number is None or unit is not task.units[0]:
-                made = self._made_once[key]
-                if value is not None and (made is None or not made.is_same(structure, tensors)):
+            first = task.units[0]
+            if number is not None and unit is first:
+                self._made_once[key] = None
+            made = self._made_once[key]
+            if number is None or made is not None:
+                if value is not None and made is None:
+                    raise ConfigError(_NO_SAMPLES.format(link.source))
+                if value is not None and made is not None and not made.is_same(structure, tensors):
                     raise ConfigError(
                         f"stage {task.stage} saves in a Skip with once=True something else for micro-batch "
                         f"{unit.micro_batch} than for the first one of the step; leave out once=True"
                     )
                 continue
-            self._made_once[key] = None
             if value is not None:
                 versions = [tensor._version for tensor in tensors]  # noqa: SLF001
                 self._made_once[key] = _Once(structure, tensors, versions, [t.clone() for t in tensors])
@@ -155,7 +164,7 @@ class SkipTraffic:
                 self._come_once[key] = value
                 continue
             if batch.known is None:
-                batch.learnt[link, unit.shape] = _layout(structure, tensors)
+                batch.learnt[link, first.shape] = _layout(structure, tensors)
             self._messages.put(number, tensors, [(structure, len(tensors))])
 
     def take(self, task: Task, batch: Batch, leaf: Callable[[Tensor], Tensor]) -> list[Came]:
@@ -166,10 +175,7 @@ class SkipTraffic:
                 value = self._taken_once(task, batch, link, number)
                 for one, rows in zip(found, batch.rows(task.units), strict=True):
                     if value is None and rows.start != rows.stop:
-                        raise ConfigError(
-                            f"stage {link.source} makes a Skip with once=True with a micro-batch that has no "
-                            "samples; give every micro-batch some, or leave out once=True"
-                        )
+                        raise ConfigError(_NO_SAMPLES.format(link.source))
                     one.skips.update(value or {})
                 continue
             for one, (structure, tensors, buffers) in zip(

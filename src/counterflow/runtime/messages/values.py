@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
 
 from ..mini_batch.samples import PLAIN
+from .masks import Rest, closed, opened
 
 Value = Any
 """What a stage takes and gives."""
@@ -78,6 +80,7 @@ class Structure:
         numbers: types of the ints and floats in it, which may differ from one micro-batch to the next and go
             as one tensor after the others.
         flat: tuple or list, if it is one of that many tensors and nothing else.
+        masks: whether there are masks by blocks in it.
     """
 
     spec: pytree.TreeSpec
@@ -85,6 +88,7 @@ class Structure:
     constants: tuple[tuple[type, object], ...] = ()
     numbers: tuple[type, ...] = ()
     flat: type | None = None
+    masks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +134,9 @@ def take_apart(value: object, place: str) -> tuple[Structure | None, list[Tensor
 
 def _take_apart(value: object, place: str) -> tuple[Structure, list[Tensor]]:
     leaves, spec = pytree.tree_flatten(value)
+    masks = any(isinstance(leaf, BlockMask) for leaf in leaves)
+    if masks:
+        leaves, spec = pytree.tree_flatten(opened(value))
     at: list[int] = []
     tensors: list[Tensor] = []
     constants: list[tuple[type, object]] = []
@@ -143,7 +150,7 @@ def _take_apart(value: object, place: str) -> tuple[Structure, list[Tensor]]:
         elif type(leaf) is float or (type(leaf) is int and abs(leaf) <= _EXACT):
             at.append(NUMBER)
             numbers.append(leaf)
-        elif isinstance(leaf, PLAIN):
+        elif isinstance(leaf, (*PLAIN, Rest)):
             at.append(CONSTANT)
             constants.append((type(leaf), leaf))
         else:
@@ -151,7 +158,7 @@ def _take_apart(value: object, place: str) -> tuple[Structure, list[Tensor]]:
     kinds = tuple(type(number) for number in numbers)
     if numbers:  # as bits: no gradient is made for them, and they are not rounded
         tensors.append(torch.tensor(numbers, dtype=torch.float64).view(torch.int64))
-    return Structure(spec, tuple(at), tuple(constants), kinds), tensors
+    return Structure(spec, tuple(at), tuple(constants), kinds, masks=masks), tensors
 
 
 def _refused(value: object, leaf: object, place: str) -> str:
@@ -183,7 +190,8 @@ def put_together(structure: Structure | None, tensors: Sequence[Tensor]) -> Any:
             leaves.append(tensors[at])
         else:
             leaves.append(next(constants)[1] if at == CONSTANT else next(kinds)(next(numbers)))
-    return pytree.tree_unflatten(leaves, structure.spec)
+    found = pytree.tree_unflatten(leaves, structure.spec)
+    return closed(found) if structure.masks else found
 
 
 def described(structures: Sequence[Structure | None], counts: Sequence[int]) -> Tensor:
@@ -194,13 +202,14 @@ def described(structures: Sequence[Structure | None], counts: Sequence[int]) -> 
     """
     if all(structure is None for structure in structures):
         return torch.empty(0, dtype=torch.uint8)
-    told = [s and (_skeleton(s), s.at, s.constants, s.numbers, s.flat) for s in structures]
+    told = [s and (_skeleton(s), s.at, s.constants, s.numbers, s.flat, s.masks) for s in structures]
     try:
         data = pickle.dumps((told, tuple(counts)))
     except Exception as error:
         raise ConfigError(
             f"a stage gives what cannot go to another worker ({error}); hand on tensors, numbers and texts "
-            "in tuples, lists, dicts, or in classes that a module has by name"
+            "in tuples, lists, dicts, or in classes that a module has by name; the function of a BlockMask "
+            "has to be one of a module"
         ) from error
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
