@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,12 +144,13 @@ def check(
     steps: int = 2,
     clip_norm: float = 0.5,
     loss: Callable[..., Any] = mean_loss,
+    count: int = 12,
     **options: Any,
 ) -> None:
     """A pipeline over (replica, worker, *dims) gives what one process gives."""
     names = ("replica", "worker", *dims)
     mesh = init_device_mesh("cpu", (replicas, schedule.workers, *dims.values()), mesh_dim_names=names)
-    inputs, targets = samples()
+    inputs, targets = samples(count)
     expected, weights = one_process(inputs, targets, steps, clip_norm, loss)
     pipeline = cf.Pipeline(
         layers(), loss, schedule, optimizer=adamw, mesh=mesh, parallelize=parallelize, clip_norm=clip_norm,
@@ -183,7 +185,7 @@ def four() -> None:
     check(cf.schemes.zb_h1(2, 3), tp, tensor_parallel)
     check(dapple, shard, sharded, recompute="layer")
     check(chimera, shard, layers_sharded, loss=loss_sum, barrier=False)
-    check_without_flush()
+    check_without_flush(cf.schemes.wpipe(2, 2))
     page()
     check_refusals()
     refused(dapple, drifting, "after step 0 the copies of stage . on ranks .* hold the same weights of it")
@@ -197,15 +199,16 @@ def eight() -> None:
     refused(dapple, both, "has 0 samples, and where fully_shard gathers", dims={"shard": 2, "tp": 2})
 
 
-def check_without_flush() -> None:
+def check_without_flush(schedule: Schedule, **options: Any) -> None:
     """Weight versions of shards: the numbers of two replicas that are given the same."""
-    schedule = cf.schemes.wpipe(2, 2)
     names = ("replica", "worker", "tp")
     plain = init_device_mesh("cpu", (2, 2), mesh_dim_names=names[:2])
     further = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=names)
     found = []
-    for options in ({"mesh": plain}, {"mesh": further, "parallelize": tensor_parallel}):
-        with cf.Pipeline(layers(), mean_loss, schedule, optimizer=adamw, **options) as pipeline:
+    for mesh, parallelize in ((plain, None), (further, tensor_parallel)):
+        with cf.Pipeline(
+            layers(), mean_loss, schedule, optimizer=adamw, mesh=mesh, parallelize=parallelize, **options
+        ) as pipeline:
             for _ in range(4):
                 pipeline.step(*samples(8))
             told = [(step.loss, step.grad_norm) for step in pipeline.flush()]
@@ -217,10 +220,10 @@ def refused(schedule: Schedule, parallelize: Any, words: str, **options: Any) ->
     dims = options.pop("dims", {"tp": 2})
     names = ("replica", "worker", *dims)
     mesh = init_device_mesh("cpu", (1, 2, *dims.values()), mesh_dim_names=names)
-    made = options.pop("layers", layers)()
+    made, optimizer = options.pop("layers", layers)(), options.pop("optimizer", adamw)
     with pytest.raises(cf.CounterflowError, match=words):  # noqa: PT012 - of the pipeline, or of its first step
         pipeline = cf.Pipeline(
-            made, mean_loss, schedule, optimizer=adamw, mesh=mesh, parallelize=parallelize, **options
+            made, mean_loss, schedule, optimizer=optimizer, mesh=mesh, parallelize=parallelize, **options
         )
         mine = [tensor.chunk(pipeline.replicas)[pipeline.replica] for tensor in samples(4)]
         pipeline.step(*mine)
@@ -242,6 +245,8 @@ def check_refusals() -> None:
     refused(dapple, None, "say what its dimensions after .replica, worker. are for")
     refused(wpipe, sharded, "keeps several versions of its weights", dims={"shard": 2})
     refused(wpipe, tensor_parallel, "clips each stage by its own norm", clip_norm=1.0)
+    foreach = partial(torch.optim.SGD, lr=0.1, foreach=True)
+    refused(dapple, tensor_parallel, "has foreach=True, and its parameters are plain", optimizer=foreach)
     refused(dapple, replaced, "gave other modules for stage")
     refused(hanayo, sharded, "0.up.weight is a weight of stages 0 and 3", dims={"shard": 2}, layers=tied)
     refused(dapple, layers_sharded, "comes by a Skip is none", dims={"shard": 2}, layers=skipping)

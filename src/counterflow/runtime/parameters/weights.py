@@ -94,6 +94,7 @@ class Weights:
             ]
             if parameters:
                 made = optimizer(parameters if named else [parameter for _, parameter in parameters])
+                _refuse_mixed(made, stage)
                 self.optimizers[stage] = made
                 if scheduler is not None:
                     self.schedulers[stage] = scheduler(made)
@@ -472,6 +473,18 @@ class Weights:
                     f"{len(rates)} groups of parameters; load it with the stages it was saved with"
                 )
             scheduler.load_state_dict(deepcopy(given))
+
+
+def _refuse_mixed(optimizer: Optimizer, stage: int) -> None:
+    """Refuse, before its first step, an optimiser that changes parameters of several kinds at once."""
+    for group in optimizer.param_groups:
+        kinds = {cast("Any", p).device_mesh if is_dtensor(p) else None for p in group["params"]}
+        at_once = next((name for name in ("foreach", "fused") if group.get(name)), None)
+        if at_once is not None and len(kinds) > 1:
+            raise ConfigError(
+                f"the optimizer of stage {stage} has {at_once}=True, and its parameters are plain ones and "
+                f"DTensors, or of several meshes; leave {at_once} away, or give it groups of each kind"
+            )
 
 
 def _kept(value: Any, *, local: bool = False) -> Any:
