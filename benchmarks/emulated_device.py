@@ -299,6 +299,11 @@ def our_schedules(depth: int, count: int) -> dict[str, cf.Schedule]:
     return {name: schedule for name, schedule in found.items() if runs(schedule)}
 
 
+def splits(schedule: cf.Schedule) -> bool:
+    """Whether a backward is two ops; the loop with autograd has none such."""
+    return any(op.kind is OpKind.WEIGHT_GRADIENTS for op in schedule.ops())
+
+
 def runs(schedule: cf.Schedule) -> bool:
     """Whether the engine has all the ops of a schedule."""
     try:
@@ -408,8 +413,8 @@ class Bare:
 
     @staticmethod
     def key(op: Any, ahead: int = 0) -> tuple[Any, ...]:
-        """Of an op's output, or of the output ``ahead`` stages on."""
-        return op.kind, op.stage + ahead, op.micro_batches, op.part
+        """Of what an op sends, or what is sent ``ahead`` stages on: an output or an input gradient."""
+        return op.kind.makes_output, op.stage + ahead, op.micro_batches, op.part
 
     def step(self, _: Tensor, __: Tensor) -> None:
         send, receive = self.lane.send, self.lane.recv
@@ -424,7 +429,8 @@ class Bare:
             elif isinstance(action, Compute):
                 op = action.op
                 forward = action.op.kind.makes_output
-                work = arriving.pop(self.key(op, -1 if forward else 1), None)
+                takes = forward or op.kind.makes_input_gradient
+                work = arriving.pop(self.key(op, -1 if forward else 1), None) if takes else None
                 if work is not None:
                     work.wait()
                 self.compute(op, forward=forward)
@@ -432,7 +438,9 @@ class Bare:
             work.wait()
 
     def compute(self, op: Any, *, forward: bool) -> None:
-        seconds = op.work * self.share * (FORWARD_SECONDS if forward else BACKWARD_SECONDS)
+        whole = FORWARD_SECONDS if forward else BACKWARD_SECONDS
+        part = len(op.kind.products) / 2 if not forward else 1.0  # one gradient of the two, or both
+        seconds = op.work * self.share * whole * part
         DEVICE.compute(time.perf_counter(), seconds)
 
 
@@ -588,7 +596,7 @@ def work(settings: Settings, count: int) -> dict[str, list[Row]]:
                 kind(name, schedule, BYTES[payload], transport)
                 for kind in (Bare, BareAutograd)
                 for name, schedule in our_schedules(workers, count).items()
-                if wanted(name)
+                if wanted(name) and (kind is Bare or not splits(schedule))
             ]
         note(rank, f"D={workers} N={count} {payload}: {len(contenders)} contenders made")
         inputs = torch.zeros(count * SAMPLES, BYTES[payload] // 4 // SAMPLES)
