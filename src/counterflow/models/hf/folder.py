@@ -68,6 +68,10 @@ def _save_shards(model: Any, mine: Mapping[str, Tensor], transport: Any, folder:
         rank: SINGLE if len(writers) == 1 else f"model-{number:05}-of-{len(writers):05}.safetensors"
         for number, rank in enumerate(writers, 1)
     }
+    if transport.rank == 0:  # what an earlier model left there would be read in place of this one
+        for old in (*folder.glob("model*.safetensors"), folder / INDEX):
+            old.unlink(missing_ok=True)
+    transport.gather([])
     if transport.rank in files:
         part = {n: tensor.contiguous() for n, tensor in mine.items() if owners.get(n) == transport.rank}
         save_file(part, folder / files[transport.rank], metadata={"format": "pt"})
