@@ -32,6 +32,13 @@ SCHEDULES = [
     schemes.mixpipe(4, 8, injected="max"),
     schemes.hanayo(2, 4, waves=1),
     schemes.hanayo(2, 4, waves=2),
+    schemes.zb_h1(4, 6),
+    schemes.zb_h2(3, 6),
+    schemes.zb_v(2, 5),
+    schemes.v_half(4, 5),
+    schemes.interleaved_zb(2, 4),
+    schemes.dualpipe(4, 8),
+    schemes.chimera(4, 4, split=True),
 ]
 
 
@@ -77,6 +84,7 @@ def test_the_count_is_the_prediction(schedule: Schedule, recompute: str) -> None
     costs = found[0][0]
     memory = cf.ByteCosts(
         activations=[cost.activation_bytes for cost in costs],
+        kept_for_weights=[cost.kept_bytes for cost in costs],
         inputs=[cost.input_bytes for cost in costs],
         layers=[cost.layers for cost in costs],
         layer_inputs=[cost.layer_input_bytes for cost in costs],

@@ -94,7 +94,7 @@ class LayerTimer:
     def result(self, quietest: float = 1.0) -> AtSize:
         """What the turns found (see ``OpTimer.times``), and bytes."""
         together, apart = self._one.times(quietest), self._each.times(quietest)
-        costs = measure_stages(self._each.pipeline, *self._batch, repeats=1)
+        costs = measure_stages(self._each.pipeline, *self._batch, repeats=3)
         forward, in_forward = without_overhead(apart.forward, together.forward[0])
         backward, in_backward = without_overhead(apart.backward, together.backward[0])
         return AtSize(

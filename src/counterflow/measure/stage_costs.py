@@ -24,6 +24,7 @@ from counterflow.runtime.mini_batch.losses import read_loss
 from counterflow.runtime.mini_batch.samples import cut, moved, samples_in, split_points
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.randomness import Rows
+from counterflow.runtime.stages.split_backward import Joints, SplitBackward
 from counterflow.runtime.stages.stage import StageCopy
 
 
@@ -41,6 +42,9 @@ class StageCost:
         largest_layer_bytes: most that a layer saves beyond its input: there while layers are recomputed.
         layers: number of layers.
         weight_bytes: bytes of the parameters.
+        kept_bytes: what a split backward keeps between input gradient and weight gradients.
+        input_gradient_seconds: median seconds of the first half of a split backward.
+        weight_gradients_seconds: of the other half.
     """
 
     forward_seconds: float
@@ -51,6 +55,9 @@ class StageCost:
     largest_layer_bytes: int
     layers: int
     weight_bytes: int
+    kept_bytes: int
+    input_gradient_seconds: float
+    weight_gradients_seconds: float
 
 
 _Described = tuple[Structure | None, list[tuple[torch.Size, torch.dtype, bool]]]
@@ -167,6 +174,9 @@ def _measured(
             forward.append(middle - start)
             backward.append(end - middle)
         saved = _saved(constant, lambda: loss(_forward(pipeline, copy, value, rows)))
+        halves, kept = _split(
+            pipeline, copy, given, lambda: loss(_forward(pipeline, copy, value, rows)), repeats
+        )
         beyond, layer_inputs, output = _by_layer(pipeline, copy, value, rows, constant)
         if target is not None:  # the loss is not computed again
             layer_inputs += _saved(constant, lambda: loss(output))
@@ -185,7 +195,39 @@ def _measured(
         largest_layer_bytes=round(scale * max(beyond, default=0)),
         layers=len(copy.layers),
         weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        kept_bytes=round(scale * _held(constant, kept)),
+        input_gradient_seconds=scale * statistics.median(first for first, _ in halves),
+        weight_gradients_seconds=scale * statistics.median(second for _, second in halves),
     )
+
+
+def _split(
+    pipeline: Pipeline, copy: StageCopy, given: list[Tensor], run: Callable[[], list[Tensor]], repeats: int
+) -> tuple[list[tuple[float, float]], list[Tensor]]:
+    """Seconds of a split backward's halves, and what is kept between them."""
+    seconds: list[tuple[float, float]] = []
+    kept: list[Tensor] = []
+    for turn in range(repeats + 2):  # the first graph shows where others are joined
+        copy.joints = joints = Joints(copy.splitting)
+        try:
+            outputs = run()
+        finally:
+            copy.joints = None
+        if not outputs:
+            return [(0.0, 0.0)], []
+        joints.learn(outputs, given)
+        split = SplitBackward(copy.splitting, given, joints)
+        start = _now(pipeline)
+        split.input_gradient(outputs, [torch.ones_like(t) for t in outputs], look=turn == 1)
+        middle = _now(pipeline)
+        if turn == 1:
+            kept = split.kept()
+        again = _now(pipeline)
+        split.weight_gradients()
+        seconds.append((middle - start, _now(pipeline) - again))
+        for tensor in given:
+            tensor.grad = None
+    return seconds[2:], kept
 
 
 def _by_layer(
@@ -219,6 +261,13 @@ def _saved(constant: list[Tensor], run: Callable[[], list[Tensor]]) -> int:
     return count.peak
 
 
+def _held(constant: list[Tensor], kept: list[Tensor]) -> int:
+    count = SavedBytes(constant)
+    for tensor in kept:
+        count.hold(tensor, [])
+    return count.peak
+
+
 def _now(pipeline: Pipeline) -> float:
     with torch.cuda.device(pipeline.device) if pipeline.device.type == "cuda" else nullcontext():
         if pipeline.device.type == "cuda":
@@ -238,4 +287,7 @@ def _median(costs: list[StageCost]) -> StageCost:
         one.largest_layer_bytes,
         one.layers,
         one.weight_bytes,
+        one.kept_bytes,
+        statistics.median(cost.input_gradient_seconds for cost in costs),
+        statistics.median(cost.weight_gradients_seconds for cost in costs),
     )

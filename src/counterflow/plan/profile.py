@@ -16,6 +16,9 @@ from counterflow.errors import ConfigError
 
 from .cluster import FORM, require_number
 
+_AT_SIZES = "forward_seconds", "backward_seconds", "saved_bytes"
+_OF_HALVES = "input_gradient_seconds", "weight_gradients_seconds", "kept_bytes"
+
 
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
@@ -31,6 +34,9 @@ class LayerProfile:
         sources: where a number comes from, by its name.
         part_overhead_seconds: what a forward of half a micro-batch takes more than one of as many samples:
             what it draws at random is drawn for the whole.
+        input_gradient_seconds: the first half of a split backward at each size; none: half of the backward.
+        weight_gradients_seconds: the other half; none: what the backward takes beyond the first.
+        kept_bytes: what is kept between the two at each size; none: all that the forward keeps.
 
     Raises:
         ConfigError: no sizes, sizes that do not rise, a number for a size missing or negative.
@@ -50,14 +56,19 @@ class LayerProfile:
     output_bytes: float
     sources: Mapping[str, str] = field(default_factory=dict)
     part_overhead_seconds: float = 0.0
+    input_gradient_seconds: tuple[float, ...] = ()
+    weight_gradients_seconds: tuple[float, ...] = ()
+    kept_bytes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.samples or self.samples[0] <= 0 or any(a >= b for a, b in pairwise(self.samples)):
             raise ConfigError(
                 f"samples={list(self.samples)}: must be one size or more, above 0, each more than the last"
             )
-        for name in ("forward_seconds", "backward_seconds", "saved_bytes"):
+        for name in (*_AT_SIZES, *_OF_HALVES):
             values = getattr(self, name)
+            if name in _OF_HALVES and not values:
+                continue
             if len(values) != len(self.samples):
                 raise ConfigError(
                     f"{name}: {len(values)} numbers for {len(self.samples)} sizes; give one a size of samples"
@@ -75,11 +86,30 @@ class LayerProfile:
         """Seconds of its backward."""
         return self._at(self.backward_seconds, samples)
 
+    def input_gradient(self, samples: float) -> float:
+        """Seconds of the first half of a split backward."""
+        if not self.input_gradient_seconds:
+            return self.backward(samples) / 2
+        return self._at(self.input_gradient_seconds, samples)
+
+    def weight_gradients(self, samples: float) -> float:
+        """Seconds of the other half."""
+        if not self.weight_gradients_seconds:
+            return max(0.0, self.backward(samples) - self.input_gradient(samples))
+        return self._at(self.weight_gradients_seconds, samples)
+
     def saved(self, samples: float) -> float:
         """Bytes that its forward keeps for its backward."""
+        return self._bytes(self.saved_bytes, samples)
+
+    def kept(self, samples: float) -> float:
+        """Bytes that are kept between the halves of a split backward."""
+        return self._bytes(self.kept_bytes or self.saved_bytes, samples)
+
+    def _bytes(self, values: tuple[float, ...], samples: float) -> float:
         if samples < self.samples[0]:
-            return self.saved_bytes[0] * samples / self.samples[0]
-        return self._at(self.saved_bytes, samples)
+            return values[0] * samples / self.samples[0]
+        return self._at(values, samples)
 
     def _at(self, values: tuple[float, ...], samples: float) -> float:
         sizes = self.samples

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.cuts import balance, explicit, stage_layers
+from counterflow.schedule.ir import OpKind
 from counterflow.schedule.modes import Recompute
 from counterflow.simulate import ByteCosts, Piece
 from counterflow.simulate.op_costs import StageBytes, stage_bytes
@@ -47,6 +48,10 @@ class StageCosts:
         doubled_in_turn: seconds of one that runs them one after the other, so that each has its own graph.
         halved_forward: seconds of a forward of a micro-batch half by half, so that each half has its own.
         half_backward: seconds of a backward of half a micro-batch.
+        input_gradient: seconds of the first half of a split backward, without recomputation.
+        weight_gradients: seconds of the other half.
+        half_input_gradient: seconds of the first half, of half a micro-batch.
+        half_weight_gradients: seconds of the other.
         output_bytes: bytes of the stage's output.
         bytes: what the stage's weights and activations take, in the simulator's terms.
     """
@@ -60,6 +65,10 @@ class StageCosts:
     doubled_in_turn: tuple[float, ...]
     halved_forward: tuple[float, ...]
     half_backward: tuple[float, ...]
+    input_gradient: tuple[float, ...]
+    weight_gradients: tuple[float, ...]
+    half_input_gradient: tuple[float, ...]
+    half_weight_gradients: tuple[float, ...]
     output_bytes: tuple[float, ...]
     bytes: ByteCosts
 
@@ -89,11 +98,20 @@ class PlannedOps:
             if piece.shares > piece.micro_batches:
                 return halved_forward(stages, self.recompute)[s]
             return stages.forward[s] * piece.work
-        whole = stages.half_backward[s] if piece.work == 0.5 else stages.backward[s] * piece.work
-        # Split, what is recomputed is recomputed with the input gradient.
-        share = 1.0 if piece.kind.makes_input_gradient and piece.kind.makes_weight_gradients else 0.5
-        again = stages.again[s] * piece.work if self.recompute is not Recompute.NONE else 0.0
-        return share * whole + (again if piece.kind.makes_input_gradient else 0.0)
+        whole, half = self._backwards(piece.kind)
+        seconds = half[s] if piece.work == 0.5 else whole[s] * piece.work
+        if self.recompute is not Recompute.NONE and piece.kind.makes_input_gradient:
+            seconds += stages.again[s] * piece.work  # split, too
+        return seconds
+
+    def _backwards(self, kind: OpKind) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Seconds of a kind of backward, of a whole micro-batch and of half of one, by stage."""
+        stages = self.stages
+        if kind is OpKind.INPUT_GRADIENT:
+            return stages.input_gradient, stages.half_input_gradient
+        if kind is OpKind.WEIGHT_GRADIENTS:
+            return stages.weight_gradients, stages.half_weight_gradients
+        return stages.backward, stages.half_backward
 
     def bytes(self, piece: Piece) -> tuple[float, float]:
         """What it adds to its worker's memory when it starts, and when it has ended."""
@@ -183,6 +201,7 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
         weights=weights,
         optimizer=tuple(model.optimizer_states * w for w in weights),
         activations=total(lambda layer: layer.saved(samples)),
+        kept_for_weights=total(lambda layer: layer.kept(samples)),
         inputs=tuple(into[0] for into in entering),
         layers=tuple(len(stage) for stage in stages),
         layer_inputs=tuple(map(sum, entering)),
@@ -201,6 +220,10 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
         doubled_in_turn=op(lambda layer: 2 * layer.forward(samples)),
         halved_forward=op(lambda layer: 2 * (layer.forward(samples / 2) + layer.part_overhead_seconds)),
         half_backward=op(lambda layer: layer.backward(samples / 2)),
+        input_gradient=op(lambda layer: layer.input_gradient(samples)),
+        weight_gradients=op(lambda layer: layer.weight_gradients(samples)),
+        half_input_gradient=op(lambda layer: layer.input_gradient(samples / 2)),
+        half_weight_gradients=op(lambda layer: layer.weight_gradients(samples / 2)),
         output_bytes=tuple(stage[-1].output_bytes * samples for stage in stages),
         bytes=held,
     )

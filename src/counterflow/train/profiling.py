@@ -28,6 +28,7 @@ from counterflow.errors import ConfigError
 from counterflow.measure.layer_times import AtSize, LayerTimer, StepTimer, Subject, timed
 from counterflow.measure.links import Travel, measure_allreduces, measure_messages
 from counterflow.measure.machine import cores, device_name, memory_bytes
+from counterflow.measure.stage_costs import StageCost
 from counterflow.plan import Cluster, LayerProfile, Link, Model, Profile
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.world import current_transport
@@ -177,7 +178,7 @@ def profile_of(
         op_overhead_seconds=gap + statistics.median(each.overhead_seconds for each in by_size),
         step_overhead_seconds=around,
         sources={
-            "layers": f"{how}; layers of one kind: median over them",
+            "layers": f"{how}; layers of one kind: median over them; halves of split backwards in proportion",
             "update_seconds_per_byte": f"{job.config.optimizer.name}: measured, median",
             "op_overhead_seconds": "measured: between two ops, and what a stage more adds to its layers",
             "step_overhead_seconds": "measured: a step without its ops and the optimiser",
@@ -238,6 +239,15 @@ def _layer(members: Sequence[int], by_size: Sequence[AtSize]) -> LayerProfile:
     def median(of: Callable[[AtSize, int], float]) -> tuple[float, ...]:
         return tuple(statistics.median(of(one, i) for i in members) for one in by_size)
 
+    def half(of: Callable[[StageCost], float]) -> tuple[float, ...]:
+        """Seconds as in a step: the share that they are of the whole backward where both were alone."""
+
+        def seconds(one: AtSize, i: int) -> float:
+            cost = one.costs[i]
+            return one.backward[i] * of(cost) / cost.backward_seconds if cost.backward_seconds else 0.0
+
+        return median(seconds)
+
     largest = by_size[-1]
     after = [largest.costs[i + 1].input_bytes for i in members if i + 1 < len(largest.costs)]
     return LayerProfile(
@@ -251,6 +261,9 @@ def _layer(members: Sequence[int], by_size: Sequence[AtSize]) -> LayerProfile:
             [one.part_overhead_seconds[i] for one in by_size if one.part_overhead_seconds for i in members]
             or [0.0]
         ),
+        input_gradient_seconds=half(lambda cost: cost.input_gradient_seconds),
+        weight_gradients_seconds=half(lambda cost: cost.weight_gradients_seconds),
+        kept_bytes=median(lambda one, i: one.costs[i].kept_bytes),
     )
 
 

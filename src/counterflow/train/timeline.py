@@ -135,10 +135,13 @@ def costs_of(stages: Sequence[StageCost], recompute: Recompute, replicas: int) -
     return Costs(
         forward=[stage.forward_seconds for stage in stages],
         backward=[stage.backward_seconds for stage in stages],
+        input_gradient=[stage.input_gradient_seconds for stage in stages],
+        weight_gradients=[stage.weight_gradients_seconds for stage in stages],
         recompute=recompute,
         replicas=replicas,
         memory=ByteCosts(
             activations=[stage.activation_bytes for stage in stages],
+            kept_for_weights=[stage.kept_bytes for stage in stages],
             inputs=[stage.input_bytes for stage in stages],
             layers=[stage.layers for stage in stages],
             layer_inputs=[stage.layer_input_bytes for stage in stages],

@@ -738,7 +738,7 @@ class Interpreter:
             joints.learn(outputs, inputs)
         if not copy.checked:
             targets = self._batches[task.slot].targets
-            copy.check_graph(outputs, [*inputs, *_tensors(targets)])
+            copy.check_graph(outputs, [*inputs, *_tensors(targets)], joints)
 
     def _holds(self, held: list[Kept]) -> Hold | None:
         """Counts what is kept for a backward, if that is counted, and notes it in ``held``."""

@@ -126,20 +126,24 @@ class StageCopy:
         found = [module._buffers[name] for module, name in self.buffers.norms]  # noqa: SLF001
         return [buffer for buffer in found if buffer is not None]
 
-    def check_graph(self, outputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    def check_graph(
+        self, outputs: Sequence[Tensor], given: Sequence[Tensor], joints: Joints | None = None
+    ) -> None:
         """Refuse, once, a stage that computes with weights that are nobody's parameters.
 
         Args:
             outputs: with their graph.
             given: all that went in.
+            joints: where the graph is joined; None: nowhere.
 
         Raises:
             ConfigError: it does.
         """
         self.checked = True
         gathered = gathered_parameters(self.module) if self.module is not None else ()
-        known = {id(tensor) for tensor in (*self.parameters(), *gathered, *given)}
-        for node in graph_of(outputs, given):
+        leaves, ends = (joints.leaves, joints.ends) if joints is not None else ([], [])
+        known = {id(tensor) for tensor in (*self.parameters(), *gathered, *given, *leaves)}
+        for node in graph_of(outputs, given, ends):
             tensor = getattr(node, "variable", None)
             if isinstance(tensor, Tensor) and id(tensor) not in known and tensor.numel():
                 raise ConfigError(
