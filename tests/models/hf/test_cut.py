@@ -59,6 +59,7 @@ SCHEMES = [
     cf.schemes.chimera(2, 4, concat="backward-halving"),
     cf.schemes.interleaved(2, 4, chunks=2),
     cf.schemes.hanayo(2, 4, waves=1),
+    cf.schemes.zb_v(2, 4),
 ]
 
 
