@@ -220,7 +220,7 @@ class Interpreter:
         self._batches: list[Batch] = []
         self._newest = 0
         self._handed: dict[Key, _Output] = {}
-        self._gradients: dict[Key, list[Tensor]] = {}
+        self._gradients: dict[Key, list[Tensor | None]] = {}
         self._stashes: dict[Key, _Stash] = {}
         self._waiting: dict[Key, _Waiting] = {}
         self._with_outputs: list[_Stash] = []
@@ -591,10 +591,12 @@ class Interpreter:
         edges: Sequence[Any] | None = stash.edges
         rows = self._batches[task.slot].rows((unit,))[0] if unit.parts > 1 else None
         if edges is None:
-            edges, gradients = self._recomputed(task, copy, unit, stash, gradients)
+            edges, known = self._recomputed(task, copy, unit, stash, gradients)
+        else:
+            edges, known = _with_gradients(edges, gradients)
         split = SplitBackward(copy.splitting, stash.inputs, stash.joints) if task.splits else None
         with self._recomputed_layers(copy), copy.streams.backward(rows):
-            self._differentiate(action.op, edges, gradients, split)
+            self._differentiate(action.op, edges, known, split)
         self._clock.end(action.op, self._period_offset, begin)
         if task.stage > 0:
             found = self._input_gradients(task, stash)
@@ -644,34 +646,33 @@ class Interpreter:
             assert self.saved is not None
             self.saved.release(waiting.held)
 
-    def _input_gradients(self, task: Task, stash: _Stash) -> list[Tensor]:
-        """Of what the stage before gave; those of what came by skips are on their way."""
-        found: list[Tensor] = []
+    def _input_gradients(self, task: Task, stash: _Stash) -> list[Tensor | None]:
+        """Of what the stage before gave, None where there is none; those of skips are on their way."""
+        found: list[Tensor | None] = []
         for tensor in stash.inputs:
             if tensor.requires_grad:
-                grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-                found.append(grad if type(grad) is Tensor else settled(grad))
+                grad = tensor.grad
+                found.append(grad if grad is None or type(grad) is Tensor else settled(grad))
                 tensor.grad = None
         return self._skips.give_gradients(task, found, stash.by_skips) if task.gives else found
 
-    def _output_gradients(self, task: Task) -> tuple[list[Tensor], Sequence[Tensor]]:
+    def _output_gradients(self, task: Task) -> tuple[list[Tensor | None], Sequence[Tensor]]:
         found, reused = self._next_gradients(task)
         if task.takes:
             more, buffers = self._skips.take_gradients(task)
             return [*found, *more], [*reused, *buffers]
         return found, reused
 
-    def _next_gradients(self, task: Task) -> tuple[list[Tensor], Sequence[Tensor]]:
+    def _next_gradients(self, task: Task) -> tuple[list[Tensor | None], Sequence[Tensor]]:
         """Of what the next stage took."""
         if task.stage == self._last_stage:
             return [], []
         if task.number < 0:
             return self._gradients.pop((task.stage, task.units[0])), []
-        ((_, tensors, buffers),) = self._messages.take(task.number, 1)
-        return tensors, buffers
+        return self._messages.take_gradients(task.number)
 
     def _recomputed(
-        self, task: Task, copy: StageCopy, unit: Unit, stash: _Stash, gradients: list[Tensor]
+        self, task: Task, copy: StageCopy, unit: Unit, stash: _Stash, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The outputs of a unit whose forward kept only its inputs, with their graph and gradients."""
         batch, again = self._batches[task.slot], stash.again
@@ -692,8 +693,9 @@ class Interpreter:
         if task.stage == self._last_stage:
             return [tensor for tensor in tensors if tensor.requires_grad], []
         marked = [tensor for tensor, was in zip(tensors, again.marked, strict=True) if was]
-        pairs = [(t, g) for t, g in zip(marked, gradients, strict=True) if t.requires_grad]
-        return [t for t, _ in pairs], [g for _, g in pairs]
+        pairs = zip(marked, gradients, strict=True)
+        there = [(t, g) for t, g in pairs if t.requires_grad and g is not None]
+        return [t for t, _ in there], [g for _, g in there]
 
     def _recomputed_layers(self, copy: StageCopy) -> AbstractContextManager[Any]:
         """Around a backward: what single layers save when they are recomputed counts until the next one."""
@@ -776,6 +778,16 @@ def _part(tree: Any, unit: Unit, batch: Batch, dims: Dims) -> Any:
     if unit.parts == 1:
         return tree
     return cut(tree, unit.rows(batch.samples[unit.micro_batch]), dims)
+
+
+def _with_gradients(
+    edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None]
+) -> tuple[Sequence[GradientEdge], list[Tensor]]:
+    """Those of a stage's outputs that have a gradient; a loss needs none."""
+    there = [gradient for gradient in gradients if gradient is not None]
+    if len(there) < len(gradients):
+        edges = [e for e, gradient in zip(edges, gradients, strict=True) if gradient is not None]
+    return edges, there
 
 
 def _leaf(tensor: Tensor) -> Tensor:

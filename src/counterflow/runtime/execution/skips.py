@@ -90,7 +90,7 @@ class SkipTraffic:
     def __init__(self, messages: MessageQueue) -> None:
         self._messages = messages
         self._handed: dict[tuple[SkipLink, Unit], tuple[Structure | None, list[Tensor]]] = {}
-        self._gradients: dict[tuple[SkipLink, Unit], list[Tensor]] = {}
+        self._gradients: dict[tuple[SkipLink, Unit], list[Tensor | None]] = {}
         self._made_once: dict[tuple[SkipLink, int, int], _Once | None] = {}
         self._come_once: dict[tuple[SkipLink, int, int], Any] = {}
 
@@ -213,20 +213,22 @@ class SkipTraffic:
 
     # -- backwards
 
-    def take_gradients(self, task: Task) -> tuple[list[Tensor], list[Tensor]]:
+    def take_gradients(self, task: Task) -> tuple[list[Tensor | None], list[Tensor]]:
         """The gradients of what a unit gave by skips, and the buffers they are in."""
-        found: list[Tensor] = []
+        found: list[Tensor | None] = []
         reused: list[Tensor] = []
         for link, number in task.takes:
             if number == HERE:
                 found += self._gradients.pop((link, task.units[0]))
             elif number is not None:
-                ((_, tensors, buffers),) = self._messages.take(number, 1)
+                tensors, buffers = self._messages.take_gradients(number)
                 found += tensors
                 reused += buffers
         return found, reused
 
-    def give_gradients(self, task: Task, found: list[Tensor], counts: Sequence[int]) -> list[Tensor]:
+    def give_gradients(
+        self, task: Task, found: list[Tensor | None], counts: Sequence[int]
+    ) -> list[Tensor | None]:
         """Hand on the gradients of what came by skips; what is left is that of the stage's input.
 
         Args:

@@ -1,6 +1,10 @@
 """One worker's messages between stages: what is posted, what has come, what is on its way out.
 
 Invariant: what was received is in a buffer of its own until nothing refers to it.
+
+A value that the next stage did not use has no gradient, and what was computed for it alone gets none either,
+as in one process. A message whose shapes are known has zeros in its place; where a gradient was missing
+before, zeros are read as none.
 """
 
 from __future__ import annotations
@@ -8,12 +12,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.program.actions import Receive, Send
+from counterflow.schedule.workload import SkipLink
 
 from ..execution.tasks import Task
 from ..mini_batch.batch import Batch, Shapes
@@ -22,16 +29,19 @@ from ..transport.base import Described
 from .compression import Compression
 from .values import NUMBER, BufferPool, Structure, TensorSpec, described, read_description
 
+_Of = tuple[int, SkipLink | None]
 Taken = tuple[Structure | None, list[Tensor], Sequence[Tensor]]
 _Sized = tuple[Structure | None, int]
 _NONE: Sequence[Tensor] = ()
+_MISSING = torch.empty(0, dtype=torch.bool)
+"""Stands for a gradient that there is not: none has this dtype."""
 _Restore = Callable[[list[Tensor], Sequence[TensorSpec]], list[Tensor]]
 
 
 class _PostedReceive:
     """A posted receive of known shapes; ``restore`` makes tensors of what came in another form."""
 
-    __slots__ = ("buffers", "pending", "restore", "specs", "structures")
+    __slots__ = ("buffers", "of", "pending", "restore", "specs", "structures")
 
     def __init__(
         self,
@@ -42,6 +52,7 @@ class _PostedReceive:
     ) -> None:
         self.pending, self.buffers, self.restore = pending, buffers, restore
         self.structures, self.specs = task.structures, task.specs
+        self.of = _of(task)
 
     def take(self, count: int, *, as_leaves: bool) -> list[Taken]:
         """What came, by unit: structure, tensors, and the buffers of the pool that they are in.
@@ -69,10 +80,10 @@ class _PostedReceive:
 class _PostedDescribed:
     """A posted receive whose shapes come with it."""
 
-    __slots__ = ("activation", "pending")
+    __slots__ = ("activation", "of", "pending")
 
-    def __init__(self, pending: Described, *, activation: bool) -> None:
-        self.pending, self.activation = pending, activation
+    def __init__(self, pending: Described, task: Task) -> None:
+        self.pending, self.activation, self.of = pending, task.activation, _of(task)
 
     def take(self, count: int, *, as_leaves: bool) -> list[Taken]:
         """What came, by unit; in no buffers of the pool."""
@@ -106,10 +117,14 @@ class MessageQueue:
         self.compression = compression
         self._pool = BufferPool(transport.device)
         self._arrivals: dict[int, _PostedReceive | _PostedDescribed] = {}
-        self._outbox: dict[int, tuple[list[Tensor], Sequence[_Sized]]] = {}
+        self._outbox: dict[int, tuple[Sequence[Tensor | None], Sequence[_Sized]]] = {}
+        self._missing: dict[_Of, set[int]] = {}
+        """The places of gradients that were missing once."""
         self._sending: deque[tuple[Pending, Sequence[Tensor]]] = deque()
 
-    def put(self, number: int, tensors: list[Tensor], structures: Sequence[_Sized] = ()) -> None:
+    def put(
+        self, number: int, tensors: Sequence[Tensor | None], structures: Sequence[_Sized] = ()
+    ) -> None:
         """Lay ready what a later task sends; of activations also the structure and size of each unit's."""
         self._outbox[number] = tensors, structures
 
@@ -128,6 +143,23 @@ class MessageQueue:
         self.transport.get_ready()
         return self._arrivals.pop(number).take(count, as_leaves=as_leaves)
 
+    def take_gradients(self, number: int) -> tuple[list[Tensor | None], Sequence[Tensor]]:
+        """Wait for the gradients of one unit; None where there is none. And their buffers."""
+        self.transport.get_ready()
+        arrival = self._arrivals.pop(number)
+        ((_, tensors, buffers),) = arrival.take(1, as_leaves=False)
+        found: list[Tensor | None] = [*tensors]
+        if isinstance(arrival, _PostedDescribed):
+            places = {place for place, tensor in enumerate(tensors) if tensor.dtype is torch.bool}
+            if places:
+                self._missing.setdefault(arrival.of, set()).update(places)
+        else:
+            once = self._missing.get(arrival.of, ())
+            places = {place for place in once if not tensors[place].any()}
+        for place in places:
+            found[place] = None
+        return found, buffers
+
     def give_back(self, buffers: Sequence[Tensor]) -> None:
         """The engine needs what came in these buffers no more."""
         if buffers:
@@ -144,16 +176,16 @@ class MessageQueue:
     def send(self, task: Task) -> None:
         """Begin to send what lies ready."""
         known = self.batches[task.slot].known
-        tensors: Sequence[Tensor]
         if known is None:
-            tensors, structures = self._outbox.pop(task.number)
+            laid, structures = self._outbox.pop(task.number)
+            tensors = [_MISSING if tensor is None else tensor for tensor in laid]
             if task.activation:
-                tensors = [described(*zip(*structures, strict=True)), *tensors]
+                tensors.insert(0, described(*zip(*structures, strict=True)))
             pending = self.transport.send_described(tensors, task.peer, task.number)
             self._keep(pending, tensors)
             return
-        tensors, full = self._to_send(task, known)
-        self._keep(self.transport.send(tensors, task.peer, task.number), tensors)
+        message, full = self._to_send(task, known)
+        self._keep(self.transport.send(message, task.peer, task.number), message)
         if full:
             self._send_full(task, full)
 
@@ -162,9 +194,7 @@ class MessageQueue:
         batch = self.batches[task.slot]
         arrival: _PostedReceive | _PostedDescribed
         if batch.known is None:
-            arrival = _PostedDescribed(
-                self.transport.receive_described(task.peer, task.number), activation=task.activation
-            )
+            arrival = _PostedDescribed(self.transport.receive_described(task.peer, task.number), task)
         else:
             buffers = self._to_receive(task, batch.known)
             pending = self.transport.receive(buffers, task.peer, task.number)
@@ -210,14 +240,22 @@ class MessageQueue:
 
     def _to_send(self, task: Task, known: Shapes) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """A message whose shapes the receiver knows, and what has to follow it in full."""
-        tensors, structures = self._outbox.pop(task.number)
+        laid, structures = self._outbox.pop(task.number)
+        missing = not task.activation and any(tensor is None for tensor in laid)
+        if (task.activation or missing) and task.known is not known:
+            self._look_up(task, known)
+        if missing:
+            pairs = zip(laid, task.specs[0], strict=True)
+            laid = [self._zeros(spec) if tensor is None else tensor for tensor, spec in pairs]
+        tensors = cast("Sequence[Tensor]", laid)
         if task.activation:
-            if task.known is not known:
-                self._look_up(task, known)
             _check(task, tensors, structures)
         if self.compression is None:
             return tensors, ()
         return self.compression.pack([tensor.detach() for tensor in tensors])
+
+    def _zeros(self, spec: TensorSpec) -> Tensor:
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=self.transport.device)
 
     def _send_full(self, task: Task, tensors: Sequence[Tensor]) -> None:
         self._keep(self.transport.send_described(tensors, task.peer, task.number, aside=True), tensors)
@@ -246,6 +284,11 @@ class MessageQueue:
             return self.transport.receive_described(task.peer, task.number, aside=True).wait()
 
         return self.compression.unpack(message, specs, self._pool, rest)
+
+
+def _of(task: Task) -> _Of:
+    """What a message is about."""
+    return task.stage, task.action.skip if isinstance(task.action, Send | Receive) else None
 
 
 def _check(task: Task, tensors: Sequence[Tensor], structures: Sequence[_Sized]) -> None:
