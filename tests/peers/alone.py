@@ -31,8 +31,13 @@ SCHEMES: dict[int, list[Schedule]] = {
         schemes.chimera(2, 8, concat="forward-doubling"),
         schemes.chimera(2, 8, concat="backward-halving"),
         schemes.hanayo(2, 4, waves=1),
+        schemes.zb_h1(2, 4),
+        schemes.zb_v(2, 4),
+        schemes.v_min(2, 4),
+        schemes.dualpipe_v(2, 4),
+        schemes.chimera(2, 8, concat="backward-halving", split=True),
     ],
-    4: [schemes.dapple(4, 8), schemes.chimera(4, 4, pairs=2), schemes.mixpipe(4, 8)],
+    4: [schemes.dapple(4, 8), schemes.chimera(4, 4, pairs=2), schemes.mixpipe(4, 8), schemes.zb_h2(4, 8)],
 }
 """By the number of workers; none has more than 4 stages."""
 

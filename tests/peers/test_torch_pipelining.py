@@ -15,8 +15,10 @@ from .models import (
     WIDTH,
     Alias,
     ByHand,
+    First,
     FromDict,
     Mlp,
+    OneOfMany,
     ThroughDict,
     ToDict,
     Twice,
@@ -95,6 +97,12 @@ CASES = {
     ),
     "layers without weights": Case(
         seeded(lambda: [nn.Tanh(), Mlp(), nn.ReLU(inplace=True), Mlp(), nn.Identity(), Mlp()]), plain
+    ),
+    "outputs without a gradient, and unused": Case(
+        seeded(lambda: [*(OneOfMany() for _ in range(4)), First()]), plain
+    ),
+    "a loss of a tuple, with metrics": Case(
+        seeded(lambda: [OneOfMany() for _ in range(4)]), plain, loss_of_pair
     ),
 }
 

@@ -100,6 +100,9 @@ def plain(step: int) -> Given:
 CASES = {
     "residual convolutions, in place": Case(seeded(residual), pictures, nn.functional.cross_entropy),
     "tuples in and out": Case(seeded(lambda: [Mlp(), Split(), Joined(), Mlp()]), plain),
+    "a layer that lets no gradient through": Case(
+        seeded(lambda: [Mlp(), Mlp(), Detached(WIDTH, WIDTH), Mlp()]), plain
+    ),
 }
 
 

@@ -122,9 +122,7 @@ class MessageQueue:
         """The places of gradients that were missing once."""
         self._sending: deque[tuple[Pending, Sequence[Tensor]]] = deque()
 
-    def put(
-        self, number: int, tensors: Sequence[Tensor | None], structures: Sequence[_Sized] = ()
-    ) -> None:
+    def put(self, number: int, tensors: Sequence[Tensor | None], structures: Sequence[_Sized] = ()) -> None:
         """Lay ready what a later task sends; of activations also the structure and size of each unit's."""
         self._outbox[number] = tensors, structures
 
