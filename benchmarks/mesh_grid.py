@@ -1,6 +1,6 @@
 """Sharded stages against one process: every scheme by FSDP2 and tensor parallelism, within 1e-10 in float64.
 
-    python benchmarks/mesh_grid.py [--only chimera]
+    python benchmarks/mesh_grid.py [--how FSDP] [--only chimera]
 
 Four processes over Gloo, two workers by two positions; losses, norms, clipped AdamW steps, evaluation and the
 state that another pipeline goes on from, with the cases of tests/runtime/mesh. FSDP shards the first layer of
@@ -76,10 +76,10 @@ def tried(how: str, name: str, option: str) -> str:
     return "same"
 
 
-def work(only: str) -> None:
+def work(how_only: str, only: str) -> None:
     torch.set_num_threads(1)
     first = True
-    for how in HOW:
+    for how in (how for how in HOW if how_only in how):
         names = [*WHOLE, *SPLIT, *CONTINUOUS] if how == "tensor parallelism" else [*WHOLE]
         for name in (name for name in names if only in name):
             begin = time.perf_counter()
@@ -101,6 +101,8 @@ def work(only: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--how", default="", help="ways to shard with this in their names")
     parser.add_argument("--only", default="", help="schemes with this in their names")
     print(shown(machine()))
-    cf.launch(work, parser.parse_args().only, workers=4, timeout_seconds=120)
+    given = parser.parse_args()
+    cf.launch(work, given.how, given.only, workers=4, timeout_seconds=120)
