@@ -65,6 +65,8 @@ OPTIONS: dict[str, dict[str, object]] = {
 def tried(how: str, name: str, option: str) -> str:
     dims, parallelize = HOW[how]
     more = OPTIONS[option]
+    if option == "compiled":
+        torch._dynamo.reset()  # what was compiled too often would run as it is
     try:
         if name in CONTINUOUS:
             cases.check_without_flush(CONTINUOUS[name], **more)
