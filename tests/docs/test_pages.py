@@ -158,7 +158,7 @@ def test_your_own_scheme() -> None:
 def test_supported_models_names_tests_and_quotes_refusals() -> None:
     page = (DOCS / "supported-models.md").read_text()
     tests = DOCS.parent / "tests" / "runtime"
-    named = re.findall(r"`([\w/]+\.py)::(\w+)`", page)
+    named = re.findall(r"`([\w/.]+\.py)::(\w+)`", page)
     assert len(named) == sum(line.startswith("| ") and "| how |" not in line for line in page.splitlines())
     for file, name in named:
         assert f"def {name}(" in (tests / file).read_text(), f"{file} has no {name}"
