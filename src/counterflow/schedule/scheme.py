@@ -142,7 +142,7 @@ Planner = Callable[[int, int, int], Iterable[Mapping[str, OptionValue]]]
 
 
 def unplanned(_workers: int, _micro_batches: int, _layers: int) -> Iterator[Mapping[str, OptionValue]]:
-    """The planner of a scheme that is not for training yet: no candidates."""
+    """The planner of a scheme that is not planned yet: no candidates."""
     yield from ()
 
 

@@ -74,6 +74,6 @@ SCHEME = Scheme(
     ),
     directions=Directions.TWO,
     planner=unplanned,
-    needs="a split backward, which cannot be trained yet",
+    needs="to be named: split backwards are not planned yet",
     most_stashed=lambda stages, **_: stages + 1,
 )

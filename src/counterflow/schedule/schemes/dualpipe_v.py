@@ -61,7 +61,7 @@ SCHEME = Scheme(
     ),
     directions=Directions.WAVES,
     planner=unplanned,
-    needs="a split backward, which cannot be trained yet",
+    needs="to be named: split backwards are not planned yet",
     most_stashed=lambda workers, **_: 2 * workers + 1,
     chunk="leg",
 )

@@ -89,6 +89,6 @@ SCHEME = Scheme(
         Option("chunks", "1 or more", "stages a worker holds", default=2, noun="chunk", multiplies=True),
     ),
     planner=unplanned,
-    needs="a split backward, which cannot be trained yet",
+    needs="to be named: split backwards are not planned yet",
     most_stashed=_most_stashed,
 )

@@ -53,7 +53,7 @@ SCHEME = Scheme(
     ),
     directions=Directions.WAVES,
     planner=unplanned,
-    needs="a split backward, which cannot be trained yet",
+    needs="to be named: split backwards are not planned yet",
     most_stashed=lambda workers, **_: workers + 2 - workers % 2,
     chunk="leg",
 )

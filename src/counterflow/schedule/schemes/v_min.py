@@ -59,7 +59,7 @@ SCHEME = Scheme(
     ),
     directions=Directions.WAVES,
     planner=unplanned,
-    needs="a split backward, which cannot be trained yet",
+    needs="to be named: split backwards are not planned yet",
     most_stashed=lambda workers, **_: 2 * ((workers + 4) // 3),
     chunk="leg",
 )

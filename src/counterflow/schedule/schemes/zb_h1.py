@@ -48,6 +48,6 @@ SCHEME = Scheme(
         MICRO_BATCHES,
     ),
     planner=unplanned,
-    needs="a split backward, which cannot be trained yet",
+    needs="to be named: split backwards are not planned yet",
     most_stashed=lambda stages, **_: stages,
 )

@@ -1,0 +1,138 @@
+"""What splitting a stage's backward costs: microseconds and bytes, beside torch's own split.
+
+    python benchmarks/split_backward.py > benchmarks/results/split_backward.txt
+
+A stage is some blocks of a small GPT on one thread. ``whole`` is one backward; ``split`` is the engine's
+input gradient and weight gradients; ``torch`` is ``stage_backward_input`` and ``stage_backward_weight`` of
+``torch.distributed.pipelining``. MiB is what was allocated since before the forward and is alive between
+the two halves, the input gradient included.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+from machine import machine, shown
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from counterflow.models.gpt import GPTConfig
+from counterflow.runtime.stages.split_backward import Joints, SplitBackward, Splitting
+
+REPEATS = 15
+
+
+def stage(blocks: int, hidden: int) -> list[nn.Module]:
+    config = GPTConfig(layers=blocks, hidden=hidden, heads=4, vocabulary=64, positions=64, dropout=0.0)
+    return list(config.build())[1 : 1 + blocks]
+
+
+def forward(layers: list[nn.Module], x: Tensor, joints: Joints | None = None) -> Tensor:
+    value = x
+    for number, layer in enumerate(layers):
+        if number and joints is not None:
+            value = joints.before(number, value)
+        value = layer(value)
+    if joints is not None:
+        joints.learn([value], [x])
+    return value
+
+
+Halves = tuple[Callable[[], None], Callable[[], None]]
+
+
+def whole(layers: list[nn.Module], x: Tensor, above: Tensor) -> Halves:
+    output = forward(layers, x)
+    return lambda: torch.autograd.backward([output], [above]), lambda: None
+
+
+def ours(splitting: Splitting) -> Callable[[list[nn.Module], Tensor, Tensor], Halves]:
+    def made(layers: list[nn.Module], x: Tensor, above: Tensor) -> Halves:
+        joints = Joints(splitting)
+        output = [forward(layers, x, joints)]
+        split = SplitBackward(splitting, [x], joints)
+
+        def first() -> None:
+            split.input_gradient([output.pop()], [above])
+
+        return first, split.weight_gradients
+
+    return made
+
+
+def torchs(layers: list[nn.Module], x: Tensor, above: Tensor) -> Halves:
+    output = [forward(layers, x)]
+    weights = [p for layer in layers for p in layer.parameters()]
+    groups: list[list[dict[str, object]]] = []
+
+    def first() -> None:
+        groups.append(stage_backward_input(output, [above], [x], iter(weights))[1])  # type: ignore[arg-type]
+        output.clear()
+
+    def second() -> None:
+        stage_backward_weight(iter(weights), groups.pop())
+
+    return first, second
+
+
+def measured(
+    layers: list[nn.Module], make: Callable[..., Halves], shape: tuple[int, ...]
+) -> tuple[float, float, float]:
+    """Median microseconds of both halves; mebibytes alive between them, since before the forward."""
+    firsts, seconds, kept = [], [], 0.0
+    for turn in range(REPEATS + 3):
+        for layer in layers:
+            for parameter in layer.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        x = torch.randn(shape, requires_grad=True)
+        above = torch.randn(shape)
+        if turn == 0:  # count what the allocator gave out
+            make(layers, x, above)[0]()
+            continue
+        if turn == 1:
+            with torch.profiler.profile(profile_memory=True) as profile:
+                first, second = make(layers, x, above)
+                first()
+            kept = sum(event.self_cpu_memory_usage for event in profile.key_averages()) / 2**20
+            second()
+            continue
+        first, second = make(layers, x, above)
+        begin = time.perf_counter()
+        first()
+        middle = time.perf_counter()
+        second()
+        end = time.perf_counter()
+        firsts.append(middle - begin)
+        seconds.append(end - middle)
+    return statistics.median(firsts) * 1e6, statistics.median(seconds) * 1e6, kept
+
+
+def main() -> None:
+    """Print the table."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    print(shown(machine()))
+    print(f"median of {REPEATS}; µs of the two halves and their sum, MiB alive between them")
+    print(f"{'stage':<28}{'':<8}{'first':>10}{'second':>10}{'sum':>10}{'MiB':>8}")
+    for blocks, hidden in ((1, 16), (4, 16), (12, 16), (4, 256)):
+        shape = (2, 64, hidden)
+        layers = stage(blocks, hidden)
+        weights = [p for layer in layers for p in layer.parameters()]
+        splitting = Splitting(0, lambda weights=weights: weights, direct=True)
+        for name, make in (("whole", whole), ("split", ours(splitting)), ("torch", torchs)):
+            first, second, kept = measured(layers, make, shape)
+            about = f"{blocks} blocks of width {hidden}"
+            row = f"{first:>10.0f}{second:>10.0f}{first + second:>10.0f}{kept:>8.2f}"
+            print(f"{about:<28}{name:<8}{row}")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
