@@ -284,14 +284,13 @@ def test_parts_of_the_space_without_a_candidate_are_told() -> None:
     ]
     # Depth 8 is left: a layer for each worker, one micro-batch.
     reasons = {o.what: o.reason for o in omissions[4:]}
+    two = ["hanayo", "interleaved", "wpipe", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v"]
     untrained = [name for name, known in SCHEMES.items() if known.planner is unplanned]
-    assert sorted(reasons) == sorted(["hanayo", "interleaved", "pipedream-2bw", "wpipe", *untrained])
+    assert sorted(reasons) == sorted([*two, "pipedream-2bw", "dualpipe", *untrained])
     assert reasons["wpipe"] == (
         "needs two layers for each worker, and as many micro-batches as workers; no candidate at depth 8"
     )
-    assert reasons["zb-v"] == (
-        "needs to be named: split backwards are not planned yet; no candidate at depth 8"
-    )
+    assert reasons["zb-v"] == "needs two layers for each worker; no candidate at depth 8"
     with pytest.raises(PlanError, match=r"^no plan meets the constraints\n  depth 4: a replica's share of 8"):
         search(MODEL, PROFILE, CLUSTER, 8, Constraints(depths=(4,), samples=(3,)))
 

@@ -238,10 +238,14 @@ class _Times:
 def _least_times(shape: Shape, stages: StageCosts, recompute: Recompute) -> _Times:
     again = recompute is not Recompute.NONE
     forward, both, backward_op = [], [], []
+    backwards = stages.backward
+    if shape.split:
+        halves = zip(stages.backward, stages.input_gradient, stages.weight_gradients, strict=True)
+        backwards = tuple(min(whole, first + second) for whole, first, second in halves)
     for f, layers, b, doubled, in_halves, half in zip(
         stages.forward,
         stages.again,
-        stages.backward,
+        backwards,
         doubled_forward(stages, recompute),
         halved_forward(stages, recompute),
         stages.half_backward,

@@ -16,7 +16,7 @@ from __future__ import annotations
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.placement import bidirectional
-from counterflow.schedule.scheme import Directions, Option, Scheme, unplanned
+from counterflow.schedule.scheme import Directions, Option, Scheme
 from counterflow.schedule.workload import Workload, passes_of
 
 from ._legal import at_least
@@ -73,7 +73,6 @@ SCHEME = Scheme(
         Option("micro_batches", "even, 2·stages or more", "N: micro-batches of a mini-batch", letter="N"),
     ),
     directions=Directions.TWO,
-    planner=unplanned,
-    needs="to be named: split backwards are not planned yet",
+    needs="an even depth, and twice as many micro-batches, an even number",
     most_stashed=lambda stages, **_: stages + 1,
 )

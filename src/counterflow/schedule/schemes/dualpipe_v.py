@@ -12,9 +12,11 @@ torch.distributed.pipelining's ScheduleDualPipeV.
 
 from __future__ import annotations
 
-from counterflow.schedule.ir import Op, OpKind, Schedule
+from collections.abc import Iterator, Mapping
+
+from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.placement import wave
-from counterflow.schedule.scheme import Directions, Option, Scheme, unplanned
+from counterflow.schedule.scheme import Directions, Option, Scheme
 from counterflow.schedule.workload import Workload, passes_of
 
 from ._legal import at_least
@@ -50,6 +52,11 @@ def _order(worker: int, workers: int, micro_batches: int) -> tuple[Op, ...]:
     return tuple(ops_of(dual_order(worker, workers, micro_batches), op))
 
 
+def _planned(workers: int, _micro_batches: int, layers: int) -> Iterator[Mapping[str, OptionValue]]:
+    if layers >= 2 * workers:
+        yield {}
+
+
 SCHEME = Scheme(
     name="dualpipe-v",
     build=dualpipe_v,
@@ -60,8 +67,8 @@ SCHEME = Scheme(
         Option("micro_batches", "2·workers or more", "N: micro-batches of a mini-batch", letter="N"),
     ),
     directions=Directions.WAVES,
-    planner=unplanned,
-    needs="to be named: split backwards are not planned yet",
+    planner=_planned,
+    needs="two layers for each worker, and twice as many micro-batches as workers",
     most_stashed=lambda workers, **_: 2 * workers + 1,
     chunk="leg",
 )

@@ -14,12 +14,13 @@ order as torch.distributed.pipelining's ScheduleInterleavedZeroBubble.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.orders.slots import spread
 from counterflow.schedule.placement import looped
-from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme, unplanned
+from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme, counts
 from counterflow.schedule.workload import Workload, plain
 
 from ._legal import at_least
@@ -77,6 +78,11 @@ def _most_stashed(workers: int, micro_batches: int, chunks: int = 2) -> int:
     return (chunks - 1) * _rounds(workers, micro_batches)[0] + workers
 
 
+def _planned(workers: int, _micro_batches: int, layers: int) -> Iterator[Mapping[str, OptionValue]]:
+    for chunks in counts(2, layers // workers) if workers > 1 else ():
+        yield {"chunks": chunks}
+
+
 SCHEME = Scheme(
     name="interleaved-zb",
     build=interleaved_zb,
@@ -88,7 +94,7 @@ SCHEME = Scheme(
         MICRO_BATCHES,
         Option("chunks", "1 or more", "stages a worker holds", default=2, noun="chunk", multiplies=True),
     ),
-    planner=unplanned,
-    needs="to be named: split backwards are not planned yet",
+    planner=_planned,
+    needs="two layers for each worker, and two workers",
     most_stashed=_most_stashed,
 )

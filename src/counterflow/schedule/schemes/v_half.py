@@ -13,8 +13,10 @@ Source: Qi et al., Pipeline Parallelism with Controllable Memory (NeurIPS 2024, 
 
 from __future__ import annotations
 
-from counterflow.schedule.ir import Schedule
-from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Option, Scheme, unplanned
+from collections.abc import Iterator, Mapping
+
+from counterflow.schedule.ir import OptionValue, Schedule
+from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Option, Scheme
 
 from .v_pattern import Starts, v_schedule, v_workload
 
@@ -41,6 +43,11 @@ def _starts(worker: int, workers: int) -> Starts:
     return down, back, 3 * workers + shift + 2 * worker - 1, 6 * workers + shift - worker - 2
 
 
+def _planned(workers: int, _micro_batches: int, layers: int) -> Iterator[Mapping[str, OptionValue]]:
+    if layers >= 2 * workers:
+        yield {}
+
+
 SCHEME = Scheme(
     name="v-half",
     build=v_half,
@@ -52,8 +59,8 @@ SCHEME = Scheme(
         MICRO_BATCHES,
     ),
     directions=Directions.WAVES,
-    planner=unplanned,
-    needs="to be named: split backwards are not planned yet",
+    planner=_planned,
+    needs="two layers for each worker",
     most_stashed=lambda workers, **_: workers + 2 - workers % 2,
     chunk="leg",
 )

@@ -15,8 +15,10 @@ Source: Qi et al., Pipeline Parallelism with Controllable Memory (NeurIPS 2024, 
 
 from __future__ import annotations
 
-from counterflow.schedule.ir import Schedule
-from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Option, Scheme, unplanned
+from collections.abc import Iterator, Mapping
+
+from counterflow.schedule.ir import OptionValue, Schedule
+from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Option, Scheme
 
 from .v_pattern import Starts, v_schedule, v_workload
 
@@ -47,6 +49,11 @@ def _starts(worker: int, workers: int) -> Starts:
     )
 
 
+def _planned(workers: int, _micro_batches: int, layers: int) -> Iterator[Mapping[str, OptionValue]]:
+    if layers >= 2 * workers:
+        yield {}
+
+
 SCHEME = Scheme(
     name="v-min",
     build=v_min,
@@ -58,8 +65,8 @@ SCHEME = Scheme(
         MICRO_BATCHES,
     ),
     directions=Directions.WAVES,
-    planner=unplanned,
-    needs="to be named: split backwards are not planned yet",
+    planner=_planned,
+    needs="two layers for each worker",
     most_stashed=lambda workers, **_: 2 * ((workers + 4) // 3),
     chunk="leg",
 )

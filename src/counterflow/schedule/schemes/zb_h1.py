@@ -13,7 +13,7 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024, arXiv 2401.10241
 from __future__ import annotations
 
 from counterflow.schedule.ir import Schedule
-from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme, unplanned
+from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme
 
 from .zero_bubble_order import zero_bubble_order, zero_bubble_workload
 
@@ -47,7 +47,5 @@ SCHEME = Scheme(
         Option("stages", "1 or more", "depth D: stages, one on each worker", letter="D"),
         MICRO_BATCHES,
     ),
-    planner=unplanned,
-    needs="to be named: split backwards are not planned yet",
     most_stashed=lambda stages, **_: stages,
 )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from counterflow.schedule.ir import OpKind, Schedule
 from counterflow.schedule.orders.fill import filled
 from counterflow.schedule.residency import peak_activations
-from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme, unplanned
+from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme
 
 from .zero_bubble_order import zero_bubble_order, zero_bubble_workload
 
@@ -55,7 +55,5 @@ SCHEME = Scheme(
         Option("stages", "1 or more", "depth D: stages, one on each worker", letter="D"),
         MICRO_BATCHES,
     ),
-    planner=unplanned,
-    needs="to be named: split backwards are not planned yet",
     most_stashed=lambda stages, **_: 2 * stages - 1,
 )

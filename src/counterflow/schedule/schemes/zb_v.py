@@ -12,8 +12,10 @@ torch.distributed.pipelining's ScheduleZBVZeroBubble.
 
 from __future__ import annotations
 
-from counterflow.schedule.ir import Op, OpKind, Schedule
-from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Option, Scheme, unplanned
+from collections.abc import Iterator, Mapping
+
+from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
+from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Option, Scheme
 
 from .v_pattern import v_workload
 from .words import ops_of
@@ -65,6 +67,11 @@ def _words(worker: int, workers: int, micro_batches: int) -> list[str]:
     ]
 
 
+def _planned(workers: int, _micro_batches: int, layers: int) -> Iterator[Mapping[str, OptionValue]]:
+    if layers >= 2 * workers:
+        yield {}
+
+
 SCHEME = Scheme(
     name="zb-v",
     build=zb_v,
@@ -76,8 +83,8 @@ SCHEME = Scheme(
         MICRO_BATCHES,
     ),
     directions=Directions.WAVES,
-    planner=unplanned,
-    needs="to be named: split backwards are not planned yet",
+    planner=_planned,
+    needs="two layers for each worker",
     most_stashed=lambda workers, **_: 2 * workers,
     chunk="leg",
 )
