@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -25,9 +26,11 @@ from counterflow.schedule.program.actions import (
     Receive,
     Send,
     StartSync,
+    Summed,
     Update,
     WaitSync,
 )
+from counterflow.schedule.program.lowering import Shared
 from counterflow.schedule.workload import plain
 from counterflow.simulate import Cause, Costs, Link, Piece, Simulation, lower, simulate
 
@@ -139,10 +142,16 @@ class Player:
                     if before is None:
                         return None
                     ready = max(ready, before[1])
-            lasts = self.costs.sync
-            assert isinstance(lasts, tuple)
-            self.sums[start] = ready, ready + lasts[start.stage]
+            self.sums[start] = ready, ready + self._sum_seconds(start)
         return self.sums[start]
+
+    def _sum_seconds(self, start: StartSync) -> float:
+        if start.what is Summed.TIED:
+            return dict(self.costs.ties)[start.stage, *start.tied]
+        lasts = self.costs.statistics if start.what is Summed.STATISTICS else self.costs.sync
+        assert isinstance(lasts, tuple)
+        found: float = lasts[start.stage]
+        return found
 
 
 def cases() -> Iterator[tuple[Schedule, Costs]]:
@@ -174,7 +183,11 @@ def agrees(found: Simulation, program: Program) -> None:
         end = played.arrived[message.maker, message.receiver, skip]
         assert end == pytest.approx(message.end, abs=1e-9)
     for sync in found.syncs:
-        (times,) = {v for s, v in played.sums.items() if (s.stage, s.period) == (sync.stage, sync.period)}
+        (times,) = {
+            times
+            for start, times in played.sums.items()
+            if (start.what, start.stage, start.period) == (Summed.GRADIENTS, sync.stage, sync.period)
+        }
         assert times == pytest.approx((sync.start, sync.end), abs=1e-9)
     if found.schedule.synchronous:
         assert max(played.now) == pytest.approx(found.makespan, abs=1e-9)
@@ -188,6 +201,31 @@ def test_the_program_that_is_run_is_the_one_that_is_timed() -> None:
         for matching in Matching:
             agrees(found, lower(schedule, costs, matching=matching))
     assert synced > 100
+
+
+def test_sums_at_the_end_are_timed_as_they_are_run() -> None:
+    """Of weights that stages share, and of running statistics."""
+    longer = 0
+    for number, (schedule, costs) in enumerate(cases()):
+        last = schedule.stages - 1
+        if not schedule.synchronous or not last or number % 3:
+            continue
+        ties = (((0, last), 0.75), ((0, 1), 0.5)) if last > 1 else (((0, 1), 0.25),)
+        statistics = tuple(0.125 * stage for stage in range(schedule.stages))
+        more = replace(costs, ties=ties, statistics=statistics)
+        found = simulate(schedule, more)
+        longer += found.makespan > simulate(schedule, costs).makespan
+        shared = Shared(tuple(stages for stages, _ in ties), tuple(range(schedule.stages)))
+        agrees(found, lower(schedule, more, shared=shared))
+        assert found.steady_step is None or found.steady_step > 0.0
+    assert longer > 20
+
+
+def test_ties_of_stages_that_there_are_not_are_refused() -> None:
+    with pytest.raises(ConfigError, match="ties: stage 2 of a pipeline of 2 stages"):
+        _ = simulate(schemes.dapple(2, 2), Costs(ties=(((0, 2), 1.0),))).makespan
+    with pytest.raises(ConfigError, match="ties=-1"):
+        Costs(ties=(((0, 1), -1.0),))
 
 
 def test_skips_are_timed_as_they_are_run() -> None:

@@ -23,6 +23,10 @@ class Link(StrEnum):
     INFINITE = "infinite"
 
 
+Ties = Sequence[tuple[tuple[int, ...], float]]
+"""Stages that share weights, and seconds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Costs:
     """What a simulation is fed with. Times are in seconds (any one unit does).
@@ -46,6 +50,9 @@ class Costs:
         sync_slowdown: share by which a second of compute is longer beside a gradient sync of its worker.
             Which ops that are is taken from a play without it.
         agreement: after all syncs, the workers' agreement on loss and gradient norm; nothing without a flush.
+        ties: stages that share weights, and seconds of the sum of these weights' gradients over all who hold
+            one of them: ``(((0, 3), 0.1),)``. After all syncs of those workers, before the agreement.
+        statistics: average of one stage's running statistics over its copies, after the update.
         replicas: copies of the whole pipeline group (W); with more than one every stage has a sync.
         recompute: ``stage`` and ``layer`` add one forward to each backward.
         ops: what ops cost, in place of ``forward`` to ``weight_gradients``, ``recompute`` and the activations
@@ -70,6 +77,8 @@ class Costs:
     sync_mode: Sync | str = Sync.EAGER_OPT
     sync_slowdown: float = 0.0
     agreement: float = 0.0
+    ties: Ties = ()
+    statistics: PerStage = 0.0
     replicas: int = 1
     recompute: Recompute | str = Recompute.NONE
     ops: OpCosts | None = None
@@ -87,9 +96,12 @@ class Costs:
             "sync",
             "sync_slowdown",
             "agreement",
+            "statistics",
         ):
             if (value := getattr(self, name)) is not None:
                 _refuse_negative(name, value)
+        for _, seconds in self.ties:
+            _refuse_negative("ties", seconds)
         _refuse_negative("message_bytes", self.message_bytes, "bytes")
         _refuse_negative("skip_bytes", self.skip_bytes, "bytes")
         for name, links in (("p2p", self.p2p), ("p2p_per_byte", self.p2p_per_byte)):

@@ -20,7 +20,7 @@ from .costs import Costs
 from .kernel import Floats
 from .memory import MemoryUse, memory_use, peaks_of
 from .op_costs import ByteCosts
-from .steady import period_seconds, steady_step_seconds
+from .steady import period_seconds, steady_step_seconds, with_statistics, with_ties
 from .timed_schedule import Played, TimedSchedule
 
 
@@ -110,10 +110,26 @@ class Simulation:
 
     @cached_property
     def makespan(self) -> float:
-        """From the start to the end of the last op or gradient sync, with the agreement after it; seconds."""
+        """From the start to the end of the last op or sum, with the agreement after it; seconds."""
         last = max(float(self.end.max()), 0.0) if len(self.end) else 0.0
         summed = max(last, float(self._syncs[:, 3].max()) if len(self._syncs) else 0.0)
-        return summed + (self.costs.agreement if self.schedule.synchronous else 0.0)
+        if not self.schedule.synchronous:
+            return summed
+        if not self.costs.ties and self.costs.statistics == 0.0:
+            return summed + self.costs.agreement
+        tied = with_ties(self.schedule, self.costs, self._ended)
+        agreed = np.full_like(tied, tied.max() + self.costs.agreement)
+        return float(with_statistics(self.schedule, self.costs, agreed).max())
+
+    @property
+    def _ended(self) -> Floats:
+        """When each worker has its last op and its stages' gradients."""
+        first = self._model.graph.first
+        found = np.array([self.end[stop - 1] if stop > begin else 0.0 for begin, stop in pairwise(first)])
+        for _, stage, _, until in self._syncs.tolist():
+            members = [worker for _, worker in self.schedule.placement.copies(int(stage))]
+            found[members] = np.maximum(found[members], until)
+        return found
 
     @cached_property
     def op_times(self) -> tuple[list[float], list[float]]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Sync
 from counterflow.schedule.program.sync import PlannedSync, needs_sync, plan_syncs
@@ -71,7 +72,7 @@ class _Border:
     def __init__(self, model: TimedSchedule, costs: Costs, played: Played) -> None:
         schedule, graph = model.schedule, model.graph
         self.model = model
-        self.agreement = costs.agreement
+        self.costs = costs
         ready = model.ready(costs, played.end - played.start)
         self.busy = ready.busy
         self.ops = len(played.start)
@@ -107,8 +108,10 @@ class _Border:
         lane = at[:workers].copy()
         for _, _, until, members in sync_times(self.planned, released, graph.first, self.synced, lane):
             ended[members] = np.maximum(ended[members], until)
+        ended = with_ties(self.model.schedule, self.costs, ended)
         if norm:
-            ended[:] = ended.max(initial=0.0) + self.agreement
+            ended[:] = ended.max(initial=0.0) + self.costs.agreement
+        ended = with_statistics(self.model.schedule, self.costs, ended)
         carried = [end[self.ops + last] for _, last in self.links]
         return np.concatenate((ended, carried))
 
@@ -138,6 +141,43 @@ def sync_times(
         lane[members] = end
         found.append((item.sync.stage, begin, end, members))
     return found
+
+
+def with_ties(schedule: Schedule, costs: Costs, ended: Floats) -> Floats:
+    """When each worker has the sums of weights that stages share.
+
+    Args:
+        schedule: what was played.
+        costs: its costs.
+        ended: when each worker has done all else.
+
+    Raises:
+        ConfigError: they name a stage that there is not.
+    """
+    for stages, seconds in costs.ties:
+        for stage in stages:
+            if not 0 <= stage < schedule.stages:
+                raise ConfigError(f"ties: stage {stage} of a pipeline of {schedule.stages} stages")
+        ended = _summed(schedule, costs, ended, stages, seconds)
+    return ended
+
+
+def with_statistics(schedule: Schedule, costs: Costs, ended: Floats) -> Floats:
+    """When each worker has the averages of its stages' running statistics."""
+    if costs.statistics == 0.0:
+        return ended
+    for stage, seconds in enumerate(per_stage("statistics", costs.statistics, schedule.stages)):
+        ended = _summed(schedule, costs, ended, (stage,), seconds)
+    return ended
+
+
+def _summed(schedule: Schedule, costs: Costs, ended: Floats, stages: Sequence[int], seconds: float) -> Floats:
+    """After a sum over all who hold one of some stages, if there are several."""
+    members = sorted({w for stage in stages for _, w in schedule.placement.copies(stage)})
+    if len(members) * costs.replicas > 1:
+        ended = ended.copy()
+        ended[members] = ended[members].max() + seconds
+    return ended
 
 
 def _ends_of_links(messages: Messages) -> list[tuple[int, int]]:
