@@ -139,7 +139,7 @@ def pipeline(schedule: cf.Schedule, worker: int) -> cf.Pipeline:
         digest_every=0,
     )
     alone.units = {
-        task.number: (len(task.units), task.activation) for task in made._run.tasks if task.peer >= 0
+        task.number: (len(task.units), task.activation) for task in made._run._tasks[0] if task.peer >= 0
     }
     return made
 
@@ -229,7 +229,7 @@ def cost(schedule: cf.Schedule, repeats: int, rest_seconds: float, *, first: boo
             for _ in range(3):
                 step()
         made.transport.new_buffers = False
-        tasks = list(made._run.tasks)
+        tasks = list(made._run._tasks[0])
         for task in tasks:
             kind = kind_of(task.action)
             task.handler = clock.around(task.handler, kind)
@@ -267,7 +267,7 @@ def profiled(schedule: cf.Schedule, repeats: int, rest_seconds: float) -> None:
     made.transport.new_buffers = False
     if rest_seconds:
         clock = Clock(rest_seconds)
-        for task in made._run.tasks:
+        for task in made._run._tasks[0]:
             task.handler = clock.around(task.handler, "")
     profile = cProfile.Profile(time.thread_time)
     profile.enable()

@@ -36,7 +36,11 @@ EXCUSED = {
 }
 """Commands that are not run, and why."""
 
-ELSEWHERE = {"docs/planning.md": ("tests/docs/test_pages.py", "test_from_a_profile_to_a_plan_to_a_run")}
+ELSEWHERE = {
+    "docs/planning.md": ("tests/docs/test_pages.py", "test_from_a_profile_to_a_plan_to_a_run"),
+    "docs/hugging-face.md": ("tests/docs/test_hugging_face.py", "test_a_run_from_folder_to_folder"),
+    "docs/more-dimensions.md": ("tests/runtime/mesh/cases.py", "page"),
+}
 """Pages whose commands another test runs, all of them."""
 
 _MODEL = "--set model.layers=6 --set model.hidden=16 --set model.heads=2 --set model.positions=16"
