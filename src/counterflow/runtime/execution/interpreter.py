@@ -714,14 +714,9 @@ class Interpreter:
         context.callback(setattr, copy, "recount", None)
         return context
 
-    @contextmanager
-    def _joined(self, task: Task, copy: StageCopy) -> Iterator[Joints | None]:
+    def _joined(self, task: Task, copy: StageCopy) -> AbstractContextManager[Joints | None]:
         """Around a forward with a graph: notes where this is joined, if its backward is split."""
-        copy.joints = Joints(copy.splitting) if task.splits else None
-        try:
-            yield copy.joints
-        finally:
-            copy.joints = None
+        return _joining(copy) if task.splits else _NOTHING
 
     def _graph_made(
         self,
@@ -760,6 +755,15 @@ class Interpreter:
 
 
 _NOTHING = nullcontext()
+
+
+@contextmanager
+def _joining(copy: StageCopy) -> Iterator[Joints]:
+    copy.joints = joints = Joints(copy.splitting)
+    try:
+        yield joints
+    finally:
+        copy.joints = None
 
 
 def _with_skips(given: _Given, came: Came) -> _Given:
