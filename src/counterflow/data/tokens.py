@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -158,7 +159,7 @@ def _tokens_of(rows: dict[str, Any], tokenizer: Any, column: str, end: int | Non
     return {"tokens": [np.array(ids, np.int32) for ids in ended], "bytes": [len(t.encode()) for t in texts]}
 
 
-class _Samples:
+class _Samples(ABC):
     """Samples that are read in another order in each epoch.
 
     Args:
@@ -178,7 +179,21 @@ class _Samples:
         self._seed = in_range("seed", seed, 0)
         self._order: tuple[int, _Tokens] = (-1, np.arange(0))
 
-    def at(self, step: int, samples: int, replica: int, replicas: int) -> list[int]:
+    def batch(
+        self, step: int, samples: int, *, replica: int = 0, replicas: int = 1
+    ) -> tuple[Inputs, torch.Tensor]:
+        """One replica's part of mini-batch ``step``; see ``Batches.batch``."""
+        return self._read(self._at(step, samples, replica, replicas))
+
+    def validation(self, samples: int, *, replica: int = 0, replicas: int = 1) -> tuple[Inputs, torch.Tensor]:
+        """Samples evenly spread over the validation part; see ``Batches.validation``."""
+        return self._read(self._spread(samples, replica, replicas))
+
+    @abstractmethod
+    def _read(self, numbers: Sequence[int]) -> tuple[Inputs, torch.Tensor]:
+        """Inputs and labels of some samples."""
+
+    def _at(self, step: int, samples: int, replica: int, replicas: int) -> list[int]:
         """The numbers of a replica's samples of a step."""
         in_range("step", step, 0, _PERMUTATIONS - 1)
         chosen = part_of(samples, replica, replicas)
@@ -194,7 +209,7 @@ class _Samples:
             self._order = epoch, order
         return int(order[place])
 
-    def spread(self, samples: int, replica: int, replicas: int) -> list[int]:
+    def _spread(self, samples: int, replica: int, replicas: int) -> list[int]:
         """Those of the validation part, evenly."""
         total = samples * replicas
         return [
@@ -202,7 +217,7 @@ class _Samples:
         ]
 
 
-class Packed:
+class Packed(_Samples):
     """Samples that are full: the documents one after another, cut into pieces of one length.
 
     Inputs are a dict of ``input_ids`` and, where a sample has parts of several documents, ``position_ids``,
@@ -227,20 +242,10 @@ class Packed:
         self.positions = in_range("positions", positions, 1)
         self.vocabulary = vocabulary
         self._documents = documents
-        self._samples = _Samples(len(documents.tokens) // positions, seed, name)
+        super().__init__(len(documents.tokens) // positions, seed, name)
         inside = documents.starts[:-1]
         used = inside[inside < len(documents.tokens) // positions * positions]
         self._has_parts = bool((used % positions).any())
-
-    def batch(
-        self, step: int, samples: int, *, replica: int = 0, replicas: int = 1
-    ) -> tuple[Inputs, torch.Tensor]:
-        """One replica's part of mini-batch ``step``; see ``Batches.batch``."""
-        return self._read(self._samples.at(step, samples, replica, replicas))
-
-    def validation(self, samples: int, *, replica: int = 0, replicas: int = 1) -> tuple[Inputs, torch.Tensor]:
-        """Samples evenly spread over the validation part; see ``Batches.validation``."""
-        return self._read(self._samples.spread(samples, replica, replicas))
 
     def _read(self, numbers: Sequence[int]) -> tuple[Inputs, torch.Tensor]:
         length, starts = self.positions, self._documents.starts
@@ -260,7 +265,7 @@ class Packed:
         return inputs, torch.from_numpy(labels)
 
 
-class Padded:
+class Padded(_Samples):
     """Samples that are a document each: its first tokens, and padding up to the longest's length.
 
     Inputs are a dict of ``input_ids``. There is no mask: padding comes last, so that no token sees it, and it
@@ -295,17 +300,7 @@ class Padded:
         self.vocabulary = vocabulary
         self._documents = documents
         self._padding = padding
-        self._samples = _Samples(documents.count, seed, name)
-
-    def batch(
-        self, step: int, samples: int, *, replica: int = 0, replicas: int = 1
-    ) -> tuple[Inputs, torch.Tensor]:
-        """One replica's part of mini-batch ``step``; see ``Batches.batch``."""
-        return self._read(self._samples.at(step, samples, replica, replicas))
-
-    def validation(self, samples: int, *, replica: int = 0, replicas: int = 1) -> tuple[Inputs, torch.Tensor]:
-        """Samples evenly spread over the validation part; see ``Batches.validation``."""
-        return self._read(self._samples.spread(samples, replica, replicas))
+        super().__init__(documents.count, seed, name)
 
     def _read(self, numbers: Sequence[int]) -> tuple[Inputs, torch.Tensor]:
         ids = np.full((len(numbers), self.positions), self._padding, np.int64)
