@@ -1,0 +1,1 @@
+"""The best order for a workload and costs, with a bound."""
