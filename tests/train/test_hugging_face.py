@@ -62,9 +62,10 @@ def alone(model: Any, given: RunConfig) -> list[float]:
     job = prepare(given)
     optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
     losses = []
+    samples = given.train.samples * given.pipeline.replicas
     for step in range(given.train.steps):
         inputs: dict[str, Tensor]
-        inputs, labels = job.batches.batch(step, given.train.samples)  # type: ignore[assignment]
+        inputs, labels = job.batches.batch(step, samples)  # type: ignore[assignment]
         for group in optimizer.param_groups:
             group["lr"] = 0.01 * rate_factor(given.optimizer, given.train.steps, step)
         optimizer.zero_grad()
@@ -93,6 +94,76 @@ def test_a_run_is_what_one_process_does(base: Path, tmp_path: Path, samples: str
         torch.testing.assert_close(read[name], tensor, rtol=0, atol=1e-4, msg=name)
     tokenizer = tf.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     assert tokenizer(TEXTS[0])["input_ids"] == tiny.tokenizer(TEXTS)(TEXTS[0])["input_ids"]
+
+
+ROWS = [{"text": text, "label": "long" if number % 7 > 2 else "short"} for number, text in enumerate(TEXTS)]
+
+
+def saved(folder: Path, model: Any) -> Path:
+    """A folder with a model, a tokenizer that masks, and texts with labels beside it."""
+    model.save_pretrained(folder)
+    tiny.tokenizer(TEXTS, masks=True).save_pretrained(folder)
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return folder
+
+
+CLASSES: dict[str, Any] = {"num_labels": 2, "id2label": {0: "short", 1: "long"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "changes", "target"),
+    [
+        ("BertForMaskedLM", {}, {}, "token"),
+        ("RobertaForMaskedLM", {}, {"data__samples": "padded", "pipeline__replicas": 2}, "token"),
+        ("BertForSequenceClassification", CLASSES, {"schedule__scheme": "zb-h1"}, "label"),
+    ],
+)
+def test_masked_models_and_classifiers_are_what_one_process_does(
+    tmp_path: Path, kind: str, options: Any, changes: dict[str, Any], target: str
+) -> None:
+    base = saved(tmp_path / "base", tiny.bert(kind, **options))
+    given = config(base, tmp_path / "run", train__steps=3, train__samples=4, **changes)
+    watcher = Watcher()
+    run(given, watcher)
+    assert watcher.about is not None
+    assert watcher.about.target == target
+    assert watcher.about.unigram_entropy < (0.7 if target == "label" else 5)
+    model = getattr(tf, kind).from_pretrained(base).train()
+    found = [line["loss"] for line in read_metrics(tmp_path / "run") if "loss" in line]
+    assert found == pytest.approx(alone(model, given), rel=1e-5)
+    read = getattr(tf, kind).from_pretrained(tmp_path / "run" / "model").state_dict()
+    for name, tensor in model.state_dict().items():
+        if not name.endswith("key.bias"):  # a softmax does not see it, so that its gradient is rounding
+            torch.testing.assert_close(read[name], tensor, rtol=0, atol=1e-4, msg=name)
+
+
+def test_positions_that_roberta_keeps_for_padding_are_none_of_a_samples(tmp_path: Path) -> None:
+    base = saved(tmp_path / "base", tiny.bert("RobertaForMaskedLM"))
+    sets = ["model.kind=huggingface", f"model.path={base}", f"data.path={base}"]
+    assert load_config(sets=sets).model.positions == 31
+    with pytest.raises(ConfigError, match=r"model.positions = 32: the model in .* takes 31 or fewer"):
+        config(base, tmp_path / "run", model__positions=32)
+
+
+def test_adapters_of_a_masked_model_and_of_a_classifier(tmp_path: Path) -> None:
+    """The classifier's head is trained with them, as by peft."""
+    for kind in ("BertForMaskedLM", "BertForSequenceClassification"):
+        base = saved(tmp_path / kind, tiny.bert(kind, **CLASSES))
+        run(
+            config(base, tmp_path / f"{kind}-run", train__steps=2, lora__rank=2, lora__targets=["query"]),
+            Watcher(),
+        )
+        model = peft.PeftModel.from_pretrained(
+            getattr(tf, kind).from_pretrained(base), tmp_path / f"{kind}-run" / "adapter"
+        )
+        state = model.state_dict()
+        assert sum("lora_B" in name and bool(tensor.any()) for name, tensor in state.items()) == 3
+        heads = [name for name in state if "modules_to_save" in name]
+        assert len(heads) == (2 if "Class" in kind else 0)
+        for name in heads:
+            assert not torch.equal(
+                state[name], state[name.replace("modules_to_save.default", "original_module")]
+            )
 
 
 def test_a_run_of_adapters(base: Path, tmp_path: Path) -> None:
@@ -152,10 +223,28 @@ def test_configs_that_cannot_run_are_refused(
 def test_what_only_the_folder_shows_is_refused_before_workers_start(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"lora.targets: no adapters can be made: .*nothing"):
         prepare(config(base, tmp_path / "run", lora__rank=2, lora__targets=["nothing"]))
+    tokens = tmp_path / "tokens"
+    tiny.made("bert-tokens").save_pretrained(tokens)
+    with pytest.raises(ConfigError, match="is a BertForTokenClassification, and `counterflow train` trains"):
+        prepare(config(tokens, tmp_path / "run", data__path=str(base / "texts.jsonl")))
     masked = tmp_path / "masked"
-    tiny.made("bert").save_pretrained(masked)
-    with pytest.raises(ConfigError, match="is a BertForMaskedLM, and `counterflow train` trains causal"):
+    tiny.bert("BertForMaskedLM").save_pretrained(masked)
+    tiny.tokenizer(TEXTS).save_pretrained(masked)
+    with pytest.raises(ConfigError, match="masked: the tokenizer has no mask token"):
         prepare(config(masked, tmp_path / "run", data__path=str(base / "texts.jsonl")))
+    with pytest.raises(ConfigError, match=r"data.label: is for classifiers of texts, and .*LlamaForCausalLM"):
+        prepare(config(base, tmp_path / "run", data__label="class"))
+    classes = saved(tmp_path / "classes", tiny.bert("BertForSequenceClassification", num_labels=3))
+    for changes, message in (
+        ({"data__samples": "packed"}, "a classifier tells the class of one text at a time"),
+        ({"data__label": "class"}, r"its rows have no 'class'; name the one with the label as data.label"),
+        ({}, r"the label 'short' of a text is none of the model's 3 classes; .*'LABEL_0', 'LABEL_1'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            prepare(config(classes, tmp_path / "run", **changes))
+    values = saved(tmp_path / "values", tiny.bert("BertForSequenceClassification", num_labels=1))
+    with pytest.raises(ConfigError, match="gives values or several labels"):
+        prepare(config(values, tmp_path / "run"))
     untold = tmp_path / "untold"
     tiny.llama(100).save_pretrained(untold)
     with pytest.raises(ConfigError, match="its tokenizer cannot be read"):

@@ -35,10 +35,10 @@ MASK = BYTE_VALUES
 """The token that stands for a masked byte."""
 
 _VALIDATION_SHARE = 20  # one byte in 20
-_CHOSEN = 0.15  # of a sample's bytes (Devlin et al. 2019, section 3.1)
+_CHOSEN = 0.15  # of a sample's tokens (Devlin et al. 2019, section 3.1)
 _MASKED, _REPLACED = 0.8, 0.1  # of those; the rest stay as they are
 _KEYS = 2**32  # a key is 32 bits, so that no two (seed, step, sample) make one stream
-_VALIDATION_STEP = _KEYS - 1
+VALIDATION_STEP = _KEYS - 1
 
 _Bytes = npt.NDArray[np.uint8]
 _Tokens = npt.NDArray[np.int64]
@@ -104,7 +104,7 @@ class NextByte:
         self, step: int, samples: int, *, replica: int = 0, replicas: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One replica's part of mini-batch ``step``; see ``Batches.batch``."""
-        in_range("step", step, 0, _VALIDATION_STEP - 1)
+        in_range("step", step, 0, VALIDATION_STEP - 1)
         chosen = part_of(samples, replica, replicas)
         draws = [_first(stream(self._seed, step, sample)) for sample in chosen]
         return _shifted(self._windows.at_random(draws))
@@ -140,7 +140,7 @@ class MaskedByte:
         self, step: int, samples: int, *, replica: int = 0, replicas: int = 1
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
         """One replica's part of mini-batch ``step``; see ``Batches.batch``."""
-        in_range("step", step, 0, _VALIDATION_STEP - 1)
+        in_range("step", step, 0, VALIDATION_STEP - 1)
         streams = [stream(self._seed, step, sample) for sample in part_of(samples, replica, replicas)]
         windows = self._windows.at_random([_first(stream) for stream in streams])
         return _masked(windows, streams)
@@ -151,7 +151,7 @@ class MaskedByte:
         """Windows evenly spread over the validation part, always masked alike; see ``Batches.validation``."""
         chosen = part_of(samples, replica, replicas)
         windows = self._windows.spread(chosen, samples * replicas)
-        return _masked(windows, [stream(0, _VALIDATION_STEP, sample) for sample in chosen])
+        return _masked(windows, [stream(0, VALIDATION_STEP, sample) for sample in chosen])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -229,14 +229,32 @@ def _masked(
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Hide bytes of each window as its stream says."""
     targets = np.full_like(windows, IGNORED)
-    positions = windows.shape[1]
-    count = max(1, round(_CHOSEN * positions))
-    for row, (window, stream) in enumerate(zip(windows, streams, strict=True)):
-        chosen = np.argsort(stream.random_raw(positions), kind="stable")[:count]
-        fate = stream.random_raw(count) / 2**64
-        any_byte = (stream.random_raw(count) % BYTE_VALUES).astype(np.int64)
-        targets[row, chosen] = window[chosen]
-        kept_or_any = np.where(fate < _MASKED + _REPLACED, any_byte, window[chosen])
-        window[chosen] = np.where(fate < _MASKED, MASK, kept_or_any)
+    everywhere = np.arange(windows.shape[1])
+    for window, target, drawn in zip(windows, targets, streams, strict=True):
+        hide(window, target, everywhere, drawn, mask=MASK, tokens=BYTE_VALUES)
     tokens = torch.from_numpy(windows)
     return (tokens, torch.zeros_like(tokens)), torch.from_numpy(targets)
+
+
+def hide(
+    sample: _Tokens, target: _Tokens, places: _Tokens, drawn: np.random.PCG64, *, mask: int, tokens: int
+) -> None:
+    """Hide some tokens of a sample, in place, and write the true ones into its target.
+
+    Source: Devlin et al. 2019 (BERT), section 3.1.
+
+    Args:
+        sample: token ids.
+        target: gets the true ids of what was chosen.
+        places: that may be chosen.
+        drawn: the sample's random bits.
+        mask: the token that stands for a hidden one.
+        tokens: as many there are that may stand in a hidden one's place.
+    """
+    count = min(len(places), max(1, round(_CHOSEN * len(places))))
+    chosen = places[np.argsort(drawn.random_raw(len(places)), kind="stable")[:count]]
+    fate = drawn.random_raw(count) / 2**64
+    any_token = (drawn.random_raw(count) % tokens).astype(np.int64)
+    target[chosen] = sample[chosen]
+    kept_or_any = np.where(fate < _MASKED + _REPLACED, any_token, sample[chosen])
+    sample[chosen] = np.where(fate < _MASKED, mask, kept_or_any)

@@ -1,9 +1,9 @@
-"""Texts through a tokenizer of transformers: samples of tokens and labels for a causal language model.
+"""Texts through a tokenizer of transformers: samples of tokens and labels for a language model.
 
 Invariant: as in ``batches``, a sample is a pure function of (seed, step, its index in the mini-batch),
 whatever the number of replicas. Samples come in another order in each epoch and each once an epoch; the last
-5 % are kept for validation. Labels are the token ids themselves (the model shifts them), -100 where nothing
-counts.
+5 % are kept for validation. Labels are the token ids themselves (a causal model shifts them), -100 where
+nothing counts. What is hidden from a masked model, and the classes of texts, are in ``targets``.
 """
 
 from __future__ import annotations
@@ -53,11 +53,13 @@ class Documents:
         tokens: of all of them.
         starts: where each begins; at the end how many tokens there are.
         bytes: of the texts.
+        labels: of each, as the file has them; none if it was not asked for them.
     """
 
     tokens: npt.NDArray[np.int32]
     starts: _Tokens
     bytes: int
+    labels: tuple[Any, ...] = ()
 
     @property
     def count(self) -> int:
@@ -67,16 +69,27 @@ class Documents:
     @cached_property
     def entropy(self) -> float:
         """In nats a token: the loss of a model that knows only how frequent each is."""
-        counts = np.bincount(self.tokens)
-        shares = counts[counts > 0] / counts.sum()
-        return math.fsum(-shares * np.log(shares))
+        return entropy_of(self.tokens)
+
+
+def entropy_of(numbers: npt.NDArray[Any]) -> float:
+    """In nats: how uncertain is a number that is drawn from these, which are 0 or more.
+
+    >>> entropy_of(np.array([5, 5, 7, 7])) == math.log(2)
+    True
+    """
+    counts = np.bincount(numbers)
+    shares = counts[counts > 0] / counts.sum()
+    return math.fsum(-shares * np.log(shares))
 
 
 _read: dict[tuple[object, ...], Documents] = {}
 _reading = threading.Lock()
 
 
-def read_documents(path: Path | str, tokenizer: Any, column: str = "text") -> Documents:
+def read_documents(
+    path: Path | str, tokenizer: Any, column: str = "text", label: str | None = None
+) -> Documents:
     """The texts of a file or of all files in a folder, each a document that ends with the tokenizer's end
     token.
 
@@ -87,9 +100,10 @@ def read_documents(path: Path | str, tokenizer: Any, column: str = "text") -> Do
         path: of a text, JSON, JSONL, CSV or parquet file, or of a folder of them.
         tokenizer: of transformers.
         column: of a row, that has its text.
+        label: of a row, that has its label; None: it needs none.
 
     Raises:
-        ConfigError: it cannot be read, or has no text.
+        ConfigError: it cannot be read, or has no text or no labels.
     """
     path = Path(path)
     try:
@@ -100,14 +114,16 @@ def read_documents(path: Path | str, tokenizer: Any, column: str = "text") -> Do
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     fast = getattr(tokenizer, "backend_tokenizer", None)
-    key = (stats, fast.to_str() if fast is not None else tokenizer.name_or_path, column)
+    key = (stats, fast.to_str() if fast is not None else tokenizer.name_or_path, column, label)
     with _reading:
         if key not in _read:
-            _read[key] = _tokenized(path, files, tokenizer, column)
+            _read[key] = _tokenized(path, files, tokenizer, column, label)
         return _read[key]
 
 
-def _tokenized(path: Path, files: Sequence[Path], tokenizer: Any, column: str) -> Documents:
+def _tokenized(
+    path: Path, files: Sequence[Path], tokenizer: Any, column: str, label: str | None
+) -> Documents:
     datasets = imported("datasets")
     kinds = {_KINDS.get(file.suffix) for file in files}
     if len(kinds) != 1 or None in kinds:
@@ -119,11 +135,13 @@ def _tokenized(path: Path, files: Sequence[Path], tokenizer: Any, column: str) -
     datasets.utils.logging.disable_progress_bar()
     try:
         rows = datasets.load_dataset(kind, data_files=[str(f) for f in files], split="train", **options)
-        if column not in rows.column_names:
-            raise ConfigError(
-                f"{path}: its rows have no {column!r}; name the one with the text as data.field "
-                f"({', '.join(rows.column_names)})"
-            )
+        for wanted, what, key in ((column, "text", "data.field"), (label, "label", "data.label")):
+            if wanted is not None and wanted not in rows.column_names:
+                raise ConfigError(
+                    f"{path}: its rows have no {wanted!r}; name the one with the {what} as {key} "
+                    f"({', '.join(rows.column_names)})"
+                )
+        labels = () if label is None else tuple(rows[label])
         end = tokenizer.eos_token_id
         tokens = rows.map(
             _tokens_of,
@@ -144,7 +162,7 @@ def _tokenized(path: Path, files: Sequence[Path], tokenizer: Any, column: str) -
     if not size:
         raise ConfigError(f"{path}: there is no text in it; name a file that holds some")
     joined = flat[0] if len(flat) == 1 else np.concatenate(flat)
-    return Documents(joined, np.concatenate([[0], np.cumsum(lengths)]), size)
+    return Documents(joined, np.concatenate([[0], np.cumsum(lengths)]), size, labels)
 
 
 def _tokens_of(rows: dict[str, Any], tokenizer: Any, column: str, end: int | None) -> dict[str, Any]:
@@ -221,11 +239,19 @@ class Packed(_Samples):
     """Samples that are full: the documents one after another, cut into pieces of one length.
 
     Inputs are a dict of ``input_ids`` and, where a sample has parts of several documents, ``position_ids``,
-    which begin anew with each: a document sees no other. The first token of a document is no label.
+    which begin anew with each: a document sees no other. The first token of a document is no label. For a
+    model whose tokens see what comes after them too, documents are not kept apart.
     """
 
     def __init__(
-        self, documents: Documents, positions: int, vocabulary: int, *, seed: int = 0, name: str = "the text"
+        self,
+        documents: Documents,
+        positions: int,
+        vocabulary: int,
+        *,
+        causal: bool = True,
+        seed: int = 0,
+        name: str = "the text",
     ) -> None:
         """Cut documents into samples.
 
@@ -233,6 +259,7 @@ class Packed(_Samples):
             documents: as ``read_documents`` gives them.
             positions: tokens of a sample, 1 or more.
             vocabulary: different tokens of the model.
+            causal: whether tokens see only what comes before them.
             seed: of the order.
             name: what to call them in errors.
 
@@ -242,10 +269,11 @@ class Packed(_Samples):
         self.positions = in_range("positions", positions, 1)
         self.vocabulary = vocabulary
         self._documents = documents
+        self._causal = causal
         super().__init__(len(documents.tokens) // positions, seed, name)
         inside = documents.starts[:-1]
         used = inside[inside < len(documents.tokens) // positions * positions]
-        self._has_parts = bool((used % positions).any())
+        self._has_parts = causal and bool((used % positions).any())
 
     def _read(self, numbers: Sequence[int]) -> tuple[Inputs, torch.Tensor]:
         length, starts = self.positions, self._documents.starts
@@ -255,6 +283,8 @@ class Packed(_Samples):
         for row, number in enumerate(numbers):
             first = number * length
             ids[row] = labels[row] = self._documents.tokens[first : first + length]
+            if not self._causal:
+                continue
             found = np.searchsorted(starts, [first, first + length])
             for start in starts[found[0] : found[1]] - first:
                 labels[row, start] = IGNORED
@@ -268,8 +298,9 @@ class Packed(_Samples):
 class Padded(_Samples):
     """Samples that are a document each: its first tokens, and padding up to the longest's length.
 
-    Inputs are a dict of ``input_ids``. There is no mask: padding comes last, so that no token sees it, and it
-    is no label.
+    Inputs are a dict of ``input_ids``. Padding is no label. There is no mask: padding comes last, so that no
+    token sees it. A model whose tokens see what comes after them gets an ``attention_mask``, and of a text
+    that is cut also the last token, which closes it.
     """
 
     def __init__(
@@ -279,6 +310,7 @@ class Padded(_Samples):
         vocabulary: int,
         *,
         padding: int,
+        causal: bool = True,
         seed: int = 0,
         name: str = "the text",
     ) -> None:
@@ -289,6 +321,7 @@ class Padded(_Samples):
             positions: the most tokens of a sample, 1 or more.
             vocabulary: different tokens of the model.
             padding: the token to pad with.
+            causal: whether tokens see only what comes before them.
             seed: of the order.
             name: what to call them in errors.
 
@@ -300,17 +333,24 @@ class Padded(_Samples):
         self.vocabulary = vocabulary
         self._documents = documents
         self._padding = padding
+        self._causal = causal
         super().__init__(documents.count, seed, name)
 
     def _read(self, numbers: Sequence[int]) -> tuple[Inputs, torch.Tensor]:
         ids = np.full((len(numbers), self.positions), self._padding, np.int64)
         labels = np.full_like(ids, IGNORED)
         for row, tokens in enumerate(self._of(numbers)):
-            ids[row, : len(tokens)] = labels[row, : len(tokens)] = tokens
-        return {"input_ids": torch.from_numpy(ids)}, torch.from_numpy(labels)
+            kept = min(len(tokens), self.positions)
+            ids[row, :kept] = tokens[:kept]
+            if not self._causal:
+                ids[row, kept - 1] = tokens[-1]
+            labels[row, :kept] = ids[row, :kept]
+        inputs = {"input_ids": torch.from_numpy(ids)}
+        if not self._causal:
+            inputs["attention_mask"] = torch.from_numpy((labels != IGNORED).astype(np.int64))
+        return inputs, torch.from_numpy(labels)
 
     def _of(self, numbers: Sequence[int]) -> Iterator[npt.NDArray[np.int32]]:
         starts = self._documents.starts
         for number in numbers:
-            first, end = starts[number], starts[number + 1]
-            yield self._documents.tokens[first : min(end, first + self.positions)]
+            yield self._documents.tokens[starts[number] : starts[number + 1]]

@@ -123,7 +123,7 @@ class ModelSection(Section):
     )
     path: str | None = _key(
         None,
-        f"{HUGGING_FACE}: a folder with a causal language model and its tokenizer, or its name on the hub",
+        f"{HUGGING_FACE}: a folder with a model and its tokenizer, or its name on the hub",
         "a text, in quotes",
     )
     fresh: bool | None = _key(
@@ -233,10 +233,13 @@ def _of_hugging_face(data: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"model.{other}: the config of the model in model.path says it; leave it out")
     if not isinstance(data.get("path"), str) or not data["path"]:
         raise ConfigError(f'model.kind = "{HUGGING_FACE}": needs model.path, a folder or a name on the hub')
-    from counterflow.models.hf.weights import read_config  # noqa: PLC0415  (transformers takes a while)
+    from counterflow.models.hf.weights import (  # noqa: PLC0415  (transformers takes a while)
+        most_positions,
+        read_config,
+    )
 
     found = read_config(data["path"])
-    most = getattr(found, "max_position_embeddings", None)
+    most = most_positions(found)
     positions = data.get("positions")
     if type(most) is int and type(positions) is int and positions > most:
         raise ConfigError(f"model.positions = {positions}: the model in {data['path']} takes {most} or fewer")
@@ -263,10 +266,15 @@ class DataSection(Section):
         f'{HUGGING_FACE}: of a line of a JSONL file, which has its text; "text" where not given',
         "a text, in quotes",
     )
+    label: str | None = _key(
+        None,
+        f'{HUGGING_FACE}: of a row, which has the class of its text; "label" where not given',
+        "a text, in quotes",
+    )
     samples: Literal["packed", "padded"] | None = _key(
         None,
-        f"{HUGGING_FACE}: whether a sample is full, of texts that do not see each other, or one "
-        "text and padding; packed where not given",
+        f"{HUGGING_FACE}: whether a sample is full, of texts one after another, or one text and padding; "
+        "packed where not given, but padded for classifiers",
         "packed or padded, in quotes",
     )
 

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from counterflow.data.batches import Batches
-from counterflow.data.tokens import Packed, Padded, read_documents
+from counterflow.data.targets import Labelled, Masked, numbered
+from counterflow.data.tokens import Documents, Packed, Padded, entropy_of, read_documents
 from counterflow.errors import ConfigError
 from counterflow.extras import imported
 from counterflow.models import hf
@@ -36,7 +37,8 @@ class Made:
         batches: mini-batches.
         text: what to call their text.
         text_bytes: length of that.
-        entropy: in nats a token: the loss of a model that knows only how frequent each is.
+        entropy: in nats a target: the loss of a model that knows only how frequent each is.
+        target: what the model is to tell.
         tokenizer: of transformers; None: tokens are bytes.
     """
 
@@ -47,7 +49,35 @@ class Made:
     text: str
     text_bytes: int
     entropy: float
+    target: str = "byte"
     tokenizer: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What models of one kind are trained for.
+
+    Attributes:
+        auto: the class of transformers that makes such a model.
+        known: what transformers calls the models of its kind, by model type.
+        adapters: what peft calls it; None: nothing.
+        target: what such a model is to tell.
+    """
+
+    auto: str
+    known: str
+    adapters: str | None
+    target: str
+
+
+_CAUSAL = _Task("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "CAUSAL_LM", "token")
+_MASKED = _Task("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", None, "token")
+_CLASSES = _Task(
+    "AutoModelForSequenceClassification",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "SEQ_CLS",
+    "label",
+)
 
 
 def from_transformers(config: RunConfig) -> Made:
@@ -59,44 +89,91 @@ def from_transformers(config: RunConfig) -> Made:
     section, data = config.model, config.data
     assert section.path is not None  # a config of this kind has both
     assert data.path is not None
-    _refuse_other_tasks(section.path)
+    task = _task_of(section.path)
     dtype = getattr(torch, section.dtype or "float32")
-    transformers = imported("transformers")
-    model: Any = hf.load(
-        section.path, auto=transformers.AutoModelForCausalLM, dtype=dtype, weights=not section.fresh
-    )
-    if config.lora.rank is not None:
-        model = _with_adapters(model, config.lora)
-    hf.layers(model)  # what cannot be cut is refused before anything is read
+    auto = getattr(imported("transformers"), task.auto)
+    model: Any = hf.load(section.path, auto=auto, dtype=dtype, weights=not section.fresh)
     tokenizer = _tokenizer(section.path, section.vocabulary)
-    documents = read_documents(data.path, tokenizer, data.field or "text")
-    options: dict[str, Any] = {"seed": config.train.seed, "name": str(data.path)}
-    batches: Batches
-    if data.samples == "padded":
-        padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        batches = Padded(documents, section.positions, section.vocabulary, padding=padding or 0, **options)
-    else:
-        batches = Packed(documents, section.positions, section.vocabulary, **options)
+    if task is _CLASSES and model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id  # by which it finds the end of a text
+    whole = model
+    if config.lora.rank is not None:
+        model = _with_adapters(model, config.lora, task)
+    hf.layers(model)  # what cannot be cut is refused before anything is read
+    label = (data.label or "label") if task is _CLASSES else None
+    if data.label is not None and label is None:
+        raise ConfigError(
+            f"data.label: is for classifiers of texts, and model.path = {section.path} is a "
+            f"{type(whole).__name__}; leave it out"
+        )
+    documents = read_documents(data.path, tokenizer, data.field or "text", label)
+    batches, entropy = _samples(config, task, whole.config, tokenizer, documents)
     return Made(
-        *(model, hf.layers, hf.loss, batches, str(data.path), documents.bytes, documents.entropy),
+        *(model, hf.layers, hf.loss, batches, str(data.path), documents.bytes, entropy),
+        target=task.target,
         tokenizer=tokenizer,
     )
 
 
-def _refuse_other_tasks(path: str) -> None:
-    from transformers.models.auto.modeling_auto import (  # noqa: PLC0415
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal,  # noqa: N811
+def _samples(
+    config: RunConfig, task: _Task, of_model: Any, tokenizer: Any, documents: Documents
+) -> tuple[Batches, float]:
+    """What the model is trained on, and the loss of knowing only how frequent its targets are."""
+    section, data, seed = config.model, config.data, config.train.seed
+    size = section.positions, section.vocabulary
+    options: dict[str, Any] = {"seed": seed, "name": str(data.path)}
+    known = of_model.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id
+    padding = next((token for token in known if token is not None and token >= 0), 0)
+    if task is _CLASSES:
+        if data.samples == "packed":
+            raise ConfigError(
+                'data.samples = "packed": a classifier tells the class of one text at a time; leave it out'
+            )
+        if of_model.num_labels == 1 or of_model.problem_type not in (None, "single_label_classification"):
+            raise ConfigError(
+                f"model.path = {section.path}: gives values or several labels, and `counterflow train` has "
+                "classifiers that tell one of two classes or more; train this with cf.Pipeline"
+            )
+        if of_model.pad_token_id is None:
+            raise ConfigError(
+                f"model.path = {section.path}: its tokenizer has no padding token, by which a classifier "
+                "finds the ends of texts; set tokenizer.pad_token = tokenizer.eos_token, say, and save it"
+            )
+        try:
+            names = {name: number for number, name in of_model.id2label.items()}
+            labels = numbered(documents, names, of_model.num_labels)
+        except ConfigError as error:
+            raise ConfigError(f"{data.path}: {error}") from None
+        return Labelled(documents, *size, labels, padding=padding, **options), entropy_of(labels)
+    causal = task is _CAUSAL
+    found = (
+        Padded(documents, *size, causal=causal, padding=padding, **options)
+        if data.samples == "padded"
+        else Packed(documents, *size, causal=causal, **options)
     )
+    if causal:
+        return found, documents.entropy
+    try:
+        return Masked(found, tokenizer, seed=seed), documents.entropy
+    except ConfigError as error:
+        raise ConfigError(f"model.path = {section.path}: {error}") from None
+
+
+def _task_of(path: str) -> _Task:
+    from transformers.models.auto import modeling_auto  # noqa: PLC0415
 
     named = read_config(path).architectures or []
-    if named and not set(named) & set(causal.values()):
-        raise ConfigError(
-            f"model.path = {path}: is a {named[0]}, and `counterflow train` trains causal language models; "
-            "give one of these, or train it with cf.Pipeline, cf.models.hf.layers and cf.models.hf.loss"
-        )
+    for task in (_CAUSAL, _MASKED, _CLASSES):
+        if not named or set(named) & set(getattr(modeling_auto, task.known).values()):
+            return task
+    raise ConfigError(
+        f"model.path = {path}: is a {named[0]}, and `counterflow train` trains causal and masked language "
+        "models and classifiers of texts; give one of these, or train it with cf.Pipeline, "
+        "cf.models.hf.layers and cf.models.hf.loss"
+    )
 
 
-def _with_adapters(model: Any, section: LoraSection) -> Any:
+def _with_adapters(model: Any, section: LoraSection, task: _Task) -> Any:
     peft = imported("peft")
     rank = section.rank
     assert rank is not None
@@ -105,7 +182,7 @@ def _with_adapters(model: Any, section: LoraSection) -> Any:
         lora_alpha=section.alpha if section.alpha is not None else 2 * rank,
         lora_dropout=section.dropout or 0.0,
         target_modules=list(section.targets) if section.targets is not None else None,
-        task_type="CAUSAL_LM",
+        task_type=task.adapters,
     )
     with MAKING, torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of one package about the other

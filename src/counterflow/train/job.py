@@ -173,6 +173,7 @@ def prepare(config: RunConfig, cuts: Sequence[int] | None = None) -> Job:
         cores=cores(),
         on_cpu=config.pipeline.transport != "nccl",
         unit="byte" if made.tokenizer is None else "token",
+        target=made.target,
     )
     return Job(
         *(

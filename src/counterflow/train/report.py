@@ -28,7 +28,7 @@ class About:
         parameters: how many numbers it has.
         text: what it is trained on.
         text_bytes: length of that.
-        unigram_entropy: loss of a model that knows only how frequent each token is, in nats a token.
+        unigram_entropy: loss of a model that knows only how frequent each target is, in nats a target.
         scheme: name of the schedule's scheme.
         options: its options.
         workers: of a pipeline group.
@@ -44,6 +44,7 @@ class About:
         cores: CPU cores that they may use.
         on_cpu: whether workers compute on them.
         unit: what a token is: a byte, or a token of a tokenizer.
+        target: what the model is to tell: a byte, a token, or the label of a text.
     """
 
     model: str
@@ -66,6 +67,7 @@ class About:
     cores: int
     on_cpu: bool
     unit: str = "byte"
+    target: str = "byte"
 
     @property
     def processes(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers as tf
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -111,21 +111,25 @@ OTHERS: dict[str, Callable[[], Any]] = {
 MODELS = CAUSAL | MASKED | OTHERS
 
 
-def tokenizer(texts: list[str], vocabulary: int = 300) -> Any:
-    """A tokenizer of bytes and what is frequent in some texts."""
+def tokenizer(texts: list[str], vocabulary: int = 300, *, masks: bool = False) -> Any:
+    """A tokenizer of bytes and what is frequent in some texts; with a mask token as BERT's."""
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer, trained.decoder = bytes_, decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=["<pad>", "<s>", "</s>"],
+        special_tokens=["<pad>", "<s>", "</s>", *(["<mask>"] if masks else [])],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     trained.train_from_iterator(texts, trainer)
-    return tf.PreTrainedTokenizerFast(
-        tokenizer_object=trained, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    if masks:
+        trained.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+        )
+        special = {"pad_token": "<pad>", "cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
+    return tf.PreTrainedTokenizerFast(tokenizer_object=trained, **special)
 
 
 def llama(vocabulary: int = 300) -> Any:
@@ -133,6 +137,14 @@ def llama(vocabulary: int = 300) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return tf.LlamaForCausalLM(tf.LlamaConfig(**{**_GROUPED, "vocab_size": vocabulary})).train()
+
+
+def bert(kind: str, vocabulary: int = 300, **options: Any) -> Any:
+    """A BERT or RoBERTa of some kind that takes the tokenizer's tokens."""
+    config = tf.BertConfig if kind.startswith("Bert") else tf.RobertaConfig
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return getattr(tf, kind)(config(**{**_BERT, "vocab_size": vocabulary, **options})).train()
 
 
 def made(name: str) -> Any:

@@ -137,7 +137,7 @@ def _losses(summary: Summary) -> Any:
             (
                 "",
                 f"{summary.about.unigram_entropy:.3f}",
-                f"unigram entropy: knowing only how frequent {summary.about.unit}s are",
+                f"unigram entropy: knowing only how frequent {summary.about.target}s are",
             ),
         ]
     )

@@ -232,6 +232,7 @@ class Trained(Result):
     cores: int
     on_cpu: bool
     unit: Annotated[str, said("what a token is: `byte`, or `token` of a tokenizer")]
+    target: Annotated[str, said("what the model is to tell: `byte`, `token` or `label`")]
     stopped: Annotated[bool, said("whether it was ended before all steps were made")]
     seconds: float
     samples_per_second: float

@@ -127,7 +127,7 @@ def introduction(about: About) -> list[str]:
     return [
         f"{about.model}: {about.parameters:,} parameters",
         f"{about.text}: {about.text_bytes:,} bytes, unigram entropy {about.unigram_entropy:.3f} nats "
-        f"a {about.unit}",
+        f"a {about.target}",
         f"{about.scheme} {options}",
         f"{about.workers} workers{copies} · {len(about.stage_layers)} stages (layers {layers})",
         f"{about.steps:,} steps{going_on}, each {about.samples:,} samples of {about.positions:,} "

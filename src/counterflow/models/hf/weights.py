@@ -8,10 +8,11 @@ Invariant: nothing is left as memory happened to be; what neither the folder nor
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,7 @@ class Folder:
                     return known
         return None
 
-    def copy_to(self, tensors: Mapping[str, Tensor]) -> None:
+    def copy_to(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
         """Read tensors, by their names in the files.
 
         Raises:
@@ -96,7 +97,7 @@ class Folder:
 
         for file_name in sorted({self.files[name] for name in tensors}):
             with safe_open(self.path / file_name, "pt") as file:
-                for name, tensor in tensors.items():
+                for name, tensor in ((n, t) for n, every in tensors.items() for t in every):
                     if self.files[name] == file_name:
                         found = file.get_tensor(name)
                         if found.shape != tensor.shape:
@@ -183,6 +184,18 @@ def read_config(path: Path | str, **options: Any) -> Any:
         raise ConfigError(f"{path}: is no model that transformers can read: {told}") from None
 
 
+_PADDED_POSITIONS = "camembert", "roberta", "xlm-roberta"
+"""Models that number positions from after the padding token's id on, and have none for those before."""
+
+
+def most_positions(config: Any) -> int | None:
+    """The most tokens of a sample that a model's config allows; None: it does not say."""
+    most = getattr(config, "max_position_embeddings", None)
+    if type(most) is not int:
+        return None
+    return most - (config.pad_token_id + 1) if config.model_type in _PADDED_POSITIONS else most
+
+
 def local_folder(path: Path | str, *, weights: bool = True) -> Path:
     """Where a model's files are: the folder itself, or transformers' cache of a name.
 
@@ -240,14 +253,14 @@ class Filling:
         """
         tensors = dict((*layer.named_parameters(), *layer.named_buffers()))
         with torch.no_grad(), _unset(tensors) as left:
-            read: dict[str, Tensor] = {}
+            read: dict[str, list[Tensor]] = {}  # peft has a copy of what is trained beside adapters
             for name, tensor in tensors.items():
                 known = self.folder.find(names.get(name, ())) if self.folder is not None else None
                 if known is not None:
-                    read[known] = tensor
+                    read.setdefault(known, []).append(tensor)
                     tensor._is_hf_initialized = True  # type: ignore[attr-defined] # a rule leaves it alone
             layer.apply(self._make)
-            for tensor in read.values():
+            for tensor in itertools.chain(*read.values()):
                 del tensor._is_hf_initialized  # type: ignore[attr-defined]
             if self.folder is not None:
                 self.folder.copy_to(read)

@@ -1,0 +1,133 @@
+"""What a model of transformers is to tell of texts beside the next token: hidden tokens, or a text's class.
+
+Invariant: as in ``batches``, a sample is a pure function of (seed, step, its index in the mini-batch),
+whatever the number of replicas or workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from counterflow.errors import ConfigError
+
+from .batches import IGNORED, VALIDATION_STEP, hide, part_of, stream
+from .tokens import Documents, Inputs, Packed, Padded
+
+
+class Masked:
+    """Samples with some tokens hidden, to tell from all others.
+
+    Of a sample's tokens that are neither special nor padding 15 % are chosen, at least one. Of those 80 %
+    become the tokenizer's mask token, 10 % any token, 10 % stay. Labels are the true tokens where chosen,
+    -100 elsewhere. Other tokens are chosen whenever a sample is read again.
+
+    Source: Devlin et al. 2019 (BERT), section 3.1, without the next-sentence task.
+    """
+
+    def __init__(self, samples: Packed | Padded, tokenizer: Any, *, seed: int = 0) -> None:
+        """Hide tokens of samples.
+
+        Args:
+            samples: with ``causal=False``.
+            tokenizer: of transformers.
+            seed: of what is hidden.
+
+        Raises:
+            ConfigError: the tokenizer has no mask token.
+        """
+        if tokenizer.mask_token_id is None:
+            raise ConfigError(
+                "the tokenizer has no mask token, which a masked language model needs; add one with "
+                'tokenizer.add_special_tokens({"mask_token": "[MASK]"}) and save it'
+            )
+        self.positions, self.vocabulary = samples.positions, samples.vocabulary
+        self._samples = samples
+        self._mask: int = tokenizer.mask_token_id
+        self._special = np.array(sorted(tokenizer.all_special_ids))
+        self._tokens = len(tokenizer)
+        self._seed = seed
+
+    def batch(
+        self, step: int, samples: int, *, replica: int = 0, replicas: int = 1
+    ) -> tuple[Inputs, torch.Tensor]:
+        """One replica's part of mini-batch ``step``; see ``Batches.batch``."""
+        found = self._samples.batch(step, samples, replica=replica, replicas=replicas)
+        streams = [stream(self._seed, step, sample) for sample in part_of(samples, replica, replicas)]
+        return self._masked(*found, streams)
+
+    def validation(self, samples: int, *, replica: int = 0, replicas: int = 1) -> tuple[Inputs, torch.Tensor]:
+        """Samples of the validation part, always masked alike; see ``Batches.validation``."""
+        found = self._samples.validation(samples, replica=replica, replicas=replicas)
+        streams = [stream(0, VALIDATION_STEP, sample) for sample in part_of(samples, replica, replicas)]
+        return self._masked(*found, streams)
+
+    def _masked(
+        self, inputs: Inputs, labels: torch.Tensor, streams: Sequence[np.random.PCG64]
+    ) -> tuple[Inputs, torch.Tensor]:
+        """Hide tokens of each sample as its stream says."""
+        ids = inputs["input_ids"].numpy()
+        may = (labels.numpy() != IGNORED) & ~np.isin(ids, self._special)
+        targets = np.full_like(ids, IGNORED)
+        for row, drawn in enumerate(streams):
+            hide(ids[row], targets[row], may[row].nonzero()[0], drawn, mask=self._mask, tokens=self._tokens)
+        return inputs, torch.from_numpy(targets)
+
+
+class Labelled(Padded):
+    """Samples that are a document each, whose targets are the documents' labels."""
+
+    def __init__(
+        self,
+        documents: Documents,
+        positions: int,
+        vocabulary: int,
+        labels: npt.NDArray[np.int64],
+        **options: Any,
+    ) -> None:
+        """Take documents as samples.
+
+        Args:
+            documents: as ``read_documents`` gives them.
+            positions: the most tokens of a sample, 1 or more.
+            vocabulary: different tokens of the model.
+            labels: of the documents.
+            options: see ``Padded``.
+        """
+        super().__init__(documents, positions, vocabulary, causal=False, **options)
+        self._labels = labels
+
+    def _read(self, numbers: Sequence[int]) -> tuple[Inputs, torch.Tensor]:
+        inputs, _ = super()._read(numbers)
+        return inputs, torch.from_numpy(self._labels[list(numbers)])
+
+
+def numbered(documents: Documents, names: Mapping[str, int], classes: int) -> npt.NDArray[np.int64]:
+    """The labels of documents as numbers of classes.
+
+    Args:
+        documents: that were read with their labels.
+        names: of classes, and their numbers.
+        classes: how many there are.
+
+    Raises:
+        ConfigError: a label is none of them.
+
+    >>> found = Documents(np.zeros(2, np.int32), np.array([0, 1, 2]), 2, ("bad", 1))
+    >>> numbered(found, {"bad": 0, "good": 1}, 2)
+    array([0, 1])
+    """
+    found: list[Any] = [
+        names.get(label, label) if isinstance(label, str) else label for label in documents.labels
+    ]
+    for number, label in zip(found, documents.labels, strict=True):
+        if type(number) not in (int, bool) or not 0 <= number < classes:
+            raise ConfigError(
+                f"the label {label!r} of a text is none of the model's {classes} classes; give numbers from "
+                f"0 to {classes - 1}, or their names in the model's config ({', '.join(map(repr, names))})"
+            )
+    return np.array(found, np.int64)
