@@ -1,0 +1,20 @@
+"""NCCL's rules for tensors on the CPU: what would hang on GPUs is reported, without a GPU or a clock."""
+
+from .fabric import AbortedError, Fabric, NcclRuleError
+from .group import StrictGroup, StrictWork
+from .streams import Event, Stream, current_stream
+from .threads import ThreadEndpoint, run_ranks, thread_fabric
+
+__all__ = [
+    "AbortedError",
+    "Event",
+    "Fabric",
+    "NcclRuleError",
+    "Stream",
+    "StrictGroup",
+    "StrictWork",
+    "ThreadEndpoint",
+    "current_stream",
+    "run_ranks",
+    "thread_fabric",
+]

@@ -1,0 +1,263 @@
+"""A process group with NCCL's rules, for tensors on the CPU; for tests, and to see that a program keeps them.
+
+Its calls are those of ``torch.distributed.ProcessGroup`` over NCCL. Messages of two ranks go by a
+communicator of these two, grouped ones (``batch_isend_irecv``) by that of the whole group; ``Work.wait`` lets
+the stream wait and returns. There is a stream for each communicator of two. All collectives of a rank,
+whatever their group, run on one stream: a GPU need not have room for two at once, and NCCL asks that all
+ranks launch them in one order.
+
+What is received into holds NaN until the message comes; a message's tensors are read as late as can be, and
+must not change before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, Work
+
+from . import streams
+from .fabric import RECEIVE, SEND, AbortedError, Launch, NcclRuleError, Part
+from .streams import Stream
+
+_COLLECTIVES = "collectives"
+_VERSION = "a tensor was changed in place while it was sent: {}"
+
+
+class Endpoint(Protocol):
+    """One rank's end of a fabric."""
+
+    rank: int
+    stream: Stream
+    """On which it computes unless it says otherwise."""
+
+    def enter(self, communicator: str, members: Sequence[int]) -> None:
+        """Make a communicator; waits until all members have entered."""
+
+    def launch(self, launch: Launch) -> None:
+        """Put something on a stream."""
+
+    def abort(self) -> None:
+        """Abort all communicators of this rank."""
+
+
+class StrictWork(Work):
+    """What was launched."""
+
+    def __init__(self, launch: Launch, stream: Stream) -> None:
+        super().__init__()
+        self.launch = launch
+        self.stream = stream
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Let the current stream wait; the host goes on."""
+        del timeout
+        (streams.current_stream() or self.stream).wait_for(self.launch)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has run."""
+        return self.launch.over
+
+    def is_success(self) -> bool:
+        """Whether it has run and was not aborted."""
+        return self.launch.over and not self.launch.aborted
+
+    def exception(self) -> BaseException | None:
+        """Why it has not run to its end."""
+        return dist.DistBackendError("NCCL communicator was aborted") if self.launch.aborted else None
+
+
+class StrictGroup(ProcessGroup):
+    """One rank's end of a group.
+
+    Args:
+        endpoint: of this rank.
+        ranks: the members, in their order.
+        name: by which all members know it.
+    """
+
+    def __init__(self, endpoint: Endpoint, ranks: Sequence[int], name: str) -> None:
+        super().__init__(ranks.index(endpoint.rank), len(ranks))  # type: ignore[call-arg]
+        self.endpoint = endpoint
+        self.ranks = tuple(ranks)
+        self.title = name
+        self._made: set[str] = set()
+        self._group: list[Part] | None = None
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """See ``ProcessGroup``."""
+        return "strict_nccl"
+
+    # -- messages
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
+        """See ``ProcessGroup``; NCCL knows no tags."""
+        del tag
+        return self._message(SEND, tensors, dst)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
+        """See ``ProcessGroup``."""
+        del tag
+        with streams.as_the_network():
+            for tensor in tensors:
+                if tensor.is_floating_point() or tensor.is_complex():
+                    tensor.data.fill_(torch.nan)
+        return self._message(RECEIVE, tensors, src)
+
+    def _message(self, kind: str, tensors: list[Tensor], peer: int) -> Work:
+        (tensor,) = tensors
+        other = self.ranks[peer]
+        pair = tuple(sorted((self.endpoint.rank, other)))
+        name = f"the pair {pair[0]}-{pair[1]} of {self.title}"
+        part = self._part(kind, tensor, name, other)
+        if self._group is not None:
+            part.communicator = self.title
+            self._group.append(part)
+            return _LATER
+        self._make(name, pair)
+        return self._launch(name, (part,))
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        del device
+        self._group = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        del device
+        parts, self._group = self._group, None
+        self._make(self.title, self.ranks)
+        return self._launch(_COLLECTIVES, tuple(parts or ()))
+
+    # -- collectives
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+        """See ``ProcessGroup``."""
+        del timeout
+        (tensor,) = [tensors] if isinstance(tensors, Tensor) else tensors
+        op = opts.reduceOp if hasattr(opts, "reduceOp") else opts or ReduceOp.SUM
+        return self._collective("all-reduce", tensor, _reduced(getattr(op, "op", op)))
+
+    def broadcast(self, tensors: Any, opts: Any, timeout: Any = None) -> Work:  # type: ignore[override]
+        """See ``ProcessGroup``."""
+        del timeout
+        (tensor,) = [tensors] if isinstance(tensors, Tensor) else tensors
+        root = opts if isinstance(opts, int) else opts.rootRank
+        return self._collective(f"broadcast of rank {self.ranks[root]}", tensor, lambda parts: parts[root])
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:  # type: ignore[override]
+        """See ``ProcessGroup``."""
+        del opts, timeout
+        (rows,), (tensor,) = outputs, inputs
+        return self._collective("all-gather", tensor, torch.stack, rows)
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Work:  # type: ignore[override]
+        """See ``ProcessGroup``; over NCCL it holds the host."""
+        del opts, timeout
+        work = self._collective("barrier", torch.zeros(1), _reduced(ReduceOp.SUM))
+        self.endpoint.stream.wait_for(work.launch)
+        self.endpoint.stream.synchronize("is in a barrier")
+        return work
+
+    def abort(self) -> None:
+        """See ``ProcessGroup``."""
+        self.endpoint.abort()
+
+    def shutdown(self) -> None:
+        """See ``ProcessGroup``."""
+
+    def _collective(
+        self,
+        kind: str,
+        tensor: Tensor,
+        result: Callable[[list[Tensor]], Tensor],
+        rows: Sequence[Tensor] | None = None,
+    ) -> StrictWork:
+        self._make(self.title, self.ranks)
+        part = self._part(kind, tensor, self.title)
+        part.data = (tensor, result, rows)
+        return self._launch(_COLLECTIVES, (part,))
+
+    # -- their parts
+
+    def _part(self, kind: str, tensor: Tensor, communicator: str, peer: int = -1) -> Part:
+        if not tensor.is_contiguous():
+            raise ValueError("Tensors must be contiguous")  # as ProcessGroupNCCL says
+        size = f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
+        data = (tensor, _version(tensor))
+        return Part(kind, self.endpoint.rank, communicator, size, peer, data)
+
+    def _make(self, name: str, members: Sequence[int]) -> None:
+        if name not in self._made:
+            try:
+                self.endpoint.enter(name, members)
+            except AbortedError as error:
+                raise dist.DistBackendError(str(error)) from error
+            self._made.add(name)
+
+    def _launch(self, stream: str, parts: tuple[Part, ...]) -> StrictWork:
+        current = streams.current_stream() or self.endpoint.stream
+        launch = Launch(self.endpoint.rank, stream, parts, current.pending)
+        try:
+            self.endpoint.launch(launch)
+        except AbortedError as error:
+            raise dist.DistBackendError(str(error)) from error
+        return StrictWork(launch, self.endpoint.stream)
+
+
+class _Later(Work):
+    """Of what is in a group: the group's own work counts."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """See ``Work``."""
+        del timeout
+        return True
+
+
+_LATER = _Later()
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 - documented as it
+
+
+def _reduced(op: Any) -> Callable[[list[Tensor]], Tensor]:
+    ways: dict[Any, Callable[[Tensor], Tensor]] = {
+        ReduceOp.SUM: lambda stacked: stacked.sum(0),
+        ReduceOp.AVG: lambda stacked: stacked.mean(0),
+        ReduceOp.MAX: lambda stacked: stacked.amax(0),
+        ReduceOp.MIN: lambda stacked: stacked.amin(0),
+    }
+    way = next((way for known, way in ways.items() if known == op), None)
+    if way is None:
+        raise NotImplementedError(f"all-reduce by {op}")
+    return lambda tensors: way(torch.stack(tensors))
+
+
+def move(parts: Sequence[Part], over: Callable[[], None]) -> None:
+    """Carry out what met, between threads of one process.
+
+    Raises:
+        NcclRuleError: a tensor was changed while it was sent.
+    """
+    with streams.as_the_network():
+        if parts[0].kind == SEND:
+            send, receive = parts
+            source, version = send.data
+            if _version(source) != version:
+                raise NcclRuleError(_VERSION.format(send))
+            receive.data[0].data.copy_(source.detach().reshape(receive.data[0].shape))
+        else:
+            result = parts[0].data[1]([part.data[0].detach() for part in parts])
+            for part in parts:
+                tensor, _, rows = part.data
+                if rows is None:
+                    tensor.data.copy_(result)
+                else:
+                    for row, found in zip(rows, result, strict=True):
+                        row.data.copy_(found)
+    over()

@@ -1,0 +1,101 @@
+"""Ranks that are threads of one process, each with its end of one fabric."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from . import streams
+from .fabric import Fabric, Launch, NcclRuleError
+from .group import StrictGroup, move
+from .streams import Stream
+
+_T = TypeVar("_T")
+
+
+class ThreadEndpoint:
+    """See ``Endpoint``.
+
+    Args:
+        fabric: what connects the threads.
+        rank: this one's number.
+    """
+
+    def __init__(self, fabric: Fabric, rank: int) -> None:
+        self.fabric = fabric
+        self.rank = rank
+        self.stream = Stream(self.wait)
+
+    def enter(self, communicator: str, members: Sequence[int]) -> None:
+        """See ``Endpoint``."""
+        self._held(lambda wake: self.fabric.enter(self.rank, communicator, members, wake))
+
+    def launch(self, launch: Launch) -> None:
+        """See ``Endpoint``."""
+        self.fabric.launch(launch)
+
+    def wait(self, launches: Sequence[Launch], why: str) -> None:
+        """Hold the host until something has run."""
+        self._held(lambda wake: self.fabric.wait(self.rank, launches, why, wake))
+
+    def abort(self) -> None:
+        """See ``Endpoint``."""
+        self.fabric.abort(self.rank)
+
+    def group(self, ranks: Sequence[int], name: str) -> StrictGroup:
+        """A group of this rank and others."""
+        return StrictGroup(self, ranks, name)
+
+    @staticmethod
+    def _held(begin: Callable[[Callable[[BaseException | None], None]], None]) -> None:
+        woken = threading.Event()
+        why: list[BaseException] = []
+
+        def wake(error: BaseException | None) -> None:
+            if error is not None:
+                why.append(error)
+            woken.set()
+
+        begin(wake)
+        woken.wait()
+        if why:
+            raise type(why[0])(*why[0].args) from why[0]
+
+
+def thread_fabric(ranks: int) -> Fabric:
+    """What connects so many threads."""
+    return Fabric(ranks, move)
+
+
+def run_ranks(function: Callable[[ThreadEndpoint], _T], ranks: int) -> list[_T]:
+    """What a function gives on each of so many ranks; the first rank's error, if it raises.
+
+    Raises:
+        NcclRuleError: the ranks would hang on GPUs, or left something that never runs.
+    """
+    fabric = thread_fabric(ranks)
+    results: dict[int, _T] = {}
+    errors: dict[int, BaseException] = {}
+
+    def work(rank: int) -> None:
+        endpoint = ThreadEndpoint(fabric, rank)
+        try:
+            with streams.device(endpoint.stream):
+                results[rank] = function(endpoint)
+                endpoint.stream.synchronize("is at its end")
+        except BaseException as error:  # told to the caller
+            errors[rank] = error
+        finally:
+            fabric.leave(rank)
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[min(errors)]
+    if left := fabric.unfinished():
+        raise NcclRuleError("at the end these had not run: " + "; ".join(left))
+    return [results[rank] for rank in range(ranks)]
