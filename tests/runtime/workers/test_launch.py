@@ -14,12 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from counterflow.errors import ConfigError, DeadlockError, WorkerError
+from counterflow.runtime.transport.base import TransportKind
+from counterflow.runtime.workers.forking import start_method
 from counterflow.runtime.workers.launch import launch
-from counterflow.runtime.workers.world import current_transport
+from counterflow.runtime.workers.world import Defaults, current_transport
 
 
 class Job:
@@ -111,6 +114,31 @@ def test_results(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     output, errors = capfd.readouterr()
     assert output == "a worker's line\n" * 2
     assert errors == ""
+
+
+@Job
+def look() -> tuple[int, str | None, float]:
+    """The process this one was forked from, a variable, and a draw."""
+    print("looking")  # noqa: T201
+    return os.getppid(), os.environ.get("COUNTERFLOW_TEST"), float(np.random.random())  # noqa: NPY002
+
+
+def test_forked_workers_are_as_if_started_anew(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first = launch(look, workers=2)
+    monkeypatch.setenv("COUNTERFLOW_TEST", "set since")
+    assert capfd.readouterr().out == "looking\n" * 2
+    second = launch(look, workers=2)
+    assert [variable for _, variable, _ in first + second] == [None, None, "set since", "set since"]
+    assert len({draw for _, _, draw in first + second}) == 4
+    assert len({parent for parent, _, _ in first + second}) == 1  # imports once
+    assert os.getpid() not in {parent for parent, _, _ in first}
+
+
+def test_workers_of_gpus_are_not_forked() -> None:
+    assert start_method(Defaults(TransportKind.NCCL)) == "spawn"
+    assert start_method(Defaults(TransportKind.GLOO, torch.device("cuda"))) == "spawn"
 
 
 def test_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ and one that is not there when it is loaded, are refused.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ class Skip:
     """
 
     def __init__(self, name: str, *, once: bool = False) -> None:
+        _keep_out_of_compiled_code()
         self.name = name
         self.once = once
         self._empty()
@@ -125,7 +127,6 @@ class SaveSkip(nn.Module):
         super().__init__()
         self.skip = skip
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, value: Any) -> Any:
         """The same value."""
         self.skip._put(value)  # noqa: SLF001 - it is the skip's other half
@@ -143,7 +144,6 @@ class LoadSkip(nn.Module):
         super().__init__()
         self.skip = skip
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, value: Any = _NOTHING) -> Any:
         """(``value``, what was saved), or without ``value`` what was saved."""
         found = self.skip._get()  # noqa: SLF001 - it is the skip's other half
@@ -152,6 +152,13 @@ class LoadSkip(nn.Module):
     def extra_repr(self) -> str:
         """Its name."""
         return repr(self.skip.name)
+
+
+@functools.cache
+def _keep_out_of_compiled_code() -> None:
+    """``torch.compile`` leaves saving and loading alone; said with the first skip, as it takes seconds."""
+    for kind in (SaveSkip, LoadSkip):
+        kind.forward = torch.compiler.disable(kind.forward)  # type: ignore[method-assign]
 
 
 class Carried(NamedTuple):

@@ -29,15 +29,13 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-# How torch's own workers learn that their parent died; it has no public name.
-from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
-
 from counterflow.errors import ConfigError, CounterflowError, WorkerError
 
 from ..transport.base import Lost, TimedOut, Transport, TransportKind
 from ..transport.local import Hub
 from ..transport.turns import Turns, elsewhere
 from . import world
+from .forking import Surroundings, end_with_the_launch, start_method
 from .watch import culprit
 
 _T = TypeVar("_T")
@@ -266,18 +264,16 @@ class _Processes:
             local_addr="localhost",
             max_restarts=0,
             monitor_interval=_POLL_SECONDS,
-            start_method="spawn",
+            start_method=start_method(self.defaults),
             logs_specs=DefaultLogsSpecs(log_dir=str(directory / "logs")),
             shutdown_timeout=_SHUTDOWN_SECONDS,
         )
-        elastic_launch(config, _work)(str(directory), os.getpid(), self.defaults, self.threads)
+        elastic_launch(config, _work)(str(directory), Surroundings(), self.defaults, self.threads)
 
 
-def _work(folder: str, parent: int, defaults: world.Defaults, threads: int) -> None:
+def _work(folder: str, _: Surroundings, defaults: world.Defaults, threads: int) -> None:
     """What a worker process runs."""
-    _prctl_pr_set_pdeathsig(signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    end_with_the_launch()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # who launched it says when it ends, without tracebacks
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all workers are here, whatever the host's name
