@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -15,9 +16,14 @@ import transformers as tf
 from torch import Tensor
 
 from counterflow.errors import ConfigError
+from counterflow.plan import files
+from counterflow.plan.search import search
+from counterflow.plan.space import Constraints
 from counterflow.train import RunConfig, load_config
 from counterflow.train.folder import read_metrics
 from counterflow.train.job import prepare, rate_factor
+from counterflow.train.planned import planned_config
+from counterflow.train.profiling import measure
 from counterflow.train.run import run
 
 from ..models.hf import tiny
@@ -164,6 +170,40 @@ def test_adapters_of_a_masked_model_and_of_a_classifier(tmp_path: Path) -> None:
             assert not torch.equal(
                 state[name], state[name.replace("modules_to_save.default", "original_module")]
             )
+
+
+def test_what_is_profiled_is_planned_and_trained(base: Path, tmp_path: Path) -> None:
+    """By the three files and the plan's, as the commands hand them on: nothing of the config is lost."""
+    given = config(
+        *(base, tmp_path / "run"),
+        lora__rank=2,
+        lora__targets=["q_proj"],
+        data__samples="padded",
+        train__steps=2,
+        optimizer__name="adam",
+        optimizer__betas=[0.8, 0.9],
+        pipeline__clip_norm=0.5,
+    )
+    found = measure(given, sizes=(1,), workers=1, repeats=1)
+    assert found.model.optimizer_states == 2.0
+    (tmp_path / "model.toml").write_text(files.dumps(found.model))
+    model = files.load_model(tmp_path / "model.toml")
+    assert model == found.model
+    cluster = dataclasses.replace(found.cluster, devices=2)
+    plans = search(model, found.profile, cluster, 8, Constraints(schemes=("dapple",), depths=(2,)))
+    planned = planned_config(model, found.profile, cluster, plans.best[0].play.prediction())
+    odd = dataclasses.replace(model, optimizer_states=6.0, config={})
+    with pytest.raises(ConfigError, match="optimizer_states = 6: no optimiser is known that has so many"):
+        planned_config(odd, found.profile, cluster, plans.best[0].play.prediction())
+    (tmp_path / "plan.toml").write_text(planned.to_toml())
+    read = load_config(tmp_path / "plan.toml", ["pipeline.transport=local"])
+    assert (read.model, read.data, read.lora, read.optimizer) == (
+        *(given.model, given.data, given.lora, given.optimizer),
+    )
+    assert (read.train, read.pipeline.clip_norm) == (given.train, 0.5)
+    assert (read.schedule.scheme, read.build_schedule().workers) == ("dapple", 2)
+    run(read, Watcher())
+    assert (tmp_path / "run" / "adapter").is_dir()
 
 
 def test_a_run_of_adapters(base: Path, tmp_path: Path) -> None:

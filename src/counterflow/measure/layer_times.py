@@ -107,6 +107,11 @@ class LayerTimer:
             _typical(self._updates, quietest) / sum(cost.weight_bytes for cost in costs),
         )
 
+    def close(self) -> None:
+        """Free what was timed; all workers call it."""
+        self._one.pipeline.close()
+        self._each.pipeline.close()
+
     def _part_overhead(self) -> tuple[float, ...]:
         pipeline = self._each.pipeline
         half = [cut(tree, slice(self.size // 2 * MICRO_BATCHES)) for tree in self._batch]
@@ -146,6 +151,10 @@ class StepTimer:
         update = max(row[0] for row in self._timer.pipeline.transport.gather([mine]))
         return times.gap_seconds, max(0.0, times.around_seconds - update)
 
+    def close(self) -> None:
+        """Free what was timed; all workers call it."""
+        self._timer.pipeline.close()
+
 
 def _update_seconds(pipeline: Pipeline) -> float:
     """One update of this worker's weights."""
@@ -169,7 +178,9 @@ def timed(
     timer.warm_up()
     for _ in range(repeats):
         timer.turn()
-    return timer.result()
+    found = timer.result()
+    timer.close()
+    return found
 
 
 _LEAST = 0.1

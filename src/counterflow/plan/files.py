@@ -19,7 +19,7 @@ from counterflow.errors import ConfigError
 from counterflow.reading import read_text
 
 from .cluster import Cluster, Link
-from .model import Model, TrainValue
+from .model import ConfigValue, Model, TrainValue
 from .profile import LayerProfile, Profile
 
 _T = TypeVar("_T")
@@ -41,6 +41,7 @@ class _Model(_Table):
     source: str = ""
     layers: list[_Run]
     train: dict[str, TrainValue] = {}
+    config: dict[str, dict[str, ConfigValue]] = {}
 
     def value(self) -> Model:
         given = {name: getattr(self, name) for name in type(self).model_fields}

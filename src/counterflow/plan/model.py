@@ -13,6 +13,7 @@ from counterflow.errors import ConfigError
 from .cluster import require_number
 
 TrainValue = str | int | float | bool
+ConfigValue = TrainValue | list[float] | list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Model:
         input_bytes: what the first layer takes, for one sample.
         train: the keys of ``[model]`` with which ``counterflow train`` makes it; empty: it cannot.
         source: where it comes from.
+        config: the other tables of the config that was profiled, but for what a plan decides.
 
     Raises:
         ConfigError: no layers, or a number out of its range.
@@ -40,6 +42,7 @@ class Model:
     input_bytes: float = 0.0
     train: Mapping[str, TrainValue] = field(default_factory=dict)
     source: str = ""
+    config: Mapping[str, Mapping[str, ConfigValue]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.layers:

@@ -1,6 +1,7 @@
 """From a plan to the config with which ``counterflow train`` runs it.
 
 Invariant: the config is complete and checked like any other: its schedule builds, its cuts fit the model.
+What was profiled is what is trained: only what the plan decides is changed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,30 @@ from counterflow.plan import Cluster, Model, Prediction, Profile
 from counterflow.plan.device_placement import devices
 
 from .config import RunConfig
+
+_DECIDED = {
+    "pipeline": ("replicas", "recompute", "sync", "cuts", "transport"),
+    "train": ("samples",),
+}
+"""By table of a config, the keys that a plan decides."""
+
+_KEPT = "data", "lora", "pipeline", "optimizer", "train"
+"""The tables of a config beside ``[model]`` that a plan keeps."""
+
+
+def kept_of(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """What a plan for a config's model keeps of it, as plain data."""
+    found = {}
+    for table in _KEPT:
+        given = {
+            key: value
+            for key, value in getattr(config, table).model_dump(mode="json", exclude_none=True).items()
+            if key not in _DECIDED.get(table, ())
+        }
+        if given:
+            found[table] = given
+    return found
+
 
 _OPTIMIZERS: dict[float, dict[str, Any]] = {
     0.0: {"name": "sgd"},
@@ -41,6 +66,12 @@ def planned_config(model: Model, profile: Profile, cluster: Cluster, prediction:
             'the keys of [model] there, for example kind = "gpt" and layers = 8'
         )
     plan = prediction.configuration
+    if "optimizer" not in model.config and model.optimizer_states not in _OPTIMIZERS:
+        known = ", ".join(f"{states:g} ({_in_words(o)})" for states, o in _OPTIMIZERS.items())
+        raise ConfigError(
+            f"model {model.name}: optimizer_states = {model.optimizer_states:g}: no optimiser is known "
+            f"that has so many; give one of {known}, or the optimiser's keys as [config.optimizer]"
+        )
     values: dict[str, Any] = {
         "model": dict(model.train),
         "schedule": {"scheme": plan.scheme, **dict(plan.options)},
@@ -54,6 +85,9 @@ def planned_config(model: Model, profile: Profile, cluster: Cluster, prediction:
         "optimizer": _OPTIMIZERS.get(model.optimizer_states, {}),
         "train": {"samples": plan.samples * prediction.micro_batches},
     }
+    for table, kept in model.config.items():
+        decided = values.get(table, {}) if table != "optimizer" else {}
+        values[table] = {**kept, **decided}
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
@@ -62,7 +96,7 @@ def planned_config(model: Model, profile: Profile, cluster: Cluster, prediction:
         place = ".".join(str(part) for part in problem["loc"])
         told = str(cause) if isinstance(cause, ConfigError) else f"{place}: {problem['msg']}"
         raise ConfigError(
-            f"model {model.name}: its [train] table does not make what was planned: {told}"
+            f"model {model.name}: its [train] and [config] tables do not make what was planned: {told}"
         ) from None
     if config.model.all_layers != len(model.layers):
         raise ConfigError(
@@ -83,3 +117,7 @@ def planned_config(model: Model, profile: Profile, cluster: Cluster, prediction:
         "peak_bytes": prediction.peak_bytes,
     }
     return RunConfig.model_validate(values | {"plan": expected})
+
+
+def _in_words(optimizer: dict[str, Any]) -> str:
+    return " ".join(str(value) for value in optimizer.values())

@@ -13,9 +13,14 @@ from __future__ import annotations
 import datetime as dt
 import platform
 import statistics
-from collections.abc import Callable, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
@@ -35,6 +40,7 @@ from counterflow.runtime.workers.world import current_transport
 
 from .config import RunConfig
 from .job import Job, prepare
+from .planned import kept_of
 
 SIZES = (1, 2, 4, 8, 16, 32)
 """Samples of the micro-batches that layers are measured with, if nothing else is asked for."""
@@ -42,7 +48,8 @@ SIZES = (1, 2, 4, 8, 16, 32)
 MESSAGES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 """Bytes of the messages and all-reduces from which latency and seconds a byte are fitted."""
 
-_GIB = 1 << 30
+_POLL_SECONDS = 0.2
+"""How often it is looked how far the workers are."""
 
 Progress = Callable[[str, int, int], None]
 """What is measured, how many parts of it are done, and of how many."""
@@ -90,21 +97,15 @@ def measure(
     threads = config.train.threads or max(1, cores() // here)
     about = device_name(device, threads)
     carrier: Literal["local", "gloo", "nccl"] = "local" if here == 1 else "nccl" if on_gpu else "gloo"
-    run = partial(launch, workers=here, transport=carrier, device=device, threads=threads)
-    by_size: list[AtSize] = []
-    for number, size in enumerate(sizes):
-        progress("layers", number, len(sizes))
-        by_size.append(run(timed, LayerTimer, subject, size, repeats)[0])
-    progress("layers", len(sizes), len(sizes))
-    progress("steps", 0, 1)
-    gap, around = run(timed, StepTimer, subject, sizes[len(sizes) // 2], repeats)[0]
-    progress("steps", 1, 1)
-    progress("links", 0, 1)
-    messages: tuple[Travel, ...] = ()
-    sums: tuple[Travel, ...] = ()
-    if here > 1:
-        messages, sums = run(_links, repeats, workers=2)[0]
-    progress("links", 1, 1)
+    run = partial(launch, transport=carrier, device=device, threads=threads)
+    parts = [("layers", len(sizes)), ("steps", 1), ("links", 1)]
+    with _reported(parts, progress) as done:
+        # One launch for all: a worker takes seconds to start, and a model of transformers many.
+        by_size, (gap, around), (messages, sums) = run(
+            _measured, subject, sizes, repeats, done, links=here == 2, workers=here
+        )[0]
+        if here > 2:
+            messages, sums = run(_links, repeats, workers=2)[0]
     profile = profile_of(job, about, by_size, gap, around, how=f"measured, median of {repeats}")
     inputs, _ = job.batches.batch(0, 1, replica=0, replicas=1)
     model = Model(
@@ -114,6 +115,7 @@ def measure(
         input_bytes=float(sum(t.nbytes for t in _tensors(inputs))),
         train=config.model.given(),
         source="counterflow profile",
+        config=kept_of(config),
     )
     link = fitted(messages)
     cluster = Cluster(
@@ -223,7 +225,72 @@ def fitted(travels: Sequence[Travel], *, begins: int = 1) -> Link:
     return Link(max(0.0, float(latency)) / begins, max(0.0, float(each)))
 
 
-def _links(repeats: int) -> tuple[tuple[Travel, ...], tuple[Travel, ...]]:
+_Travels = tuple[tuple[Travel, ...], tuple[Travel, ...]]
+
+
+def _measured(
+    subject: Subject, sizes: Sequence[int], repeats: int, done: Path, *, links: bool
+) -> tuple[list[AtSize], tuple[float, float], _Travels]:
+    """What a worker runs: layers at all sizes, steps, and links if it is one of two.
+
+    Args:
+        subject: what is timed.
+        sizes: samples of a micro-batch.
+        repeats: of each measurement.
+        done: gets a byte whenever a part is done.
+        links: whether links are measured.
+    """
+
+    def finished(what: Any) -> Any:
+        if current_transport().rank == 0:
+            with done.open("ab") as file:
+                file.write(b".")
+        return what
+
+    by_size = [finished(timed(LayerTimer, subject, size, repeats)) for size in sizes]
+    steps = finished(timed(StepTimer, subject, sizes[len(sizes) // 2], repeats))
+    return by_size, steps, _links(repeats) if links else ((), ())
+
+
+@contextmanager
+def _reported(parts: Sequence[tuple[str, int]], progress: Progress) -> Iterator[Path]:
+    """Gives a file that grows by a byte with each thing done, and tells it meanwhile, part by part.
+
+    Args:
+        parts: what is done, and how many things that is; the last is done when the context ends.
+        progress: told of each from none to all.
+    """
+    due = deque[tuple[int, str, int, int]]()
+    before = 0
+    for part, count in parts:
+        due += [(before + done, part, done, count) for done in range(count + 1)]
+        before += count
+
+    def tell(known: int) -> None:
+        while due and due[0][0] <= known:
+            progress(*due.popleft()[1:])
+
+    ended = threading.Event()
+    with TemporaryDirectory(prefix="counterflow-") as folder:
+        path = Path(folder) / "done"
+        path.touch()
+
+        def watch() -> None:
+            while not ended.wait(_POLL_SECONDS):
+                tell(path.stat().st_size)
+
+        watcher = threading.Thread(target=watch, name="counterflow profile", daemon=True)
+        tell(0)
+        watcher.start()
+        try:
+            yield path
+        finally:
+            ended.set()
+            watcher.join()
+        tell(before)
+
+
+def _links(repeats: int) -> _Travels:
     """What messages and all-reduces of two workers take."""
     transport = current_transport()
     times = 3 * repeats
@@ -273,9 +340,9 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 def _states(config: RunConfig) -> float:
     """Bytes of optimiser state for each byte of weights."""
-    if config.optimizer.name == "adamw":
-        return 2.0
-    return 1.0 if config.optimizer.momentum else 0.0
+    if config.optimizer.name == "sgd":
+        return 1.0 if config.optimizer.momentum else 0.0
+    return 2.0
 
 
 def _range(travels: Sequence[Travel]) -> str:

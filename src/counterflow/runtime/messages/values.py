@@ -90,6 +90,17 @@ class Structure:
     flat: type | None = None
     masks: bool = False
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As a tree with numbers for leaves, which has a structure of its own in every process."""
+        tree = pytree.tree_unflatten(range(len(self.at)), self.spec)
+        return _structure, (tree, self.at, self.constants, self.numbers, self.flat, self.masks)
+
+
+def _structure(tree: Any, *rest: Any) -> Structure:
+    """The one that is compared in no time, where there is one."""
+    found = Structure(pytree.tree_structure(tree), *rest)
+    return _flat.setdefault((found.flat, len(found.at)), found) if found.flat is not None else found
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -202,9 +213,8 @@ def described(structures: Sequence[Structure | None], counts: Sequence[int]) -> 
     """
     if all(structure is None for structure in structures):
         return torch.empty(0, dtype=torch.uint8)
-    told = [s and (_skeleton(s), s.at, s.constants, s.numbers, s.flat, s.masks) for s in structures]
     try:
-        data = pickle.dumps((told, tuple(counts)))
+        data = pickle.dumps((tuple(structures), tuple(counts)))
     except Exception as error:
         raise ConfigError(
             f"a stage gives what cannot go to another worker ({error}); hand on tensors, numbers and texts "
@@ -214,24 +224,13 @@ def described(structures: Sequence[Structure | None], counts: Sequence[int]) -> 
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _skeleton(structure: Structure) -> Any:
-    """The tree with numbers for leaves, which has a structure of its own on every worker."""
-    return pytree.tree_unflatten(range(len(structure.at)), structure.spec)
-
-
 def read_description(head: Tensor, count: int) -> tuple[Sequence[Structure | None], Sequence[int]]:
     """Of ``count`` values their structures, and how many tensors each has."""
     if not head.numel():
         return (None,) * count, (1,) * count
-    told, counts = pickle.loads(head.cpu().numpy().tobytes())  # noqa: S301 - from a worker of this run
-    return [one and _known(Structure(pytree.tree_structure(one[0]), *one[1:])) for one in told], counts
-
-
-def _known(structure: Structure) -> Structure:
-    """The one that is compared in no time."""
-    if structure.flat is None:
-        return structure
-    return _flat.setdefault((structure.flat, len(structure.at)), structure)
+    found: tuple[Sequence[Structure | None], Sequence[int]]
+    found = pickle.loads(head.cpu().numpy().tobytes())  # noqa: S301 - from a worker of this run
+    return found
 
 
 def takes_gradient(tensor: Tensor) -> bool:
