@@ -399,10 +399,11 @@ class Pipeline:
                         layer.module.compile(backend=backend)
 
     def _connect(self) -> None:
-        """To those whom messages go to or come from."""
+        """To those whom messages go to or come from, and who holds the same weights."""
         self._lease.groups = self.weights.groups
         every = (*self._run.lists, self._evaluation_tasks)
-        self.transport.connect({task.peer for tasks in every for task in tasks if task.peer >= 0})
+        peers = {task.peer for tasks in every for task in tasks if task.peer >= 0}
+        self.transport.connect(peers, self.weights.groups)
 
     def close(self) -> None:
         """End what is under way and give back what the pipeline holds of its transport; all workers call it.

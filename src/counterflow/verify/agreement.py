@@ -22,7 +22,7 @@ from counterflow.schedule.ir import Schedule
 
 from .reference import Reference, Staleness
 
-Transports = Literal["local", "gloo", "nccl"]
+Transports = Literal["local", "gloo", "nccl", "strict-nccl"]
 
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-10}
 """The largest relative error at which numbers agree, by the dtype they are computed in."""
@@ -98,7 +98,7 @@ def verify(
         batches: mini-batches by step and replica; as many replicas as the first step has.
         optimizer: a function of parameters to an optimiser.
         scheduler: a function of an optimiser to a learning-rate scheduler.
-        transport: ``local`` (threads), ``gloo`` or ``nccl`` (processes).
+        transport: ``local`` or ``strict-nccl`` (threads), ``gloo`` or ``nccl`` (processes).
         strict: ``local`` only: sends that block until they are received.
         timeout_seconds: how long a worker waits for another.
         seed: of all random draws.

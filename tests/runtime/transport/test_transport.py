@@ -1,4 +1,4 @@
-"""The same checks on every transport: threads, strict threads, and three processes over Gloo."""
+"""The same checks on every transport: threads, strict ones, NCCL's rules, and three processes over Gloo."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from counterflow.runtime.transport import (
 from counterflow.runtime.transport import gathers as gather_rows
 from counterflow.runtime.transport.gloo import GlooTransport
 from counterflow.runtime.transport.local import Hub
-from counterflow.runtime.transport.nccl import NcclTransport
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.world import current_transport
 
@@ -217,6 +216,8 @@ CHECKS = (
     *(gathers, broadcasts, sums, crossing_groups, statuses),
 )
 MESSAGES = CHECKS[:5]
+CHECKS_IN_ORDER = [check for check in CHECKS if check is not crossing_groups]
+"""Those that NCCL allows: no sums that two ranks start in two orders."""
 
 
 @Job
@@ -224,11 +225,11 @@ def check_all() -> dict[str, str]:
     return {check.__name__: outcome(check, current_transport()) for check in CHECKS}
 
 
-class NcclOverGloo(NcclTransport):
-    """NCCL's data plane without a GPU: its calls, on a group of Gloo."""
-
-    def make_data_plane(self) -> None:
-        self._messages = self.group_of_all("gloo")
+def check_all_in_order() -> dict[str, str]:
+    """The checks over NCCL's rules."""
+    transport = current_transport()
+    transport.connect({rank for rank in range(WORKERS) if rank != transport.rank})
+    return {check.__name__: outcome(check, transport) for check in CHECKS_IN_ORDER}
 
 
 @Job
@@ -242,11 +243,6 @@ def check_all_over_gloo() -> dict[str, str]:
         patch.setattr(gather_rows, "_FEW_WORKERS", 2)
         found["gathers among many"] = outcome(gathers, staged)
     staged.close()
-    ordered = NcclOverGloo(torch.device("cpu"), 60.0)
-    ordered.connect({peer for peer in range(WORKERS) if peer != ordered.rank})
-    for check in MESSAGES:
-        found[f"nccl {check.__name__}"] = outcome(check, ordered)
-    ordered.close()
     found["after a failure"] = outcome(after_a_failure, current_transport())
     return found
 
@@ -290,13 +286,21 @@ def outcome(check: Callable[[Transport], None], transport: Transport) -> str:
 def outcomes(kind: str) -> list[dict[str, str]]:
     if kind == "gloo":
         return launch(check_all_over_gloo, workers=WORKERS, timeout_seconds=60.0)
+    if kind == "strict-nccl":
+        return launch(check_all_in_order, workers=WORKERS, transport="strict-nccl", timeout_seconds=60.0)
     return launch(
         check_all, workers=WORKERS, transport="local", strict=kind == "strict", timeout_seconds=60.0
     )
 
 
-@pytest.mark.parametrize("kind", ["local", "strict", "gloo"])
-@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
+@pytest.mark.parametrize(
+    ("kind", "check"),
+    [
+        (kind, check.__name__)
+        for kind in ("local", "strict", "gloo", "strict-nccl")
+        for check in (CHECKS_IN_ORDER if kind == "strict-nccl" else CHECKS)
+    ],
+)
 def test_check(kind: str, check: str) -> None:
     assert [found[check] for found in outcomes(kind)] == ["passed"] * WORKERS
 
@@ -304,7 +308,7 @@ def test_check(kind: str, check: str) -> None:
 @pytest.mark.parametrize(
     "check",
     [
-        *(f"{how} {check.__name__}" for how in ("staged", "nccl") for check in MESSAGES),
+        *(f"staged {check.__name__}" for check in MESSAGES),
         "gathers among many",
         "after a failure",
     ],

@@ -35,6 +35,7 @@ class Where(Enum):
     LOCAL = "local"
     GLOO = "gloo"
     NCCL = "nccl"
+    STRICT_NCCL = "strict-nccl"
 
 
 _PANEL = "How it is run"
@@ -61,7 +62,10 @@ def verify(
     ] = True,
     transport: Annotated[
         Where,
-        typer.Option(help="local: threads; gloo, nccl: processes.", rich_help_panel=_PANEL),
+        typer.Option(
+            help="local: threads; gloo, nccl: processes; strict-nccl: threads with NCCL's rules, no GPUs.",
+            rich_help_panel=_PANEL,
+        ),
     ] = Where.LOCAL,
     dtype: Annotated[Dtype, typer.Option(help="Precision.", rich_help_panel=_PANEL)] = Dtype.FLOAT64,
     steps: Annotated[
@@ -86,7 +90,7 @@ def verify(
         steps = steps or segments(schedule, replicas=replicas).last + 5
     workers = schedule.workers * replicas
     if not as_json:
-        kind = "threads" if transport is Where.LOCAL else "processes"
+        kind = "threads" if transport in (Where.LOCAL, Where.STRICT_NCCL) else "processes"
         note(f"Training with one process, then with {workers} workers ({kind}), {steps} updates each …")
     found = _compared(
         schedule,

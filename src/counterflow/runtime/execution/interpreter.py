@@ -356,6 +356,7 @@ class Interpreter:
         action, copy = task.action, task.copy
         assert isinstance(action, Compute)
         assert copy is not None
+        self.transport.stay_near()
         self._release_outputs()
         batch = self._batches[task.slot]
         given = self._inputs(task, copy, batch)
@@ -370,6 +371,7 @@ class Interpreter:
             if found is None:
                 found = [self._forward_unit(task, copy, batch, each) for each in given]
         self._clock.end(action.op, self._period_offset, begin)
+        self.transport.computed()
         if task.stage == self._last_stage:
             return
         outputs = self._skips.give(task, batch, found) if task.gives else cast("list[_Output]", found)
@@ -581,6 +583,7 @@ class Interpreter:
         action, copy = task.action, task.copy
         assert isinstance(action, Compute)
         assert copy is not None
+        self.transport.stay_near()
         self._release_outputs()
         (unit,) = task.units
         stash = self._stashes.pop((task.stage, unit))
@@ -598,6 +601,7 @@ class Interpreter:
         with self._recomputed_layers(copy), copy.streams.backward(rows):
             self._differentiate(action.op, edges, known, split)
         self._clock.end(action.op, self._period_offset, begin)
+        self.transport.computed()
         if task.stage > 0:
             found = self._input_gradients(task, stash)
             if task.sent_as >= 0:
@@ -632,6 +636,7 @@ class Interpreter:
         action, copy = task.action, task.copy
         assert isinstance(action, Compute)
         assert copy is not None
+        self.transport.stay_near()
         self._release_outputs()
         (unit,) = task.units
         waiting = self._waiting.pop((task.stage, unit))
@@ -642,6 +647,7 @@ class Interpreter:
         with self._recomputed_layers(copy), copy.streams.backward(rows):
             waiting.split.weight_gradients()
         self._clock.end(action.op, self._period_offset, begin)
+        self.transport.computed()
         if waiting.held:
             assert self.saved is not None
             self.saved.release(waiting.held)

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..messages.values import Value, number_of
 from ..transport import TimedOut
-from ..transport.turns import has_turn, process_lock
+from ..transport.turns import has_turn, process_lock, settle
 
 
 class Rows(NamedTuple):
@@ -212,6 +212,7 @@ class RandomStreams:
         if not self.shared or self._has_turn or has_turn():
             yield
             return
+        settle()
         if not process_lock.acquire(timeout=self.timeout_seconds):
             raise TimedOut(None, self.timeout_seconds)
         self._has_turn = True

@@ -29,6 +29,7 @@ class TransportKind(Enum):
     LOCAL = "local"
     GLOO = "gloo"
     NCCL = "nccl"
+    STRICT_NCCL = "strict-nccl"
 
 
 class Lost(Exception):  # noqa: N818 - internal: the interpreter turns it into a WorkerError
@@ -136,9 +137,9 @@ class Transport(ABC):
     shares_process: bool = False
     matching: Matching = Matching.ORDER
 
-    def connect(self, peers: Iterable[int]) -> None:
-        """Make the connections to ``peers`` before messages do; each of them makes this call as well."""
-        del peers  # most transports are connected from the start
+    def connect(self, peers: Iterable[int], groups: Iterable[Group] = ()) -> None:
+        """Connect to ``peers`` and in groups before messages and sums do; all workers make this call."""
+        del peers, groups  # most transports are connected from the start
 
     _tags = 0
 
@@ -213,6 +214,14 @@ class Transport(ABC):
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Everybody's ``values`` by rank, on every rank. Waits."""
         return self.start_gather(values).wait()
+
+    def computed(self) -> None:
+        """Note that an op was launched, where the device runs behind its host."""
+        return  # most devices have ended it by now
+
+    def stay_near(self) -> None:
+        """Wait until the device is no more than a few ops behind its host: before the next one."""
+        return
 
     def get_ready(self) -> None:
         """Do ahead what makes later calls quicker: called where a worker is likely to wait."""

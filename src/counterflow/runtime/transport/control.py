@@ -26,11 +26,13 @@ from torch.distributed import ProcessGroup, Work
 # The store has no public name; torch's own checkpoint and elastic code reach it the same way.
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from counterflow.errors import CounterflowError
+
 from ..workers.watch import Watch
-from .base import Group, Lost, Status, TimedOut, Transport
+from .base import Described, Group, Lost, Pending, Status, TimedOut, Transport
 from .gathers import Gathering, Gathers
 from .headers import HEADER_WORDS, announced, as_bytes, describe
-from .pending import DONE, DescribedReceiving, Done, Sending, Works
+from .pending import DONE, DescribedReceiving, Sending, Works
 from .staging import CopyOut, PendingSend, SendReaper, Stager, cuda_copy_out
 from .tags import BREAK_TAG, DESCRIBED, HEADER, MORE_HEADER, lane_tag
 
@@ -75,6 +77,8 @@ class DistributedTransport(Transport):
             self.world_size,
             timeout_seconds=timeout_seconds,
             break_waits=self._break_waits,
+            look=self.look_at_device,
+            device_status=self.device_status,
         )
         try:
             self.control = self.group_of_all("gloo")
@@ -95,11 +99,22 @@ class DistributedTransport(Transport):
     def make_data_plane(self) -> None:
         """Make the groups that tensors of known shapes travel over, beside ``control``."""
 
+    def device_status(self) -> Status:
+        """What the worker does, where its device may be behind its host."""
+        return self.status
+
+    def look_at_device(self) -> CounterflowError | None:
+        """Whether the device waits too long; in the watch's thread. A host's waits see it themselves."""
+        return None
+
+    def abort_data_plane(self) -> None:
+        """End what the device waits for, from another thread."""
+
     # Messages over the host
 
     def send_described(
         self, tensors: Sequence[Tensor], peer: int, tag: int, *, aside: bool = False
-    ) -> Sending:
+    ) -> Pending:
         """See ``Transport.send_described``; it has lanes of its own and keeps no order anyway."""
         del aside
         described = describe(tensors)
@@ -114,7 +129,7 @@ class DistributedTransport(Transport):
         works += self.post(tensors, peer, lane_tag(tag, DESCRIBED))
         return self.sent(peer, works)
 
-    def receive_described(self, peer: int, tag: int, *, aside: bool = False) -> DescribedReceiving:
+    def receive_described(self, peer: int, tag: int, *, aside: bool = False) -> Described:
         """See ``Transport.receive_described``."""
         del aside
         header = torch.empty(HEADER_WORDS, dtype=torch.int64)
@@ -177,7 +192,7 @@ class DistributedTransport(Transport):
     def group(self, ranks: Sequence[int]) -> Group:
         """See ``Transport.group``. Two groups of the same ranks are two: their collectives may cross."""
         alone = len(ranks) == 1
-        return Group(tuple(ranks), None if alone else self._new_group(ranks, self.kind.value))
+        return Group(tuple(ranks), None if alone else self.new_group(ranks, self.kind.value, self._timeout))
 
     def release(self, groups: Iterable[Group]) -> None:
         """See ``Transport.release``."""
@@ -187,7 +202,7 @@ class DistributedTransport(Transport):
                 self._groups.remove(handle)
                 dist.destroy_process_group(handle)
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> Works | Done:
+    def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
         """See ``Transport.all_reduce``. Gloo and NCCL sum each element in one place, then spread it."""
         if len(group.ranks) == 1:
             return DONE
@@ -232,12 +247,12 @@ class DistributedTransport(Transport):
 
     def group_of_all(self, backend: str) -> ProcessGroup:
         """A group of its own of all workers."""
-        made = self._new_group(range(self.world_size), backend)
+        made = self.new_group(range(self.world_size), backend, self._timeout)
         assert made is not None
         return made
 
-    def _new_group(self, ranks: Sequence[int], backend: str) -> ProcessGroup | None:
-        """A process group; None if this rank is not in it."""
+    def new_group(self, ranks: Sequence[int], backend: str, timeout: timedelta) -> ProcessGroup | None:
+        """A process group of this transport's own; None if this rank is not in it."""
         world = dist.group.WORLD
         assert world is not None
         bound = world.bound_device_id
@@ -245,9 +260,7 @@ class DistributedTransport(Transport):
             # A group bound to a device has one NCCL stream for all its messages, where a receive posted early
             # holds up sends to other peers; one that is not has a stream for each pair.
             world.bound_device_id = None
-            made = self.collective(
-                lambda: dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
-            )
+            made = self.collective(lambda: dist.new_group(list(ranks), timeout=timeout, backend=backend))
         finally:
             world.bound_device_id = bound
         if self.rank not in ranks:
@@ -309,11 +322,12 @@ class DistributedTransport(Transport):
         return Lost(None, "a connection broke during a collective")
 
     def _break_waits(self) -> None:
-        """End all waits on Gloo, from another thread.
+        """End all waits, from another thread: the device's, and then those on Gloo.
 
         Gloo closes all connections of a group as soon as one of its waits is too long, and everything
         that waits on them fails; so a wait that cannot be over in a millisecond is begun on each.
         """
+        self.abort_data_plane()
         for group in tuple(self._groups):
             with contextlib.suppress(RuntimeError, ValueError):  # broken already, or just closed
                 if dist.get_backend(group) == "gloo":

@@ -64,14 +64,16 @@ def describe(tensors: Sequence[Tensor]) -> Tensor:
     return torch.tensor(words, dtype=torch.int64)
 
 
-def announced(words: list[int], *, pinned: bool) -> tuple[list[Tensor], list[bool]]:
-    """Empty host tensors as a header announces them, and which need a gradient."""
+def announced(
+    words: list[int], *, pinned: bool = False, device: torch.device | None = None
+) -> tuple[list[Tensor], list[bool]]:
+    """Empty tensors as a header announces them, on the host or a device, and which need a gradient."""
     tensors, needing = [], []
     place = 2
     for _ in range(words[1]):
         dtype, need, dimensions = words[place : place + 3]
         place += 3 + dimensions
         shape = words[place - dimensions : place]
-        tensors.append(torch.empty(shape, dtype=_DTYPES[dtype], pin_memory=pinned))
+        tensors.append(torch.empty(shape, dtype=_DTYPES[dtype], pin_memory=pinned, device=device))
         needing.append(bool(need))
     return tensors, needing

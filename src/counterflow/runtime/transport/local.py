@@ -10,13 +10,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from counterflow.schedule.program.actions import Matching
 
-from .base import Group, Lost, Status, TimedOut, Transport, TransportKind
+from .base import Described, Group, Lost, Pending, Status, TimedOut, Transport, TransportKind
 from .turns import elsewhere
 
 _POLL_SECONDS = 0.05
@@ -46,6 +47,9 @@ class Hub:
     def transport(self, rank: int, device: torch.device | str = "cpu") -> LocalTransport:
         """The transport of worker ``rank``; call it once for each."""
         return LocalTransport(self, rank, torch.device(device))
+
+    def ended(self) -> None:
+        """All workers have ended, and none has failed."""
 
     def message(self, sender: int, receiver: int, tag: int) -> _Message:
         """The open message, made by whichever side comes first."""
@@ -210,11 +214,17 @@ class LocalTransport(Transport):
         self.matching = Matching.ORDER if hub.strict else Matching.TAG
         self._calls: dict[tuple[int, ...], int] = {}
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> _Done:
+    def running(self) -> AbstractContextManager[None]:
+        """Around all that the worker's thread does."""
+        return nullcontext()
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Pending:
         """See ``Transport.send``; in strict mode it waits until the receive is posted."""
         return self._send(tensors, peer, tag)
 
-    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int, *, aside: bool = False) -> _Done:
+    def send_described(
+        self, tensors: Sequence[Tensor], peer: int, tag: int, *, aside: bool = False
+    ) -> Pending:
         """See ``Transport.send_described``."""
         return self._send(tensors, peer, tag, aside=aside)
 
@@ -235,7 +245,7 @@ class LocalTransport(Transport):
             message.delivered.set()
         return _DONE
 
-    def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> _Received:
+    def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> Pending:
         """See ``Transport.receive``."""
         message = self._post(peer, tag)
         with message.lock:
@@ -247,7 +257,7 @@ class LocalTransport(Transport):
         message.posted.set()
         return _Received(self.hub, self.status, message, peer)
 
-    def receive_described(self, peer: int, tag: int, *, aside: bool = False) -> _ReceivedDescribed:
+    def receive_described(self, peer: int, tag: int, *, aside: bool = False) -> Described:
         """See ``Transport.receive_described``."""
         message = self.hub.message(peer, self.rank, _apart(tag)) if aside else self._post(peer, tag)
         message.posted.set()
@@ -263,7 +273,7 @@ class LocalTransport(Transport):
         number = self._calls[()] = self._calls.get((), 0) + 1
         return Group(tuple(ranks), number)
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> _Sum:
+    def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
         """See ``Transport.all_reduce``; summed in the order of the ranks."""
         return _Sum(self.hub, self.status, self._join(group, tensor, _sum), tensor)
 

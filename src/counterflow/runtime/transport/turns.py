@@ -15,7 +15,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -102,6 +102,7 @@ class _Turn:
     def take(self) -> None:
         """Wait for the turn, and have one's own random states."""
         global _holder
+        settle()
         if self.turns.over or not self._acquired():
             return
         _holder, self.held = self, True
@@ -152,6 +153,23 @@ def elsewhere() -> Iterator[None]:
         yield
     finally:
         turn.take()
+
+
+@contextmanager
+def settled_by(wait: Callable[[], None]) -> Iterator[None]:
+    """Around a worker's thread whose stream waits for others behind its back; ``wait`` makes up for it."""
+    _thread.settle = wait
+    try:
+        yield
+    finally:
+        _thread.settle = None
+
+
+def settle() -> None:
+    """Wait for what the thread's stream waits for: before the turn, and not while others wait for that."""
+    wait: Callable[[], None] | None = getattr(_thread, "settle", None)
+    if wait is not None:
+        wait()
 
 
 def has_turn() -> bool:

@@ -84,7 +84,7 @@ def launch(
     function: Callable[..., _T],
     *args: object,
     workers: int,
-    transport: Literal["local", "gloo", "nccl"] = "gloo",
+    transport: Literal["local", "gloo", "nccl", "strict-nccl"] = "gloo",
     device: torch.device | str | None = None,
     strict: bool = False,
     timeout_seconds: float = 300.0,
@@ -107,7 +107,8 @@ def launch(
         *args: its arguments.
         **kwargs: its arguments by name.
         workers: how many, at least 1.
-        transport: ``"gloo"`` or ``"nccl"`` for processes, ``"local"`` for threads of this process.
+        transport: ``"gloo"`` or ``"nccl"`` for processes, ``"local"`` for threads of this process,
+            ``"strict-nccl"`` for such threads with NCCL's rules: what would hang on GPUs is reported.
         device: where the workers compute; ``"cuda"`` is a GPU each. None: that for nccl, else the CPU.
         strict: with ``"local"``: a send waits for its receive, and messages come in one order.
         timeout_seconds: how long a worker waits for another.
@@ -130,8 +131,12 @@ def launch(
     def call() -> _T:
         return function(*args, **kwargs)
 
-    if kind is TransportKind.LOCAL:
+    if kind in (TransportKind.LOCAL, TransportKind.STRICT_NCCL):
         hub = Hub(workers, strict=strict, timeout_seconds=timeout_seconds)
+        if kind is TransportKind.STRICT_NCCL:
+            from ..transport.strict_nccl.local import StrictHub  # noqa: PLC0415 - for tests and checks
+
+            hub = StrictHub(workers, timeout_seconds=timeout_seconds)
         return _Threads(hub, call, device, threads).run()
     _check_processes(workers, kind)
     task = _pickled((function, args, kwargs), function)
@@ -179,6 +184,7 @@ class _Threads:
         if self.failures:
             failed = _root(self.failures)
             raise failed.kind(failed.message) from self.causes[failed.rank]
+        self.hub.ended()
         return [self.results[rank] for rank in range(self.hub.world_size)]
 
     def _work(self, rank: int) -> None:
@@ -190,7 +196,7 @@ class _Threads:
         transport = self.hub.transport(rank, device)
         world.enter(transport)
         try:
-            with self.turns.worker():
+            with self.turns.worker(), transport.running():
                 self.results[rank] = self.call()
             transport.status.now("its end")
         except BaseException as error:  # told to who launched it

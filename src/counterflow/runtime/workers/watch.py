@@ -90,6 +90,8 @@ class Watch:
         world_size: how many workers there are.
         timeout_seconds: the run's timeout.
         break_waits: ends the waits of the worker's main thread with an error.
+        look: what is wrong with the worker's device, if that waits too long.
+        device_status: what the device does, where that is behind its host.
         end: ends the process; given the reason.
     """
 
@@ -101,13 +103,17 @@ class Watch:
         *,
         timeout_seconds: float,
         break_waits: Callable[[], None],
+        look: Callable[[], CounterflowError | None] = lambda: None,
+        device_status: Callable[[], Status] | None = None,
         end: Callable[[str], None] | None = None,
     ) -> None:
         self.told = False  # whether the main thread has met an error of the transport
         self._store = store
         # A store is one connection with one lock: the thread has its own, so that nobody waits for it.
         self._own: Store = store.clone() if hasattr(store, "clone") else store
-        self._status = status
+        self._rank = status.rank
+        self._status = device_status or (lambda: status)
+        self._look = look
         self._world_size = world_size
         self._timeout_seconds = timeout_seconds
         self._break_waits = break_waits
@@ -135,7 +141,7 @@ class Watch:
         self.told = True
         speaks = isinstance(error, CounterflowError | Lost | TimedOut)
         why = str(error) if speaks else f"{type(error).__name__}: {error}"
-        mine = json.dumps([self._status.rank, why])
+        mine = json.dumps([self._rank, why])
         posted = self._ask(lambda: self._store.compare_set("failure", "", mine), None)
         self._failure = Failure(*json.loads(posted or mine))
 
@@ -143,11 +149,11 @@ class Watch:
         """The failure another worker posted; it may be waited for a moment."""
         deadline = time.monotonic() + within_seconds
         while self._failure is None:
-            self._failure = self._ask(lambda: _look(self._store), None)
+            self._failure = self._ask(lambda: _posted(self._store), None)
             if self._failure is not None or self._store_gone or time.monotonic() >= deadline:
                 break
             time.sleep(0.05)
-        return self._failure if self._failure and self._failure.rank != self._status.rank else None
+        return self._failure if self._failure and self._failure.rank != self._rank else None
 
     def leave(self, *, hosts: bool) -> None:
         """End of the worker; the one that hosts the store waits until all come to theirs."""
@@ -160,8 +166,8 @@ class Watch:
 
     def statuses(self) -> list[Status | None]:
         """What every rank posted last; one that has long posted nothing does not wait, it is stuck."""
-        me = self._status.rank
-        return [self._status if rank == me else self._read(rank) for rank in range(self._world_size)]
+        me = self._rank
+        return [self._status() if rank == me else self._read(rank) for rank in range(self._world_size)]
 
     def stop(self) -> None:
         """End the thread; the worker does not need to be watched any more."""
@@ -169,10 +175,10 @@ class Watch:
         self._thread.join(1.0)
 
     def _post(self, store: Store) -> None:
-        status = self._status
+        status = self._status()
         now = time.monotonic()
         posted = [str(status.doing), status.waiting_for, now - status.since, now - self._began]
-        store.set(f"status/{status.rank}", json.dumps(posted))
+        store.set(f"status/{self._rank}", json.dumps(posted))
 
     def _read(self, rank: int) -> Status | None:
         key = f"status/{rank}"
@@ -199,12 +205,16 @@ class Watch:
     def _run(self) -> None:
         posted = time.monotonic()
         while not self._rest(self._look_seconds):
-            found = self._ask(lambda: _look(self._own), None)
+            found = self._ask(lambda: _posted(self._own), None)
             if time.monotonic() - posted >= self._post_seconds:
                 posted = time.monotonic()
                 self._ask(lambda: self._post(self._own), None)
             if self._store_gone:
                 return self._without_store()
+            if found is None and (wrong := self._look()) is not None:
+                self.post_failure(wrong)
+                found = self._failure
+                self._break_waits()
             if found is not None:
                 self._failure = found
                 return self._after(found)
@@ -212,7 +222,7 @@ class Watch:
 
     def _after(self, failure: Failure) -> None:
         """A worker failed: let this one end, or end it."""
-        if failure.rank == self._status.rank:
+        if failure.rank == self._rank:
             self.told = True
         else:
             self._break_waits()
@@ -229,7 +239,7 @@ class Watch:
         patience = min(_GRACE_SECONDS, self._timeout_seconds)
         fine = time.monotonic()
         while not self._rest(0.25):
-            if self._status.waiting_for is None:
+            if self._status().waiting_for is None:
                 fine = time.monotonic()
             if time.monotonic() - fine > patience:
                 return self._end("the process that hosts the workers' store is gone")
@@ -243,7 +253,7 @@ class Watch:
         return stopped
 
 
-def _look(store: Store) -> Failure | None:
+def _posted(store: Store) -> Failure | None:
     return Failure(*json.loads(store.get("failure"))) if store.check(["failure"]) else None
 
 

@@ -107,10 +107,14 @@ def current_transport(
     local = _thread.transport
     if local is not None:
         if wanted not in (None, local.kind):
-            raise ConfigError(f'this worker is a thread of launch(…, transport="local"); it has no {kind}')
+            raise ConfigError(
+                f'this worker is a thread of launch(…, transport="{local.kind.value}"); it has no {kind}'
+            )
         return local
-    if wanted is TransportKind.LOCAL:
-        raise ConfigError('transport "local" is for workers started by launch(…, transport="local")')
+    if wanted in (TransportKind.LOCAL, TransportKind.STRICT_NCCL):
+        raise ConfigError(
+            f'transport "{wanted.value}" is for workers started by launch(…, transport="{wanted.value}")'
+        )
     defaults = _process.defaults
     wanted = wanted or defaults.kind
     device = torch.device(device) if device is not None else defaults.device

@@ -202,6 +202,11 @@ class Fabric:
             with self.lock:
                 self._blocked.pop(rank, None)
 
+    def give_up(self, rank: int) -> None:
+        """A host waits no more."""
+        with self.lock:
+            self._blocked.pop(rank, None)
+
     def leave(self, rank: int) -> None:
         """A host has ended."""
         with self.lock:

@@ -29,7 +29,7 @@ class ThreadEndpoint:
 
     def enter(self, communicator: str, members: Sequence[int]) -> None:
         """See ``Endpoint``."""
-        self._held(lambda wake: self.fabric.enter(self.rank, communicator, members, wake))
+        self._hold(lambda wake: self.fabric.enter(self.rank, communicator, members, wake), -1)
 
     def launch(self, launch: Launch) -> None:
         """See ``Endpoint``."""
@@ -37,7 +37,9 @@ class ThreadEndpoint:
 
     def wait(self, launches: Sequence[Launch], why: str) -> None:
         """Hold the host until something has run."""
-        self._held(lambda wake: self.fabric.wait(self.rank, launches, why, wake))
+        peers = {part.peer for launch in launches if not launch.over for part in launch.parts}
+        peer = peers.pop() if len(peers) == 1 else -1
+        self._hold(lambda wake: self.fabric.wait(self.rank, launches, why, wake), peer)
 
     def abort(self) -> None:
         """See ``Endpoint``."""
@@ -47,8 +49,12 @@ class ThreadEndpoint:
         """A group of this rank and others."""
         return StrictGroup(self, ranks, name)
 
-    @staticmethod
-    def _held(begin: Callable[[Callable[[BaseException | None], None]], None]) -> None:
+    def held(self, woken: threading.Event, peer: int) -> None:
+        """Hold the host, for a rank or (-1) several."""
+        del peer
+        woken.wait()
+
+    def _hold(self, begin: Callable[[Callable[[BaseException | None], None]], None], peer: int) -> None:
         woken = threading.Event()
         why: list[BaseException] = []
 
@@ -58,7 +64,8 @@ class ThreadEndpoint:
             woken.set()
 
         begin(wake)
-        woken.wait()
+        if not woken.is_set():
+            self.held(woken, peer)
         if why:
             raise type(why[0])(*why[0].args) from why[0]
 

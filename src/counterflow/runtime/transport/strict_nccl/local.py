@@ -1,0 +1,140 @@
+"""The strict transport between threads: NCCL's data plane on the strict groups, the rest as among threads.
+
+What the engine does over NCCL runs here on the CPU, call by call; only the process groups are others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base import Described, Lost, Pending, Status, TimedOut, TransportKind
+from ..local import Hub, LocalTransport
+from ..nccl import OrderedTransport
+from ..progress import Event
+from ..turns import elsewhere, settled_by
+from . import streams
+from .fabric import NcclRuleError
+from .group import StrictGroup
+from .threads import ThreadEndpoint, thread_fabric
+
+
+class StrictHub(Hub):
+    """See ``Hub``; with the fabric that connects the threads' devices."""
+
+    def __init__(self, world_size: int, *, timeout_seconds: float = 300.0) -> None:
+        super().__init__(world_size, timeout_seconds=timeout_seconds)
+        self.fabric = thread_fabric(world_size)
+
+    def transport(self, rank: int, device: torch.device | str = "cpu") -> StrictLocalTransport:
+        """See ``Hub``."""
+        return StrictLocalTransport(self, rank, torch.device(device))
+
+    def ended(self) -> None:
+        """See ``Hub``.
+
+        Raises:
+            NcclRuleError: something was launched and never ran.
+        """
+        if left := self.fabric.unfinished():
+            raise NcclRuleError("at the end these had not run: " + "; ".join(left))
+
+    def _wait(self, event: Any, status: Status, rank: int) -> None:
+        who = f"word of rank {rank}" if rank >= 0 else "word of all"
+        with self.fabric.elsewhere(status.rank, event.is_set, f"waits in {status.doing} for {who}"):
+            super()._wait(event, status, rank)
+
+
+class StrictLocalTransport(OrderedTransport, LocalTransport):
+    """One thread's end of a ``StrictHub``."""
+
+    kind = TransportKind.STRICT_NCCL
+
+    def __init__(self, hub: StrictHub, rank: int, device: torch.device) -> None:
+        LocalTransport.__init__(self, hub, rank, device)
+        self.matching = OrderedTransport.matching
+        self.fabric = hub.fabric
+        self.endpoint = _Endpoint(self)
+        self._groups_made = 0
+        self.make_groups()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """See ``LocalTransport``."""
+        try:
+            with streams.device(self.endpoint.stream), settled_by(partial(streams.settle, "has its turn")):
+                yield
+                self.progress.synchronize()
+        finally:
+            self.fabric.leave(self.rank)
+
+    def data_group(self, ranks: Sequence[int], name: str) -> StrictGroup | None:
+        """See ``OrderedTransport``."""
+        self._groups_made += 1
+        if self.rank not in ranks:
+            return None
+        return StrictGroup(self.endpoint, tuple(ranks), f"{name} (group {self._groups_made})")
+
+    def record_event(self) -> Event:
+        """See ``OrderedTransport``."""
+        return (streams.current_stream() or self.endpoint.stream).record_event()
+
+    def tell(self, tensors: Sequence[Tensor], peer: int, tag: int, *, aside: bool) -> Pending:
+        """See ``OrderedTransport``."""
+        return LocalTransport.send_described(self, tensors, peer, tag, aside=aside)
+
+    def hear(self, peer: int, tag: int, *, aside: bool) -> Described:
+        """See ``OrderedTransport``."""
+        return LocalTransport.receive_described(self, peer, tag, aside=aside)
+
+    def meaning(self, error: RuntimeError, peer: int) -> Exception:
+        """See ``OrderedTransport``."""
+        del peer
+        if self.hub.failed is None:
+            raise error
+        failed, why = self.hub.failed
+        return Lost(failed, f"worker of rank {failed} failed: {why}")
+
+    def release(self, groups: Any) -> None:
+        """See ``Transport.release``."""
+        del groups
+        self.progress.synchronize()
+
+    def statuses(self) -> list[Status | None]:
+        """See ``Transport.statuses``."""
+        return list(self.hub.statuses)
+
+    def fail(self, error: BaseException) -> None:
+        """See ``Transport.fail``; as the watch of each worker does, end what its device waits for."""
+        LocalTransport.fail(self, error)
+        for rank in range(self.world_size):
+            self.fabric.abort(rank)
+
+
+class _Endpoint(ThreadEndpoint):
+    """A thread's end, whose waits are seen and have a limit."""
+
+    def __init__(self, transport: StrictLocalTransport) -> None:
+        super().__init__(transport.fabric, transport.rank)
+        self.transport = transport
+
+    def held(self, woken: threading.Event, peer: int) -> None:
+        """See ``ThreadEndpoint``.
+
+        Raises:
+            TimedOut: it took longer than the timeout.
+        """
+        transport = self.transport
+        transport.status.waiting_for = peer
+        with elsewhere():
+            came = woken.wait(transport.timeout_seconds)
+        if not came:
+            self.fabric.give_up(self.rank)
+            raise TimedOut(peer if peer >= 0 else None, transport.timeout_seconds)
+        transport.status.waiting_for = None

@@ -1,0 +1,208 @@
+"""The engine over NCCL's rules, on threads: what hung before, the schemes, failures, hosts that run ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import counterflow as cf
+from counterflow.errors import WorkerError
+from counterflow.runtime.transport import Group
+from counterflow.runtime.transport.base import Status
+from counterflow.runtime.transport.nccl import OrderedTransport
+from counterflow.runtime.transport.progress import OPS_AHEAD, Progress
+from counterflow.schedule import schemes
+from counterflow.schedule.ir import Schedule
+from counterflow.train.trial import small_trial
+
+
+@pytest.mark.parametrize(
+    ("schedule", "replicas", "options"),
+    [
+        (schemes.gpipe(2, 3), 1, {"recompute": "stage"}),
+        (schemes.dapple(2, 3), 2, {"sync": "eager"}),
+        (schemes.chimera(4, 8, concat="forward-doubling"), 1, {"recompute": "layer"}),
+        (schemes.gems(4, 4), 1, {"sync": "end"}),
+        (schemes.interleaved(workers=3, micro_batches=3, chunks=2), 1, {}),
+        (schemes.hanayo(2, 2, waves=2), 2, {"barrier": False, "clip_norm": None}),
+        (schemes.zb_v(2, 3), 2, {}),
+        (schemes.dualpipe(2, 4), 1, {"barrier": False, "clip_norm": None}),
+        (schemes.pipedream(3, 3), 1, {}),
+        (schemes.pipedream_2bw(2, 2), 2, {}),
+    ],
+    ids=str,
+)
+def test_it_agrees_with_one_process(schedule: Schedule, replicas: int, options: dict[str, Any]) -> None:
+    trial = small_trial(schedule, replicas=replicas, steps=2 if schedule.synchronous else 6)
+    assert trial.verify(transport="strict-nccl", **options).ok
+
+
+def test_shapes_that_are_told_with_each_message() -> None:
+    trial = small_trial(schemes.hanayo(2, 3, waves=2), steps=2)
+    assert trial.verify(transport="strict-nccl", dynamic_shapes=True).ok
+
+
+def test_messages_in_half_precision() -> None:
+    trial = small_trial(schemes.chimera(2, 2), steps=3, dtype=torch.float32)
+    found = trial.verify(transport="strict-nccl", compress=True)
+    assert found.loss_error < 1e-3
+
+
+# -- what hung before
+
+
+def told(schedule: Schedule, **options: Any) -> str:
+    with pytest.raises(WorkerError) as caught:
+        small_trial(schedule, steps=2).verify(transport="strict-nccl", **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("schedule", [schemes.gems(4, 4), schemes.chimera(4, 5)], ids=str)
+def test_groups_that_are_made_at_their_first_sum_hang(
+    schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = OrderedTransport.connect
+
+    def pairs_only(self: OrderedTransport, peers: Iterable[int], groups: Iterable[Group] = ()) -> None:
+        del groups
+        connect(self, peers)
+
+    monkeypatch.setattr(OrderedTransport, "connect", pairs_only)
+    found = told(schedule)
+    assert "StartSync" in found
+    assert "makes sums" in found
+    assert "to enter" in found
+
+
+def test_pairs_that_are_made_at_their_first_message_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OrderedTransport, "connect", lambda *_: None)
+    assert "makes the pair" in told(schemes.chimera(4, 4), sync="end")
+
+
+def test_exchanges_that_are_grouped_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The communicator of all is made by the first group of messages, in which not all take part."""
+
+    def grouped(self: OrderedTransport, sent: Any, received: Any, peer: int) -> Any:
+        group, cpu = self._to_higher, torch.device("cpu")
+        group._start_coalescing(cpu)
+        for tensor in sent.tensors:
+            group.send([tensor.detach()], peer, 0)
+        for buffer in received.tensors:
+            group.recv([buffer], peer, 0)
+        work = group._end_coalescing(cpu)
+
+        class Pending:
+            def done(self) -> bool:
+                return bool(work.is_completed())
+
+            def wait(self) -> None:
+                work.wait()
+
+        return Pending(), Pending()
+
+    monkeypatch.setattr(OrderedTransport, "exchange", grouped)
+    found = told(schemes.interleaved(workers=4, micro_batches=4, chunks=2))
+    assert "makes messages to higher ranks (group 1): waits for rank" in found
+
+
+# -- failures
+
+
+class Trouble(nn.Linear):
+    """In its third forward it raises."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        if self.seen == 3:
+            raise ValueError("three is too many")
+        return super().forward(x)
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def troubled() -> None:
+    layers = [nn.Linear(4, 4), Trouble(), nn.Linear(4, 4)]
+    pipeline = cf.Pipeline(
+        layers,
+        loss,
+        schemes.dapple(stages=3, micro_batches=4),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    pipeline.step(torch.ones(8, 4), torch.zeros(8, 4))
+
+
+def test_a_failure_names_worker_and_action() -> None:
+    with pytest.raises(
+        WorkerError, match=r"worker 1, action \d+: Forward F2.1: ValueError: three is too many"
+    ):
+        cf.launch(troubled, workers=3, transport="strict-nccl")
+
+
+# -- hosts that run ahead of their devices
+
+
+class Device:
+    """A device that has come to as many events as it was let."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.come = 0
+
+    def record(self) -> Event:
+        self.made += 1
+        return Event(self, self.made)
+
+
+class Event:
+    def __init__(self, device: Device, number: int) -> None:
+        self.device, self.number = device, number
+
+    def query(self) -> bool:
+        return self.device.come >= self.number
+
+    def synchronize(self) -> None:
+        self.device.come = max(self.device.come, self.number)
+
+
+def test_a_host_stays_near_its_device() -> None:
+    device, status = Device(), Status(0)
+    progress = Progress(status, device.record)
+    for number in range(1, 10):
+        progress.stay_near()
+        assert device.come >= number - 1 - OPS_AHEAD
+        status.now(f"op {number}")
+        progress.computed()
+    assert device.come == 9 - 1 - OPS_AHEAD
+
+
+def test_what_a_device_does_is_not_what_its_host_does() -> None:
+    device, status = Device(), Status(3, "launching")
+    progress = Progress(status, device.record)
+    assert progress.status() is status
+    came: list[bool] = []
+    status.now("op 1")
+    progress.computed()
+    status.now("op 2")
+    progress.waits(lambda: bool(came), 5)
+    progress.computed()
+    status.now("op 3")
+    assert (progress.status().doing, progress.status().waiting_for) == ("op 1", None)
+    device.come = 1
+    assert (progress.status().doing, progress.status().waiting_for) == ("op 2", 5)
+    came.append(True)
+    assert (progress.status().doing, progress.status().waiting_for) == ("op 2", None)
+    progress.synchronize()
+    assert progress.status() is status
+    with progress.held(4):
+        assert progress.status().waiting_for == 4
+    assert progress.status() is status
