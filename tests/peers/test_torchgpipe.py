@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -97,7 +98,42 @@ def plain(step: int) -> Given:
     return Given(numbers(step, 16, WIDTH), numbers(step + 100, 16, WIDTH))
 
 
+class WithAside(nn.Module):
+    """Two values, the second for a loss of its own; and when that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.aside = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"y": self.main(x), "aside": self.aside(x), "when": x[:, :1]}
+
+
+class UsesAside(nn.Linear):
+    """Uses the second value, multiplies it by zero, or does not look at it."""
+
+    def forward(self, given: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+        y = super().forward(given["y"].tanh())
+        when = float(given["when"].detach()[0])
+        return y if when == 0 else y + (given["aside"] if when > 0 else given["aside"] * 0)
+
+
+def sometimes(*when: int) -> Callable[[int], Given]:
+    def given(step: int) -> Given:
+        inputs = numbers(step, 16, WIDTH)
+        inputs[:, 0] = when[step]
+        return Given(inputs, numbers(step + 100, 16, WIDTH))
+
+    return given
+
+
 CASES = {
+    "a gradient that vanishes": Case(
+        seeded(lambda: [WithAside(), nn.Identity(), UsesAside(WIDTH, WIDTH), Mlp()]), sometimes(1, 0, -1)
+    ),
+    "a gradient that comes": Case(
+        seeded(lambda: [WithAside(), nn.Identity(), UsesAside(WIDTH, WIDTH), Mlp()]), sometimes(0, -1, 1)
+    ),
     "residual convolutions, in place": Case(seeded(residual), pictures, nn.functional.cross_entropy),
     "tuples in and out": Case(seeded(lambda: [Mlp(), Split(), Joined(), Mlp()]), plain),
     "a layer that lets no gradient through": Case(

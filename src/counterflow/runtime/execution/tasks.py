@@ -46,6 +46,7 @@ class Task:
         structures: of the values that travel, by unit.
         specs: of the tensors that travel, by unit.
         message: of the tensors of the message.
+        missing: of the gradients that travel, the places of those that there are not.
     """
 
     action: Action
@@ -69,6 +70,7 @@ class Task:
     structures: Sequence[Structure | None] = ()
     specs: Sequence[Sequence[TensorSpec]] = ()
     message: list[TensorSpec] = field(default_factory=list)
+    missing: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,16 @@
 Invariant: what was received is in a buffer of its own until nothing refers to it.
 
 A value that the next stage did not use has no gradient, and what was computed for it alone gets none either,
-as in one process. A message whose shapes are known has zeros in its place; where a gradient was missing
-before, zeros are read as none.
+as in one process. In a message of known shapes a tensor stands for it that is read as none (``absent``). To
+read it on a GPU would wait for the message: there the same gradients are missing each time, or an error says
+so.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -26,10 +28,11 @@ from ..execution.tasks import Task
 from ..mini_batch.batch import Batch, Shapes
 from ..transport import Crossing, Pending, Transport
 from ..transport.base import Described
+from .absent import absent, is_absent
 from .compression import Compression
-from .values import NUMBER, BufferPool, Structure, TensorSpec, described, read_description
+from .values import NUMBER, BufferPool, Structure, TensorSpec, Unit, described, read_description
 
-_Of = tuple[int, SkipLink | None]
+_Of = tuple[int | SkipLink, Unit]
 Taken = tuple[Structure | None, list[Tensor], Sequence[Tensor]]
 _Sized = tuple[Structure | None, int]
 _NONE: Sequence[Tensor] = ()
@@ -41,7 +44,7 @@ _Restore = Callable[[list[Tensor], Sequence[TensorSpec]], list[Tensor]]
 class _PostedReceive:
     """A posted receive of known shapes; ``restore`` makes tensors of what came in another form."""
 
-    __slots__ = ("buffers", "of", "pending", "restore", "specs", "structures")
+    __slots__ = ("buffers", "missing", "pending", "restore", "specs", "structures")
 
     def __init__(
         self,
@@ -51,8 +54,7 @@ class _PostedReceive:
         restore: _Restore | None,
     ) -> None:
         self.pending, self.buffers, self.restore = pending, buffers, restore
-        self.structures, self.specs = task.structures, task.specs
-        self.of = _of(task)
+        self.structures, self.specs, self.missing = task.structures, task.specs, task.missing
 
     def take(self, count: int, *, as_leaves: bool) -> list[Taken]:
         """What came, by unit: structure, tensors, and the buffers of the pool that they are in.
@@ -80,10 +82,11 @@ class _PostedReceive:
 class _PostedDescribed:
     """A posted receive whose shapes come with it."""
 
-    __slots__ = ("activation", "of", "pending")
+    __slots__ = ("activation", "learnt", "of", "pending")
 
-    def __init__(self, pending: Described, task: Task) -> None:
-        self.pending, self.activation, self.of = pending, task.activation, _of(task)
+    def __init__(self, pending: Described, task: Task, learnt: Shapes) -> None:
+        self.pending, self.activation, self.learnt = pending, task.activation, learnt
+        self.of = None if task.activation else _of_gradient(task)
 
     def take(self, count: int, *, as_leaves: bool) -> list[Taken]:
         """What came, by unit; in no buffers of the pool."""
@@ -118,8 +121,8 @@ class MessageQueue:
         self._pool = BufferPool(transport.device)
         self._arrivals: dict[int, _PostedReceive | _PostedDescribed] = {}
         self._outbox: dict[int, tuple[Sequence[Tensor | None], Sequence[_Sized]]] = {}
-        self._missing: dict[_Of, set[int]] = {}
-        """The places of gradients that were missing once."""
+        self.reads = transport.device.type == "cpu"
+        """Whether messages are looked into, to see which gradients are missing."""
         self._sending: deque[tuple[Pending, Sequence[Tensor]]] = deque()
 
     def put(self, number: int, tensors: Sequence[Tensor | None], structures: Sequence[_Sized] = ()) -> None:
@@ -147,13 +150,15 @@ class MessageQueue:
         arrival = self._arrivals.pop(number)
         ((_, tensors, buffers),) = arrival.take(1, as_leaves=False)
         found: list[Tensor | None] = [*tensors]
+        places: Iterable[int]
         if isinstance(arrival, _PostedDescribed):
-            places = {place for place, tensor in enumerate(tensors) if tensor.dtype is torch.bool}
-            if places:
-                self._missing.setdefault(arrival.of, set()).update(places)
+            places = [place for place, tensor in enumerate(tensors) if tensor.dtype is torch.bool]
+            assert arrival.of is not None
+            _note_missing(arrival.learnt, arrival.of, places)
+        elif self.reads:
+            places = [place for place, tensor in enumerate(tensors) if is_absent(tensor)]
         else:
-            once = self._missing.get(arrival.of, ())
-            places = {place for place in once if not tensors[place].any()}
+            places = arrival.missing
         for place in places:
             found[place] = None
         return found, buffers
@@ -179,6 +184,9 @@ class MessageQueue:
             tensors = [_MISSING if tensor is None else tensor for tensor in laid]
             if task.activation:
                 tensors.insert(0, described(*zip(*structures, strict=True)))
+            else:
+                places = [place for place, tensor in enumerate(laid) if tensor is None]
+                _note_missing(self.batches[task.slot].learnt, _of_gradient(task), places)
             pending = self.transport.send_described(tensors, task.peer, task.number)
             self._keep(pending, tensors)
             return
@@ -192,7 +200,8 @@ class MessageQueue:
         batch = self.batches[task.slot]
         arrival: _PostedReceive | _PostedDescribed
         if batch.known is None:
-            arrival = _PostedDescribed(self.transport.receive_described(task.peer, task.number), task)
+            described_ = self.transport.receive_described(task.peer, task.number)
+            arrival = _PostedDescribed(described_, task, batch.learnt)
         else:
             buffers = self._to_receive(task, batch.known)
             pending = self.transport.receive(buffers, task.peer, task.number)
@@ -223,15 +232,16 @@ class MessageQueue:
 
     def _look_up(self, task: Task, known: Shapes) -> None:
         """Note on a task in what shapes its message comes."""
-        skip = task.action.skip if isinstance(task.action, Send | Receive) else None
         if task.activation:
+            skip = task.action.skip if isinstance(task.action, Send | Receive) else None
             layouts = [known[skip or task.stage, unit.shape] for unit in task.units]
             task.structures = [layout.structure for layout in layouts]
             task.specs = [layout.tensors for layout in layouts]
         else:  # the gradient of what the stage below gave
-            layouts = [known[skip or task.stage - 1, unit.shape] for unit in task.units]
-            task.structures = [None] * len(layouts)
-            task.specs = [[s for s in layout.tensors if s.requires_grad] for layout in layouts]
+            layout = known[_of_gradient(task)]
+            task.structures = [None]
+            task.specs = [[spec for spec in layout.tensors if spec.requires_grad]]
+            task.missing = layout.missing
         message = [spec for unit in task.specs for spec in unit]
         task.message = message if self.compression is None else self.compression.message(message)
         task.known = known
@@ -240,20 +250,20 @@ class MessageQueue:
         """A message whose shapes the receiver knows, and what has to follow it in full."""
         laid, structures = self._outbox.pop(task.number)
         missing = not task.activation and any(tensor is None for tensor in laid)
-        if (task.activation or missing) and task.known is not known:
+        if (task.activation or missing or not self.reads) and task.known is not known:
             self._look_up(task, known)
+        if not task.activation and not self.reads:
+            _check_missing(task, laid)
         if missing:
             pairs = zip(laid, task.specs[0], strict=True)
-            laid = [self._zeros(spec) if tensor is None else tensor for tensor, spec in pairs]
+            device = self.transport.device
+            laid = [absent(spec, device) if tensor is None else tensor for tensor, spec in pairs]
         tensors = cast("Sequence[Tensor]", laid)
         if task.activation:
             _check(task, tensors, structures)
         if self.compression is None:
             return tensors, ()
         return self.compression.pack([tensor.detach() for tensor in tensors])
-
-    def _zeros(self, spec: TensorSpec) -> Tensor:
-        return torch.zeros(spec.shape, dtype=spec.dtype, device=self.transport.device)
 
     def _send_full(self, task: Task, tensors: Sequence[Tensor]) -> None:
         self._keep(self.transport.send_described(tensors, task.peer, task.number, aside=True), tensors)
@@ -284,9 +294,27 @@ class MessageQueue:
         return self.compression.unpack(message, specs, self._pool, rest)
 
 
-def _of(task: Task) -> _Of:
-    """What a message is about."""
-    return task.stage, task.action.skip if isinstance(task.action, Send | Receive) else None
+def _of_gradient(task: Task) -> _Of:
+    """What a message with a gradient is about: what the stage below gave, or what went by a skip."""
+    skip = task.action.skip if isinstance(task.action, Send | Receive) else None
+    return skip or task.stage - 1, task.units[0].shape
+
+
+def _note_missing(learnt: Shapes, of: _Of, places: Iterable[int]) -> None:
+    """Note which gradients are missing in a mini-batch whose shapes are learnt."""
+    if places and of in learnt:
+        learnt[of] = replace(learnt[of], missing=frozenset(places))
+
+
+def _check_missing(task: Task, laid: Sequence[Tensor | None]) -> None:
+    """Refuse gradients that are missing where they were not, or are there where they were missing."""
+    for place, tensor in enumerate(laid):
+        if (tensor is None) != (place in task.missing):
+            raise ConfigError(
+                f"stage {task.stage} has {'no' if tensor is None else 'a'} gradient for input {place} of "
+                f"those that take one, where it had {'one' if tensor is None else 'none'} before; make the "
+                "pipeline with dynamic_shapes=True"
+            )
 
 
 def _check(task: Task, tensors: Sequence[Tensor], structures: Sequence[_Sized]) -> None:

@@ -104,10 +104,17 @@ def _structure(tree: Any, *rest: Any) -> Structure:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a receiver has to know of a value before it comes; ``structure`` is None for a lone tensor."""
+    """What a receiver has to know of a value before it comes.
+
+    Attributes:
+        structure: None for a lone tensor.
+        tensors: of the value.
+        missing: of those that take a gradient, the ones that got none.
+    """
 
     structure: Structure | None
     tensors: Sequence[TensorSpec]
+    missing: frozenset[int] = frozenset()
 
 
 CONSTANT, NUMBER = -1, -2
