@@ -1,0 +1,332 @@
+"""Local moves on words, compiled: one op moved within its worker's word, kept if that is worth it.
+
+Simulated annealing. Most moves are tried where they can help: on the longest path, where an op waits for the
+one before it on its worker. A word always stays within the limits and keeps each stage's own needs in order;
+what makes workers wait in a circle is found by playing it.
+
+Invariant: the same numbers in, the same words out.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .kernel import NEVER, Flat, Floats, Ints, Numbers, compiled, worth
+
+RATIO = np.uint64(0x9E3779B97F4A7C15)
+
+
+class State(NamedTuple):
+    """A word and what follows from it.
+
+    Attributes:
+        how_many: by place, how many of its letter stand before it.
+        place: by op, where it stands.
+        held: by store and place, what the worker holds before it.
+        critical: places on the longest path whose op waits for the one before it.
+        random: the state of the random numbers.
+        log: places of the moves tried last, from and to.
+        best: the best word so far.
+        worth: what the word is worth, and the best.
+        begin: where workers stand when a step begins.
+    """
+
+    how_many: Ints
+    place: Ints
+    held: Floats
+    critical: Ints
+    random: NDArray[np.uint64]
+    log: Ints
+    best: Ints
+    worth: Floats
+    begin: Floats
+
+
+class Plan(NamedTuple):
+    """How many moves, how warm at first and at last (seconds that may be lost), and for what."""
+
+    moves: int
+    warm: float
+    cold: float
+    steady: bool
+
+
+def state_of(numbers: Numbers, flat: Flat, seed: int) -> State:
+    """The state of a word; ``start`` fills it in."""
+    ops = len(flat.word)
+    return State(
+        np.zeros(ops, dtype=np.int64),
+        np.zeros(ops, dtype=np.int64),
+        np.zeros((len(numbers.most), ops)),
+        np.zeros(ops + 1, dtype=np.int64),
+        np.array([seed], dtype=np.uint64),
+        np.zeros(2 * ops, dtype=np.int64),
+        flat.word.copy(),
+        np.full(2, NEVER),
+        np.zeros(len(flat.first) - 1),
+    )
+
+
+@compiled
+def _random(state: Any) -> float:
+    """A number from 0 up to 1 (splitmix64)."""
+    state[0] += RATIO
+    z = state[0]
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return float(z >> np.uint64(11)) / 9007199254740992.0
+
+
+@compiled
+def _fill(n: Any, flat: Any, x: Any) -> None:
+    """Fill in what follows from the word."""
+    done = np.zeros(len(n.worker), dtype=np.int64)
+    for worker in range(len(flat.first) - 1):
+        held = np.zeros(len(n.most))
+        for place in range(flat.first[worker], flat.first[worker + 1]):
+            letter = flat.word[place]
+            x.how_many[place] = done[letter]
+            x.place[n.base[letter] + done[letter]] = place
+            done[letter] += 1
+            for store in range(len(n.most)):
+                x.held[store, place] = held[store]
+                held[store] += n.at_start[store, letter] + n.at_end[store, letter]
+
+
+@compiled
+def _ordered(n: Any, flat: Any, x: Any, source: int, target: int) -> bool:
+    """Whether an op moved still comes after what it needs of its own stage, and before what needs it."""
+    letter, k = flat.word[source], x.how_many[source]
+    step = 1 if target > source else -1
+    at = source
+    while at != target:
+        at += step
+        other = flat.word[at]
+        mine = n.own[letter] == other if step < 0 else n.own[other] == letter
+        if other == letter or (mine and x.how_many[at] == k):
+            return False
+    return True
+
+
+@compiled
+def _fits(n: Any, flat: Any, x: Any, source: int, target: int) -> bool:
+    """Whether the worker stays within its limits."""
+    letter = flat.word[source]
+    worker = n.worker[letter]
+    for store in range(len(n.most)):
+        most, starts = n.most[store, worker], n.at_start[store, letter]
+        change = starts + n.at_end[store, letter]
+        low, high = target, source
+        held = x.held[store, target]
+        if target > source:
+            low, high, change = source + 1, target + 1, -change
+            other = flat.word[target]
+            held += change + n.at_start[store, other] + n.at_end[store, other]
+        if held + starts > most:
+            return False
+        for at in range(low, high):
+            if x.held[store, at] + change + n.at_start[store, flat.word[at]] > most:
+                return False
+    return True
+
+
+@compiled
+def _shift(word: Any, source: int, target: int) -> None:
+    letter = word[source]
+    if target > source:
+        for at in range(source, target):
+            word[at] = word[at + 1]
+    else:
+        for at in range(source, target, -1):
+            word[at] = word[at - 1]
+    word[target] = letter
+
+
+@compiled
+def _moved(n: Any, flat: Any, x: Any, source: int, target: int) -> None:
+    """Bring a state up to date after a move."""
+    letter, k = flat.word[target], x.how_many[source]
+    low, high = min(source, target), max(source, target)
+    if target > source:
+        for at in range(source, target):
+            x.how_many[at] = x.how_many[at + 1]
+    else:
+        for at in range(source, target, -1):
+            x.how_many[at] = x.how_many[at - 1]
+    x.how_many[target] = k
+    for at in range(low, high + 1):
+        x.place[n.base[flat.word[at]] + x.how_many[at]] = at
+    for store in range(len(n.most)):
+        held = x.held[store, low]
+        for at in range(low, high + 1):
+            x.held[store, at] = held
+            letter = flat.word[at]
+            held += n.at_start[store, letter] + n.at_end[store, letter]
+
+
+@compiled
+def _took(s: Any, worker: int, steady: bool) -> float:
+    return float(s.ended[worker] - (s.stood[worker] if steady else 0.0))
+
+
+@compiled
+def _last_input(n: Any, s: Any, letter: int, k: int) -> tuple[int, float]:
+    """What a letter's op takes last, and when it is there; -1 where it takes nothing."""
+    made, arrived = -1, 0.0
+    for edge in range(n.into[letter], n.into[letter + 1]):
+        maker = n.base[n.maker[edge]] + k
+        if made < 0 or s.end[maker] + n.late[edge] > arrived:
+            made, arrived = maker, s.end[maker] + n.late[edge]
+    return made, arrived
+
+
+@compiled
+def _trace(n: Any, s: Any, flat: Any, x: Any, steady: bool) -> int:
+    """Collect the places on the longest path whose op waits for the one before; how many there are."""
+    worker = 0
+    for other in range(len(s.ended)):
+        if _took(s, other, steady) > _took(s, worker, steady):
+            worker = other
+    last = flat.first[worker + 1] - 1
+    if last < flat.first[worker]:
+        return 0
+    # Where a sum ends last, one of the gradients that it waits for is the end of the path.
+    found, place = 0, last
+    crossed = np.zeros(len(s.ended), dtype=np.bool_)
+    while found < len(x.critical):
+        letter = flat.word[place]
+        worker = n.worker[letter]
+        op = n.base[letter] + x.how_many[place]
+        at = s.start[op]
+        before = -1
+        if place > flat.first[worker]:
+            other = flat.word[place - 1]
+            before = n.base[other] + x.how_many[place - 1]
+        made, arrived = _last_input(n, s, letter, x.how_many[place])
+        by_data = made >= 0 and arrived >= at
+        by_data = by_data and not (before < 0 and steady and at <= s.stood[worker])
+        if before >= 0 and not (by_data and s.end[before] < at):
+            x.critical[found] = place
+            found += 1
+            place -= 1
+        elif made >= 0 and (by_data or not steady):
+            place = x.place[made]
+        elif steady and before < 0 and not crossed[worker]:
+            crossed[worker] = True
+            place = flat.first[worker + 1] - 1
+        else:
+            break
+    return found
+
+
+@compiled
+def _move(n: Any, flat: Any, x: Any, source: int, move: tuple[int, int]) -> int:
+    """Move an op, and as many after it of its letter, all as far; how many could be, noted in ``x.log``."""
+    by, many = move
+    letter, k = flat.word[source], x.how_many[source]
+    worker, moved = n.worker[letter], 0
+    many = min(many, n.ops[letter] - k)
+    for number in range(many):  # so that none is in the way of the next
+        k_now = k + number if by < 0 else k + many - 1 - number
+        source = x.place[n.base[letter] + k_now]
+        target = max(flat.first[worker], min(flat.first[worker + 1] - 1, source + by))
+        if target == source or not _ordered(n, flat, x, source, target):
+            break
+        if not _fits(n, flat, x, source, target):
+            break
+        _shift(flat.word, source, target)
+        _moved(n, flat, x, source, target)
+        x.log[2 * moved], x.log[2 * moved + 1] = source, target
+        moved += 1
+    return moved
+
+
+@compiled
+def _undo(n: Any, flat: Any, x: Any, moved: int) -> None:
+    """Take back what ``_move`` did."""
+    for number in range(moved - 1, -1, -1):
+        source, target = x.log[2 * number], x.log[2 * number + 1]
+        _shift(flat.word, target, source)
+        _moved(n, flat, x, target, source)
+
+
+@compiled
+def start(n: Any, s: Any, flat: Any, x: Any, steady: bool) -> float:
+    """Fill in the state of words; what they are worth."""
+    _fill(n, flat, x)
+    x.worth[0] = worth(n, s, flat, x.begin, steady)
+    x.worth[1] = x.worth[0]
+    x.best[:] = flat.word
+    return float(x.worth[1])
+
+
+@compiled
+def anneal(n: Any, s: Any, flat: Any, x: Any, plan: Any) -> float:
+    """Improve words by moves; leaves the best so far in ``x.best``, and returns what it is worth.
+
+    It goes on where an earlier call ended, after ``start``.
+
+    Args:
+        n: the problem.
+        s: scratch.
+        flat: the words; changed.
+        x: their state.
+        plan: how many moves, and how warm.
+    """
+    now = worth(n, s, flat, x.begin, plan.steady)
+    if now == NEVER:
+        return float(x.worth[1])
+    critical = _trace(n, s, flat, x, plan.steady)
+    ops = len(flat.word)
+    trial = x.begin.copy()
+    warm = plan.warm
+    cooling = (plan.cold / plan.warm) ** (1.0 / max(1, plan.moves))
+    for _ in range(plan.moves):
+        warm *= cooling
+        if critical and _random(x.random) < _GUIDED:
+            place = x.critical[int(_random(x.random) * critical)]
+            source = place if _random(x.random) < 0.5 else place - 1
+            forward = source != place
+        else:
+            source = int(_random(x.random) * ops)
+            forward = _random(x.random) < 0.5
+        far = 1 + int(_random(x.random) ** 3 * _FAR)
+        many = 1
+        if _random(x.random) < _REPEATED:
+            many += int(_random(x.random) ** 2 * n.ops[flat.word[source]])
+        moved = _move(n, flat, x, source, (far if forward else -far, many))
+        if not moved:
+            continue
+        trial[:] = x.begin
+        then = worth(n, s, flat, trial, plan.steady)
+        if then > now and _random(x.random) >= np.exp((now - then) / warm):
+            _undo(n, flat, x, moved)
+            continue
+        now = then
+        x.begin[:] = trial
+        critical = _trace(n, s, flat, x, plan.steady)
+        if now < x.worth[1] * (1 - _BETTER):
+            x.worth[1] = now
+            x.best[:] = flat.word
+    x.worth[0] = now
+    return float(x.worth[1])
+
+
+_BETTER = 1e-12
+"""What is better by less is as good."""
+
+_GUIDED = 0.7
+"""The share of moves on the longest path."""
+
+_REPEATED = 0.3
+"""The share of moves of several ops of one letter."""
+
+_FAR = 16
+"""How far an op is moved at most."""
+
+_SETTLE = 500
+"""Moves taken until workers' places at the border of two steps are looked at again."""

@@ -1,0 +1,381 @@
+"""Search: orders by list scheduling, then by local moves. Fast, good at any size, without a proof.
+
+List scheduling gives each op a time at which it is due and lets a free worker take what is due first
+(``kernel.build``). Due times follow a rule of a few numbers, by which forwards run ahead of backwards and
+weight gradients lag behind; the numbers are improved by trying. The best orders, and those that the caller
+knows, are then annealed (``moves.anneal``), fewer of them from round to round.
+
+Invariant: nothing worse than the best start that keeps the limits is returned. The same seed and number of
+moves give the same orders on any machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from threading import Event
+from time import monotonic
+
+import numpy as np
+
+from counterflow.schedule.op import OpKind
+from counterflow.simulate import simulate
+
+from .kernel import (
+    NEVER,
+    Due,
+    Flat,
+    Floats,
+    Numbers,
+    Scratch,
+    build,
+    flat_of,
+    numbers_of,
+    room_of,
+    scratch_of,
+    settle,
+    words_of,
+    worth,
+)
+from .moves import Plan, State, anneal, start, state_of
+from .problem import Objective, Problem, Words
+
+Report = Callable[[float, str], None]
+"""Told the seconds (of makespan or steady step) of the best order so far, and how it was found."""
+
+SETTLED = 4
+"""Steps played until workers stand at the border of two steps as they will."""
+
+_TRIES = 600
+_SURVIVORS = 12
+_ROUNDS = (8, 4, 2, 2)
+"""How many orders are annealed in each round; each round has as many moves in all."""
+
+_WARM, _COLD = 0.1, 0.003
+"""How much may be lost by a move, at first and at last, in mean seconds of an op."""
+
+_SLICE_MOVES_OPS = 4_000_000
+"""Moves times ops between two looks at the clock: about a tenth of a second."""
+
+_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """When ops are due, as a few numbers; times in rounds of one micro-batch a pipe, but for the first two.
+
+    Attributes:
+        forward: of how early a forward could run at best, how much counts.
+        backward: the same for backwards; the larger, the further forwards run ahead.
+        spread: how much longer weight gradients wait on stages whose backwards come early.
+        late: how long weight gradients wait.
+        noise: how much chance there is.
+        wait: how long a worker waits for what is due first.
+        seed: of the chance.
+    """
+
+    forward: float
+    backward: float
+    spread: float
+    late: float
+    noise: float
+    wait: float
+    seed: int
+
+
+class Search:
+    """List scheduling and moves for one problem."""
+
+    def __init__(self, problem: Problem, seed: int = 0) -> None:
+        self.problem = problem
+        self.numbers: Numbers = numbers_of(problem)
+        self.steady = problem.objective is Objective.STEADY
+        self._seed = seed
+        self._scratch: Scratch = scratch_of(self.numbers, problem.workers)
+        self._room = room_of(self.numbers, problem.workers)
+        lengths = np.bincount(self.numbers.worker, weights=self.numbers.ops, minlength=problem.workers)
+        self._first = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
+        self._heads = heads(problem)
+        self._forward = np.array([x.kind is OpKind.FORWARD for x in problem.letters])
+        self._weights = np.array([x.kind is OpKind.WEIGHT_GRADIENTS for x in problem.letters])
+        self._round = max(problem.work()) / np.maximum(self.numbers.ops, 1)
+
+    def seconds(self, words: Words) -> float:
+        """The makespan or steady step of words, by the compiled play; infinite where they deadlock."""
+        value, _ = self._value(flat_of(words))
+        return value
+
+    def simulated(self, words: Words) -> float:
+        """The same as the simulator has it, with all that costs say."""
+        found = simulate(self.problem.schedule(words), self.problem.costs)
+        step = found.steady_step if self.steady else found.makespan
+        assert step is not None  # the workload is synchronous
+        return step
+
+    def _value(self, flat: Flat) -> tuple[float, Floats]:
+        begin = np.zeros(self.problem.workers)
+        if self.steady:
+            settle(self.numbers, self._scratch, flat, begin, SETTLED)
+        return float(worth(self.numbers, self._scratch, flat, begin, self.steady)), begin
+
+    def built(self, rule: Rule) -> Flat | None:
+        """Words by a rule; None where there is none within the limits."""
+        round_seconds = self._round
+        early = np.where(self._weights, self._heads - self.numbers.seconds, self._heads)
+        due = np.where(self._forward, rule.forward, rule.backward) * early
+        due += self._weights * (rule.spread * (early.max() - early) + rule.late * round_seconds)
+        due += np.random.default_rng(rule.seed).random(len(due)) * rule.noise * round_seconds
+        wait = rule.wait * float(round_seconds.min(initial=0.0))
+        return self.listed(due, round_seconds, wait)
+
+    def listed(self, due: Floats, step: Floats, wait: float = 0.0) -> Flat | None:
+        """Words by due times: the k-th op of letter l is due at ``due[l] + k * step[l]``."""
+        flat = Flat(np.zeros(self._first[-1], dtype=np.int64), self._first)
+        found = build(self.numbers, self._scratch, self._room, Due(due, step, wait), flat)
+        return flat if found else None
+
+    def starts(self, tries: int = _TRIES, until: float = np.inf) -> list[Words]:
+        """The best different orders of list scheduling, best first; ``until`` is a time of ``monotonic``."""
+        chance = np.random.default_rng(self._seed)
+        found: dict[bytes, tuple[float, Rule, Flat]] = {}
+        for number in range(tries):
+            if number and monotonic() > until:
+                break
+            if number < tries // 2 or not found:
+                rule = _any_rule(chance)
+            else:
+                kept = sorted(found.values(), key=lambda one: one[0])[:_SURVIVORS]
+                rule = _like(kept[chance.integers(len(kept))][1], chance)
+            flat = self.built(rule)
+            if flat is None:
+                continue
+            value, _ = self._value(flat)
+            if value < NEVER:
+                found.setdefault(flat.word.tobytes(), (value, rule, flat))
+        best = sorted(found.values(), key=lambda one: one[0])[:_SURVIVORS]
+        return [words_of(flat) for _, _, flat in best]
+
+
+def heads(problem: Problem) -> Floats:
+    """When the first op of each letter could start at the earliest, if its worker had nothing else to do."""
+    found = np.zeros(len(problem.letters))
+    for _ in problem.letters:
+        before = found.copy()
+        for number, letter in enumerate(problem.letters):
+            for need in letter.needs:
+                ready = found[need.letter] + problem.letters[need.letter].seconds + need.seconds
+                found[number] = max(found[number], ready)
+        if (before == found).all():
+            break
+    return found
+
+
+def _any_rule(chance: np.random.Generator) -> Rule:
+    def sometimes(most: float) -> float:
+        return float(chance.random() * most) if chance.random() < 0.5 else 0.0
+
+    backward = 0.3 + 3.5 * float(chance.random())
+    ahead = 1.0 if chance.random() < 0.6 else 1.3 * float(chance.random())
+    return Rule(
+        forward=backward * ahead,
+        backward=backward,
+        spread=sometimes(2.0),
+        late=sometimes(3.0),
+        noise=sometimes(1.0),
+        wait=sometimes(0.3),
+        seed=int(chance.integers(1 << 30)),
+    )
+
+
+_STEPS = {"forward": 0.2, "backward": 0.4, "spread": 0.2, "late": 0.3, "noise": 0.2, "wait": 0.05}
+
+
+def _like(rule: Rule, chance: np.random.Generator) -> Rule:
+    changed = {
+        name: max(0.0, getattr(rule, name) + float(chance.normal()) * step)
+        for name, step in _STEPS.items()
+        if chance.random() < 0.4
+    }
+    if chance.random() < 0.4:
+        changed["seed"] = int(chance.integers(1 << 30))
+    return replace(rule, **changed)
+
+
+def improve(
+    problem: Problem,
+    starts: Iterable[Words] = (),
+    *,
+    seconds: float = 10.0,
+    moves: int | None = None,
+    seed: int = 0,
+    goal: float = 0.0,
+    report: Report | None = None,
+) -> Words | None:
+    """The best order that list scheduling and moves find.
+
+    Args:
+        problem: what is ordered.
+        starts: orders to begin with, besides those of list scheduling.
+        seconds: time for it; without ``moves`` as many are made as there is time for.
+        moves: how many moves are made in all. Then the result does not depend on the machine.
+        seed: of the chance.
+        goal: seconds that cannot be beaten; where they are reached, the search ends.
+        report: told of each better order.
+
+    Returns:
+        Words within the limits; None where none were found.
+
+    Raises:
+        Stopped: at Ctrl-C, with the best words so far.
+    """
+    began = monotonic()
+    search = Search(problem, seed)
+    best = _Best(search, goal, report)
+    known = [words for words in starts if problem.fits(words)]
+    try:
+        for words in known:
+            best.take(words, "a start")
+        tries = _TRIES if moves is None else min(_TRIES, 20 + moves // 500)
+        listed = search.starts(tries, until=np.inf if moves is not None else began + _LISTED * seconds)
+        for words in listed:
+            best.take(words, "list scheduling")
+        left = None if moves is not None else max(0.0, began + seconds - monotonic())
+        _anneal(search, best, [*known, *listed], _Budget(moves, left), seed)
+    except KeyboardInterrupt:
+        raise Stopped(best.words) from None
+    return best.words
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C, with the best words so far."""
+
+    def __init__(self, words: Words | None) -> None:
+        super().__init__("stopped")
+        self.words = words
+
+
+_LISTED = 0.25
+"""The share of time for list scheduling."""
+
+
+class _Best:
+    """The best order so far."""
+
+    def __init__(self, search: Search, goal: float, report: Report | None) -> None:
+        self.words: Words | None = None
+        self.seconds = NEVER
+        self._search, self._goal, self._report = search, goal, report
+
+    @property
+    def reached(self) -> bool:
+        """Whether nothing can be better."""
+        return self.seconds <= self._goal * (1 + 1e-9)
+
+    def take(self, words: Words, how: str) -> None:
+        """Keep an order if it is the best."""
+        value = self._search.simulated(words)
+        if value < self.seconds * (1 - 1e-12):
+            self.words, self.seconds = words, value
+            if self._report is not None:
+                self._report(value, how)
+
+
+@dataclass(frozen=True, slots=True)
+class _Budget:
+    """How long to go on: a number of moves, or seconds."""
+
+    moves: int | None
+    seconds: float | None
+
+    def part(self, share: float) -> _Budget:
+        moves, seconds = self.moves, self.seconds
+        return _Budget(
+            None if moves is None else int(moves * share), None if seconds is None else seconds * share
+        )
+
+    def done(self, moves: int, seconds: float) -> float:
+        """Which share of it is used up."""
+        if self.moves is not None:
+            return moves / self.moves if self.moves else 1.0
+        return seconds / self.seconds if self.seconds else 1.0
+
+
+@dataclass(slots=True)
+class _Climber:
+    """One order on its way."""
+
+    flat: Flat
+    state: State
+    scratch: Scratch
+
+    @property
+    def best(self) -> float:
+        return float(self.state.worth[1])
+
+
+def _anneal(search: Search, best: _Best, starts: Sequence[Words], budget: _Budget, seed: int) -> None:
+    """Anneal orders in rounds, the better half of them further each time."""
+    unit = float(np.average(search.numbers.seconds, weights=search.numbers.ops))
+    if unit == 0:
+        return
+    ordered = sorted({words: search.seconds(words) for words in starts}.items(), key=lambda item: item[1])
+    climbers = [
+        _climber(search, words, seed * 1_000_003 + number)
+        for number, (words, value) in enumerate(ordered[: _ROUNDS[0]])
+        if value < NEVER
+    ]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for number, wanted in enumerate(_ROUNDS):
+            climbers = sorted(climbers, key=lambda one: one.best)[:wanted]
+            if not climbers or best.reached:
+                return
+            threads = 1 if budget.moves is not None else min(_THREADS, len(climbers))
+            each = budget.part(threads / (len(_ROUNDS) * len(climbers)))
+            heat = _WARM * unit / 2 ** max(0, number - 1), _COLD * unit
+            stop = Event()
+            jobs = [pool.submit(_climb, search, one, each, heat, stop) for one in climbers]
+            try:
+                for job in jobs:
+                    job.result()
+            except KeyboardInterrupt:
+                stop.set()
+                raise
+            finally:
+                for one in climbers:
+                    best.take(words_of(Flat(one.state.best, one.flat.first)), "local moves")
+
+
+def _climber(search: Search, words: Words, seed: int) -> _Climber:
+    flat = flat_of(words)
+    one = _Climber(
+        flat,
+        state_of(search.numbers, flat, seed),
+        scratch_of(search.numbers, search.problem.workers),
+    )
+    _restart(search, one)
+    return one
+
+
+def _restart(search: Search, one: _Climber) -> None:
+    """Begin at the best words so far."""
+    one.flat.word[:] = one.state.best
+    one.state.begin[:] = 0.0
+    if search.steady:
+        settle(search.numbers, one.scratch, one.flat, one.state.begin, SETTLED)
+    start(search.numbers, one.scratch, one.flat, one.state, search.steady)
+
+
+def _climb(search: Search, one: _Climber, budget: _Budget, heat: tuple[float, float], stop: Event) -> None:
+    """Anneal one order, from its best, in slices."""
+    _restart(search, one)
+    warm, cold = heat
+    slice_moves = max(1, int(_SLICE_MOVES_OPS / search.problem.ops))
+    moves, began = 0, monotonic()
+    while not stop.is_set() and (done := budget.done(moves, monotonic() - began)) < 1:
+        count = slice_moves if budget.moves is None else min(slice_moves, budget.moves - moves)
+        until = done if budget.moves is None else budget.done(moves + count, 0.0)
+        from_heat, to_heat = (warm * (cold / warm) ** share for share in (done, until))
+        plan = Plan(count, from_heat, to_heat, search.steady)
+        anneal(search.numbers, one.scratch, one.flat, one.state, plan)
+        moves += count
