@@ -236,7 +236,7 @@ def improve(
     try:
         for words in known:
             best.take(words, "a start")
-        tries = _TRIES if moves is None else min(_TRIES, 20 + moves // 500)
+        tries = _TRIES if moves is None else min(_TRIES, 50 + moves // 400)
         listed = search.starts(tries, until=np.inf if moves is not None else began + _LISTED * seconds)
         for words in listed:
             best.take(words, "list scheduling")
