@@ -10,6 +10,14 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+# torch's own checkpoint and elastic code reach the store of the default group the same way.
+from torch.distributed.distributed_c10d import Store, _get_default_store
+
+
+def default_store() -> Store:
+    """The store by which the default process group met."""
+    return _get_default_store()
+
 
 def abort(group: ProcessGroup) -> None:
     """Abort a group's communicators, from any thread.

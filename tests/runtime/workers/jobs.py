@@ -1,4 +1,4 @@
-"""What tests run as real processes: python jobs.py NAME FOLDER. Prints what a user would see.
+"""What tests run as real processes: python jobs.py NAME FOLDER [strict]. Prints what a user would see.
 
 Every worker leaves a file ``pid-<its pid>`` in FOLDER, so that the test sees whether it is gone.
 """
@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +94,11 @@ if __name__ == "__main__":
         mesh(sys.argv[2])
     else:
         try:
-            cf.launch(step, sys.argv[1], sys.argv[2], workers=4, timeout_seconds=3)
+            strict = sys.argv[3:] == ["strict"]
+            kind: Literal["gloo", "nccl"] = "nccl" if strict else "gloo"
+            cf.launch(
+                step, sys.argv[1], sys.argv[2], workers=4, transport=kind, strict=strict, timeout_seconds=3
+            )
         except cf.CounterflowError as error:
             print(f"{type(error).__name__}: {error}")
             sys.exit(1)

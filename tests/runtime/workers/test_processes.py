@@ -57,6 +57,21 @@ def test_a_worker_that_fails_ends_the_run(kind: str, told: str, tmp_path: Path) 
     assert told in text
 
 
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("kill", "WorkerError: worker 2 was killed by SIGKILL"),
+        ("sleep", "worker 2 has been in Forward F"),
+    ],
+)
+def test_over_nccl_a_watch_ends_what_waits_for_a_worker_that_fails(
+    kind: str, told: str, tmp_path: Path
+) -> None:
+    code, text = run([sys.executable, str(JOBS), kind, str(tmp_path), "strict"], tmp_path)
+    assert code == 1
+    assert told in text
+
+
 def test_torchrun_and_a_device_mesh(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     code, text = run([*launcher, str(JOBS), "mesh", str(tmp_path)], tmp_path)

@@ -22,12 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
-
-# The store has no public name; torch's own checkpoint and elastic code reach it the same way.
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from counterflow.errors import CounterflowError
 
+from ..torch_private import default_store
 from ..workers.watch import Watch
 from .base import Described, Group, Lost, Pending, Status, TimedOut, Transport
 from .gathers import Gathering, Gathers
@@ -72,7 +71,7 @@ class DistributedTransport(Transport):
         self._timeout = timedelta(seconds=timeout_seconds)
         self._groups: list[ProcessGroup] = []
         self._watch = Watch(
-            PrefixStore(f"counterflow/{next(_numbers)}", _get_default_store()),
+            PrefixStore(f"counterflow/{next(_numbers)}", default_store()),
             self.status,
             self.world_size,
             timeout_seconds=timeout_seconds,

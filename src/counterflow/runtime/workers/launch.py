@@ -110,7 +110,8 @@ def launch(
         transport: ``"gloo"`` or ``"nccl"`` for processes, ``"local"`` for threads of this process,
             ``"strict-nccl"`` for such threads with NCCL's rules: what would hang on GPUs is reported.
         device: where the workers compute; ``"cuda"`` is a GPU each. None: that for nccl, else the CPU.
-        strict: with ``"local"``: a send waits for its receive, and messages come in one order.
+        strict: with ``"local"``: a send waits for its receive, and messages come in one order. With
+            ``"nccl"``: processes on the CPU with NCCL's rules, as threads have with ``"strict-nccl"``.
         timeout_seconds: how long a worker waits for another.
         threads: what torch may use in each worker; None: this machine's cores, divided.
 
@@ -124,8 +125,8 @@ def launch(
     if timeout_seconds <= 0:
         raise ConfigError(f"timeout_seconds={timeout_seconds:g}; it has to be more than 0")
     kind = world.kind_of(transport)
-    if strict and kind is not TransportKind.LOCAL:
-        raise ConfigError(f'strict=True is for transport "local"; {transport} has its own rules')
+    if strict and kind not in (TransportKind.LOCAL, TransportKind.NCCL):
+        raise ConfigError(f'strict=True is for transport "local" or "nccl"; {transport} has its own rules')
     threads = threads or max(1, (os.cpu_count() or 1) // workers)
 
     def call() -> _T:
@@ -138,6 +139,8 @@ def launch(
 
             hub = StrictHub(workers, timeout_seconds=timeout_seconds)
         return _Threads(hub, call, device, threads).run()
+    if strict:
+        kind = TransportKind.STRICT_NCCL
     _check_processes(workers, kind)
     task = _pickled((function, args, kwargs), function)
     defaults = world.Defaults(kind, None if device is None else torch.device(device), timeout_seconds)

@@ -111,10 +111,8 @@ def current_transport(
                 f'this worker is a thread of launch(…, transport="{local.kind.value}"); it has no {kind}'
             )
         return local
-    if wanted in (TransportKind.LOCAL, TransportKind.STRICT_NCCL):
-        raise ConfigError(
-            f'transport "{wanted.value}" is for workers started by launch(…, transport="{wanted.value}")'
-        )
+    if wanted is TransportKind.LOCAL:
+        raise ConfigError('transport "local" is for workers started by launch(…, transport="local")')
     defaults = _process.defaults
     wanted = wanted or defaults.kind
     device = torch.device(device) if device is not None else defaults.device
@@ -144,7 +142,7 @@ def _make(
             "with torchrun --nproc-per-node 4 script.py, or with srun --ntasks 4 python script.py"
         )
     try:
-        transport = (NcclTransport if wanted is TransportKind.NCCL else GlooTransport)(where, timeout_seconds)
+        transport = _kinds()[wanted](where, timeout_seconds)
     except (Lost, TimedOut) as error:
         raise WorkerError(f"the workers did not all come together: {error}") from error
     if _process.world is None:
@@ -152,6 +150,16 @@ def _make(
     _process.world = dist.group.WORLD
     _process.transports.append(transport)
     return transport
+
+
+def _kinds() -> dict[TransportKind, type[DistributedTransport]]:
+    from ..transport.strict_nccl.process import StrictProcessTransport  # noqa: PLC0415 - for tests and checks
+
+    return {
+        TransportKind.GLOO: GlooTransport,
+        TransportKind.NCCL: NcclTransport,
+        TransportKind.STRICT_NCCL: StrictProcessTransport,
+    }
 
 
 def started_by() -> Literal["torchrun", "slurm"] | None:

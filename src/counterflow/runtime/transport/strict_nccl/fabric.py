@@ -46,6 +46,7 @@ class Part:
         communicator: its name.
         size: what both sides of a message, or all of a collective, have to agree on.
         peer: of a message, the other rank.
+        how: of a collective, what is made of what all give.
         data: for ``move``.
         number: which of its kind it is on the communicator (and with the peer), from 0.
     """
@@ -55,6 +56,7 @@ class Part:
     communicator: str
     size: str
     peer: int = -1
+    how: str = ""
     data: Any = None
     number: int = 0
 
@@ -120,13 +122,20 @@ class Fabric:
         ranks: how many there are.
         move: carries out a message, given its send and its receive, or a collective, given all parts by rank;
             and then calls what it is given beside them.
+        ended: is told of each launch that has run, or was aborted.
     """
 
-    def __init__(self, ranks: int, move: Callable[[Sequence[Part], Callable[[], None]], None]) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        move: Callable[[Sequence[Part], Callable[[], None]], None],
+        ended: Callable[[Launch], None] = lambda _: None,
+    ) -> None:
         self.ranks = ranks
         self.lock = threading.RLock()
         self.broken: NcclRuleError | None = None
         self._move = move
+        self._ended = ended
         self._members: dict[str, tuple[int, ...]] = {}
         self._entered: dict[str, set[int]] = defaultdict(set)
         self._streams: dict[tuple[int, str], list[Launch]] = defaultdict(list)
@@ -220,13 +229,24 @@ class Fabric:
             for (whose, _), stream in self._streams.items():
                 if whose == rank:
                     for launch in stream:
-                        launch.over = launch.aborted = True
+                        if not launch.over:
+                            launch.aborted = True
+                            self._end(launch)
                     stream.clear()
             blocked = self._blocked.get(rank)
             if blocked is not None and not blocked.ready():
                 del self._blocked[rank]
                 blocked.wake(AbortedError(f"NCCL communicator was aborted on rank {rank}"))
             self._advance()
+
+    def report(self, what: str) -> None:
+        """A rule was broken that the fabric does not see."""
+        with self.lock:
+            self._break(what)
+
+    def launch_of(self, part: Part) -> Launch:
+        """What a part that has not run was launched in."""
+        return self._of[part]
 
     def unfinished(self) -> list[str]:
         """What was launched and has not run."""
@@ -274,7 +294,8 @@ class Fabric:
                 continue
             head = stream[0]
             if not head.parts:
-                head.over = happened = True
+                happened = True
+                self._end(head)
                 continue
             if not head.started:
                 head.started = happened = True
@@ -309,8 +330,13 @@ class Fabric:
             for part in parts:
                 launch = self._of.pop(part)
                 part.data = None
-                launch.over = not any(one in self._of for one in launch.parts)
+                if not launch.over and not any(one in self._of for one in launch.parts):
+                    self._end(launch)
             self._advance()
+
+    def _end(self, launch: Launch) -> None:
+        launch.over = True
+        self._ended(launch)
 
     def _sides(self, part: Part) -> dict[int, Part | None]:
         """By rank what takes part; None where it is not launched yet. A send comes before its receive."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -140,25 +140,25 @@ class StrictGroup(ProcessGroup):
         del timeout
         (tensor,) = [tensors] if isinstance(tensors, Tensor) else tensors
         op = opts.reduceOp if hasattr(opts, "reduceOp") else opts or ReduceOp.SUM
-        return self._collective("all-reduce", tensor, _reduced(getattr(op, "op", op)))
+        return self._collective("all-reduce", tensor, _way(getattr(op, "op", op)))
 
     def broadcast(self, tensors: Any, opts: Any, timeout: Any = None) -> Work:  # type: ignore[override]
         """See ``ProcessGroup``."""
         del timeout
         (tensor,) = [tensors] if isinstance(tensors, Tensor) else tensors
         root = opts if isinstance(opts, int) else opts.rootRank
-        return self._collective(f"broadcast of rank {self.ranks[root]}", tensor, lambda parts: parts[root])
+        return self._collective(f"broadcast of rank {self.ranks[root]}", tensor, str(root))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:  # type: ignore[override]
         """See ``ProcessGroup``."""
         del opts, timeout
         (rows,), (tensor,) = outputs, inputs
-        return self._collective("all-gather", tensor, torch.stack, rows)
+        return self._collective("all-gather", tensor, "stack", rows)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:  # type: ignore[override]
         """See ``ProcessGroup``; over NCCL it holds the host."""
         del opts, timeout
-        work = self._collective("barrier", torch.zeros(1), _reduced(ReduceOp.SUM))
+        work = self._collective("barrier", torch.zeros(1), "sum")
         self.endpoint.stream.wait_for(work.launch)
         self.endpoint.stream.synchronize("is in a barrier")
         return work
@@ -171,15 +171,11 @@ class StrictGroup(ProcessGroup):
         """See ``ProcessGroup``."""
 
     def _collective(
-        self,
-        kind: str,
-        tensor: Tensor,
-        result: Callable[[list[Tensor]], Tensor],
-        rows: Sequence[Tensor] | None = None,
+        self, kind: str, tensor: Tensor, how: str, rows: Sequence[Tensor] | None = None
     ) -> StrictWork:
         self._make(self.title, self.ranks)
         part = self._part(kind, tensor, self.title)
-        part.data = (tensor, result, rows)
+        part.how, part.data = how, (tensor, -1, rows)
         return self._launch(_COLLECTIVES, (part,))
 
     # -- their parts
@@ -189,7 +185,7 @@ class StrictGroup(ProcessGroup):
             raise ValueError("Tensors must be contiguous")  # as ProcessGroupNCCL says
         size = f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
         data = (tensor, _version(tensor))
-        return Part(kind, self.endpoint.rank, communicator, size, peer, data)
+        return Part(kind, self.endpoint.rank, communicator, size, peer, data=data)
 
     def _make(self, name: str, members: Sequence[int]) -> None:
         if name not in self._made:
@@ -225,17 +221,43 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 - documented as it
 
 
-def _reduced(op: Any) -> Callable[[list[Tensor]], Tensor]:
-    ways: dict[Any, Callable[[Tensor], Tensor]] = {
-        ReduceOp.SUM: lambda stacked: stacked.sum(0),
-        ReduceOp.AVG: lambda stacked: stacked.mean(0),
-        ReduceOp.MAX: lambda stacked: stacked.amax(0),
-        ReduceOp.MIN: lambda stacked: stacked.amin(0),
-    }
-    way = next((way for known, way in ways.items() if known == op), None)
-    if way is None:
+_WAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda stacked: stacked.sum(0),
+    "avg": lambda stacked: stacked.mean(0),
+    "max": lambda stacked: stacked.amax(0),
+    "min": lambda stacked: stacked.amin(0),
+    "stack": lambda stacked: stacked,
+}
+
+
+def _way(op: Any) -> str:
+    known = {"sum": ReduceOp.SUM, "avg": ReduceOp.AVG, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
+    found = next((name for name, one in known.items() if one == op), None)
+    if found is None:
         raise NotImplementedError(f"all-reduce by {op}")
-    return lambda tensors: way(torch.stack(tensors))
+    return found
+
+
+def read(part: Part) -> Tensor:
+    """What a part gives.
+
+    Raises:
+        NcclRuleError: it was changed while it was sent.
+    """
+    tensor, version = part.data[:2]
+    if part.kind == SEND and _version(tensor) != version:
+        raise NcclRuleError(_VERSION.format(part))
+    return cast("Tensor", tensor.detach())
+
+
+def write(part: Part, found: Tensor) -> None:
+    """Give a part what came of it."""
+    tensor, _, *rest = part.data
+    if rest and rest[0] is not None:
+        for row, one in zip(rest[0], found, strict=True):
+            row.data.copy_(one)
+    else:
+        tensor.data.copy_(found.reshape(tensor.shape))
 
 
 def move(parts: Sequence[Part], over: Callable[[], None]) -> None:
@@ -245,19 +267,16 @@ def move(parts: Sequence[Part], over: Callable[[], None]) -> None:
         NcclRuleError: a tensor was changed while it was sent.
     """
     with streams.as_the_network():
-        if parts[0].kind == SEND:
-            send, receive = parts
-            source, version = send.data
-            if _version(source) != version:
-                raise NcclRuleError(_VERSION.format(send))
-            receive.data[0].data.copy_(source.detach().reshape(receive.data[0].shape))
-        else:
-            result = parts[0].data[1]([part.data[0].detach() for part in parts])
-            for part in parts:
-                tensor, _, rows = part.data
-                if rows is None:
-                    tensor.data.copy_(result)
-                else:
-                    for row, found in zip(rows, result, strict=True):
-                        row.data.copy_(found)
+        carried_out(parts, [read(part) for part in parts if part.kind != RECEIVE], write)
     over()
+
+
+def carried_out(parts: Sequence[Part], given: Sequence[Tensor], give: Callable[[Part, Tensor], None]) -> None:
+    """Work out what comes of what met, and give it to who takes it."""
+    if parts[0].kind == SEND:
+        give(parts[1], given[0])
+        return
+    how = parts[0].how
+    found = given[int(how)] if how.isdecimal() else _WAYS[how](torch.stack(list(given)))
+    for part in parts:
+        give(part, found)

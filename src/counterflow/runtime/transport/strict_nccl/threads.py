@@ -3,58 +3,40 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from . import streams
-from .fabric import Fabric, Launch, NcclRuleError
+from .fabric import Fabric, Launch, NcclRuleError, Wake
 from .group import StrictGroup, move
 from .streams import Stream
 
 _T = TypeVar("_T")
 
 
-class ThreadEndpoint:
-    """See ``Endpoint``.
+class HostEndpoint(ABC):
+    """What endpoints have in common: a host that is held until it is woken.
 
     Args:
-        fabric: what connects the threads.
         rank: this one's number.
     """
 
-    def __init__(self, fabric: Fabric, rank: int) -> None:
-        self.fabric = fabric
+    def __init__(self, rank: int) -> None:
         self.rank = rank
         self.stream = Stream(self.wait)
 
-    def enter(self, communicator: str, members: Sequence[int]) -> None:
-        """See ``Endpoint``."""
-        self._hold(lambda wake: self.fabric.enter(self.rank, communicator, members, wake), -1)
-
-    def launch(self, launch: Launch) -> None:
-        """See ``Endpoint``."""
-        self.fabric.launch(launch)
-
+    @abstractmethod
     def wait(self, launches: Sequence[Launch], why: str) -> None:
         """Hold the host until something has run."""
-        peers = {part.peer for launch in launches if not launch.over for part in launch.parts}
-        peer = peers.pop() if len(peers) == 1 else -1
-        self._hold(lambda wake: self.fabric.wait(self.rank, launches, why, wake), peer)
-
-    def abort(self) -> None:
-        """See ``Endpoint``."""
-        self.fabric.abort(self.rank)
-
-    def group(self, ranks: Sequence[int], name: str) -> StrictGroup:
-        """A group of this rank and others."""
-        return StrictGroup(self, ranks, name)
 
     def held(self, woken: threading.Event, peer: int) -> None:
         """Hold the host, for a rank or (-1) several."""
         del peer
         woken.wait()
 
-    def _hold(self, begin: Callable[[Callable[[BaseException | None], None]], None], peer: int) -> None:
+    def hold(self, begin: Callable[[Wake], None], peer: int) -> None:
+        """Hold the host until what ``begin`` is given was called; raises what that was given."""
         woken = threading.Event()
         why: list[BaseException] = []
 
@@ -68,6 +50,45 @@ class ThreadEndpoint:
             self.held(woken, peer)
         if why:
             raise type(why[0])(*why[0].args) from why[0]
+
+
+class ThreadEndpoint(HostEndpoint):
+    """See ``Endpoint``.
+
+    Args:
+        fabric: what connects the threads.
+        rank: this one's number.
+    """
+
+    def __init__(self, fabric: Fabric, rank: int) -> None:
+        super().__init__(rank)
+        self.fabric = fabric
+
+    def enter(self, communicator: str, members: Sequence[int]) -> None:
+        """See ``Endpoint``."""
+        self.hold(lambda wake: self.fabric.enter(self.rank, communicator, members, wake), -1)
+
+    def launch(self, launch: Launch) -> None:
+        """See ``Endpoint``."""
+        self.fabric.launch(launch)
+
+    def wait(self, launches: Sequence[Launch], why: str) -> None:
+        """Hold the host until something has run."""
+        self.hold(lambda wake: self.fabric.wait(self.rank, launches, why, wake), peer_of(launches))
+
+    def abort(self) -> None:
+        """See ``Endpoint``."""
+        self.fabric.abort(self.rank)
+
+    def group(self, ranks: Sequence[int], name: str) -> StrictGroup:
+        """A group of this rank and others."""
+        return StrictGroup(self, ranks, name)
+
+
+def peer_of(launches: Sequence[Launch]) -> int:
+    """The rank that all of these wait for; -1 if it is not one."""
+    peers = {part.peer for launch in launches if not launch.over for part in launch.parts}
+    return peers.pop() if len(peers) == 1 else -1
 
 
 def thread_fabric(ranks: int) -> Fabric:
