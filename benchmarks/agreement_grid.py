@@ -1,7 +1,7 @@
 """Pipelines against one process over the whole grid: every number within 1e-10 in float64.
 
-    python benchmarks/agreement_grid.py [--depths 2,4,8] [--transport local|gloo] [--device cpu|cuda]
-                                        [--kinds flush,continuous] [--only hanayo]
+    python benchmarks/agreement_grid.py [--depths 2,4,8] [--transport local|gloo|strict-nccl]
+                                        [--device cpu|cuda] [--kinds flush,continuous] [--only hanayo]
                                         [--every K [--offset I]] [--log FILE]
 
 Schemes × depth × micro-batches below, at, above and not divisible by the depth × width 1 and 2 ×
@@ -111,7 +111,7 @@ def compared(schedule: Schedule, how: dict[str, Any], transport: str, device: st
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--depths", default="2,4,8")
-    parser.add_argument("--transport", default="local", choices=("local", "gloo"))
+    parser.add_argument("--transport", default="local", choices=("local", "gloo", "strict-nccl"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--kinds", default="flush,continuous")
     parser.add_argument("--only", nargs="+", default=[], help="schemes whose name has one of these words")

@@ -283,6 +283,11 @@ def test_bf16_autocast() -> None:
     assert rounded == pytest.approx(plain, rel=1e-2)
 
 
+def test_fp16_autocast_without_a_scaled_loss_is_refused() -> None:
+    with pytest.raises(ConfigError, match="float16 wants its losses scaled"):
+        run(lambda: _autocast(schemes.gpipe(2, 2), autocast=torch.float16), workers=2)
+
+
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own code
 def test_compiled_layers() -> None:
     plain, compiled = (

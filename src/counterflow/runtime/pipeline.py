@@ -1079,6 +1079,11 @@ def _transport(
 def _autocast(device: torch.device, dtype: torch.dtype | None) -> Callable[[], AbstractContextManager[Any]]:
     if dtype is None:
         return nullcontext
+    if dtype is torch.float16:
+        raise ConfigError(
+            "autocast=torch.float16 wants its losses scaled, and gradients that are too small are lost in "
+            "silence without; give torch.bfloat16"
+        )
     return partial(torch.autocast, device.type, dtype=dtype)
 
 

@@ -17,10 +17,15 @@ from torch import Tensor, nn
 from counterflow.errors import ConfigError
 
 from ..mesh.dtensors import like, local, part_of
+from ..mini_batch.losses import added
 from ..transport import Group, Pending, Transport
 
 BUCKET_BYTES = 25 * 1024 * 1024
 """The size of the pieces in which gradients are summed, as in torch's DistributedDataParallel."""
+
+
+_NORM_PIECE = 2**20
+"""Values of which a norm is taken at once."""
 
 
 class _Flat:
@@ -174,14 +179,16 @@ class GradientGroup:
             pending.wait()
         self._pending.clear()
 
-    def squared_norm(self) -> float:
-        """The sum of squares of the gradients."""
-        total = 0.0
+    def norms(self) -> list[Tensor]:
+        """Of pieces of the gradients, where they are: small ones, of which torch makes copies in float64."""
+        found = []
         for flat in self._flats:
             flat.collect()
-            norm = float(torch.linalg.vector_norm(real(flat.gradients), dtype=torch.float64))
-            total += norm * norm
-        return total
+            numbers = real(flat.gradients).flatten()
+            found += [
+                torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in numbers.split(_NORM_PIECE)
+            ]
+        return found
 
     def not_finite(self) -> str | None:
         """The first parameter whose gradient is not finite."""
@@ -211,6 +218,16 @@ class GradientGroup:
         for flat in self._flats:
             flat.clear()
             flat.attach()
+
+
+def squared_norms(groups: Iterable[GradientGroup]) -> list[float]:
+    """By group the sum of squares of its gradients; a device's host waits once."""
+    norms = [group.norms() for group in groups]
+    flat = [norm for its in norms for norm in its]
+    if not flat:
+        return [0.0] * len(norms)
+    values = iter((torch.stack(flat) ** 2).tolist())
+    return [added(next(values) for _ in its) for its in norms]
 
 
 def clip_factor(norm: float, limit: float | None) -> float:

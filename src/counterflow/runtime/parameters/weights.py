@@ -28,7 +28,7 @@ from ..stages.recomputation import Contents
 from ..stages.stage import StageCopy
 from ..transport import Group, Pending, Transport
 from .alike import Digests, compare, digest, tensors_of
-from .gradients import GradientGroup, unique
+from .gradients import GradientGroup, squared_norms, unique
 from .names import Names, named_parameters, shared_names
 
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -277,17 +277,22 @@ class Weights:
 
     def squared_norm(self) -> float:
         """The part of the global gradient norm, squared, that this worker counts."""
-        return sum(gradients.squared_norm() for gradients in self._gradient_groups() if gradients.counted)
+        return sum(squared_norms(one for one in self._gradient_groups() if one.counted))
 
     def own_norm(self) -> tuple[float, bool]:
         """What ``squared_norm()`` gives; and whether all gradients at hand are finite, counted or not."""
-        squares = [(gradients.squared_norm(), gradients.counted) for gradients in self._gradient_groups()]
+        squares = self._squares(self._gradient_groups())
         return sum(one for one, counted in squares if counted), all(isfinite(one) for one, _ in squares)
 
     def squared_norm_of(self, stage: int) -> tuple[float, float]:
         """The norm of a stage's gradients, squared: of all that is here, and of what this worker counts."""
-        found = [(gradients.squared_norm(), gradients.counted) for gradients in self._own[stage]]
+        found = self._squares(self._own[stage])
         return sum(square for square, _ in found), sum(square for square, counted in found if counted)
+
+    @staticmethod
+    def _squares(groups: Sequence[GradientGroup]) -> list[tuple[float, bool]]:
+        """By group its squared norm, and whether this worker counts it."""
+        return [(found, one.counted) for found, one in zip(squared_norms(groups), groups, strict=True)]
 
     def scale(self, factor: float, stage: int | None = None) -> None:
         """Multiply all gradients, or those of a stage."""

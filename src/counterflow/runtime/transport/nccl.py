@@ -12,6 +12,7 @@ of each step.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from abc import abstractmethod
 from collections import defaultdict, deque
@@ -365,6 +366,8 @@ class NcclTransport(OrderedTransport, DistributedTransport):
 
     def make_data_plane(self) -> None:
         """See ``DistributedTransport``."""
+        # A group whose peer is gone ends its operations and not the process: the watch tells of it.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         self._data_groups: list[ProcessGroup] = []
         self.make_groups()
 
