@@ -30,10 +30,13 @@ from torch.autograd.graph import get_gradient_edge
 
 import counterflow as cf
 from counterflow.runtime.transport import Group, Status, Transport, TransportKind
-from counterflow.schedule.program.actions import Action, Compute, Receive, Send
+from counterflow.schedule.ir import OpKind
+from counterflow.schedule.program.actions import Action, Compute, Matching, Receive, Send
 
 RESULTS = Path(__file__).parent / "results" / "engine_cost.txt"
 SHAPE = (1, 4)
+NO_BARRIER = ", no barrier"
+"""Of a schedule's name: steps follow each other without one."""
 
 
 class Ready:
@@ -63,6 +66,7 @@ class Alone(Transport):
     """A worker without the others: what it sends vanishes, what it receives is there."""
 
     kind = TransportKind.LOCAL
+    matching = Matching.TAG
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -117,7 +121,7 @@ class Alone(Transport):
 class Scale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
+        self.weight = nn.Parameter(torch.ones(1, 1))  # no vector: its gradient may wait
 
     def forward(self, value: Tensor) -> Tensor:
         return value * self.weight
@@ -127,7 +131,7 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
     return output.sum()
 
 
-def pipeline(schedule: cf.Schedule, worker: int) -> cf.Pipeline:
+def pipeline(schedule: cf.Schedule, worker: int, *, barrier: bool) -> cf.Pipeline:
     alone = Alone(worker, schedule.workers)
     made = cf.Pipeline(
         [Scale() for _ in range(schedule.stages)],
@@ -137,9 +141,13 @@ def pipeline(schedule: cf.Schedule, worker: int) -> cf.Pipeline:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
         transport=alone,
         digest_every=0,
+        barrier=barrier,
     )
     alone.units = {
-        task.number: (len(task.units), task.activation) for task in made._run._tasks[0] if task.peer >= 0
+        task.number: (len(task.units), task.activation)
+        for tasks in made._run.lists
+        for task in tasks
+        if task.peer >= 0
     }
     return made
 
@@ -180,11 +188,19 @@ class Clock:
         return timed
 
 
+_KINDS = {
+    OpKind.FORWARD: "forward",
+    OpKind.BACKWARD: "backward",
+    OpKind.INPUT_GRADIENT: "input gradient",
+    OpKind.WEIGHT_GRADIENTS: "weights' gradients",
+}
+
+
 def kind_of(action: Action) -> str:
     """What an action's time is told under."""
     match action:
         case Compute(op):
-            return "forward" if op.kind.makes_output else "backward"
+            return _KINDS[op.kind]
         case Send():
             return "send"
         case Receive():
@@ -196,7 +212,7 @@ def kind_of(action: Action) -> str:
 def bare() -> dict[str, float]:
     """A forward and a backward that nobody looks after, in microseconds."""
     layer = Scale()
-    layer.weight.grad = torch.zeros(1)
+    layer.weight.grad = torch.zeros(1, 1)
     gradient = torch.ones(SHAPE)
     inputs = [torch.ones(SHAPE, requires_grad=True) for _ in range(256)]
     edges: list[Any] = []
@@ -217,22 +233,24 @@ def bare() -> dict[str, float]:
     return {"forward": statistics.median(forward), "backward": statistics.median(backward)}
 
 
-def cost(schedule: cf.Schedule, repeats: int, rest_seconds: float, *, first: bool) -> dict[str, float]:
+def cost(
+    schedule: cf.Schedule, repeats: int, rest_seconds: float, *, first: bool, barrier: bool
+) -> dict[str, float]:
     """Microseconds by kind of action; ``first``: of steps that learn shapes and count bytes."""
     clock = Clock(rest_seconds)
     whole, actions, steps = 0.0, 0, 0
     rows = mini_batch(schedule)
     for worker in range(schedule.workers):
-        made = pipeline(schedule, worker)
+        made = pipeline(schedule, worker, barrier=barrier)
         step = partial(made.step, rows, rows)
         if not first:
             for _ in range(3):
                 step()
         made.transport.new_buffers = False
-        tasks = list(made._run._tasks[0])
-        for task in tasks:
-            kind = kind_of(task.action)
-            task.handler = clock.around(task.handler, kind)
+        lists = [list(tasks) for tasks in made._run.lists]
+        for task in (task for tasks in lists for task in tasks):
+            task.handler = clock.around(task.handler, kind_of(task.action))
+        tasks = lists[0]
         times = 1 if first else repeats
         whole += micros(step, times) * times
         actions += len(tasks) * times
@@ -256,18 +274,20 @@ def schedules() -> dict[str, cf.Schedule]:
         "chimera D=8 N=64 forward-doubling": s.chimera(8, 64, concat="forward-doubling"),
         "chimera D=8 N=64 backward-halving": s.chimera(8, 64, concat="backward-halving"),
         "hanayo P=8 N=64 waves=2": s.hanayo(8, 64, waves=2),
+        "zb-v D=4 N=8": s.zb_v(4, 8),
+        f"zb-v D=4 N=8{NO_BARRIER}": s.zb_v(4, 8),
     }
 
 
-def profiled(schedule: cf.Schedule, repeats: int, rest_seconds: float) -> None:
-    made = pipeline(schedule, schedule.workers // 2)
+def profiled(schedule: cf.Schedule, repeats: int, rest_seconds: float, *, barrier: bool) -> None:
+    made = pipeline(schedule, schedule.workers // 2, barrier=barrier)
     rows = mini_batch(schedule)
     for _ in range(3):
         made.step(rows, rows)
     made.transport.new_buffers = False
     if rest_seconds:
         clock = Clock(rest_seconds)
-        for task in made._run._tasks[0]:
+        for task in (task for tasks in made._run.lists for task in tasks):
             task.handler = clock.around(task.handler, "")
     profile = cProfile.Profile(time.thread_time)
     profile.enable()
@@ -301,11 +321,13 @@ def main() -> None:
     if options.profile:
         for name, schedule in chosen.items():
             print(name)
-            profiled(schedule, options.repeats, options.rest / 1e3)
+            profiled(schedule, options.repeats, options.rest / 1e3, barrier=NO_BARRIER not in name)
         return
     columns = [
         "forward",
         "backward",
+        "input gradient",
+        "weights' gradients",
         "send",
         "receive",
         "sync and update",
@@ -323,9 +345,12 @@ def main() -> None:
     lines.append(f"| bare | {found['forward']:.1f} | {found['backward']:.1f} |" + " |" * (len(columns) - 2))
     for name, schedule in chosen.items():
         for first in (False, True):
-            found = cost(schedule, options.repeats, options.rest / 1e3, first=first)
+            barrier = NO_BARRIER not in name
+            found = cost(schedule, options.repeats, options.rest / 1e3, first=first, barrier=barrier)
             label = f"{name}, the first step" if first else name
-            lines.append(f"| {label} | {' | '.join(f'{found[c]:.1f}' for c in columns)} |")
+            lines.append(
+                f"| {label} | {' | '.join(f'{found[c]:.1f}' if c in found else '' for c in columns)} |"
+            )
     print("\n".join(lines))
     if options.keep:
         RESULTS.parent.mkdir(exist_ok=True)

@@ -42,7 +42,7 @@ from .mesh.parallel import Parallelize, StageModule, further_mesh, parallelized
 from .mesh.sharding import Sharding
 from .messages.compression import Compression
 from .messages.values import Unit
-from .mini_batch.batch import Batch, Shapes
+from .mini_batch.batch import Batch, Shapes, rows_of
 from .mini_batch.given import NOT_GIVEN, Agreed, Given, even, ready, whole
 from .mini_batch.losses import Losses, LossFunction
 from .mini_batch.samples import Dims, joined, moved
@@ -670,7 +670,7 @@ class Pipeline:
             targets=its_targets,
             samples=agreed.sizes,
             total=agreed.total,
-            first=self.replica * count,
+            rows=rows_of(self.replica * count, tuple(agreed.sizes)),
             training=training,
             input_dims=given.input_dims,
             target_dims=given.target_dims,

@@ -6,11 +6,12 @@ before the first step (``tasks.py``); messages are ``messages/message_queue.py``
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +24,6 @@ from counterflow.schedule.modes import Recompute
 from counterflow.schedule.program.actions import (
     Action,
     Agree,
-    Compute,
     Exchange,
     Program,
     Receive,
@@ -127,6 +127,7 @@ class _Stash:
         edges: where the backward begins; None if it has to recompute the outputs first.
         by_skips: how many inputs with a gradient came by each skip.
         reused: buffers to give back after the backward.
+        done: those to give back as soon as there is time.
         held: what is counted as saved for the backward.
         again: what that needs.
         joints: where the graph of a split backward is joined.
@@ -140,12 +141,12 @@ class _Stash:
     again: _Again | None = None
     by_skips: Sequence[int] = ()
     joints: Joints | None = None
+    done: Sequence[Tensor] = ()
 
     def release_outputs(self) -> None:
         """Keep of the outputs where the backward begins, and let them go."""
-        if self.outputs:
-            self.edges = [get_gradient_edge(t) for t in self.outputs if t.requires_grad]
-            self.outputs = []
+        self.edges = [get_gradient_edge(t) for t in self.outputs if t.requires_grad]
+        self.outputs = []
 
 
 class _Waiting(NamedTuple):
@@ -199,6 +200,7 @@ class Interpreter:
         self.loss_function = loss_function
         self.owner = owner
         self.autocast = autocast
+        self._casts = autocast is not nullcontext
         self.saved = saved
         self.counting = False
         """Whether what is saved for backward is counted, if it can be."""
@@ -223,7 +225,7 @@ class Interpreter:
         self._gradients: dict[Key, list[Tensor | None]] = {}
         self._stashes: dict[Key, _Stash] = {}
         self._waiting: dict[Key, _Waiting] = {}
-        self._with_outputs: list[_Stash] = []
+        self._over: list[_Stash] = []
         """Of ops that are over: what has time until the next op, after the send, is not done yet."""
         self._messages = MessageQueue(transport, self._batches, compression)
         self._skips = SkipTraffic(self._messages)
@@ -270,19 +272,19 @@ class Interpreter:
             self._clock.start()
         if batch is not None:
             self._take_in(batch)
-        status = self.transport.status
+        status, now = self.transport.status, time.monotonic
         task: Task | None = None
         try:
             with torch.set_grad_enabled(batch is None or batch.training):
                 for task in tasks.local_prefix:
-                    status.now(task.action)
+                    status.doing, status.waiting_for, status.since = task.action, None, now()
                     task.handler(task)
                 if batch is not None and batch.await_total is not None:
                     batch.total = batch.await_total()
                 for task in tasks.rest:
-                    status.now(task.action)
+                    status.doing, status.waiting_for, status.since = task.action, None, now()
                     task.handler(task)
-            self._release_outputs()
+            self._end_ops()
             if drains:
                 self.drain()
         except CounterflowError:
@@ -329,11 +331,14 @@ class Interpreter:
             for op, offset, start, end in self._clock.ran()
         ]
 
-    def _release_outputs(self) -> None:
+    def _end_ops(self) -> None:
         """Do what the last op left to be done; graphs that were gone through go as well."""
-        for stash in self._with_outputs:
-            stash.release_outputs()
-        self._with_outputs.clear()
+        for stash in self._over:
+            if stash.outputs:
+                stash.release_outputs()
+            if stash.done:
+                self._messages.give_back(stash.done)
+        self._over.clear()
 
     # -- handlers
 
@@ -353,43 +358,57 @@ class Interpreter:
         )
 
     def _forward(self, task: Task) -> None:
-        action, copy = task.action, task.copy
-        assert isinstance(action, Compute)
+        op, copy = task.op, task.copy
+        assert op is not None
         assert copy is not None
         self.transport.stay_near()
-        self._release_outputs()
+        if self._over:
+            self._end_ops()
         batch = self._batches[task.slot]
         given = self._inputs(task, copy, batch)
         begin = self._clock.begin()
         if copy.versions is not None and batch.training:
-            copy.versions.use(action.op.version + self._period_offset)
+            copy.versions.use(op.version + self._period_offset)
+        if self._casts or (batch.training and copy.recompute is Recompute.STAGE):
+            found = self._forward_in_context(task, copy, batch, given)
+        else:
+            found = [self._forward_unit(task, copy, batch, each) for each in given]
+        self._clock.end(op, self._period_offset, begin)
+        self.transport.computed()
+        if task.stage != self._last_stage:
+            self._hand_on(task, batch, found)
+
+    def _forward_in_context(
+        self, task: Task, copy: StageCopy, batch: Batch, given: Sequence[_Given]
+    ) -> Sequence[Output]:
+        """The units' forwards with another precision, or without a graph where that is made later."""
         without_graph = batch.training and copy.recompute is Recompute.STAGE
         with torch.no_grad() if without_graph else _NOTHING, self.autocast():
-            found: Sequence[Output] | None = None
             if without_graph and len(given) > 1 and copy.joins is not False:
                 found = self._forward_together(task, copy, batch, given)
-            if found is None:
-                found = [self._forward_unit(task, copy, batch, each) for each in given]
-        self._clock.end(action.op, self._period_offset, begin)
-        self.transport.computed()
-        if task.stage == self._last_stage:
-            return
-        outputs = self._skips.give(task, batch, found) if task.gives else cast("list[_Output]", found)
+                if found is not None:
+                    return found
+            return [self._forward_unit(task, copy, batch, each) for each in given]
+
+    def _hand_on(self, task: Task, batch: Batch, found: Sequence[Output]) -> None:
+        """Lay ready for the next stage what a forward gave."""
+        outputs: Any = self._skips.give(task, batch, found) if task.gives else found
         if task.sent_as >= 0:
             flat = outputs[0][1] if len(outputs) == 1 else [t for _, tensors in outputs for t in tensors]
             self._messages.put(
                 task.sent_as, flat, [(structure, len(tensors)) for structure, tensors in outputs]
             )
-        for unit, output in zip(task.units, outputs, strict=True):
-            if batch.known is None:
+        if batch.known is None:
+            for unit, output in zip(task.units, outputs, strict=True):
                 batch.learnt[task.stage, unit.shape] = _layout(*output)
-            if task.hands_over:
+        if task.hands_over:
+            for unit, output in zip(task.units, outputs, strict=True):
                 self._handed[task.stage + 1, unit] = output
 
     def _inputs(self, task: Task, copy: StageCopy, batch: Batch) -> list[_Given]:
         """The op's inputs by unit, as leaves."""
         units = task.units
-        rows = batch.rows(units)  # before anything is waited for
+        rows = list(map(batch.rows.__getitem__, units))
         none: list[Tensor] = []
         if task.stage == 0:
             found = []
@@ -430,13 +449,21 @@ class Interpreter:
             return found, self._handed_on(tensors)
         if copy.recompute is Recompute.STAGE:
             return self._forward_to_recompute(task, copy, batch, given)
-        copy.hold = self._holds(held)
-        with self._joined(task, copy) as joints:
-            output = self._first_run(copy, copy.entry.given(value), batch.step, rows)
+        copy.hold = self._holds(held) if self.counting else None
+        joints: Joints | None = None
+        if copy.entry.changes is not False:
+            with self._joined(task, copy) as joints:
+                output = self._first_run(copy, copy.entry.given(value), batch.step, rows)
+        elif task.splits and copy.may_be_joined:
+            with _joining(copy) as joints:
+                output = copy.forward(value, batch.step, rows)
+        else:
+            output = copy.forward(value, batch.step, rows)
         found, tensors = self._with_loss(task, batch, output, unit)
-        self._graph_made(task, copy, inputs, tensors, held, joints=joints)
-        stash = _Stash(inputs, tensors, (), buffers, held, by_skips=by_skips, joints=joints)
-        self._with_outputs.append(stash)
+        if self.counting or joints is not None or not copy.checked:
+            self._graph_made(task, copy, inputs, tensors, held, joints=joints)
+        stash = _Stash(inputs, tensors, (), buffers, held, None, by_skips, joints)
+        self._over.append(stash)
         self._stashes[task.stage, unit] = stash
         return found, self._handed_on(tensors)
 
@@ -561,7 +588,7 @@ class Interpreter:
             assert batch.targets is not None
             assert task.copy is not None
             target = _part(batch.targets[unit.micro_batch], unit, batch, batch.target_dims)
-            rows = batch.rows((unit,))[0]
+            rows = batch.rows[unit]
             output = task.copy.loss(self.loss_function, output, target, batch.step, rows)
         loss, weight, metrics = read_loss(output)
         share = batch.share(unit)
@@ -580,44 +607,63 @@ class Interpreter:
         return None, [loss * share]
 
     def _backward(self, task: Task) -> None:
-        action, copy = task.action, task.copy
-        assert isinstance(action, Compute)
+        op, copy = task.op, task.copy
+        assert op is not None
         assert copy is not None
         self.transport.stay_near()
-        self._release_outputs()
+        if self._over:
+            self._end_ops()
         (unit,) = task.units
         stash = self._stashes.pop((task.stage, unit))
+        edges: Sequence[Any] | None = stash.edges
+        rows = self._batches[task.slot].rows[unit] if unit.parts > 1 else None
+        split: SplitBackward | None = None
+        if task.splits and edges is not None:
+            split = SplitBackward(copy.splitting, stash.inputs, stash.joints)
+            split.look_ahead(edges)  # before anything is waited for
         gradients, reused = self._output_gradients(task)
         begin = self._clock.begin()
         if copy.versions is not None:
-            copy.versions.use(action.op.version + self._period_offset)
-        edges: Sequence[Any] | None = stash.edges
-        rows = self._batches[task.slot].rows((unit,))[0] if unit.parts > 1 else None
+            copy.versions.use(op.version + self._period_offset)
         if edges is None:
             edges, known = self._recomputed(task, copy, unit, stash, gradients)
+            if task.splits:
+                split = SplitBackward(copy.splitting, stash.inputs, stash.joints)
         else:
             edges, known = _with_gradients(edges, gradients)
-        split = SplitBackward(copy.splitting, stash.inputs, stash.joints) if task.splits else None
-        with self._recomputed_layers(copy), copy.streams.backward(rows):
-            self._differentiate(action.op, edges, known, split)
-        self._clock.end(action.op, self._period_offset, begin)
+        around = self._around_backward(copy, rows)
+        if around is None:
+            self._differentiate(op, edges, known, split)
+        else:
+            with around:
+                self._differentiate(op, edges, known, split)
+        self._clock.end(op, self._period_offset, begin)
         self.transport.computed()
         if task.stage > 0:
-            found = self._input_gradients(task, stash)
-            if task.sent_as >= 0:
-                self._messages.put(task.sent_as, found)
-            elif task.hands_over:
-                self._gradients[task.stage - 1, unit] = found
-        if stash.held:
-            assert self.saved is not None
-            self.saved.release(stash.held)
-        if split is not None and not action.op.kind.makes_weight_gradients:
-            held: list[Kept] = []
-            self._hold(split.kept() if self.counting else (), held)
-            self._waiting[task.stage, unit] = _Waiting(split, held)
-        self._with_outputs.append(stash)
-        self._messages.give_back(reused)
-        self._messages.give_back(stash.reused)
+            self._hand_back(task, unit, stash)
+        if split is not None and op.kind is OpKind.INPUT_GRADIENT:
+            self._waiting[task.stage, unit] = _Waiting(split, [])
+        stash.done = [*reused, *stash.reused]
+        self._over.append(stash)
+        if stash.held or self.counting:
+            self._count(task, unit, stash)
+
+    def _hand_back(self, task: Task, unit: Unit, stash: _Stash) -> None:
+        """Lay ready for the stage before what a backward gave."""
+        found = self._input_gradients(task, stash)
+        if task.sent_as >= 0:
+            self._messages.put(task.sent_as, found)
+        elif task.hands_over:
+            self._gradients[task.stage - 1, unit] = found
+
+    def _count(self, task: Task, unit: Unit, stash: _Stash) -> None:
+        """What is kept after a backward, and what no more."""
+        if self.saved is None:
+            return
+        self.saved.release(stash.held)
+        waiting = self._waiting.get((task.stage, unit))
+        if waiting is not None and self.counting:
+            self._hold(waiting.split.kept(), waiting.held)
 
     def _differentiate(
         self, op: Op, edges: Sequence[Any], gradients: Sequence[Tensor], split: SplitBackward | None
@@ -629,24 +675,29 @@ class Interpreter:
             accumulate(edges, gradients, into=None, direct=self._direct)
             return
         split.input_gradient(edges, gradients, look=self.counting)
-        if op.kind.makes_weight_gradients:  # the backward of another share is split
+        if op.kind is not OpKind.INPUT_GRADIENT:  # the backward of another share is split
             split.weight_gradients()
 
     def _weight_gradients(self, task: Task) -> None:
-        action, copy = task.action, task.copy
-        assert isinstance(action, Compute)
+        op, copy = task.op, task.copy
+        assert op is not None
         assert copy is not None
         self.transport.stay_near()
-        self._release_outputs()
+        if self._over:
+            self._end_ops()
         (unit,) = task.units
         waiting = self._waiting.pop((task.stage, unit))
-        rows = self._batches[task.slot].rows((unit,))[0] if unit.parts > 1 else None
+        rows = self._batches[task.slot].rows[unit] if unit.parts > 1 else None
         begin = self._clock.begin()
         if copy.versions is not None:
-            copy.versions.use(action.op.version + self._period_offset)
-        with self._recomputed_layers(copy), copy.streams.backward(rows):
+            copy.versions.use(op.version + self._period_offset)
+        around = self._around_backward(copy, rows)
+        if around is None:
             waiting.split.weight_gradients()
-        self._clock.end(action.op, self._period_offset, begin)
+        else:
+            with around:
+                waiting.split.weight_gradients()
+        self._clock.end(op, self._period_offset, begin)
         self.transport.computed()
         if waiting.held:
             assert self.saved is not None
@@ -693,7 +744,7 @@ class Interpreter:
             copy.buffers.as_then(again.buffers),
             self._joined(task, copy) as stash.joints,
         ):
-            output: Any = copy.forward(copy.entry.given(again.value), batch.step, batch.rows((unit,))[0])
+            output: Any = copy.forward(copy.entry.given(again.value), batch.step, batch.rows[unit])
             _, tensors = self._with_loss(task, batch, output, unit, again=True)
         self._graph_made(task, copy, stash.inputs, tensors, stash.held, joints=stash.joints)
         if task.stage == self._last_stage:
@@ -703,11 +754,19 @@ class Interpreter:
         there = [(t, g) for t, g in pairs if t.requires_grad and g is not None]
         return [t for t, _ in there], [g for _, g in there]
 
-    def _recomputed_layers(self, copy: StageCopy) -> AbstractContextManager[Any]:
-        """Around a backward: what single layers save when they are recomputed counts until the next one."""
+    def _around_backward(self, copy: StageCopy, rows: Rows | None) -> AbstractContextManager[Any] | None:
+        """What a backward runs in, if there is anything; ``rows`` as for ``RandomStreams.backward``."""
+        drawing = copy.streams.backward(rows)
         saved = self.saved
         if saved is None or not self.counting or copy.recompute is not Recompute.LAYER:
-            return _NOTHING
+            return drawing
+        context = self._recounted(copy, saved)
+        if drawing is not None:
+            context.enter_context(drawing)
+        return context
+
+    def _recounted(self, copy: StageCopy, saved: SavedBytes) -> ExitStack:
+        """Around a backward: what single layers save when they are recomputed counts until the next one."""
         held: list[Kept] = []
 
         def recount() -> Hold:

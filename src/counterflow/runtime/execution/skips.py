@@ -173,7 +173,7 @@ class SkipTraffic:
         for link, number in task.takes:
             if link.once:
                 value = self._taken_once(task, batch, link, number)
-                for one, rows in zip(found, batch.rows(task.units), strict=True):
+                for one, rows in zip(found, map(batch.rows.__getitem__, task.units), strict=True):
                     if value is None and rows.start != rows.stop:
                         raise ConfigError(_NO_SAMPLES.format(link.source))
                     one.skips.update(value or {})

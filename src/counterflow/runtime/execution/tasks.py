@@ -27,6 +27,7 @@ class Task:
         action: what it does.
         handler: who does it.
         place: of the action in the worker's list.
+        op: that is run.
         units: what the op, or the op whose output travels, runs on.
         slot: of the mini-batch.
         stage: of the op, or of the op whose output travels.
@@ -52,6 +53,7 @@ class Task:
     action: Action
     handler: Callable[[Task], None]
     place: int
+    op: Op | None = None
     units: tuple[Unit, ...] = ()
     slot: int = 0
     stage: int = 0
@@ -166,7 +168,7 @@ class Preparation:
         return Tasks(tuple(tasks[:prefix]), tuple(tasks[prefix:]))
 
     def _computes(self, task: Task, op: Op, period_offset: int) -> None:
-        task.stage, task.copy = op.stage, self.stages[op.stage]
+        task.op, task.stage, task.copy = op, op.stage, self.stages[op.stage]
         task.slot, task.units = self._units(op, period_offset)
         task.splits = any((op.stage, number) in self._split for number in op.micro_batches)
         if not (op.kind.makes_output or op.kind.makes_input_gradient):

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,6 +65,11 @@ class _PostedReceive:
         buffers = self.buffers
         if self.restore is not None:
             buffers = self.restore(buffers, [spec for unit in self.specs for spec in unit])
+        if count == 1 and len(buffers) == 1:
+            tensor = buffers[0].detach()
+            if as_leaves and self.specs[0][0].requires_grad:
+                tensor.requires_grad_()
+            return [(self.structures[0], [tensor], buffers)]
         found: list[Taken] = []
         at = 0
         for structure, specs in zip(self.structures, self.specs, strict=True):
@@ -149,7 +154,7 @@ class MessageQueue:
         self.transport.get_ready()
         arrival = self._arrivals.pop(number)
         ((_, tensors, buffers),) = arrival.take(1, as_leaves=False)
-        found: list[Tensor | None] = [*tensors]
+        found: list[Any] = tensors
         places: Iterable[int]
         if isinstance(arrival, _PostedDescribed):
             places = [place for place, tensor in enumerate(tensors) if tensor.dtype is torch.bool]
@@ -205,7 +210,8 @@ class MessageQueue:
         else:
             buffers = self._to_receive(task, batch.known)
             pending = self.transport.receive(buffers, task.peer, task.number)
-            arrival = _PostedReceive(pending, buffers, task, self._restore(task))
+            restore = None if self.compression is None else self._restore(task)
+            arrival = _PostedReceive(pending, buffers, task, restore)
         self._arrivals[task.number] = arrival
 
     def exchange(self, task: Task) -> None:
@@ -249,21 +255,31 @@ class MessageQueue:
     def _to_send(self, task: Task, known: Shapes) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """A message whose shapes the receiver knows, and what has to follow it in full."""
         laid, structures = self._outbox.pop(task.number)
-        missing = not task.activation and any(tensor is None for tensor in laid)
-        if (task.activation or missing or not self.reads) and task.known is not known:
-            self._look_up(task, known)
-        if not task.activation and not self.reads:
-            _check_missing(task, laid)
-        if missing:
-            pairs = zip(laid, task.specs[0], strict=True)
-            device = self.transport.device
-            laid = [absent(spec, device) if tensor is None else tensor for tensor, spec in pairs]
-        tensors = cast("Sequence[Tensor]", laid)
+        tensors: Any = laid
         if task.activation:
+            if task.known is not known:
+                self._look_up(task, known)
             _check(task, tensors, structures)
+        else:
+            if not self.reads:
+                if task.known is not known:
+                    self._look_up(task, known)
+                _check_missing(task, laid)
+            for tensor in laid:
+                if tensor is None:
+                    tensors = self._filled(task, known, laid)
+                    break
         if self.compression is None:
             return tensors, ()
         return self.compression.pack([tensor.detach() for tensor in tensors])
+
+    def _filled(self, task: Task, known: Shapes, laid: Sequence[Tensor | None]) -> list[Tensor]:
+        """Gradients with what stands for those that are missing."""
+        if task.known is not known:
+            self._look_up(task, known)
+        pairs = zip(laid, task.specs[0], strict=True)
+        device = self.transport.device
+        return [absent(spec, device) if tensor is None else tensor for tensor, spec in pairs]
 
     def _send_full(self, task: Task, tensors: Sequence[Tensor]) -> None:
         self._keep(self.transport.send_described(tensors, task.peer, task.number, aside=True), tensors)
@@ -279,7 +295,7 @@ class MessageQueue:
         """Buffers for a message of known shapes."""
         if task.known is not known:
             self._look_up(task, known)
-        return [self._pool.take(spec) for spec in task.message]
+        return list(map(self._pool.take, task.message))
 
     def _restore(self, task: Task) -> _Restore | None:
         """What makes tensors of a compressed message."""

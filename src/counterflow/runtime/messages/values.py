@@ -294,31 +294,27 @@ class BufferPool:
     def take(self, spec: TensorSpec) -> Tensor:
         """A buffer nobody else has; its content is left over from its last use."""
         free = self._free.get((spec.shape, spec.dtype))
-        buffer = self._unshared(free) if free else None
-        if buffer is None:  # what is left of the free ones is shared: in use
+        for _ in range(len(free) if free else 0):
+            assert free is not None
+            buffer, tries = free.popleft()
+            # One use for the buffer, and one for asking: no other tensor has the memory.
+            if torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) <= 2:  # noqa: SLF001
+                size = buffer.nbytes
+                self._free_bytes -= size
+                break
+            if tries < _TRIES:
+                free.append((buffer, tries + 1))
+            else:  # it is theirs who keep it
+                self._free_bytes -= buffer.nbytes
+        else:  # what is left of the free ones is shared: in use
             self.made += 1
             buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
             size = buffer.nbytes
             shared = size * (len(free) if free else 0)
             self._most_bytes = max(self._most_bytes, self._used_bytes + size + shared)
-        else:
-            size = buffer.nbytes
-            self._free_bytes -= size
         used = self._used_bytes = self._used_bytes + size
         self._most_bytes = max(self._most_bytes, used)
         return buffer
-
-    def _unshared(self, free: deque[tuple[Tensor, int]]) -> Tensor | None:
-        """One that nobody else has, taken out; its bytes still count as free."""
-        for _ in range(len(free)):
-            buffer, tries = free.popleft()
-            if not _is_shared(buffer):
-                return buffer
-            if tries < _TRIES:
-                free.append((buffer, tries + 1))
-            else:  # it is theirs who keep it
-                self._free_bytes -= buffer.nbytes
-        return None
 
     def give(self, buffers: Sequence[Tensor]) -> None:
         """Give buffers back that the engine needs no more; what others have of them may live on."""
@@ -341,8 +337,3 @@ class BufferPool:
             self._free_bytes -= free.popleft()[0].nbytes
         if not free:
             del self._free[key]
-
-
-def _is_shared(buffer: Tensor) -> bool:
-    """Whether another tensor has the memory: one for the buffer, and one for asking."""
-    return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) > 2  # noqa: SLF001

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from counterflow.schedule.ir import SkipLink
@@ -18,6 +19,28 @@ from .samples import Dims
 
 Key = tuple[int, Unit]
 """A stage and what runs through it (a micro-batch runs on one pipe only)."""
+
+
+class RowsOf(dict[Unit, Rows]):
+    """By unit its samples in terms of the whole mini-batch; found as they are asked for.
+
+    Args:
+        first: number of this replica's first micro-batch among those of all replicas.
+        samples: by micro-batch.
+    """
+
+    def __init__(self, first: int, samples: Sequence[int]) -> None:
+        self.first, self.samples = first, samples
+
+    def __missing__(self, unit: Unit) -> Rows:
+        samples = self.samples[unit.micro_batch]
+        rows = unit.rows(samples)
+        found = self[unit] = Rows(self.first + unit.micro_batch, samples, rows.start, rows.stop)
+        return found
+
+
+rows_of = lru_cache(maxsize=64)(RowsOf)
+"""That of a mini-batch like one before."""
 
 Shapes = dict[tuple[int | SkipLink, Unit], Layout]
 """What each stage gives to the next one, or by a skip, by stage or skip and unit (``Unit.shape``)."""
@@ -33,7 +56,7 @@ class Batch:
         targets: by micro-batch; None on a worker without the last stage.
         samples: by micro-batch.
         total: samples of the mini-batch of all replicas.
-        first: number of this replica's first micro-batch among those of all replicas.
+        rows: of each unit.
         training: whether gradients are wanted.
         input_dims: which dimensions of the inputs the samples are.
         target_dims: likewise of the targets.
@@ -52,7 +75,7 @@ class Batch:
     targets: Sequence[Any] | None
     samples: Sequence[int]
     total: int
-    first: int
+    rows: RowsOf
     training: bool
     input_dims: Dims
     target_dims: Dims
@@ -65,16 +88,7 @@ class Batch:
     outputs: dict[Unit, Any] | None = None
     has_loss: bool = True
 
-    def rows(self, units: Sequence[Unit]) -> tuple[Rows, ...]:
-        """The samples of ``units`` in terms of the whole mini-batch."""
-        found = []
-        for unit in units:
-            samples = self.samples[unit.micro_batch]
-            rows = unit.rows(samples)
-            found.append(Rows(self.first + unit.micro_batch, samples, rows.start, rows.stop))
-        return tuple(found)
-
     def share(self, unit: Unit) -> float:
         """The unit's share of the mini-batch's samples."""
-        rows = unit.rows(self.samples[unit.micro_batch])
+        rows = self.rows[unit]
         return float(rows.stop - rows.start) / self.total

@@ -169,15 +169,15 @@ class RandomStreams:
             output = run()
             return output if self._drew_nothing(before) else None
 
-    def backward(self, rows: Rows | None) -> AbstractContextManager[Any]:
-        """Around a backward, in which the user's own checkpoints may draw again.
+    def backward(self, rows: Rows | None) -> AbstractContextManager[Any] | None:
+        """Around a backward, in which the user's own checkpoints may draw again, if anything has to be.
 
         Args:
             rows: the samples it is of; None for a whole micro-batch.
         """
         if self._draws_again and rows is not None and not rows.whole:
             return self._drawn_again(rows)
-        return self.turn() if self.shared else _NOTHING
+        return self.turn() if self.shared else None
 
     @contextmanager
     def _drawn_again(self, rows: Rows) -> Iterator[None]:

@@ -129,13 +129,15 @@ class Splitting:
         self._constant = constant
         self._divisions: dict[Shape, Division] = {}
 
-    def division(self, graph: Walked, inputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Division:
+    def division(
+        self, graph: Walked, inputs: Sequence[Tensor], leaves: Callable[[], Sequence[Tensor]]
+    ) -> Division:
         """How a graph is divided; found once for all of its shape.
 
         Args:
             graph: a piece, or all of it.
             inputs: what it takes.
-            leaves: what all pieces take.
+            leaves: tells what all pieces take.
 
         Raises:
             RuntimeError: the piece goes past another one's end: the first graph did not.
@@ -145,7 +147,7 @@ class Splitting:
             if len(self._divisions) == _MOST_SHAPES:
                 self._divisions.clear()
             found = divided(graph, inputs, pointers(self._constant()))
-            others = {id(leaf) for leaf in leaves} - {id(leaf) for leaf in inputs}
+            others = {id(leaf) for leaf in leaves()} - {id(leaf) for leaf in inputs}
             if any(id(variable(node)) in others for node in graph.nodes):
                 raise RuntimeError(
                     f"a layer of stage {self.stage} takes a tensor of another layer past the layers between "
@@ -154,6 +156,24 @@ class Splitting:
                 )
             self._divisions[graph.shape] = found
         return found
+
+
+class _Plan(NamedTuple):
+    """How a piece of a graph is done.
+
+    Attributes:
+        edges: where it begins.
+        nodes: it has.
+        division: of it.
+        weights: those whose gradients are made with the input gradient.
+        places: whose gradients the others begin with.
+    """
+
+    edges: Sequence[GradientEdge]
+    nodes: Sequence[Node]
+    division: Division
+    weights: Sequence[Tensor]
+    places: Sequence[GradientEdge]
 
 
 class _Waiting(NamedTuple):
@@ -186,6 +206,13 @@ class SplitBackward:
         self._replays = joints.replays if joints is not None else []
         self._waiting: list[_Waiting] = []
         self._kept: list[Any] = []
+        self._ahead: _Plan | None = None
+
+    def look_ahead(self, edges: Sequence[GradientEdge]) -> None:
+        """Find out what can be found out before the gradients of ``edges`` are there."""
+        inputs = self._joints[-1].leaves if self._joints else self._inputs
+        if edges and inputs:
+            self._ahead = self._plan(edges, inputs)
 
     def input_gradient(
         self, roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor], *, look: bool = False
@@ -197,7 +224,10 @@ class SplitBackward:
             gradients: theirs; none: the one output is a loss.
             look: whether ``kept`` is asked for.
         """
-        edges = [get_gradient_edge(root) if isinstance(root, Tensor) else root for root in roots]
+        if self._ahead is not None and roots is self._ahead.edges:
+            edges = self._ahead.edges
+        else:
+            edges = [get_gradient_edge(root) if isinstance(root, Tensor) else root for root in roots]
         for joint in reversed(self._joints):
             self._piece(edges, gradients, joint.leaves, look=look)
             pairs = [
@@ -239,26 +269,21 @@ class SplitBackward:
         if not edges:
             return
         direct = self.splitting.direct
-        graph = walked(edges, inputs)
-        nodes = graph.nodes
         if not inputs:
             self._waiting.append(_Waiting(edges, gradients, None))
             if look:
-                self._kept += (found for number, node in enumerate(nodes) for _, found in slots(number, node))
+                its = enumerate(walked(edges, inputs).nodes)
+                self._kept += (found for number, node in its for _, found in slots(number, node))
             return
-        leaves = [*(leaf for joint in self._joints for leaf in joint.leaves), *self._inputs]
-        division = self.splitting.division(graph, inputs, leaves)
+        plan, self._ahead = self._ahead, None
+        if plan is None or plan.edges is not edges:
+            plan = self._plan(edges, inputs)
+        _, nodes, division, weights, places = plan
         if not division.boundaries:
             accumulate(edges, gradients, into=None, direct=direct)
             return
         if look or self._replays:
             self._keep(list(saved_in(nodes, division.kept)), look=look)
-        weights = [variable(nodes[n]) for n in division.early]
-        places = [
-            GradientEdge(nodes[boundary.node], output)
-            for boundary in division.boundaries
-            for output in boundary.outputs
-        ]
         made = iter(_captured(edges, gradients, [*inputs, *weights, *places], direct=direct))
         for tensor in inputs:
             tensor.grad = next(made)
@@ -268,6 +293,22 @@ class SplitBackward:
         for slot in division.dropped:
             saved = getattr(nodes[slot.node], slot.name)
             _drop(saved if slot.place is None else saved[slot.place])
+
+    def _plan(self, edges: Sequence[GradientEdge], inputs: Sequence[Tensor]) -> _Plan:
+        """How the piece that begins at some edges is done."""
+        graph = walked(edges, inputs)
+        nodes, division = graph.nodes, self.splitting.division(graph, inputs, self._leaves)
+        weights = [variable(nodes[n]) for n in division.early] if division.boundaries else ()
+        places = [
+            GradientEdge(nodes[boundary.node], output)
+            for boundary in division.boundaries
+            for output in boundary.outputs
+        ]
+        return _Plan(edges, nodes, division, weights, places)
+
+    def _leaves(self) -> list[Tensor]:
+        """What all pieces take."""
+        return [*(leaf for joint in self._joints for leaf in joint.leaves), *self._inputs]
 
     def _keep(self, saved: list[Any], *, look: bool) -> None:
         """Let what was saved be there for the weights' gradients."""

@@ -45,6 +45,8 @@ class NamedLayer:
     module: nn.Module
 
 
+_NOWHERE: frozenset[int] = frozenset()
+
 LOSS = -1
 """The number of a loss function among the layers."""
 
@@ -119,6 +121,11 @@ class StageCopy:
         """Whether samples give the same in one run with others; None: not tried."""
         self._entries = [Entry() for _ in layers]
         self._layer_buffers = [Buffers([layer.module]) for layer in layers]
+
+    @property
+    def may_be_joined(self) -> bool:
+        """Whether the graph of a forward whose backward is split has to be watched: see ``Joints``."""
+        return self.recompute is Recompute.LAYER or self.splitting.joined != _NOWHERE
 
     @property
     def statistics(self) -> list[Tensor]:

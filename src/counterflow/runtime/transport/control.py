@@ -86,7 +86,8 @@ class DistributedTransport(Transport):
             self._watch.stop()
             raise
         self._watch.all_are_here()
-        self._lane = _lane(self.control)
+        lane = _lane(self.control)
+        self._send, self._recv = lane.send, lane.recv
         self._pinned = device.type == "cuda"
         if copy_out is None and self._pinned:
             copy_out = cuda_copy_out(device)
@@ -151,18 +152,22 @@ class DistributedTransport(Transport):
 
     def post(self, tensors: Sequence[Tensor], peer: int, tag: int) -> list[Work]:
         """Begin to send host tensors over Gloo."""
-        return self.each(self._lane.send, [as_bytes(t) for t in tensors if t.numel()], peer, tag)
+        return self.each(self._send, tensors, peer, tag)
 
     def accept(self, buffers: Sequence[Tensor], peer: int, tag: int) -> list[Work]:
         """Begin to receive host tensors over Gloo."""
-        return self.each(self._lane.recv, [as_bytes(t) for t in buffers if t.numel()], peer, tag)
+        return self.each(self._recv, buffers, peer, tag)
 
     def each(self, call: Callable[..., Any], tensors: Sequence[Tensor], peer: int, tag: int) -> list[Work]:
-        """What a group's or a lane's ``send`` or ``recv`` begins, of tensors that it takes as they are."""
+        """What a lane's ``send`` or ``recv`` begins."""
+        works = []
         try:
-            return [call([tensor], peer, tag) for tensor in tensors]
+            for tensor in tensors:
+                if tensor.numel():
+                    works.append(call([as_bytes(tensor)], peer, tag))  # noqa: PERF401 - a call less
         except RuntimeError as error:
             raise self.trouble(error, peer, 0.0) from error
+        return works
 
     def carry(
         self,
@@ -183,7 +188,7 @@ class DistributedTransport(Transport):
         return Sending(self, send)
 
     def _post_host(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        work: Work = self._lane.send([as_bytes(tensor)], peer, tag)
+        work: Work = self._send([as_bytes(tensor)], peer, tag)
         return work
 
     # Collectives

@@ -39,7 +39,10 @@ class GlooTransport(DistributedTransport):
         targets: Sequence[Tensor] = buffers
         moves: Sequence[tuple[Tensor, Tensor]] = ()
         staged = self._stager is not None
-        if staged or not all(buffer.is_contiguous() for buffer in buffers):
+        plain = not staged
+        for buffer in buffers:
+            plain = plain and buffer.is_contiguous()
+        if not plain:
             device = torch.device("cpu") if staged else self.device
             targets, moves = in_place_of(buffers, device, pinned=staged and self._pinned)
         return Receiving(self, peer, self.accept(targets, peer, lane_tag(tag, PAYLOAD)), moves)

@@ -85,7 +85,8 @@ class Receiving(Works):
 
     def wait(self) -> None:
         """See ``Pending.wait``."""
-        super().wait()
+        self.transport.wait(self.works, self.peer)
+        self.works = ()
         if self.moves:
             with torch.no_grad():
                 for buffer, arrived in self.moves:

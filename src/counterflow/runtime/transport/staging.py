@@ -39,7 +39,7 @@ _LONG = timedelta(days=30)
 class PendingSend:
     """A message on its way. Who holds the lock posts it, or waits for its works."""
 
-    __slots__ = ("copied", "error", "lock", "over", "peer", "sources", "tags", "tensors", "works")
+    __slots__ = ("error", "lock", "over", "peer", "works")
 
     def __init__(self, peer: int, works: Sequence[Work] = ()) -> None:
         self.peer = peer
@@ -47,10 +47,6 @@ class PendingSend:
         self.lock = threading.Lock()
         self.over = False
         self.error: RuntimeError | None = None
-        self.sources: Sequence[Tensor] = ()
-        self.tensors: Sequence[Tensor] = ()
-        self.tags: Sequence[int] = ()
-        self.copied: Callable[[], None] | None = None
 
     def finish(self, timeout: timedelta) -> None:
         """Wait for the works; the caller holds the lock. An error is kept, for who waits."""
@@ -60,8 +56,32 @@ class PendingSend:
                     work.wait(timeout)
             except RuntimeError as error:
                 self.error = self.error or error
-            self.works = self.tensors = ()
+            self.works = ()
             self.over = True
+
+
+class StagedSend(PendingSend):
+    """A message that the stager posts.
+
+    Attributes:
+        tensors: what is posted, with its ``tags``; host tensors.
+        sources: what some of them are copies of.
+        copied: waits until these are made.
+    """
+
+    __slots__ = ("copied", "sources", "tags", "tensors")
+
+    def __init__(self, peer: int) -> None:
+        super().__init__(peer)
+        self.sources: Sequence[Tensor] = ()
+        self.tensors: Sequence[Tensor] = ()
+        self.tags: Sequence[int] = ()
+        self.copied: Callable[[], None] | None = None
+
+    def finish(self, timeout: timedelta) -> None:
+        """See ``PendingSend.finish``."""
+        super().finish(timeout)
+        self.tensors = ()
 
 
 class SendReaper:
@@ -108,7 +128,7 @@ class Stager:
         self._post = post
         self._copy_out = copy_out
         self._reaper = reaper
-        self._sends: SimpleQueue[PendingSend | None] = SimpleQueue()
+        self._sends: SimpleQueue[StagedSend | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="counterflow stager", daemon=True)
         self._thread.start()
 
@@ -116,7 +136,7 @@ class Stager:
         self, tensors: Sequence[Tensor], peer: int, tag: int, preface: Sequence[tuple[Tensor, int]] = ()
     ) -> PendingSend:
         """Take device tensors to be sent, after a preface of host tensors with tags of their own."""
-        send = PendingSend(peer)
+        send = StagedSend(peer)
         send.lock.acquire()  # the stager releases it
         send.sources = tensors
         copies, send.copied = self._copy_out(tensors)
