@@ -196,7 +196,7 @@ def test_workers_beside_a_schedule_file(write: Write) -> None:
         ("[pipeline]\nrecompute = 1", "run.toml: pipeline.recompute = 1: must be one of none, stage, layer"),
         (
             "[pipeline]\ntransport = 'mpi'",
-            'run.toml: pipeline.transport = "mpi": must be one of gloo, nccl, local',
+            'run.toml: pipeline.transport = "mpi": must be one of auto, gloo, nccl, local',
         ),
         (
             "[pipeline]\nautocast = 'float16'",

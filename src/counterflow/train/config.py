@@ -428,8 +428,11 @@ class PipelineSection(Section):
     sync: SyncKey = _key(
         Sync.EAGER_OPT, "when gradients are summed over the copies of a stage", f"one of {', '.join(Sync)}"
     )
-    transport: Literal["gloo", "nccl", "local"] = _key(
-        "gloo", "what carries messages; local: workers are threads of one process", "one of gloo, nccl, local"
+    transport: Literal["auto", "gloo", "nccl", "local"] = _key(
+        "auto",
+        "what carries messages; auto: nccl where there is a GPU for each worker, else gloo on the CPU; "
+        "local: workers are threads of one process",
+        "one of auto, gloo, nccl, local",
     )
     cuts: WholeNumbers | None = _key(
         None,

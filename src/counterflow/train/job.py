@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +35,7 @@ from counterflow.schedule.ir import Schedule
 from counterflow.schedule.program.segments import segments
 from counterflow.schedule.runnable import refuse_what_cannot_run
 
+from .carrier import with_carrier, workers_here
 from .checkpoint import Checkpoint
 from .config import SCHEME, ModelSection, OptimizerSection, RunConfig
 from .hugging_face import Made, from_transformers
@@ -135,6 +134,7 @@ def prepare(config: RunConfig, cuts: Sequence[int] | None = None) -> Job:
         ConfigError: no such run can be made; the message says what would be legal.
     """
     schedule = config.build_schedule()
+    config, where = with_carrier(config, schedule.workers * config.pipeline.replicas)
     refuse_what_cannot_run(schedule)
     if not schedule.synchronous:
         _fits_without_flush(config, schedule)
@@ -169,11 +169,12 @@ def prepare(config: RunConfig, cuts: Sequence[int] | None = None) -> Job:
         positions=made.batches.positions,
         steps=config.train.steps,
         first_step=start.step if start else 0,
-        workers_here=_workers_here(schedule.workers * config.pipeline.replicas),
+        workers_here=workers_here(schedule.workers * config.pipeline.replicas),
         cores=cores(),
         on_cpu=config.pipeline.transport != "nccl",
         unit="byte" if made.tokenizer is None else "token",
         target=made.target,
+        where=where,
     )
     return Job(
         *(
@@ -254,10 +255,3 @@ def _in_words(config: RunConfig) -> str:
         adapters = f" with adapters of rank {config.lora.rank}" if config.lora.rank is not None else ""
         kind = f"{'fresh ' if section.fresh else ''}{section.path}{adapters}"
     return f"{kind}, {blocks}, hidden {section.hidden}, heads {section.heads}, positions {section.positions}"
-
-
-def _workers_here(workers: int) -> int:
-    """How many of all workers are on this machine, as torchrun or Slurm tells; all if nobody does."""
-    told = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    number = re.match(r"\d+", told)
-    return min(workers, int(number[0])) if number else workers

@@ -43,6 +43,7 @@ class About:
         workers_here: workers on this machine.
         cores: CPU cores that they may use.
         on_cpu: whether workers compute on them.
+        where: workers compute, and what carries their messages, in words.
         unit: what a token is: a byte, or a token of a tokenizer.
         target: what the model is to tell: a byte, a token, or the label of a text.
     """
@@ -68,6 +69,7 @@ class About:
     on_cpu: bool
     unit: str = "byte"
     target: str = "byte"
+    where: str = "on the CPU"
 
     @property
     def processes(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Literal, cast
 
 import torch
 
@@ -114,7 +115,7 @@ def _launched(job: Job, folder: RunFolder, reporter: Reporter) -> Summary:
             job.cuts,
             folder.path,
             workers=job.about.processes,
-            transport=pipeline.transport,
+            transport=cast("Literal['local', 'gloo', 'nccl']", pipeline.transport),  # chosen by now
             timeout_seconds=pipeline.timeout_seconds,
             threads=job.config.train.threads,
         )

@@ -50,10 +50,11 @@ def test_what_is_trained_comes_first(trained: Path) -> None:
     assert lines[0] == "gpt, 2 blocks, hidden 16, heads 4, positions 16: 15,040 parameters"
     assert lines[1].startswith("the help text that ships with Python: ")
     assert lines[1].endswith("nats a byte")
-    assert lines[2:5] == [
+    assert lines[2:6] == [
         "chimera stages=2 micro_batches=4 pairs=1 concat=direct",
         "2 workers · 2 stages (layers 0–2, 3)",
         "6 steps, each 16 samples of 16 bytes in 4 micro-batches",
+        "workers compute on the CPU, messages by local",
     ]
 
 
@@ -278,6 +279,7 @@ def test_introduction() -> None:
         "chimera stages=2",
         "2 workers · 2 replicas · 2 stages (layers 0, 1–3)",
         "40 steps, going on from step 10, each 32 samples of 8 bytes in 8 micro-batches",
+        "workers compute on the CPU",
     ]
 
 

@@ -233,6 +233,7 @@ class Trained(Result):
     on_cpu: bool
     unit: Annotated[str, said("what a token is: `byte`, or `token` of a tokenizer")]
     target: Annotated[str, said("what the model is to tell: `byte`, `token` or `label`")]
+    where: Annotated[str, said("where workers compute, and what carries their messages")]
     stopped: Annotated[bool, said("whether it was ended before all steps were made")]
     seconds: float
     samples_per_second: float

@@ -132,6 +132,7 @@ def introduction(about: About) -> list[str]:
         f"{about.workers} workers{copies} · {len(about.stage_layers)} stages (layers {layers})",
         f"{about.steps:,} steps{going_on}, each {about.samples:,} samples of {about.positions:,} "
         f"{about.unit}s in {about.micro_batches * about.replicas:,} micro-batches",
+        f"workers compute {about.where}",
     ]
 
 

@@ -1,0 +1,41 @@
+"""Where workers compute and what carries their messages, where a config leaves it to the machine.
+
+Invariant: all workers of a run choose the same: what is asked is how many GPUs and workers a machine has. It
+chooses a GPU each with NCCL, or the CPU with Gloo; what else a machine could do has to be asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import torch
+import torch.distributed as dist
+
+from counterflow.runtime.workers import world
+
+from .config import RunConfig
+
+
+def workers_here(workers: int) -> int:
+    """How many of all workers are on this machine, as torchrun or Slurm tells; all if nobody does."""
+    told = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    number = re.match(r"\d+", told)
+    return min(workers, int(number[0])) if number else workers
+
+
+def with_carrier(config: RunConfig, workers: int) -> tuple[RunConfig, str]:
+    """A config whose transport is chosen, and where its workers compute, in words."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    here, transport = workers_here(workers), config.pipeline.transport
+    if transport == "auto":
+        own = gpus == 1 and world.started_by() == "slurm"  # each task sees its own
+        fits = dist.is_nccl_available() and (own or gpus >= here)
+        transport = "nccl" if fits else "gloo"
+        config = config.model_copy(
+            update={"pipeline": config.pipeline.model_copy(update={"transport": transport})}
+        )
+    if transport == "nccl":
+        return config, f"on a GPU each ({torch.cuda.get_device_name(0)}), messages by nccl"
+    unused = f", and not on the {gpus} GPU{'s' if gpus > 1 else ''} here" if gpus else ""
+    return config, f"on the CPU{unused}, messages by {transport}"
