@@ -474,7 +474,7 @@ def _next(n: Any, s: Any, room: Any, worker: int) -> float:
 
 
 @compiled
-def _choice(n: Any, s: Any, room: Any, due: Any, worker: int, until: float) -> int:
+def _choice(n: Any, s: Any, room: Any, due: Any, worker: int, until: float) -> int:  # noqa: PLR0917 - compiled: no keywords
     """Of what can start by then, what is due first."""
     best, best_due = -1, NEVER
     for letter in range(room.of[worker], room.of[worker + 1]):
