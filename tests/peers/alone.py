@@ -17,7 +17,8 @@ from counterflow import LossSum, Pipeline, launch, schemes
 from counterflow.schedule.ir import Schedule
 
 F = torch.float64
-STEPS = 3
+STEPS = 2
+"""The second one has the optimiser's memory of the first."""
 MODES = ("none", "stage", "layer")
 
 SCHEMES: dict[int, list[Schedule]] = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from counterflow import Pipeline, launch
 from counterflow.schedule.ir import Schedule
 
-from .alone import SCHEMES, Case, F, Given, adamw, agrees, alone, numbers, seeded
+from .alone import SCHEMES, STEPS, Case, F, Given, adamw, agrees, alone, numbers, seeded
 from .models import WIDTH, Adapted, Attention, Embedded, Head, Mlp
 
 TOKENS = 11
@@ -69,12 +69,12 @@ def _from_an_iterator(case: Case, schedule: Schedule) -> Any:
     count = schedule.micro_batches
 
     def parts() -> Any:
-        for step in range(3):
+        for step in range(STEPS):
             given = case.given(step)
             yield from zip(given.inputs.chunk(count), given.targets.chunk(count), strict=True)
 
     arriving = parts()
-    losses = [pipeline.step(micro_batches=arriving).loss for _ in range(3)]
+    losses = [pipeline.step(micro_batches=arriving).loss for _ in range(STEPS)]
     return losses, pipeline.state_dict()
 
 

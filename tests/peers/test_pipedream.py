@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from counterflow import schemes
 from counterflow.verify.agreement import verify
 
-from .alone import MODES, SCHEMES, Case, Given, adamw, agrees, numbers, seeded
+from .alone import MODES, SCHEMES, STEPS, Case, Given, adamw, agrees, numbers, seeded
 from .models import WIDTH, First, Mlp, Recurrent
 
 
@@ -73,5 +73,5 @@ class Mlp2(nn.Module):
 
 
 def test_lengths_differ_by_step() -> None:
-    assert {sequences(step).inputs.shape[1] for step in range(3)} == {3, 4}
+    assert {sequences(step).inputs.shape[1] for step in range(STEPS)} == {3, 4}
     assert torch.equal(sequences(0).inputs, sequences(0).inputs)

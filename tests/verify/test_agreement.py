@@ -19,7 +19,7 @@ from counterflow.train.trial import Trial, small_trial
 from counterflow.verify.agreement import Agreement, Trained
 
 SCHEDULES: list[Schedule] = [
-    *(schemes.gpipe(d, n) for d, n in ((2, 1), (4, 5), (8, 8))),
+    *(schemes.gpipe(d, n) for d, n in ((2, 1), (4, 5))),
     schemes.gpipe(2, 4, groups=2),
     schemes.gpipe(4, 3, groups=2),
     *(schemes.dapple(d, n) for d, n in ((2, 3), (4, 3), (4, 4), (8, 10))),
@@ -27,12 +27,11 @@ SCHEDULES: list[Schedule] = [
     *(schemes.gems(d, n) for d, n in ((2, 2), (4, 1), (4, 5), (8, 4))),
     *(schemes.chimera(d, n) for d, n in ((2, 1), (2, 5), (4, 3), (4, 4), (4, 9), (8, 3), (8, 8))),
     schemes.chimera(4, 4, pairs=2),
-    schemes.chimera(8, 8, pairs=2),
     schemes.chimera(8, 5, pairs=4),
     *(
         schemes.chimera(d, n, pairs=f, concat=concat)
         for concat in ("forward-doubling", "backward-halving")
-        for d, n, f in ((2, 4, 1), (4, 8, 1), (4, 13, 1), (8, 16, 2))
+        for d, n, f in ((2, 4, 1), (4, 8, 1), (4, 13, 1), (4, 8, 2))
     ),
     *(
         schemes.mixpipe(4, n, injected=k, early_forwards=g)
@@ -40,7 +39,6 @@ SCHEDULES: list[Schedule] = [
     ),
     schemes.mixpipe(8, 8, injected=4, early_forwards=2),
     schemes.mixpipe(4, 8, injected="max"),
-    schemes.mixpipe(8, 16, injected="max"),
     *(schemes.hanayo(w, n, waves=v) for w, n, v in ((2, 2, 1), (2, 3, 2), (2, 4, 4), (4, 4, 1), (4, 6, 2))),
 ]
 

@@ -1,9 +1,8 @@
-"""Pipelines over meshes of more dimensions, compared with one process: python cases.py four, or eight."""
+"""Pipelines over meshes of more dimensions, compared with one process: ``four``, or ``eight``."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -287,8 +286,3 @@ def drifting(stage: StageModule, mesh: DeviceMesh) -> None:
     """Each position has gradients of its own, and nothing says that they are to be summed."""
     for parameter in stage.parameters():
         parameter.register_hook(lambda gradient: gradient * (1 + mesh["tp"].get_local_rank()))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    cf.launch(globals()[sys.argv[1]], workers=8 if sys.argv[1] == "eight" else 4, timeout_seconds=60)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import operator
+import runpy
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,25 @@ import counterflow as cf
 @pytest.mark.parametrize("processes", ["four", "eight"])
 def test_sharded_stages_give_the_numbers_of_one_process(processes: str) -> None:
     """All cases in the same processes: it is their start that takes long."""
-    command = [sys.executable, str(Path(__file__).with_name("cases.py")), processes]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    cf.launch(Cases(processes), workers={"four": 4, "eight": 8}[processes], timeout_seconds=60, threads=1)
+
+
+class Cases:
+    """A function of cases.py, which other processes find by the path."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> Any:
+        return operator.getitem, (_File(), self.name)
+
+    def __call__(self) -> None:
+        """As it is read from a pickle, it is the function itself."""
+
+
+class _File:
+    def __reduce__(self) -> Any:
+        return runpy.run_path, (str(Path(__file__).with_name("cases.py")),)
 
 
 def test_without_further_dimensions_there_is_nothing_to_shard() -> None:

@@ -1,4 +1,4 @@
-"""What tests run as real processes: python jobs.py NAME FOLDER [strict]. Prints what a user would see.
+"""What tests run as real processes: a step that fails, and under torchrun: jobs.py FOLDER.
 
 Every worker leaves a file ``pid-<its pid>`` in FOLDER, so that the test sees whether it is gone.
 """
@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -90,15 +89,4 @@ def mesh(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "mesh":
-        mesh(sys.argv[2])
-    else:
-        try:
-            strict = sys.argv[3:] == ["strict"]
-            kind: Literal["gloo", "nccl"] = "nccl" if strict else "gloo"
-            cf.launch(
-                step, sys.argv[1], sys.argv[2], workers=4, transport=kind, strict=strict, timeout_seconds=3
-            )
-        except cf.CounterflowError as error:
-            print(f"{type(error).__name__}: {error}")
-            sys.exit(1)
+    mesh(sys.argv[1])

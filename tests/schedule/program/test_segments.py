@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterflow.errors import ConfigError, ScheduleError
@@ -48,6 +48,7 @@ def test_2bw_segments_as_drawn() -> None:
     assert last[-2:] == ["Backward B5.0v1", "Update stage 0 to version 3"]
 
 
+@settings(max_examples=50)
 @given(st.sampled_from(sorted(SCHEMES)), st.integers(1, 6), st.integers(0, 3), st.integers(1, 2))
 def test_steps_and_a_flush_are_the_scheme_with_as_many_periods(
     scheme: str, depth: int, more: int, replicas: int
