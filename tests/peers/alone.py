@@ -62,6 +62,7 @@ class Case:
         loss: of output and target; None: the last layer gives it.
         options: of the pipeline.
         halves: whether what the layers do allows that a micro-batch is halved.
+        modes: of recomputation, that it allows.
     """
 
     layers: Callable[[], list[nn.Module]]
@@ -69,6 +70,7 @@ class Case:
     loss: Callable[[Any, Any], Any] | None = nn.functional.mse_loss
     options: Mapping[str, Any] = field(default_factory=dict)
     halves: bool = True
+    modes: tuple[str, ...] = MODES
 
 
 Told = tuple[list[float], list[float], dict[str, Tensor]]
@@ -133,6 +135,7 @@ def agrees(
     workers: int,
     *,
     every: bool = False,
+    schedules: Sequence[Schedule] | None = None,
     by_name: Callable[..., Any] | None = None,
 ) -> None:
     """A case gives the same numbers in a pipeline, whatever the schedule and the recomputation.
@@ -140,17 +143,18 @@ def agrees(
     Args:
         case: what is trained.
         workers: of the schedules.
+        schedules: of that many workers; None: all.
         every: whether each schedule runs in every recomputation; else they take turns.
         by_name: trains the case in processes, which have to find it by a name.
     """
-    schedules = SCHEMES[workers]
+    schedules = SCHEMES[workers] if schedules is None else list(schedules)
     if not case.halves:
         schedules = [one for one in schedules if all(op.parts == 1 for op in one.ops())]
     losses, norms, state = alone(case)
     if every:
-        names = [(schedule, mode) for schedule in schedules for mode in MODES]
+        names = [(schedule, mode) for schedule in schedules for mode in case.modes]
     else:
-        names = list(zip(schedules, MODES * len(schedules), strict=False))
+        names = list(zip(schedules, case.modes * len(schedules), strict=False))
     if by_name is None:
         rows = launch(piped, case, names, workers=workers, transport="local", timeout_seconds=60)
     else:

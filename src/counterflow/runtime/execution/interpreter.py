@@ -51,8 +51,8 @@ from ..messages.values import (
 from ..mini_batch.batch import Batch, Key
 from ..mini_batch.losses import Entry, LossFunction, read_loss
 from ..mini_batch.samples import Dims, cut
-from ..stages.randomness import Rows
-from ..stages.recomputation import Contents, Hold, copied, mapped, versions
+from ..stages.randomness import Rows, versions
+from ..stages.recomputation import Contents, Hold, copied, mapped
 from ..stages.skips import Carried
 from ..stages.split_backward import Joints, SplitBackward, accumulate
 from ..stages.stage import StageCopy

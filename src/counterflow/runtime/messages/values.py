@@ -91,8 +91,8 @@ class Structure:
     masks: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As a tree with numbers for leaves, which has a structure of its own in every process."""
-        tree = pytree.tree_unflatten(range(len(self.at)), self.spec)
+        """As a tree with other leaves, which has a structure of its own in every process."""
+        tree = pytree.tree_unflatten([_LEAF] * len(self.at), self.spec)
         return _structure, (tree, self.at, self.constants, self.numbers, self.flat, self.masks)
 
 
@@ -117,6 +117,9 @@ class Layout:
     missing: frozenset[int] = frozenset()
 
 
+_LEAF = torch.empty(0)
+"""In place of any leaf; classes may ask theirs what only tensors have."""
+
 CONSTANT, NUMBER = -1, -2
 _EXACT = 2**53
 """Ints up to this are exact as float64."""
@@ -134,10 +137,10 @@ def take_apart(value: object, place: str) -> tuple[Structure | None, list[Tensor
         place: what gave it, for the message.
 
     Raises:
-        ConfigError: something else is in it.
+        ConfigError: something else is in it, or a tensor that is not dense.
     """
     if isinstance(value, Tensor):
-        return None, [value]
+        return None, [_dense(value, place)]
     kind = type(value)
     if kind is tuple or kind is list:
         count = len(value)  # type: ignore[arg-type]
@@ -146,8 +149,21 @@ def take_apart(value: object, place: str) -> tuple[Structure | None, list[Tensor
             if found is None:
                 spec = pytree.tree_flatten(value)[1]
                 found = _flat[kind, count] = Structure(spec, tuple(range(count)), flat=kind)
-            return found, list(value)  # type: ignore[call-overload]
+            return found, [_dense(tensor, place) for tensor in value]  # type: ignore[attr-defined]
     return _take_apart(value, place)
+
+
+def _dense(tensor: Tensor, place: str) -> Tensor:
+    """A tensor as others may take it: what inference mode has made is copied outside of it."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise ConfigError(
+            f"{place} gives a {kind} tensor; hand on the dense tensors that it is made of (indices and "
+            "values, values and offsets), and make it in the layer that needs it"
+        )
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return tensor.clone()
+    return tensor
 
 
 def _take_apart(value: object, place: str) -> tuple[Structure, list[Tensor]]:
@@ -164,7 +180,7 @@ def _take_apart(value: object, place: str) -> tuple[Structure, list[Tensor]]:
         if isinstance(leaf, Tensor):
             at.append(places.setdefault(id(leaf), len(tensors)))
             if at[-1] == len(tensors):
-                tensors.append(leaf)
+                tensors.append(_dense(leaf, place))
         elif type(leaf) is float or (type(leaf) is int and abs(leaf) <= _EXACT):
             at.append(NUMBER)
             numbers.append(leaf)

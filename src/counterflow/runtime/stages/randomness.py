@@ -235,11 +235,15 @@ def keeps_statistics(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._NormBase)  # noqa: SLF001 - the base of all that keep any
 
 
+def versions(tree: object) -> list[int]:
+    """How often each tensor was changed in place; those of inference mode do not count it."""
+    tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]  # noqa: SLF001
+
+
 def _versions(layer: object, value: Value) -> list[int]:
     """What changes when the layer's input or buffers are changed in place."""
-    given = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    buffers = layer.buffers() if isinstance(layer, nn.Module) else ()
-    return [tensor._version for tensor in (*given, *buffers)]  # noqa: SLF001 - torch has no other
+    return versions((value, list(layer.buffers()) if isinstance(layer, nn.Module) else ()))
 
 
 _draws: dict[Any, bool] = {}

@@ -14,18 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .randomness import keeps_statistics
+from counterflow.errors import ConfigError
+
+from .randomness import keeps_statistics, versions
 
 Contents = tuple[Tensor | None, ...]
 """Of buffers, at some time."""
 
 Hold = Callable[[Tensor], None]
 """Notes a tensor that is kept for a backward."""
-
-
-def versions(tree: object) -> list[int]:
-    """How often each tensor was changed in place."""
-    return [t._version for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)]  # noqa: SLF001
 
 
 def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -183,7 +180,7 @@ class Replay:
         """What the run gave that no backward asked for yet, with the tensors' versions."""
         self.kept: set[int] = set()
         """What is kept although a backward asks for it."""
-        self._ran = False
+        self._ran = self._runs = False
 
     def keep(self, value: Any, *, changes: bool, hold: Callable[[], None] | None = None) -> None:
         """What to run on.
@@ -196,9 +193,29 @@ class Replay:
         self._value, self._changes, self._versions = value, changes, versions(value)
         self._hold = hold
 
-    def watch(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Around the first run."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Around the first run.
+
+        Raises:
+            ConfigError: it makes gradients of its own, which would compute it again before it has ended.
+        """
+        self._runs = True
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        except RuntimeError as error:
+            if "saved tensor hooks" in str(error):  # torch.func's word for it
+                raise self._refused() from error
+            raise
+        finally:
+            self._runs = False
+
+    def _refused(self) -> ConfigError:
+        return ConfigError(
+            f"{self.place} makes gradients in its forward (torch.autograd.grad or torch.func), so that it "
+            "cannot be computed again by itself; take recompute='stage', or none"
+        )
 
     def settle(self) -> None:
         """If it ran, forget all but what is kept: there is no other run."""
@@ -214,6 +231,8 @@ class Replay:
         return Packed(self, len(self._shapes) - 1)
 
     def _unpack(self, packed: Packed) -> Tensor:
+        if self._runs:
+            raise self._refused()
         number = packed.number
         if number not in self.found:
             self._run()

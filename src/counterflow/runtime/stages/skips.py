@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from counterflow.errors import ConfigError
 from counterflow.schedule.workload import SkipLink
 
-from .recomputation import versions
+from .randomness import versions
 
 _NOTHING = object()
 

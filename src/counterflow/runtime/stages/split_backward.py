@@ -26,7 +26,8 @@ from torch.autograd.variable import Variable
 
 from ..execution.meters import pointers
 from .graph_split import Division, Shape, Walked, below, divided, is_seam, saved_in, slots, variable, walked
-from .recomputation import Packed, Replay, mapped, versions
+from .randomness import versions
+from .recomputation import Packed, Replay, mapped
 
 NODES_A_PIECE = 24
 """Nodes that a piece of a graph has at least: to enter autograd costs as much as to look at so many."""

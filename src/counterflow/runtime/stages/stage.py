@@ -24,8 +24,8 @@ from ..execution.meters import graph_of
 from ..mesh.parallel import StageModule, fsdp_modules, gathered_parameters
 from ..messages.values import Keyworded, Value
 from ..parameters.versions import Versions
-from .randomness import RandomStreams, Rows
-from .recomputation import Buffers, Entry, Hold, Replay, mapped, versions
+from .randomness import RandomStreams, Rows, versions
+from .recomputation import Buffers, Entry, Hold, Replay, mapped
 from .skips import Carried, SkipRunner, StageSkips
 from .split_backward import Joints, Splitting
 
