@@ -56,63 +56,72 @@ def lower_bound(problem: Problem) -> Bound:
 
 
 def bounds(problem: Problem) -> Iterator[Bound]:
-    """All bounds of a problem, simple ones first."""
+    """All bounds of a problem, simple ones first.
+
+    What a step takes of a worker in the steady state is its span, from its first start until it has its
+    gradients: the mean span is no more than the step time, and each step alone keeps all rules.
+    """
     windows = windows_of(problem)
-    if is_steady(problem):
-        yield from _steady(windows)
-    else:
-        yield from _makespan(windows)
-
-
-# The makespan
-
-
-def _makespan(windows: Windows) -> Iterator[Bound]:
-    problem, heads, tails = windows.problem, windows.heads, windows.tails
-    letters = problem.letters
-    path, at = max(
-        (heads[n][k] + x.seconds + tails[n][k], n) for n, x in enumerate(letters) for k in range(x.count)
-    )
-    yield Bound(
-        path, f"a micro-batch needs so long on its way by {letters[at]} of worker {letters[at].worker}"
-    )
+    if not is_steady(problem):
+        yield _path(windows)
     for worker in range(problem.workers):
-        side = _Side(windows, worker)
-        if not side.own:
-            continue
-        jobs = [
-            (heads[n][k], letters[n].seconds + windows.busy[n], tails[n][k] - windows.busy[n])
-            for n in side.own
-            for k in range(letters[n].count)
-        ]
-        most = one_machine(jobs)
-        lost = most - side.work
-        yield Bound(
-            most,
-            f"worker {worker} has {side.work:,.6g} to do, with {lost:,.6g} before or after it that it cannot "
-            "use",
-        )
-        first = min(heads[n][0] for n in side.own)
-        last = min(tails[n][-1] - windows.busy[n] for n in side.own)
-        before = max(min(heads[b][0] for b in side.first_backwards) - side.forwards_within, first)
-        after = min(letters[f].seconds + tails[f][-1] for f in side.last_forwards) - side.after_last_forward
-        after = max(after, last)
-        yield _memory(side, before, after, first, last)
-        for area, store in side.areas:
-            yield Bound(
-                first + area + last,
-                f"worker {worker} holds {store.name} of each micro-batch too long for its limit, "
-                f"{store.most[worker]:,.10g}",
-            )
+        if problem.of_worker(worker):
+            yield from _worker(_Side(windows, worker))
+        summed = [one for one in problem.sums if worker in one.workers]
+        if summed:
+            seconds = math.fsum(one.seconds for one in summed)
+            if not is_steady(problem):
+                ready = [
+                    max(windows.heads[n][-1] + problem.letters[n].seconds for n in one.letters)
+                    for one in summed
+                ]
+                jobs = zip(ready, (one.seconds for one in summed), [problem.tail] * len(summed), strict=True)
+                seconds = one_machine(jobs)
+            yield Bound(seconds, f"the gradient syncs of worker {worker} go one after another")
     yield from _links(windows)
-    for worker in range(problem.workers):
-        summing = [
-            (max(heads[n][-1] + letters[n].seconds for n in one.letters), one.seconds, problem.tail)
-            for one in problem.sums
-            if worker in one.workers
-        ]
-        if summing:
-            yield Bound(one_machine(summing), f"the gradient syncs of worker {worker} go one after another")
+
+
+def _path(windows: Windows) -> Bound:
+    letters = windows.problem.letters
+    most, at = max(
+        (windows.heads[n][k] + x.seconds + windows.tails[n][k], n)
+        for n, x in enumerate(letters)
+        for k in range(x.count)
+    )
+    name, worker = letters[at], letters[at].worker
+    return Bound(most, f"micro-batches need so long on their way by {name} of worker {worker}")
+
+
+def _worker(side: _Side) -> Iterator[Bound]:
+    """A worker's work, and what it idles for each reason.
+
+    Where its forwards do not all fit into its memory, the last one starts after a backward, so it idles
+    before its first backward and after its last forward; else for one of them, and before its first op or
+    after its last.
+    """
+    most = one_machine(side.jobs())
+    name = f"worker {side.worker} has {side.work:,.6g} to do"
+    lost = f", with {most - side.work:,.6g} before or after it that it cannot use" if most > side.work else ""
+    yield Bound(most, name + lost)
+    first, last = side.before_first, side.after_last
+    before = max(side.before_backward - side.forwards_within, first)
+    after = max(side.after_forward - side.after_last_forward, last)
+    if not side.full:
+        if before - first >= after - last:
+            after = last
+        else:
+            before = first
+    yield Bound(
+        before + side.work + after,
+        f"{name}, idles {before:,.6g} before its first backward can start and {after:,.6g} after its last "
+        "forward, when no more fits its memory",
+    )
+    for area, store in side.areas:
+        yield Bound(
+            first + area + last,
+            f"worker {side.worker} holds {store.name} of each micro-batch too long for its limit, "
+            f"{store.most[side.worker]:,.10g}",
+        )
 
 
 def _links(windows: Windows) -> Iterator[Bound]:
@@ -138,65 +147,6 @@ def _links(windows: Windows) -> Iterator[Bound]:
         yield Bound(seconds, f"the messages from worker {sender} to {receiver} take {work:,.6g}")
 
 
-def _memory(side: _Side, before: float, after: float, first: float, last: float) -> Bound:
-    """A worker's work, and what it idles before its first backward and after its last forward.
-
-    Where its forwards do not all fit into its memory, the last one starts after a backward, so it idles for
-    both reasons; else one of them and what it idles before its first op or after its last.
-    """
-    name = f"worker {side.worker} has {side.work:,.6g} to do"
-    if side.full:
-        return Bound(
-            before + side.work + after,
-            f"{name}, idles {before:,.6g} until its first backward can start and {after:,.6g} after its last "
-            f"forward: its limit holds so few",
-        )
-    if before + last >= first + after:
-        return Bound(
-            before + side.work + last,
-            f"{name}, idles {before:,.6g} until its first backward can start and {last:,.6g} at the end",
-        )
-    return Bound(
-        first + side.work + after,
-        f"{name}, idles {first:,.6g} at the start and {after:,.6g} after its last forward",
-    )
-
-
-# The steady step
-
-
-def _steady(windows: Windows) -> Iterator[Bound]:
-    """What a step takes of a worker is its span, from its first start until it has its gradients.
-
-    In the steady state the mean span of a worker is no more than the step time, and each step alone keeps all
-    rules.
-    """
-    problem, letters = windows.problem, windows.problem.letters
-    for worker in range(problem.workers):
-        side = _Side(windows, worker)
-        if not side.own:
-            continue
-        makers = [n for n in side.own if letters[n].kind.makes_weight_gradients]
-        last = max(min(windows.summed[n] - windows.busy[n] for n in makers), 0.0)
-        yield Bound(
-            side.work + last,
-            f"worker {worker} has {side.work:,.6g} to do in a step"
-            + (f" and sums gradients for {last:,.6g} after it" if last else ""),
-        )
-        before = min(side.round_trips) - side.forwards_within
-        after = min(side.drains) - side.after_last_forward
-        yield _memory(side, max(before, 0.0), max(after, last), 0.0, last)
-        for area, store in side.areas:
-            yield Bound(
-                area,
-                f"worker {worker} holds {store.name} of each micro-batch too long for its limit, "
-                f"{store.most[worker]:,.10g}",
-            )
-        summing = sum(one.seconds for one in problem.sums if worker in one.workers)
-        yield Bound(summing, f"the gradient syncs of worker {worker} go one after another")
-    yield from _links(windows)
-
-
 # One worker
 
 
@@ -207,11 +157,10 @@ class _Side:
         worker: its number.
         own: its letters.
         work: seconds of compute, with messages where it is busy with them.
-        first_backwards: the letters one of which is its first backward. Those of the highest stage of each
-            pipe, since the others need them.
-        last_forwards: likewise one of these is its last forward.
-        round_trips: for each pipe, the least from its first forward's start to its first backward's.
-        drains: for each pipe, the least from its last forward's start to the end of that micro-batch.
+        before_first: seconds before its first op can start.
+        after_last: seconds that follow its last op.
+        before_backward: seconds before its first backward can start.
+        after_forward: seconds from the start of its last forward to the end.
         forwards_within: seconds of compute that it can do at most before its first backward.
         after_last_forward: seconds of compute that it can do at most from the start of its last forward on.
         full: whether its forwards do not all fit into its memory.
@@ -226,30 +175,20 @@ class _Side:
         letters = problem.letters
         self._takes = [x.seconds + busy for x, busy in zip(letters, windows.busy, strict=True)]
         self.work = math.fsum(letters[n].count * self._takes[n] for n in self.own)
-        of_pipe: dict[int, list[int]] = {}
-        for n in self.own:
-            of_pipe.setdefault(letters[n].pipe, []).append(n)
+        if is_steady(problem):
+            self._heads, self._tails = windows.of_span(worker)
+        else:
+            self._heads, self._tails = windows.heads, windows.tails
+        self.before_first = min(self._heads[n][0] for n in self.own)
+        self.after_last = min(self._tails[n][-1] - windows.busy[n] for n in self.own)
         self._forwards = [n for n in self.own if letters[n].kind is OpKind.FORWARD]
-        self.first_backwards, self.last_forwards = [], []
-        self.round_trips, self.drains = [], []
-        for own in of_pipe.values():
-            lowest = min(own, key=lambda n: (letters[n].kind is not OpKind.FORWARD, letters[n].stage))
-            highest = max(letters[n].stage for n in own)
-            last = next(n for n in own if letters[n].stage == highest and n in self._forwards)
-            backward = next(
-                n for n in own if letters[n].stage == highest and letters[n].kind.makes_input_gradient
-            )
-            self.last_forwards.append(last)
-            self.first_backwards.append(backward)
-            self.round_trips.append(windows.later(lowest)[backward])
-            follow = windows.later(last)
-            self.drains.append(
-                max(
-                    follow[n] + max(self._takes[n], letters[n].seconds + windows.summed[n])
-                    for n in own
-                    if n in follow
-                )
-            )
+        # The first backward is one of the highest stage of some pipe, since the others need it; likewise
+        # the last forward.
+        highest = {letters[n].pipe: letters[n].stage for n in self._forwards}
+        last = [n for n in self._forwards if letters[n].stage == highest[letters[n].pipe]]
+        self._last_forwards = last
+        self.before_backward = min(self._heads[self._of_stage(n)[0]][0] for n in last)
+        self.after_forward = min(letters[n].seconds + self._tails[n][-1] for n in last)
         self.forwards_within = math.fsum(letters[n].count * self._takes[n] for n in self._forwards)
         self.after_last_forward = self._rest()
         self.full = False
@@ -258,6 +197,13 @@ class _Side:
             if math.isinf(store.most[worker]) or not all(self._states(store, n) for n in self._forwards):
                 continue
             self._limit(store)
+
+    def jobs(self) -> Iterator[tuple[float, float, float]]:
+        """Its ops with heads and tails."""
+        for n in self.own:
+            takes, busy = self._takes[n], self._windows.busy[n]
+            for head, tail in zip(self._heads[n], self._tails[n], strict=True):
+                yield head, takes, tail - busy
 
     def _of_stage(self, forward: int) -> list[int]:
         """The backwards of a forward's stage, in their order."""
@@ -294,7 +240,7 @@ class _Side:
         # When the last forward starts, what is still to do is held, and room is left for that forward.
         goods = [(rest, size, letters[n].count) for n in self._forwards for size, rest in held[n]]
         rests = []
-        for last in self.last_forwards:
+        for last in self._last_forwards:
             itself = self._takes[last] + held[last][0][1]
             rests.append(itself + most_within(most - store.at_start[last], goods))
         self.after_last_forward = min(self.after_last_forward, max(rests))
@@ -317,7 +263,7 @@ class _Side:
 
     def _rest(self) -> float:
         letters = self._problem.letters
-        forwards = max(self._takes[n] for n in self.last_forwards)
+        forwards = max(self._takes[n] for n in self._last_forwards)
         return forwards + math.fsum(
             letters[n].count * self._takes[n] for n in self.own if n not in self._forwards
         )

@@ -11,7 +11,8 @@ Invariant: every schedule of the problem keeps the rules once its micro-batches 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from graphlib import TopologicalSorter
 
@@ -21,6 +22,13 @@ from .problem import Objective, Problem, Store
 
 CLOSE = 1e-9
 """Of a limit: so much more is still within it, since sums of floats round."""
+
+
+_CLOSELY = 300_000
+"""Ops times workers, from which on ..."""
+
+_NEAR = 8
+"""... only so many of the first and last micro-batches are looked at for each worker's span."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,43 +57,73 @@ class Windows:
 
     @cached_property
     def heads(self) -> list[list[float]]:
-        """By letter and micro-batch: no op starts earlier."""
+        """By letter and micro-batch: no op starts earlier after the start of the step."""
+        return self._heads([0.0] * len(self.problem.letters))
+
+    @cached_property
+    def tails(self) -> list[list[float]]:
+        """By letter and micro-batch: after the op's end the step lasts at least so much longer."""
+        return self._tails([self.problem.tail + summed for summed in self.summed])
+
+    def of_span(self, worker: int) -> tuple[list[list[float]], list[list[float]]]:
+        """Heads and tails within a worker's span: from its first start until it has its gradients.
+
+        They are -inf for what does not follow from one of its ops, or is not followed by one. In large
+        problems only the first and last micro-batches are looked at closely.
+        """
+        letters = self.problem.letters
+        near = None if self.problem.ops * self.problem.workers <= _CLOSELY else _NEAR
+        own = self.problem.of_worker(worker)
+        summed = {n: one.seconds for one in self.problem.sums if worker in one.workers for n in one.letters}
+        starts = [0.0 if n in own else -math.inf for n in range(len(letters))]
+        lasts = [
+            max(self.busy[n] if n in own else -math.inf, summed.get(n, -math.inf))
+            for n in range(len(letters))
+        ]
+        return self._heads(starts, near), self._tails(lasts, near)
+
+    def _heads(self, starts: list[float], near: int | None = None) -> list[list[float]]:
+        """Longest paths to each op, from ops that start at ``starts`` or later; -inf where there is none."""
         letters = self.problem.letters
         into: list[list[Rule]] = [[] for _ in letters]
         for rule in self.rules:
             into[rule.after].append(rule)
         found: list[list[float]] = [[] for _ in letters]
-        for k in range(max(x.count for x in letters)):
+        for k in range(min(max(x.count for x in letters), near or self.problem.ops)):
             for n in self._order:
                 if k >= letters[n].count:
                     continue
-                at = 0.0
+                at = starts[n]
                 for rule in into[n]:
                     if k >= rule.shift:
                         ended = found[rule.before][k - rule.shift] + letters[rule.before].seconds
                         at = max(at, ended + rule.seconds)
                 found[n].append(at)
+        for x, busy, row in zip(letters, self.busy, found, strict=True):
+            row += [row[-1] + k * (x.seconds + busy) for k in range(1, x.count - len(row) + 1)]
         return found
 
-    @cached_property
-    def tails(self) -> list[list[float]]:
-        """By letter and micro-batch: after the op's end the step lasts at least so much longer."""
-        problem, letters = self.problem, self.problem.letters
+    def _tails(self, lasts: list[float], near: int | None = None) -> list[list[float]]:
+        """Longest paths from the end of each op to so long after the ends of ops."""
+        letters = self.problem.letters
         out: list[list[Rule]] = [[] for _ in letters]
         for rule in self.rules:
             out[rule.before].append(rule)
-        last = [problem.tail + summed for summed in self.summed]
-        found = [[0.0] * x.count for x in letters]
-        for k in reversed(range(max(x.count for x in letters))):
+        found = [[-math.inf] * x.count for x in letters]
+        for back in range(1, min(max(x.count for x in letters), near or self.problem.ops) + 1):
             for n in reversed(self._order):
-                if k >= letters[n].count:
+                k = letters[n].count - back
+                if k < 0:
                     continue
-                most = last[n]
+                most = lasts[n]
                 for rule in out[n]:
                     if k + rule.shift < letters[rule.after].count:
                         after = found[rule.after][k + rule.shift] + letters[rule.after].seconds
                         most = max(most, after + rule.seconds)
                 found[n][k] = most
+        for x, busy, row in zip(letters, self.busy, found, strict=True):
+            for k in reversed(range(x.count - near if near else 0)):
+                row[k] = row[k + 1] + x.seconds + busy
         return found
 
     @cached_property
@@ -134,34 +172,84 @@ def windows_of(problem: Problem) -> Windows:
     for store in problem.stores:
         for worker in range(problem.workers):
             rules += [
-                Rule(before, after, shift, busy[before])
-                for before, after, shift in chains_of_store(problem, store, worker)
+                replace(rule, seconds=rule.seconds + busy[rule.before])
+                for pipe in range(problem.workload.placement.pipes)
+                for rule in _rules_of_store(problem, store, worker, pipe)
             ]
     return Windows(problem, tuple(busy), tuple(rules))
 
 
-def chains_of_store(problem: Problem, store: Store, worker: int) -> list[tuple[int, int, int]]:
-    """What a limit means on a worker with one stage of one pipe: (letter, later letter, shift)."""
-    of_kind = {problem.letters[n].kind: n for n in problem.of_worker(worker)}
-    if len(of_kind) < len(problem.of_worker(worker)):
-        return []
-    forward = of_kind[OpKind.FORWARD]
-    held = store.at_start[forward] + store.at_end[forward]
-    least = min(held, store.at_start[forward])
-    found = []
-    for kind in (OpKind.BACKWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENTS):
-        if kind not in of_kind:
-            continue
-        n = of_kind[kind]
-        least = min(least, held, held + store.at_start[n])
-        if least <= 0:
-            break
-        # Where it has not ended, the room + 1 micro-batches from k on hold at least so much each.
-        room = count_within(store.most[worker], least)
-        if room < problem.letters[forward].count:
-            found.append((n, forward, room))
-        held += store.at_start[n] + store.at_end[n]
-    return found
+def _rules_of_store(problem: Problem, store: Store, worker: int, pipe: int) -> Iterator[Rule]:
+    """What a limit means on a worker, of the stages that it holds of one pipe, s1 < s2 < ….
+
+    Say the forward of s_i for micro-batch k + c has started and the input gradient of s_j for k (j >= i) has
+    not ended. Then all micro-batches from k to k + c hold s1 to s_i, and k holds s_(i+1) to s_j as well, now
+    or later while the others still do. Where that is more than the limit it cannot be.
+    """
+    letters = problem.letters
+    own = [n for n in problem.of_worker(worker) if letters[n].pipe == pipe]
+    number = {(letters[n].stage, letters[n].kind): n for n in own}
+    stages = sorted({letters[n].stage for n in own})
+    chains = [_Held.of(problem, store, number, stage) for stage in stages]
+    if any(chain.least <= 0 for chain in chains):
+        return
+    most = store.most[worker]
+    for i, chain in enumerate(chains):
+        below = math.fsum(one.least for one in chains[: i + 1])
+        for j in range(i, len(chains)):
+            room = count_within(most - math.fsum(one.least for one in chains[i + 1 : j + 1]), below)
+            # What is then freed is freed by a W of k, where input gradients free nothing.
+            waits = min(one.weights for one in chains[: j + 1])
+            if 0 < room < letters[chain.forward].count:
+                yield Rule(chains[j].input_gradient, chain.forward, room, waits)
+        if chain.after > 0 and chain.last != chain.input_gradient:
+            room = count_within(most, min(chain.least, chain.after))
+            if room < letters[chain.forward].count:
+                yield Rule(chain.last, chain.forward, room)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a micro-batch holds of one stage.
+
+    Attributes:
+        forward: the letter of its forward.
+        input_gradient: that of its backward, or input gradient.
+        last: the letter that ends it: of its backward, or weight gradients.
+        least: it holds at least so much until its input gradient has ended.
+        after: so much from then until the end.
+        weights: seconds of the weight gradients, where the input gradient frees nothing; else 0.
+    """
+
+    forward: int
+    input_gradient: int
+    last: int
+    least: float
+    after: float
+    weights: float
+
+    @classmethod
+    def of(
+        cls, problem: Problem, store: Store, number: Mapping[tuple[int, OpKind], int], stage: int
+    ) -> _Held:
+        forward = number[stage, OpKind.FORWARD]
+        weights = number.get((stage, OpKind.WEIGHT_GRADIENTS))
+        middle = number[stage, OpKind.BACKWARD if weights is None else OpKind.INPUT_GRADIENT]
+        held = store.at_start[forward] + store.at_end[forward]
+        least = min(store.at_start[forward], held, held + store.at_start[middle])
+        after = held + store.at_start[middle] + store.at_end[middle]
+        if weights is None:
+            return cls(forward, middle, middle, least, after, 0.0)
+        after = min(after, after + store.at_start[weights])
+        frees_nothing = min(after, held + store.at_start[middle]) >= least
+        return cls(
+            forward,
+            middle,
+            weights,
+            least,
+            after,
+            problem.letters[weights].seconds if frees_nothing else 0.0,
+        )
 
 
 def count_within(most: float, each: float) -> int:
