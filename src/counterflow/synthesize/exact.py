@@ -1,0 +1,186 @@
+"""The exact method: prove that no order beats the best one known, or find one that does.
+
+It asks the model (``exact_model.py``) for orders at or below a target, from the lower bound upwards, since
+the smaller the target the easier the question. What is refuted raises the bound; what is found ends the
+search, or lowers what is looked for. What has no answer in time is asked again with less in mind.
+
+Invariant: what is returned is proved: the words were played with the true costs, and no order takes less than
+the bound. Where costs have too many decimals, durations are rounded down for the solver: then bounds hold all
+the same, and an optimum is missed by less than a millionth.
+With one thread, a seed and an ``effort`` but no end of ``seconds``, the result is always the same.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from counterflow.errors import DeadlockError
+from counterflow.simulate import simulate
+
+from .exact_model import Model, Whole, pairs, whole
+from .problem import Problem, Words
+from .windows import CLOSE, is_steady
+
+MOST_PAIRS = 60_000
+"""Pairs of ops of one worker of the largest problem that is tried."""
+
+Report = Callable[[float, float, str], None]
+"""Told of the best value, the bound, and what is being done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """What the exact method found.
+
+    Attributes:
+        words: an order that is better than the one given; None: there was none, or no time.
+        value: of the best order known, in seconds.
+        bound: no order takes less, in seconds.
+    """
+
+    words: Words | None
+    value: float
+    bound: float
+
+    @property
+    def proved(self) -> bool:
+        """Whether no order is better than the best one known."""
+        return self.value <= self.bound * (1 + CLOSE)
+
+
+def value_of(problem: Problem, words: Words) -> float:
+    """The objective of an order, played; infinite where its workers wait for each other in a circle."""
+    try:
+        played = simulate(problem.schedule(words), problem.costs)
+    except DeadlockError:
+        return math.inf
+    steady = played.steady_step
+    assert steady is not None
+    return steady if is_steady(problem) else played.makespan
+
+
+def tractable(problem: Problem) -> bool:
+    """Whether the exact method is worth trying."""
+    return pairs(problem) <= MOST_PAIRS
+
+
+def solve(
+    problem: Problem,
+    words: Words,
+    least: float = 0.0,
+    *,
+    seconds: float = 60.0,
+    effort: float | None = None,
+    seed: int = 0,
+    threads: int = 1,
+    report: Report | None = None,
+) -> Solved:
+    """Prove an order, or improve it.
+
+    Args:
+        problem: the problem.
+        words: an order within its limits.
+        least: a lower bound that is known already.
+        seconds: it ends after so long.
+        effort: or after so much of the solver's deterministic time.
+        seed: of the solver.
+        threads: of the solver.
+        report: told of progress.
+
+    Raises:
+        ConfigError: OR-tools is not installed.
+    """
+    return _Search(problem, words, least, (seed, threads), report).run(seconds, effort)
+
+
+class _Search:
+    def __init__(
+        self, problem: Problem, words: Words, least: float, solver: tuple[int, int], report: Report | None
+    ) -> None:
+        self._problem = problem
+        self._whole: Whole = whole(problem)
+        self._unit = self._whole.unit
+        self._words, self._better = words, False
+        self._value = value_of(problem, words)
+        self._bound = self._raised(least)
+        (self._seed, self._threads), self._report = solver, report
+
+    def run(self, seconds: float, effort: float | None) -> Solved:
+        """Ask for the bound, then for what is just better than the best, then from the bound upwards."""
+        until = time.monotonic() + seconds
+        first: int | None = self._bound
+        asked: int | None = None
+        unanswered = self._below() + 1
+        step = max(1, (self._below() - self._bound) // 8)
+        while self._bound <= (below := self._below()) and (left := until - time.monotonic()) > 0.05:
+            if effort is not None and effort < 0.01:
+                break
+            if first is not None:
+                target = first
+            elif asked != below:
+                target = below
+            else:
+                target = min(self._bound + step, unanswered - 1)
+                if target < self._bound:
+                    break
+            asked = below if target == below else asked
+            value, first = self._value, None
+            share = 0.5 if target == below else 0.25  # of what is left
+            status = self._ask(target, left * share, effort and effort * share, minimize=target == below)
+            effort = effort and effort * (1 - share)
+            if status == "infeasible":
+                self._bound = max(self._bound, target + 1)
+                step *= 2
+            elif self._value < value:
+                first, unanswered = (self._bound + self._below()) // 2, self._below() + 1
+            else:
+                unanswered = min(unanswered, target)
+                step = max(1, (unanswered - self._bound) // 4)
+        bound = min(float(self._bound * self._unit), self._value)
+        return Solved(self._words if self._better else None, self._value, bound)
+
+    def _below(self) -> int:
+        """The largest number of units that is less than the best value."""
+        return math.ceil(Fraction(self._value) / self._unit * (1 - Fraction(CLOSE))) - 1
+
+    def _raised(self, seconds: float) -> int:
+        """The units that a bound in seconds means: values are whole numbers of them, or more."""
+        return (
+            math.ceil(Fraction(seconds) / self._unit * (1 - Fraction(CLOSE)))
+            if self._whole.exact
+            else math.floor(Fraction(seconds) / self._unit)
+        )
+
+    def _ask(self, target: int, seconds: float, effort: float | None, *, minimize: bool) -> str:
+        begun = time.monotonic()
+        model = Model(self._whole.problem, target, minimize=minimize)
+        if not model.refuted:
+            model.hint(self._words)
+        status, bound = model.solve(
+            seconds=seconds - (time.monotonic() - begun),
+            seed=self._seed,
+            threads=self._threads,
+            effort=effort,
+            found=self._found,
+        )
+        if minimize and bound > self._bound:
+            self._bound = min(bound, target + 1)
+        self._tell(f"orders of {float(target * self._unit):,.6g} or less: {status}")
+        return status
+
+    def _found(self, words: Words, bound: int) -> bool:
+        """Keep an order if it is better; whether to stop, since it is much better than the target."""
+        value = value_of(self._problem, words)
+        if value < self._value * (1 - CLOSE) and self._problem.fits(words):
+            self._words, self._value, self._better = words, value, True
+        self._bound = max(self._bound, min(bound, self._below() + 1))
+        self._tell("found an order")
+        return self._bound > self._below()
+
+    def _tell(self, doing: str) -> None:
+        if self._report is not None:
+            self._report(self._value, float(self._bound * self._unit), doing)
