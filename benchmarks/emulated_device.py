@@ -36,9 +36,10 @@ import os
 import statistics
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,16 +73,71 @@ SPIN_SECONDS = 0.0001
 
 
 class Device:
-    """Sleeps in place of computing, and counts for how long it was asked to."""
+    """Sleeps in place of computing, and counts for how long it was asked to: a device that is the host.
+
+    What the host does between two ops adds to their time.
+    """
 
     def __init__(self) -> None:
         self.asked_seconds = 0.0
 
-    def compute(self, begin: float, seconds: float) -> float:
+    def compute(self, begin: float, seconds: float, ready: float = 0.0) -> float:
         """Until ``seconds`` after ``begin``, when the stage's code was entered; when that is."""
+        del ready
         self.asked_seconds += seconds
         sleep_until(begin + seconds)
         return begin + seconds
+
+    def ready(self, tensor: Tensor) -> float:
+        """When a tensor's content is there, if that may be later than the tensor."""
+        del tensor
+        return 0.0
+
+    def made(self, tensor: Tensor, when: float) -> None:
+        """Note it."""
+
+    def synchronize(self) -> None:
+        """Wait until all that was asked for is done."""
+
+
+class Stream(Device):
+    """A device with a queue, as a GPU is: an op begins when it was launched, those before it are over and its
+    input is there, and the host goes on meanwhile.
+
+    Messages go at once, ahead of their content: in the first 16 bytes of each is when that is made, and by
+    whom. It is with another worker a message's time later.
+
+    Args:
+        rank: this worker's.
+        link_seconds: what a message takes.
+    """
+
+    def __init__(self, rank: int, link_seconds: float) -> None:
+        super().__init__()
+        self.rank, self.link_seconds = rank, link_seconds
+        self.free = 0.0
+
+    def compute(self, begin: float, seconds: float, ready: float = 0.0) -> float:
+        """Ask for an op; when it will be over."""
+        self.asked_seconds += seconds
+        self.free = max(begin, self.free, ready) + seconds
+        return self.free
+
+    def ready(self, tensor: Tensor) -> float:
+        """See ``Device``."""
+        when, rank = _STAMP.from_address(tensor.data_ptr())
+        return float(when) + (self.link_seconds if when and rank != self.rank else 0.0)
+
+    def made(self, tensor: Tensor, when: float) -> None:
+        """See ``Device``."""
+        _STAMP.from_address(tensor.data_ptr())[:] = (when, self.rank)
+
+    def synchronize(self) -> None:
+        """See ``Device``."""
+        sleep_until(self.free)
+
+
+_STAMP = ctypes.c_double * 2
 
 
 def sleep_until(deadline: float) -> None:
@@ -91,6 +147,13 @@ def sleep_until(deadline: float) -> None:
 
 
 DEVICE = Device()
+
+
+def take_device(device: Device) -> None:
+    """Let all contenders of this process compute on it."""
+    global DEVICE  # noqa: PLW0603 - the stages are modules that know no settings
+    DEVICE = device
+
 
 REST_SECONDS = 0.005
 """What is measured of a step is told so much later: workers that share a core are not held up by it."""
@@ -124,8 +187,12 @@ def undisturbed() -> bool:
 class Clock:
     """When the backward of one unit was entered, and how far its halves have come."""
 
-    __slots__ = ("now", "passed_on")
+    __slots__ = ("entered", "now", "passed_on", "ready")
     now: float
+    entered: float
+    """When autograd came to the product: the weight's half begins there if it runs alone."""
+    ready: float
+    """When the gradient of the output is there."""
     passed_on: bool
     """Whether the input's gradient is made; the weight's, if it is not, begins where it was entered."""
 
@@ -142,7 +209,8 @@ class InputHalf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         made = gradients[0].new_empty(ctx.shape)
-        ctx.clock.now = DEVICE.compute(ctx.clock.now, ctx.seconds)
+        ctx.clock.now = DEVICE.compute(ctx.clock.now, ctx.seconds, ctx.clock.ready)
+        DEVICE.made(made, ctx.clock.now)
         ctx.clock.passed_on = True
         return made, None, None
 
@@ -158,7 +226,7 @@ class WeightHalf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         clock = ctx.clock
-        clock.now = DEVICE.compute(time.perf_counter() if clock.passed_on else clock.now, ctx.seconds)
+        clock.now = DEVICE.compute(clock.entered if clock.passed_on else clock.now, ctx.seconds, clock.ready)
         return gradients[0], None, None
 
 
@@ -173,6 +241,7 @@ class Output(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.clock.now = time.perf_counter()
+        ctx.clock.ready = DEVICE.ready(gradients[0])
         return gradients[0].new_ones(1, 1), None, None
 
 
@@ -195,9 +264,16 @@ class Sleep(nn.Module):
         half = work * BACKWARD_SECONDS / 2
         hidden = InputHalf.apply(value, half, clock)
         weight = WeightHalf.apply(self.weight, half, clock)
-        output: Tensor = Output.apply(hidden @ weight, value.shape, clock)
-        DEVICE.compute(clock.now, work * FORWARD_SECONDS)
+        product = hidden @ weight
+        if product.grad_fn is not None:
+            product.grad_fn.register_prehook(partial(_entered, clock))
+        output: Tensor = Output.apply(product, value.shape, clock)
+        DEVICE.made(output, DEVICE.compute(clock.now, work * FORWARD_SECONDS, DEVICE.ready(value)))
         return output
+
+
+def _entered(clock: Clock, _: tuple[Tensor, ...]) -> None:
+    clock.entered = time.perf_counter()
 
 
 class Shown(torch.autograd.Function):
@@ -231,7 +307,9 @@ class Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0].new_empty(ctx.output)
+        gradient = gradients[0].new_empty(ctx.output)
+        DEVICE.made(gradient, 0.0)
+        return gradient
 
 
 def trivial_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -384,6 +462,10 @@ class Ours:
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
             barrier=barrier,
         )
+        if isinstance(DEVICE, Stream):
+            weights = self.pipeline.weights
+            weights.own_norm = _reading(weights.own_norm)
+            weights.squared_norm = _reading(weights.squared_norm)
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
         self.pipeline.step(inputs, targets)
@@ -391,6 +473,16 @@ class Ours:
     def end(self) -> None:
         """After steps without a barrier: nobody computes in it."""
         self.pipeline.flush()
+
+
+def _reading(call: Callable[..., Any]) -> Callable[..., Any]:
+    """What reads numbers that the device has computed: the host waits for them, as it would for a GPU's."""
+
+    def waited(*args: Any) -> Any:
+        DEVICE.synchronize()
+        return call(*args)
+
+    return waited
 
 
 class Bare:
@@ -484,7 +576,7 @@ class BareAutograd(Bare):
 class Theirs:
     """A schedule of torch.distributed.pipelining's."""
 
-    def __init__(self, name: str, count: int, rank: int, workers: int) -> None:
+    def __init__(self, name: str, count: int, rank: int, workers: int, *, steps: int = 1) -> None:
         make, chunks = THEIR_SCHEDULES[name]
         self.stages = workers * chunks
         layers = sleepers(self.stages, workers)
@@ -496,10 +588,10 @@ class Theirs:
         parameters = [p for stage in held for p in layers[stage].parameters()]
         self.optimizer = torch.optim.SGD(parameters, lr=0.1)
         if make is theirs.Schedule1F1B:  # the order it lists is not the one it runs: F0 is missing at the end
-            ideal = simulated(cf.schemes.dapple(workers, count)).makespan
+            orders = our_orders(cf.schemes.dapple(workers, count))
         else:
-            ideal = their_makespan(self.schedule.pipeline_order, self.stages, 1 / chunks)
-        self.row = Row(name, False, 1.0, 0.0, ideal, None, [], [])
+            orders = their_orders(self.schedule.pipeline_order, self.stages, 1 / chunks)
+        self.row = Row(name, False, 1.0, 0.0, in_a_row(orders, steps) / steps, None, [], [])
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
         self.schedule.step(
@@ -515,8 +607,51 @@ class Theirs:
         """Nothing is left to do."""
 
 
-def their_makespan(orders: dict[int, list[Any]], stages: int, share: float) -> float:
-    """Seconds of one of torch's schedules when messages and Python cost nothing."""
+Needed = tuple[Any, Any, float]
+"""An op: what others need of it, what it needs of another, and its seconds."""
+
+
+def in_a_row(orders: Sequence[Sequence[Needed]], steps: int = 1) -> float:
+    """Seconds of so many steps without a barrier, the first fill and the last drain with them, if messages,
+    Python and optimisers cost nothing."""
+    left = [[(step, *op) for step in range(steps) for op in order] for order in orders]
+    at = [0] * len(left)
+    ends: dict[Any, float] = {}
+    clock = [0.0] * len(left)
+    while any(place < len(order) for place, order in zip(at, left, strict=True)):
+        before = sum(at)
+        for worker, order in enumerate(left):
+            while at[worker] < len(order):
+                step, makes, needs, seconds = order[at[worker]]
+                if needs is not None and (step, needs) not in ends:
+                    break
+                clock[worker] = max(clock[worker], ends.get((step, needs), 0.0)) + seconds
+                ends[step, makes] = clock[worker]
+                at[worker] += 1
+        assert sum(at) > before, "the orders are stuck"
+    return max(clock)
+
+
+def our_orders(schedule: cf.Schedule) -> list[list[Needed]]:
+    """A schedule's orders for ``in_a_row``."""
+    share, last = schedule.workers / schedule.stages, schedule.stages - 1
+
+    def needed(op: cf.Op) -> Needed:
+        forward, kind = op.kind.makes_output, op.kind
+        seconds = (
+            op.work * share * (FORWARD_SECONDS if forward else BACKWARD_SECONDS / 2 * len(kind.products))
+        )
+        if kind is OpKind.WEIGHT_GRADIENTS:
+            return ("W", op), None, seconds
+        before = op.stage - 1 if forward else op.stage + 1
+        needs = (forward, before, op.micro_batches) if 0 <= before <= last else None
+        return (forward, op.stage, op.micro_batches), needs, seconds
+
+    return [[needed(op) for op in order] for order in schedule.orders]
+
+
+def their_orders(orders: dict[int, list[Any]], stages: int, share: float) -> list[list[Needed]]:
+    """Those of one of torch's schedules."""
     half = share * BACKWARD_SECONDS / 2
     seconds = {
         Kind.FORWARD: share * FORWARD_SECONDS,
@@ -524,35 +659,20 @@ def their_makespan(orders: dict[int, list[Any]], stages: int, share: float) -> f
         Kind.BACKWARD_INPUT: half,
         Kind.BACKWARD_WEIGHT: half,
     }
-    left = {}
-    for rank, order in orders.items():
-        flat = [part for action in order if action for part in (action.sub_actions or (action,))]
-        left[rank] = [a for a in flat if a.computation_type in seconds]
-    ends: dict[tuple[bool, int, int], float] = {}
-    clock: dict[int, float] = defaultdict(float)
-    while any(left.values()):
-        before = sum(map(len, left.values()))
-        for rank, order in left.items():
-            while order:
-                stage, kind, micro_batch = (
-                    order[0].stage_index,
-                    order[0].computation_type,
-                    order[0].microbatch_index,
-                )
-                lasts = seconds[kind]
-                if stage == 0 and kind is not Kind.FORWARD and kind is not Kind.FULL_BACKWARD:
-                    lasts = 0.0 if kind is Kind.BACKWARD_INPUT else 2 * half
-                forward = kind is Kind.FORWARD
-                ahead = (forward, stage - 1 if forward else stage + 1, micro_batch)
-                waits = 0 <= ahead[1] < stages and kind is not Kind.BACKWARD_WEIGHT
-                if waits and ahead not in ends:
-                    break
-                clock[rank] = max(clock[rank], ends[ahead] if waits else 0.0) + lasts
-                if kind is not Kind.BACKWARD_WEIGHT:
-                    ends[forward, stage, micro_batch] = clock[rank]
-                order.pop(0)
-        assert sum(map(len, left.values())) < before, "their schedule is stuck"
-    return max(clock.values())
+
+    def needed(action: Any) -> Needed:
+        stage, kind, number = action.stage_index, action.computation_type, action.microbatch_index
+        lasts = seconds[kind]
+        if stage == 0 and kind is not Kind.FORWARD and kind is not Kind.FULL_BACKWARD:
+            lasts = 0.0 if kind is Kind.BACKWARD_INPUT else 2 * half
+        if kind is Kind.BACKWARD_WEIGHT:
+            return ("W", stage, number), None, lasts
+        forward = kind is Kind.FORWARD
+        before = stage - 1 if forward else stage + 1
+        return (forward, stage, number), (forward, before, number) if 0 <= before < stages else None, lasts
+
+    flat = [[p for a in order if a for p in (a.sub_actions or (a,))] for _, order in sorted(orders.items())]
+    return [[needed(a) for a in order if a.computation_type in seconds] for order in flat]
 
 
 # The run
@@ -619,11 +739,13 @@ def work(settings: Settings, count: int) -> dict[str, list[Row]]:
 
 def timed(step: Callable[[], None], transport: Any) -> tuple[float, float, float]:
     """Seconds from a common start to the end of the last worker; of all workers, sleep and processor time."""
+    DEVICE.synchronize()
     slept = DEVICE.asked_seconds
     start = max(row[0] for row in transport.gather([time.perf_counter()])) + 0.005  # one clock on a machine
     sleep_until(start)
     busy = time.process_time()
     step()
+    DEVICE.synchronize()
     end, busy = time.perf_counter(), time.process_time() - busy
     time.sleep(REST_SECONDS)
     rows = transport.gather([end, DEVICE.asked_seconds - slept, busy])
