@@ -185,7 +185,7 @@ def scratch_of(numbers: Numbers, workers: int) -> Scratch:
 
 
 @compiled
-def _run(n: Any, s: Any, letter: int, at: float) -> float:
+def run_next(n: Any, s: Any, letter: int, at: float) -> float:
     """Run the next op of a letter from ``at`` on: its end, what it sends, and when its worker goes on."""
     k = s.done[letter]
     op = n.base[letter] + k
@@ -239,7 +239,8 @@ def _sum(n: Any, s: Any) -> None:
 
 
 @compiled
-def _reset(n: Any, s: Any) -> None:
+def reset(n: Any, s: Any) -> None:
+    """Nothing has run and no message travels; ``ended`` and ``head`` are the caller's."""
     for letter in range(len(n.worker)):
         s.missing[n.base[letter] : n.base[letter + 1]] = n.needed[letter]
     s.ready[:] = 0.0
@@ -252,7 +253,7 @@ def play(n: Any, s: Any, flat: Any, begin: Floats) -> bool:
     """Play words, each worker from ``begin`` on; whether they end. Fills ``start``, ``end`` and ``ended``."""
     if not n.lanes and not n.busy:
         return _play_free(n, s, flat, begin)
-    _reset(n, s)
+    reset(n, s)
     workers = len(begin)
     for worker in range(workers):
         s.head[worker] = flat.first[worker]
@@ -268,7 +269,7 @@ def play(n: Any, s: Any, flat: Any, begin: Floats) -> bool:
                 op = n.base[letter] + k
                 if s.missing[op]:
                     break
-                at = _run(n, s, letter, max(at, s.ready[op]))
+                at = run_next(n, s, letter, max(at, s.ready[op]))
                 s.done[letter] = k + 1
                 place += 1
             left -= place - s.head[worker]
@@ -426,7 +427,7 @@ def build(n: Any, s: Any, room: Any, due: Any, flat: Any) -> bool:
     only if there is room left for one of each of its worker's forwards that have none in flight. So workers
     that run as much as they may never wait for each other in a circle.
     """
-    _reset(n, s)
+    reset(n, s)
     room.held[:] = 0.0
     room.freed[:] = 0
     workers = len(s.ended)
@@ -487,7 +488,7 @@ def _choice(n: Any, s: Any, room: Any, due: Any, worker: int, until: float) -> i
 @compiled
 def _take(n: Any, s: Any, room: Any, letter: int) -> None:
     worker, k = n.worker[letter], s.done[letter]
-    s.ended[worker] = _run(n, s, letter, max(s.ended[worker], s.ready[n.base[letter] + k]))
+    s.ended[worker] = run_next(n, s, letter, max(s.ended[worker], s.ready[n.base[letter] + k]))
     s.done[letter] = k + 1
     for store in range(len(n.most)):
         room.held[store, worker] += n.at_start[store, letter] + n.at_end[store, letter]

@@ -1,0 +1,274 @@
+"""Blocks by moves: a first pattern letter by letter, then one changed pattern after another, the better kept.
+
+For many workers, and where there is no solver. A move takes a letter to another place of its worker's order,
+perhaps a round earlier or later, or puts all that comes after a letter on its pipe's way a round off. What a
+worker holds depends on its own letters only, so a move that needs too much memory costs next to nothing.
+
+Invariant: the same seed and number of moves give the same block; every pattern kept is within all limits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .kernel import NEVER, Floats, Ints, compiled
+from .modulo import (
+    Block,
+    Cut,
+    Pattern,
+    Ring,
+    Ways,
+    cut_of,
+    has_room,
+    least_period,
+    least_work,
+    ring_of,
+    shortest_way,
+    timed,
+    ways_of,
+)
+from .problem import Problem
+
+_STRETCHES = (*(1.02**i for i in range(40)), *(2.2 * 1.25**i for i in range(40)))
+"""Periods that are tried for the first pattern, in least ones."""
+
+
+def first_pattern(problem: Problem) -> Pattern:
+    """A pattern within all limits: letters as early as they can be, in the shortest period that allows it."""
+    ring = ring_of(problem)
+    sequence = np.lexsort((ring.pipe, ring.chain))
+    for stretch in _STRETCHES:
+        period = least_work(problem) * stretch
+        start = np.full(len(sequence), -1.0)
+        if _placed(ring, sequence, period, start):
+            pattern = _pattern_of(ring, start, period)
+            cut = cut_of(pattern)
+            if all(has_room(ring, cut, w) for w in range(problem.workers)):
+                return pattern
+    orders = tuple(tuple(int(n) for n in sequence if ring.worker[n] == w) for w in range(problem.workers))
+    return Pattern(orders, (0,) * len(sequence))  # one micro-batch after the other
+
+
+def improved(problem: Problem, block: Block, *, times: float, moves: int, seed: int) -> Block:
+    """The best block that so many moves lead to.
+
+    Args:
+        problem: what is ordered.
+        block: where to begin, within all limits.
+        times: how many periods count as much as the time of one micro-batch from first to last.
+        moves: how many are tried.
+        seed: of the random numbers.
+    """
+    ring, ways = ring_of(problem), ways_of(len(problem.letters))
+    x = _state_of(block, ways, seed)
+    plan = _Plan(least_work(problem), shortest_way(problem), times, moves, _WARM * float(ring.busy.mean()))
+    _anneal(ring, x, ways, plan)
+    found = timed(problem, _pattern(ring, x.best))
+    assert found is not None  # every pattern kept has a period
+    return found
+
+
+_WARM = 0.5
+"""How much worse a pattern may be at first to be kept now and then, in ops."""
+
+
+class _Plan(NamedTuple):
+    """The least period and way, how often the period counts, how many moves, and how warm at first."""
+
+    floor: float
+    way: float
+    times: float
+    moves: int
+    warm: float
+
+
+class _State(NamedTuple):
+    """Patterns: the one that is tried, that was kept, the best; and what is critical in the one kept."""
+
+    cut: Cut
+    kept: Cut
+    best: Cut
+    critical: Ints
+    random: NDArray[np.uint64]
+
+
+def _state_of(block: Block, ways: Ways, seed: int) -> _State:
+    cuts = [cut_of(block.pattern) for _ in range(3)]
+    random = np.array([seed], dtype=np.uint64)
+    return _State(cuts[0], cuts[1], cuts[2], ways.critical.copy(), random)
+
+
+def _pattern(ring: Ring, cut: Cut) -> Pattern:
+    cuts = zip(ring.where[:-1], ring.where[1:], strict=True)
+    return Pattern(tuple(tuple(cut.order[a:b].tolist()) for a, b in cuts), tuple(cut.rounds.tolist()))
+
+
+def _pattern_of(ring: Ring, start: Floats, period: float) -> Pattern:
+    rounds = np.floor(start / period + 1e-9)
+    rest = start - rounds * period
+    order = np.lexsort((rest, ring.worker))
+    return _pattern(ring, Cut(order, rounds.astype(np.int64)))
+
+
+# Letter by letter
+
+
+@compiled
+def _placed(ring: Any, sequence: Ints, period: float, start: Floats) -> bool:
+    """Letters one by one, each where its worker is first free modulo the period; whether all found a place.
+
+    ``start`` is below 0 where a letter has no place yet.
+    """
+    for n in sequence:
+        at = 0.0
+        for edge in range(ring.first[n], ring.first[n + 1]):
+            at = max(at, start[ring.maker[edge]] + ring.after[edge])
+        for _ in range(_TRIES):
+            later = _free_from(ring, period, start, n, at)
+            if later == at:
+                start[n] = at
+                break
+            at = later
+        if start[n] < 0:
+            return False
+    return True
+
+
+_TRIES = 40
+
+
+@compiled
+def _free_from(ring: Any, period: float, start: Floats, n: int, at: float) -> float:
+    """A time, or a later one that a letter on its worker asks for."""
+    close = 1e-9 * period
+    for m in range(len(start)):
+        if start[m] >= 0 and ring.worker[m] == ring.worker[n]:
+            gone = (at - start[m]) % period  # since m started last
+            if gone < ring.busy[m] - close:
+                return float(at + ring.busy[m] - gone)
+            if period - ring.busy[n] + close < gone < period - close:
+                return float(at + period - gone + ring.busy[m])
+    return at
+
+
+# Moves
+
+
+@compiled
+def _random(state: Any) -> float:
+    """A number from 0 up to 1 (splitmix64)."""
+    state[0] += np.uint64(0x9E3779B97F4A7C15)
+    z = state[0]
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return float(z >> np.uint64(11)) / 9007199254740992.0
+
+
+@compiled
+def _worth(ring: Any, x: Any, ways: Any, plan: Any, most: float) -> float:
+    """How long a pattern takes: its period so often, and one micro-batch's way; never, if surely too long."""
+    period = least_period(ring, x.cut, plan.floor, (most - plan.way) / plan.times, ways)
+    if period == NEVER:
+        return NEVER
+    way = 0.0
+    for n in range(len(ways.start)):
+        way = max(way, ways.start[n] + ring.busy[n])
+    return float(plan.times * period + way)
+
+
+@compiled
+def _copy(source: Any, target: Any) -> None:
+    target.order[:] = source.order
+    target.rounds[:] = source.rounds
+
+
+@compiled
+def _keep(x: Any, ways: Any) -> None:
+    """Keep what was tried; letters are looked at by their starts from now on."""
+    _copy(x.cut, x.kept)
+    x.critical[:] = ways.critical
+    # They were nearly in order: insertion is fast.
+    for i in range(1, len(ways.sequence)):
+        n, j = ways.sequence[i], i
+        while j > 0 and ways.start[ways.sequence[j - 1]] > ways.start[n]:
+            ways.sequence[j] = ways.sequence[j - 1]
+            j -= 1
+        ways.sequence[j] = n
+
+
+@compiled
+def _chosen(x: Any) -> int:
+    """A letter, half of the time a critical one."""
+    letters = len(x.critical)
+    if _random(x.random) < 0.5:
+        count = 0
+        while count < letters and x.critical[count] >= 0:
+            count += 1
+        return int(x.critical[int(_random(x.random) * count)])
+    return int(_random(x.random) * letters)
+
+
+@compiled
+def _moved(ring: Any, x: Any, n: int) -> bool:
+    """Move a letter to another place of its worker's period, or round; whether the worker has room."""
+    worker, order, rounds = ring.worker[n], x.cut.order, x.cut.rounds
+    a, b = ring.where[worker], ring.where[worker + 1]
+    i, j = a, a + int(_random(x.random) * (b - a))
+    while order[i] != n:
+        i += 1
+    if _random(x.random) < 0.5:
+        j = i + 1 if _random(x.random) < 0.5 else i - 1
+    by = 0
+    if j >= b:  # past the end: it opens the next period
+        j, by = a, 1
+    elif j < a:  # before the first: it closes the period before
+        j, by = b - 1, -1
+    elif j == i:
+        by = 1 if _random(x.random) < 0.5 else -1
+    elif _random(x.random) < 0.3:
+        by = 1 if j < i else -1
+    step = 1 if j > i else -1
+    for k in range(i, j, step):
+        order[k] = order[k + step]
+    order[j] = n
+    rounds[n] += by
+    return bool(has_room(ring, x.cut, worker))
+
+
+@compiled
+def _shifted(ring: Any, x: Any, n: int) -> bool:
+    """Move all that comes after a letter on its pipe's way by a round; whether there is room."""
+    by = 1 if _random(x.random) < 0.4 else -1
+    for m in range(len(ring.chain)):
+        if ring.pipe[m] == ring.pipe[n] and ring.chain[m] >= ring.chain[n]:
+            x.cut.rounds[m] += by
+    fits = True
+    for worker in range(len(ring.where) - 1):
+        fits = fits and has_room(ring, x.cut, worker)
+    return fits
+
+
+@compiled
+def _anneal(ring: Any, x: Any, ways: Any, plan: Any) -> None:
+    """Simulated annealing; leaves the best pattern in ``x.best``."""
+    now = _worth(ring, x, ways, plan, NEVER)
+    best = now
+    _keep(x, ways)
+    for move in range(plan.moves):
+        warm = plan.warm * (1.0 - move / plan.moves) ** 2
+        n = _chosen(x)
+        fits = _moved(ring, x, n) if _random(x.random) < 0.8 else _shifted(ring, x, n)
+        most = now - warm * np.log(1.0 - _random(x.random))  # the worse, the less likely
+        then = _worth(ring, x, ways, plan, most) if fits else NEVER
+        if then <= most:
+            now = then
+            _keep(x, ways)
+            if now < best:
+                best = now
+                _copy(x.cut, x.best)
+        else:
+            _copy(x.kept, x.cut)

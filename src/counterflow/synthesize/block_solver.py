@@ -1,0 +1,231 @@
+"""Blocks by OR-tools: whether there is one of a period within all limits, and the best of that period.
+
+A letter starts at ``round * period + rest``. On a worker the rests do not overlap around the circle; what a
+worker holds when a letter starts is a sum over rounds and who goes before whom, so the model is linear.
+
+Invariant: the solver sees whole numbers, times to about a thousandth of a period. What it finds is taken as a
+pattern and timed with the real numbers, so a block is right whatever was rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.util import find_spec
+from typing import Any
+
+from counterflow.extras import imported
+
+from .modulo import Block, least_work, pattern_of, ring_of, shortest_way, timed
+from .problem import Problem
+
+UNITS = 720
+"""Of time in a least period, where times have no larger common unit."""
+
+_WAYS = 3
+"""How long a micro-batch may be on its way, in shortest ways."""
+
+_PARTS = 1_000_000
+"""Of a limit: the unit in which bytes are counted."""
+
+
+class Wanted(StrEnum):
+    """What the best block of a period is."""
+
+    SHORT = "short"
+    SMALL = "small"
+    ANY = "any"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the solver says: a block, or that there is none, or neither in its time.
+
+    Attributes:
+        block: the best that was found.
+        impossible: whether there is none (to the rounding of times).
+    """
+
+    block: Block | None
+    impossible: bool
+
+
+def unit_of(problem: Problem) -> float:
+    """Seconds of a unit of the solver's time."""
+    ring = ring_of(problem)
+    most = least_work(problem)
+    times = [t for t in (*ring.busy.tolist(), *ring.after.tolist()) if t > 0]
+    if not times:
+        return 1.0
+    unit = times[0]
+    for t in times[1:]:
+        a, b = unit, t
+        while b > most * 1e-6:
+            a, b = b, a % b
+        unit = a
+    return unit if most / unit <= 2 * UNITS else most / UNITS
+
+
+def solved(
+    problem: Problem,
+    period: float,
+    *,
+    wanted: Wanted,
+    seconds: float,
+    hint: Block | None = None,
+    threads: int = 2,
+) -> Answer:
+    """A block of at most this period.
+
+    Args:
+        problem: what is ordered.
+        period: in seconds.
+        wanted: the shortest way of a micro-batch (``short``), the least memory (``small``), or any block.
+        seconds: how long to search.
+        hint: a block to begin with.
+        threads: of the solver.
+
+    Raises:
+        ConfigError: OR-tools is not installed.
+    """
+    cp_model = imported("ortools.sat.python.cp_model", "synthesize")
+    model = _Model(problem, period, cp_model)
+    if hint is not None:
+        model.hint(hint)
+    if wanted is Wanted.SHORT:
+        model.shortest()
+    elif wanted is Wanted.SMALL:
+        model.smallest()
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = threads
+    solver.parameters.random_seed = 0
+    status = solver.solve(model.model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return Answer(None, status == cp_model.INFEASIBLE)
+    starts = tuple(float(solver.value(at)) for at in model.starts)
+    return Answer(timed(problem, pattern_of(problem, starts, float(model.period))), impossible=False)
+
+
+class _Model:
+    """One period's model."""
+
+    def __init__(self, problem: Problem, period: float, cp_model: Any) -> None:
+        self.problem = problem
+        self.unit = unit_of(problem)
+        self.ring = ring_of(problem)
+        self.model = cp_model.CpModel()
+        self.busy = [max(1, round(t / self.unit)) for t in self.ring.busy.tolist()]
+        loads = [0] * problem.workers
+        for letter, busy in zip(problem.letters, self.busy, strict=True):
+            loads[letter.worker] += busy
+        self.period = max(math.floor(period / self.unit + 1e-6), *loads)
+        letters = range(len(problem.letters))
+        self.rounds = math.ceil(_WAYS * shortest_way(problem) / (self.period * self.unit)) + 4
+        self.rest = [self.model.new_int_var(0, self.period - 1, f"rest {n}") for n in letters]
+        self.round = [self.model.new_int_var(0, self.rounds, f"round {n}") for n in letters]
+        self.starts = [q * self.period + r for q, r in zip(self.round, self.rest, strict=True)]
+        if problem.workload.placement.pipes == 1:
+            first = next(n for n, x in enumerate(problem.letters) if not x.needs)
+            self.model.add(self.starts[first] == 0)
+        self.goes_before: dict[tuple[int, int], Any] = {}
+        for n in letters:
+            for edge in range(self.ring.first[n], self.ring.first[n + 1]):
+                after = round(float(self.ring.after[edge]) / self.unit)
+                self.model.add(self.starts[n] >= self.starts[self.ring.maker[edge]] + max(1, after))
+        for worker in range(problem.workers):
+            self._without_overlap(problem.of_worker(worker))
+            self._within_limits(worker)
+
+    def _without_overlap(self, own: tuple[int, ...]) -> None:
+        model, rest, busy = self.model, self.rest, self.busy
+        for i, one in enumerate(own):
+            for other in own[i + 1 :]:
+                before = model.new_bool_var(f"{one} before {other}")
+                self.goes_before[one, other], self.goes_before[other, one] = before, 1 - before
+                model.add(rest[one] + busy[one] <= rest[other]).only_enforce_if(before)
+                model.add(rest[other] + busy[other] <= rest[one]).only_enforce_if(~before)
+                model.add(rest[one] + busy[one] <= rest[other] + self.period)
+                model.add(rest[other] + busy[other] <= rest[one] + self.period)
+        model.add_no_overlap([model.new_fixed_size_interval_var(rest[n], busy[n], "") for n in own])
+
+    def _holdings(self, store: int, worker: int, parts: float) -> list[Any]:
+        """What the worker holds while each letter runs that takes something, in parts."""
+        own = self.problem.of_worker(worker)
+        net = {n: round(float(self.ring.net[store, n]) / parts) for n in own}
+        takers = [n for n in own if net[n] > 0]
+        for pipe in {self.problem.letters[n].pipe for n in own}:
+            # What a micro-batch takes it frees: roundings may not say otherwise.
+            stage = [n for n in own if self.problem.letters[n].pipe == pipe and net[n]]
+            if stage:
+                net[stage[-1]] -= sum(net[n] for n in stage)
+        found = []
+        for n in own:
+            takes = math.ceil(float(self.ring.takes[store, n]) / parts - 1e-9)
+            if takes > 0 or n in takers:
+                held = takes
+                for other in own:
+                    if other != n and net[other]:
+                        rounds = self.round[n] - self.round[other] + self.goes_before[other, n]
+                        held += net[other] * rounds
+                found.append(held)
+        return found
+
+    def _parts(self, store: int, worker: int) -> float:
+        """The unit in which a store is counted."""
+        values = [*self.ring.takes[store].tolist(), *self.ring.net[store].tolist()]
+        if all(v == int(v) for v in values):
+            return 1.0
+        return float(self.ring.most[store, worker]) / _PARTS
+
+    def _within_limits(self, worker: int) -> None:
+        for store in range(len(self.ring.most)):
+            most = float(self.ring.most[store, worker])
+            if math.isfinite(most):
+                parts = self._parts(store, worker)
+                for held in self._holdings(store, worker, parts):
+                    self.model.add(held <= math.floor(most / parts))
+                self._mean(store, worker, parts, math.floor(most / parts))
+
+    def _mean(self, store: int, worker: int, parts: float, most: int) -> None:
+        """The mean of what is held is no more than the most: follows from the rest, and helps a lot."""
+        limited = self.problem.stores[store]
+        held = 0
+        net = 0
+        for n in self.problem.of_worker(worker):
+            takes = math.floor(limited.at_start[n] / parts)
+            frees = math.floor(limited.at_end[n] / parts)
+            held -= takes * self.starts[n] + frees * (self.starts[n] + self.busy[n])
+            net += takes + frees
+        if not net:
+            self.model.add(held <= most * self.period)
+
+    def shortest(self) -> None:
+        """Want a micro-batch's way to be short."""
+        last = self.model.new_int_var(0, self.period * (self.rounds + 2), "last")
+        for start, busy in zip(self.starts, self.busy, strict=True):
+            self.model.add(last >= start + busy)
+        self.model.minimize(last)
+
+    def smallest(self) -> None:
+        """Want the most that a worker holds of the first store to be little."""
+        parts = self._parts(0, 0)
+        most = self.model.new_int_var(0, 10**12, "most")
+        for worker in range(self.problem.workers):
+            for held in self._holdings(0, worker, parts):
+                self.model.add(held <= most)
+        self.model.minimize(most)
+
+    def hint(self, block: Block) -> None:
+        """Tell the solver of a block."""
+        stretch = self.period * self.unit / block.period
+        for n, at in enumerate(block.starts):
+            whole = round(at * stretch / self.unit)
+            self.model.add_hint(self.round[n], whole // self.period)
+            self.model.add_hint(self.rest[n], whole % self.period)
+
+
+def solver_is_there() -> bool:
+    """Whether OR-tools is installed."""
+    return find_spec("ortools") is not None

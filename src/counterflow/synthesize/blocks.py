@@ -1,0 +1,127 @@
+"""Orders that repeat a block: blocks of short periods and ways, unrolled to all micro-batches, then squeezed.
+
+The block of a problem does not grow with its micro-batches, so good ones are found where whole orders are too
+long to be searched. Blocks come from moves on a first one (``block_moves``), then from a solver where it is
+installed (``block_solver``), which also says which periods cannot be.
+
+Invariant: what is yielded is within all limits and plays to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import inf
+from time import monotonic
+
+from .block_moves import first_pattern, improved
+from .block_solver import Wanted, solved, solver_is_there
+from .modulo import Block, least_work, timed, unrolled
+from .problem import Problem, Words
+from .squeeze import Squeezer
+
+MOVES = 500_000
+"""Moves for a block, times its letters."""
+
+MOST_FOR_SOLVER = 120
+"""Letters: with more, the solver finds nothing that moves do not."""
+
+_LATE = (inf, 0.5, 0.0)
+"""How late a squeezed op may make the next one, in ops."""
+
+
+def candidates(
+    problem: Problem,
+    *,
+    seconds: float,
+    turns: int | None = None,
+    seed: int = 0,
+    report: Callable[[str], None] = lambda _: None,
+) -> Iterator[Words]:
+    """Words of several blocks, each squeezed, as they are found.
+
+    Args:
+        problem: what is ordered.
+        seconds: how long to look for blocks; the first is always looked for.
+        turns: how many blocks are looked for by moves, and none by the solver; then time does not count, and
+            words are the same on any machine.
+        seed: of the random numbers.
+        report: is told of each block.
+    """
+    squeezer = Squeezer(problem)
+    mean = sum(problem.work()) / problem.ops
+    known: set[Words] = set()
+    for how, block in blocks(problem, seconds=seconds, turns=turns, seed=seed):
+        report(f"{how}: a micro-batch every {block.period:.6g} s, {way_of(problem, block):.6g} s on its way")
+        words = unrolled(problem, block)
+        for late in _LATE:
+            squeezed = squeezer.squeezed(words, late * mean)
+            if squeezed not in known and problem.fits(squeezed):
+                known.add(squeezed)
+                yield squeezed
+
+
+def way_of(problem: Problem, block: Block) -> float:
+    """Seconds of one micro-batch of every pipe, from first to last."""
+    return max(at + x.seconds for at, x in zip(block.starts, problem.letters, strict=True))
+
+
+def blocks(
+    problem: Problem, *, seconds: float, turns: int | None = None, seed: int = 0
+) -> Iterator[tuple[str, Block]]:
+    """Blocks of a problem, with how they were found; what is done between two of them counts as time too.
+
+    Args:
+        problem: what is ordered.
+        seconds: how long to look for them; the first is always looked for.
+        turns: see ``candidates``.
+        seed: of the random numbers.
+    """
+    until = inf if turns is not None else monotonic() + seconds
+    first = timed(problem, first_pattern(problem))
+    assert first is not None
+    many = max(x.count for x in problem.letters)
+    best = first
+    moves = max(500, MOVES // len(problem.letters))
+    kinds = (many - 1, 4 * many, max(1, many / 4))
+    for turn in range(_TURNS if turns is None else turns):
+        times = kinds[turn % len(kinds)]
+        block = improved(problem, first, times=times, moves=moves, seed=seed * 1009 + turn)
+        yield "moves", block
+        best = min(best, block, key=lambda b: (many - 1) * b.period + way_of(problem, b))
+        if monotonic() > until:
+            return
+    if turns is None and len(problem.letters) <= MOST_FOR_SOLVER and solver_is_there():
+        yield from _solver_blocks(problem, best, until)
+
+
+_TURNS = 6
+
+
+def _solver_blocks(problem: Problem, best: Block, until: float) -> Iterator[tuple[str, Block]]:
+    """The least period, as far as there is time; of it the shortest way, then the least memory."""
+    for block in shorter_periods(problem, best, until):
+        best = block
+        yield "solver", block
+    for wanted in (Wanted.SHORT, Wanted.SMALL) if problem.stores else (Wanted.SHORT,):
+        left = until - monotonic()
+        if left <= 0:
+            return
+        answer = solved(problem, best.period * (1 + 1e-9), wanted=wanted, seconds=left / 2, hint=best)
+        if answer.block is not None:
+            yield f"solver, {wanted.value}", answer.block
+
+
+def shorter_periods(problem: Problem, best: Block, until: float) -> Iterator[Block]:
+    """Blocks of ever shorter periods, until the least is within a thousandth or time is up.
+
+    Where there is a block of some period, there is one of each longer one: all starts stretched.
+    """
+    low = target = least_work(problem)
+    while best.period > low * 1.001 and (left := until - monotonic()) > 0:
+        answer = solved(problem, target, wanted=Wanted.ANY, seconds=left / 4, hint=best)
+        if answer.block is not None and answer.block.period < best.period:
+            best = answer.block
+            yield best
+        else:
+            low = target
+        target = (low + best.period) / 2

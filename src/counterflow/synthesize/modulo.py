@@ -1,0 +1,398 @@
+"""A repeating block: when the ops of one micro-batch of every pipe start; others follow period by period.
+
+On a worker no two ops overlap modulo the period. What is held at any time in between follows from two things
+alone: the *order* in which a worker runs its letters within a period, and in which *round* (how many periods
+after the first) a letter's first op runs. These two are a ``Pattern``; its least period and earliest starts
+are longest paths (a period is least where a circle of waits just closes).
+
+Invariant: a block holds no more while it begins and ends than in between, since what a micro-batch holds on a
+worker is never less than nothing. Nothing here depends on how many micro-batches there are; pipes with fewer
+run the first rounds only. Links with one message at a time count with their load, not with their queues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from counterflow.schedule.ir import OpKind
+
+from .kernel import Floats, Ints, compiled
+from .problem import Problem, Words
+
+_CLOSE = 1e-9
+"""Of a period or a limit: differences of sums of floats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """In which order and in which rounds letters run.
+
+    Attributes:
+        orders: by worker, its letters as they follow each other in a period.
+        rounds: by letter, the period in which its first op runs.
+    """
+
+    orders: Words
+    rounds: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The k-th op of letter l starts at ``starts[l] + k * period``.
+
+    Attributes:
+        period: seconds from a micro-batch to the next one.
+        starts: by letter, when its first op starts, in seconds; the first of all at 0.
+        pattern: what it was made of.
+    """
+
+    period: float
+    starts: tuple[float, ...]
+    pattern: Pattern
+
+
+class Ring(NamedTuple):
+    """What a block has to keep, as arrays.
+
+    Attributes:
+        worker: of each letter.
+        busy: of each letter, seconds for which an op keeps its worker.
+        first: letter l needs ``maker[first[l]:first[l + 1]]``.
+        maker: what is needed.
+        after: how long after its maker's start a need is there.
+        chain: of each letter, its place on the way through its pipe and back.
+        pipe: of each letter.
+        takes: by store and letter, the most that an op adds while it runs.
+        net: by store and letter, what it has added when it is over.
+        most: by store and worker.
+        where: worker w's letters stand at ``where[w]`` to ``where[w + 1]`` in an order.
+    """
+
+    worker: Ints
+    busy: Floats
+    first: Ints
+    maker: Ints
+    after: Floats
+    chain: Ints
+    pipe: Ints
+    takes: Floats
+    net: Floats
+    most: Floats
+    where: Ints
+
+
+def ring_of(problem: Problem) -> Ring:
+    """A problem's round, as arrays."""
+    letters = problem.letters
+    stages = problem.workload.placement.stages
+    goes_on = [x.seconds for x in letters]
+    rows: list[list[tuple[int, float]]] = []
+    for x in letters:
+        row = []
+        for need in x.needs:
+            arrives = letters[need.letter].seconds
+            if need.link is not None:
+                if problem.busy:
+                    arrives = goes_on[need.letter]
+                    goes_on[need.letter] += need.seconds
+                arrives += need.seconds
+            row.append((need.letter, arrives))
+        rows.append(row)
+    counts = [0] * problem.workers
+    for x in letters:
+        counts[x.worker] += 1
+    start, end = (
+        np.array(rows).reshape(-1, len(letters))
+        for rows in ([s.at_start for s in problem.stores], [s.at_end for s in problem.stores])
+    )
+    most = np.array([s.most for s in problem.stores]).reshape(-1, problem.workers)
+    return Ring(
+        worker=np.array([x.worker for x in letters]),
+        busy=np.array(goes_on),
+        first=np.array([0, *accumulate(len(row) for row in rows)]),
+        maker=np.array([m for row in rows for m, _ in row], dtype=np.int64),
+        after=np.array([a for row in rows for _, a in row], dtype=np.float64),
+        chain=np.array([x.stage if x.kind is OpKind.FORWARD else 2 * stages - x.stage for x in letters]),
+        pipe=np.array([x.pipe for x in letters]),
+        takes=start + np.maximum(end, 0.0),
+        net=start + end,
+        most=most * (1 + _CLOSE),
+        where=np.array([0, *accumulate(counts)]),
+    )
+
+
+def least_work(problem: Problem) -> float:
+    """The least period that any block has: what the busiest worker, or link, has to do in a round."""
+    ring = ring_of(problem)
+    loads = [float(ring.busy[ring.worker == w].sum()) for w in range(problem.workers)]
+    if problem.lanes:
+        carried = [0.0] * problem.links
+        for letter in problem.letters:
+            for need in letter.needs:
+                if need.link is not None:
+                    carried[need.link] += need.seconds
+        loads += carried
+    return max(loads)
+
+
+def shortest_way(problem: Problem) -> float:
+    """Seconds of a micro-batch from first to last that never waits for another."""
+    ring, ways = ring_of(problem), ways_of(len(problem.letters))
+    while _later(ring, 0.0, ways):
+        pass
+    return float((ways.start + ring.busy).max())
+
+
+def timed(problem: Problem, pattern: Pattern) -> Block | None:
+    """The block of least period that keeps a pattern, as early as it can be; None: it waits in a circle."""
+    ways = ways_of(len(problem.letters))
+    period = least_period(ring_of(problem), cut_of(pattern), least_work(problem), np.inf, ways)
+    if period == np.inf:
+        return None
+    starts = ways.start - ways.start.min()
+    return Block(float(period), tuple(starts.tolist()), pattern)
+
+
+def pattern_of(problem: Problem, starts: tuple[float, ...], period: float) -> Pattern:
+    """The pattern of given starts."""
+    rounds = tuple(int((at + _CLOSE * period) // period) for at in starts)
+    orders = []
+    for worker in range(problem.workers):
+        own = problem.of_worker(worker)
+        orders.append(tuple(sorted(own, key=lambda n: (starts[n] - rounds[n] * period, n))))
+    return Pattern(tuple(orders), rounds)
+
+
+def held(problem: Problem, pattern: Pattern) -> tuple[tuple[float, ...], ...]:
+    """By store and worker, the most that is held while a pattern repeats itself."""
+    ring, cut = ring_of(problem), cut_of(pattern)
+    workers = range(problem.workers)
+    return tuple(
+        tuple(float(_held(ring, cut, store, w)) for w in workers) for store in range(len(problem.stores))
+    )
+
+
+def faults(problem: Problem, starts: tuple[float, ...], period: float) -> Iterator[str]:
+    """What keeps starts from being those of a block of this period within all limits."""
+    letters = problem.letters
+    ring = ring_of(problem)
+    close = _CLOSE * period
+    for n, letter in enumerate(letters):
+        for edge in range(ring.first[n], ring.first[n + 1]):
+            if starts[n] + close < starts[ring.maker[edge]] + ring.after[edge]:
+                yield f"{letter} starts before what it takes from {letters[ring.maker[edge]]} is there"
+    pattern = pattern_of(problem, starts, period)
+    for worker, row in enumerate(pattern.orders):
+        for one, other in zip(row, (*row[1:], row[0]), strict=True):
+            rounds = pattern.rounds[other] - pattern.rounds[one] - (other == row[0])
+            if starts[other] - rounds * period + close < starts[one] + ring.busy[one] and len(row) > 1:
+                yield f"worker {worker}: {letters[other]} starts while {letters[one]} runs"
+    for store, holds in zip(problem.stores, held(problem, pattern), strict=True):
+        for worker, most in enumerate(holds):
+            if most > store.most[worker] * (1 + _CLOSE):
+                yield f"worker {worker} holds {most:g} {store.name}, {store.most[worker]:g} are allowed"
+
+
+def unrolled(problem: Problem, block: Block) -> Words:
+    """The words of as many rounds as there are micro-batches, by starts."""
+    words = []
+    for worker, row in enumerate(block.pattern.orders):
+        place = {n: i for i, n in enumerate(row)}
+        ops = [
+            (block.pattern.rounds[n] + k, place[n], n)
+            for n in problem.of_worker(worker)
+            for k in range(problem.letters[n].count)
+        ]
+        words.append(tuple(n for _, _, n in sorted(ops)))
+    return tuple(words)
+
+
+class Cut(NamedTuple):
+    """A pattern as arrays: orders behind each other, and rounds by letter."""
+
+    order: Ints
+    rounds: Ints
+
+
+def cut_of(pattern: Pattern) -> Cut:
+    """A pattern as arrays."""
+    return Cut(np.array([n for row in pattern.orders for n in row]), np.array(pattern.rounds))
+
+
+class Ways(NamedTuple):
+    """Room for longest paths.
+
+    Attributes:
+        start: when each letter starts at the earliest.
+        before: the letter before on each letter's longest path; -1: none.
+        length: seconds from that one's start to its own.
+        back: ... less so many periods.
+        by_worker: the letter before in the worker's order; itself: there is none.
+        laps: how many periods later it starts at least.
+        seen: for looking for circles.
+        sequence: the order in which letters are taken; the nearer to that of their starts, the faster.
+        critical: the letters of the circle that decides the period, or of the longest path; then -1.
+    """
+
+    start: Floats
+    before: Ints
+    length: Floats
+    back: Ints
+    by_worker: Ints
+    laps: Ints
+    seen: Ints
+    sequence: Ints
+    critical: Ints
+
+
+def ways_of(letters: int) -> Ways:
+    """Room for so many letters."""
+    a, b, c, d, e = (np.zeros(letters, dtype=np.int64) for _ in range(5))
+    number = np.arange(letters)
+    return Ways(np.zeros(letters), a, np.zeros(letters), b, number, c, d, number.copy(), e)
+
+
+@compiled
+def least_period(ring: Any, cut: Any, floor: float, most: float, ways: Any) -> float:
+    """The least period of a pattern, ``floor`` or more; its earliest starts are in ``ways``.
+
+    Infinite where it is more than ``most``.
+    """
+    for worker in range(len(ring.where) - 1):
+        a, b = ring.where[worker], ring.where[worker + 1]
+        for at in range(a, b):
+            one = cut.order[at]
+            other = cut.order[at - 1] if at > a else cut.order[b - 1]
+            ways.by_worker[one] = other
+            # ``one`` starts no earlier than ``other`` ends, so many periods later.
+            ways.laps[one] = cut.rounds[one] - cut.rounds[other] - (1 if at == a else 0)
+    period = floor
+    for _ in range(200):
+        ratio = _paths(ring, period, ways)
+        if ratio == 0.0:
+            if period == floor:
+                _mark_path(ring, ways)
+            return period
+        if ratio > most or ratio <= period:
+            return np.inf
+        period = ratio
+    return np.inf
+
+
+@compiled
+def _paths(ring: Any, period: float, ways: Any) -> float:
+    """Earliest starts; 0, or the period at which the circle that was found just closes (inf: none)."""
+    ways.start[:] = 0.0
+    ways.before[:] = -1
+    for sweep in range(2 * len(ways.start) + 4):
+        if not _later(ring, period, ways):
+            return 0.0
+        if sweep >= 2:
+            ratio = _circle(ways)
+            if ratio != 0.0:
+                return ratio
+    return np.inf
+
+
+@compiled
+def _later(ring: Any, period: float, ways: Any) -> bool:
+    """Start letters later where they have to wait; whether one had to."""
+    start, before, length, back = ways.start, ways.before, ways.length, ways.back
+    first, maker, after, busy = ring.first, ring.maker, ring.after, ring.busy
+    by_worker, laps = ways.by_worker, ways.laps
+    changed = False
+    close = 1e-10 * period
+    for n in ways.sequence:
+        at, source = start[n] + close, -1
+        for edge in range(first[n], first[n + 1]):
+            ready = start[maker[edge]] + after[edge]
+            if ready > at:
+                at, source = ready, maker[edge]
+                length[n], back[n] = after[edge], 0
+        other = by_worker[n]
+        ready = start[other] + busy[other] + laps[n] * period
+        if ready > at and other != n:
+            at, source = ready, other
+            length[n], back[n] = busy[other], -laps[n]
+        if source >= 0:
+            start[n], before[n] = at, source
+            changed = True
+    return changed
+
+
+@compiled
+def _circle(ways: Any) -> float:
+    """The period that the worst circle of last steps asks for; 0: there is none, inf: no period will do."""
+    before, seen = ways.before, ways.seen
+    seen[:] = -1
+    worst = 0.0
+    for n in range(len(before)):
+        at = n
+        while at >= 0 and seen[at] < 0:
+            seen[at] = n
+            at = before[at]
+        if at >= 0 and seen[at] == n:
+            seconds, back = ways.length[at], ways.back[at]
+            one = before[at]
+            while one != at:
+                seconds += ways.length[one]
+                back += ways.back[one]
+                one = before[one]
+            if back <= 0:
+                return np.inf
+            if seconds / back > worst:
+                worst = seconds / back
+                _mark(ways, at)
+    return worst
+
+
+@compiled
+def _mark_path(ring: Any, ways: Any) -> None:
+    """Mark the letters of the longest path as critical."""
+    last = 0
+    for n in range(len(ways.start)):
+        if ways.start[n] + ring.busy[n] > ways.start[last] + ring.busy[last]:
+            last = n
+    _mark(ways, last)
+
+
+@compiled
+def _mark(ways: Any, last: int) -> None:
+    """Mark the letters before one on its path, or around its circle, as critical."""
+    at, count = last, 0
+    while at >= 0 and count < len(ways.start) and (count == 0 or at != last):
+        ways.critical[count] = at
+        count += 1
+        at = ways.before[at]
+    if count < len(ways.start):
+        ways.critical[count] = -1
+
+
+@compiled
+def _held(ring: Any, cut: Any, store: int, worker: int) -> float:
+    """The most that a worker holds in between."""
+    a, b = ring.where[worker], ring.where[worker + 1]
+    most = 0.0
+    for i in range(a, b):
+        n = cut.order[i]
+        now = ring.takes[store, n]
+        for j in range(a, b):
+            if j != i:
+                other = cut.order[j]
+                now += ring.net[store, other] * (cut.rounds[n] - cut.rounds[other] + (1 if j < i else 0))
+        most = max(most, now)
+    return most
+
+
+@compiled
+def has_room(ring: Any, cut: Any, worker: int) -> bool:
+    """Whether a worker keeps its limits."""
+    fits = True
+    for store in range(len(ring.most)):
+        fits = fits and _held(ring, cut, store, worker) <= ring.most[store, worker]
+    return fits
