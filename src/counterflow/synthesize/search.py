@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from threading import Event
 from time import monotonic
 
@@ -48,6 +49,7 @@ SETTLED = 4
 """Steps played until workers stand at the border of two steps as they will."""
 
 _TRIES = 600
+_BATCH = 8
 _SURVIVORS = 12
 _ROUNDS = (8, 4, 2, 2)
 """How many orders are annealed in each round; each round has as many moves in all."""
@@ -63,20 +65,23 @@ _THREADS = 2
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """When ops are due, as a few numbers; times in rounds of one micro-batch a pipe, but for the first two.
+    """When ops are due, as a few numbers. A round is the time of one micro-batch of each pipe.
 
     Attributes:
-        forward: of how early a forward could run at best, how much counts.
-        backward: the same for backwards; the larger, the further forwards run ahead.
+        forward: how much counts how early a forward could run at best.
+        ahead: how many forwards go before a stage's first backward, of those that fit into the time until
+            that can be there at best.
+        more: the same in rounds.
         spread: how much longer weight gradients wait on stages whose backwards come early.
-        late: how long weight gradients wait.
-        noise: how much chance there is.
-        wait: how long a worker waits for what is due first.
+        late: how many rounds weight gradients wait.
+        noise: how much chance there is, in rounds.
+        wait: how long a worker waits for what is due first, in rounds.
         seed: of the chance.
     """
 
     forward: float
-    backward: float
+    ahead: float
+    more: float
     spread: float
     late: float
     noise: float
@@ -96,15 +101,28 @@ class Search:
         self._room = room_of(self.numbers, problem.workers)
         lengths = np.bincount(self.numbers.worker, weights=self.numbers.ops, minlength=problem.workers)
         self._first = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
-        self._heads = heads(problem)
         self._forward = np.array([x.kind is OpKind.FORWARD for x in problem.letters])
         self._weights = np.array([x.kind is OpKind.WEIGHT_GRADIENTS for x in problem.letters])
         self._round = max(problem.work()) / np.maximum(self.numbers.ops, 1)
+        early = heads(problem)
+        self._out, self._back = (
+            self._of_stage(early, kinds)
+            for kinds in ((OpKind.FORWARD,), (OpKind.BACKWARD, OpKind.INPUT_GRADIENT))
+        )
+        self._trip = self._back - self._out
+        seconds = np.where(self._forward, self.numbers.seconds, 0.0)
+        of_worker = np.bincount(self.numbers.worker, weights=seconds, minlength=problem.workers)
+        self._forwards = np.maximum(of_worker[self.numbers.worker], 1e-9 * self._round)
+
+    def _of_stage(self, early: Floats, kinds: tuple[OpKind, ...]) -> Floats:
+        """By letter, when the op of some kind of its stage could start."""
+        letters = self.problem.letters
+        found = {(x.pipe, x.stage): early[i] for i, x in enumerate(letters) if x.kind in kinds}
+        return np.array([found[x.pipe, x.stage] for x in letters])
 
     def seconds(self, words: Words) -> float:
         """The makespan or steady step of words, by the compiled play; infinite where they deadlock."""
-        value, _ = self._value(flat_of(words))
-        return value
+        return self._value(flat_of(words))
 
     def simulated(self, words: Words) -> float:
         """The same as the simulator has it, with all that costs say."""
@@ -113,21 +131,21 @@ class Search:
         assert step is not None  # the workload is synchronous
         return step
 
-    def _value(self, flat: Flat) -> tuple[float, Floats]:
+    def _value(self, flat: Flat) -> float:
         begin = np.zeros(self.problem.workers)
         if self.steady:
             settle(self.numbers, self._scratch, flat, begin, SETTLED)
-        return float(worth(self.numbers, self._scratch, flat, begin, self.steady)), begin
+        return float(worth(self.numbers, self._scratch, flat, begin, self.steady))
 
     def built(self, rule: Rule) -> Flat | None:
         """Words by a rule; None where there is none within the limits."""
-        round_seconds = self._round
-        early = np.where(self._weights, self._heads - self.numbers.seconds, self._heads)
-        due = np.where(self._forward, rule.forward, rule.backward) * early
-        due += self._weights * (rule.spread * (early.max() - early) + rule.late * round_seconds)
-        due += np.random.default_rng(rule.seed).random(len(due)) * rule.noise * round_seconds
-        wait = rule.wait * float(round_seconds.min(initial=0.0))
-        return self.listed(due, round_seconds, wait)
+        rounds = self._round
+        backward = rounds * (rule.ahead * self._trip / self._forwards + rule.more)
+        due = rule.forward * self._out + np.where(self._forward, 0.0, backward)
+        due += self._weights * (rule.spread * (self._back.max(initial=0.0) - self._back) + rule.late * rounds)
+        due += np.random.default_rng(rule.seed).random(len(due)) * rule.noise * rounds
+        wait = rule.wait * float(rounds.min())
+        return self.listed(due, rounds, wait)
 
     def listed(self, due: Floats, step: Floats, wait: float = 0.0) -> Flat | None:
         """Words by due times: the k-th op of letter l is due at ``due[l] + k * step[l]``."""
@@ -139,22 +157,36 @@ class Search:
         """The best different orders of list scheduling, best first; ``until`` is a time of ``monotonic``."""
         chance = np.random.default_rng(self._seed)
         found: dict[bytes, tuple[float, Rule, Flat]] = {}
-        for number in range(tries):
-            if number and monotonic() > until:
-                break
-            if number < tries // 2 or not found:
-                rule = _any_rule(chance)
-            else:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for number in range(0, tries, _BATCH):
+                if number and monotonic() > until:
+                    break
                 kept = sorted(found.values(), key=lambda one: one[0])[:_SURVIVORS]
-                rule = _like(kept[chance.integers(len(kept))][1], chance)
-            flat = self.built(rule)
-            if flat is None:
-                continue
-            value, _ = self._value(flat)
-            if value < NEVER:
-                found.setdefault(flat.word.tobytes(), (value, rule, flat))
+                rules = [
+                    _any_rule(chance)
+                    if number < tries // 2 or not kept
+                    else _like(kept[chance.integers(len(kept))][1], chance)
+                    for _ in range(_BATCH)
+                ]
+                parts = [rules[thread::_THREADS] for thread in range(_THREADS)]
+                for tried in pool.map(Search._tried, [self, *self._others], parts):
+                    found.update((key, one) for key, one in tried.items() if key not in found)
         best = sorted(found.values(), key=lambda one: one[0])[:_SURVIVORS]
         return [words_of(flat) for _, _, flat in best]
+
+    @cached_property
+    def _others(self) -> list[Search]:
+        """The same search for the other threads."""
+        return [Search(self.problem, self._seed) for _ in range(_THREADS - 1)]
+
+    def _tried(self, rules: Iterable[Rule]) -> dict[bytes, tuple[float, Rule, Flat]]:
+        """By its word, what each rule is worth."""
+        found: dict[bytes, tuple[float, Rule, Flat]] = {}
+        for rule in rules:
+            flat = self.built(rule)
+            if flat is not None and (value := self._value(flat)) < NEVER:
+                found.setdefault(flat.word.tobytes(), (value, rule, flat))
+        return found
 
 
 def heads(problem: Problem) -> Floats:
@@ -175,25 +207,35 @@ def _any_rule(chance: np.random.Generator) -> Rule:
     def sometimes(most: float) -> float:
         return float(chance.random() * most) if chance.random() < 0.5 else 0.0
 
-    backward = 0.3 + 3.5 * float(chance.random())
-    ahead = 1.0 if chance.random() < 0.6 else 1.3 * float(chance.random())
     return Rule(
-        forward=backward * ahead,
-        backward=backward,
-        spread=sometimes(2.0),
-        late=sometimes(3.0),
+        forward=3.5 * float(chance.random()),
+        ahead=0.2 + 1.2 * float(chance.random()),
+        more=float(chance.random()) - 0.7,
+        spread=sometimes(6.0),
+        late=sometimes(8.0),
         noise=sometimes(1.0),
         wait=sometimes(0.3),
         seed=int(chance.integers(1 << 30)),
     )
 
 
-_STEPS = {"forward": 0.2, "backward": 0.4, "spread": 0.2, "late": 0.3, "noise": 0.2, "wait": 0.05}
+_STEPS = {
+    "forward": 0.3,
+    "ahead": 0.1,
+    "more": 0.2,
+    "spread": 0.5,
+    "late": 0.5,
+    "noise": 0.2,
+    "wait": 0.05,
+}
+
+
+_LEAST = {"more": -2.0}
 
 
 def _like(rule: Rule, chance: np.random.Generator) -> Rule:
     changed = {
-        name: max(0.0, getattr(rule, name) + float(chance.normal()) * step)
+        name: max(_LEAST.get(name, 0.0), getattr(rule, name) + float(chance.normal()) * step)
         for name, step in _STEPS.items()
         if chance.random() < 0.4
     }
