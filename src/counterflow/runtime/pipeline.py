@@ -659,8 +659,8 @@ class Pipeline:
                 f"a micro-batch of step {self.steps} has {min(agreed.sizes)} samples, and where fully_shard "
                 f"gathers weights for each, all have {self._parts} or more; give larger mini-batches"
             )
-        # Needed, or on their way, when the step is over and the user may change them.
-        copied = barrier_free or not self.schedule.synchronous
+        # Needed when the step is over and the user may change them.
+        copied = not self.schedule.synchronous
         its_inputs, its_targets = given.cut(
             agreed.sizes, self.device, inputs=takes_inputs, targets=takes_targets, copied=copied
         )

@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from counterflow.runtime.execution.meters import pointers
+from counterflow.runtime.messages.message_queue import MessageQueue
 from counterflow.runtime.messages.values import BufferPool, TensorSpec
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.transport.local import Hub, LocalTransport
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
@@ -58,6 +61,28 @@ def test_a_pool_has_never_more_bytes_than_were_in_use_at_once() -> None:
         free = [buffer for buffers in pool._free.values() for buffer, _ in buffers]
         assert sum(buffer.nbytes for buffer in free) <= 800
         assert len(free) == len({buffer.data_ptr() for buffer in free})
+
+
+class _Sending:
+    """A message on its way."""
+
+    waited = False
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+def test_memory_that_is_being_sent_from_is_released_when_it_is_sent() -> None:
+    queue = MessageQueue(LocalTransport(Hub(1), 0, torch.device("cpu")), [], None)
+    given, other = torch.zeros(4), torch.zeros(4)
+    of_given, of_other = _Sending(), _Sending()
+    queue._sending.extend([(of_other, [other]), (of_given, [other, given[2:]])])
+    queue.release(pointers([given]))
+    assert of_given.waited
+    assert not of_other.waited
 
 
 def _kept(layers: list[nn.Module], schedule: Schedule, mode: str) -> tuple[int, int, int]:

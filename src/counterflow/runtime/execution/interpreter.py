@@ -58,7 +58,7 @@ from ..stages.split_backward import Joints, SplitBackward, accumulate
 from ..stages.stage import StageCopy
 from ..transport import Transport
 from ..workers.watch import worker_error
-from .meters import Kept, SavedBytes, clock_of, graph_of
+from .meters import Kept, SavedBytes, clock_of, graph_of, pointers
 from .skips import Came, Output, SkipTraffic
 from .tasks import Preparation, Task, Tasks
 
@@ -297,6 +297,13 @@ class Interpreter:
         """Wait until all is sent, and forget the mini-batches that are over."""
         self._messages.drain()
         self._batches.clear()
+
+    def release(self, batch: Batch) -> None:
+        """Let go of the inputs and targets of a mini-batch whose ops are over: the user may change them."""
+        if batch.inputs is not None or batch.targets is not None:
+            given = pytree.tree_leaves((batch.inputs, batch.targets))
+            batch.inputs = batch.targets = None
+            self._messages.release(pointers(leaf for leaf in given if isinstance(leaf, Tensor)))
 
     def _take_in(self, batch: Batch) -> None:
         """Give a mini-batch the slot after the last one's, in place of one that is over."""

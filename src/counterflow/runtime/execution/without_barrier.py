@@ -93,7 +93,7 @@ class BarrierFreeRunner(SynchronousRunner):
         self._begun += 1
         self._told = None
         self._run(batch, update, number, drains=False)
-        batch.inputs = batch.targets = None  # its ops are over; it stays until its slot is needed
+        self.interpreter.release(batch)  # it stays itself until its slot is needed
         return self._told
 
     def flush(self) -> list[StepStatistics]:

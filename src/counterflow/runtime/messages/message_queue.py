@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.program.actions import Receive, Send
 from counterflow.schedule.workload import SkipLink
 
+from ..execution.meters import pointers
 from ..execution.tasks import Task
 from ..mini_batch.batch import Batch, Shapes
 from ..transport import Crossing, Pending, Transport
@@ -172,6 +174,12 @@ class MessageQueue:
         """The engine needs what came in these buffers no more."""
         if buffers:
             self._pool.give(buffers)
+
+    def release(self, memory: AbstractSet[int]) -> None:
+        """Wait until what is sent from some memory (``pointers``) is sent: its owner may change it then."""
+        for pending, tensors in self._sending:
+            if not memory.isdisjoint(pointers(tensors)):
+                pending.wait()
 
     def drain(self) -> None:
         """Wait until all is sent."""
