@@ -13,6 +13,7 @@ from .schedule import schemes
 from .schedule.check import check
 from .schedule.ir import Op, OpKind, Schedule
 from .simulate import ByteCosts, Costs, Simulation, lower, simulate
+from .synthesize import Synthesis, synthesize
 
 if TYPE_CHECKING:
     from . import models
@@ -37,6 +38,7 @@ __all__ = [
     "ScheduleError",
     "Simulation",
     "Skip",
+    "Synthesis",
     "WorkerError",
     "check",
     "draw",
@@ -45,6 +47,7 @@ __all__ = [
     "models",
     "schemes",
     "simulate",
+    "synthesize",
 ]
 
 

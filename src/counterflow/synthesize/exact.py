@@ -40,11 +40,13 @@ class Solved:
         words: an order that is better than the one given; None: there was none, or no time.
         value: of the best order known, in seconds.
         bound: no order takes less, in seconds.
+        stopped: whether Ctrl-C ended it.
     """
 
     words: Words | None
     value: float
     bound: float
+    stopped: bool = False
 
     @property
     def proved(self) -> bool:
@@ -94,7 +96,12 @@ def solve(
     Raises:
         ConfigError: OR-tools is not installed.
     """
-    return _Search(problem, words, least, (seed, threads), report).run(seconds, effort)
+    search = _Search(problem, words, least, (seed, threads), report)
+    try:
+        search.run(seconds, effort)
+    except KeyboardInterrupt:
+        return search.solved(stopped=True)
+    return search.solved()
 
 
 class _Search:
@@ -109,7 +116,7 @@ class _Search:
         self._bound = self._raised(least)
         (self._seed, self._threads), self._report = solver, report
 
-    def run(self, seconds: float, effort: float | None) -> Solved:
+    def run(self, seconds: float, effort: float | None) -> None:
         """Ask for the bound, then for what is just better than the best, then from the bound upwards."""
         until = time.monotonic() + seconds
         first: int | None = self._bound
@@ -140,8 +147,11 @@ class _Search:
             else:
                 unanswered = min(unanswered, target)
                 step = max(1, (unanswered - self._bound) // 4)
+
+    def solved(self, *, stopped: bool = False) -> Solved:
+        """What was found so far."""
         bound = min(float(self._bound * self._unit), self._value)
-        return Solved(self._words if self._better else None, self._value, bound)
+        return Solved(self._words if self._better else None, self._value, bound, stopped)
 
     def _below(self) -> int:
         """The largest number of units that is less than the best value."""

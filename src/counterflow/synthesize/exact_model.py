@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -305,13 +306,24 @@ class Model:
         parameters.random_seed = seed % 2**31
         if effort is not None:
             parameters.max_deterministic_time = effort
-        status = self._solver.status_name(self._solver.solve(self._model, Told()))
+        parameters.catch_sigint_signal = False
+        status = self._solver.status_name(self._interruptible(Told()))
         if status == "INFEASIBLE":
             return "infeasible", self.target + 1
         bound = 0
         if not isinstance(self._value, int) and status != "MODEL_INVALID":
             bound = max(0, math.ceil(self._solver.best_objective_bound - 1e-6))
         return status.lower(), bound
+
+    def _interruptible(self, told: Any) -> Any:
+        """Solve beside the main thread, which Ctrl-C reaches."""
+        with ThreadPoolExecutor(1) as beside:
+            solving = beside.submit(self._solver.solve, self._model, told)
+            try:
+                return solving.result()
+            except KeyboardInterrupt:
+                self._solver.stop_search()
+                raise
 
     def _words(self, value: Callable[[Any], int]) -> Words:
         """The words of a solution: each worker's ops by their starts."""

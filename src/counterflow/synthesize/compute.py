@@ -1,0 +1,215 @@
+"""The order of work: named schemes, then search, then the exact method, until time or the gap has run out.
+
+Invariant: what is returned keeps all limits, and no named scheme of the same workload that keeps them is
+better. Costs are what they are: no search looks for other placements or micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+
+from counterflow.schedule.op import OpKind
+from counterflow.schedule.workload import Workload
+from counterflow.simulate import Costs
+
+from .bounds import Bound, lower_bound
+from .named import named
+from .problem import Limit, Objective, Problem, Words, problem_of
+from .result import PROVED, Synthesis
+
+Report = Callable[[float, float, str], None]
+"""Told of the best value, the bound, and what found it or is looked for."""
+
+_SEARCHED = 0.4
+"""The share of time for the search, where the exact method follows ..."""
+
+_LEFT = 0.3
+"""... which has at least this share, however long anything before it took."""
+
+_EFFORT = 1e-4
+"""Of the solver's deterministic time, for each move."""
+
+
+def synthesize(
+    workload: Workload,
+    costs: Costs | None = None,
+    *,
+    peak: Limit | None = None,
+    memory_bytes: Limit | None = None,
+    objective: Objective | str = Objective.MAKESPAN,
+    seconds: float = 30.0,
+    moves: int | None = None,
+    seed: int = 0,
+    report: Report | None = None,
+) -> Synthesis:
+    """The best schedule of a workload that can be found, and how far it is from the best there is.
+
+    Ctrl-C ends it with what was found so far. OR-tools, an extra (``counterflow[synthesize]``), proves and
+    improves orders of small problems; without it there are only the bounds that need no solver.
+
+    Args:
+        workload: what is ordered: synchronous, its micro-batches one by one.
+        costs: seconds and bytes; by default a forward costs 1, a backward 2, messages nothing.
+        peak: most activations that a worker stashes, in (stage x micro-batch) units; one number, or one a
+            worker.
+        memory_bytes: most bytes that a worker has, weights and optimiser state included; likewise.
+        objective: ``makespan`` of one step, or ``steady``: the step time without a barrier.
+        seconds: about so long, if it is not proved earlier.
+        moves: so many moves of the search in place of ``seconds``; the result is then the same on every
+            machine.
+        seed: of the search.
+        report: told of the best value, the bound and what is being done.
+
+    Raises:
+        ConfigError: the workload has doubled forwards, divided backwards or no flush, costs do not fit it, or
+            what is limited is too little for one micro-batch.
+
+    >>> from counterflow.schedule.placement import linear
+    >>> from counterflow.schedule.workload import plain
+    >>> found = synthesize(plain(linear(4), 8, split=True), peak=4)
+    >>> found.makespan, found.lower_bound, found.proved, found.method
+    (27.0, 27.0, True, 'zb-h1(stages=4, micro_batches=8)')
+    """
+    problem = problem_of(workload, costs, peak=peak, memory_bytes=memory_bytes, objective=objective)
+    return _Run(problem, report).run(seconds, moves, seed)
+
+
+class _Run:
+    """One computation: the best so far, and the bound."""
+
+    def __init__(self, problem: Problem, report: Report | None) -> None:
+        self._problem, self._report = problem, report
+        self._bound = lower_bound(problem)
+        self._words = one_by_one(problem)
+        self._value, self._method = math.inf, ""
+        self._named: tuple[str, float] | None = None
+        self._stopped = False
+
+    def run(self, seconds: float, moves: int | None, seed: int) -> Synthesis:
+        until = time.monotonic() + seconds
+        self._take(self._words, "one micro-batch after another")
+        try:
+            for name, words in named(self._problem):
+                self._take_named(name, words)
+            if not self._proved:
+                self._search(until, moves, seed)
+            if not self._proved:
+                self._prove(max(until - time.monotonic(), seconds * _LEFT), moves, seed)
+        except KeyboardInterrupt:
+            self._stopped = True
+        schedule = self._problem.schedule(self._words)
+        return Synthesis(
+            schedule,
+            self._problem.costs,
+            self._problem.objective,
+            self._bound,
+            self._method,
+            self._named,
+            self._stopped,
+        )
+
+    @property
+    def _proved(self) -> bool:
+        return self._value <= self._bound.seconds * (1 + PROVED)
+
+    def _search(self, until: float, moves: int | None, seed: int) -> None:
+        from .search import Stopped, improve  # noqa: PLC0415  (compiled loops take a while)
+
+        left = max(0.0, until - time.monotonic()) * (_SEARCHED if self._provable else 1.0)
+        told: list[str] = []
+
+        def report(value: float, how: str) -> None:
+            told[:] = [how]
+            self._tell(min(value, self._value), how)
+
+        try:
+            words = improve(
+                self._problem,
+                [self._words],
+                seconds=left,
+                moves=moves,
+                seed=seed,
+                goal=self._bound.seconds,
+                report=report,
+            )
+        except Stopped as stopped:
+            if stopped.words is not None:
+                self._take(stopped.words, *told)
+            raise
+        if words is not None:
+            self._take(words, *told)
+
+    @property
+    def _provable(self) -> bool:
+        """Whether the exact method is worth trying, and there."""
+        from .exact import tractable  # noqa: PLC0415
+
+        return tractable(self._problem) and find_spec("ortools") is not None
+
+    def _prove(self, seconds: float, moves: int | None, seed: int) -> None:
+        if not self._provable:
+            return
+        from .exact import solve  # noqa: PLC0415
+
+        found = solve(
+            self._problem,
+            self._words,
+            self._bound.seconds,
+            seconds=seconds if moves is None else math.inf,
+            effort=None if moves is None else moves * _EFFORT,
+            seed=seed,
+            threads=1 if moves is not None else min(8, os.cpu_count() or 1),
+            report=self._told_by_solver,
+        )
+        if found.words is not None:
+            self._take(found.words, "exact method")
+        if found.bound > self._bound.seconds * (1 + PROVED):
+            self._bound = Bound(found.bound, "the solver proved that no order within the limits takes less")
+        if found.stopped:
+            raise KeyboardInterrupt
+
+    def _told_by_solver(self, value: float, bound: float, doing: str) -> None:
+        if self._report is not None:
+            self._report(value, max(bound, min(self._bound.seconds, value)), f"exact method: {doing}")
+
+    def _take_named(self, name: str, words: Words) -> None:
+        if self._problem.fits(words):
+            value = self._take(words, name)
+            if self._named is None or value < self._named[1]:
+                self._named = name, value
+
+    def _take(self, words: Words, method: str = "search") -> float:
+        """Keep an order if it is better; its value."""
+        from .exact import value_of  # noqa: PLC0415
+
+        value = value_of(self._problem, words)
+        if value < self._value * (1 - PROVED):
+            self._words, self._value, self._method = words, value, method
+            self._tell(value, method)
+        return value
+
+    def _tell(self, value: float, method: str) -> None:
+        if self._report is not None:
+            self._report(value, min(self._bound.seconds, value), method)
+
+
+def one_by_one(problem: Problem) -> Words:
+    """One micro-batch after another, through all its stages and back: what every limit allows."""
+    letters = problem.letters
+
+    def place(n: int) -> tuple[int, int, int, bool]:
+        x = letters[n]
+        forward = x.kind is OpKind.FORWARD
+        weights = x.kind is OpKind.WEIGHT_GRADIENTS
+        return x.pipe, not forward, x.stage if forward else -x.stage, weights
+
+    words: list[list[int]] = [[] for _ in range(problem.workers)]
+    for k in range(max(x.count for x in letters)):
+        for n in sorted(range(len(letters)), key=place):
+            if k < letters[n].count:
+                words[letters[n].worker].append(n)
+    return tuple(map(tuple, words))
