@@ -243,8 +243,8 @@ def test_squeezed_words_keep_limits_in_bytes_and_end() -> None:
     assert cf.simulate(schedule, costs).makespan == pytest.approx(Squeezer(problem).seconds(words))
 
 
-def test_steady_step_within_one_and_two_limits() -> None:
-    """6.2B of Zero Bubble's Table 5, p = 8, m = 32: the bound at 1p, and below the published rate at 1.5p."""
+def test_steady_steps_of_the_zero_bubble_paper() -> None:
+    """6.2B, p = 8, m = 32: the bounds at 1 and 1.75 p M_B; the best known rates are 0.1045 and 0.0142."""
     costs = cf.Costs(
         forward=29.802,
         input_gradient=29.428,
@@ -254,18 +254,31 @@ def test_steady_step_within_one_and_two_limits() -> None:
         memory=ByteCosts(activations=1, kept_for_weights=32 * 4096 / (34 * 4096 + 5 * 32 * 1024)),
     )
     work = 32 * (29.802 + 29.428 + 19.530)
-    for limit, rate in ((8, 0.1045), (12, 0.0366)):
+    for limit, rate in ((8, 0.1045), (14, 0.0138)):
         problem = problem_of(
             plain(STRAIGHT8, 32, split=True), costs, memory_bytes=limit, objective=Objective.STEADY
         )
-        seconds = _best(problem, 0, turns=1)
-        assert round(1 - work / seconds, 4) <= rate
-        assert seconds >= lower_bound(problem).seconds * (1 - 1e-9)
+        bound = lower_bound(problem).seconds
+        seconds = _best(problem, bound * (1 + 1e-9), turns=1)
+        assert round(1 - work / seconds, 4) == rate
+        assert seconds >= bound * (1 - 1e-9)
+
+
+def test_words_wander_to_better_ones_the_same_for_a_seed() -> None:
+    problem = _uneven(4, 8, peak=5)
+    squeezer = Squeezer(problem)
+    first = next(candidates(problem, seconds=0, turns=1))
+    one, other = (list(squeezer.wandered(first, turns=30, seed=2)) for _ in range(2))
+    assert one == other
+    seconds = [squeezer.seconds(words) for words in (first, *one)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert len(seconds) > 1
+    assert all(problem.fits(words) for words in one)
 
 
 def test_without_a_solver_blocks_come_from_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = _uneven(3, 6, peak=4)
     monkeypatch.setattr(blocks, "solver_is_there", lambda: False)
-    found = list(candidates(problem, seconds=600))
+    found = list(candidates(problem, seconds=0.5))
     assert found
     assert len(set(found)) == len(found)

@@ -37,27 +37,46 @@ def candidates(
     seed: int = 0,
     report: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Words]:
-    """Words of several blocks, each squeezed, as they are found.
+    """Words of several blocks, each squeezed, as they are found; then what the best of them become.
 
     Args:
         problem: what is ordered.
-        seconds: how long to look for blocks; the first is always looked for.
+        seconds: how long it takes; the first block is always looked for.
         turns: how many blocks are looked for by moves, and none by the solver; then time does not count, and
             words are the same on any machine.
         seed: of the random numbers.
         report: is told of each block.
     """
+    until = inf if turns is not None else monotonic() + seconds
     squeezer = Squeezer(problem)
     mean = sum(problem.work()) / problem.ops
-    known: set[Words] = set()
-    for how, block in blocks(problem, seconds=seconds, turns=turns, seed=seed):
+    known: dict[Words, float] = {}
+    for how, block in blocks(problem, seconds=_FOR_BLOCKS * seconds, turns=turns, seed=seed):
         report(f"{how}: a micro-batch every {block.period:.6g} s, {way_of(problem, block):.6g} s on its way")
         words = unrolled(problem, block)
         for late in _LATE:
             squeezed = squeezer.squeezed(words, late * mean)
             if squeezed not in known and problem.fits(squeezed):
-                known.add(squeezed)
+                known[squeezed] = squeezer.seconds(squeezed)
                 yield squeezed
+    best = sorted(known, key=lambda words: known[words])[:_BEST]
+    for number, words in enumerate(best):
+        left = until - monotonic()
+        end = inf if turns is not None else monotonic() + left / (len(best) - number)
+        many = None if turns is None else _WANDERS * turns
+        for better in squeezer.wandered(words, turns=many, until=end, seed=seed + number):
+            if problem.fits(better):
+                yield better
+
+
+_FOR_BLOCKS = 0.4
+"""Of the time, so much is for finding blocks."""
+
+_BEST = 3
+"""Words that are squeezed further."""
+
+_WANDERS = 40
+"""How often, for each block that is asked for."""
 
 
 def way_of(problem: Problem, block: Block) -> float:

@@ -7,7 +7,11 @@ before does not deadlock after.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
+from time import monotonic
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,10 +81,7 @@ class Squeezer:
         """
         best, least, since = words, self.seconds(words), 0
         for turn in range(MOST_TURNS):
-            if turn % 2:
-                words = mirrored(self._ways[1].squeezed(mirrored(words), late))
-            else:
-                words = self._ways[0].squeezed(words, late)
+            words = self._once(words, late, back=turn % 2 == 1)
             seconds = self.seconds(words)
             since = 0 if seconds < least * (1 - _CLOSE) else since + 1
             if seconds < least:
@@ -89,6 +90,52 @@ class Squeezer:
                 break
         return best
 
+    def wandered(
+        self, words: Words, *, turns: int | None = None, until: float = inf, seed: int = 0
+    ) -> Iterator[Words]:
+        """Ever better words: squeezed from either side, again and again, as chance has it.
+
+        Each squeeze is allowed another delay of the op that is next, so words become others of about the same
+        length, from which the next squeezes may lead on.
+
+        Args:
+            words: within the problem's limits, and without a circle of waits.
+            turns: how many times it is tried.
+            until: when to stop, on the monotonic clock.
+            seed: of the random numbers.
+        """
+        chance = np.random.default_rng(seed)
+        mean = sum(self._problem.work()) / self._problem.ops
+        best = now = words
+        least = seconds = self.seconds(words)
+        for _ in range(sys.maxsize if turns is None else turns):
+            if monotonic() > until:
+                return
+            tried = now
+            for _ in range(int(chance.integers(1, 5))):
+                late = float(_LATE[chance.integers(len(_LATE))]) * mean
+                tried = self._once(tried, late, back=bool(chance.integers(2)))
+            taken = self.seconds(tried)
+            if taken <= seconds * (1 + _WORSE * max(0.0, float(chance.uniform(-2, 1)))):
+                now, seconds = tried, taken
+            if taken < least * (1 - _CLOSE):
+                best, least = tried, taken
+                yield best
+            if seconds > least * (1 + 2 * _WORSE):
+                now, seconds = best, least
+
+    def _once(self, words: Words, late: float, *, back: bool) -> Words:
+        """Words squeezed from the front, or from the back."""
+        if back:
+            return mirrored(self._ways[1].squeezed(mirrored(words), late))
+        return self._ways[0].squeezed(words, late)
+
+
+_LATE = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 2.0, inf)
+"""How late a squeezed op may make the next one while words wander, in ops."""
+
+_WORSE = 0.002
+"""How much longer words may be for others to come of them."""
 
 MOST_TURNS = 12
 """From the front and from the back together."""
