@@ -1,22 +1,112 @@
-"""What Counterflow uses of torch that has no public name, and what replaces each.
+"""What Counterflow uses of torch that has no public name, in one place, with what replaces each.
 
-Invariant: nothing else in Counterflow names what is private in torch, but for the notes below.
+Invariant: nothing else in Counterflow names it (``tests/runtime/test_torch_private.py``), but for what torch
+documents or hands to everybody: a tensor's ``_version``, and ``torch.utils._pytree``. A release of torch that
+moves one of these breaks here, and the comment says what to do then.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.variable import Variable
 from torch.distributed import ProcessGroup
-
-# torch's own checkpoint and elastic code reach the store of the default group the same way.
 from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+__all__ = ["TorchDispatchMode", "is_traceable_wrapper_subclass"]
+
+# TorchDispatchMode: sees every operator; torch's notes on extending describe it. Without: no halves of
+# micro-batches for layers that draw random numbers, and no strict_nccl.
+# is_traceable_wrapper_subclass: ``hasattr(tensor, "__tensor_flatten__")`` says the same.
+
+# -- autograd
+
+run_backward: Any = Variable._execution_engine.run_backward  # noqa: SLF001
+"""What torch.autograd.backward and .grad call; these replace it, and take 15 µs more."""
+
+preserve_version_counter = _unsafe_preserve_version_counter
+"""As FSDP2 uses it. Without: asynchronous schemes refuse layers that save a weight for their backward."""
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward. Without: a hook on the loss that notes it."""
+    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001
+
+
+def saving_hooks() -> Any:
+    """The hooks by which autograd saves at the moment. Without: checkpoints of halves draw other numbers."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Around what no mode of torch shall see. Without: leave and enter the modes one knows."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # noqa: SLF001
+        yield
+
+
+# -- tensors and modules
+
+
+def storage_uses(tensor: Tensor) -> int:
+    """Tensors that have a tensor's memory, and one for asking. Without: no receive buffer is used again."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # noqa: SLF001
+
+
+def local_tensor(tensor: Any) -> Tensor:
+    """The tensor in a DTensor. ``to_local`` gives another object, whose memory cannot be exchanged."""
+    return cast("Tensor", tensor._local_tensor)  # noqa: SLF001
+
+
+def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of a DTensor the part that this rank holds, as torch's checkpoints find it."""
+    from torch.distributed.tensor._utils import (  # noqa: PLC0415 - it takes a while
+        compute_local_shape_and_global_offset,
+    )
+
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+def fsdp_groups(module: Any) -> list[Any]:
+    """The parameters that FSDP gathers together, as torch's own pipelining reaches them."""
+    return list(module._get_fsdp_state()._fsdp_param_groups)  # noqa: SLF001
+
+
+def hooks_of(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
+    """A parameter's hooks: of its gradient, and those after this was accumulated."""
+    kinds = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)  # noqa: SLF001
+    before, after = (list((hooks or {}).values()) for hooks in kinds)
+    return before, after
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether it is a norm with running statistics. Without: the public classes of norms, by name."""
+    return isinstance(module, nn.modules.batchnorm._NormBase)  # noqa: SLF001
+
+
+def spread(tree: Any, spec: pytree.TreeSpec) -> list[Any] | None:
+    """A tree's leaves for all leaves of another one, as torch.vmap spreads ``in_dims``; None: no fit."""
+    return pytree._broadcast_to_and_flatten(tree, spec)  # noqa: SLF001
+
+
+# -- torch.distributed
 
 
 def default_store() -> Store:
-    """The store by which the default process group met."""
+    """The store by which the default process group met, as torch's checkpoints and elastic agent reach it."""
     return _get_default_store()
+
+
+def gloo_lane(group: ProcessGroup) -> Any:
+    """What sends for a group over Gloo. The group's own ``send`` does, and takes a third longer."""
+    return group._get_backend(torch.device("cpu"))  # noqa: SLF001
 
 
 def abort(group: ProcessGroup) -> None:
@@ -28,3 +118,8 @@ def abort(group: ProcessGroup) -> None:
     if call is None:
         call = group._get_backend(torch.device("cuda")).abort  # noqa: SLF001
     call()
+
+
+def has_backend(name: str) -> bool:
+    """Whether a backend of that name was registered. ``register_backend`` again does no harm, but warns."""
+    return name.upper() in torch.distributed.Backend._plugins  # noqa: SLF001

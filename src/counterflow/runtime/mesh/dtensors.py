@@ -12,7 +12,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..torch_private import is_traceable_wrapper_subclass, local_shape_and_offset, local_tensor
 
 _T = TypeVar("_T")
 
@@ -25,8 +26,7 @@ def is_dtensor(value: object) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, in the same memory and without a graph; of a plain one, all of it."""
-    # ``to_local`` of a parameter gives another tensor object, whose memory cannot be exchanged.
-    return cast("Tensor", tensor._local_tensor) if is_dtensor(tensor) else tensor  # type: ignore[attr-defined] # noqa: SLF001
+    return local_tensor(tensor) if is_dtensor(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -59,11 +59,7 @@ def part_of(tensor: Tensor, parameter: Tensor) -> Tensor:
     known = cast("Any", parameter)
     if is_dtensor(tensor):
         return cast("Tensor", cast("Any", tensor).redistribute(placements=known.placements).to_local())
-    from torch.distributed.tensor._utils import (  # noqa: PLC0415 - as torch's own checkpoints do it
-        compute_local_shape_and_global_offset,
-    )
-
-    shape, offset = compute_local_shape_and_global_offset(known.shape, known.device_mesh, known.placements)
+    shape, offset = local_shape_and_offset(known)
     return tensor[tuple(slice(first, first + size) for size, first in zip(shape, offset, strict=True))]
 
 

@@ -18,6 +18,7 @@ from counterflow.schedule.ir import Schedule
 
 from ..messages.values import Value
 from ..stages.recomputation import mapped
+from ..torch_private import fsdp_groups
 from ..transport import Transport
 from .dtensors import is_dtensor, settled
 from .layout import REPLICA, WORKER, Layout
@@ -171,11 +172,7 @@ def gathered_parameters(stage: nn.Module) -> list[Tensor]:
 
 def _fsdp_groups(stage: nn.Module) -> list[Any]:
     """The groups of parameters that FSDP gathers together, as torch's own pipelining reaches them."""
-    return [
-        group
-        for module in fsdp_modules(stage)
-        for group in module._get_fsdp_state()._fsdp_param_groups  # noqa: SLF001
-    ]
+    return [group for module in fsdp_modules(stage) for group in fsdp_groups(module)]
 
 
 def _process_groups(mesh_info: Any) -> list[Any]:

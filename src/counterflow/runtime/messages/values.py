@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from counterflow.errors import ConfigError
 
 from ..mini_batch.samples import PLAIN
+from ..torch_private import storage_uses
 from .masks import Rest, closed, opened
 
 Value = Any
@@ -314,7 +315,7 @@ class BufferPool:
             assert free is not None
             buffer, tries = free.popleft()
             # One use for the buffer, and one for asking: no other tensor has the memory.
-            if torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) <= 2:  # noqa: SLF001
+            if storage_uses(buffer) <= 2:
                 size = buffer.nbytes
                 self._free_bytes -= size
                 break

@@ -17,6 +17,8 @@ from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
 
+from ..torch_private import spread
+
 Dims = Any
 """Which dimension of a value's tensors the samples are: an int for all, None for none, or a tree of them of
 the value's structure or of its first levels, as ``torch.vmap`` takes ``in_dims``."""
@@ -174,7 +176,7 @@ def _spread(dims: Dims, spec: pytree.TreeSpec) -> list[int | None] | None:
     elif isinstance(dims, (list, tuple)) and type(dims) in (spec.type, spec.context):
         of = list(dims)
     else:
-        return pytree._broadcast_to_and_flatten(dims, spec)  # noqa: SLF001 - as torch.vmap does
+        return spread(dims, spec)
     if len(of) != len(children):
         return None
     found = [_spread(one, child) for one, child in zip(of, children, strict=True)]

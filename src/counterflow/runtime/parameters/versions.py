@@ -16,11 +16,11 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from counterflow.errors import ScheduleError
 
 from ..mesh.dtensors import local
+from ..torch_private import preserve_version_counter
 
 
 class Versions:
@@ -113,7 +113,7 @@ class Versions:
         version that its forward used, which was not.
         """
         changed = {id(tensor): tensor for tensor in (*self._trained, *self._memory)}
-        return _unsafe_preserve_version_counter(tuple(changed.values()))  # as FSDP2 does
+        return preserve_version_counter(tuple(changed.values()))  # as FSDP2 does
 
     def _show(self, tensors: list[Tensor]) -> None:
         for shown, tensor in zip(self._memory, tensors, strict=True):

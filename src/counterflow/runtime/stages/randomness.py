@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..messages.values import Value, number_of
+from ..torch_private import TorchDispatchMode, keeps_statistics, saving_hooks
 from ..transport import TimedOut
 from ..transport.turns import has_turn, process_lock, settle
 
@@ -230,11 +230,6 @@ class RandomStreams:
             yield
 
 
-def keeps_statistics(module: nn.Module) -> bool:
-    """Whether a training forward changes the module's own buffers: running statistics of batch norms."""
-    return isinstance(module, nn.modules.batchnorm._NormBase)  # noqa: SLF001 - the base of all that keep any
-
-
 def versions(tree: object) -> list[int]:
     """How often each tensor was changed in place; those of inference mode do not count it."""
     tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
@@ -341,4 +336,4 @@ class _SharedDraws(TorchDispatchMode):
 
 def _kept_by() -> tuple[bool, Any]:
     """Whether autograd records, and how it saves: a checkpoint of either kind changes one of them."""
-    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001
+    return torch.is_grad_enabled(), saving_hooks()

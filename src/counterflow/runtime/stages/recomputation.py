@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
 
-from .randomness import keeps_statistics, versions
+from ..torch_private import keeps_statistics
+from .randomness import versions
 
 Contents = tuple[Tensor | None, ...]
 """Of buffers, at some time."""

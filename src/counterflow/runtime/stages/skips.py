@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from counterflow.errors import ConfigError
 from counterflow.schedule.workload import SkipLink
 
+from ..torch_private import in_backward
 from .randomness import versions
 
 _NOTHING = object()
@@ -117,7 +118,7 @@ class Skip:
 
     def _is_again(self) -> bool:
         """Whether a user's checkpoint computes again, in the backward."""
-        return not self._runs and torch._C._current_graph_task_id() != -1  # noqa: SLF001
+        return not self._runs and in_backward()
 
 
 class SaveSkip(nn.Module):

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.autograd.variable import Variable
 
 from ..execution.meters import pointers
+from ..torch_private import run_backward
 from .graph_split import Division, Shape, Walked, below, divided, is_seam, saved_in, slots, variable, walked
 from .randomness import versions
 from .recomputation import Packed, Replay, mapped
@@ -353,7 +353,7 @@ def accumulate(
     if not direct or not gradients:
         torch.autograd.backward(edges, gradients or None, inputs=into)
     else:
-        Variable._execution_engine.run_backward(  # noqa: SLF001 - what autograd.backward calls
+        run_backward(
             tuple(edges), tuple(gradients), False, False, tuple(into or ()), allow_unreachable=True,
             accumulate_grad=True,
         )  # fmt: skip
@@ -365,7 +365,7 @@ def _captured(
     """The gradients that reach some leaves and places of a graph, which stays."""
     if not direct or not gradients:
         return torch.autograd.grad(edges, wanted, gradients or None, retain_graph=True, allow_unused=True)
-    found: Gradients = Variable._execution_engine.run_backward(  # noqa: SLF001 - what autograd.grad calls
+    found: Gradients = run_backward(
         tuple(edges), tuple(gradients), True, False, tuple(wanted), allow_unreachable=True,
         accumulate_grad=False,
     )  # fmt: skip

@@ -24,6 +24,7 @@ from ..execution.meters import graph_of
 from ..mesh.parallel import StageModule, fsdp_modules, gathered_parameters
 from ..messages.values import Keyworded, Value
 from ..parameters.versions import Versions
+from ..torch_private import hooks_of
 from .randomness import RandomStreams, Rows, versions
 from .recomputation import Buffers, Entry, Hold, Replay, mapped
 from .skips import Carried, SkipRunner, StageSkips
@@ -406,16 +407,9 @@ def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     found = copy.deepcopy(module, memo)
     for parameter in module.parameters():
         if id(parameter) not in known:
-            attached = copy.deepcopy((parameter.__dict__, *_hooks(parameter)), memo)
+            attached = copy.deepcopy((parameter.__dict__, *hooks_of(parameter)), memo)
             _attach(memo[id(parameter)], *attached)
     return found
-
-
-def _hooks(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
-    """A parameter's hooks: of its gradient, and those after this was accumulated."""
-    kinds = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)  # noqa: SLF001
-    before, after = (list((hooks or {}).values()) for hooks in kinds)
-    return before, after
 
 
 def _attach(
@@ -473,4 +467,4 @@ def _made(
             new = getattr(holder, leaf)
             made[id(old)] = old, new  # the old one too, so that its id stays its own
             if new is not old:
-                _attach(new, old.__dict__, *_hooks(old))
+                _attach(new, old.__dict__, *hooks_of(old))

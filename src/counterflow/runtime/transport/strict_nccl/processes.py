@@ -23,7 +23,7 @@ from torch import Tensor
 
 from counterflow.errors import ConfigError
 
-from ...torch_private import default_store
+from ...torch_private import default_store, has_backend
 from . import streams
 from .fabric import RECEIVE, AbortedError, Fabric, Launch, NcclRuleError, Part, Wake
 from .group import StrictGroup, carried_out, read, write
@@ -299,7 +299,7 @@ def endpoint() -> ProcessEndpoint:
 
 def register() -> None:
     """Let torch.distributed make groups with ``backend="strict_nccl"``."""
-    if NAME.upper() not in dist.Backend._plugins:  # noqa: SLF001
+    if not has_backend(NAME):
         dist.Backend.register_backend(NAME, _group, extended_api=True, devices=["cpu"])
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...torch_private import TorchDispatchMode, without_modes
 from .fabric import Launch
 
 Wait = Callable[[Sequence[Launch], str], None]
@@ -167,10 +167,5 @@ class _Calls(TorchFunctionMode):
 @contextmanager
 def as_the_network() -> Iterator[None]:
     """Around what is no worker's: it moves data, whatever thread it is done in."""
-    with (
-        torch._C._DisableTorchDispatch(),  # noqa: SLF001 - torch._C.DisableTorchFunction's like for operators
-        torch._C.DisableTorchFunction(),  # noqa: SLF001
-        torch.no_grad(),
-        torch.inference_mode(mode=False),
-    ):
+    with without_modes(), torch.no_grad(), torch.inference_mode(mode=False):
         yield
