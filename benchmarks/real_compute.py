@@ -1,9 +1,12 @@
 """A GPT cut in two on two cores: samples a second against torch's 1F1B and against one process.
 
     python benchmarks/real_compute.py [--models example larger] [--repeats 9] [--micro-batches 8]
+        [--only zb]
 
 Claims: dapple and chimera train at least as many samples a second as torch.distributed.pipelining's
-Schedule1F1B on the same halves, and as one process with two threads on the same mini-batch.
+Schedule1F1B on the same halves, and as one process with two threads on the same mini-batch. zb-h1,
+zb-v and chimera split have backwards in two ops, beside ScheduleZBVZeroBubble: they gain what they fill of
+the bubbles, less what the split costs (`split_backward.py` has that by itself, in µs and bytes).
 
 Two processes with one torch thread each. All contenders have the same weights at the start, the same cut,
 the same mini-batches in the same micro-batches and the same AdamW; that their losses agree at the end is
@@ -21,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,23 +82,31 @@ class Ours:
 
 
 class Theirs:
-    """Schedule1F1B on the same halves."""
+    """A schedule of torch's on the same cuts: Schedule1F1B on halves, ScheduleZBVZeroBubble on quarters."""
 
     def __init__(self, config: GPTConfig, count: int, cuts: list[int], rank: int) -> None:
         layers = built(config)
         edges = [0, *cuts, len(layers)]
-        half = nn.Sequential(*layers[edges[rank] : edges[rank + 1]])
-        stage = theirs.PipelineStage(half, rank, WORKERS, torch.device("cpu"))
-        self.schedule = theirs.Schedule1F1B(stage, count, loss_fn=config.loss)
-        self.optimizer = adamw(half.parameters())
-        self.rank = rank
+        parts = [nn.Sequential(*layers[begin:end]) for begin, end in pairwise(edges)]
+        held = [rank] if len(parts) == WORKERS else [rank, len(parts) - 1 - rank]
+        device = torch.device("cpu")
+        stages = [theirs.PipelineStage(parts[s], s, len(parts), device) for s in held]
+        self.schedule = (
+            theirs.Schedule1F1B(stages[0], count, loss_fn=config.loss)
+            if len(held) == 1
+            else theirs.ScheduleZBVZeroBubble(stages, count, loss_fn=config.loss)
+        )
+        self.optimizer = adamw(p for s in held for p in parts[s].parameters())
+        self.first, self.last = 0 in held, len(parts) - 1 in held
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
-        if self.rank == 0:
-            self.schedule.step(inputs, return_outputs=False)
-            losses: list[Tensor] = []
-        else:
-            self.schedule.step(target=targets, losses=(losses := []), return_outputs=False)
+        losses: list[Tensor] = []
+        self.schedule.step(
+            *([inputs] if self.first else []),
+            target=targets if self.last else None,
+            losses=losses if self.last else None,
+            return_outputs=False,
+        )
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(torch.stack(losses).detach().mean()) if losses else float("nan")
@@ -138,6 +150,7 @@ class Settings:
     samples: int
     repeats: int
     warm_up: int
+    only: tuple[str, ...]
 
 
 def work(settings: Settings) -> dict[str, tuple[list[Row], list[int], int]]:
@@ -149,16 +162,27 @@ def work(settings: Settings) -> dict[str, tuple[list[Row], list[int], int]]:
     for name in settings.models:
         config = models()[name]
         layers = built(config)
-        cuts = list(balance(estimated_costs(layers), WORKERS))
+        costs = estimated_costs(layers)
+        cuts, quarters = (list(balance(costs, stages)) for stages in (WORKERS, 2 * WORKERS))
         size = sum(p.numel() for p in nn.Sequential(*layers).parameters())
         makers: dict[str, Callable[[], Contender]] = {
             "dapple": lambda: Ours(config, cf.schemes.dapple(WORKERS, count), cuts, clip=None),
             "chimera": lambda: Ours(config, cf.schemes.chimera(WORKERS, count), cuts, clip=None),
+            "zb-h1": lambda: Ours(config, cf.schemes.zb_h1(WORKERS, count), cuts, clip=None),
+            "zb-v": lambda: Ours(config, cf.schemes.zb_v(WORKERS, count), quarters, clip=None),
+            "chimera split": lambda: Ours(
+                config, cf.schemes.chimera(WORKERS, count, split=True), cuts, clip=None
+            ),
             "torch 1F1B": lambda: Theirs(config, count, cuts, rank),
+            "torch ZBVZeroBubble": lambda: Theirs(config, count, quarters, rank),
             "one process, 2 threads, accumulated": lambda: Alone(config, count, rank),
             "one process, 2 threads, whole": lambda: Alone(config, 1, rank),
         }
-        contenders = {label: make() for label, make in makers.items()}
+        contenders = {
+            label: make()
+            for label, make in makers.items()
+            if not settings.only or any(word in label for word in settings.only)
+        }
         rows = {label: Row(label, [], 0.0) for label in contenders}
         generator = torch.Generator().manual_seed(1)
         for turn in range(settings.warm_up + settings.repeats):
@@ -202,11 +226,12 @@ def table(rows: list[Row], samples: int) -> list[str]:
 
 def verdicts(rows: list[Row]) -> list[str]:
     """Ratios are of steps of one turn, so that slow minutes of the machine cancel."""
-    own = [row for row in rows if row.name in ("dapple", "chimera")]
+    own = [row for row in rows if not row.name.startswith(("torch", "one process"))]
     lines = []
+    unsplit = {"zb-h1": "dapple", "zb-v": "dapple", "chimera split": "chimera"}
     for mine in own:
         for other in rows:
-            if other in own:
+            if other in own and unsplit.get(mine.name) != other.name:
                 continue
             ratios = [b / a for a, b in zip(mine.seconds, other.seconds, strict=True)]
             ratio, wins = statistics.median(ratios), sum(r > 1 for r in ratios)
@@ -224,6 +249,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4, help="of a micro-batch")
     parser.add_argument("--repeats", type=int, default=9, help=f"turns timed, of {STEPS} steps")
     parser.add_argument("--warm-up", type=int, default=2, help="turns before")
+    parser.add_argument("--only", nargs="+", default=[], help="contenders whose name has one of these words")
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/real_compute.*")
     options = parser.parse_args()
     about = machine()
@@ -233,6 +259,7 @@ def main() -> None:
         options.samples,
         options.repeats,
         max(1, options.warm_up),
+        tuple(options.only),
     )
     total = settings.micro_batches * settings.samples
     found = cf.launch(work, settings, workers=WORKERS, transport="gloo", threads=1)[0]
