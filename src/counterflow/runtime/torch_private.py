@@ -120,6 +120,15 @@ def abort(group: ProcessGroup) -> None:
     call()
 
 
+def flight_record() -> bytes | None:
+    """What NCCL's flight recorder noted, for ``torchfrtrace``; None where it notes nothing.
+
+    Without: ``TORCH_NCCL_DUMP_ON_TIMEOUT``, which waits for torch's own limit.
+    """
+    dump: Any = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)  # noqa: SLF001
+    return None if dump is None else bytes(dump())
+
+
 def has_backend(name: str) -> bool:
     """Whether a backend of that name was registered. ``register_backend`` again does no harm, but warns."""
     return name.upper() in torch.distributed.Backend._plugins  # noqa: SLF001

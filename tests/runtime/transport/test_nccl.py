@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import counterflow as cf
 from counterflow.errors import WorkerError
-from counterflow.runtime.transport import Group
+from counterflow.runtime.transport import Group, nccl
 from counterflow.runtime.transport.base import Status
 from counterflow.runtime.transport.nccl import OrderedTransport
 from counterflow.runtime.transport.progress import OPS_AHEAD, Progress
@@ -206,3 +207,18 @@ def test_what_a_device_does_is_not_what_its_host_does() -> None:
     with progress.held(4):
         assert progress.status().waiting_for == 4
     assert progress.status() is status
+
+
+# -- what is kept of a failure
+
+
+def test_the_flight_record_is_kept_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    records = iter([b"one", b"two"])
+    monkeypatch.setattr(nccl, "flight_record", lambda: next(records))
+    monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(tmp_path / "record-"))
+    transport = nccl.NcclTransport.__new__(nccl.NcclTransport)
+    transport.rank, transport._data_groups = 3, []
+    transport.abort_data_plane()
+    transport.abort_data_plane()
+    assert [path.name for path in tmp_path.iterdir()] == ["record-3"]
+    assert (tmp_path / "record-3").read_bytes() == b"one"

@@ -36,6 +36,11 @@ def test_processes_agree_with_one_process(schedule: Schedule, replicas: int, rec
     assert found.ok, found
 
 
+def test_processes_agree_over_nccls_rules() -> None:
+    found = small_trial(schemes.chimera(2, 3), steps=2).verify(transport="nccl", strict=True)
+    assert found.ok, found
+
+
 class Job:
     """A function of jobs.py, which other processes find by the path."""
 

@@ -159,12 +159,21 @@ class _Received:
 
 
 class _ReceivedDescribed(_Received):
-    __slots__ = ()
+    __slots__ = ("device",)
+
+    def __init__(self, hub: Hub, status: Status, message: _Message, peer: int, device: torch.device) -> None:
+        super().__init__(hub, status, message, peer)
+        self.device = device
 
     def wait(self) -> list[Tensor]:  # type: ignore[override]
         super().wait()
-        assert self.message.tensors is not None
-        return self.message.tensors
+        tensors = self.message.tensors
+        assert tensors is not None
+        for place, tensor in enumerate(tensors):
+            if tensor.device != self.device:  # threads may have a GPU each
+                moved = tensor.detach().to(self.device)
+                tensors[place] = moved.requires_grad_(tensor.requires_grad)
+        return tensors
 
 
 class _Sum:
@@ -261,7 +270,7 @@ class LocalTransport(Transport):
         """See ``Transport.receive_described``."""
         message = self.hub.message(peer, self.rank, _apart(tag)) if aside else self._post(peer, tag)
         message.posted.set()
-        return _ReceivedDescribed(self.hub, self.status, message, peer)
+        return _ReceivedDescribed(self.hub, self.status, message, peer, self.device)
 
     def _post(self, peer: int, tag: int) -> _Message:
         if self.hub.strict:
@@ -354,5 +363,5 @@ def _copy(tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
 def _sum(values: list[Tensor]) -> Tensor:
     total = values[0].detach().clone()
     for value in values[1:]:
-        total += value
+        total += value.to(total.device)  # threads may have a GPU each
     return total

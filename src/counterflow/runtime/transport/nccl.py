@@ -12,12 +12,14 @@ of each step.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from abc import abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,13 +29,15 @@ from torch.distributed import ProcessGroup, Work
 from counterflow.errors import CounterflowError
 from counterflow.schedule.program.actions import Matching
 
-from ..torch_private import abort
+from ..torch_private import abort, flight_record
 from ..workers.watch import worker_error
 from .base import Crossing, Described, Group, Pending, Status, TimedOut, Transport, TransportKind
 from .control import DistributedTransport
 from .headers import announced, as_bytes, describe
 from .pending import DONE, in_place_of
 from .progress import Event, Progress, all_over
+
+_LOG = logging.getLogger(__name__)
 
 
 class Launched:
@@ -363,11 +367,13 @@ class NcclTransport(OrderedTransport, DistributedTransport):
     kind = TransportKind.NCCL
     backend = "nccl"
     _late: TimedOut | None = None
+    _recorded = False
 
     def make_data_plane(self) -> None:
         """See ``DistributedTransport``."""
         # A group whose peer is gone ends its operations and not the process: the watch tells of it.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
         self._data_groups: list[ProcessGroup] = []
         self.make_groups()
 
@@ -405,9 +411,29 @@ class NcclTransport(OrderedTransport, DistributedTransport):
         """See ``DistributedTransport``: the host goes on, with whatever is in memory, and hears why it must
         not where workers meet next.
         """
+        self.keep_flight_record()
         for group in tuple(self._data_groups):
             with contextlib.suppress(RuntimeError, ValueError):  # aborted already
                 abort(group)
+
+    def keep_flight_record(self) -> None:
+        """Write what NCCL's flight recorder noted, once: what was launched, and what of it never ran."""
+        found, self._recorded = None if self._recorded else flight_record(), True
+        if found is not None:
+            begin = os.environ.get(
+                "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "nccl_trace_rank_"
+            )  # as torch names them
+            path = Path(f"{begin}{self.rank}")
+            with contextlib.suppress(OSError):  # there is a failure to tell of already
+                path.write_bytes(found)
+                _LOG.warning("worker %d: what NCCL had launched is in %s; see torchfrtrace", self.rank, path)
+
+    def close(self) -> None:
+        """See ``Transport.close``."""
+        if not (self.closed or self.failed):
+            with contextlib.suppress(RuntimeError):
+                self.progress.synchronize()  # nothing is under way
+        super().close()
 
     def trouble(self, error: RuntimeError, peer: int, waited_seconds: float) -> Exception:
         """See ``DistributedTransport``: what the watch saw first counts."""
