@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -222,3 +224,23 @@ def test_the_flight_record_is_kept_once(monkeypatch: pytest.MonkeyPatch, tmp_pat
     transport.abort_data_plane()
     assert [path.name for path in tmp_path.iterdir()] == ["record-3"]
     assert (tmp_path / "record-3").read_bytes() == b"one"
+
+
+def test_an_abort_that_does_not_return_holds_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, seen = threading.Event(), []
+
+    def abort(group: str) -> None:
+        if group == "stuck":
+            ended.wait()
+        seen.append(group)
+
+    monkeypatch.setattr(nccl, "abort", abort)
+    monkeypatch.setattr(nccl, "flight_record", lambda: None)
+    monkeypatch.setattr(nccl, "_ABORT_SECONDS", 0.01)
+    transport = nccl.NcclTransport.__new__(nccl.NcclTransport)
+    transport._data_groups = cast("Any", ["stuck", "other"])
+    transport.abort_data_plane()
+    assert "stuck" not in seen
+    ended.set()
+    while len(seen) < 2:
+        time.sleep(0.001)

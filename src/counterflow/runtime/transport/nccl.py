@@ -20,6 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -356,6 +357,15 @@ class _OnDevice:
         return [tensor.to(self.device, non_blocking=True) for tensor in self.pending.wait()]
 
 
+_ABORT_SECONDS = 5.0
+"""How long is waited for communicators that are aborted."""
+
+
+def _aborted(group: ProcessGroup) -> None:
+    with contextlib.suppress(RuntimeError, ValueError):  # aborted already
+        abort(group)
+
+
 _LONG = timedelta(days=30)
 """Torch's own limit, which begins as an operation is launched: a long step would exceed one that suits hangs.
 The watch sees what the device waits for, and how long."""
@@ -373,7 +383,6 @@ class NcclTransport(OrderedTransport, DistributedTransport):
         """See ``DistributedTransport``."""
         # A group whose peer is gone ends its operations and not the process: the watch tells of it.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
         self._data_groups: list[ProcessGroup] = []
         self.make_groups()
 
@@ -412,9 +421,13 @@ class NcclTransport(OrderedTransport, DistributedTransport):
         not where workers meet next.
         """
         self.keep_flight_record()
-        for group in tuple(self._data_groups):
-            with contextlib.suppress(RuntimeError, ValueError):  # aborted already
-                abort(group)
+        # Each in a thread: NCCL may wait for what never comes even here, and who aborts has more to do.
+        threads = [Thread(target=_aborted, args=(group,), daemon=True) for group in self._data_groups]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + _ABORT_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
 
     def keep_flight_record(self) -> None:
         """Write what NCCL's flight recorder noted, once: what was launched, and what of it never ran."""
