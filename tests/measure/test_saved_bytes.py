@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import counterflow as cf
-from counterflow.errors import ConfigError
 from counterflow.measure.stage_costs import StageCost, measure_stages
 from counterflow.models.gpt import GPTConfig
 from counterflow.runtime.execution.meters import Kept, SavedBytes, graph_of
@@ -59,33 +60,60 @@ def _work(schedule: Schedule, recompute: str) -> tuple[list[StageCost], int]:
     return costs, pipeline.peak_saved_bytes
 
 
-def _skipping() -> None:
-    skip, inputs = cf.Skip("a"), torch.ones(4, 2)
-    layers = [skip.save(), torch.nn.Linear(2, 2), skip.load()]
+class _Adds(torch.nn.Linear):
+    def forward(self, pair: Any) -> torch.Tensor:
+        x, skipped = pair
+        found: torch.Tensor = super().forward(x) + skipped.tanh()
+        return found
+
+
+def _skipping(schedule: Schedule, recompute: str) -> tuple[list[StageCost], int]:
+    past, after = cf.Skip("past the next stage"), cf.Skip("to the next stage")
+    layers = [
+        torch.nn.Sequential(torch.nn.Linear(8, 64), past.save()),
+        torch.nn.Sequential(torch.nn.Linear(64, 32), after.save()),
+        torch.nn.Sequential(after.load(), _Adds(32, 32)),
+        torch.nn.Sequential(torch.nn.Linear(32, 64), past.load(), _Adds(64, 64)),
+    ]
+    inputs, targets = torch.ones(4 * schedule.micro_batches, 8), torch.ones(4 * schedule.micro_batches, 64)
     pipeline = Pipeline(
-        layers, lambda pair, y: (pair[0] * pair[1] * y).mean(), schemes.gpipe(1, 2), optimizer=_sgd
+        layers, torch.nn.functional.mse_loss, schedule, optimizer=_sgd, recompute=recompute, cuts=[1, 2, 3]
     )
-    measure_stages(pipeline, inputs, inputs)
+    costs = measure_stages(pipeline, inputs, targets, repeats=1)
+    pipeline.step(inputs, targets)
+    return costs, pipeline.peak_saved_bytes
 
 
 def _sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def test_stages_with_skips_are_not_measured_one_by_one() -> None:
-    with pytest.raises(ConfigError, match="save or load a Skip cannot be measured one by one"):
-        launch(_skipping, workers=1, transport="local")
+@pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
+def test_skips_are_measured_with_their_stages(recompute: str) -> None:
+    found = launch(_skipping, schemes.dapple(4, 4), recompute, workers=4, transport="local")
+    costs = found[0][0]
+    assert [cost.output_bytes for cost in costs] == [4 * 4 * 64, 4 * 4 * 32, 4 * 4 * 32, 0]
+    assert [[(s.targets, s.size_bytes, s.once) for s in cost.skips] for cost in costs] == [
+        [((3,), 4 * 4 * 64, False)], [((2,), 4 * 4 * 32, False)], [], []
+    ]  # fmt: skip
+    assert costs[3].input_bytes == 4 * 4 * 32 + 4 * 4 * 64
+    _is_predicted(schemes.dapple(4, 4), recompute, found)
 
 
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_the_count_is_the_prediction(schedule: Schedule, recompute: str) -> None:
     found = launch(_work, schedule, recompute, workers=schedule.workers, transport="local")
+    _is_predicted(schedule, recompute, found)
+
+
+def _is_predicted(schedule: Schedule, recompute: str, found: list[tuple[list[StageCost], int]]) -> None:
     costs = found[0][0]
     memory = cf.ByteCosts(
         activations=[cost.activation_bytes for cost in costs],
         kept_for_weights=[cost.kept_bytes for cost in costs],
         inputs=[cost.input_bytes for cost in costs],
+        beyond_inputs=[cost.beyond_input_bytes for cost in costs],
         layers=[cost.layers for cost in costs],
         layer_inputs=[cost.layer_input_bytes for cost in costs],
         largest_layer=[cost.largest_layer_bytes for cost in costs],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from counterflow import ConfigError
 from counterflow.plan import files
 from counterflow.plan.cluster import Cluster, Link, allreduce_seconds
-from counterflow.plan.model import Model
+from counterflow.plan.model import LayerSkip, Model
 from counterflow.plan.profile import LayerProfile, Profile
 
 LAYER = LayerProfile(
@@ -37,11 +38,19 @@ CLUSTER = Cluster(
     sources={"a": "b"},
 )
 MODEL = Model("m", ("block", "block", "odd kind"), 1.0, 4.0, {"kind": "gpt", "layers": 2, "tied": True}, "s")
+SKIPPING = replace(
+    MODEL, skips=(LayerSkip(0, (2,), 8.0), LayerSkip(0, (1, 2), 4.0, True)), config={"data": {"path": "x"}}
+)
 
 
 @pytest.mark.parametrize(
     ("value", "load"),
-    [(PROFILE, files.load_profile), (CLUSTER, files.load_cluster), (MODEL, files.load_model)],
+    [
+        (PROFILE, files.load_profile),
+        (CLUSTER, files.load_cluster),
+        (MODEL, files.load_model),
+        (SKIPPING, files.load_model),
+    ],
 )
 def test_files_read_back_equal(value: object, load: Callable[[Path], object], tmp_path: Path) -> None:
     assert isinstance(value, Profile | Cluster | Model)

@@ -16,6 +16,7 @@ from counterflow.plan import (
     Configuration,
     Cutting,
     LayerProfile,
+    LayerSkip,
     Link,
     Model,
     Predictor,
@@ -65,6 +66,28 @@ def test_messages_and_the_sum_of_gradients() -> None:
     found = predict(MODEL, PROFILE, slow, configured("dapple", replicas=2, stages=4, micro_batches=1))
     # Down and up: 6 messages of 4 bytes; then stage 0's 200 bytes over two copies.
     assert found.step_seconds == pytest.approx(4 * 3 + 6 * (0.25 + 2) + 2 * 0.25 + 0.5 * 200)
+
+
+def test_skips_travel_beside_the_stages_and_are_kept_for_their_users() -> None:
+    slow = replace(CLUSTER, between=Link(0.0, 0.5))
+    one = configured("dapple", stages=4, micro_batches=1, recompute="stage")
+    plain = predict(MODEL, PROFILE, slow, one)
+    # To the next stage it goes with the output: 8 bytes in place of 4, down and up. In a stage it is free.
+    beside = replace(MODEL, skips=(LayerSkip(1, (2,), 4.0), LayerSkip(4, (5,), 4.0)))
+    assert predict(beside, PROFILE, slow, one).step_seconds == pytest.approx(plain.step_seconds + 2 * 2)
+    # Past the others it takes 50 seconds from worker 0 to 3, and its gradient 50 back.
+    past = predict(replace(MODEL, skips=(LayerSkip(0, (6, 7), 100.0),)), PROFILE, slow, one)
+    assert past.step_seconds == pytest.approx(1 + 50 + 1 + 3 + 50 + 3)
+    assert [m.buffers - p.buffers for m, p in zip(past.memory, plain.memory, strict=True)] == [100, 0, 0, 100]
+    assert past.memory[3].activations == plain.memory[3].activations + 100
+    once = predict(replace(MODEL, skips=(LayerSkip(0, (7,), 100.0, once=True),)), PROFILE, slow, one)
+    assert once.step_seconds == pytest.approx(1 + 50 + 1 + 4 * 3 + 3 * 2)  # no gradient
+    with pytest.raises(ConfigError, match="a skip leads to layer 8, and the last one is 7"):
+        replace(MODEL, skips=(LayerSkip(0, (8,), 1.0),))
+    with pytest.raises(
+        ConfigError, match=r"skips: from layer 3 to \[3\]: a skip leads from a layer to one or"
+    ):
+        LayerSkip(3, (3,), 1.0)
 
 
 def test_memory_by_hand() -> None:

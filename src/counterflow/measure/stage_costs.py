@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from counterflow.errors import ConfigError
 from counterflow.runtime.execution.meters import SavedBytes, graph_of
 from counterflow.runtime.messages.values import Structure, Unit, put_together, take_apart, takes_gradient
 from counterflow.runtime.mini_batch.losses import read_loss
 from counterflow.runtime.mini_batch.samples import cut, moved, samples_in, split_points
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.randomness import Rows
+from counterflow.runtime.stages.skips import Carried
 from counterflow.runtime.stages.split_backward import Joints, SplitBackward
 from counterflow.runtime.stages.stage import StageCopy
+from counterflow.schedule.ir import SkipLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,9 @@ class StageCost:
         kept_bytes: what a split backward keeps between input gradient and weight gradients.
         input_gradient_seconds: median seconds of the first half of a split backward.
         weight_gradients_seconds: of the other half.
+        beyond_input_bytes: what autograd saves beyond the stage's input.
+        output_bytes: what the next stage takes, without skips.
+        skips: what it saves for later stages.
     """
 
     forward_seconds: float
@@ -58,6 +62,24 @@ class StageCost:
     kept_bytes: int
     input_gradient_seconds: float
     weight_gradients_seconds: float
+    beyond_input_bytes: int
+    output_bytes: int = 0
+    skips: tuple[SkipCost, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SkipCost:
+    """What a stage makes for later ones.
+
+    Attributes:
+        targets: the stages that use it.
+        size_bytes: of it, for one micro-batch.
+        once: whether it is sent once a step.
+    """
+
+    targets: tuple[int, ...]
+    size_bytes: int
+    once: bool
 
 
 _Described = tuple[Structure | None, list[tuple[torch.Size, torch.dtype, bool]]]
@@ -77,15 +99,7 @@ def measure_stages(
         repeats: of each measurement.
         parts: of a micro-batch that a stage runs on one of, all of which it then costs; None: as the schedule
             says.
-
-    Raises:
-        ConfigError: stages save skips for others, so that none can be measured alone.
     """
-    if any(skips is not None for skips in pipeline.skips):
-        raise ConfigError(
-            "stages that save or load a Skip cannot be measured one by one; measure a model that hands the "
-            "same on from layer to layer"
-        )
     count = pipeline.schedule.micro_batches
     last = pipeline.schedule.stages - 1
     samples = split_points(samples_in(inputs, pipeline.input_dims), count)[1]
@@ -95,37 +109,117 @@ def measure_stages(
     unit = Unit(0, 0, parts).rows(samples)
     rows = Rows(0, samples, unit.start, unit.stop)
     taken: dict[int, Any] = {}
-    described: _Described = None, []
+    made: list[_Made] = []
     for stage in range(last + 1):
-        first = None
+        mine = None
         if stage in pipeline.stages:
             if stage == 0:
                 taken[stage] = moved(cut(inputs, unit, pipeline.input_dims), pipeline.device)
             else:
-                taken[stage] = _made(described, pipeline.device)
+                taken[stage] = _input_of(stage, made, pipeline.device)
             if stage < last:
                 with torch.no_grad():
                     output = _forward(pipeline, pipeline.stages[stage], taken[stage], rows)
-                trains = pipeline.stages[stage].trains or any(grad for _, _, grad in described[1])
-                structure, tensors = take_apart(output, f"stage {stage}")
-                first = structure, [(t.shape, t.dtype, trains and takes_gradient(t)) for t in tensors]
-        found = pipeline.transport.gather_objects(first)
-        described = next((cast("_Described", row) for row in found if row is not None), (None, []))
+                takes = any(tensor.requires_grad for tensor in _tensors(taken[stage]) if stage)
+                mine = _Made.of(output, pipeline.stages[stage], takes=takes)
+        told = cast("list[_Made | None]", pipeline.transport.gather_objects(mine))
+        made += [row for row in told if row is not None][:1]
     target = (
         moved(cut(targets, unit, pipeline.target_dims), pipeline.device) if last in pipeline.stages else None
     )
-    mine = {
+    costs = {
         stage: _measured(
             pipeline, copy, taken[stage], target if stage == last else None, rows=rows, repeats=repeats
         )
         for stage, copy in pipeline.stages.items()
     }
-    by_rank = cast("list[dict[int, StageCost]]", pipeline.transport.gather_objects(mine))
-    return [_median([row[stage] for row in by_rank if stage in row]) for stage in range(last + 1)]
+    by_rank = cast("list[dict[int, StageCost]]", pipeline.transport.gather_objects(costs))
+    found = [_median([row[stage] for row in by_rank if stage in row]) for stage in range(last + 1)]
+    scale = rows.samples / (rows.stop - rows.start)
+    return [
+        *(replace(cost, **one.costs(scale)) for cost, one in zip(found, made, strict=False)),
+        found[-1],
+    ]
 
 
-def _made(described: _Described, device: torch.device) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What a stage gave: to the next one, and by each skip that leads past it.
+
+    Attributes:
+        following: the output, with what goes beside it to the next stage.
+        links: by where it leads, what goes past the next stage, by number.
+        users: by number, the stages that use it.
+        sizes: by number, its bytes.
+        output_bytes: of the output alone.
+    """
+
+    following: _Described
+    links: dict[SkipLink, _Described]
+    users: dict[int, tuple[int, ...]]
+    sizes: dict[int, int]
+    output_bytes: int
+
+    @classmethod
+    def of(cls, output: Any, copy: StageCopy, *, takes: bool) -> _Made:
+        """What a copy gave; ``takes``: whether a gradient is made for what it took."""
+        place = f"stage {copy.stage}"
+
+        def described(value: Any, *, once: bool = False) -> _Described:
+            structure, tensors = take_apart(value, place)
+            trains = (copy.trains or takes) and not once
+            return structure, [(t.shape, t.dtype, trains and takes_gradient(t)) for t in tensors]
+
+        def size(value: Any) -> int:
+            return sum(tensor.nbytes for tensor in take_apart(value, place)[1])
+
+        skips = copy.skips
+        if skips is None or type(output) is not Carried:
+            return cls(described(output), {}, {}, {}, size(output))
+        value, held = output
+        users: dict[int, tuple[int, ...]] = {}
+        for link, numbers in skips.gives:
+            for number in numbers:
+                users[number] = (*users.get(number, ()), link.target)
+        for number in skips.next:
+            users[number] = (copy.stage + 1, *users.get(number, ()))
+        return cls(
+            described(Carried(value, {n: held[n] for n in skips.next}) if skips.next else value),
+            {link: described({n: held[n] for n in numbers}, once=link.once) for link, numbers in skips.gives},
+            users,
+            {number: size(held[number]) for number in users},
+            size(value),
+        )
+
+    def costs(self, scale: float) -> dict[str, Any]:
+        """Bytes for ``StageCost``."""
+        once = {link.target for link in self.links if link.once}
+        skips = [
+            SkipCost(
+                users,
+                self.sizes[n] if once & {*users} else round(scale * self.sizes[n]),
+                bool(once & {*users}),
+            )
+            for n, users in sorted(self.users.items())
+        ]
+        return {"output_bytes": round(scale * self.output_bytes), "skips": tuple(skips)}
+
+
+def _input_of(stage: int, made: Sequence[_Made], device: torch.device) -> Any:
     """A stage's input of the shapes it will have; values do not matter to costs."""
+    value = _tensors_like(made[-1].following, device)
+    by_skips: dict[int, Any] = {}
+    for one in made:
+        for link, described in one.links.items():
+            if link.target == stage:
+                by_skips |= _tensors_like(described, device)
+    if not by_skips:
+        return value
+    before = value if type(value) is Carried else Carried(value, {})
+    return Carried(before.value, before.skips | by_skips)
+
+
+def _tensors_like(described: _Described, device: torch.device) -> Any:
     structure, tensors = described
     return put_together(
         structure,
@@ -173,7 +267,10 @@ def _measured(
             end = _now(pipeline)
             forward.append(middle - start)
             backward.append(end - middle)
-        saved = _saved(constant, lambda: loss(_forward(pipeline, copy, value, rows)))
+        saved, beyond_input = (
+            _saved(known, lambda: loss(_forward(pipeline, copy, value, rows)))
+            for known in (constant, [*constant, *given])
+        )
         halves, kept = _split(
             pipeline, copy, given, lambda: loss(_forward(pipeline, copy, value, rows)), repeats
         )
@@ -198,6 +295,7 @@ def _measured(
         kept_bytes=round(scale * _held(constant, kept)),
         input_gradient_seconds=scale * statistics.median(first for first, _ in halves),
         weight_gradients_seconds=scale * statistics.median(second for _, second in halves),
+        beyond_input_bytes=round(scale * beyond_input),
     )
 
 
@@ -235,20 +333,21 @@ def _by_layer(
 ) -> tuple[list[int], int, Any]:
     """What each layer saves beyond its input, the bytes of all layers' inputs, and the last one's output."""
     beyond, inputs = [], SavedBytes(constant)
-    for layer in copy.layers:
+    value = copy.entered(value)
+    for number in range(len(copy.layers)):
         given = _tensors(value)
         for tensor in given:
             inputs.hold(tensor, [])
-        single = StageCopy(copy.stage, [layer], pipeline.streams, copy.recompute)
         box: list[Any] = []
 
-        def run(single: StageCopy = single, value: Any = value, box: list[Any] = box) -> list[Tensor]:
-            box.append(_forward(pipeline, single, value, rows))
+        def run(number: int = number, value: Any = value, box: list[Any] = box) -> list[Tensor]:
+            with pipeline.streams.step(), pipeline.autocast():
+                box.append(copy.layer_apart(number, value, pipeline.steps, rows))
             return _tensors(box[0])
 
         beyond.append(_saved([*constant, *given], run))
         value = pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), box[0])
-    return beyond, inputs.current, value
+    return beyond, inputs.current, copy.left(value)
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -277,17 +376,7 @@ def _now(pipeline: Pipeline) -> float:
 
 def _median(costs: list[StageCost]) -> StageCost:
     """The costs of a stage over its copies: bytes are the same, times differ."""
-    one = costs[0]
-    return StageCost(
-        statistics.median(cost.forward_seconds for cost in costs),
-        statistics.median(cost.backward_seconds for cost in costs),
-        one.activation_bytes,
-        one.input_bytes,
-        one.layer_input_bytes,
-        one.largest_layer_bytes,
-        one.layers,
-        one.weight_bytes,
-        one.kept_bytes,
-        statistics.median(cost.input_gradient_seconds for cost in costs),
-        statistics.median(cost.weight_gradients_seconds for cost in costs),
+    times = ("forward_seconds", "backward_seconds", "input_gradient_seconds", "weight_gradients_seconds")
+    return replace(
+        costs[0], **{name: statistics.median(getattr(cost, name) for cost in costs) for name in times}
     )

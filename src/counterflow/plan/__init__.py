@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .cluster import Cluster, Link
 from .device_placement import Arrangement
-from .model import Model
+from .model import LayerSkip, Model
 from .predict import Predictor, predict
 from .prediction import Configuration, Parts, Prediction, WorkerMemory
 from .profile import LayerProfile, Profile
@@ -16,6 +16,7 @@ __all__ = [
     "Configuration",
     "Cutting",
     "LayerProfile",
+    "LayerSkip",
     "Link",
     "Model",
     "Parts",

@@ -14,7 +14,7 @@ Invariant: every device drives one worker of one replica. Which arrangement is b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -22,6 +22,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from counterflow.schedule.ir import SkipLink
 from counterflow.schedule.placement import Placement
 
 from .cluster import Cluster, Link
@@ -83,7 +84,13 @@ class Network:
     copies: int
 
 
-def network(cluster: Cluster, placement: Placement, replicas: int, arrangement: Arrangement) -> Network:
+def network(
+    cluster: Cluster,
+    placement: Placement,
+    replicas: int,
+    arrangement: Arrangement,
+    skips: Sequence[SkipLink] = (),
+) -> Network:
     """The links of one arrangement.
 
     Replicas run in step: with ``shared_adapter``, messages that several of them send out of a node at one
@@ -94,11 +101,12 @@ def network(cluster: Cluster, placement: Placement, replicas: int, arrangement: 
         placement: which worker holds which stage.
         replicas: copies of the whole pipeline group.
         arrangement: which devices they are on.
+        skips: what goes from stages to others than the next.
     """
     node = np.array(devices(placement, replicas, arrangement)) // cluster.devices
     workers = placement.workers
     latency, per_byte = np.zeros((workers, workers)), np.zeros((workers, workers))
-    for sender, receiver in _messages(placement):
+    for sender, receiver in _messages(placement, skips):
         crossing = node[:, sender] != node[:, receiver]
         link = cluster.between if crossing.any() else cluster.inside
         share = int(np.bincount(node[crossing, sender]).max()) if crossing.any() else 1
@@ -116,11 +124,11 @@ def network(cluster: Cluster, placement: Placement, replicas: int, arrangement: 
     )
 
 
-def _messages(placement: Placement) -> Iterator[tuple[int, int]]:
+def _messages(placement: Placement, skips: Sequence[SkipLink]) -> Iterator[tuple[int, int]]:
     """The (sender, receiver) pairs of a schedule's messages, forwards and backwards, each once."""
     seen = set()
     for pipe in placement.pipes_stages:
-        for one, other in pairwise(pipe):
+        for one, other in (*pairwise(pipe), *((pipe[skip.source], pipe[skip.target]) for skip in skips)):
             if one != other:
                 seen |= {(one, other), (other, one)}
     yield from sorted(seen)

@@ -19,7 +19,7 @@ from counterflow.errors import ConfigError
 from counterflow.reading import read_text
 
 from .cluster import Cluster, Link
-from .model import ConfigValue, Model, TrainValue
+from .model import ConfigValue, LayerSkip, Model, TrainValue
 from .profile import LayerProfile, Profile
 
 _T = TypeVar("_T")
@@ -42,11 +42,12 @@ class _Model(_Table):
     layers: list[_Run]
     train: dict[str, TrainValue] = {}
     config: dict[str, dict[str, ConfigValue]] = {}
+    skips: list[LayerSkip] = []
 
     def value(self) -> Model:
         given = {name: getattr(self, name) for name in type(self).model_fields}
         kinds = tuple(run.kind for run in self.layers for _ in range(run.count))
-        return Model(**given | {"layers": kinds})
+        return Model(**given | {"layers": kinds, "skips": tuple(self.skips)})
 
 
 _CLUSTER = TypeAdapter(Cluster)
@@ -90,18 +91,19 @@ def dumps(value: Cluster | Profile | Model) -> str:
     return tomlkit.dumps(as_data(value))
 
 
-def as_data(value: Cluster | Profile | Model | LayerProfile | Link) -> dict[str, Any]:
+def as_data(value: Cluster | Profile | Model | LayerProfile | Link | LayerSkip) -> dict[str, Any]:
     """The same as plain data; what has no value is left out."""
     names = [name for name in type(value).__slots__ if getattr(value, name) is not None]
     data = {name: getattr(value, name) for name in names}
     if isinstance(value, Model):
         data["layers"] = [{"kind": kind, "count": count} for kind, count in value.runs()]
+        data["skips"] = [as_data(skip) for skip in value.skips]
     for name, part in data.items():
         if isinstance(part, Link):
             data[name] = as_data(part)
         elif isinstance(part, Mapping):
             data[name] = {k: as_data(v) if isinstance(v, LayerProfile) else v for k, v in part.items()}
-    return {name: part for name, part in data.items() if not isinstance(part, Mapping) or part}
+    return {name: part for name, part in data.items() if part or not isinstance(part, (Mapping, list))}
 
 
 def _value(path: Path | str, form: TypeAdapter[_T]) -> _T:

@@ -17,6 +17,34 @@ ConfigValue = TrainValue | list[float] | list[str]
 
 
 @dataclass(frozen=True, slots=True)
+class LayerSkip:
+    """What a layer saves for later ones.
+
+    Attributes:
+        source: the layer that saves it, counted from 0.
+        targets: those that load it.
+        size_bytes: of it, for one sample; for all, if it is sent once.
+        once: whether it is sent once a step.
+
+    Raises:
+        ConfigError: a target is not after the source, or the bytes are out of their range.
+    """
+
+    source: int
+    targets: tuple[int, ...]
+    size_bytes: float
+    once: bool = False
+
+    def __post_init__(self) -> None:
+        require_number("size_bytes", self.size_bytes)
+        if self.source < 0 or not self.targets or min(self.targets) <= self.source:
+            raise ConfigError(
+                f"skips: from layer {self.source} to {list(self.targets)}: a skip leads from a layer to one "
+                "or more later ones"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """A list of layers.
 
@@ -27,6 +55,7 @@ class Model:
         input_bytes: what the first layer takes, for one sample.
         train: the keys of ``[model]`` with which ``counterflow train`` makes it; empty: it cannot.
         source: where it comes from.
+        skips: what layers save for later ones.
         config: the other tables of the config that was profiled, but for what a plan decides.
 
     Raises:
@@ -43,12 +72,19 @@ class Model:
     train: Mapping[str, TrainValue] = field(default_factory=dict)
     source: str = ""
     config: Mapping[str, Mapping[str, ConfigValue]] = field(default_factory=dict)
+    skips: tuple[LayerSkip, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ConfigError(f"model {self.name}: has no layers; give one or more")
         require_number("optimizer_states", self.optimizer_states)
         require_number("input_bytes", self.input_bytes)
+        beyond = max((max(skip.targets) for skip in self.skips), default=0)
+        if beyond >= len(self.layers):
+            raise ConfigError(
+                f"model {self.name}: a skip leads to layer {beyond}, and the last one is "
+                f"{len(self.layers) - 1}"
+            )
 
     def runs(self) -> list[tuple[str, int]]:
         """Equal layers in a row, as (kind, how many)."""

@@ -99,7 +99,12 @@ class Predictor:
                 f"cluster {self.cluster.name} has {self.cluster.size}"
             )
         stages = self.stages(configuration.cuts, schedule.stages, configuration.samples)
-        links = network(self.cluster, schedule.placement, configuration.replicas, configuration.arrangement)
+        skips = [link for link, _ in stages.skips]
+        if skips:
+            schedule = schedule.with_skips(skips)
+        links = network(
+            *(self.cluster, schedule.placement, configuration.replicas, configuration.arrangement, skips)
+        )
         return Play(self, configuration, schedule, stages, links, mini_batch)
 
     def schedule(self, scheme: str, options: tuple[tuple[str, OptionValue], ...]) -> Schedule:
@@ -146,6 +151,7 @@ class Play:
             p2p=tuple(tuple(scale * x for x in row) for row in network_.latency_seconds),
             p2p_per_byte=tuple(tuple(scale * x for x in row) for row in network_.seconds_per_byte),
             message_bytes=self.stages.output_bytes,
+            skip_bytes=tuple(size for _, size in self.stages.skips) or 0.0,
             overlap=cluster.overlap,
             sync=tuple(self.allreduce_scale * x for x in sync_seconds(self.stages, network_)),
             sync_mode=self.configuration.sync,
@@ -257,10 +263,14 @@ class Play:
 
     @cached_property
     def buffers(self) -> tuple[float, ...]:
-        """Bytes of each worker's largest message, once to send and once to receive."""
+        """Of each worker's largest message, once to send and once to receive; and skips on their way."""
         placed = self.schedule.placement.pipes_stages
         together = max(len(one.micro_batches) for one in self.schedule.workload.passes)
-        return message_buffers(placed, together, self.stages)
+        buffers = message_buffers(placed, together, self.stages)
+        if not self.stages.skips:
+            return buffers
+        waiting = skips_on_their_way(placed, together, self.schedule.micro_batches, self.stages)
+        return tuple(map(sum, zip(buffers, waiting, strict=True)))
 
     @cached_property
     def fits(self) -> bool:
@@ -356,6 +366,24 @@ def message_buffers(
                 for worker in (one, other):
                     largest[worker] = max(largest[worker], stages.output_bytes[stage])
     return tuple(2 * together * size for size in largest)
+
+
+def skips_on_their_way(
+    pipes: tuple[tuple[int, ...], ...], together: int, micro_batches: int, stages: StageCosts
+) -> list[float]:
+    """Bytes that each worker keeps of skips until their users take them, and receives of one.
+
+    A sender is at most as many forwards ahead of a user as there are stages between them.
+    """
+    found = [0.0] * (max(map(max, pipes)) + 1)
+    for holders in pipes:
+        for link, size in stages.skips:
+            sender, user = holders[link.source], holders[link.target]
+            if sender != user:
+                ahead = 1 if link.once else min(link.target - link.source, micro_batches)
+                found[sender] += size * together * ahead
+                found[user] += size * together
+    return found
 
 
 def _held(schedule: Schedule, amounts: Any) -> list[float]:

@@ -281,11 +281,12 @@ class _Search:
         """The arrangements that differ in what messages and all-reduces find."""
         key = (shape.placement, replicas)
         if key not in self.networks:
-            found: dict[Network, Arrangement] = {}
+            found: dict[object, tuple[Arrangement, Network]] = {}
             for arrangement in self.constraints.arrangements:
                 links = network(self.predictor.cluster, shape.placement, replicas, arrangement)
-                found.setdefault(links, arrangement)
-            self.networks[key] = [(arrangement, links) for links, arrangement in found.items()]
+                # Skips, which depend on the cuts, may find other links where other messages find the same.
+                found.setdefault(arrangement if self.predictor.model.skips else links, (arrangement, links))
+            self.networks[key] = list(found.values())
         return self.networks[key]
 
     def _decide(self, members: list[_Candidate]) -> list[_Candidate]:

@@ -6,6 +6,7 @@ given number of samples.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from functools import cached_property
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.cuts import balance, explicit, stage_layers
-from counterflow.schedule.ir import OpKind
+from counterflow.schedule.ir import OpKind, SkipLink
 from counterflow.schedule.modes import Recompute
 from counterflow.simulate import ByteCosts, Piece
 from counterflow.simulate.op_costs import StageBytes, stage_bytes
@@ -54,6 +55,7 @@ class StageCosts:
         half_weight_gradients: seconds of the other.
         output_bytes: bytes of the stage's output.
         bytes: what the stage's weights and activations take, in the simulator's terms.
+        skips: bytes of what goes past the next stage, or once a step, ascending.
     """
 
     samples: int
@@ -71,6 +73,7 @@ class StageCosts:
     half_weight_gradients: tuple[float, ...]
     output_bytes: tuple[float, ...]
     bytes: ByteCosts
+    skips: tuple[tuple[SkipLink, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -196,15 +199,20 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
     def op(of: Callable[[LayerProfile], float]) -> tuple[float, ...]:
         return tuple(seconds + profile.op_overhead_seconds for seconds in total(of))
 
+    links, following = _skips(model, cuts, samples)
+    came = [sum((b for link, b in links if link.target == stage), 0.0) for stage in range(len(stages))]
+    came = [own + beside for own, beside in zip(came, [0.0, *following[:-1]], strict=True)]
     weights = total(lambda layer: layer.weights_bytes)
+    saved = total(lambda layer: layer.saved(samples))
     held = ByteCosts(
         weights=weights,
         optimizer=tuple(model.optimizer_states * w for w in weights),
-        activations=total(lambda layer: layer.saved(samples)),
+        activations=saved,
+        beyond_inputs=tuple(max(s - into[0], 0.0) for s, into in zip(saved, entering, strict=True)),
         kept_for_weights=total(lambda layer: layer.kept(samples)),
-        inputs=tuple(into[0] for into in entering),
+        inputs=tuple(into[0] + more for into, more in zip(entering, came, strict=True)),
         layers=tuple(len(stage) for stage in stages),
-        layer_inputs=tuple(map(sum, entering)),
+        layer_inputs=tuple(sum(into) + more for into, more in zip(entering, came, strict=True)),
         largest_layer=tuple(
             max(max(layer.saved(samples) - size, 0.0) for layer, size in zip(stage, into, strict=True))
             for stage, into in zip(stages, entering, strict=True)
@@ -224,6 +232,27 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
         weight_gradients=op(lambda layer: layer.weight_gradients(samples)),
         half_input_gradient=op(lambda layer: layer.input_gradient(samples / 2)),
         half_weight_gradients=op(lambda layer: layer.weight_gradients(samples / 2)),
-        output_bytes=tuple(stage[-1].output_bytes * samples for stage in stages),
+        output_bytes=tuple(
+            stage[-1].output_bytes * samples + more for stage, more in zip(stages, following, strict=True)
+        ),
         bytes=held,
+        skips=links,
     )
+
+
+def _skips(
+    model: Model, cuts: Sequence[int], samples: int
+) -> tuple[tuple[tuple[SkipLink, float], ...], list[float]]:
+    """What goes past the next stage by where it leads, and what goes beside each stage's output."""
+    links: dict[SkipLink, float] = {}
+    following = [0.0] * (len(cuts) + 1)
+    for skip in model.skips:
+        source = bisect_right(cuts, skip.source)
+        size = skip.size_bytes * (1 if skip.once else samples)
+        for target in sorted({bisect_right(cuts, layer) for layer in skip.targets} - {source}):
+            if target > source + 1 or skip.once:
+                link = SkipLink(source, target, skip.once)
+                links[link] = links.get(link, 0.0) + size
+            else:
+                following[source] += size
+    return tuple(sorted(links.items())), following

@@ -69,6 +69,8 @@ class ByteCosts:
             are two ops; None means all of it.
         inputs: the stage's input for one micro-batch: all that is kept with ``recompute="stage"``. If the
             backward needs it, it is a part of ``activations``.
+        beyond_inputs: what a forward saves beyond it, there while the stage is computed again; None means
+            ``activations`` less ``inputs``.
         layers: layers in the stage; with ``recompute="layer"`` one input a layer is kept.
         layer_inputs: those inputs together; None means ``layers`` times ``inputs``.
         largest_layer: most that a layer saves beyond its input, for one micro-batch; None means that all
@@ -84,6 +86,7 @@ class ByteCosts:
     layers: PerStage = 1.0
     layer_inputs: PerStage | None = None
     largest_layer: PerStage | None = None
+    beyond_inputs: PerStage | None = None
 
 
 def per_stage(name: str, value: PerStage, stages: int) -> list[float]:
@@ -144,6 +147,8 @@ def stage_bytes(costs: ByteCosts, recompute: Recompute, stages: int) -> StageByt
         stash, working = full, [0.0] * stages
     elif recompute is Recompute.STAGE:  # the input is there already
         stash, working = inputs, [max(f - i, 0.0) for f, i in zip(full, inputs, strict=True)]
+        if costs.beyond_inputs is not None:
+            working = per_stage("beyond_inputs", costs.beyond_inputs, stages)
     else:
         stash = [i * n for i, n in zip(inputs, layers, strict=True)]
         working = [max(f - s, 0.0) / n for f, s, n in zip(full, stash, layers, strict=True)]

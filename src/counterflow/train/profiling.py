@@ -34,7 +34,7 @@ from counterflow.measure.layer_times import AtSize, LayerTimer, StepTimer, Subje
 from counterflow.measure.links import Travel, measure_allreduces, measure_messages
 from counterflow.measure.machine import cores, device_name, memory_bytes
 from counterflow.measure.stage_costs import StageCost
-from counterflow.plan import Cluster, LayerProfile, Link, Model, Profile
+from counterflow.plan import Cluster, LayerProfile, LayerSkip, Link, Model, Profile
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.world import current_transport
 
@@ -116,6 +116,7 @@ def measure(
         train=config.model.given(),
         source="counterflow profile",
         config=kept_of(config),
+        skips=skips_of(by_size[-1]),
     )
     link = fitted(messages)
     cluster = Cluster(
@@ -185,6 +186,15 @@ def profile_of(
             "op_overhead_seconds": "measured: between two ops, and what a stage more adds to its layers",
             "step_overhead_seconds": "measured: a step without its ops and the optimiser",
         },
+    )
+
+
+def skips_of(measured: AtSize) -> tuple[LayerSkip, ...]:
+    """What layers save for later ones, measured with each layer as a stage."""
+    return tuple(
+        LayerSkip(layer, skip.targets, skip.size_bytes / (1 if skip.once else measured.size), skip.once)
+        for layer, cost in enumerate(measured.costs)
+        for skip in cost.skips
     )
 
 
@@ -316,14 +326,13 @@ def _layer(members: Sequence[int], by_size: Sequence[AtSize]) -> LayerProfile:
         return median(seconds)
 
     largest = by_size[-1]
-    after = [largest.costs[i + 1].input_bytes for i in members if i + 1 < len(largest.costs)]
     return LayerProfile(
         samples=tuple(float(one.size) for one in by_size),
         forward_seconds=median(lambda one, i: one.forward[i]),
         backward_seconds=median(lambda one, i: one.backward[i]),
         saved_bytes=median(lambda one, i: one.costs[i].activation_bytes),
         weights_bytes=float(largest.costs[members[0]].weight_bytes),
-        output_bytes=max(after, default=0) / largest.size,
+        output_bytes=max(largest.costs[i].output_bytes for i in members) / largest.size,
         part_overhead_seconds=statistics.median(
             [one.part_overhead_seconds[i] for one in by_size if one.part_overhead_seconds for i in members]
             or [0.0]

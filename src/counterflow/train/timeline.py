@@ -143,6 +143,7 @@ def costs_of(stages: Sequence[StageCost], recompute: Recompute, replicas: int) -
             activations=[stage.activation_bytes for stage in stages],
             kept_for_weights=[stage.kept_bytes for stage in stages],
             inputs=[stage.input_bytes for stage in stages],
+            beyond_inputs=[stage.beyond_input_bytes for stage in stages],
             layers=[stage.layers for stage in stages],
             layer_inputs=[stage.layer_input_bytes for stage in stages],
             largest_layer=[stage.largest_layer_bytes for stage in stages],

@@ -71,3 +71,21 @@ def test_compiled_layers_give_the_same(schedule: Schedule, recompute: str, dropo
 def test_compiled_layers_draw_for_a_half_what_they_draw_when_computed_again() -> None:
     kept, again = (train(HALVING, recompute, 0.5, how="aot_eager") for recompute in ("none", "layer"))
     torch.testing.assert_close(again, kept, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own code
+def test_changes_in_place_in_compiled_layers_are_refused_where_layers_are_computed_again() -> None:
+    """The compiler counts changes of what it has saved, so that nobody can tell whether it was changed."""
+
+    def job(recompute: str) -> float:
+        layers = [nn.Sequential(nn.Linear(4, 4), nn.ELU(inplace=True)) for _ in range(2)]
+        pipeline = cf.Pipeline(
+            layers, nn.functional.mse_loss, cf.schemes.dapple(2, 2), recompute=recompute,
+            optimizer=partial(torch.optim.SGD, lr=0.1), compile_layers="aot_eager",
+        )  # fmt: skip
+        return pipeline.step(torch.ones(4, 4), torch.ones(4, 4)).loss
+
+    torch._dynamo.reset()
+    with pytest.raises(cf.ConfigError, match=r"changes a tensor in place .*take recompute='stage'"):
+        launch(job, "layer", workers=2, transport="local", timeout_seconds=60)
+    launch(job, "stage", workers=2, transport="local", timeout_seconds=60)

@@ -239,9 +239,9 @@ class Replay:
             self._run()
         tensor, version = self.found[number] if number in self.kept else self.found.pop(number)
         if tensor._version != version:  # noqa: SLF001
-            raise RuntimeError(
-                f"{self.place} changes a tensor in place that its own backward needs; "
-                "let it make a new one there"
+            raise ConfigError(
+                f"{self.place} changes a tensor in place that its own backward needs, or is compiled and "
+                "changes any; leave out inplace=True there, or take recompute='stage', or none"
             )
         return tensor
 

@@ -222,9 +222,15 @@ class StageCopy:
         return self.module.output(partial(self._with_skips, step=step, rows=rows), value)
 
     def _with_skips(self, value: Value, step: int, rows: Rows) -> Value:
-        if self._skip_runner is None:
-            return self._forward(value, step, rows)
-        return self._skip_runner.left(self._forward(self._skip_runner.entered(value), step, rows))
+        return self.left(self._forward(self.entered(value), step, rows))
+
+    def entered(self, value: Value) -> Value:
+        """The stage's input as its first layer takes it."""
+        return value if self._skip_runner is None else self._skip_runner.entered(value)
+
+    def left(self, given: Value) -> Value:
+        """What the last layer gave as the stage's output."""
+        return given if self._skip_runner is None else self._skip_runner.left(given)
 
     def _forward(self, value: Value, step: int, rows: Rows) -> Value:
         if self.recompute is Recompute.LAYER and torch.is_grad_enabled():
@@ -239,6 +245,11 @@ class StageCopy:
         """The stage's output, and all buffers as they were."""
         with self.buffers.as_then(self.buffers.now()):
             return self.forward(self.entry.given(value), step, rows)
+
+    def layer_apart(self, number: int, value: Value, step: int, rows: Rows) -> Value:
+        """The output of one layer, of those of the stage, and all buffers as they were."""
+        with self.buffers.as_then(self.buffers.now()):
+            return self._run(self.layers[number], self._entries[number].given(value), step, rows)
 
     def forward_joined(self, value: Value) -> Value | None:
         """The output for the samples of several units; None if it is not theirs one by one.
