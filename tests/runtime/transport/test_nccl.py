@@ -16,7 +16,7 @@ import counterflow as cf
 from counterflow.errors import WorkerError
 from counterflow.runtime.transport import Group, nccl
 from counterflow.runtime.transport.base import Status
-from counterflow.runtime.transport.nccl import OrderedTransport
+from counterflow.runtime.transport.ordered import OrderedTransport
 from counterflow.runtime.transport.progress import OPS_AHEAD, Progress
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..base import Described, Lost, Pending, Status, TimedOut, TransportKind
 from ..local import Hub, LocalTransport
-from ..nccl import OrderedTransport
+from ..ordered import OrderedTransport
 from ..progress import Event
 from ..turns import elsewhere, settled_by
 from . import streams
