@@ -282,3 +282,9 @@ def test_without_a_solver_blocks_come_from_moves(monkeypatch: pytest.MonkeyPatch
     found = list(candidates(problem, seconds=0.5))
     assert found
     assert len(set(found)) == len(found)
+
+
+def test_synthesize_takes_blocks() -> None:
+    costs = cf.Costs(forward=3, input_gradient=4, weight_gradients=2)
+    found = cf.synthesize(plain(V4, 8, split=True), costs, peak=6, moves=10_000)
+    assert (found.makespan, found.proved, found.method) == (169, True, "repeating blocks")

@@ -9,7 +9,7 @@ Invariant: what is yielded is within all limits and plays to its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import inf
 from time import monotonic
 
@@ -31,17 +31,19 @@ _LATE = (inf, 0.5, 0.0)
 
 def candidates(
     problem: Problem,
+    starts: Iterable[Words] = (),
     *,
     seconds: float,
     turns: int | None = None,
     seed: int = 0,
     report: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Words]:
-    """Words of several blocks, each squeezed, as they are found; then what the best of them become.
+    """Ever better words: squeezed ones of several blocks, then what the best of them become.
 
     Args:
         problem: what is ordered.
-        seconds: how long it takes; the first block is always looked for.
+        starts: known words; they are squeezed too.
+        seconds: about how long it takes; starts and the first block are always looked at.
         turns: how many blocks are looked for by moves, and none by the solver; then time does not count, and
             words are the same on any machine.
         seed: of the random numbers.
@@ -51,21 +53,31 @@ def candidates(
     squeezer = Squeezer(problem)
     mean = sum(problem.work()) / problem.ops
     known: dict[Words, float] = {}
-    for how, block in blocks(problem, seconds=_FOR_BLOCKS * seconds, turns=turns, seed=seed):
-        report(f"{how}: a micro-batch every {block.period:.6g} s, {way_of(problem, block):.6g} s on its way")
-        words = unrolled(problem, block)
+
+    def unsqueezed() -> Iterator[Words]:
+        yield from starts
+        for how, block in blocks(problem, seconds=_FOR_BLOCKS * seconds, turns=turns, seed=seed):
+            report(f"{how}: one every {block.period:.6g} s, {way_of(problem, block):.6g} s on its way")
+            yield unrolled(problem, block)
+
+    least = inf
+    for words in unsqueezed():
         for late in _LATE:
             squeezed = squeezer.squeezed(words, late * mean)
             if squeezed not in known and problem.fits(squeezed):
                 known[squeezed] = squeezer.seconds(squeezed)
-                yield squeezed
+                if known[squeezed] < least:
+                    least = known[squeezed]
+                    yield squeezed
     best = sorted(known, key=lambda words: known[words])[:_BEST]
     for number, words in enumerate(best):
         left = until - monotonic()
         end = inf if turns is not None else monotonic() + left / (len(best) - number)
         many = None if turns is None else _WANDERS * turns
         for better in squeezer.wandered(words, turns=many, until=end, seed=seed + number):
-            if problem.fits(better):
+            taken = squeezer.seconds(better)
+            if taken < least and problem.fits(better):
+                least = taken
                 yield better
 
 

@@ -1,4 +1,4 @@
-"""The order of work: named schemes, then search, then the exact method, until time or the gap has run out.
+"""The order of work: named schemes, repeating blocks, search, the exact method, until time or the gap is out.
 
 Invariant: what is returned keeps all limits, and no named scheme of the same workload that keeps them is
 better. Costs are what they are: no search looks for other placements or micro-batches.
@@ -23,6 +23,12 @@ from .result import PROVED, Synthesis
 
 Report = Callable[[float, float, str], None]
 """Told of the best value, the bound, and what found it or is looked for."""
+
+_REPEATED = 0.4
+"""The share of time for repeating blocks and for squeezing."""
+
+_MOVES_TURN = 10_000
+"""Moves of the search for each turn of the blocks."""
 
 _SEARCHED = 0.4
 """The share of time for the search, where the exact method follows ..."""
@@ -96,6 +102,8 @@ class _Run:
             for name, words in named(self._problem):
                 self._take_named(name, words)
             if not self._proved:
+                self._repeat(_REPEATED * seconds, moves, seed)
+            if not self._proved:
                 self._search(until, moves, seed)
             if not self._proved:
                 self._prove(max(until - time.monotonic(), seconds * _LEFT), moves, seed)
@@ -115,6 +123,15 @@ class _Run:
     @property
     def _proved(self) -> bool:
         return self._value <= self._bound.seconds * (1 + PROVED)
+
+    def _repeat(self, seconds: float, moves: int | None, seed: int) -> None:
+        from .blocks import candidates  # noqa: PLC0415  (compiled loops take a while)
+
+        turns = None if moves is None else 1 + moves // _MOVES_TURN
+        for words in candidates(self._problem, [self._words], seconds=seconds, turns=turns, seed=seed):
+            self._take(words, "repeating blocks")
+            if self._proved:
+                return
 
     def _search(self, until: float, moves: int | None, seed: int) -> None:
         from .search import Stopped, improve  # noqa: PLC0415  (compiled loops take a while)
