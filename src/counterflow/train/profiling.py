@@ -111,7 +111,7 @@ def measure(
     model = Model(
         name=job.about.model,
         layers=tuple(kinds_of(job.layers)),
-        optimizer_states=_states(config),
+        optimizer_states=_states(job),
         input_bytes=float(sum(t.nbytes for t in _tensors(inputs))),
         train=config.model.given(),
         source="counterflow profile",
@@ -347,11 +347,12 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _states(config: RunConfig) -> float:
-    """Bytes of optimiser state for each byte of weights."""
-    if config.optimizer.name == "sgd":
-        return 1.0 if config.optimizer.momentum else 0.0
-    return 2.0
+def _states(job: Job) -> float:
+    """Bytes of optimiser state for each byte of weights; of frozen ones there is none."""
+    optimizer = job.config.optimizer
+    each = 2.0 if optimizer.name != "sgd" else 1.0 if optimizer.momentum else 0.0
+    every = {id(p): p for layer in job.layers for p in layer.parameters()}.values()
+    return each * sum(p.nbytes for p in every if p.requires_grad) / sum(p.nbytes for p in every)
 
 
 def _range(travels: Sequence[Travel]) -> str:
