@@ -17,7 +17,7 @@ No clock is read. It moves no tensors itself (``move`` does) and knows nothing o
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -139,7 +139,9 @@ class Fabric:
         self._members: dict[str, tuple[int, ...]] = {}
         self._entered: dict[str, set[int]] = defaultdict(set)
         self._streams: dict[tuple[int, str], list[Launch]] = defaultdict(list)
-        self._parts: dict[tuple[Any, ...], list[Part]] = defaultdict(list)
+        self._parts: dict[tuple[Any, ...], dict[int, Part]] = defaultdict(dict)
+        """By what their numbers count, those that have not run."""
+        self._counts: Counter[tuple[Any, ...]] = Counter()
         self._of: dict[Part, Launch] = {}
         self._blocked: dict[int, _Blocked] = {}
         self._left: set[int] = set()
@@ -184,9 +186,9 @@ class Fabric:
             if self.broken is not None:
                 raise self.broken
             for part in launch.parts:
-                row = self._parts[part.key]
-                part.number = len(row)
-                row.append(part)
+                part.number = self._counts[part.key]
+                self._counts[part.key] += 1
+                self._parts[part.key][part.number] = part
                 self._of[part] = launch
             self._streams[launch.rank, launch.stream].append(launch)
             self._advance()
@@ -329,6 +331,7 @@ class Fabric:
             self._in_motion -= 1
             for part in parts:
                 launch = self._of.pop(part)
+                del self._parts[part.key][part.number]
                 part.data = None
                 if not launch.over and not any(one in self._of for one in launch.parts):
                     self._end(launch)
@@ -342,15 +345,11 @@ class Fabric:
         """By rank what takes part; None where it is not launched yet. A send comes before its receive."""
         if part.kind in (SEND, RECEIVE):
             other = RECEIVE if part.kind == SEND else SEND
-            row = self._parts[part.communicator, other, part.peer, part.rank]
-            theirs = row[part.number] if part.number < len(row) else None
+            theirs = self._parts[part.communicator, other, part.peer, part.rank].get(part.number)
             sides = {part.rank: part, part.peer: theirs}
             return sides if part.kind == SEND else dict(reversed(sides.items()))
-        found: dict[int, Part | None] = {}
-        for member in self._members[part.communicator]:
-            row = self._parts[part.communicator, member]
-            found[member] = row[part.number] if part.number < len(row) else None
-        return found
+        members = self._members[part.communicator]
+        return {member: self._parts[part.communicator, member].get(part.number) for member in members}
 
     def _wake(self) -> bool:
         """Let hosts go on whose wait is over."""
