@@ -6,7 +6,9 @@ written: true and false, numbers, texts, paths, and lists of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import reprlib
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 import tomlkit
@@ -24,6 +26,45 @@ def dumps(value: object) -> str:
     [1, 2.5, true, "a \"b\"\n"]
     """
     return tomlkit.item(_plain(value)).as_string()
+
+
+_SHOWN = 60
+"""Characters of a value that a message shows."""
+
+_LARGEST = 2**63 - 1
+
+
+def shown(value: object) -> str:
+    """A value in a message: as TOML if it can be, and no longer than a line; the time it takes is bounded.
+
+    >>> shown([1] * 1_000_000)
+    '[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,…'
+    """
+    try:
+        text = dumps(_begin(value))
+    except ConfigError:
+        text = reprlib.repr(value) if isinstance(value, (list, Mapping)) else str(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}…"
+
+
+def _begin(value: object, depth: int = 3) -> object:
+    """The first parts of a value, as much as is shown of it."""
+    if isinstance(value, int) and abs(value) > 10**_SHOWN:
+        return f"a number of {value.bit_length():,} bits"
+    if isinstance(value, (str, PurePath)):
+        return str(value)[: _SHOWN + 1]
+    if isinstance(value, Sequence):
+        return [_begin(part, depth - 1) for part in itertools.islice(value, _SHOWN)] if depth else "…"
+    return value
+
+
+def has_only_legal_numbers(values: object) -> bool:
+    """Whether all whole numbers have the 64 bits of TOML; tomllib reads longer ones."""
+    if isinstance(values, Mapping):
+        return all(has_only_legal_numbers(value) for value in values.values())
+    if isinstance(values, list):
+        return all(has_only_legal_numbers(value) for value in values)
+    return not isinstance(values, int) or -_LARGEST - 1 <= values <= _LARGEST
 
 
 def _plain(value: object) -> bool | float | str | list[object]:

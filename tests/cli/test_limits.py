@@ -40,12 +40,53 @@ DIGITS = "9" * 5000
             "plan --example chimera-bert48 --mini-batch 1000000",
             "Error: --mini-batch 1000000: at most 100,000 samples are planned\n",
         ),
+        (
+            "train --set model.layers=1000000000",
+            "Error: --set model.layers = 1000000000: must be a whole number, 1 to 10,000\n",
+        ),
+        (
+            "train --set train.threads=100000",
+            "Error: --set train.threads = 100000: must be a whole number, 1 to",
+        ),
+        (
+            f"train --set model.hidden=0x{'f' * 5000}",
+            f'Error: --set model.hidden = "0x{"f" * 54}…: must be a whole number, 1 to 1,000,000\n',
+        ),
+        (
+            "train --set train.samples=100000000",
+            "Error: train.samples = 100000000: with model.positions = 64 a mini-batch would have ",
+        ),
     ],
 )
 def test_numbers_in_flags(refused: Refused, line: str, message: str) -> None:
     shown = refused(line)
     assert shown.startswith(message)
     assert shown.count("\n") == 1
+
+
+def test_a_config_of_many_cuts(refused: Refused, tmp_path: Path) -> None:
+    """Values are cut before they are written as TOML, which took minutes of these."""
+    path = tmp_path / "c.toml"
+    path.write_text(f"[pipeline]\ncuts = {list(range(1, 200_001))}\n")
+    assert refused(f"train {path}").endswith(
+        "pipeline.cuts = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 1…: 200000 cuts make 200001 "
+        "stages, but chimera has 4; give 3 cuts\n"
+    )
+
+
+@pytest.mark.parametrize("line", ["simulate {0} --stages 2", "train --set {0}=1", "check dapple --{0} 2"])
+def test_messages_are_short(refused: Refused, line: str) -> None:
+    shown = refused(line.format("x" * 30_000))
+    assert len(shown) < 2_500
+    assert " characters are left out) … " in shown
+
+
+def test_numbers_that_toml_does_not_have(refused: Refused, tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(f"[schedule]\nmicro_batches = 0x{'f' * 9000}\n")
+    told = "a whole number has more than 64 bits"
+    assert refused(f"train {path}").endswith(f"cannot be read as TOML: {told}\n")
+    assert told in refused(f"plan --example chimera-bert48 --cluster {path}")
 
 
 def test_numbers_in_files(run: Run, refused: Refused, tmp_path: Path) -> None:

@@ -269,14 +269,14 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     if scheme in {None, "chimera"}:
         schedule |= draw(st.fixed_dictionaries({}, optional={"pairs": st.integers(1, 2)}))
     train: dict[str, st.SearchStrategy[Any]] = {
-        "steps": st.integers(1),
-        "samples": st.integers(8),
+        "steps": st.integers(1, 10**9),
+        "samples": st.integers(8, 10**5),
         "seed": st.integers(0, 2**32 - 1),
         "out": texts,
-        "threads": st.integers(1),
+        "threads": st.integers(1, 1024),
     }
     pipeline: dict[str, st.SearchStrategy[Any]] = {
-        "replicas": st.integers(1),
+        "replicas": st.integers(1, 10**5),
         "recompute": st.sampled_from(["none", "stage", "layer"]),
         "sync": st.sampled_from(["end", "eager", "eager-opt"]),
         "autocast": st.just("bfloat16"),

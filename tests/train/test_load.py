@@ -168,10 +168,10 @@ def test_workers_beside_a_schedule_file(write: Write) -> None:
             "run.toml: train.replicas: there is no such key; did you mean pipeline.replicas?",
         ),
         ("[train]\nzzz = 1", "run.toml: train.zzz: there is no such key. Keys of train: steps, "),
-        ("[train]\nsteps = 0", "run.toml: train.steps = 0: must be a whole number, 1 or more"),
-        ("[train]\nsteps = 1.0", "run.toml: train.steps = 1.0: must be a whole number, 1 or more"),
-        ("[train]\nsteps = '1'", 'run.toml: train.steps = "1": must be a whole number, 1 or more'),
-        ("[train]\nsteps = true", "run.toml: train.steps = true: must be a whole number, 1 or more"),
+        ("[train]\nsteps = 0", "run.toml: train.steps = 0: must be a whole number, 1 to 1,000,000,000"),
+        ("[train]\nsteps = 1.0", "run.toml: train.steps = 1.0: must be a whole number, 1 to 1,000,000,000"),
+        ("[train]\nsteps = '1'", 'run.toml: train.steps = "1": must be a whole number, 1 to 1,000,000,000'),
+        ("[train]\nsteps = true", "run.toml: train.steps = true: must be a whole number, 1 to 1,000,000,000"),
         (
             "[train]\nseed = 4294967296",
             "run.toml: train.seed = 4294967296: must be a whole number, 0 to 4294967295",
@@ -188,7 +188,7 @@ def test_workers_beside_a_schedule_file(write: Write) -> None:
         ("[schedule]\nstages = '4'", 'run.toml: schedule.stages = "4": must be a whole number'),
         ("[schedule]\ninjected = [1]", 'run.toml: schedule.injected = [1]: must be a whole number, or "max"'),
         ("[schedule]\nstages = -2", "run.toml: schedule.stages = -2: must be 2 or more"),
-        ("[pipeline]\nreplicas = 0", "run.toml: pipeline.replicas = 0: must be a whole number, 1 or more"),
+        ("[pipeline]\nreplicas = 0", "run.toml: pipeline.replicas = 0: must be a whole number, 1 to 100,000"),
         (
             "[pipeline]\nsync = 'late'",
             'run.toml: pipeline.sync = "late": must be one of end, eager, eager-opt',
@@ -243,7 +243,7 @@ def test_a_wrong_file(write: Write, text: str, message: str) -> None:
         ("train.steps", "--set train.steps: must read section.key=value, as in --set train.steps=100"),
         ("steps=1", "--set steps=1: must read section.key=value, as in --set train.steps=100"),
         ("=1", "--set =1: must read section.key=value, as in --set train.steps=100"),
-        ("train.steps=many", '--set train.steps = "many": must be a whole number, 1 or more'),
+        ("train.steps=many", '--set train.steps = "many": must be a whole number, 1 to 1,000,000,000'),
         ("train.out=5", "--set train.out = 5: must be a path, in quotes"),
         ("train.a.b=1", "--set train.a.b: there is no such key. Keys of train: "),
         ("modle.layers=1", "there is no section 'modle'; did you mean model? Sections: "),
@@ -254,7 +254,9 @@ def test_a_wrong_override(given: str, message: str) -> None:
 
 
 def test_a_wrong_flag_names_itself() -> None:
-    with pytest.raises(ConfigError, match=r"^--steps: train\.steps = 0: must be a whole number, 1 or more$"):
+    with pytest.raises(
+        ConfigError, match=r"^--steps: train\.steps = 0: must be a whole number, 1 to 1,000,000,000$"
+    ):
         load_config(steps=0)
 
 
@@ -262,8 +264,8 @@ def test_all_that_is_wrong_is_told_at_once(write: Write) -> None:
     path = write("[model]\nlayers = 0\n[train]\nsteps = 0\nseed = 1\n")
     assert refused(path, "train.seed=-1").splitlines() == [
         "3 things are wrong:",
-        "run.toml: model.layers = 0: must be a whole number, 1 or more",
-        "run.toml: train.steps = 0: must be a whole number, 1 or more",
+        "run.toml: model.layers = 0: must be a whole number, 1 to 10,000",
+        "run.toml: train.steps = 0: must be a whole number, 1 to 1,000,000,000",
         "--set train.seed = -1: must be a whole number, 0 to 4294967295",
     ]
 
@@ -279,4 +281,4 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_a_long_value_is_cut(write: Write) -> None:
     said = refused(write(f"[train]\nsteps = '{'x' * 200}'"))
-    assert said == f'run.toml: train.steps = "{"x" * 56}…: must be a whole number, 1 or more'
+    assert said == f'run.toml: train.steps = "{"x" * 56}…: must be a whole number, 1 to 1,000,000,000'

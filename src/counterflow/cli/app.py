@@ -6,6 +6,7 @@ only with ``--debug``.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -53,16 +54,14 @@ class Commands(TyperGroup):
             raise
         except Exception as error:
             if _is_usage_error(error):
+                if isinstance(said := getattr(error, "message", None), str):
+                    error.message = _shortened(said)  # type: ignore[attr-defined]
                 raise
             failure = error
-            text = " ".join(str(error).split())
-            name = type(error).__name__
-            message = f"{name}: {text}" if text else name
-            message += "\nThis is a bug in Counterflow; run again with --debug and report what it shows."
-            code = 1
+            message, code = _unforeseen(error)
         if ctx.params.get("debug"):
             traceback.print_exception(failure)
-        typer.echo(f"Error: {message}", err=True)
+        typer.echo(f"Error: {_shortened(message)}", err=True)
         raise typer.Exit(code)
 
     def main(self, *args: Any, **extra: Any) -> Any:
@@ -74,6 +73,28 @@ class Commands(TyperGroup):
         """The list of commands, in panels."""
         self.rich_markup_mode = "rich"
         super().format_help(ctx, formatter)
+
+
+def _unforeseen(error: Exception) -> tuple[str, int]:
+    """Message and exit code of an error that nothing expects: a name that no file can have, or a bug."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"{error.filename}: no file can have such a name", 2
+    text = " ".join(str(error).split())
+    name = type(error).__name__
+    message = f"{name}: {text}" if text else name
+    return f"{message}\nThis is a bug in Counterflow; run again with --debug and report what it shows.", 1
+
+
+_LONGEST = 2_000
+"""Characters of a message: twenty lines."""
+
+
+def _shortened(message: str) -> str:
+    """A message with its beginning and its end, where it is too long to be read."""
+    if len(message) <= _LONGEST:
+        return message
+    begin, end = message[: _LONGEST * 3 // 4], message[-_LONGEST // 5 :]
+    return f"{begin} … ({len(message) - len(begin) - len(end):,} characters are left out) … {end}"
 
 
 def _is_usage_error(error: Exception) -> bool:

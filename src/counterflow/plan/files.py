@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 import tomlkit
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from counterflow import toml
 from counterflow.errors import ConfigError
 from counterflow.reading import read_text
 
@@ -146,8 +147,12 @@ def _read(path: Path) -> Any:
     text = read_text(path, "is a folder, not a file")
     is_json = path.suffix == ".json"
     try:
-        return json.loads(text) if is_json else tomllib.loads(text)
+        found = json.loads(text) if is_json else tomllib.loads(text)
+        legal = toml.has_only_legal_numbers(found)
     except (json.JSONDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not {'JSON' if is_json else 'TOML'}: {error}") from None
     except ValueError:  # Python's limit on the digits of a number
         raise ConfigError(f"{path}: a number of thousands of digits; is the file damaged?") from None
+    if not legal:
+        raise ConfigError(f"{path}: a whole number has more than 64 bits; is the file damaged?")
+    return found

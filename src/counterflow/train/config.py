@@ -74,10 +74,20 @@ Betas = Annotated[
     tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Strict(False)
 ]
 
+
+def _count(default: int | None, about: str, most: int, *, least: int = 1) -> Any:
+    """A key that is a whole number, with the most that can be meant: more is refused before it is built."""
+    return _key(default, about, f"a whole number, {least} to {most:,}", ge=least, le=most)
+
+
+_MANY = 1_000_000_000
+"""The most of what takes neither time nor memory before it is reached."""
+
+_MOST_TOKENS = 2**27
+"""Of the mini-batch of a replica: a gigabyte; the largest models are trained on some 2²⁴ in all."""
+
 _PATH = "a path, in quotes"
 _WHOLE = "a whole number"
-_COUNT = "a whole number, 1 or more"
-_COUNT_OR_ZERO = "a whole number, 0 or more"
 _SHARE = "a number from 0 to less than 1"
 
 
@@ -136,12 +146,12 @@ class ModelSection(Section):
         f"{HUGGING_FACE}: what weights are trained in, however they are stored; float32 where not given",
         "float32 or bfloat16, in quotes",
     )
-    layers: int = _key(EXAMPLE.layers, "transformer blocks, without embedding and head", _COUNT, ge=1)
-    hidden: int = _key(EXAMPLE.hidden, "width of the hidden states", _COUNT, ge=1)
-    heads: int = _key(EXAMPLE.heads, "attention heads; a divisor of hidden", _COUNT, ge=1)
-    positions: int = _key(EXAMPLE.positions, "tokens of a sample", _COUNT, ge=1)
-    vocabulary: int = _key(
-        _BYTE_VALUES, "number of different tokens; as many as the data has where not given", _COUNT, ge=1
+    layers: int = _count(EXAMPLE.layers, "transformer blocks, without embedding and head", 10_000)
+    hidden: int = _count(EXAMPLE.hidden, "width of the hidden states", 1_000_000)
+    heads: int = _count(EXAMPLE.heads, "attention heads; a divisor of hidden", 1_000_000)
+    positions: int = _count(EXAMPLE.positions, "tokens of a sample", 10_000_000)
+    vocabulary: int = _count(
+        _BYTE_VALUES, "number of different tokens; as many as the data has where not given", 100_000_000
     )
     dropout: float = _key(EXAMPLE.dropout, "share of activations set to zero in training", _SHARE, ge=0, lt=1)
     tied: bool = _key(False, "whether the head uses the embedding's weights", "true or false")
@@ -158,7 +168,7 @@ class ModelSection(Section):
         for name in ("path", "fresh", "dtype"):
             if data.get(name) is not None:
                 raise ConfigError(
-                    f'model.{name}: is for model.kind = "{HUGGING_FACE}", and it is {toml.dumps(kind)}; '
+                    f'model.{name}: is for model.kind = "{HUGGING_FACE}", and it is {toml.shown(kind)}; '
                     f'leave it out, or set model.kind = "{HUGGING_FACE}"'
                 )
         preset = SHAPES.get(kind)
@@ -282,9 +292,7 @@ class DataSection(Section):
 class LoraSection(Section):
     """Adapters of peft in place of the model's own weights; only with a rank."""
 
-    rank: int | None = _key(
-        None, "of the adapters; the model itself is trained where not given", _COUNT, ge=1
-    )
+    rank: int | None = _count(None, "of the adapters; the model itself is trained where not given", 1_000_000)
     alpha: float | None = _key(
         None, "adapters count alpha over rank; twice the rank where not given", "a number, more than 0", gt=0
     )
@@ -419,7 +427,7 @@ class ScheduleSection(Section):
 class PipelineSection(Section):
     """How the schedule is executed."""
 
-    replicas: int = _key(1, "W: copies of the whole pipeline group", _COUNT, ge=1)
+    replicas: int = _count(1, "W: copies of the whole pipeline group", 100_000)
     recompute: RecomputeKey = _key(
         Recompute.NONE,
         "what is computed again in a backward, to save memory",
@@ -463,8 +471,8 @@ class PipelineSection(Section):
         gt=0,
         le=1e6,
     )
-    digest_every: int = _key(
-        100, "compare the copies of every stage each so many steps; 0 does not", _COUNT_OR_ZERO, ge=0
+    digest_every: int = _count(
+        100, "compare the copies of every stage each so many steps; 0 does not", _MANY, least=0
     )
 
 
@@ -488,11 +496,11 @@ class OptimizerSection(Section):
         (0.9, 0.99), "adam, adamw: decay of both averages", "a list of 2 numbers, each from 0 to less than 1"
     )
     momentum: float = _key(0.0, "sgd: momentum", _SHARE, ge=0, lt=1)
-    warmup_steps: int | None = _key(
+    warmup_steps: int | None = _count(
         None,
         "steps in which the learning rate rises to its largest; a quarter of all where not given",
-        _COUNT_OR_ZERO,
-        ge=0,
+        _MANY,
+        least=0,
     )
     schedule: Literal["constant", "cosine", "linear"] = _key(
         "cosine",
@@ -507,7 +515,7 @@ class OptimizerSection(Section):
         if value != type(self).model_fields[unused].default:
             uses = "momentum" if self.name == "sgd" else "betas"
             raise ConfigError(
-                f"optimizer.{unused} = {toml.dumps(value)}: {self.name} has none (it has {uses}); "
+                f"optimizer.{unused} = {toml.shown(value)}: {self.name} has none (it has {uses}); "
                 f"leave it out, or choose another optimizer.name"
             )
         return self
@@ -516,16 +524,16 @@ class OptimizerSection(Section):
 class TrainSection(Section):
     """For how long, and what is kept."""
 
-    steps: int = _key(400, "mini-batches to train on, one update each", _COUNT, ge=1)
-    samples: int = _key(64, "samples of a mini-batch for each replica", _COUNT, ge=1)
+    steps: int = _count(400, "mini-batches to train on, one update each", _MANY)
+    samples: int = _count(64, "samples of a mini-batch for each replica", _MOST_TOKENS)
     seed: int = _key(
         0, "of the weights, the data and dropout", "a whole number, 0 to 4294967295", ge=0, lt=2**32
     )
-    evaluate_every: int = _key(
-        50, "loss on the validation part each so many steps; 0: at the end only", _COUNT_OR_ZERO, ge=0
+    evaluate_every: int = _count(
+        50, "loss on the validation part each so many steps; 0: at the end only", _MANY, least=0
     )
-    checkpoint_every: int = _key(
-        0, "write a checkpoint each so many steps; 0: at the end only", _COUNT_OR_ZERO, ge=0
+    checkpoint_every: int = _count(
+        0, "write a checkpoint each so many steps; 0: at the end only", _MANY, least=0
     )
     out: PathKey | None = _key(
         None,
@@ -535,8 +543,8 @@ class TrainSection(Section):
     resume: PathKey | None = _key(
         None, "a run's folder, to go on from its checkpoint; fresh weights where not given", _PATH
     )
-    threads: int | None = _key(
-        None, "threads a worker computes with; the cores shared out where not given", _COUNT, ge=1
+    threads: int | None = _count(
+        None, "threads a worker computes with; the cores shared out where not given", 1_024
     )
 
 
@@ -545,8 +553,8 @@ class PlanSection(Section):
 
     cluster: str | None = _key(None, "the devices it was planned for", "a text, in quotes")
     profile: str | None = _key(None, "what layers cost there", "a text, in quotes")
-    mini_batch: int | None = _key(None, "samples of an update, of all replicas", _COUNT, ge=1)
-    micro_batch: int | None = _key(None, "samples of a micro-batch", _COUNT, ge=1)
+    mini_batch: int | None = _count(None, "samples of an update, of all replicas", _MANY)
+    micro_batch: int | None = _count(None, "samples of a micro-batch", _MANY)
     arrangement: str | None = _key(
         None, "which workers share a node: pipeline-inside, replicas-inside or copies-inside", "a text"
     )
@@ -605,6 +613,7 @@ class RunConfig(Section):
             self._not_for_transformers(schedule),
             self._layers_missing(schedule),
             self._samples_missing(schedule),
+            self._too_many_tokens(),
             self._cuts(schedule),
         ):
             if problem:
@@ -689,7 +698,7 @@ class RunConfig(Section):
             )
         elif not schedule.synchronous:
             return (
-                f"schedule.scheme = {toml.dumps(schedule.scheme)}: updates weights before all labels of a "
+                f"schedule.scheme = {toml.shown(schedule.scheme)}: updates weights before all labels of a "
                 "mini-batch are counted, by which the loss of a model of transformers is divided; take a "
                 "scheme with a flush"
             )
@@ -721,12 +730,22 @@ class RunConfig(Section):
             f"micro-batches of {schedule.scheme}{halves}; give train.samples = {least} or more{legal}"
         )
 
+    def _too_many_tokens(self) -> str | None:
+        """What is wrong if a mini-batch would not fit into any memory."""
+        samples, positions = self.train.samples, self.model.positions
+        if samples * positions <= _MOST_TOKENS:
+            return None
+        return (
+            f"train.samples = {samples}: with model.positions = {positions} a mini-batch would have "
+            f"{samples * positions:,} tokens, and at most {_MOST_TOKENS:,} are taken; give less of one"
+        )
+
     def _cuts(self, schedule: Schedule) -> str | None:
         """What is wrong if the cuts do not make the stages."""
         cuts = self.pipeline.cuts
         if cuts is None:
             return None
-        place = f"pipeline.cuts = {toml.dumps(cuts)}"
+        place = f"pipeline.cuts = {toml.shown(cuts)}"
         if len(cuts) != schedule.stages - 1:
             return (
                 f"{place}: {len(cuts)} cuts make {len(cuts) + 1} stages, but {schedule.scheme} has "
@@ -745,7 +764,7 @@ def _legal(option: Option) -> str:
     """What an option may be in a file, in the words of an error."""
     if option.kind is Kind.WORD:
         return f"one of {', '.join(option.words)}, in quotes"
-    return ", or ".join([option.kind.value, *map(toml.dumps, option.words)])
+    return ", or ".join([option.kind.value, *map(toml.shown, option.words)])
 
 
 def _is_of_kind(option: Option, value: object) -> bool:
@@ -768,4 +787,4 @@ def _in_keys(message: str) -> str:
 def _unknown(place: str, value: str, known: list[str]) -> str:
     near = difflib.get_close_matches(value, known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
-    return f"{place} = {toml.dumps(value)}: unknown{hint} Known: {', '.join(known)}"
+    return f"{place} = {toml.shown(value)}: unknown{hint} Known: {', '.join(known)}"

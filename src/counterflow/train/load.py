@@ -161,11 +161,15 @@ def _read(path: Path) -> dict[str, Any]:
     """The tables of a TOML file."""
     text = read_text(path, "is a folder, not a config file")
     try:
-        return tomllib.loads(text)
+        found = tomllib.loads(text)
+        legal = toml.has_only_legal_numbers(found)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
     except (ValueError, RecursionError) as error:  # a number too long; lists in lists without end
         raise ConfigError(f"{path}: cannot be read as TOML: {error}") from None
+    if not legal:
+        raise ConfigError(f"{path}: cannot be read as TOML: a whole number has more than 64 bits")
+    return found
 
 
 def _parse(text: str) -> tuple[str, str, Any]:
@@ -183,9 +187,10 @@ def _value(text: str) -> Any:
         return None
     try:
         values = tomllib.loads(f"value = {text}")
+        legal = len(values) == 1 and toml.has_only_legal_numbers(values)
     except (ValueError, RecursionError):
         return text
-    return values["value"] if len(values) == 1 else text
+    return values["value"] if legal else text
 
 
 def _told(error: ValidationError, layers: _Layers) -> str:
@@ -203,7 +208,7 @@ def _told(error: ValidationError, layers: _Layers) -> str:
             problems.setdefault(location, place + _no_section(location[0], found["input"]))
         else:
             section, key = _pair(location)
-            value = _shown(layers.values[section][key])
+            value = toml.shown(layers.values[section][key])
             rule = SECTIONS[section].keys_known()[key].legal
             place = layers.places.get((section, key), place)
             problems.setdefault(location, f"{place}{section}.{key} = {value}: must be {rule}")
@@ -229,16 +234,8 @@ def _no_such(location: tuple[str, ...]) -> str:
 
 
 def _no_section(section: str, value: object) -> str:
-    return f"{section} = {_shown(value)}: must be a section; write [{section}], and its keys below"
+    return f"{section} = {toml.shown(value)}: must be a section; write [{section}], and its keys below"
 
 
 def _hint(near: Sequence[str]) -> str:
     return f"; did you mean {' or '.join(near)}?" if near else "."
-
-
-def _shown(value: object) -> str:
-    try:
-        text = toml.dumps(value)
-    except ConfigError:
-        text = str(value)
-    return text if len(text) <= 60 else text[:57] + "…"

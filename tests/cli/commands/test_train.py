@@ -133,7 +133,7 @@ def test_show_a_run_refuses(refused: Callable[..., str], trained: Path, more: st
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--steps 0", "--steps: train.steps = 0: must be a whole number, 1 or more"),
+        ("--steps 0", "--steps: train.steps = 0: must be a whole number, 1 to 1,000,000,000"),
         ("--workers 3", "schedule.stages = 3: "),
         ("--scheme chimra", 'schedule.scheme: unknown scheme "chimra"'),
         ("--scheme wpipe --steps 3", "train.steps = 3: 3 steps are fewer than schedule.periods = 8"),

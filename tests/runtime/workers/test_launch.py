@@ -296,6 +296,7 @@ def test_an_interrupted_launch_of_threads() -> None:
     ("options", "message"),
     [
         ({"workers": 0}, "at least 1"),
+        ({"workers": 400_000}, "workers=400,000; at most 1,024 are started on one machine"),
         ({"workers": 2, "timeout_seconds": 0.0}, "more than 0"),
         ({"workers": 2, "transport": "mpi"}, 'unknown transport "mpi"'),
         ({"workers": 2, "strict": True}, 'strict=True is for transport "local"'),

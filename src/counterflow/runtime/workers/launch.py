@@ -40,6 +40,9 @@ from .watch import culprit
 
 _T = TypeVar("_T")
 
+_MOST_WORKERS = 1_024
+"""On one machine, whatever it is."""
+
 _POLL_SECONDS = 0.1
 """How soon the agent sees that a worker ended."""
 
@@ -122,6 +125,11 @@ def launch(
     """
     if workers < 1:
         raise ConfigError(f"workers={workers}; there has to be at least 1")
+    if workers > _MOST_WORKERS:
+        raise ConfigError(
+            f"workers={workers:,}; at most {_MOST_WORKERS:,} are started on one machine: start more on "
+            "several, under torchrun or Slurm"
+        )
     if timeout_seconds <= 0:
         raise ConfigError(f"timeout_seconds={timeout_seconds:g}; it has to be more than 0")
     kind = world.kind_of(transport)

@@ -1,0 +1,382 @@
+"""Damaged and senseless input: files and command lines, each of which succeeds or is refused in a few words.
+
+    python benchmarks/fuzz.py [inputs of each kind] [--seed 0] [--kind NAME ...] [--keep]
+
+Right inputs are changed at random places: numbers without end, other types, texts with NUL, missing parts,
+cut or flipped bytes. Each is given to a command in a process forked for it. Held: exit code 0, 1 or 2, no
+traceback and no "bug", at most 2,500 characters of errors, 5 s of processor time, 500 MiB more than a
+command that does nothing has. ``train`` ends where workers would start. What breaks a rule is printed with
+its input, and the command fails. ``--keep`` writes benchmarks/results/fuzz.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import shlex
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+import torch
+from machine import machine, shown
+
+import counterflow.train.run as training
+from counterflow.cli import application
+from counterflow.schedule import schemes
+from counterflow.schedule.formats import dumps
+from counterflow.train import RunConfig
+
+RESULTS = Path(__file__).parent / "results" / "fuzz.txt"
+
+MOST_SECONDS = 5.0
+MOST_BYTES = 500 * 2**20
+MOST_CHARACTERS = 2_500
+
+_PATIENCE_SECONDS = 60.0
+
+NUMBERS = [0, -1, 1, 3, 7, 1000, 10**6, 10**9, 2**31, 2**63, 10**19, 10**40, -(10**19), 0.5, 1e308, -1e-308]
+TEXTS = ["", "x", "a\0b", "é" * 50, "x" * 30_000, "/etc", "/dev/null", "..", "nan", "inf", "1e999", "chimera"]
+OTHERS = [True, False, [], [0], [[[[1]]]], list(range(20_000)), [10**19] * 3, {}, {"a": 1}, ["x", 1, None]]
+"""What is put in the place of a right value."""
+
+TINY = (
+    "--set model.layers=2 --set model.hidden=8 --set model.heads=2 --set model.positions=8 "
+    "--set train.samples=8 --set pipeline.transport=local --set train.threads=1 --scheme dapple --workers 2"
+)
+
+
+@dataclass(frozen=True)
+class Input:
+    """What is given to the command: its arguments, and what files are to be there."""
+
+    line: list[str]
+    files: dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    code: int
+    text: str
+    seconds: float
+    more_bytes: float
+
+    def broken(self) -> str:
+        """The rule that it breaks, or nothing."""
+        if self.code not in (0, 1, 2):
+            return f"exit code {self.code}"
+        for word in ("Traceback", "This is a bug"):
+            if word in self.text:
+                return word
+        if len(self.text) > MOST_CHARACTERS:
+            return f"{len(self.text):,} characters"
+        if self.seconds > MOST_SECONDS:
+            return f"{self.seconds:.1f} s"
+        if self.more_bytes > MOST_BYTES:
+            return f"{self.more_bytes / 2**20:,.0f} MiB"
+        return ""
+
+
+# -- changes
+
+
+def places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where the values of a file are."""
+    found = [path] if path else []
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, part in items:
+        found += places(part, (*path, key))
+    return found
+
+
+def changed(data: Any, draw: random.Random) -> Any:
+    """The data with a value or some of them replaced, removed or doubled."""
+    data = deepcopy(data)
+    for _ in range(draw.choice((1, 1, 1, 2, 4))):
+        at = draw.choice(places(data) or [()])
+        if not at:
+            return draw.choice(OTHERS)
+        holder = data
+        for key in at[:-1]:
+            holder = holder[key]
+        what = draw.randrange(10)
+        if what == 0:
+            del holder[at[-1]]
+        elif what == 1 and isinstance(holder, dict):
+            holder[draw.choice(["x", "", "é", "x" * 3000])] = holder[at[-1]]
+        elif what == 2 and isinstance(holder, list):
+            holder.extend(deepcopy(holder) * draw.choice((1, 3)))
+        else:
+            holder[at[-1]] = deepcopy(draw.choice(draw.choice((NUMBERS, TEXTS, OTHERS))))
+    return data
+
+
+def cut(data: bytes, draw: random.Random) -> bytes:
+    """Bytes that are cut off, turned over or put in."""
+    at = draw.randrange(len(data) + 1)
+    what = draw.randrange(4)
+    if what == 0:
+        return data[:at]
+    if what == 1:
+        return data[:at] + bytes([draw.randrange(256)]) + data[at + 1 :]
+    if what == 2:
+        return data[:at] + draw.choice((b"\0", b"\xff\xfe", b"{", b"[" * 5000, b"9" * 5000, b'"')) + data[at:]
+    return data[:at] + data[draw.randrange(len(data)) :]
+
+
+def as_json(data: Any) -> bytes:
+    return json.dumps(data).encode()
+
+
+def as_toml(data: Any) -> bytes:
+    return tomlkit.dumps(data).encode()
+
+
+def file_of(text: str, draw: random.Random, *, is_json: bool) -> bytes:
+    """A file's text, changed."""
+    if draw.random() < 0.25:
+        return cut(text.encode(), draw)
+    data = json.loads(text) if is_json else tomllib.loads(text)
+    try:
+        return (as_json if is_json else as_toml)(changed(data, draw))
+    except (TypeError, ValueError, AttributeError):  # TOML has no such value
+        return cut(text.encode(), draw)
+
+
+# -- kinds of inputs
+
+Kind = Callable[[random.Random], Input]
+
+SCHEDULES = [
+    schemes.chimera(4, 4),
+    schemes.gpipe(2, 4, groups=2),
+    schemes.chimera(2, 4, concat="backward-halving"),
+    schemes.zb_h1(2, 3),
+    schemes.wpipe(2, 2),
+]
+
+
+def schedule(draw: random.Random) -> Input:
+    text = dumps(draw.choice(SCHEDULES))
+    command = draw.choice(("check", "check", "simulate", "show", "export"))
+    return Input([command, "x.json"], {"x.json": file_of(text, draw, is_json=True)})
+
+
+def config(draw: random.Random) -> Input:
+    return Input(["train", "x.toml"], {"x.toml": file_of(RunConfig().to_toml(), draw, is_json=False)})
+
+
+def inputs_of_plans(folder: Path) -> Kind:
+    """Of ``plan``: a model, a profile, a cluster."""
+    run(Input(["plan", "--example", "chimera-bert48", "--save-inputs", "."], {}), folder)
+    texts = {path.name: path.read_text() for path in folder.glob("*.toml")}
+    names = ["model", "profile", "cluster"]
+    line = [word for name in names for word in (f"--{name}", f"{name}.toml")]
+
+    def kind(draw: random.Random) -> Input:
+        name = f"{draw.choice(names)}.toml"
+        files = {other: text.encode() for other, text in texts.items()}
+        files[name] = file_of(texts[name], draw, is_json=False)
+        return Input(["plan", *line, "--scheme", "dapple", "--workers", "4", "--mini-batch", "32"], files)
+
+    return kind
+
+
+def checkpoints(folder: Path) -> Kind:
+    """What a run leaves: its checkpoint's files, its config, its metrics, its timeline."""
+    found = run(Input(["train", *TINY.split(), "--steps", "2", "--out", "run"], {}), folder, started=True)
+    assert found.code == 0, found.text
+    given = {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+    def kind(draw: random.Random) -> Input:
+        name = draw.choice(sorted(given))
+        is_json = name.endswith(".json")
+        damaged = file_of(given[name].decode(), draw, is_json=True) if is_json else cut(given[name], draw)
+        resume = ["train", *TINY.split(), "--steps", "4", "--set", "train.resume=run"]
+        return Input(draw.choice((resume, ["show", "run"])), given | {name: damaged})
+
+    return kind
+
+
+FLAGS = [
+    *("--stages", "--workers", "--micro-batches", "--chunks", "--waves", "--pairs", "--groups", "--periods"),
+    *(
+        "--injected",
+        "--early-forwards",
+        "--forward",
+        "--backward",
+        "--p2p",
+        "--sync",
+        "--replicas",
+        "--concat",
+    ),
+    *(
+        "--weight-bytes",
+        "--activation-bytes",
+        "--recompute",
+        "--split",
+        "--json",
+        "--out",
+        "--compare",
+        "--x",
+    ),
+]
+
+
+LINES = [
+    *(f"{command} chimera --stages 4 --micro-batches 4" for command in ("simulate", "check", "show")),
+    "simulate hanayo --workers 2 --micro-batches 4 --waves 2 --p2p 0.5 --json",
+    "simulate zb-v --workers 2 --micro-batches 4 --weight-bytes 1GiB --activation-bytes 3MiB",
+    "show gems --stages 2 --micro-batches 2 --compare chimera",
+    "export mixpipe --stages 4 --micro-batches 4 --injected 2 --out x.json",
+    "check wpipe --workers 2 --micro-batches 2 --json",
+    "plan --example chimera-bert48 --scheme dapple --workers 4 --mini-batch 256",
+    "train --scheme hanayo --workers 2 --steps 3 --set train.samples=64",
+    "reproduce --list",
+    "schemes --json",
+]
+
+
+def line(draw: random.Random) -> Input:
+    """A right command line with words replaced, removed and put in."""
+    words = draw.choice(LINES).split()
+    for _ in range(draw.choice((0, 1, 1, 1, 2, 3))):
+        at = draw.randrange(len(words))
+        value = str(draw.choice(draw.choice((NUMBERS, TEXTS, [2, 3, 4, 8])))).replace("\0", "")
+        what = draw.randrange(6)
+        if what == 0:
+            del words[at]
+        elif what == 1:
+            words[at:at] = [draw.choice(FLAGS)]
+        elif what == 2 and words[0] == "train":
+            section = draw.choice(list(RunConfig.model_fields))
+            key = draw.choice(list(RunConfig.model_fields[section].annotation.model_fields))  # type: ignore
+            words += ["--set", f"{section}.{key}={value}"]
+        elif what == 3:
+            words += [draw.choice(FLAGS), value]
+        else:
+            words[at] = value
+        if not words:
+            break
+    return Input(words, {})
+
+
+# -- running
+
+
+def run(given: Input, folder: Path, *, started: bool = False) -> Outcome:
+    """The outcome of a command, in a folder; ``started``: ``train`` is not ended where workers start."""
+    for name, content in given.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    said = folder / ".said"
+    pid = os.fork()
+    if pid == 0:
+        _be(given.line, folder, said, started)
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        done, status, usage = os.wait4(pid, os.WNOHANG)
+        if done:
+            break
+        if time.monotonic() > deadline:
+            os.kill(pid, 9)
+        time.sleep(0.002)
+    code = os.waitstatus_to_exitcode(status)
+    text = said.read_text(errors="replace")
+    return Outcome(code, text, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024.0)
+
+
+def _be(line: Sequence[str], folder: Path, said: Path, started: bool) -> None:
+    """The command, in this process, which ends with it."""
+    os.chdir(folder)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(nowhere, 1)
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (size + 2**32, size + 2**32))
+    if not started:
+        training._launched = _end  # type: ignore[assignment]
+    code: Any = 70
+    try:
+        application()(list(line), prog_name="counterflow")
+    except SystemExit as ended:
+        code = 0 if ended.code is None else ended.code
+    except BaseException as error:
+        print(f"Traceback of a {type(error).__name__}: {error}", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 71)
+
+
+def _end(*_: object) -> Any:
+    raise SystemExit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("inputs", type=int, nargs="?", default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", action="append")
+    parser.add_argument("--keep", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    about = shown(machine())
+    lines = [f"{options.inputs} inputs of each kind, seed {options.seed}; {about}", ""]
+    lines += ["| kind | inputs | done | refused | broken | longest, s | most memory, MiB | longest message |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    broken = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        made: dict[str, Kind] = {"schedule": schedule, "config": config, "line": line}
+        for name, make in (("plan", inputs_of_plans), ("checkpoint", checkpoints)):
+            (folder := Path(temporary, f"right-{name}")).mkdir()
+            if options.kind is None or name in options.kind:
+                made[name] = make(folder)
+        base = run(Input(["schemes"], {}), Path(temporary)).more_bytes
+        for name, kind in made.items():
+            if options.kind is not None and name not in options.kind:
+                continue
+            draw = random.Random(f"{name} {options.seed}")
+            codes: Counter[str] = Counter()
+            most = [0.0, 0.0, 0]
+            for number in range(options.inputs):
+                given = kind(draw)
+                with tempfile.TemporaryDirectory(dir=temporary) as folder:
+                    found = run(given, Path(folder))
+                found = Outcome(found.code, found.text, found.seconds, found.more_bytes - base)
+                wrong = found.broken()
+                codes["broken" if wrong else "done" if found.code == 0 else "refused"] += 1
+                most = [
+                    max(a, b)
+                    for a, b in zip(most, (found.seconds, found.more_bytes, len(found.text)), strict=True)
+                ]
+                if wrong:
+                    broken += 1
+                    print(f"{name} {number}: {wrong}: {shlex.join(given.line)[:300]}\n{found.text[-700:]}")
+                    for file, content in given.files.items():
+                        if file.startswith("x."):
+                            print(f"{content[:1500]!r}")
+            row = (name, options.inputs, codes["done"], codes["refused"], codes["broken"], f"{most[0]:.1f}")
+            lines.append("| " + " | ".join(map(str, (*row, f"{most[1] / 2**20:.0f}", int(most[2])))) + " |")
+            print(lines[-1], flush=True)
+    print(*lines, sep="\n")
+    if options.keep:
+        RESULTS.write_text("\n".join(lines) + "\n")
+    sys.exit(bool(broken))
+
+
+if __name__ == "__main__":
+    main()
