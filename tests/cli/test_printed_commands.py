@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 COMMANDS = [
     *("train", "schemes", "simulate", "profile", "plan", "check", "show", "export", "verify", "reproduce"),
+    "synthesize",
 ]
 
 EXCUSED = {

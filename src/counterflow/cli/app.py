@@ -28,6 +28,7 @@ from .commands.reproduce import reproduce
 from .commands.schemes import schemes
 from .commands.show import show
 from .commands.simulate import simulate
+from .commands.synthesize import synthesize
 from .commands.train import train
 from .commands.verify import verify
 from .options.flags import with_flags
@@ -139,6 +140,12 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
         "simulate dapple --stages 4 --micro-batches 8 --weight-bytes 2GiB --activation-bytes 300MiB",
         "export chimera --stages 4 --micro-batches 8 --out edited.json",
         "simulate edited.json",
+    ),
+    synthesize: (
+        "synthesize --placement vee --workers 4 --micro-batches 8 --peak 6 --forward 3 --input-gradient 4 "
+        "--weight-gradient 2 --moves 2000 --out mine.json",
+        "check mine.json",
+        "synthesize --placement straight --workers 4 --micro-batches 8 --peak 4 --json",
     ),
     profile: (
         "profile --sizes 1,4 --repeats 3 --out here",

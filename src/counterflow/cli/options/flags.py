@@ -287,7 +287,9 @@ def _numbers(name: str, text: str, read: Callable[[str], float]) -> float | tupl
         try:
             values.append(read(part.strip()))
         except ValueError:
-            wanted = "a number, or numbers separated by commas, one a stage"
+            wanted = (
+                f"a number, or numbers separated by commas, one a {'worker' if name == 'peak' else 'stage'}"
+            )
             if read is _bytes:
                 wanted = "bytes as in 3e9, 300MB or 1.5GiB, or several, separated by commas"
             raise ConfigError(f"{flag(name)} {text}: cannot read {part.strip()!r}; give {wanted}") from None
@@ -307,6 +309,24 @@ def _bytes(text: str) -> float:
     if found > MOST_COST:
         raise ValueError(text)
     return found
+
+
+def numbers_of(name: str, text: str) -> float | tuple[float, ...]:
+    """What a flag gives: a number, or several with commas.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    return _numbers(name, text, float)
+
+
+def bytes_of(name: str, text: str) -> float | tuple[float, ...]:
+    """Likewise bytes, as in 300MB or 1.5GiB.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    return _numbers(name, text, _bytes)
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:

@@ -15,6 +15,7 @@ _SPELLED = {
     "weight_gradients": "weight_gradient",
     "depth": "workers",
     "micro_batch": "micro_batch_size",
+    "memory_bytes": "memory",
 }
 """Where the library's word is not the flag's."""
 _COSTS = (
@@ -22,7 +23,8 @@ _COSTS = (
     *("agreement", "replicas", "recompute", "layers", "kept_for_weights"),
 )
 _PLAN = ("mini_batch", "arrangement", "cuts", "option")
-_OWN = (*_COSTS, *_SPELLED, *_PLAN)
+_ORDER = ("peak", "objective")
+_OWN = (*_COSTS, *_SPELLED, *_PLAN, *_ORDER)
 
 
 def flag(name: str) -> str:

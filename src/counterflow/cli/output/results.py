@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 
 from counterflow.schedule.ir import Op, Schedule
 from counterflow.simulate import Simulation
+from counterflow.synthesize import Synthesis
 
 from .console import unit_of
 from .plan_results import PLAN_PARTS, Planned
@@ -119,6 +120,29 @@ class Simulated(_Scheduled):
         list[tuple[int, int, int, float, float]],
         said("with `--timeline`, the older form of `gradient_syncs`: worker, stage, period, start, end"),
     ] = Field(default_factory=list)
+
+
+class Synthesized(_Scheduled):
+    """`counterflow synthesize`."""
+
+    stages: int
+    pipes: int
+    micro_batches: Annotated[int, said("of one update")]
+    time_unit: Annotated[Literal["s", "F"], said("s: seconds; F: times of a forward, where none were given")]
+    objective: Annotated[str, said("what was made small: `makespan` or `steady`")]
+    makespan: Annotated[float, said("until the last op, sync and agreement have ended")]
+    steady: Annotated[float, said("what a step adds when steps follow each other without a barrier")]
+    lower_bound: Annotated[float, said("of the objective: no order within the limits takes less")]
+    reason: Annotated[str, said("why the bound holds, for people")]
+    gap: Annotated[float, said("share of the objective that could be saved at most")]
+    proved: Annotated[bool, said("whether no order is better")]
+    method: Annotated[str, said("what found the order")]
+    named: Annotated[str | None, said("the best named scheme of this workload within the limits; null: none")]
+    named_value: Annotated[float | None, said("its objective")]
+    gain: Annotated[float | None, said("share of it that was saved")]
+    peak: Annotated[list[Number], said("by worker: most forwards stashed at once")]
+    idle: Annotated[list[float], said("by worker: time it has no op to run")]
+    stopped: Annotated[bool, said("whether it was interrupted")]
 
 
 class Rule(Part):
@@ -287,7 +311,7 @@ class FigureShown(Result):
 
 
 COMMANDS: tuple[type[Result], ...] = (
-    *(Simulated, Checked, Verified, Schemes, Planned, Examples, Profiled, Trained),
+    *(Simulated, Synthesized, Checked, Verified, Schemes, Planned, Examples, Profiled, Trained),
     *(Reproducible, TableShown, FigureShown),
 )
 PARTS: tuple[type[BaseModel], ...] = (
@@ -358,6 +382,29 @@ def simulated(result: Simulation, costs: dict[str, Any], *, timeline: bool, mess
         weight_copies=list(result.weight_copies),
         steady_bubble_ratio=result.steady_bubble_ratio,
         **more,
+    )
+
+
+def synthesized(found: Synthesis) -> Synthesized:
+    """The result of a computed order."""
+    name, value = found.named or (None, None)
+    return Synthesized(
+        **of_schedule(found.schedule),
+        time_unit="F" if unit_of(found.simulation) == "F" else "s",
+        objective=found.objective.value,
+        makespan=found.makespan,
+        steady=found.steady,
+        lower_bound=found.lower_bound,
+        reason=found.bound.reason,
+        gap=found.gap,
+        proved=found.proved,
+        method=found.method,
+        named=name,
+        named_value=value,
+        gain=found.gain,
+        peak=[exact(peak) for peak in found.peak],
+        idle=list(found.idle),
+        stopped=found.stopped,
     )
 
 

@@ -1,4 +1,4 @@
-"""Around a search of the planner: a bar on stderr, and no garbage collections."""
+"""Around a search of plans or orders: a bar on stderr, and no garbage collections."""
 
 from __future__ import annotations
 
@@ -34,6 +34,34 @@ def search_bar(doing: str) -> Iterator[Callable[[int, int, str], None]]:
     with Progress(*columns, TextColumn("{task.fields[what]}"), console=err, transient=True) as bar:
         task = bar.add_task("", total=None, what="")
         yield lambda done, of, what: bar.update(task, completed=done, total=of, what=what)
+
+
+@contextmanager
+def order_bar(seconds: float | None) -> Iterator[Callable[[float, float, str], None] | None]:
+    """A bar on stderr, on a terminal only; it is told the best value, the bound, and what is being done.
+
+    Args:
+        seconds: how long it will take; None: not known.
+    """
+    from rich.console import Console  # noqa: PLC0415
+    from rich.markup import escape  # noqa: PLC0415
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+
+    err = Console(stderr=True, highlight=False)
+    if not err.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("ordering"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[what]}"))
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task("", total=seconds, what="")
+
+        def report(best: float, bound: float, doing: str) -> None:
+            passed = bar.tasks[0].elapsed or 0.0
+            done = passed if seconds is None else min(passed, seconds)
+            what = f"best {best:,.6g} · bound {bound:,.6g} · {escape(doing)}"
+            bar.update(task, completed=done, what=what)
+
+        yield report
 
 
 @contextmanager

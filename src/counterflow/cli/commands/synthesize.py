@@ -1,0 +1,299 @@
+"""``counterflow synthesize``: the best order for a placement, costs and limits, with a bound."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from counterflow import synthesize as compute
+from counterflow.errors import ConfigError
+from counterflow.schedule.modes import Recompute
+from counterflow.schedule.placement import Placement, bidirectional, linear, looped, wave
+from counterflow.schedule.scheme import MOST_OPS
+from counterflow.schedule.workload import Workload, plain
+from counterflow.simulate import Costs
+from counterflow.synthesize import Limit, Objective, Synthesis
+
+from ..options.flags import CostOptions, JsonFlag, bytes_of, numbers_of
+from ..output.console import byte_size, console, note, number, print_json, unit_of, writing
+from ..output.search_bar import order_bar
+
+if TYPE_CHECKING:
+    from counterflow.plan.predict import Play
+
+
+class Placed(StrEnum):
+    """Which worker holds which stage."""
+
+    STRAIGHT = "straight"
+    LOOP = "loop"
+    VEE = "vee"
+    WAVE = "wave"
+    TWO_WAY = "two-way"
+
+
+_WORK = "Work: what is ordered"
+_LIMITS = "Limits: one number for all workers (4), or one a worker (4,4,3,3)"
+_PROFILE = "Profile: measured costs in place of those above, as 'counterflow plan' takes them"
+_SEARCH = "Search"
+
+
+def synthesize(
+    costs: CostOptions,
+    *,
+    placement: Annotated[
+        Placed,
+        typer.Option(
+            metavar="NAME",
+            help="straight: stage s on worker s; loop: on s mod workers; vee: down and up again; wave: "
+            "several of these; two-way: one pipe down and one up.",
+            rich_help_panel=_WORK,
+            show_default=False,
+        ),
+    ],
+    workers: Annotated[
+        int, typer.Option(metavar="P", help="Workers.", rich_help_panel=_WORK, show_default=False)
+    ],
+    micro_batches: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="Micro-batches of a mini-batch.", rich_help_panel=_WORK, show_default=False
+        ),
+    ],
+    chunks: Annotated[
+        int | None, typer.Option(help="Stages of a worker in a loop. Default 2.", rich_help_panel=_WORK)
+    ] = None,
+    waves: Annotated[
+        int | None, typer.Option(help="Down-and-up passes of waves. Default 2.", rich_help_panel=_WORK)
+    ] = None,
+    pairs: Annotated[
+        int | None, typer.Option(help="Pairs of pipes, two ways. Default 1.", rich_help_panel=_WORK)
+    ] = None,
+    split: Annotated[
+        bool,
+        typer.Option(
+            "--split/--no-split",
+            help="Whether input and weight gradients are ops of their own.",
+            rich_help_panel=_WORK,
+        ),
+    ] = True,
+    peak: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBER",
+            help="Most forwards that a worker stashes, until their weight gradients are made.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            help="Most bytes of a worker; needs bytes of stages, or a profile.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
+    objective: Annotated[
+        Objective,
+        typer.Option(
+            metavar="NAME",
+            help="makespan of one step, or steady: what a step adds without a barrier.",
+            rich_help_panel=_SEARCH,
+        ),
+    ] = Objective.MAKESPAN,
+    seconds: Annotated[
+        float, typer.Option(min=0.0, help="How long to look for it.", rich_help_panel=_SEARCH)
+    ] = 30.0,
+    moves: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="So many moves of the search in place of --seconds: the same on every machine.",
+            rich_help_panel=_SEARCH,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the search.", rich_help_panel=_SEARCH)] = 0,
+    model: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The model.", rich_help_panel=_PROFILE)
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What its layers cost.", rich_help_panel=_PROFILE)
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Devices and links.", rich_help_panel=_PROFILE)
+    ] = None,
+    micro_batch_size: Annotated[
+        int | None,
+        typer.Option(metavar="SAMPLES", help="Samples of a micro-batch.", rich_help_panel=_PROFILE),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the schedule, for check, show, simulate, train and verify.",
+            rich_help_panel="Output",
+        ),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Compute the best order for any placement, costs and memory, and how far from the best it can be."""
+    placed = _placement(placement, workers, chunks=chunks, waves=waves, pairs=pairs)
+    workload = _workload(placed, micro_batches, split=split)
+    peaks = None if peak is None else numbers_of("peak", peak)
+    most = None if memory is None else bytes_of("memory", memory)
+    files = {"model": model, "profile": profile, "cluster": cluster, "micro_batch_size": micro_batch_size}
+    if any(value is not None for value in files.values()):
+        played = _profiled(workload, costs, files)
+        spent = played.costs
+        if peaks is None and most is None:
+            most = tuple(played.predictor.cluster.usable_bytes - room for room in played.buffers)
+    else:
+        spent = costs.costs()
+    with order_bar(None if moves is not None else seconds) as report:
+        found = compute(
+            workload,
+            spent,
+            peak=peaks,
+            memory_bytes=most,
+            objective=objective,
+            seconds=seconds,
+            moves=moves,
+            seed=seed,
+            report=report,
+        )
+    if found.stopped:
+        note("Stopped: this is the best so far.")
+    if out is not None:
+        from counterflow.schedule.formats import dumps  # noqa: PLC0415
+
+        with writing(out):
+            out.write_text(dumps(found.schedule), encoding="utf-8")
+    if as_json:
+        from ..output.results import synthesized  # noqa: PLC0415  (pydantic takes a while)
+
+        print_json(synthesized(found))
+        return
+    _print(found, placement, (peaks, most))
+    if out is not None:
+        note(f"Wrote {out}; look at it: counterflow show {out}")
+
+
+def _placement(
+    name: Placed, workers: int, *, chunks: int | None, waves: int | None, pairs: int | None
+) -> Placement:
+    own = {
+        Placed.LOOP: ("--chunks", chunks),
+        Placed.WAVE: ("--waves", waves),
+        Placed.TWO_WAY: ("--pairs", pairs),
+    }
+    for only, (flag, value) in own.items():
+        if value is not None and name is not only:
+            raise ConfigError(f"{flag} {value}: only for --placement {only}; here it is {name}")
+    for flag, value in (("--workers", workers), *own.values()):
+        if value is not None and not 1 <= value <= MOST_OPS:
+            raise ConfigError(f"{flag} {value}: must be 1 or more, and at most {MOST_OPS:,}")
+    if workers * 2 * max(chunks or 1, waves or 2) > MOST_OPS:
+        raise ConfigError(f"--workers {workers}: at most {MOST_OPS:,} stages are ordered; choose fewer")
+    return {
+        Placed.STRAIGHT: lambda: linear(workers),
+        Placed.LOOP: lambda: looped(workers, chunks or 2),
+        Placed.VEE: lambda: wave(workers, 1),
+        Placed.WAVE: lambda: wave(workers, waves or 2),
+        Placed.TWO_WAY: lambda: bidirectional(workers, pairs or 1),
+    }[name]()
+
+
+def _workload(placement: Placement, micro_batches: int, *, split: bool) -> Workload:
+    if micro_batches < 1:
+        raise ConfigError(f"--micro-batches {micro_batches}: must be 1 or more")
+    ops = placement.stages * micro_batches * (3 if split else 2)
+    if ops > MOST_OPS:
+        raise ConfigError(
+            f"{placement.stages} stages and {micro_batches} micro-batches are {ops:,} ops, and at most "
+            f"{MOST_OPS:,} are ordered; choose smaller numbers"
+        )
+    return plain(placement, micro_batches, split=split, pipe_of=lambda m: m % placement.pipes)
+
+
+def _profiled(workload: Workload, costs: CostOptions, files: dict[str, Any]) -> Play:
+    """The measured costs of a model's stages, cut so that they are balanced."""
+    from counterflow.plan.device_placement import network  # noqa: PLC0415  (pydantic takes a while)
+    from counterflow.plan.files import load_cluster, load_model, load_profile  # noqa: PLC0415
+    from counterflow.plan.predict import Play, Predictor  # noqa: PLC0415
+    from counterflow.plan.prediction import Configuration  # noqa: PLC0415
+    from counterflow.plan.stages import Cutting  # noqa: PLC0415
+    from counterflow.synthesize.compute import one_by_one  # noqa: PLC0415
+    from counterflow.synthesize.problem import problem_of  # noqa: PLC0415
+
+    missing = [name for name, value in files.items() if value is None]
+    if missing:
+        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
+        raise ConfigError(f"measured costs need a model, a profile, a cluster and a size: also give {flags}")
+    given = costs.given()
+    replicas, recompute = given.pop("replicas", 1), given.pop("recompute", Recompute.NONE)
+    if given:
+        name = next(iter(given)).replace("_", "-")
+        raise ConfigError(f"--{name}: the profile has all costs; leave it out, or leave out --profile")
+    samples = files["micro_batch_size"]
+    if samples < 1:
+        raise ConfigError(f"--micro-batch-size {samples}: must be 1 or more")
+    predictor = Predictor(
+        load_model(files["model"]), load_profile(files["profile"]), load_cluster(files["cluster"])
+    )
+    placement = workload.placement
+    if placement.workers * replicas > predictor.cluster.size:
+        raise ConfigError(
+            f"{placement.workers} workers · {replicas} replicas need {placement.workers * replicas} devices, "
+            f"but cluster {predictor.cluster.name} has {predictor.cluster.size}"
+        )
+    problem = problem_of(workload, Costs())
+    configuration = Configuration.of(
+        "synthesized", {}, replicas=replicas, samples=samples, recompute=recompute
+    )
+    return Play(
+        predictor,
+        configuration,
+        problem.schedule(one_by_one(problem)),
+        predictor.stages(Cutting.BALANCED, placement.stages, samples),
+        network(predictor.cluster, placement, replicas, configuration.arrangement),
+    )
+
+
+def _print(found: Synthesis, placement: Placed, limits: tuple[Limit | None, Limit | None]) -> None:
+    from rich.markup import escape  # noqa: PLC0415  (not for --json)
+    from rich.table import Table  # noqa: PLC0415
+
+    schedule, unit = found.schedule, unit_of(found.simulation)
+    out = console()
+    out.print(
+        f"[bold]Order for {schedule.workers} workers, {schedule.stages} stages ({placement}), "
+        f"{schedule.micro_batches} micro-batches[/]"
+    )
+    peak, memory = limits
+    limited = [
+        *([f"at most {_each(peak, number)} activations a worker"] if peak is not None else []),
+        *([f"at most {_each(memory, byte_size)} a worker"] if memory is not None else []),
+    ]
+    out.print(f"[dim]{'; '.join(limited) or 'memory without limit'} · made small: {found.objective}[/]")
+    table = Table.grid(padding=(0, 2))
+    table.add_row("makespan", f"[bold]{number(found.makespan)}[/] {unit}")
+    table.add_row("steady step", f"[bold]{number(found.steady)}[/] {unit}  [dim]without a barrier[/]")
+    table.add_row("lower bound", f"{number(found.lower_bound)} {unit}  [dim]{escape(found.bound.reason)}[/]")
+    told = "none: no order is better" if found.proved else f"{found.gap:.2%} could be saved at most"
+    table.add_row("gap", told)
+    table.add_row("found by", escape(found.method))
+    if found.named is None:
+        table.add_row("named schemes", "none has this workload within the limits")
+    else:
+        name, value = found.named
+        table.add_row("best named", f"{number(value)} {unit}  {escape(name)}; saved: {found.gain or 0:.2%}")
+    table.add_row("peak", f"{', '.join(number(p) for p in found.peak)} activations by worker")
+    table.add_row("idle", f"{', '.join(number(max(i, 0.0)) for i in found.idle)} {unit} by worker")
+    out.print(table)
+
+
+def _each(limit: Limit, told: Any) -> str:
+    return str(told(limit)) if isinstance(limit, (int, float)) else ", ".join(told(one) for one in limit)

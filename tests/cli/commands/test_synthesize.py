@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from counterflow.plan import Cluster, LayerProfile, Link, Model, Profile, files
+
+from ..conftest import Run
+
+STRAIGHT = "synthesize --placement straight --workers 4 --micro-batches 8"
+
+
+def test_what_it_prints_as_json(run: Run) -> None:
+    found = run(f"{STRAIGHT} --peak 4 --json").json
+    assert found["makespan"] == found["steady"] == found["lower_bound"] == 27
+    assert (found["gap"], found["proved"]) == (0, True)
+    assert found["method"] == found["named"] == "zb-h1(stages=4, micro_batches=8)"
+    assert (found["peak"], found["idle"]) == ([4] * 4, [3] * 4)
+    assert found["reason"].startswith("worker 0 has 24 to do")
+
+
+def test_a_stranger_reads_what_was_found_and_how_good_it_is(run: Run) -> None:
+    answer = run(f"{STRAIGHT} --peak 5,4,4,4 --forward 1,1,1,2 --objective steady --moves 100 --replicas 1")
+    assert answer.code == 0
+    assert "Order for 4 workers, 4 stages (straight), 8 micro-batches" in answer.out
+    assert "at most 5, 4, 4, 4 activations a worker" in answer.out
+    for word in ("makespan", "steady step", "lower bound", "gap", "found by", "best named", "peak", "idle"):
+        assert word in answer.out
+
+
+@pytest.mark.parametrize(
+    "placement",
+    ["loop --chunks 2 --peak 6", "vee --peak 4", "wave --waves 2 --no-split", "two-way --pairs 1 --p2p 0.1"],
+)
+def test_the_file_is_one_that_other_commands_take(run: Run, tmp_path: Path, placement: str) -> None:
+    path = str(tmp_path / "mine.json")
+    found = run(
+        f"synthesize --placement {placement} --workers 2 --micro-batches 4 --moves 50 --json --out", path
+    ).json
+    assert found["lower_bound"] <= found["makespan"] <= (found["named_value"] or float("inf"))
+    assert run("check", path).code == 0
+    p2p = "--p2p 0.1" if "--p2p" in placement else ""
+    assert run(f"simulate {p2p} --json", path).json["makespan"] == found["makespan"]
+    assert run("show", path).code == 0
+
+
+def test_what_does_not_go_together_is_refused(refused: Callable[..., str]) -> None:
+    assert "--chunks 2: only for --placement loop" in refused(f"{STRAIGHT} --chunks 2")
+    assert "--micro-batches 0: must be 1 or more" in refused(
+        "synthesize --placement vee --workers 2 --micro-batches 0"
+    )
+    assert "--workers 99999999" in refused("synthesize --placement vee --workers 99999999 --micro-batches 1")
+    assert "24,000,000 ops" in refused("synthesize --placement vee --workers 4 --micro-batches 1000000")
+    assert "--peak x: cannot read 'x'; give a number" in refused(f"{STRAIGHT} --peak x")
+    assert "--peak: 2 numbers for 4 workers" in refused(f"{STRAIGHT} --peak 4,4")
+    assert "--memory: needs the bytes of each stage" in refused(f"{STRAIGHT} --memory 1GiB")
+    assert "also give --profile, --cluster, --micro-batch-size" in refused(f"{STRAIGHT} --model m.toml")
+
+
+def layer(seconds: float) -> LayerProfile:
+    return LayerProfile((1.0, 2.0), (seconds, 2 * seconds), (2 * seconds, 4 * seconds), (1e6, 2e6), 1e5, 1e3)
+
+
+def test_measured_costs_take_the_place_of_given_ones(
+    run: Run, refused: Callable[..., str], tmp_path: Path
+) -> None:
+    given: dict[str, Model | Profile | Cluster] = {
+        "model": Model("small", ("embedding", *("block",) * 6, "head")),
+        "profile": Profile(
+            "p", "d", "2026-01-01", {"embedding": layer(1.5), "block": layer(1), "head": layer(3)}
+        ),
+        "cluster": Cluster("c", 1, 4, 7e6, Link(0.01, 1e-9), Link(0.0, 0.0)),
+    }
+    for name, value in given.items():
+        (tmp_path / f"{name}.toml").write_text(files.dumps(value), encoding="utf-8")
+    flags = " ".join(f"--{name} {tmp_path / f'{name}.toml'}" for name in given)
+    line = f"{STRAIGHT} {flags} --micro-batch-size 1 --moves 50 --json"
+    found = run(line).json
+    assert found["time_unit"] == "s"
+    assert found["lower_bound"] >= 8 * 3 * 3
+    assert max(found["peak"]) < 8  # of the cluster's memory
+    assert "--forward: the profile has all costs" in refused(f"{line} --forward 2")
+    assert "need 8 devices" in refused(f"{line} --replicas 2")
