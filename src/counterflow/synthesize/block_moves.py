@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .kernel import NEVER, Floats, Ints, compiled
+from .kernel import NEVER, Floats, Ints, compiled, random
 from .modulo import (
     Block,
     Cut,
@@ -158,17 +158,6 @@ def _free_from(ring: Any, period: float, start: Floats, n: int, at: float) -> fl
 
 
 @compiled
-def _random(state: Any) -> float:
-    """A number from 0 up to 1 (splitmix64)."""
-    state[0] += np.uint64(0x9E3779B97F4A7C15)
-    z = state[0]
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
-    return float(z >> np.uint64(11)) / 9007199254740992.0
-
-
-@compiled
 def _worth(ring: Any, x: Any, ways: Any, plan: Any, most: float) -> float:
     """How long a pattern takes: its period so often, and one micro-batch's way; never, if surely too long."""
     period = least_period(ring, x.cut, plan.floor, (most - plan.way) / plan.times, ways)
@@ -204,12 +193,12 @@ def _keep(x: Any, ways: Any) -> None:
 def _chosen(x: Any) -> int:
     """A letter, half of the time a critical one."""
     letters = len(x.critical)
-    if _random(x.random) < 0.5:
+    if random(x.random) < 0.5:
         count = 0
         while count < letters and x.critical[count] >= 0:
             count += 1
-        return int(x.critical[int(_random(x.random) * count)])
-    return int(_random(x.random) * letters)
+        return int(x.critical[int(random(x.random) * count)])
+    return int(random(x.random) * letters)
 
 
 @compiled
@@ -217,19 +206,19 @@ def _moved(ring: Any, x: Any, n: int) -> bool:
     """Move a letter to another place of its worker's period, or round; whether the worker has room."""
     worker, order, rounds = ring.worker[n], x.cut.order, x.cut.rounds
     a, b = ring.where[worker], ring.where[worker + 1]
-    i, j = a, a + int(_random(x.random) * (b - a))
+    i, j = a, a + int(random(x.random) * (b - a))
     while order[i] != n:
         i += 1
-    if _random(x.random) < 0.5:
-        j = i + 1 if _random(x.random) < 0.5 else i - 1
+    if random(x.random) < 0.5:
+        j = i + 1 if random(x.random) < 0.5 else i - 1
     by = 0
     if j >= b:  # past the end: it opens the next period
         j, by = a, 1
     elif j < a:  # before the first: it closes the period before
         j, by = b - 1, -1
     elif j == i:
-        by = 1 if _random(x.random) < 0.5 else -1
-    elif _random(x.random) < 0.3:
+        by = 1 if random(x.random) < 0.5 else -1
+    elif random(x.random) < 0.3:
         by = 1 if j < i else -1
     step = 1 if j > i else -1
     for k in range(i, j, step):
@@ -242,7 +231,7 @@ def _moved(ring: Any, x: Any, n: int) -> bool:
 @compiled
 def _shifted(ring: Any, x: Any, n: int) -> bool:
     """Move all that comes after a letter on its pipe's way by a round; whether there is room."""
-    by = 1 if _random(x.random) < 0.4 else -1
+    by = 1 if random(x.random) < 0.4 else -1
     for m in range(len(ring.chain)):
         if ring.pipe[m] == ring.pipe[n] and ring.chain[m] >= ring.chain[n]:
             x.cut.rounds[m] += by
@@ -261,8 +250,8 @@ def _anneal(ring: Any, x: Any, ways: Any, plan: Any) -> None:
     for move in range(plan.moves):
         warm = plan.warm * (1.0 - move / plan.moves) ** 2
         n = _chosen(x)
-        fits = _moved(ring, x, n) if _random(x.random) < 0.8 else _shifted(ring, x, n)
-        most = now - warm * np.log(1.0 - _random(x.random))  # the worse, the less likely
+        fits = _moved(ring, x, n) if random(x.random) < 0.8 else _shifted(ring, x, n)
+        most = now - warm * np.log(1.0 - random(x.random))  # the worse, the less likely
         then = _worth(ring, x, ways, plan, most) if fits else NEVER
         if then <= most:
             now = then

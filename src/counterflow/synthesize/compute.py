@@ -91,6 +91,7 @@ class _Run:
         self._problem, self._report = problem, report
         self._bound = lower_bound(problem)
         self._words = one_by_one(problem)
+        self._starts = [self._words]
         self._value, self._method = math.inf, ""
         self._named: tuple[str, float] | None = None
         self._stopped = False
@@ -129,6 +130,7 @@ class _Run:
 
         turns = None if moves is None else 1 + moves // _MOVES_TURN
         for words in candidates(self._problem, [self._words], seconds=seconds, turns=turns, seed=seed):
+            self._starts.append(words)
             self._take(words, "repeating blocks")
             if self._proved:
                 return
@@ -146,7 +148,7 @@ class _Run:
         try:
             words = improve(
                 self._problem,
-                [self._words],
+                self._starts,
                 seconds=left,
                 moves=moves,
                 seed=seed,
@@ -195,6 +197,7 @@ class _Run:
 
     def _take_named(self, name: str, words: Words) -> None:
         if self._problem.fits(words):
+            self._starts.append(words)
             value = self._take(words, name)
             if self._named is None or value < self._named[1]:
                 self._named = name, value

@@ -27,6 +27,17 @@ compiled = numba.njit(cache=True, nogil=True)
 NEVER = np.inf
 
 
+@compiled
+def random(state: Any) -> float:
+    """A number from 0 up to 1 (splitmix64)."""
+    state[0] += np.uint64(0x9E3779B97F4A7C15)
+    z = state[0]
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return float(z >> np.uint64(11)) / 9007199254740992.0
+
+
 class Numbers(NamedTuple):
     """A problem as arrays; edges go from a letter to one that takes what it makes.
 

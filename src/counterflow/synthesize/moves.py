@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .kernel import NEVER, Flat, Floats, Ints, Numbers, compiled, worth
-
-RATIO = np.uint64(0x9E3779B97F4A7C15)
+from .kernel import NEVER, Flat, Floats, Ints, Numbers, compiled, random, worth
 
 
 class State(NamedTuple):
@@ -68,17 +66,6 @@ def state_of(numbers: Numbers, flat: Flat, seed: int) -> State:
         np.full(2, NEVER),
         np.zeros(len(flat.first) - 1),
     )
-
-
-@compiled
-def _random(state: Any) -> float:
-    """A number from 0 up to 1 (splitmix64)."""
-    state[0] += RATIO
-    z = state[0]
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
-    return float(z >> np.uint64(11)) / 9007199254740992.0
 
 
 @compiled
@@ -287,23 +274,23 @@ def anneal(n: Any, s: Any, flat: Any, x: Any, plan: Any) -> float:
     cooling = (plan.cold / plan.warm) ** (1.0 / max(1, plan.moves))
     for _ in range(plan.moves):
         warm *= cooling
-        if critical and _random(x.random) < _GUIDED:
-            place = x.critical[int(_random(x.random) * critical)]
-            source = place if _random(x.random) < 0.5 else place - 1
+        if critical and random(x.random) < _GUIDED:
+            place = x.critical[int(random(x.random) * critical)]
+            source = place if random(x.random) < 0.5 else place - 1
             forward = source != place
         else:
-            source = int(_random(x.random) * ops)
-            forward = _random(x.random) < 0.5
-        far = 1 + int(_random(x.random) ** 3 * _FAR)
+            source = int(random(x.random) * ops)
+            forward = random(x.random) < 0.5
+        far = 1 + int(random(x.random) ** 3 * _FAR)
         many = 1
-        if _random(x.random) < _REPEATED:
-            many += int(_random(x.random) ** 2 * n.ops[flat.word[source]])
+        if random(x.random) < _REPEATED:
+            many += int(random(x.random) ** 2 * n.ops[flat.word[source]])
         moved = _move(n, flat, x, source, (far if forward else -far, many))
         if not moved:
             continue
         trial[:] = x.begin
         then = worth(n, s, flat, trial, plan.steady)
-        if then > now and _random(x.random) >= np.exp((now - then) / warm):
+        if then > now and random(x.random) >= np.exp((now - then) / warm):
             _undo(n, flat, x, moved)
             continue
         now = then
