@@ -77,6 +77,30 @@ def test_the_papers_bound_of_memory_and_what_it_leaves_out(forwards: int) -> Non
         assert (h1.spans[0] - m * (f + i + w)) / h1.spans[0] == pytest.approx(0.1045, abs=5e-5)
 
 
+H1_IS_BEST = [
+    # h, a, p, m, F, I, W, message, bubble rate of zb-h1: Tables 9 and 5 of the paper
+    (2304, 24, 8, 24, 18.522, 18.086, 9.337, 0.601, 0.1585),
+    (2304, 24, 8, 32, 18.513, 18.086, 9.331, 0.626, 0.1242),
+    (2304, 24, 8, 64, 18.546, 18.097, 9.321, 0.762, 0.0674),
+    (4096, 32, 8, 24, 29.718, 29.444, 19.927, 0.527, 0.1323),
+    (4096, 32, 8, 64, 29.935, 29.621, 19.388, 0.535, 0.0554),
+    (5120, 40, 16, 48, 11.347, 11.248, 8.132, 0.377, 0.1397),
+    (5120, 40, 16, 64, 11.307, 11.254, 8.101, 0.379, 0.1088),
+]
+
+
+@pytest.mark.parametrize("row", H1_IS_BEST)
+def test_no_order_in_the_memory_of_1f1b_is_better_than_zb_h1(row: tuple[float, ...]) -> None:
+    """In bytes: input gradients free what weight gradients do not need."""
+    h, a, p, m, f, i, w, c, rate = row
+    memory = ByteCosts(activations=34 * h + 5 * a * 1024, kept_for_weights=32 * h, gradients=0.0)
+    costs = cf.Costs(f, i + w, i, w, p2p=c, link="infinite", memory=memory)
+    work = plain(linear(int(p)), int(m), split=True)
+    limit = p * (34 * h + 5 * a * 1024)
+    found = lower_bound(problem_of(work, costs, memory_bytes=limit, objective="steady"))
+    assert 1 - m * (f + i + w) / found.seconds == pytest.approx(rate, abs=5.1e-5)
+
+
 SCHEDULES = [
     schemes.gpipe(3, 4),
     schemes.dapple(4, 3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from counterflow.synthesize.bounds import lower_bound
 from counterflow.synthesize.exact import solve, value_of
 from counterflow.synthesize.exact_model import Model, whole
 from counterflow.synthesize.problem import Problem, Words, problem_of
+
+from .test_bounds import SCHEDULES, uneven
 
 pytest.importorskip("ortools")
 
@@ -110,6 +113,39 @@ def test_a_target_below_the_least_value_is_refuted() -> None:
     model = Model(whole(problem).problem, 186, minimize=False)
     status, bound = model.solve(seconds=20, seed=0, threads=1, effort=None, found=lambda *_: False)
     assert (status, bound) == ("infeasible", 187)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_model_has_every_schedule_that_can_be_played(seed: int) -> None:
+    """With its order given it is at its own value: with messages, sums, limits of bytes and busy senders."""
+    draw = random.Random(seed)
+    small = [one for one in SCHEDULES if sum(map(len, one.orders)) < 110]
+    schedule = draw.choice([one for one in small if problem_of(one.workload).words_of(one)])
+    costs = uneven(schedule, draw)
+    played = cf.simulate(schedule, costs)
+    problem = problem_of(
+        schedule.workload,
+        costs,
+        peak=played.peak_activations if seed % 3 == 0 else None,
+        memory_bytes=played.peak_bytes if seed % 3 == 1 else None,
+        objective="steady" if seed % 2 else "makespan",
+    )
+    words = problem.words_of(schedule)
+    assert words is not None
+    units = whole(problem)
+    model = Model(units.problem, math.ceil(value_of(problem, words) / float(units.unit)), minimize=False)
+    assert not model.refuted
+    for literal, value in model._hints(words):
+        model._model.add(literal == value)
+    found: list[Words] = []
+
+    def keep(found_words: Words, _bound: int) -> bool:
+        found.append(found_words)
+        return False
+
+    status, _ = model.solve(seconds=60, seed=0, threads=1, effort=None, found=keep)
+    assert status == "optimal"
+    assert found[0] == words
 
 
 def test_durations_with_many_decimals_are_rounded_down() -> None:
