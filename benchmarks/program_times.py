@@ -73,6 +73,18 @@ class Stage(nn.Module):
         return Sleeps.apply(value, self.weight, *self.seconds)
 
 
+Make = Callable[[cf.Costs], tuple[list[nn.Module], Sequence[int]]]
+"""From costs to layers that take so long, and where they are cut into stages."""
+
+
+def whole_stages(costs: cf.Costs) -> tuple[list[nn.Module], Sequence[int]]:
+    """A layer a stage, whose backward is whole."""
+    assert isinstance(costs.forward, tuple)
+    assert isinstance(costs.backward, tuple)
+    pairs = zip(costs.forward, costs.backward, strict=True)
+    return [Stage(f / WIDTH, b / WIDTH) for f, b in pairs], range(1, len(costs.forward))
+
+
 @dataclass
 class Network:
     """What the emulated workers share."""
@@ -135,18 +147,18 @@ class Emulated(LocalTransport):
 class Worker:
     """A pipeline whose gradient syncs take time."""
 
-    def __init__(self, schedule: cf.Schedule, costs: cf.Costs, hub: Hub, network: Network, rank: int) -> None:
+    def __init__(
+        self, schedule: cf.Schedule, costs: cf.Costs, hub: Hub, network: Network, rank: int, make: Make
+    ) -> None:
         transport = Emulated(hub, rank, torch.device("cpu"))
         transport.network = network
         self.rank, self.network, self.schedule = rank, network, schedule
-        assert isinstance(costs.forward, tuple)
-        assert isinstance(costs.backward, tuple)
-        stages = [Stage(f / WIDTH, b / WIDTH) for f, b in zip(costs.forward, costs.backward, strict=True)]
+        layers, cuts = make(costs)
         self.pipeline = cf.Pipeline(
-            stages,
+            layers,
             lambda output, _: output.mean(),
             schedule,
-            cuts=range(1, schedule.stages),
+            cuts=cuts,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
             transport=transport,
             sync=costs.sync_mode,
@@ -191,7 +203,7 @@ class Worker:
         self._wait(sync)
 
 
-def measured(schedule: cf.Schedule, costs: cf.Costs, repeats: int) -> float:
+def measured(schedule: cf.Schedule, costs: cf.Costs, repeats: int, make: Make = whole_stages) -> float:
     """Seconds of a step, the median; from the moment all workers begin to the last agreement."""
     world = schedule.workers * costs.replicas
     hub, network = Hub(world, timeout_seconds=60.0), Network(costs)
@@ -201,7 +213,7 @@ def measured(schedule: cf.Schedule, costs: cf.Costs, repeats: int) -> float:
 
     def run(rank: int) -> None:
         try:
-            worker = Worker(schedule, costs, hub, network, rank)
+            worker = Worker(schedule, costs, hub, network, rank, make)
             batch = torch.ones(schedule.micro_batches * WIDTH, 1)
             for number in range(repeats + 2):
                 worker.step_number = number
