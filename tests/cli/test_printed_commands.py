@@ -53,6 +53,8 @@ SMALLER = {
     r"counterflow train": f"{_SMALL} --set pipeline.transport=local --steps 2",
     r"counterflow profile": f"{_MODEL} --set model.layers=2 --sizes 1 --repeats 1",
     r"counterflow plan --example \S+ --synchronous$": "--scheme chimera --scheme dapple --workers 8",
+    r"counterflow synthesize .* --moves 20000": "--moves 0",
+    r"counterflow verify mine.json": "--transport local --steps 1",
     r"counterflow verify": "--transport local",
 }
 """What is put behind a command, which takes the last of two values: by how it begins, the first that fits.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import counterflow as cf
+from counterflow.cli import application
 from counterflow.plan import files
 from counterflow.runtime.stages.skips import links_of, stage_skips
 from counterflow.schedule import registry
@@ -172,6 +175,26 @@ def test_your_own_scheme() -> None:
         assert cf.simulate(schedule).makespan == (8 + 3) * 1 + 8 * 2 + 3 * 1
     finally:
         del registry.SCHEMES["queue"]
+
+
+def test_computed_orders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the page prints is what comes out, but for the proof, which a kept table has: it takes long."""
+    page = "computed-orders.md"
+    monkeypatch.chdir(tmp_path)
+    bounds, quick, proved, orders = blocks(page, "text")
+    exec("\n".join(blocks(page, "python")), {})
+    assert capsys.readouterr().out == bounds + orders
+    assert Path("memory.png").stat().st_size > 10_000
+    _, *words = shlex.split(blocks(page, "console")[0].removeprefix("$ "))
+    answer = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(application(), words)
+    assert answer.stdout.split() == quick.split()
+    kept = (DOCS.parent / "benchmarks" / "results" / "computed_orders_proofs.txt").read_text()
+    (row,) = re.findall(r"^vee +4 +8 3,4,2 +4 +makespan .*", kept, re.MULTILINE)
+    assert row.split()[6:10] == ["200", "200", "200", "proved"]
+    assert "makespan     200 s" in proved
+    assert "gap          none" in proved
 
 
 def test_supported_models_names_tests_and_quotes_refusals() -> None:
