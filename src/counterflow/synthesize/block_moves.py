@@ -1,8 +1,9 @@
-"""Blocks by moves: a first pattern letter by letter, then one changed pattern after another, the better kept.
+"""Blocks by annealing: a first pattern is built letter by letter, then changed move by move.
 
-For many workers, and where there is no solver. A move takes a letter to another place of its worker's order,
-perhaps a round earlier or later, or puts all that comes after a letter on its pipe's way a round off. What a
-worker holds depends on its own letters only, so a move that needs too much memory costs next to nothing.
+For many workers, and where there is no solver. A move puts a letter at another place of its worker's order,
+perhaps a round earlier or later; or it puts all letters from one on, on a micro-batch's way through its pipe,
+a round earlier or later. What a worker holds depends on its own letters only, so a move that needs too much
+memory is found out at once.
 
 Invariant: the same seed and number of moves give the same block; every pattern kept is within all limits.
 """
@@ -58,7 +59,7 @@ def improved(problem: Problem, block: Block, *, times: float, moves: int, seed: 
     Args:
         problem: what is ordered.
         block: where to begin, within all limits.
-        times: how many periods count as much as the time of one micro-batch from first to last.
+        times: what is made small is so many periods, and one micro-batch's time from first to last.
         moves: how many are tried.
         seed: of the random numbers.
     """
@@ -76,7 +77,15 @@ _WARM = 0.5
 
 
 class _Plan(NamedTuple):
-    """The least period and way, how often the period counts, how many moves, and how warm at first."""
+    """What ``_anneal`` is told.
+
+    Attributes:
+        floor: no period is less.
+        way: no micro-batch's way is less.
+        times: see ``improved``.
+        moves: how many are tried.
+        warm: how much worse a pattern may be at first, in seconds.
+    """
 
     floor: float
     way: float
@@ -142,7 +151,7 @@ _TRIES = 40
 
 @compiled
 def _free_from(ring: Any, period: float, start: Floats, n: int, at: float) -> float:
-    """A time, or a later one that a letter on its worker asks for."""
+    """``at`` if its worker is free for a letter then, else a later time to look at."""
     close = 1e-9 * period
     for m in range(len(start)):
         if start[m] >= 0 and ring.worker[m] == ring.worker[n]:
@@ -159,7 +168,7 @@ def _free_from(ring: Any, period: float, start: Floats, n: int, at: float) -> fl
 
 @compiled
 def _worth(ring: Any, x: Any, ways: Any, plan: Any, most: float) -> float:
-    """How long a pattern takes: its period so often, and one micro-batch's way; never, if surely too long."""
+    """What is made small: so many periods, and one micro-batch's way; infinite if surely above ``most``."""
     period = least_period(ring, x.cut, plan.floor, (most - plan.way) / plan.times, ways)
     if period == NEVER:
         return NEVER
@@ -177,7 +186,7 @@ def _copy(source: Any, target: Any) -> None:
 
 @compiled
 def _keep(x: Any, ways: Any) -> None:
-    """Keep what was tried; letters are looked at by their starts from now on."""
+    """Keep what was tried, and sort letters by their new starts."""
     _copy(x.cut, x.kept)
     x.critical[:] = ways.critical
     # They were nearly in order: insertion is fast.

@@ -27,11 +27,11 @@ _WAYS = 3
 """How long a micro-batch may be on its way, in shortest ways."""
 
 _PARTS = 1_000_000
-"""Of a limit: the unit in which bytes are counted."""
+"""In so many parts of their limit are bytes counted."""
 
 
 class Wanted(StrEnum):
-    """What the best block of a period is."""
+    """Which block of a period is the best: of the shortest way, of the least memory, or any."""
 
     SHORT = "short"
     SMALL = "small"

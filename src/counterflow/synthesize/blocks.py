@@ -38,14 +38,14 @@ def candidates(
     seed: int = 0,
     report: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Words]:
-    """Ever better words: squeezed ones of several blocks, then what the best of them become.
+    """Words, each better than all before: blocks, squeezed; then the best of these, squeezed on by chance.
 
     Args:
         problem: what is ordered.
         starts: known words; they are squeezed too.
         seconds: about how long it takes; starts and the first block are always looked at.
-        turns: how many blocks are looked for by moves, and none by the solver; then time does not count, and
-            words are the same on any machine.
+        turns: so many blocks by moves, and none by the solver, in place of ``seconds``; the words are then
+            the same on every machine.
         seed: of the random numbers.
         report: is told of each block.
     """
@@ -85,21 +85,21 @@ _FOR_BLOCKS = 0.4
 """Of the time, so much is for finding blocks."""
 
 _BEST = 3
-"""Words that are squeezed further."""
+"""So many words are squeezed on by chance."""
 
 _WANDERS = 40
-"""How often, for each block that is asked for."""
+"""How often they are, for each of ``turns``."""
 
 
 def way_of(problem: Problem, block: Block) -> float:
-    """Seconds of one micro-batch of every pipe, from first to last."""
+    """Seconds from the start of a micro-batch's first op to the end of its last; of the slowest pipe."""
     return max(at + x.seconds for at, x in zip(block.starts, problem.letters, strict=True))
 
 
 def blocks(
     problem: Problem, *, seconds: float, turns: int | None = None, seed: int = 0
 ) -> Iterator[tuple[str, Block]]:
-    """Blocks of a problem, with how they were found; what is done between two of them counts as time too.
+    """Blocks of a problem, with how they were found. Time between two of them, the caller's, counts too.
 
     Args:
         problem: what is ordered.

@@ -1,13 +1,13 @@
 """What no order can beat: lower bounds with their reasons.
 
 Each bound holds for every schedule of the problem within its limits, for any placement, number of pipes and
-unequal workers. They are proved where they stand:
+unequal workers:
 
 * *path*: one micro-batch through all stages, and what precedes and follows it on its workers;
 * *work*: of one worker, or link, whose ops have heads and tails (Jackson's preemptive one-machine bound);
-* *memory*: before its first backward a worker can run only the forwards that its limit holds, while the
-  micro-batch makes its round trip through the other workers; likewise after its last forward only the
-  backwards of what it held then (Qi et al., arXiv 2401.10241, appendix B, is the first half of it);
+* *memory*: while its first micro-batch makes its round trip through the other workers, a worker can run only
+  the forwards that its limit holds; after its last forward it can run only the backwards of what it held then
+  (Qi et al., arXiv 2401.10241, appendix B, has the first half);
 * *room*: each micro-batch holds memory for a least time, and only so many fit beside each other.
 
 Invariant: sums of floats round, so a bound may exceed the truth by 1e-9 of it, and by no more.
@@ -58,8 +58,8 @@ def lower_bound(problem: Problem) -> Bound:
 def bounds(problem: Problem) -> Iterator[Bound]:
     """All bounds of a problem, simple ones first.
 
-    What a step takes of a worker in the steady state is its span, from its first start until it has its
-    gradients: the mean span is no more than the step time, and each step alone keeps all rules.
+    In the steady state a worker's span, from its first start until it has its gradients, takes the place of
+    the makespan: its mean over many steps is no more than the step time, and each step alone keeps all rules.
     """
     windows = windows_of(problem)
     if not is_steady(problem):
@@ -95,9 +95,9 @@ def _path(windows: Windows) -> Bound:
 def _worker(side: _Side) -> Iterator[Bound]:
     """A worker's work, and what it idles for each reason.
 
-    Where its forwards do not all fit into its memory, the last one starts after a backward, so it idles
-    before its first backward and after its last forward; else for one of them, and before its first op or
-    after its last.
+    Where its forwards do not all fit into its memory, the last one starts after a backward. Then what it
+    idles before its first backward and after its last forward adds up. Else one of the two counts, and in
+    place of the other what it idles before its first op or after its last.
     """
     most = one_machine(side.jobs())
     name = f"worker {side.worker} has {side.work:,.6g} to do"
@@ -270,9 +270,9 @@ class _Side:
 
 
 def most_within(most: float, goods: Iterable[tuple[float, float, int]]) -> float:
-    """At most so much value of (value, size, count) goods fits into a limit; parts of goods count.
+    """The most value of (value, size, count) goods that fits into a limit.
 
-    Whole ones where all have one size.
+    Parts of goods count; whole ones only where all have one size.
 
     >>> most_within(2.5, [(3, 1, 1), (2, 1, 4)]), round(most_within(2.5, [(3, 1, 1), (2, 2, 4)]), 6)
     (5.0, 4.5)

@@ -1,7 +1,7 @@
-"""The order of work: named schemes, repeating blocks, search, the exact method, until time or the gap is out.
+"""Runs the methods one after another, until time is up or the best order is proved.
 
 Invariant: what is returned keeps all limits, and no named scheme of the same workload that keeps them is
-better. Costs are what they are: no search looks for other placements or micro-batches.
+better. Placement and micro-batches stay as they are given.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def synthesize(
             worker.
         memory_bytes: most bytes that a worker has, weights and optimiser state included; likewise.
         objective: ``makespan`` of one step, or ``steady``: the step time without a barrier.
-        seconds: about so long, if it is not proved earlier.
+        seconds: about how long to look, unless an order is proved earlier.
         moves: so many moves of the search in place of ``seconds``; the result is then the same on every
             machine.
         seed: of the search.

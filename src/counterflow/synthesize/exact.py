@@ -1,8 +1,8 @@
 """The exact method: prove that no order beats the best one known, or find one that does.
 
 It asks the model (``exact_model.py``) for orders at or below a target, from the lower bound upwards, since
-the smaller the target the easier the question. What is refuted raises the bound; what is found ends the
-search, or lowers what is looked for. What has no answer in time is asked again with less in mind.
+the smaller the target the easier the question. A target that is refuted raises the bound; an order that is
+found ends the search, or lowers the targets. After a target without an answer in time comes a smaller one.
 
 Invariant: what is returned is proved: the words were played with the true costs, and no order takes less than
 the bound. Where costs have too many decimals, durations are rounded down for the solver: then bounds hold all

@@ -5,8 +5,8 @@ less its tail, and most pairs of ops of a worker can stand in one order only. Th
 Three things are linear in these literals: what a worker holds when an op starts, what it has done before it,
 and what it has still to do after it.
 
-Invariant: the model has every schedule of the problem whose value, in whole units, is at or below the target;
-it may have more, where durations or sizes were rounded. So what it has none of there is none of.
+Invariant: the model has every schedule of the problem whose value, in whole units, is at or below the
+target. It may have others too, where durations or sizes were rounded. So where it has none, there is none.
 """
 
 from __future__ import annotations
@@ -372,7 +372,7 @@ class _Before:
         return None
 
     def chains(self) -> None:
-        """What stands before an op, do the earlier ops of its letter too."""
+        """Where an op stands before another, the earlier ops of its letter do too."""
         for b, k in self.window:
             for a, j in self.window:
                 if a != b and (a, j + 1) in self.window:

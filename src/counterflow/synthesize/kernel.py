@@ -54,7 +54,7 @@ class Numbers(NamedTuple):
         into: the edges that come into letter l are ``into[l]`` to ``into[l + 1]``: from ...
         maker: ... which letter ...
         late: ... and how long its message travels.
-        own: of each letter, the letter of its own worker that its k-th op comes after; -1: none.
+        own: of each letter, the one of the same stage that it needs; -1: none.
         forward: whether a letter is a forward.
         at_start: by store and letter.
         at_end: by store and letter.
@@ -303,8 +303,8 @@ In the steady state all workers take equally long, so that none can be the only 
 def worth(n: Any, s: Any, flat: Any, begin: Floats, steady: bool) -> float:
     """How long the words take, with a small part for what workers other than the last could gain.
 
-    The steady step is never longer than the longest time that a worker takes from its ``begin`` to its end,
-    whatever ``begin`` is: all of the next step's times are then at most so much later.
+    Whatever ``begin`` is, the steady step is at most the longest time from a worker's ``begin`` to its end:
+    the next step can do everything just so much later.
     """
     best = NEVER
     for _ in range(ROUNDS if steady else 1):

@@ -1,13 +1,15 @@
 """A repeating block: when the ops of one micro-batch of every pipe start; others follow period by period.
 
-On a worker no two ops overlap modulo the period. What is held at any time in between follows from two things
-alone: the *order* in which a worker runs its letters within a period, and in which *round* (how many periods
-after the first) a letter's first op runs. These two are a ``Pattern``; its least period and earliest starts
-are longest paths (a period is least where a circle of waits just closes).
+On a worker no two ops overlap modulo the period. What it holds while periods repeat follows from two things
+alone: the *order* in which it runs its letters within a period, and the *round* of each letter: so many
+periods after the first its first op runs. These two are a ``Pattern``. Its earliest starts are longest paths.
+Its least period is that of its slowest circle: waits that lead from a letter back to itself, some rounds
+later, need their seconds divided by these rounds.
 
-Invariant: a block holds no more while it begins and ends than in between, since what a micro-batch holds on a
-worker is never less than nothing. Nothing here depends on how many micro-batches there are; pipes with fewer
-run the first rounds only. Links with one message at a time count with their load, not with their queues.
+Invariant: a pattern that keeps the limits while periods repeat keeps them at the beginning and the end too:
+there are fewer micro-batches then, and none holds less than nothing. Nothing here depends on how many
+micro-batches there are; pipes with fewer run the first rounds only. Of links that carry one message at a time
+only the load counts, not the queue.
 """
 
 from __future__ import annotations

@@ -314,6 +314,3 @@ _REPEATED = 0.3
 
 _FAR = 16
 """How far an op is moved at most."""
-
-_SETTLE = 500
-"""Moves taken until workers' places at the border of two steps are looked at again."""

@@ -1,9 +1,10 @@
 """The problem: what has to be ordered, as letters and numbers. Plain, frozen data.
 
-Micro-batches of one pipe are alike, so some best schedule runs each kind of op of a stage in their order: if
-in any schedule the k-th forward to start on a stage, the k-th to start on the next and so on are called
-micro-batch k, nothing starts later, and as much is in memory. A worker's order is then a word: it says only
-*which* stage's forward, backward, … comes next. A ``Letter`` is what a word is made of.
+Micro-batches of one pipe are alike. Take any schedule, and on each stage give the k-th forward to start to
+micro-batch k, likewise each other kind of op: no op has to start later, and as much is held. So only
+schedules need to be looked at that run micro-batches in their order on every stage. A worker's order is
+then a word: it says only *which* stage's forward, backward, … comes next. A ``Letter`` is what a word is
+made of.
 
 Invariant: a problem knows no order and no time; every op of the workload is the k-th of exactly one letter.
 What it cannot say (doubled forwards, divided backwards, several periods) is refused.

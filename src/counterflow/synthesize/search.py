@@ -68,10 +68,10 @@ class Rule:
     """When ops are due, as a few numbers. A round is the time of one micro-batch of each pipe.
 
     Attributes:
-        forward: how much counts how early a forward could run at best.
-        ahead: how many forwards go before a stage's first backward, of those that fit into the time until
-            that can be there at best.
-        more: the same in rounds.
+        forward: the weight of how early a stage's first forward can start at best.
+        ahead: how far forwards run ahead of backwards: this share of the forwards that fit into the least
+            time from a micro-batch's forward to its backward on the same stage.
+        more: so many rounds further ahead.
         spread: how much longer weight gradients wait on stages whose backwards come early.
         late: how many rounds weight gradients wait.
         noise: how much chance there is, in rounds.
@@ -357,7 +357,7 @@ class _Climber:
 
 
 def _anneal(search: Search, best: _Best, starts: Sequence[Words], budget: _Budget, seed: int) -> None:
-    """Anneal orders in rounds, the better half of them further each time."""
+    """Anneal orders in rounds; after each, only the better ones go on."""
     unit = float(np.average(search.numbers.seconds, weights=search.numbers.ops))
     if unit == 0:
         return

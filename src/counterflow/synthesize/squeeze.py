@@ -1,8 +1,7 @@
 """Words squeezed: where a worker would wait for its next op, it runs a later one that can run.
 
-Invariant: an op is only taken before others if all of them still fit into the limits after it, so a worker
-never holds more than it may, and the next op in the order can always run in the end: what does not deadlock
-before does not deadlock after.
+Invariant: an op goes ahead of others only if all of them still fit into the limits after it. So no worker
+ever holds more than it may, and words that did not deadlock still do not.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from .problem import Need, Objective, Problem, Store, Words
 
 
 def reversed_problem(problem: Problem) -> Problem:
-    """The same problem with time running backwards: what made something takes it, what was freed is taken.
+    """The same problem with time running backwards: makers are takers, and what an op freed it takes.
 
-    A word of one, read from its end, is a word of the other and holds as much.
+    A word of one, read from its end, is a word of the other, and holds as much.
     """
     takers: list[list[Need]] = [[] for _ in problem.letters]
     for number, letter in enumerate(problem.letters):
@@ -93,10 +92,10 @@ class Squeezer:
     def wandered(
         self, words: Words, *, turns: int | None = None, until: float = inf, seed: int = 0
     ) -> Iterator[Words]:
-        """Ever better words: squeezed from either side, again and again, as chance has it.
+        """Words, each better than all before: squeezed from either side again and again, as chance has it.
 
-        Each squeeze is allowed another delay of the op that is next, so words become others of about the same
-        length, from which the next squeezes may lead on.
+        Each squeeze draws how late it may make the op that is next. So words become others that take about as
+        long, from which the next squeezes may lead on.
 
         Args:
             words: within the problem's limits, and without a circle of waits.

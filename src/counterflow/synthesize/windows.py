@@ -142,7 +142,7 @@ class Windows:
         return tuple(TopologicalSorter(needed).static_order())
 
     def later(self, letter: int) -> dict[int, float]:
-        """From the start of an op to the starts of the ops of its micro-batch that follow from it; least."""
+        """By letter, the least time from an op's start to the ops of its micro-batch that follow from it."""
         found = {letter: 0.0}
         letters = self.problem.letters
         for n in self._order:
