@@ -164,6 +164,13 @@ def test_table_for_people(run: Run) -> None:
     assert "bubble ratio 33.33%" in lines
 
 
+def test_a_backward_that_no_op_takes_is_not_told(run: Run) -> None:
+    halves = "--micro-batches 4 --input-gradient 4 --weight-gradient 2"
+    assert "backward" not in run(f"simulate v-min --workers 2 {halves}").out
+    assert "backward 2 s" in run("simulate v-min --workers 2 --micro-batches 4 --input-gradient 1.5").out
+    assert "backward 2 s" in run(f"simulate dualpipe-v --workers 2 {halves}").out  # some backwards are whole
+
+
 def test_alike_workers_of_a_wide_schedule_share_a_row(run: Run) -> None:
     assert "0–63" in run("simulate gpipe --stages 64 --micro-batches 4").out
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from counterflow import simulate as play
-from counterflow.schedule.ir import Schedule
+from counterflow.schedule.ir import OpKind, Schedule
 from counterflow.simulate import Simulation
 
 from ..options.flags import BYTES, SECONDS, CostOptions, JsonFlag, SchemeOptions, SubjectArgument
@@ -114,7 +114,10 @@ def _paid(result: Simulation, costs: CostOptions) -> str:
         "optimizer_bytes": "optimizer",
     }
     shown = []
-    for name, value in _shown_costs(result, costs).items():
+    paid = _shown_costs(result, costs)
+    if paid.keys() >= {"input_gradient", "weight_gradient"} and not _has_backwards(result):
+        del paid["backward"]  # nothing takes so long
+    for name, value in paid.items():
         word = words.get(name, name.replace("_", " "))
         if name in SECONDS:
             shown.append(f"{word} {numbers(value)} {unit}")
@@ -126,6 +129,10 @@ def _paid(result: Simulation, costs: CostOptions) -> str:
         else:
             shown.append(f"{word} {value if isinstance(value, str) else numbers(value)}")
     return " · ".join(shown)
+
+
+def _has_backwards(result: Simulation) -> bool:
+    return any(op.kind is OpKind.BACKWARD for order in result.schedule.orders for op in order)
 
 
 def _workers(result: Simulation) -> Any:
