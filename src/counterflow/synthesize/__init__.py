@@ -10,7 +10,7 @@ them. It is a *word*: which *letter*, that is which kind of op of which stage, c
 activations and of bytes are *stores*: each letter takes something when it starts, and gives something
 back when it ends.
 
-**Bounds** (``windows.py``, ``bounds.py``): milliseconds, no solver. Rules that hold in every order
+**Bounds** (``bounds/``): milliseconds, no solver. Rules that hold in every order
 (needs, micro-batches one after another, limits) give each op a least time before it and after it. From
 these follow least steps: by one micro-batch's path, by the work of a worker or a link, by what memory
 allows. They are often reached in small pipelines, and too low where memory is very scarce.
@@ -19,21 +19,21 @@ allows. They are often reached in small pipelines, and too low where memory is v
 limits. The result is never worse than the best of them. Where F = I = W the bound often proves one of
 them at once.
 
-**Repeating blocks** (``blocks.py``). A block is when the ops of one micro-batch of every pipe start; the
+**Repeating blocks** (``blocks/``). A block is when the ops of one micro-batch of every pipe start; the
 next ones follow period by period (``modulo.py``). Its size does not depend on N, so this is the method
 for many workers and micro-batches; V-Half and its kin were found so. Blocks come from annealing
-(``block_moves.py``) and, up to 120 letters, from a solver (``block_solver.py``). A block is unrolled to
+(``pattern_moves.py``) and, up to 120 letters, from a solver (``pattern_solver.py``). A block is unrolled to
 all micro-batches. Then it is *squeezed* (``squeeze.py``): where a worker would wait, it runs a later op
 that can run; from the front and from the back in turns. The best order known is squeezed too.
 
-**Search** (``search.py``): any size, no proof. List scheduling makes orders by rules of a few numbers
-(``build`` in ``kernel.py``); the best of these and of the orders known are annealed by moving ops within
-a worker's word (``moves.py``), each new order played by a compiled loop (``play`` in ``kernel.py``). It
+**Search** (``search/``): any size, no proof. List scheduling makes orders by rules of a few numbers
+(``build`` in ``compiled.py``); the best of these and of the orders known are annealed by moving ops within
+a worker's word (``moves.py``), each new order played by a compiled loop (``play`` in ``compiled.py``). It
 may change any op, so it mends what blocks have no say in, warm-up and drain above all, which weigh most
 where micro-batches are few.
 
-**Exact method** (``exact.py``): proves, or finds what is better. OR-tools' CP-SAT is asked for orders at
-or below a target (``exact_model.py``); a target that none meets raises the bound. It is for small
+**Exact method** (``exact/``): proves, or finds what is better. OR-tools' CP-SAT is asked for orders at
+or below a target (``exact/model.py``); a target that none meets raises the bound. It is for small
 problems: at most 60,000 pairs of ops that share a worker, as 8 workers with a stage each and 40
 micro-batches have. It needs OR-tools, the extra ``counterflow[synthesize]``.
 
@@ -52,7 +52,7 @@ flush, doubled forwards and divided backwards are refused.
 
 from __future__ import annotations
 
-from .bounds import Bound, lower_bound
+from .bounds.lower import Bound, lower_bound
 from .compute import synthesize
 from .problem import Limit, Objective, Problem, problem_of
 from .result import Synthesis

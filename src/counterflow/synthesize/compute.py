@@ -16,7 +16,7 @@ from counterflow.schedule.op import OpKind
 from counterflow.schedule.workload import Workload
 from counterflow.simulate import Costs
 
-from .bounds import Bound, lower_bound
+from .bounds.lower import Bound, lower_bound
 from .named import named
 from .problem import Limit, Objective, Problem, Words, problem_of
 from .result import PROVED, Synthesis
@@ -126,7 +126,7 @@ class _Run:
         return self._value <= self._bound.seconds * (1 + PROVED)
 
     def _repeat(self, seconds: float, moves: int | None, seed: int) -> None:
-        from .blocks import candidates  # noqa: PLC0415  (compiled loops take a while)
+        from .blocks.candidates import candidates  # noqa: PLC0415  (compiled loops take a while)
 
         turns = None if moves is None else 1 + moves // _MOVES_TURN
         for words in candidates(self._problem, [self._words], seconds=seconds, turns=turns, seed=seed):
@@ -136,7 +136,7 @@ class _Run:
                 return
 
     def _search(self, until: float, moves: int | None, seed: int) -> None:
-        from .search import Stopped, improve  # noqa: PLC0415  (compiled loops take a while)
+        from .search.improve import Stopped, improve  # noqa: PLC0415  (compiled loops take a while)
 
         left = max(0.0, until - time.monotonic()) * (_SEARCHED if self._provable else 1.0)
         told: list[str] = []
@@ -165,14 +165,14 @@ class _Run:
     @property
     def _provable(self) -> bool:
         """Whether the exact method is worth trying, and there."""
-        from .exact import tractable  # noqa: PLC0415
+        from .exact.solve import tractable  # noqa: PLC0415
 
         return tractable(self._problem) and find_spec("ortools") is not None
 
     def _prove(self, seconds: float, moves: int | None, seed: int) -> None:
         if not self._provable:
             return
-        from .exact import solve  # noqa: PLC0415
+        from .exact.solve import solve  # noqa: PLC0415
 
         found = solve(
             self._problem,
@@ -204,7 +204,7 @@ class _Run:
 
     def _take(self, words: Words, method: str = "search") -> float:
         """Keep an order if it is better; its value."""
-        from .exact import value_of  # noqa: PLC0415
+        from .exact.solve import value_of  # noqa: PLC0415
 
         value = value_of(self._problem, words)
         if value < self._value * (1 - PROVED):

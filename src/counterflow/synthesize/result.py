@@ -8,7 +8,7 @@ from functools import cached_property
 from counterflow.schedule.ir import Schedule
 from counterflow.simulate import Costs, Simulation, simulate
 
-from .bounds import Bound
+from .bounds.lower import Bound
 from .problem import Objective
 
 PROVED = 1e-9

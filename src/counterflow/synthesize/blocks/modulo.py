@@ -23,8 +23,8 @@ import numpy as np
 
 from counterflow.schedule.ir import OpKind
 
-from .kernel import Floats, Ints, compiled
-from .problem import Problem, Words
+from ..problem import Problem, Words
+from ..search.compiled import Floats, Ints, compiled
 
 _CLOSE = 1e-9
 """Of a period or a limit: differences of sums of floats."""

@@ -15,12 +15,12 @@ from counterflow.schedule import schemes
 from counterflow.schedule.placement import bidirectional, linear, wave
 from counterflow.schedule.workload import Workload, plain
 from counterflow.simulate import ByteCosts
-from counterflow.synthesize.bounds import lower_bound
-from counterflow.synthesize.exact import solve, value_of
-from counterflow.synthesize.exact_model import Model, whole
+from counterflow.synthesize.bounds.lower import lower_bound
+from counterflow.synthesize.exact.model import Model, whole
+from counterflow.synthesize.exact.solve import solve, value_of
 from counterflow.synthesize.problem import Problem, Words, problem_of
 
-from .test_bounds import SCHEDULES, uneven
+from ..bounds.test_lower import SCHEDULES, uneven
 
 pytest.importorskip("ortools")
 

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .kernel import (
+from ..problem import Need, Objective, Problem, Store, Words
+from ..search.compiled import (
     NEVER,
     Flat,
     Floats,
@@ -32,7 +33,6 @@ from .kernel import (
     settle,
     words_of,
 )
-from .problem import Need, Objective, Problem, Store, Words
 
 
 def reversed_problem(problem: Problem) -> Problem:

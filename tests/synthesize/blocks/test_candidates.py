@@ -16,13 +16,13 @@ from counterflow.schedule.schemes.v_pattern import Starts
 from counterflow.schedule.workload import plain
 from counterflow.simulate import ByteCosts
 from counterflow.synthesize import blocks
-from counterflow.synthesize.block_moves import first_pattern, improved
-from counterflow.synthesize.block_solver import Wanted, solved, unit_of
-from counterflow.synthesize.blocks import candidates, way_of
-from counterflow.synthesize.bounds import lower_bound
-from counterflow.synthesize.modulo import faults, held, least_work, pattern_of, timed, unrolled
+from counterflow.synthesize.blocks.candidates import candidates, way_of
+from counterflow.synthesize.blocks.modulo import faults, held, least_work, pattern_of, timed, unrolled
+from counterflow.synthesize.blocks.pattern_moves import first_pattern, improved
+from counterflow.synthesize.blocks.pattern_solver import Wanted, solved, unit_of
+from counterflow.synthesize.blocks.squeeze import Squeezer, mirrored, reversed_problem
+from counterflow.synthesize.bounds.lower import lower_bound
 from counterflow.synthesize.problem import Objective, Problem, peaks, problem_of
-from counterflow.synthesize.squeeze import Squeezer, mirrored, reversed_problem
 
 V4, V8 = wave(4, 1), wave(8, 1)
 STRAIGHT4, STRAIGHT8 = linear(4), linear(8)

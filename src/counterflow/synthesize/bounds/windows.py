@@ -18,7 +18,7 @@ from graphlib import TopologicalSorter
 
 from counterflow.schedule.ir import OpKind
 
-from .problem import Objective, Problem, Store
+from ..problem import Objective, Problem, Store
 
 CLOSE = 1e-9
 """Of a limit: so much more is still within it, since sums of floats round."""

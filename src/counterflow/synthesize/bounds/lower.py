@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from counterflow.schedule.ir import OpKind
 
-from .problem import Problem, Store
+from ..problem import Problem, Store
 from .windows import CLOSE, Windows, count_within, is_steady, windows_of
 
 

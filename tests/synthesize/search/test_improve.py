@@ -13,7 +13,7 @@ from counterflow.schedule.placement import Placement, bidirectional, linear, loo
 from counterflow.schedule.workload import plain
 from counterflow.simulate import Link
 from counterflow.synthesize.problem import Problem, problem_of
-from counterflow.synthesize.search import Search, improve
+from counterflow.synthesize.search.improve import Search, improve
 
 UNIT = cf.Costs(forward=1, input_gradient=1, weight_gradients=1)
 UNEVEN = cf.Costs(forward=3, input_gradient=4, weight_gradients=2)

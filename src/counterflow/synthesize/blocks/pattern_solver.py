@@ -17,8 +17,8 @@ from typing import Any
 
 from counterflow.extras import imported
 
+from ..problem import Problem
 from .modulo import Block, least_work, pattern_of, ring_of, shortest_way, timed
-from .problem import Problem
 
 UNITS = 720
 """Of time in a least period, where times have no larger common unit."""

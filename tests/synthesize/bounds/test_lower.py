@@ -15,7 +15,7 @@ from counterflow.schedule.placement import Placement, bidirectional, linear, wav
 from counterflow.schedule.workload import plain
 from counterflow.simulate import ByteCosts
 from counterflow.simulate.costs import PerLink
-from counterflow.synthesize.bounds import lower_bound, most_within, one_machine
+from counterflow.synthesize.bounds.lower import lower_bound, most_within, one_machine
 from counterflow.synthesize.problem import Problem, problem_of
 
 LEAST = [  # placement, N, (F, I, W), cap, makespan, span: what solvers proved

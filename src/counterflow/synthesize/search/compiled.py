@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from counterflow.schedule.op import OpKind
 
-from .problem import Problem, Words
+from ..problem import Problem, Words
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

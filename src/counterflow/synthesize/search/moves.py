@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .kernel import NEVER, Flat, Floats, Ints, Numbers, compiled, random, worth
+from .compiled import NEVER, Flat, Floats, Ints, Numbers, compiled, random, worth
 
 
 class State(NamedTuple):

@@ -1,8 +1,8 @@
 """Orders that repeat a block: blocks of short periods and ways, unrolled to all micro-batches, then squeezed.
 
 The block of a problem does not grow with its micro-batches, so good ones are found where whole orders are too
-long to be searched. Blocks come from moves on a first one (``block_moves``), then from a solver where it is
-installed (``block_solver``), which also says which periods cannot be.
+long to be searched. Blocks come from moves on a first one (``pattern_moves``), then from a solver where it is
+installed (``pattern_solver``), which also says which periods cannot be.
 
 Invariant: what is yielded is within all limits and plays to its end.
 """
@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from math import inf
 from time import monotonic
 
-from .block_moves import first_pattern, improved
-from .block_solver import Wanted, solved, solver_is_there
+from ..problem import Problem, Words
 from .modulo import Block, least_work, timed, unrolled
-from .problem import Problem, Words
+from .pattern_moves import first_pattern, improved
+from .pattern_solver import Wanted, solved, solver_is_there
 from .squeeze import Squeezer
 
 MOVES = 500_000

@@ -1,6 +1,6 @@
 """The exact method: prove that no order beats the best one known, or find one that does.
 
-It asks the model (``exact_model.py``) for orders at or below a target, from the lower bound upwards, since
+It asks the model (``model.py``) for orders at or below a target, from the lower bound upwards, since
 the smaller the target the easier the question. A target that is refuted raises the bound; an order that is
 found ends the search, or lowers the targets. After a target without an answer in time comes a smaller one.
 
@@ -21,9 +21,9 @@ from fractions import Fraction
 from counterflow.errors import DeadlockError
 from counterflow.simulate import simulate
 
-from .exact_model import Model, Whole, pairs, whole
-from .problem import Problem, Words
-from .windows import CLOSE, is_steady
+from ..bounds.windows import CLOSE, is_steady
+from ..problem import Problem, Words
+from .model import Model, Whole, pairs, whole
 
 MOST_PAIRS = 60_000
 """Pairs of ops of one worker of the largest problem that is tried."""

@@ -23,7 +23,8 @@ import numpy as np
 from counterflow.schedule.op import OpKind
 from counterflow.simulate import simulate
 
-from .kernel import (
+from ..problem import Objective, Problem, Words
+from .compiled import (
     NEVER,
     Due,
     Flat,
@@ -40,7 +41,6 @@ from .kernel import (
     worth,
 )
 from .moves import Plan, State, anneal, start, state_of
-from .problem import Objective, Problem, Words
 
 Report = Callable[[float, str], None]
 """Told the seconds (of makespan or steady step) of the best order so far, and how it was found."""

@@ -21,8 +21,8 @@ from typing import Any
 from counterflow.extras import imported
 from counterflow.schedule.modes import Sync
 
-from .problem import Problem, Store, Words
-from .windows import CLOSE, is_steady, windows_of
+from ..bounds.windows import CLOSE, is_steady, windows_of
+from ..problem import Problem, Store, Words
 
 MOST_UNITS = 10**7
 """Units of the longest schedule: where costs would need more, they are rounded down."""

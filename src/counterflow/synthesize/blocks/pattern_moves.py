@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .kernel import NEVER, Floats, Ints, compiled, random
+from ..problem import Problem
+from ..search.compiled import NEVER, Floats, Ints, compiled, random
 from .modulo import (
     Block,
     Cut,
@@ -31,7 +32,6 @@ from .modulo import (
     timed,
     ways_of,
 )
-from .problem import Problem
 
 _STRETCHES = (*(1.02**i for i in range(40)), *(2.2 * 1.25**i for i in range(40)))
 """Periods that are tried for the first pattern, in least ones."""

@@ -1,0 +1,1 @@
+"""Orders that repeat a block: found, unrolled, squeezed."""

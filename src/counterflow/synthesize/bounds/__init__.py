@@ -1,0 +1,1 @@
+"""What no order beats, and why."""

@@ -1,0 +1,1 @@
+"""List scheduling and local moves, over compiled plays."""
