@@ -15,7 +15,7 @@ from counterflow.schedule.schemes.v_min import _starts as v_min_starts
 from counterflow.schedule.schemes.v_pattern import Starts
 from counterflow.schedule.workload import plain
 from counterflow.simulate import ByteCosts
-from counterflow.synthesize import blocks
+from counterflow.synthesize.blocks import candidates as module
 from counterflow.synthesize.blocks.candidates import candidates, way_of
 from counterflow.synthesize.blocks.modulo import faults, held, least_work, pattern_of, timed, unrolled
 from counterflow.synthesize.blocks.pattern_moves import first_pattern, improved
@@ -278,7 +278,7 @@ def test_words_wander_to_better_ones_the_same_for_a_seed() -> None:
 
 def test_without_a_solver_blocks_come_from_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = _uneven(3, 6, peak=4)
-    monkeypatch.setattr(blocks, "solver_is_there", lambda: False)
+    monkeypatch.setattr(module, "solver_is_there", lambda: False)
     found = list(candidates(problem, seconds=0.5))
     assert found
     assert len(set(found)) == len(found)
