@@ -286,9 +286,13 @@ def test_an_interrupted_launch_of_threads() -> None:
         finally:
             ended.set()
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
-    with pytest.raises(KeyboardInterrupt):
-        launch(work, workers=1, transport="local", timeout_seconds=60.0)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launch(work, workers=1, transport="local", timeout_seconds=60.0)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ended.wait(10)
 
 

@@ -1,5 +1,6 @@
 """Repeating blocks, and the orders made of them."""
 
+import signal
 from collections.abc import Callable
 from math import inf
 from typing import Any
@@ -288,3 +289,13 @@ def test_synthesize_takes_blocks() -> None:
     costs = cf.Costs(forward=3, input_gradient=4, weight_gradients=2)
     found = cf.synthesize(plain(V4, 8, split=True), costs, peak=6, moves=10_000)
     assert (found.makespan, found.proved, found.method) == (169, True, "repeating blocks")
+
+
+def test_ctrl_c_is_pythons_after_the_solver() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        solved(_uneven(3, 6, peak=4), 30, wanted=Wanted.ANY, seconds=5)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -101,6 +101,7 @@ def solved(
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = threads
     solver.parameters.random_seed = 0
+    solver.parameters.catch_sigint_signal = False  # it would take Ctrl-C from Python for good
     status = solver.solve(model.model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Answer(None, status == cp_model.INFEASIBLE)
