@@ -18,7 +18,7 @@ from counterflow.simulate import Costs
 
 from .bounds.lower import Bound, lower_bound
 from .named import named
-from .problem import Limit, Objective, Problem, Words, problem_of
+from .problem import Limit, Objective, Problem, Words, problem_of, value_of
 from .result import PROVED, Synthesis
 
 Report = Callable[[float, float, str], None]
@@ -204,8 +204,6 @@ class _Run:
 
     def _take(self, words: Words, method: str = "search") -> float:
         """Keep an order if it is better; its value."""
-        from .exact.solve import value_of  # noqa: PLC0415
-
         value = value_of(self._problem, words)
         if value < self._value * (1 - PROVED):
             self._words, self._value, self._method = words, value, method

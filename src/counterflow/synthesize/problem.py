@@ -17,12 +17,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, DeadlockError
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.residency import stash_change
 from counterflow.schedule.workload import Workload
-from counterflow.simulate import Costs, Link, Piece
+from counterflow.simulate import Costs, Link, Piece, simulate
 from counterflow.simulate.op_costs import per_stage, stage_bytes
 
 Limit = float | Sequence[float]
@@ -149,6 +149,11 @@ class Problem:
         return self.workload.placement.workers
 
     @property
+    def steady(self) -> bool:
+        """Whether the steady step is made small, not the makespan."""
+        return self.objective is Objective.STEADY
+
+    @property
     def ops(self) -> int:
         """How many ops there are."""
         return sum(letter.count for letter in self.letters)
@@ -167,7 +172,7 @@ class Problem:
     def fits(self, words: Words) -> bool:
         """Whether each worker's word stays within all limits (to the last place but a few)."""
         return all(
-            peak <= most * (1 + _CLOSE)
+            peak <= most * (1 + CLOSE)
             for store in self.stores
             for peak, most in zip(peaks(store, words), store.most, strict=True)
         )
@@ -215,7 +220,7 @@ class Problem:
         return Schedule(scheme, tuple(options), self.workload, tuple(orders))
 
 
-_CLOSE = 1e-9
+CLOSE = 1e-9
 """Of a limit: so much more is still within it, since sums of floats round."""
 
 
@@ -231,6 +236,18 @@ def peaks(store: Store, words: Words) -> tuple[float, ...]:
             most = max(most, held)
         found.append(most)
     return tuple(found)
+
+
+def value_of(problem: Problem, words: Words) -> float:
+    """The objective of an order, as the simulator has it; infinite where its workers wait in a circle."""
+    try:
+        played = simulate(problem.schedule(words), problem.costs)
+    except DeadlockError:
+        return math.inf
+    if not problem.steady:
+        return played.makespan
+    assert played.steady_step is not None  # the workload is synchronous
+    return played.steady_step
 
 
 def problem_of(
@@ -429,7 +446,7 @@ def _refuse_too_little(workload: Workload, letters: Sequence[Letter], store: Sto
             word = forwards + sorted((n for n in own if n not in forwards), key=lambda n: -letters[n].stage)
             held = replace(store, most=(most,))
             (need,) = peaks(held, (tuple(word),))
-            if need > most * (1 + _CLOSE):
+            if need > most * (1 + CLOSE):
                 raise ConfigError(
                     f"worker {worker} may hold {most:,.10g} {store.name} and one micro-batch needs "
                     f"{need:,.10g}; allow more"

@@ -17,8 +17,8 @@ from counterflow.schedule.workload import Workload, plain
 from counterflow.simulate import ByteCosts
 from counterflow.synthesize.bounds.lower import lower_bound
 from counterflow.synthesize.exact.model import Model, whole
-from counterflow.synthesize.exact.solve import solve, value_of
-from counterflow.synthesize.problem import Problem, Words, problem_of
+from counterflow.synthesize.exact.solve import solve
+from counterflow.synthesize.problem import Problem, Words, problem_of, value_of
 
 from ..bounds.test_lower import SCHEDULES, uneven
 

@@ -25,7 +25,7 @@ from counterflow.schedule.program.actions import Matching
 
 from .base import Crossing, Described, Group, Pending, Transport
 from .headers import announced, as_bytes, describe
-from .pending import DONE, in_place_of
+from .pending import DONE, copy_moves, in_place_of
 from .progress import Event, Progress, all_over
 
 
@@ -51,11 +51,8 @@ class Launched:
         """See ``Pending.wait``: the stream waits."""
         self.transport.let_stream_wait(self.works, self.peer)
         self.works = ()
-        if self.moves:
-            with torch.no_grad():
-                for buffer, arrived in self.moves:
-                    buffer.copy_(arrived, non_blocking=True)
-            self.moves = ()
+        copy_moves(self.moves)
+        self.moves = ()
 
 
 class _Later:

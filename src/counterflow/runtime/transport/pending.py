@@ -68,6 +68,14 @@ class Sending:
             self.transport.wait_sent(self.send)
 
 
+def copy_moves(moves: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Into each buffer what has arrived for it elsewhere."""
+    if moves:
+        with torch.no_grad():
+            for buffer, arrived in moves:
+                buffer.copy_(arrived, non_blocking=True)
+
+
 class Receiving(Works):
     """Posted receives; ``moves`` are the buffers that could not be received into directly."""
 
@@ -87,11 +95,8 @@ class Receiving(Works):
         """See ``Pending.wait``."""
         self.transport.wait(self.works, self.peer)
         self.works = ()
-        if self.moves:
-            with torch.no_grad():
-                for buffer, arrived in self.moves:
-                    buffer.copy_(arrived, non_blocking=True)
-            self.moves = ()
+        copy_moves(self.moves)
+        self.moves = ()
 
 
 class DescribedReceiving:

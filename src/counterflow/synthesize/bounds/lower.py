@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 from counterflow.schedule.ir import OpKind
 
-from ..problem import Problem, Store
-from .windows import CLOSE, Windows, count_within, is_steady, windows_of
+from ..problem import CLOSE, Problem, Store
+from .windows import Windows, count_within, windows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def bounds(problem: Problem) -> Iterator[Bound]:
     the makespan: its mean over many steps is no more than the step time, and each step alone keeps all rules.
     """
     windows = windows_of(problem)
-    if not is_steady(problem):
+    if not problem.steady:
         yield _path(windows)
     for worker in range(problem.workers):
         if problem.of_worker(worker):
@@ -70,7 +70,7 @@ def bounds(problem: Problem) -> Iterator[Bound]:
         summed = [one for one in problem.sums if worker in one.workers]
         if summed:
             seconds = math.fsum(one.seconds for one in summed)
-            if not is_steady(problem):
+            if not problem.steady:
                 ready = [
                     max(windows.heads[n][-1] + problem.letters[n].seconds for n in one.letters)
                     for one in summed
@@ -143,7 +143,7 @@ def _links(windows: Windows) -> Iterator[Bound]:
     for link, own in jobs.items():
         sender, receiver = ends[link]
         work = sum(p for _, p, _ in own)
-        seconds = work if is_steady(problem) else one_machine(own)
+        seconds = work if problem.steady else one_machine(own)
         yield Bound(seconds, f"the messages from worker {sender} to {receiver} take {work:,.6g}")
 
 
@@ -175,7 +175,7 @@ class _Side:
         letters = problem.letters
         self._takes = [x.seconds + busy for x, busy in zip(letters, windows.busy, strict=True)]
         self.work = math.fsum(letters[n].count * self._takes[n] for n in self.own)
-        if is_steady(problem):
+        if problem.steady:
             self._heads, self._tails = windows.of_span(worker)
         else:
             self._heads, self._tails = windows.heads, windows.tails

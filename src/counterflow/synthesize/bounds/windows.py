@@ -18,11 +18,7 @@ from graphlib import TopologicalSorter
 
 from counterflow.schedule.ir import OpKind
 
-from ..problem import Objective, Problem, Store
-
-CLOSE = 1e-9
-"""Of a limit: so much more is still within it, since sums of floats round."""
-
+from ..problem import CLOSE, Problem, Store
 
 _CLOSELY = 300_000
 """Ops times workers, from which on ..."""
@@ -259,8 +255,3 @@ def count_within(most: float, each: float) -> int:
     3
     """
     return math.floor(min(most / each * (1 + CLOSE), 2.0**60))
-
-
-def is_steady(problem: Problem) -> bool:
-    """Whether the steady step is made small, not the makespan."""
-    return problem.objective is Objective.STEADY

@@ -21,8 +21,8 @@ from typing import Any
 from counterflow.extras import imported
 from counterflow.schedule.modes import Sync
 
-from ..bounds.windows import CLOSE, is_steady, windows_of
-from ..problem import Problem, Store, Words
+from ..bounds.windows import windows_of
+from ..problem import CLOSE, Problem, Store, Words
 
 MOST_UNITS = 10**7
 """Units of the longest schedule: where costs would need more, they are rounded down."""
@@ -100,7 +100,7 @@ class Model:
         cp_model = imported("ortools.sat.python.cp_model", "synthesize")
         self.problem, self.target = problem, target
         self._windows = windows_of(problem)
-        self._steady = is_steady(problem)
+        self._steady = problem.steady
         self._model: Any = cp_model.CpModel()
         self._solver: Any = cp_model.CpSolver()
         self._cp_model = cp_model

@@ -18,11 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from counterflow.errors import DeadlockError
-from counterflow.simulate import simulate
-
-from ..bounds.windows import CLOSE, is_steady
-from ..problem import Problem, Words
+from ..problem import CLOSE, Problem, Words, value_of
 from .model import Model, Whole, pairs, whole
 
 MOST_PAIRS = 60_000
@@ -52,17 +48,6 @@ class Solved:
     def proved(self) -> bool:
         """Whether no order is better than the best one known."""
         return self.value <= self.bound * (1 + CLOSE)
-
-
-def value_of(problem: Problem, words: Words) -> float:
-    """The objective of an order, played; infinite where its workers wait for each other in a circle."""
-    try:
-        played = simulate(problem.schedule(words), problem.costs)
-    except DeadlockError:
-        return math.inf
-    steady = played.steady_step
-    assert steady is not None
-    return steady if is_steady(problem) else played.makespan
 
 
 def tractable(problem: Problem) -> bool:

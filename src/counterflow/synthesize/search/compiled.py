@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from counterflow.schedule.op import OpKind
 
-from ..problem import Problem, Words
+from ..problem import CLOSE, Problem, Words
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -131,7 +131,7 @@ def numbers_of(problem: Problem) -> Numbers:
         forward=np.array([x.kind is OpKind.FORWARD for x in letters]),
         at_start=np.array([s.at_start for s in problem.stores]).reshape(-1, len(letters)),
         at_end=np.array([s.at_end for s in problem.stores]).reshape(-1, len(letters)),
-        most=most * (1 + 1e-9),
+        most=most * (1 + CLOSE),
         sum_first=np.cumsum([0, *(len(s.letters) for s in problem.sums)]).astype(np.int64),
         sum_letters=np.array([n for s in problem.sums for n in s.letters], dtype=np.int64),
         sum_at=np.cumsum([0, *(len(s.workers) for s in problem.sums)]).astype(np.int64),

@@ -21,9 +21,8 @@ from time import monotonic
 import numpy as np
 
 from counterflow.schedule.op import OpKind
-from counterflow.simulate import simulate
 
-from ..problem import Objective, Problem, Words
+from ..problem import Problem, Words, value_of
 from .compiled import (
     NEVER,
     Due,
@@ -95,7 +94,7 @@ class Search:
     def __init__(self, problem: Problem, seed: int = 0) -> None:
         self.problem = problem
         self.numbers: Numbers = numbers_of(problem)
-        self.steady = problem.objective is Objective.STEADY
+        self.steady = problem.steady
         self._seed = seed
         self._scratch: Scratch = scratch_of(self.numbers, problem.workers)
         self._room = room_of(self.numbers, problem.workers)
@@ -123,13 +122,6 @@ class Search:
     def seconds(self, words: Words) -> float:
         """The makespan or steady step of words, by the compiled play; infinite where they deadlock."""
         return self._value(flat_of(words))
-
-    def simulated(self, words: Words) -> float:
-        """The same as the simulator has it, with all that costs say."""
-        found = simulate(self.problem.schedule(words), self.problem.costs)
-        step = found.steady_step if self.steady else found.makespan
-        assert step is not None  # the workload is synchronous
-        return step
 
     def _value(self, flat: Flat) -> float:
         begin = np.zeros(self.problem.workers)
@@ -316,7 +308,7 @@ class _Best:
 
     def take(self, words: Words, how: str) -> None:
         """Keep an order if it is the best."""
-        value = self._search.simulated(words)
+        value = value_of(self._search.problem, words)
         if value < self.seconds * (1 - 1e-12):
             self.words, self.seconds = words, value
             if self._report is not None:
