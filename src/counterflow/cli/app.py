@@ -196,7 +196,8 @@ def application() -> typer.Typer:
         epilog="\n\n".join(
             [
                 "Results go to stdout, all else to stderr; --json prints one JSON object.",
-                "Exit codes: 0 done, 1 the work failed, 2 the request was wrong.",
+                "Exit codes: 0 done, 1 the work failed, 2 the request was wrong. Of train also 130 after "
+                "Ctrl-C, 75 after another signal: the run can go on.",
                 "Example: counterflow simulate chimera --stages 4 --micro-batches 8",
             ]
         ),

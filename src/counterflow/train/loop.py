@@ -8,7 +8,6 @@ checkpoints, and nothing here prints.
 from __future__ import annotations
 
 import math
-import signal
 import statistics
 import time
 import uuid
@@ -68,7 +67,7 @@ def work(config: RunConfig, cuts: Sequence[int], folder: Path) -> Summary | None
         cuts: as found before the launch.
         folder: where rank 0 writes.
     """
-    listen([signal.SIGINT])  # SIGTERM is how the elastic agent ends workers when another one failed
+    listen()  # a batch system's come to all processes; when another worker failed, waits end by themselves
     return Trainer(prepare(config, cuts), folder).run()
 
 
@@ -121,6 +120,8 @@ class Trainer:
         """By step that was made and is not told of."""
         self.validation: tuple[int, float] = (-1, 0.0)
         self.saved = -1
+        self.stopped = False
+        """Whether all agreed to end the run early."""
         self.next_look = job.first_step
         self.began = 0.0
 
@@ -131,7 +132,6 @@ class Trainer:
         train, first = self.config.train, self.job.first_step
         sampled = self._sampled()
         window = self._window()
-        stopped = False
         for number in range(first, train.steps):
             if window and number == window.start:
                 self._flush()
@@ -144,10 +144,12 @@ class Trainer:
                 self.pipeline.whole_timeline = False
             if done < window.stop:  # nothing may empty the pipeline, or end the run
                 continue
-            stopped = self._between_steps(done)
-            if stopped:
+            self.stopped = self._between_steps(done)
+            if self.stopped:
                 break
         self._flush()
+        if self.stopped:  # whoever asked for it may not wait for more
+            self._save()
         if not self.samples:  # stopped so early that only a step of counting was made
             self._sample(step)
         if self.validation[0] != self.pipeline.steps:
@@ -159,7 +161,7 @@ class Trainer:
             hf.save(
                 self.job.model, self.pipeline, self.checkpoints.parent / name, tokenizer=self.job.tokenizer
             )
-        return self._finish(costs, stopped, seconds)
+        return self._finish(costs, seconds)
 
     def _shared(self) -> Path:
         """Rank 0's folder, if everybody sees it: not one of the same name on a disk of its own.
@@ -297,8 +299,9 @@ class Trainer:
         if done < self.next_look:
             return False
         mean = self.training_seconds / (done - self.job.first_step)
-        rows = self.pipeline.transport.gather([float(bool(STOP)), mean])
+        rows = self.pipeline.transport.gather([float(STOP.signal or 0), mean])
         self.next_look = done + max(1, int(_LOOK_SECONDS / max(row[1] for row in rows)))
+        STOP.signal = int(max(row[0] for row in rows)) or STOP.signal
         return any(row[0] for row in rows)
 
     # -- after
@@ -309,7 +312,7 @@ class Trainer:
             save(self.pipeline, self.config.optimizer.name, self.checkpoints)
             self.saved = self.pipeline.steps
 
-    def _finish(self, costs: Costs, stopped: bool, seconds: float) -> Summary | None:
+    def _finish(self, costs: Costs, seconds: float) -> Summary | None:
         versions = sum(self.pipeline.peak_versions.values())
         found = self.pipeline.transport.gather([float(self.pipeline.peak_saved_bytes), float(versions)])
         if self.folder is None:
@@ -327,7 +330,7 @@ class Trainer:
         summary = Summary(
             about=self.job.about,
             steps=self.pipeline.steps,
-            stopped=stopped,
+            stopped=self.stopped,
             seconds=seconds,
             samples_per_second=made * self.job.about.samples / self.training_seconds,
             planned_samples_per_second=self._planned(),

@@ -35,7 +35,8 @@ def run(config: RunConfig, reporter: Reporter) -> tuple[Summary, Path] | None:
         reporter: who watches.
 
     Returns:
-        What came of it, and the run's folder; None on the workers of torchrun or Slurm but rank 0.
+        What came of it, and the run's folder; None on the workers of torchrun or Slurm but rank 0, where
+        ``STOP`` tells whether it was ended early.
 
     Raises:
         ConfigError: the run cannot be started.
@@ -51,7 +52,10 @@ def run(config: RunConfig, reporter: Reporter) -> tuple[Summary, Path] | None:
     job = prepare(config)
     if placed is not None and world.rank():
         with listening():
-            Trainer(job, None).run()
+            trainer = Trainer(job, None)
+            trainer.run()
+            if not trainer.stopped:
+                STOP.signal = None
         return None
     folder = RunFolder.create(config, job.schedule)
     reporter.begun(job.about, folder.path)

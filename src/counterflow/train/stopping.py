@@ -1,7 +1,7 @@
-"""How a run is ended early: Ctrl-C or SIGTERM asks for it, and the step under way is finished first.
+"""How a run is ended early: a signal asks for it, and the step under way is finished first.
 
 Invariant: a signal only leaves a note; whoever trains looks at it between steps, agrees with the other
-workers, and writes what was reached. Who started the workers ends them at once at a second signal; a worker
+workers, and writes what was reached. Who started the workers ends them at once at a second Ctrl-C; a worker
 takes a second one for the same, because a terminal's signal also comes to it through who started it.
 """
 
@@ -18,7 +18,15 @@ from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from counterflow.runtime.workers.forking import FROM_OUTSIDE
+
+RESUBMIT = os.EX_TEMPFAIL
+"""Exit code of a run that something other than Ctrl-C ended early: the same command goes on with it."""
+
+_SIGNALLED = 128
+"""Exit codes above it tell which signal ended a command, as in a shell."""
+
+_STREAMS = (1, 2)
 
 
 class Stop:
@@ -30,16 +38,24 @@ class Stop:
     def __bool__(self) -> bool:
         return self.signal is not None
 
+    @property
+    def exit_code(self) -> int:
+        """That of a run which was ended early: by Ctrl-C 130, by any other signal 75 ("resubmit me")."""
+        by_hand = self.signal in (None, signal.SIGINT)
+        return _SIGNALLED + signal.SIGINT if by_hand else RESUBMIT
+
 
 STOP = Stop()
 
 
-def listen(signals: Sequence[int] = SIGNALS, second: Callable[[], None] | None = None) -> dict[int, Any]:
+def listen(second: Callable[[], None] | None = None) -> dict[int, Any]:
     """Note signals from now on; elsewhere than in a process's main thread nothing is changed.
 
+    Those are Ctrl-C, SIGTERM, SIGUSR1 (Slurm's warning before the end) and SIGHUP (a terminal is gone), but
+    not the last where it was ignored, as nohup wants it.
+
     Args:
-        signals: which.
-        second: called at a second one, before ``KeyboardInterrupt`` is raised; None ignores it.
+        second: called at a Ctrl-C after any of them, before ``KeyboardInterrupt`` is raised; None ignores it.
 
     Returns:
         The handlers there were.
@@ -47,16 +63,32 @@ def listen(signals: Sequence[int] = SIGNALS, second: Callable[[], None] | None =
     if threading.current_thread() is not threading.main_thread():
         return {}
 
+    terminals = [stream for stream in _STREAMS if os.isatty(stream)]
+
     def handle(number: int, _: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _leave(terminals)
         if not STOP:
             STOP.signal = number
-        elif second is not None:
+        elif second is not None and number == signal.SIGINT:
             second()
             raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, handle) for number in signals}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    before: dict[int, Any] = {
+        number: signal.signal(number, handle) for number in FROM_OUTSIDE if number not in ignored
+    }
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FROM_OUTSIDE)
     return before
+
+
+def _leave(terminals: Sequence[int]) -> None:
+    """Print to nowhere what went to a terminal that is gone, where printing would be an error."""
+    for stream in terminals:
+        if not os.isatty(stream):
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nowhere, stream)
+            os.close(nowhere)
 
 
 @contextmanager
@@ -71,9 +103,10 @@ def listening(second: Callable[[], None] | None = None) -> Iterator[None]:
 
 
 def block() -> None:
-    """Keep Ctrl-C from this thread and the processes it starts, until ``listen`` there takes it."""
-    resource_tracker.ensure_running()  # it would unblock signals when it is started later
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    """Keep signals from this thread and the processes it starts, until ``listen`` there takes them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, FROM_OUTSIDE)
+    resource_tracker.ensure_running()  # it unblocks signals where it starts
+    signal.pthread_sigmask(signal.SIG_BLOCK, FROM_OUTSIDE)
 
 
 class Children:

@@ -168,7 +168,10 @@ def test_a_run_that_dies_is_one_line_and_exit_1(run: Run, tmp_path: Path) -> Non
     assert answer.err.count("Error") == 1
 
 
-def test_processes_end_at_ctrl_c_with_what_was_reached(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_processes_end_at_a_signal_with_what_was_reached(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "counterflow", *SMALL.split(), "--steps", "1000000"]
     with subprocess.Popen(
@@ -184,9 +187,9 @@ def test_processes_end_at_ctrl_c_with_what_was_reached(tmp_path: Path) -> None:
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, number)  # to all, as a terminal or Slurm does
         out, err = process.communicate(timeout=100)
-    assert process.returncode == 128 + signal.SIGINT, err
+    assert process.returncode == code, err
     assert "Traceback" not in err
     steps = max(int(line["step"]) for line in read_metrics(folder))
     assert f"Stopped after {steps:,} of 1,000,000 steps" in out

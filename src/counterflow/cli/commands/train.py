@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,9 +15,6 @@ from ..output.console import WIDE, byte_size, console, note, print_json
 
 if TYPE_CHECKING:
     from counterflow.train.report import Pair, Summary
-
-_SIGNALLED = 128
-"""Exit codes above it tell which signal ended a command, as in a shell."""
 
 
 def train(
@@ -52,7 +48,8 @@ def train(
     """Train a model. Without a config: a small GPT on the text that ships with Python, 4 workers, chimera.
 
     Starts its own workers on this machine, or takes its place among those that torchrun or Slurm started.
-    Ctrl-C ends it after the step under way and keeps what was reached.
+    Ctrl-C ends it after the step under way and keeps what was reached (exit code 130). So do SIGTERM, SIGUSR1
+    and SIGHUP, with exit code 75: the same run can go on from its checkpoint.
     """
     from counterflow.train import load_config  # noqa: PLC0415  (pydantic takes a while)
 
@@ -67,13 +64,13 @@ def train(
         done = run(resolved, Progress(introduces=not as_json))
     except KeyboardInterrupt as stopped:
         note("; ".join(["Stopped", *map(str, stopped.args if str(stopped) else ())]))
-        raise typer.Exit(_SIGNALLED + (STOP.signal or signal.SIGINT)) from None
+        raise typer.Exit(STOP.exit_code) from None
     except WorkerError as error:
         if error.consequence and _rank():
             raise typer.Exit(1) from None  # the worker that it blames tells it
         raise
     if done is None:
-        return
+        raise typer.Exit(STOP.exit_code if STOP else 0)
     summary, folder = done
     if as_json:
         from ..output.results import Trained  # noqa: PLC0415
@@ -82,7 +79,7 @@ def train(
     else:
         _print(summary, folder)
     if summary.stopped:
-        raise typer.Exit(_SIGNALLED + (STOP.signal or signal.SIGINT))
+        raise typer.Exit(STOP.exit_code)
 
 
 def _rank() -> int:

@@ -29,6 +29,9 @@ _IMPORTED = ["counterflow.runtime.pipeline", "torch._dynamo"]
 _STREAMS = (1, 2)
 """Where workers print to."""
 
+FROM_OUTSIDE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""What a terminal or a batch system sends to all processes of a command, whoever is meant to act on it."""
+
 
 def start_method(defaults: Defaults) -> Literal["forkserver", "spawn"]:
     """How ``multiprocessing`` is to start workers: CUDA allows no fork, and macOS's libraries do not."""
@@ -39,7 +42,7 @@ def start_method(defaults: Defaults) -> Literal["forkserver", "spawn"]:
         return "spawn"
     forkserver.set_forkserver_preload(_IMPORTED)
     resource_tracker.ensure_running()  # by itself it would let interrupts through again
-    with _no_interrupts():
+    with _undisturbed():
         forkserver.ensure_running()
     return "forkserver"
 
@@ -61,9 +64,9 @@ def _adopt(environment: dict[str, str], streams: list[Any]) -> Surroundings:
 
 
 def end_with_the_launch() -> None:
-    """From now on this worker is killed as soon as its launch's process is gone; let interrupts through."""
+    """From now on this worker is killed as soon as its launch's process is gone; let signals through."""
     threading.Thread(target=_wait_for_the_end, name="counterflow launch", daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FROM_OUTSIDE)
 
 
 def _wait_for_the_end() -> None:
@@ -74,9 +77,9 @@ def _wait_for_the_end() -> None:
 
 
 @contextlib.contextmanager
-def _no_interrupts() -> Iterator[None]:
-    """What is started in here is not interrupted by Ctrl-C: who started it says when it ends."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+def _undisturbed() -> Iterator[None]:
+    """What is started in here takes no signal from outside: who started it says when it ends."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FROM_OUTSIDE)
     try:
         yield
     finally:
