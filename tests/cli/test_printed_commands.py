@@ -52,7 +52,7 @@ SMALLER = {
     r"counterflow train --set train.resume": f"{_SMALL} --set pipeline.transport=local --steps 3",
     r"counterflow train": f"{_SMALL} --set pipeline.transport=local --steps 2",
     r"counterflow profile": f"{_MODEL} --set model.layers=2 --sizes 1 --repeats 1",
-    r"counterflow plan --example \S+ --synchronous$": "--scheme chimera --scheme dapple --workers 8",
+    r"counterflow plan --example \S+ --stale$": "--scheme chimera --scheme dapple --workers 8",
     r"counterflow synthesize .* --moves 20000": "--moves 0",
     r"counterflow verify mine.json": "--transport local --steps 1",
     r"counterflow verify": "--transport local",

@@ -103,9 +103,9 @@ def everything(
 @pytest.mark.parametrize(
     ("cluster", "mini_batch", "constraints"),
     [
-        (CLUSTER, 8, Constraints(more_updates=True)),
-        (replace(CLUSTER, memory_bytes=2500.0), 4, Constraints(more_samples=(3,))),
-        (replace(CLUSTER, memory_bytes=1150.0, reserve_bytes=0.0), 8, Constraints(synchronous=True)),
+        (CLUSTER, 8, Constraints(more_updates=True, stale=True)),
+        (replace(CLUSTER, memory_bytes=2500.0), 4, Constraints(more_samples=(3,), stale=True)),
+        (replace(CLUSTER, memory_bytes=1150.0, reserve_bytes=0.0), 8, Constraints()),
         (replace(CLUSTER, between=Link(0.5, 0.5), overlap=False), 8, Constraints(cuts=Cutting.EVEN)),
         (replace(CLUSTER, cores=1), 12, Constraints(depths=(2, 4), samples=(1, 2, 3))),
         (replace(CLUSTER, nodes=1, devices=4), 6, Constraints(sync=(Sync.END,), schemes=("chimera", "1f1b"))),
@@ -241,9 +241,21 @@ def test_constraints_are_kept() -> None:
         assert configuration.scheme in ("dapple", "hanayo")
         assert (plan.play.schedule.workers, configuration.samples) == (2, 2)
         assert configuration.recompute is Recompute.STAGE
-    flushed = search(MODEL, PROFILE, CLUSTER, 8, Constraints(synchronous=True))
+
+
+def test_schemes_without_a_flush_are_tried_when_asked_for_and_never_on_one_worker() -> None:
+    stale = {"pipedream", "pipedream-2bw", "wpipe"}
+    flushed = search(MODEL, PROFILE, CLUSTER, 8)
     assert all(plan.play.schedule.synchronous for plan in flushed.of_schemes)
-    assert {o.what for o in flushed.omissions} >= {"pipedream", "pipedream-2bw", "wpipe"}
+    assert {o.what for o in flushed.omissions if "only with --stale" in o.reason} == stale
+    groups, omissions = space(MODEL, CLUSTER, 8, Constraints(stale=True))
+    assert stale <= {group.scheme for group in groups}
+    assert not stale & {omission.what for omission in omissions}
+    assert all(group.depth > 1 for group in groups if group.scheme in stale)
+    groups, _ = space(MODEL, CLUSTER, 8, Constraints(schemes=("pipedream-2bw",)))
+    assert {group.depth for group in groups} == {2, 4}
+    with pytest.raises(PlanError, match="one worker has no bubble to save for it; no candidate at depth 1"):
+        search(MODEL, PROFILE, CLUSTER, 8, Constraints(schemes=("wpipe",), depths=(1,)))
 
 
 def test_the_user_s_own_micro_batch_is_tried() -> None:
@@ -275,7 +287,7 @@ def test_where_nothing_fits_every_scheme_says_what_it_needs() -> None:
 
 
 def test_parts_of_the_space_without_a_candidate_are_told() -> None:
-    _, omissions = space(MODEL, replace(CLUSTER, nodes=16), 48, Constraints(samples=(5, 12)))
+    _, omissions = space(MODEL, replace(CLUSTER, nodes=16), 48, Constraints(samples=(5, 12), stale=True))
     assert [(o.what, o.reason) for o in omissions][:4] == [
         ("depth 1", "a mini-batch of 48 cannot be shared out evenly among 32 replicas"),
         ("depth 2", "a replica's share of 3 samples cannot be cut into micro-batches of 5, 12"),

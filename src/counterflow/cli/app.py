@@ -152,7 +152,7 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
         "profile --set model.layers=2 --sizes 1,2,4 --workers 1 --json",
     ),
     plan: (
-        "plan --example chimera-bert48 --synchronous",
+        "plan --example chimera-bert48 --stale",
         "plan --example chimera-bert48 --scheme chimera --workers 4 --top 5 --out plan.toml",
         "plan --example chimera-bert48 --workers 4 --option chimera.pairs=1 --cuts even --json",
         "plan --example mixpipe-bert48 --save-inputs mine",

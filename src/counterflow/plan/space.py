@@ -42,7 +42,8 @@ class Constraints:
 
     Attributes:
         schemes: only these.
-        synchronous: only schemes that flush, so that no work uses old weights.
+        stale: schemes without a flush, too, whose work uses old weights; those that ``schemes`` names are
+            tried all the same. On one worker they are never tried: there is nothing to gain.
         depths: only these numbers of workers.
         samples: only these micro-batches, in samples; they need not be powers of two.
         more_samples: these besides the powers of two.
@@ -57,7 +58,7 @@ class Constraints:
     """
 
     schemes: tuple[str, ...] | None = None
-    synchronous: bool = False
+    stale: bool = False
     depths: tuple[int, ...] | None = None
     samples: tuple[int, ...] | None = None
     more_samples: tuple[int, ...] = ()
@@ -162,8 +163,10 @@ def space(
     omissions = list(_by_reason(without))
     depths = [depth for depth in depths if depth not in without]
     for scheme in schemes:
-        if constraints.synchronous and not scheme.synchronous:
-            omissions.append(Omission(scheme.name, "works without a flush, and a synchronous plan is wanted"))
+        if not (scheme.synchronous or constraints.stale or constraints.schemes):
+            omissions.append(
+                Omission(scheme.name, "works without a flush, on old weights: only with --stale")
+            )
             continue
         found = [
             group
@@ -277,6 +280,8 @@ def _of_depth(
     mini_batch, constraints = wanted
     if depth > len(model.layers) or mini_batch % replicas:
         return
+    if depth == 1 and not scheme.synchronous:
+        return  # no bubble to save, for which work would use old weights
     share = mini_batch // replicas
     sizes = _samples(share, constraints)
     if scheme.updates_each_micro_batch and not constraints.more_updates:
@@ -334,6 +339,8 @@ def _why_none(
     if not isinstance(constraints.cuts, Cutting):
         told.append(f"with {len(constraints.cuts) + 1} stages, which the cuts make")
     rule = f"needs {scheme.needs}; " if scheme.needs and not told else ""
+    if not scheme.synchronous and depths == [1]:
+        rule = "uses old weights, and one worker has no bubble to save for it; "
     return " ".join([f"{rule}no candidate at {_named(depths)}", *told])
 
 

@@ -88,9 +88,7 @@ def test_names_of_before_stay_beside_those_with_units(run: Run, inputs: str) -> 
 
 def test_the_plan_is_a_file_that_train_runs(run: Run, inputs: str, tmp_path: Path) -> None:
     out = tmp_path / "plan.toml"
-    answer = run(
-        f"plan {inputs} --synchronous --scheme chimera --workers 2 --micro-batch-size 4 --out", str(out)
-    )
+    answer = run(f"plan {inputs} --scheme chimera --workers 2 --micro-batch-size 4 --out", str(out))
     assert answer.code == 0
     assert f"counterflow train {out}" in answer.err
     written = tomllib.loads(out.read_text(encoding="utf-8"))
@@ -196,7 +194,7 @@ def test_wrong_requests_are_refused(refused: Callable[..., str], line: str, mess
 
 
 def test_options_arrangements_and_cuts_are_kept(run: Run) -> None:
-    line = "plan --example mixpipe-bert48 --synchronous --workers 4 --micro-batch-size 8 --json"
+    line = "plan --example mixpipe-bert48 --workers 4 --micro-batch-size 8 --json"
     wanted = "--scheme dapple --scheme chimera --option chimera.concat=direct --option pairs=2 --top 4"
     best = run(f"{line} {wanted} --arrangement replicas-inside --cuts 5,10,20").json["best"]
     assert {plan["scheme"] for plan in best} == {"dapple", "chimera"}

@@ -54,8 +54,11 @@ def plan(
     scheme: Annotated[
         list[str] | None, typer.Option(help="Only this scheme.", rich_help_panel=_LIMITS)
     ] = None,
-    synchronous: Annotated[
-        bool, typer.Option("--synchronous", help="Only schemes that flush.", rich_help_panel=_LIMITS)
+    stale: Annotated[
+        bool,
+        typer.Option(
+            "--stale", help="Also schemes without a flush, which use old weights.", rich_help_panel=_LIMITS
+        ),
     ] = False,
     workers: Annotated[
         list[int] | None,
@@ -159,7 +162,7 @@ def plan(
         return
     constraints = Constraints(
         schemes=tuple(scheme) if scheme else None,
-        synchronous=synchronous,
+        stale=stale,
         depths=tuple(workers) if workers else None,
         samples=tuple(micro_batch_size) if micro_batch_size else None,
         more_samples=tuple(also_micro_batch_size or ()),
@@ -200,7 +203,7 @@ def plan(
     if out is not None:
         note(f"The best plan is in {out}; run it: counterflow train {out}")
         if not found.best[0].play.schedule.synchronous:
-            note("It works without a flush, on late weights; for a plan that flushes: --synchronous")
+            note("It works without a flush, on late weights: a step may learn less than one with a flush")
         if found.best[0].play.configuration.arrangement is not Arrangement.PIPELINE_INSIDE:
             note(
                 "Its step is that of workers on the devices that [plan] lists: start the ranks in that order"

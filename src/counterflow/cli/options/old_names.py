@@ -24,7 +24,7 @@ class Renamed:
     """An earlier name of a flag.
 
     Attributes:
-        words: what takes its place.
+        words: what takes its place; none: that is how it is without it.
         only: values with which it means that; None: any. Others are refused.
         otherwise: what a refusal says of them.
     """
@@ -60,6 +60,7 @@ _FLAGS: dict[str, dict[str, Renamed | Elsewhere]] = {
         "--micro-batch": Renamed(("--micro-batch-size",)),
         "--also-micro-batch": Renamed(("--also-micro-batch-size",)),
         "--even": Renamed(("--cuts", "even")),
+        "--synchronous": Renamed(()),
         "--sync": _SYNC_MODE,
         "--micro-batches": Elsewhere(
             "plan takes the size of a micro-batch, --micro-batch-size SAMPLES; their number is "
@@ -119,7 +120,7 @@ def _rewritten(
             continue
         if found.only is not None and value not in found.only:
             raise ConfigError(f"{f'{name} {value}'.strip()}: {found.otherwise}")
-        told(f"{name} is now {' '.join(found.words)}")
+        told(f"{name} is now {' '.join(found.words) or 'the default'}")
         yield from found.words
         if equals:
             yield value
