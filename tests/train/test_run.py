@@ -18,11 +18,12 @@ import torch
 from counterflow import ConfigError
 from counterflow.errors import WorkerError
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.formats import loads
 from counterflow.train import load_config, load_weights, loop
 from counterflow.train.checkpoint import Checkpoint, save
 from counterflow.train.folder import FILES, RunFolder, read_metrics, read_timeline
-from counterflow.train.job import prepare
+from counterflow.train.job import Job, prepare
 from counterflow.train.run import run
 
 from .conftest import Configure, Train, Watcher, losses
@@ -428,6 +429,27 @@ def test_a_run_that_fails_at_once_leaves_no_folder(
     with pytest.raises(WorkerError, match=r"^worker \d: OSError: no more$"):
         train(train__steps=2)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("differs", "message"),
+    [("config", r"train\.seed = 0 and 7"), ("data", "the data: the files differ")],
+)
+def test_workers_that_were_given_different_runs_are_refused(
+    train: Train, monkeypatch: pytest.MonkeyPatch, differs: str, message: str
+) -> None:
+    def prepare_(*args: Any) -> Job:
+        job = prepare(*args)
+        if current_transport().rank == 0:
+            return job
+        if differs == "data":
+            return dataclasses.replace(job, data_digest="other")
+        section = job.config.train.model_copy(update={"seed": 7})
+        return dataclasses.replace(job, config=job.config.model_copy(update={"train": section}))
+
+    monkeypatch.setattr("counterflow.train.loop.prepare", prepare_)
+    with pytest.raises(ConfigError, match=f"^ranks 0 and 1 were given different runs: {message}; give"):
+        train(train__steps=2)
 
 
 def test_interrupted_after_the_step_under_way(train: Train, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ nothing counts. What is hidden from a masked model, and the classes of texts, ar
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 from abc import ABC, abstractmethod
@@ -65,6 +66,14 @@ class Documents:
     def count(self) -> int:
         """How many texts."""
         return len(self.starts) - 1
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the tokens, where texts begin, and the labels."""
+        found = hashlib.blake2b(np.ascontiguousarray(self.tokens).data, digest_size=16)
+        found.update(np.ascontiguousarray(self.starts).data)
+        found.update(repr(self.labels).encode())
+        return found.hexdigest()
 
     @cached_property
     def entropy(self) -> float:

@@ -40,6 +40,7 @@ class Made:
         entropy: in nats a target: the loss of a model that knows only how frequent each is.
         target: what the model is to tell.
         tokenizer: of transformers; None: tokens are bytes.
+        digest: of the text.
     """
 
     model: Model
@@ -51,6 +52,7 @@ class Made:
     entropy: float
     target: str = "byte"
     tokenizer: Any = None
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ def from_transformers(config: RunConfig) -> Made:
         *(model, hf.layers, hf.loss, batches, str(data.path), documents.bytes, entropy),
         target=task.target,
         tokenizer=tokenizer,
+        digest=documents.digest,
     )
 
 

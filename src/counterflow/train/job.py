@@ -8,6 +8,7 @@ stages from the run's seed.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,8 @@ class Job:
     about: About
     tokenizer: Any = None
     """Of a model of transformers."""
+    data_digest: str = ""
+    """Of what it is trained on."""
 
     @property
     def first_step(self) -> int:
@@ -190,6 +193,7 @@ def prepare(config: RunConfig, cuts: Sequence[int] | None = None) -> Job:
             about,
         ),
         tokenizer=made.tokenizer,
+        data_digest=made.digest,
     )
 
 
@@ -220,7 +224,8 @@ def _built(config: RunConfig) -> Made:
     masked = config.model.family is Family.BERT
     batches = (MaskedByte if masked else NextByte)(text, positions, seed=seed, name=name)
     loss = masked_token_loss if masked else next_token_loss
-    return Made(layers, None, loss, batches, name, len(text), unigram_entropy(text))
+    digest = hashlib.blake2b(text, digest_size=16).hexdigest()
+    return Made(layers, None, loss, batches, name, len(text), unigram_entropy(text), digest=digest)
 
 
 def _model(section: ModelSection) -> GPTConfig | BERTConfig:

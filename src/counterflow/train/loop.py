@@ -25,6 +25,7 @@ from counterflow.models import hf
 from counterflow.runtime.execution.step import Step
 from counterflow.runtime.mini_batch.samples import cut
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.workers.world import current_transport
 from counterflow.simulate import Costs, Simulation, Span
 
 from .checkpoint import save
@@ -32,6 +33,7 @@ from .config import RunConfig
 from .folder import ADAPTER, CHECKPOINT, MODEL, RunFolder
 from .job import Job, prepare
 from .report import Numbers, Pair, Summary
+from .same_run import check_same_run
 from .stopping import STOP, listen
 from .timeline import Timeline, costs_of
 
@@ -84,6 +86,10 @@ class Trainer:
         self.job = job
         config = job.config
         self.config = config
+        transport = current_transport(
+            config.pipeline.transport, timeout_seconds=config.pipeline.timeout_seconds
+        )
+        check_same_run(config, job.data_digest, transport)
         self.pipeline = Pipeline(
             job.model,
             job.loss,
@@ -92,7 +98,7 @@ class Trainer:
             optimizer=job.optimizer,
             scheduler=job.scheduler,
             cuts=job.cuts,
-            transport=config.pipeline.transport,
+            transport=transport,
             seed=config.train.seed,
             recompute=config.pipeline.recompute,
             sync=config.pipeline.sync,

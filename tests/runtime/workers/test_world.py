@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -298,3 +299,43 @@ def test_a_failure_spares_who_ends(pair: tuple[Watch, Watch, Ended]) -> None:
     assert fate.broken.wait(10)
     second.stop()
     assert not fate.ended.is_set()
+
+
+class CutOff:
+    """A store that answers until it is cut off; then each call waits, as over a network without an answer."""
+
+    def __init__(self) -> None:
+        self.store = HashStore()
+        self.cut = False
+        self.over = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            if self.cut:
+                self.over.wait()
+            return getattr(self.store, name)(*args)
+
+        return call
+
+
+def test_a_worker_that_is_cut_off_from_the_store_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_GRACE_SECONDS", 0.2)
+    store, fate, status = CutOff(), Ended(), Status(1)
+    mine = Watch(
+        store,  # type: ignore[arg-type]
+        status,
+        2,
+        timeout_seconds=0.5,
+        break_waits=fate.broken.set,
+        end=fate.end,
+    )
+    store.cut = True
+    status.waiting_for = 0
+    try:
+        assert mine.failure() is None  # who waits for the others' news does not wait for ever
+        mine.post_failure(ValueError("here"))
+        assert fate.ended.wait(10)
+        assert "cannot be reached" in fate.why
+    finally:
+        store.over.set()
+        mine.stop()

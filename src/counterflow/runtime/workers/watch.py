@@ -15,8 +15,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from queue import SimpleQueue
+from typing import Any, NoReturn, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
@@ -81,6 +83,39 @@ def culprit(transport: Transport) -> str:
     return f"worker {found.rank} has been in {found.doing} for {time.monotonic() - found.since:.1f} s"
 
 
+class _Line:
+    """A connection to the store, used by a thread of its own: a store that is cut off answers no call.
+
+    Args:
+        patience_seconds: how long an answer is waited for.
+    """
+
+    def __init__(self, patience_seconds: float) -> None:
+        self._patience_seconds = patience_seconds
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="counterflow store", daemon=True)
+        self._thread.start()
+
+    def ask(self, call: Callable[[], _T]) -> _T:
+        """What a call gives; raises its error, or ``TimeoutError``."""
+        answer: Future[_T] = Future()
+        self._calls.put((call, answer))
+        return answer.result(self._patience_seconds)
+
+    def close(self) -> None:
+        """End the thread, after a call that is under way."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (asked := self._calls.get()) is not None:
+            call, answer = asked
+            try:
+                answer.set_result(call())
+            except BaseException as error:  # told to who asked
+                answer.set_exception(error)
+            del asked, call, answer  # what they refer to may go
+
+
 class Watch:
     """One worker's watch over the others.
 
@@ -111,6 +146,8 @@ class Watch:
         self._store = store
         # A store is one connection with one lock: the thread has its own, so that nobody waits for it.
         self._own: Store = store.clone() if hasattr(store, "clone") else store
+        self._main = _Line(min(_GRACE_SECONDS, timeout_seconds))
+        self._line = _Line(timeout_seconds)
         self._rank = status.rank
         self._status = device_status or (lambda: status)
         self._look = look
@@ -134,7 +171,7 @@ class Watch:
     def all_are_here(self) -> None:
         """Begin the clock all workers share, whatever their machines' clocks say."""
         self._began = time.monotonic()
-        self._ask(lambda: self._post(self._store), None)
+        self._ask(self._main, lambda: self._post(self._store), None)
 
     def post_failure(self, error: BaseException) -> None:
         """Tell the others that this worker cannot go on; only the first failure of a run counts."""
@@ -142,14 +179,14 @@ class Watch:
         speaks = isinstance(error, CounterflowError | Lost | TimedOut)
         why = str(error) if speaks else f"{type(error).__name__}: {error}"
         mine = json.dumps([self._rank, why])
-        posted = self._ask(lambda: self._store.compare_set("failure", "", mine), None)
+        posted = self._ask(self._main, lambda: self._store.compare_set("failure", "", mine), None)
         self._failure = Failure(*json.loads(posted or mine))
 
     def failure(self, within_seconds: float = 0.0) -> Failure | None:
         """The failure another worker posted; it may be waited for a moment."""
         deadline = time.monotonic() + within_seconds
         while self._failure is None:
-            self._failure = self._ask(lambda: _posted(self._store), None)
+            self._failure = self._ask(self._main, lambda: _posted(self._store), None)
             if self._failure is not None or self._store_gone or time.monotonic() >= deadline:
                 break
             time.sleep(0.05)
@@ -157,11 +194,11 @@ class Watch:
 
     def leave(self, *, hosts: bool) -> None:
         """End of the worker; the one that hosts the store waits until all come to theirs."""
-        left = self._ask(lambda: self._store.add("left", 1), self._world_size)
+        left = self._ask(self._main, lambda: self._store.add("left", 1), self._world_size)
         deadline = time.monotonic() + self._timeout_seconds
         while hosts and left < self._world_size and self._failure is None and time.monotonic() < deadline:
             time.sleep(0.05)
-            left = self._ask(lambda: self._store.add("left", 0), self._world_size)
+            left = self._ask(self._main, lambda: self._store.add("left", 0), self._world_size)
             self.failure()
 
     def statuses(self) -> list[Status | None]:
@@ -173,6 +210,8 @@ class Watch:
         """End the thread; the worker does not need to be watched any more."""
         self._stop.set()
         self._thread.join(1.0)
+        self._main.close()
+        self._line.close()
 
     def _post(self, store: Store) -> None:
         status = self._status()
@@ -182,7 +221,9 @@ class Watch:
 
     def _read(self, rank: int) -> Status | None:
         key = f"status/{rank}"
-        found = self._ask(lambda: self._store.get(key) if self._store.check([key]) else None, None)
+        found = self._ask(
+            self._main, lambda: self._store.get(key) if self._store.check([key]) else None, None
+        )
         if found is None:
             return None
         doing, waiting_for, age, posted = json.loads(found)
@@ -192,23 +233,23 @@ class Watch:
             doing, waiting_for = f"{doing}, silent for {silent:.1f} s,", None
         return Status(rank, doing, waiting_for, now - age - silent)
 
-    def _ask(self, call: Callable[[], _T], otherwise: _T) -> _T:
+    def _ask(self, line: _Line, call: Callable[[], _T], otherwise: _T) -> _T:
         """Use the store, but not once it is gone: each time torch would show where in its code."""
         if self._store_gone:
             return otherwise
         try:
-            return call()
-        except RuntimeError:
+            return line.ask(call)
+        except (RuntimeError, TimeoutError):
             self._store_gone = True
             return otherwise
 
     def _run(self) -> None:
         posted = time.monotonic()
         while not self._rest(self._look_seconds):
-            found = self._ask(lambda: _posted(self._own), None)
+            found = self._ask(self._line, lambda: _posted(self._own), None)
             if time.monotonic() - posted >= self._post_seconds:
                 posted = time.monotonic()
-                self._ask(lambda: self._post(self._own), None)
+                self._ask(self._line, lambda: self._post(self._own), None)
             if self._store_gone:
                 return self._without_store()
             if found is None and (wrong := self._look()) is not None:
@@ -235,14 +276,14 @@ class Watch:
         return None
 
     def _without_store(self) -> None:
-        """The store's host is gone. It may just have finished first: only a worker that waits is stuck."""
+        """The store's host is gone or cut off. It may just have finished first: only who waits is stuck."""
         patience = min(_GRACE_SECONDS, self._timeout_seconds)
         fine = time.monotonic()
         while not self._rest(0.25):
             if self._status().waiting_for is None:
                 fine = time.monotonic()
             if time.monotonic() - fine > patience:
-                return self._end("the process that hosts the workers' store is gone")
+                return self._end("the process that hosts the workers' store is gone, or cannot be reached")
         return None
 
     def _rest(self, seconds: float) -> bool:

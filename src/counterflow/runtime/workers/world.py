@@ -24,6 +24,7 @@ from ..transport.base import Lost, TimedOut, Transport, TransportKind
 from ..transport.control import DistributedTransport
 from ..transport.gloo import GlooTransport
 from ..transport.nccl import NcclTransport
+from . import interface
 
 _FIRST_PORT, _PORTS = 15_000, 15_000
 """Slurm's jobs meet at a port below those that systems hand out by themselves."""
@@ -43,6 +44,7 @@ class Place:
         local_rank: its number on its machine.
         address: the host where they meet.
         port: the port where they meet.
+        machines: on how many they are, as far as it is told; else 1.
     """
 
     by: Literal["torchrun", "slurm"]
@@ -51,6 +53,7 @@ class Place:
     local_rank: int
     address: str
     port: int
+    machines: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +230,7 @@ def place() -> Place | None:
             _number("LOCAL_RANK", 0),
             of["MASTER_ADDR"],
             _number("MASTER_PORT"),
+            _number("GROUP_WORLD_SIZE", 1),
         )
     # Slurm sets PROCID and NTASKS also for a batch script itself, which is one process; only a step of srun
     # has an ordinary step number.
@@ -245,6 +249,7 @@ def place() -> Place | None:
         _number("SLURM_LOCALID", 0),
         of.get("MASTER_ADDR") or first_host(nodes),
         _number("MASTER_PORT", port),
+        _number("SLURM_STEP_NUM_NODES", _number("SLURM_NNODES", 1)),
     )
 
 
@@ -302,6 +307,8 @@ def _begin(kind: TransportKind, here: Place, timeout_seconds: float) -> None:
     if kind is TransportKind.NCCL and not dist.is_nccl_available():
         raise ConfigError("this torch has no nccl; choose gloo")
     backend = "cpu:gloo,cuda:nccl" if kind is TransportKind.NCCL else "gloo"
+    if here.machines > 1:
+        interface.choose(here.address)
     try:
         dist.init_process_group(
             backend,
@@ -314,6 +321,10 @@ def _begin(kind: TransportKind, here: Place, timeout_seconds: float) -> None:
         raise WorkerError(
             f"not all {here.world_size} workers came to {here.address}, port {here.port}, within "
             f"{timeout_seconds:g} s: {str(error).splitlines()[0]}"
+            + (
+                f"; if the machines share several networks, name one in {interface.CHOICE}"
+                * (here.machines > 1)
+            )
         ) from error
     _process.began_world = True
 
