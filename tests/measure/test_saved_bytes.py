@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ SCHEDULES = [
 ]
 
 
-def _work(schedule: Schedule, recompute: str) -> tuple[list[StageCost], int]:
+def _work(schedule: Schedule, recompute: str, **options: Any) -> tuple[list[StageCost], int]:
     with torch.device("meta"):
         layers = EXAMPLE.build()
     generator = torch.Generator().manual_seed(1)
@@ -54,6 +55,7 @@ def _work(schedule: Schedule, recompute: str) -> tuple[list[StageCost], int]:
         schedule,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         recompute=recompute,
+        **options,
     )
     costs = measure_stages(pipeline, inputs, targets, repeats=1)
     pipeline.step(inputs, targets)
@@ -105,6 +107,19 @@ def test_skips_are_measured_with_their_stages(recompute: str) -> None:
 def test_the_count_is_the_prediction(schedule: Schedule, recompute: str) -> None:
     found = launch(_work, schedule, recompute, workers=schedule.workers, transport="local")
     _is_predicted(schedule, recompute, found)
+
+
+@pytest.mark.parametrize("how", ["autocast", "compute_dtype"])
+def test_cast_weights_count_once(how: str) -> None:
+    schedule = schemes.dapple(2, 4)
+    options: dict[str, Any] = {how: torch.bfloat16}
+    found = launch(partial(_work, schedule, "none", **options), workers=2, transport="local")
+    assert all(0 < cost.cast_bytes <= cost.weight_bytes / 2 for cost in found[0][0])
+    for worker, (costs, counted) in enumerate(found):
+        in_flight = 2 - worker
+        assert counted == pytest.approx(
+            in_flight * costs[worker].activation_bytes + costs[worker].cast_bytes, rel=0.02
+        )
 
 
 def _is_predicted(schedule: Schedule, recompute: str, found: list[tuple[list[StageCost], int]]) -> None:

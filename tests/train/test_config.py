@@ -280,6 +280,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "recompute": st.sampled_from(["none", "stage", "layer"]),
         "sync": st.sampled_from(["end", "eager", "eager-opt"]),
         "autocast": st.just("bfloat16"),
+        "compute_dtype": st.just("bfloat16"),
         "clip_norm": st.floats(0, allow_infinity=False),
         "compile": st.booleans(),
         "barrier": st.booleans(),

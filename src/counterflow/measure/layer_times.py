@@ -39,6 +39,7 @@ class Subject:
         batch: inputs and targets of that many samples.
         seed: of weights and random draws.
         autocast: the dtype that ops compute in; None: that of the weights.
+        compute_dtype: the dtype that weights are cast to; None: their own.
     """
 
     layers: list[nn.Module]
@@ -47,6 +48,7 @@ class Subject:
     batch: Callable[[int], tuple[Any, Any]]
     seed: int
     autocast: torch.dtype | None
+    compute_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,5 +213,6 @@ def _pipeline(subject: Subject, schedule: Schedule) -> Pipeline:
         optimizer=subject.optimizer,
         seed=subject.seed,
         autocast=subject.autocast,
+        compute_dtype=subject.compute_dtype,
         digest_every=0,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from counterflow.runtime.execution.meters import SavedBytes, graph_of
+from counterflow.runtime.execution.meters import SavedBytes, graph_of, pointers, saved_by
 from counterflow.runtime.messages.values import Structure, Unit, put_together, take_apart, takes_gradient
 from counterflow.runtime.mini_batch.losses import read_loss
 from counterflow.runtime.mini_batch.samples import cut, moved, samples_in, split_points
@@ -43,6 +43,7 @@ class StageCost:
         largest_layer_bytes: most that a layer saves beyond its input: there while layers are recomputed.
         layers: number of layers.
         weight_bytes: bytes of the parameters.
+        cast_bytes: what these are cast to in another precision, once for all micro-batches in flight.
         kept_bytes: what a split backward keeps between input gradient and weight gradients.
         input_gradient_seconds: median seconds of the first half of a split backward.
         weight_gradients_seconds: of the other half.
@@ -63,6 +64,7 @@ class StageCost:
     input_gradient_seconds: float
     weight_gradients_seconds: float
     beyond_input_bytes: int
+    cast_bytes: int = 0
     output_bytes: int = 0
     skips: tuple[SkipCost, ...] = ()
 
@@ -233,7 +235,7 @@ def _tensors_like(described: _Described, device: torch.device) -> Any:
 
 
 def _forward(pipeline: Pipeline, copy: StageCopy, value: Any, rows: Rows) -> Any:
-    with pipeline.streams.step(), pipeline.autocast():
+    with pipeline.streams.step(), copy.precision.computing():
         return copy.forward_apart(value, pipeline.steps, rows)
 
 
@@ -256,14 +258,21 @@ def _measured(
 
     pipeline.weights.attach()
     recompute, copy.recompute = copy.recompute, type(copy.recompute).NONE
+    contexts = ExitStack()
+    contexts.enter_context(copy.precision.step())
     try:
+        cast_to: list[Tensor] = []
+        if not copy.precision.plain:
+            cast_to = _in_both([*constant, *given], lambda: loss(_forward(pipeline, copy, value, rows)))
+            constant += cast_to
         forward, backward = [], []
         for _ in range(repeats + 1):
             start = _now(pipeline)
             outputs = loss(_forward(pipeline, copy, value, rows))
             middle = _now(pipeline)
             if outputs:
-                torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+                with copy.precision.backward() or nullcontext():
+                    torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
             end = _now(pipeline)
             forward.append(middle - start)
             backward.append(end - middle)
@@ -279,6 +288,8 @@ def _measured(
             layer_inputs += _saved(constant, lambda: loss(output))
     finally:
         copy.recompute = recompute
+        contexts.close()
+        copy.precision.forget()
         pipeline.weights.clear()
         pipeline.weights.detach()
     scale = rows.samples / (rows.stop - rows.start)
@@ -296,6 +307,7 @@ def _measured(
         input_gradient_seconds=scale * statistics.median(first for first, _ in halves),
         weight_gradients_seconds=scale * statistics.median(second for _, second in halves),
         beyond_input_bytes=round(scale * beyond_input),
+        cast_bytes=_held([], cast_to),
     )
 
 
@@ -341,7 +353,7 @@ def _by_layer(
         box: list[Any] = []
 
         def run(number: int = number, value: Any = value, box: list[Any] = box) -> list[Tensor]:
-            with pipeline.streams.step(), pipeline.autocast():
+            with pipeline.streams.step(), copy.precision.computing():
                 box.append(copy.layer_apart(number, value, pipeline.steps, rows))
             return _tensors(box[0])
 
@@ -358,6 +370,16 @@ def _saved(constant: list[Tensor], run: Callable[[], list[Tensor]]) -> int:
     count = SavedBytes(constant)
     count.note(graph_of(run()), [])
     return count.peak
+
+
+def _in_both(constant: list[Tensor], run: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """What the graphs of two runs both save, beside constants: what is made once for all of them."""
+    graphs = [graph_of(run()) for _ in range(2)]
+    saved = [
+        {t.untyped_storage().data_ptr(): t for t in saved_by(graph) if t.untyped_storage().nbytes()}
+        for graph in graphs
+    ]
+    return [saved[0][p] for p in saved[0].keys() & saved[1].keys() - pointers(constant)]
 
 
 def _held(constant: list[Tensor], kept: list[Tensor]) -> int:

@@ -37,6 +37,7 @@ class LayerProfile:
         input_gradient_seconds: the first half of a split backward at each size; none: half of the backward.
         weight_gradients_seconds: the other half; none: what the backward takes beyond the first.
         kept_bytes: what is kept between the two at each size; none: all that the forward keeps.
+        cast_bytes: what its weights are cast to in another precision, once for all micro-batches.
 
     Raises:
         ConfigError: no sizes, sizes that do not rise, a number for a size missing or negative.
@@ -59,6 +60,7 @@ class LayerProfile:
     input_gradient_seconds: tuple[float, ...] = ()
     weight_gradients_seconds: tuple[float, ...] = ()
     kept_bytes: tuple[float, ...] = ()
+    cast_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.samples or self.samples[0] <= 0 or any(a >= b for a, b in pairwise(self.samples)):
@@ -75,7 +77,7 @@ class LayerProfile:
                 )
             for value in values:
                 require_number(name, value)
-        for name in ("weights_bytes", "output_bytes", "part_overhead_seconds"):
+        for name in ("weights_bytes", "output_bytes", "part_overhead_seconds", "cast_bytes"):
             require_number(name, getattr(self, name))
 
     def forward(self, samples: float) -> float:

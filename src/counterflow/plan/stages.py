@@ -206,7 +206,10 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
     saved = total(lambda layer: layer.saved(samples))
     held = ByteCosts(
         weights=weights,
-        optimizer=tuple(model.optimizer_states * w for w in weights),
+        optimizer=tuple(
+            model.optimizer_states * w + cast
+            for w, cast in zip(weights, total(lambda layer: layer.cast_bytes), strict=True)
+        ),
         activations=saved,
         beyond_inputs=tuple(max(s - into[0], 0.0) for s, into in zip(saved, entering, strict=True)),
         kept_for_weights=total(lambda layer: layer.kept(samples)),

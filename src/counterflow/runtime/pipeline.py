@@ -11,7 +11,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self, cast
@@ -50,6 +50,7 @@ from .parameters.alike import start_alike
 from .parameters.weights import MakeOptimizer, MakeScheduler, Weights
 from .stages.estimates import estimated_costs
 from .stages.layers import aliases_of, layers_of, state_names
+from .stages.precision import Autocast, Cast, Precision, refuse_scaled
 from .stages.randomness import RandomStreams
 from .stages.skips import links_of, stage_skips
 from .stages.stage import LOSS, NamedLayer, StageCopy, have_statistics, loss_layer, materialised
@@ -109,7 +110,11 @@ class Pipeline:
             Without, a worker goes on as soon as its own stages are updated. Numbers are the same, bit for
             bit; a later step tells loss and norm (``Step.about``), and ``flush`` ends what is under way.
             With ``clip_norm`` or ``skip_non_finite`` updates still wait for the norm of all stages.
-        autocast: a dtype (``torch.bfloat16``) in which layers run where torch deems it safe.
+        autocast: a dtype (``torch.bfloat16``) in which layers run where torch deems it safe. A weight is cast
+            once for each version, not for each micro-batch.
+        compute_dtype: a dtype (``torch.bfloat16``) in which all weights of layers are while these run, and
+            the model's input; its output is float32 again. The parameters stay as they are: gradients are
+            added, updates made and states saved in their precision (master weights).
         compile_layers: whether layers go through ``torch.compile``; or the name of its backend.
         compress: whether activations and gradients go between workers in half precision where that loses
             little (WPipe, appendix A.3); the first step's never do.
@@ -156,6 +161,7 @@ class Pipeline:
         skip_non_finite: bool = False,
         barrier: bool = True,
         autocast: torch.dtype | None = None,
+        compute_dtype: torch.dtype | None = None,
         compile_layers: bool | str = False,
         compress: bool = False,
         input_dims: Dims = 0,
@@ -193,13 +199,13 @@ class Pipeline:
         )
         self.streams = streams
         self.loss_function = loss_function
-        self.autocast = _autocast(self.device, autocast)
+        precision = self._precision(autocast, compute_dtype, parallelize, compile_layers)
         self.compression = Compression() if compress else None
         self._read_layers(model, list_layers, cuts, costs)
         schedule = self.schedule
         self._loss = loss_layer(loss_function)
         self._read_names(model)
-        self.stages = self._make_stages(streams, recompute)
+        self.stages = self._make_stages(streams, recompute, precision)
         self._note_split_stages()
         self._holders = [Program(schedule, ()).holders(stage) for stage in range(schedule.stages)]
         start_alike(self.stages, self._names, self._holders, layout, self.transport)
@@ -225,7 +231,6 @@ class Pipeline:
             transport=self.transport,
             stages=self.stages,
             loss_function=self.loss_function,
-            autocast=self.autocast,
             compression=self.compression,
             saved=SavedBytes(constant),
         )
@@ -314,7 +319,35 @@ class Pipeline:
                     names.append((full, first.setdefault(id(parameter), full)))
             self._names.append(names)
 
-    def _make_stages(self, streams: RandomStreams, recompute: Recompute) -> dict[int, StageCopy]:
+    def _precision(
+        self,
+        autocast: torch.dtype | None,
+        compute_dtype: torch.dtype | None,
+        parallelize: Parallelize | None,
+        compile_layers: bool | str,
+    ) -> Callable[[StageCopy], Precision]:
+        """Makes the precision in which a stage's layers run."""
+        refuse_scaled("autocast", autocast)
+        refuse_scaled("compute_dtype", compute_dtype)
+        if compute_dtype is None:
+            if autocast is None:
+                return lambda _: Precision()
+            keeps = parallelize is None
+            return lambda copy: Autocast(self.device, autocast, copy.parameters(), keeps=keeps)
+        for given, name, instead in (
+            (autocast, "autocast", "leave one of them away"),
+            (parallelize, "parallelize", "give fully_shard a MixedPrecisionPolicy"),
+            (compile_layers, "compile_layers", "take autocast"),
+        ):
+            if given:
+                raise ConfigError(
+                    f"compute_dtype replaces weights while layers run; {name} does not go with it: {instead}"
+                )
+        return lambda copy: Cast([x.module for x in copy.layers], compute_dtype, partial(_version_of, copy))
+
+    def _make_stages(
+        self, streams: RandomStreams, recompute: Recompute, precision: Callable[[StageCopy], Precision]
+    ) -> dict[int, StageCopy]:
         held = sorted({stage for _, stage in self.schedule.placement.held(self.worker)})
         mine = [layer for stage in held for layer in self._layers_of[stage]]
         last = self.schedule.stages - 1
@@ -336,7 +369,8 @@ class Pipeline:
                 streams,
                 recompute,
                 loss=loss if stage == last else None,
-                autocast=self.autocast,
+                last=stage == last,
+                precision=precision,
                 skips=self.skips[stage],
             )
             for stage in held
@@ -1076,15 +1110,9 @@ def _transport(
     return current_transport(given, device=device, timeout_seconds=timeout_seconds)
 
 
-def _autocast(device: torch.device, dtype: torch.dtype | None) -> Callable[[], AbstractContextManager[Any]]:
-    if dtype is None:
-        return nullcontext
-    if dtype is torch.float16:
-        raise ConfigError(
-            "autocast=torch.float16 wants its losses scaled, and gradients that are too small are lost in "
-            "silence without; give torch.bfloat16"
-        )
-    return partial(torch.autocast, device.type, dtype=dtype)
+def _version_of(copy: StageCopy) -> int:
+    """The version of its weights that a stage computes with."""
+    return 0 if copy.versions is None else copy.versions.shown
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

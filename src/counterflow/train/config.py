@@ -456,6 +456,12 @@ class PipelineSection(Section):
     autocast: Literal["bfloat16"] | None = _key(
         None, "compute in this type; in the weights' own where not given", "bfloat16, in quotes"
     )
+    compute_dtype: Literal["bfloat16"] | None = _key(
+        None,
+        "have the weights in this type while layers run, and update and save them in their own; "
+        "in place of autocast",
+        "bfloat16, in quotes",
+    )
     clip_norm: float = _key(
         1.0, "largest norm of the whole gradient; 0 does not clip", "a finite number, 0 or more", ge=0
     )

@@ -104,6 +104,7 @@ class Trainer:
             sync=config.pipeline.sync,
             clip_norm=config.pipeline.clip_norm or None,
             autocast=torch.bfloat16 if config.pipeline.autocast else None,
+            compute_dtype=torch.bfloat16 if config.pipeline.compute_dtype else None,
             compile_layers=config.pipeline.compile,
             compress=config.pipeline.compress,
             barrier=config.pipeline.barrier,

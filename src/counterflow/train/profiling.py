@@ -147,6 +147,7 @@ def subject_of(job: Job) -> Subject:
         batch=partial(_batch, job.batches),
         seed=job.config.train.seed,
         autocast=torch.bfloat16 if job.config.pipeline.autocast else None,
+        compute_dtype=torch.bfloat16 if job.config.pipeline.compute_dtype else None,
     )
 
 
@@ -340,6 +341,7 @@ def _layer(members: Sequence[int], by_size: Sequence[AtSize]) -> LayerProfile:
         input_gradient_seconds=half(lambda cost: cost.input_gradient_seconds),
         weight_gradients_seconds=half(lambda cost: cost.weight_gradients_seconds),
         kept_bytes=median(lambda one, i: one.costs[i].kept_bytes),
+        cast_bytes=float(largest.costs[members[0]].cast_bytes),
     )
 
 

@@ -173,7 +173,6 @@ class Interpreter:
         stages: the worker's stages.
         loss_function: gives the loss of the last layer's output and target; None: the output is the loss.
         owner: what does syncs and updates.
-        autocast: makes the context in which layers run.
         compression: makes messages smaller; None: they go as they are.
         saved: counts what is saved for backward.
     """
@@ -189,7 +188,6 @@ class Interpreter:
         stages: Mapping[int, StageCopy],
         loss_function: LossFunction | None,
         owner: Owner,
-        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         compression: Compression | None = None,
         saved: SavedBytes | None = None,
     ) -> None:
@@ -199,8 +197,8 @@ class Interpreter:
         self.transport = transport
         self.loss_function = loss_function
         self.owner = owner
-        self.autocast = autocast
-        self._casts = autocast is not nullcontext
+        self._stages = stages
+        self._precisions = [copy.precision for copy in stages.values() if not copy.precision.plain]
         self.saved = saved
         self.counting = False
         """Whether what is saved for backward is counted, if it can be."""
@@ -270,12 +268,15 @@ class Interpreter:
         self._period_offset = period_offset
         if not (self.whole_timeline and self._batches):
             self._clock.start()
+        if not self._batches:
+            self._forget_casts()
         if batch is not None:
             self._take_in(batch)
         status, now = self.transport.status, time.monotonic
         task: Task | None = None
         try:
-            with torch.set_grad_enabled(batch is None or batch.training):
+            around = self._precisions[0].step() if self._precisions else _NOTHING
+            with torch.set_grad_enabled(batch is None or batch.training), around:
                 for task in tasks.local_prefix:
                     status.doing, status.waiting_for, status.since = task.action, None, now()
                     task.handler(task)
@@ -297,6 +298,11 @@ class Interpreter:
         """Wait until all is sent, and forget the mini-batches that are over."""
         self._messages.drain()
         self._batches.clear()
+        self._forget_casts()
+
+    def _forget_casts(self) -> None:
+        for precision in self._precisions:
+            precision.forget()
 
     def release(self, batch: Batch) -> None:
         """Let go of the inputs and targets of a mini-batch whose ops are over: the user may change them."""
@@ -360,9 +366,13 @@ class Interpreter:
     def _update(self, task: Task) -> None:
         action, period_offset = task.action, self._period_offset
         assert isinstance(action, Update)
-        self.owner.update(
-            action.stage, action.version + period_offset, [v + period_offset for v in action.frees]
-        )
+        version, frees = action.version + period_offset, [v + period_offset for v in action.frees]
+        self.owner.update(action.stage, version, frees)
+        precision = self._stages[action.stage].precision
+        if self.schedule.synchronous:
+            precision.forget()
+        else:
+            precision.updated(version, frees)
 
     def _forward(self, task: Task) -> None:
         op, copy = task.op, task.copy
@@ -376,7 +386,7 @@ class Interpreter:
         begin = self._clock.begin()
         if copy.versions is not None and batch.training:
             copy.versions.use(op.version + self._period_offset)
-        if self._casts or (batch.training and copy.recompute is Recompute.STAGE):
+        if not copy.precision.plain or (batch.training and copy.recompute is Recompute.STAGE):
             found = self._forward_in_context(task, copy, batch, given)
         else:
             found = [self._forward_unit(task, copy, batch, each) for each in given]
@@ -390,7 +400,7 @@ class Interpreter:
     ) -> Sequence[Output]:
         """The units' forwards with another precision, or without a graph where that is made later."""
         without_graph = batch.training and copy.recompute is Recompute.STAGE
-        with torch.no_grad() if without_graph else _NOTHING, self.autocast():
+        with torch.no_grad() if without_graph else _NOTHING, copy.precision.computing():
             if without_graph and len(given) > 1 and copy.joins is not False:
                 found = self._forward_together(task, copy, batch, given)
                 if found is not None:
@@ -747,7 +757,7 @@ class Interpreter:
                 "which did not happen in the first forward; copy it before it is changed"
             )
         with (
-            self.autocast(),
+            copy.precision.computing(),
             copy.buffers.as_then(again.buffers),
             self._joined(task, copy) as stash.joints,
         ):
@@ -763,13 +773,15 @@ class Interpreter:
 
     def _around_backward(self, copy: StageCopy, rows: Rows | None) -> AbstractContextManager[Any] | None:
         """What a backward runs in, if there is anything; ``rows`` as for ``RandomStreams.backward``."""
-        drawing = copy.streams.backward(rows)
+        drawing, casting = copy.streams.backward(rows), copy.precision.backward()
         saved = self.saved
-        if saved is None or not self.counting or copy.recompute is not Recompute.LAYER:
+        counts = saved is not None and self.counting and copy.recompute is Recompute.LAYER
+        if casting is None and not counts:
             return drawing
-        context = self._recounted(copy, saved)
-        if drawing is not None:
-            context.enter_context(drawing)
+        context = self._recounted(copy, saved) if saved is not None and counts else ExitStack()
+        for other in (drawing, casting):
+            if other is not None:
+                context.enter_context(other)
         return context
 
     def _recounted(self, copy: StageCopy, saved: SavedBytes) -> ExitStack:

@@ -10,7 +10,7 @@ count. What a backward frees counts until the backward is over, as in the simula
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -174,13 +174,8 @@ class SavedBytes:
         The graph stays as it is without a count: what hooks pack, a backward would find as another object,
         and a custom function that adds to ``weight.grad`` itself would add to that of nobody.
         """
-        for node in nodes:
-            for name in saved_names(type(node)):
-                found = getattr(node, name)
-                for saved in found if isinstance(found, (tuple, list)) else (found,):
-                    tensor = saved.data
-                    if isinstance(tensor, Tensor):  # not what a user's hook packed
-                        self.hold(tensor, collected)
+        for tensor in saved_by(nodes):
+            self.hold(tensor, collected)
 
     def hold(self, tensor: Tensor, collected: list[Kept]) -> None:
         """Count a tensor that is kept for backward."""
@@ -232,6 +227,16 @@ def graph_of(
             found.append(node)
             waiting += [before for before, _ in node.next_functions]
     return found
+
+
+def saved_by(nodes: Iterable[Node]) -> Iterator[Tensor]:
+    """What some nodes save, but for what a user's hook packed."""
+    for node in nodes:
+        for name in saved_names(type(node)):
+            found = getattr(node, name)
+            for saved in found if isinstance(found, (tuple, list)) else (found,):
+                if isinstance(saved.data, Tensor):
+                    yield saved.data
 
 
 @cache

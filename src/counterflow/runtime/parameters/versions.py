@@ -46,6 +46,8 @@ class Versions:
         """The same, or of those that are cut over a mesh this rank's part."""
         self._held: dict[int, list[Tensor]] = {}
         self._shown: list[Tensor] = []
+        self.shown = 0
+        """The number of the version in use."""
         self.peak = 0
         """The most versions that were held at once."""
 
@@ -60,6 +62,7 @@ class Versions:
         self._memory = tuple(map(local, self._trained))
         self._shown = [tensor.data for tensor in self._memory]
         self._held = {0: self._shown}
+        self.shown = 0
         self.peak = max(self.peak, 1)
 
     def end(self) -> None:
@@ -81,6 +84,7 @@ class Versions:
         if found is None:
             held = ", ".join(map(str, self.held))
             raise ScheduleError(f"version {version} of stage {self.stage} is not there, only {held}")
+        self.shown = version
         if found is not self._shown:
             self._show(found)
 
@@ -100,6 +104,7 @@ class Versions:
             for target, source in zip(new, latest, strict=True):
                 target.copy_(source)
         self._held[version] = new
+        self.shown = version
         self.peak = max(self.peak, len(self._held))
         if new is not latest and not freed:
             self.made(new)

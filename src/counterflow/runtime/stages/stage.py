@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
@@ -25,6 +26,7 @@ from ..mesh.parallel import StageModule, fsdp_modules, gathered_parameters
 from ..messages.values import Keyworded, Value
 from ..parameters.versions import Versions
 from ..torch_private import hooks_of
+from .precision import Precision
 from .randomness import RandomStreams, Rows, versions
 from .recomputation import Buffers, Entry, Hold, Replay, mapped
 from .skips import Carried, SkipRunner, StageSkips
@@ -75,7 +77,8 @@ class StageCopy:
         loss: the last stage's loss function, if that is a module.
         streams: where random draws come from.
         recompute: what is computed again in the backward.
-        autocast: makes the context in which layers are computed again.
+        last: whether it is the last one.
+        precision: makes, of the stage, the precision in which its layers run.
         skips: what its layers save and load.
     """
 
@@ -87,10 +90,12 @@ class StageCopy:
         recompute: Recompute,
         *,
         loss: NamedLayer | None = None,
-        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        last: bool = False,
+        precision: Callable[[StageCopy], Precision] = lambda _: Precision(),
         skips: StageSkips | None = None,
     ) -> None:
         self.stage = stage
+        self.last = last
         self.skips = skips
         modules = {layer.index: layer.module for layer in layers}
         self._skip_runner = None if skips is None else SkipRunner(skips, modules)
@@ -100,7 +105,6 @@ class StageCopy:
         self._evaluates = False
         self.streams = streams
         self.recompute = recompute
-        self.autocast = autocast
         self.hold: Hold | None = None
         """In a forward: notes what is kept to compute layers again."""
         self.joints: Joints | None = None
@@ -122,6 +126,7 @@ class StageCopy:
         """Whether samples give the same in one run with others; None: not tried."""
         self._entries = [Entry() for _ in layers]
         self._layer_buffers = [Buffers([layer.module]) for layer in layers]
+        self.precision = precision(self)
 
     @property
     def may_be_joined(self) -> bool:
@@ -150,7 +155,8 @@ class StageCopy:
         self.checked = True
         gathered = gathered_parameters(self.module) if self.module is not None else ()
         leaves, ends = (joints.leaves, joints.ends) if joints is not None else ([], [])
-        known = {id(tensor) for tensor in (*self.parameters(), *gathered, *given, *leaves)}
+        masters = self.precision.masters
+        known = {id(tensor) for tensor in (*self.parameters(), *masters, *gathered, *given, *leaves)}
         for node in graph_of(outputs, given, ends):
             tensor = getattr(node, "variable", None)
             if isinstance(tensor, Tensor) and id(tensor) not in known and tensor.numel():
@@ -159,8 +165,8 @@ class StageCopy:
                     "a gradient and is no parameter of its layers or of a loss function that is a module: it "
                     "would not be trained; make it one, or let it require no gradient"
                 )
-            if self.recompute is Recompute.LAYER and issubclass(type(node), BackwardCFunction):
-                taken = [getattr(before, "variable", None) for before, _ in node.next_functions]
+            if (masters or self.recompute is Recompute.LAYER) and issubclass(type(node), BackwardCFunction):
+                taken = [_weight_at(before, cast=bool(masters)) for before, _ in node.next_functions]
                 if any(isinstance(tensor, nn.Parameter) for tensor in taken):
                     node.register_hook(partial(self._refuse_own_gradients, node.name(), taken))
 
@@ -176,8 +182,8 @@ class StageCopy:
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad and gradient is None:
                 raise ConfigError(
                     f"{function} in stage {self.stage} gives no gradient for a parameter of shape "
-                    f"{tuple(tensor.shape)}; if it adds to its grad itself, layers cannot be computed again: "
-                    "take recompute='stage', or none"
+                    f"{tuple(tensor.shape)}; if it adds to its grad itself, layers cannot be computed again, "
+                    "nor in another precision: take recompute='stage', or none, and no compute_dtype"
                 )
 
     def parameters(self) -> list[nn.Parameter]:
@@ -226,10 +232,14 @@ class StageCopy:
 
     def entered(self, value: Value) -> Value:
         """The stage's input as its first layer takes it."""
+        if self.stage == 0:
+            value = self.precision.given(value)
         return value if self._skip_runner is None else self._skip_runner.entered(value)
 
     def left(self, given: Value) -> Value:
         """What the last layer gave as the stage's output."""
+        if self.last:
+            given = self.precision.made(given)
         return given if self._skip_runner is None else self._skip_runner.left(given)
 
     def _forward(self, value: Value, step: int, rows: Rows) -> Value:
@@ -261,10 +271,10 @@ class StageCopy:
         before = self.buffers.now()
 
         def run() -> Value:
-            joined = value
+            joined = self.entered(value)
             for layer in self.layers:
                 joined = layer.module(joined)
-            return joined
+            return self.left(joined)
 
         output = self.streams.unless_drawn(run)
         if self.buffers.now() is not before:
@@ -287,6 +297,7 @@ class StageCopy:
             module = _Keywords(layer.module)
         if self._skip_runner is not None:
             module = partial(self._skip_runner.run, layer.index, module)
+        value = self.precision.entering(value)
         if self._evaluates:
             return module(value)
         return self.streams.run(module, value, index=layer.index, step=step, rows=rows)
@@ -318,7 +329,7 @@ class StageCopy:
         then = buffers.now()
 
         def again(value: Value) -> None:
-            with self.autocast(), buffers.as_then(then):
+            with self.precision.computing(), buffers.as_then(then):
                 self._run(layer, value, step, rows)
 
         place = f"layer {layer.index} ({type(layer.module).__name__})"
@@ -340,6 +351,14 @@ class _Keywords(nn.Module):
 
 def _of_pair(function: Callable[[Any, Any], Any], pair: tuple[Any, Any]) -> Any:
     return function(*pair)
+
+
+def _weight_at(node: Node | None, *, cast: bool) -> Tensor | None:
+    """The leaf that a node takes a gradient for, also through a cast."""
+    if cast and node is not None and node.name() == "ToCopyBackward0":
+        node = node.next_functions[0][0]
+    found = getattr(node, "variable", None)
+    return found if isinstance(found, Tensor) else None
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -1,0 +1,253 @@
+"""In which precision a stage's layers run: as their weights are, with autocast, or with weights cast before.
+
+Invariant: a weight is cast once for each of its versions, not for each micro-batch. The graphs of all
+micro-batches in flight share what it was cast to, and add their gradients in the weight's own precision. A
+changed weight is cast anew before anything computes with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from counterflow.errors import ConfigError
+
+from .recomputation import mapped
+
+_NOTHING = nullcontext()
+
+
+class Precision:
+    """As the weights are."""
+
+    plain = True
+    """Whether layers run without anything around them."""
+
+    @property
+    def masters(self) -> list[nn.Parameter]:
+        """The parameters in whose place the layers have others while they run."""
+        return []
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Around layers that run, the first time or again."""
+        return _NOTHING
+
+    def backward(self) -> AbstractContextManager[Any] | None:
+        """Around a backward, in which a checkpoint of the user's may run a layer again."""
+        return None
+
+    def step(self) -> AbstractContextManager[Any]:
+        """Around a list of actions: what was cast is kept until its end."""
+        return _NOTHING
+
+    def forget(self) -> None:
+        """The weights may have changed."""
+
+    def updated(self, version: int, frees: Sequence[int]) -> None:
+        """A version of the weights was made, and others went."""
+
+    def entering(self, value: Any) -> Any:
+        """A layer's input as the layer takes it."""
+        return value
+
+    def given(self, value: Any) -> Any:
+        """The model's input as its first layer takes it."""
+        return value
+
+    def made(self, value: Any) -> Any:
+        """The model's output as the loss function takes it."""
+        return value
+
+
+class Autocast(Precision):
+    """Torch's autocast, whose cache of cast weights lives as long as these stay as they are.
+
+    Torch drops the cache when the outermost context is left: one stands around a whole list. It holds casts
+    of leaves, which a stage's input is as well: layers get a view of it.
+
+    Args:
+        device: where layers run.
+        dtype: the lower precision.
+        parameters: the stage's.
+        keeps: whether casts may be kept: not those of weights that are gathered for an op and go after it.
+    """
+
+    plain = False
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, parameters: Sequence[nn.Parameter], *, keeps: bool
+    ) -> None:
+        self._kind = device.type
+        self._dtype = dtype
+        self._parameters = tuple(parameters)
+        self._keeps = keeps
+        self._seen: list[tuple[int, int]] = []
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """See ``Precision``; unlike ``torch.autocast`` it never drops the cache, in no thread."""
+        if self._keeps:
+            now = [(p.data_ptr(), p._version) for p in self._parameters]  # noqa: SLF001 - documented as it
+            if now != self._seen:
+                self._seen = now
+                torch.clear_autocast_cache()
+        kind = self._kind
+        before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_enabled(kind, True)
+        torch.set_autocast_dtype(kind, self._dtype)
+        torch.set_autocast_cache_enabled(torch.is_grad_enabled() or _casts_have_graphs())
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled(kind, before[0])
+            torch.set_autocast_dtype(kind, before[1])
+            torch.set_autocast_cache_enabled(cached)
+            if not self._keeps:
+                torch.clear_autocast_cache()
+
+    def step(self) -> AbstractContextManager[Any]:
+        """See ``Precision``."""
+        return torch.autocast(self._kind, enabled=False)
+
+    def forget(self) -> None:
+        """See ``Precision``."""
+        torch.clear_autocast_cache()
+
+    def updated(self, version: int, frees: Sequence[int]) -> None:
+        """See ``Precision``; an update may hide from the tensors' versions that it changed them."""
+        del version, frees
+        torch.clear_autocast_cache()
+
+    def entering(self, value: Any) -> Any:
+        """See ``Precision``."""
+        return mapped(_no_leaf, value) if torch.is_grad_enabled() else value
+
+
+class Cast(Precision):
+    """The layers' weights cast to a lower precision, in place of the parameters while the layers run.
+
+    The parameters are the masters: gradients are added, updated and saved in their precision. The model's
+    input is cast as well, and its output is cast back for the loss. Buffers stay as they are.
+
+    Args:
+        layers: the stage's.
+        dtype: the lower precision.
+        version: tells which version of the weights is in use.
+
+    Raises:
+        ConfigError: a layer keeps its weights where they cannot be replaced.
+    """
+
+    plain = False
+
+    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype, version: Callable[[], int]) -> None:
+        self._dtype = dtype
+        self._version = version
+        self._casts: dict[int, dict[int, Tensor]] = {}
+        """By version and the parameter's identity."""
+        self._shown = False
+        modules = {id(child): child for layer in layers for child in layer.modules()}.values()
+        for child in modules:
+            if isinstance(child, nn.RNNBase):
+                raise ConfigError(
+                    f"compute_dtype replaces weights while layers run, and {type(child).__name__} keeps its "
+                    "own list of them; take autocast"
+                )
+        self._places: list[tuple[dict[str, Any], str, nn.Parameter]] = [
+            (child._parameters, name, parameter)  # noqa: SLF001 - where a module looks them up
+            for child in modules
+            for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False)
+            if parameter.is_floating_point() and parameter.dtype != dtype
+        ]
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """See ``Precision``."""
+        if self._shown:
+            yield
+            return
+        casts = self._casts.setdefault(self._version(), {})
+        self._shown = True
+        try:
+            for held, name, parameter in self._places:
+                cast = casts.get(id(parameter))
+                if cast is None:
+                    with torch.enable_grad():
+                        cast = casts[id(parameter)] = parameter.to(self._dtype)
+                held[name] = cast
+            yield
+        finally:
+            for held, name, parameter in self._places:
+                held[name] = parameter
+            self._shown = False
+
+    @property
+    def masters(self) -> list[nn.Parameter]:
+        """See ``Precision``."""
+        return [parameter for _, _, parameter in self._places]
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """See ``Precision``."""
+        return self.computing()
+
+    def forget(self) -> None:
+        """See ``Precision``."""
+        self._casts.clear()
+
+    def updated(self, version: int, frees: Sequence[int]) -> None:
+        """See ``Precision``."""
+        for gone in (*frees, version):
+            self._casts.pop(gone, None)
+
+    def given(self, value: Any) -> Any:
+        """See ``Precision``."""
+        return mapped(self._lower, value)
+
+    def made(self, value: Any) -> Any:
+        """See ``Precision``."""
+        return mapped(self._raised, value)
+
+    def _lower(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+    def _raised(self, tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype is self._dtype else tensor
+
+
+_graphs: list[bool] = []
+
+
+def _casts_have_graphs() -> bool:
+    """Whether torch's cache holds casts with a graph also where autograd is off, as it does since 2.8 or so.
+
+    Before, what was first cast without a graph gave no gradient when it was used again.
+    """
+    if not _graphs:
+        weight = torch.zeros(1, 1, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16), torch.enable_grad():
+            with torch.no_grad():
+                torch.mm(weight, weight)
+            _graphs.append(torch.mm(weight, weight.detach()).requires_grad)
+    return _graphs[0]
+
+
+def _no_leaf(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor
+
+
+def refuse_scaled(name: str, dtype: torch.dtype | None) -> None:
+    """Refuse what would lose gradients.
+
+    Raises:
+        ConfigError: it is float16.
+    """
+    if dtype is torch.float16:
+        raise ConfigError(
+            f"{name}=torch.float16 wants its losses scaled, and gradients that are too small are lost in "
+            "silence without; give torch.bfloat16"
+        )
