@@ -47,6 +47,20 @@ def test_unknown_command(run: Run) -> None:
     assert "No such command 'simulte'. Did you mean 'simulate'?" in answer.err
 
 
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [("simulate --mi", "--micro-batches"), ("show chim", "chimera"), ("train --scheme han", "hanayo")],
+)
+def test_a_shell_completes_commands_flags_and_schemes(words: str, found: str) -> None:
+    shell = {
+        "_COUNTERFLOW_COMPLETE": "complete_bash",
+        "COMP_WORDS": f"counterflow {words}",
+        "COMP_CWORD": str(len(words.split())),
+    }
+    answer = CliRunner(env=shell).invoke(application(), [], prog_name="counterflow")
+    assert answer.stdout.split() == [found]
+
+
 def _fail(error: Exception) -> Callable[..., None]:
     def fail(*args: object) -> None:
         raise error

@@ -33,6 +33,7 @@ COMMANDS = [
 EXCUSED = {
     "make test": "it runs this test",
     "pip install": "it needs the network",
+    "torchrun --nnodes 2": "it needs two machines",
     "python benchmarks/convergence.py --keep": "45 minutes, and it writes kept results",
 }
 """Commands that are not run, and why."""

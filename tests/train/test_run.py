@@ -69,6 +69,27 @@ def test_what_a_run_writes_reads_back(
     assert (summary.steps, summary.stopped, summary.sampled_steps) == (6, False, (3, 4, 5, 6))
 
 
+def test_a_plan_places_workers_on_its_devices(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+
+    def noted(*arguments: Any, **options: Any) -> Pipeline:
+        given.append(options["mesh"])
+        return Pipeline(*arguments, **options)
+
+    monkeypatch.setattr(loop, "Pipeline", noted)
+    keys: dict[str, Any] = {"train__steps": 2, "pipeline__replicas": 2}
+    train(**keys)
+    train("placed", plan__devices=[3, 1, 2, 0], **keys)
+    assert given == [None] * 4 + [[(3, 1), (2, 0)]] * 4
+    assert losses(tmp_path / "placed") == pytest.approx(
+        losses(tmp_path / "run"), rel=1e-6
+    )  # other orders of sums
+    with pytest.raises(ConfigError, match=r"plan.devices = \[0, 0\]: must have each device from 0 on once"):
+        load_config(sets=["plan.devices=[0, 0]"])
+
+
 def test_about(train: Train) -> None:
     watcher = Watcher()
     summary = train(watcher=watcher, train__steps=1, pipeline__replicas=2)

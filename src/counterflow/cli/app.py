@@ -130,6 +130,7 @@ def _global(
 _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     train: (
         "train",
+        "train --workers 2 --dry-run",
         "train --scheme hanayo --steps 100 --set train.samples=64 --out runs/waves",
         "train runs/waves/config.toml --workers 2 --out runs/two --json",
     ),
@@ -190,7 +191,6 @@ def application() -> typer.Typer:
         cls=Commands,
         name="counterflow",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["--help", "-h"]},
         epilog="\n\n".join(

@@ -37,7 +37,7 @@ from .execution.meters import SavedBytes
 from .execution.step import Step, Workers, place
 from .execution.synchronous import SynchronousRunner
 from .execution.without_barrier import BarrierFreeRunner, waits_for_norm
-from .mesh.layout import WORKER, Layout, layout_of
+from .mesh.layout import WORKER, Layout, Mesh, layout_of
 from .mesh.parallel import Parallelize, StageModule, further_mesh, parallelized
 from .mesh.sharding import Sharding
 from .messages.compression import Compression
@@ -89,8 +89,9 @@ class Pipeline:
         list_layers: the layers of ``model``, if it is neither a sequential nor a list.
         cuts: the numbers of the layers with which stages 1, 2, ... begin; by default balanced.
         costs: cost of each layer, to balance by; by default estimated from the parameters.
-        mesh: a DeviceMesh of (replica, worker), by default rank = replica * workers + worker; further
-            dimensions are for ``parallelize``.
+        mesh: a DeviceMesh of (replica, worker), or the ranks of each replica's workers, as
+            ``[[0, 1], [2, 3]]``; by default rank = replica * workers + worker. Further dimensions are for
+            ``parallelize``.
         parallelize: a function of a stage's layers and the mesh of the further dimensions that shards these
             layers' weights in place, by ``fully_shard`` or ``parallelize_module``; called for each stage a
             worker holds. Positions along dimensions that FSDP shards over count as replicas, with samples of
@@ -149,7 +150,7 @@ class Pipeline:
         list_layers: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
         cuts: Sequence[int] | None = None,
         costs: Sequence[float] | None = None,
-        mesh: DeviceMesh | None = None,
+        mesh: Mesh | None = None,
         parallelize: Parallelize | None = None,
         transport: Transport | str | None = None,
         device: torch.device | str | None = None,

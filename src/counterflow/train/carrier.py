@@ -36,6 +36,7 @@ def with_carrier(config: RunConfig, workers: int) -> tuple[RunConfig, str]:
             update={"pipeline": config.pipeline.model_copy(update={"transport": transport})}
         )
     if transport == "nccl":
-        return config, f"on a GPU each ({torch.cuda.get_device_name(0)}), messages by nccl"
+        name = f" ({torch.cuda.get_device_name(0)})" if gpus else ""
+        return config, f"on a GPU each{name}, messages by nccl"
     unused = f", and not on the {gpus} GPU{'s' if gpus > 1 else ''} here" if gpus else ""
     return config, f"on the CPU{unused}, messages by {transport}"

@@ -555,7 +555,7 @@ class TrainSection(Section):
 
 
 class PlanSection(Section):
-    """What ``counterflow plan`` expects of the run; told in its summary, and nothing else."""
+    """What ``counterflow plan`` expects of the run, told in its summary; but ``devices`` decides."""
 
     cluster: str | None = _key(None, "the devices it was planned for", "a text, in quotes")
     profile: str | None = _key(None, "what layers cost there", "a text, in quotes")
@@ -566,7 +566,7 @@ class PlanSection(Section):
     )
     devices: WholeNumbers | None = _key(
         None,
-        "the device, counted from 0 node by node, of each worker of replica 0, of replica 1, …",
+        "the device, or rank, counted from 0 node by node, of each worker of replica 0, of replica 1, …",
         "a list of whole numbers",
     )
     step_seconds: float | None = _key(None, "one update", "a number", ge=0)
@@ -575,6 +575,22 @@ class PlanSection(Section):
     peak_bytes: Annotated[tuple[float, ...], Strict(False)] | None = _key(
         None, "memory of each worker, without the cluster's reserve", "a list of numbers"
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> PlanSection:
+        if self.devices is not None and sorted(self.devices) != list(range(len(self.devices))):
+            raise ConfigError(
+                f"plan.devices = {toml.shown(self.devices)}: must have each device from 0 on once; leave it "
+                "out to place the workers of a replica side by side"
+            )
+        return self
+
+    def ranks(self, workers: int, replicas: int) -> list[tuple[int, ...]] | None:
+        """The rank of each worker, by replica; None where the plan is of another layout."""
+        found = self.devices
+        if found is None or len(found) != workers * replicas:
+            return None
+        return [found[r * workers : (r + 1) * workers] for r in range(replicas)]
 
 
 class RunConfig(Section):

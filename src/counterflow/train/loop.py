@@ -98,6 +98,7 @@ class Trainer:
             optimizer=job.optimizer,
             scheduler=job.scheduler,
             cuts=job.cuts,
+            mesh=config.plan.ranks(job.schedule.workers, config.pipeline.replicas),
             transport=transport,
             seed=config.train.seed,
             recompute=config.pipeline.recompute,

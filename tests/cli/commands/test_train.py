@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from counterflow.cli.output.train_progress import Progress, introduction
+from counterflow.train import RunConfig
 from counterflow.train.folder import read_metrics
 from counterflow.train.report import About
 
@@ -101,6 +102,31 @@ def test_json_is_one_object(run: Run, tmp_path: Path) -> None:
     assert answer.err.splitlines()[0].startswith("starting 2 workers")
 
 
+def test_a_dry_run_starts_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = run(f"{LOCAL} --steps 6 --dry-run")
+    assert answer.code == 0
+    lines = answer.out.splitlines()
+    assert lines[0] == "gpt, 2 blocks, hidden 16, heads 4, positions 16: 15,040 parameters"
+    assert lines[-1] == "results would go to runs/chimera-1; nothing was started"
+    found = run(f"{LOCAL} --steps 6 --dry-run --json").json
+    assert (found["steps"], found["folder"], found["stage_layers"]) == (6, "runs/chimera-1", [[0, 2], [3, 3]])
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_key_is_listed(run: Run) -> None:
+    lines = run("train --keys").out.splitlines()
+    assert (
+        "train.steps = 400  # mini-batches to train on, one update each; a whole number, 1 to 1,000,000,000"
+        in lines
+    )
+    assert any(line.startswith("schedule.micro_batches  # ") for line in lines)
+    names = [line.partition(" ")[0] for line in lines]
+    assert [key["key"] for key in run("train --keys --json").json["keys"]] == names
+    sections = [name.partition(".")[0] for name in names]
+    assert list(dict.fromkeys(sections)) == list(RunConfig.model_fields)
+
+
 def test_show_a_run(run: Run, trained: Path, tmp_path: Path) -> None:
     answer = run(f"show {trained}")
     assert (answer.code, answer.err) == (0, "")
@@ -170,7 +196,7 @@ def test_a_run_that_dies_is_one_line_and_exit_1(run: Run, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_processes_end_at_a_signal_with_what_was_reached(
-    number: signal.Signals, code: int, tmp_path: Path
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
 ) -> None:
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "counterflow", *SMALL.split(), "--steps", "1000000"]
@@ -193,6 +219,10 @@ def test_processes_end_at_a_signal_with_what_was_reached(
     assert "Traceback" not in err
     steps = max(int(line["step"]) for line in read_metrics(folder))
     assert f"Stopped after {steps:,} of 1,000,000 steps" in out
+    (resume,) = [line.removeprefix("Go on: ") for line in out.splitlines() if line.startswith("Go on: ")]
+    assert resume == f"counterflow train {folder}/config.toml --set train.resume={folder} --set train.out="
+    monkeypatch.chdir(tmp_path)
+    assert f"going on from step {steps:,}" in run(f"{resume.removeprefix('counterflow ')} --dry-run").out
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["steps"], summary["stopped"]) == (steps, True)
     assert {"checkpoint", "timeline.json", "timeline.png"} <= {path.name for path in folder.iterdir()}
@@ -269,6 +299,7 @@ def test_a_bar_on_a_terminal(width: int) -> None:
     progress.bar.refresh()
     progress.ended()
     shown = written.getvalue()
+    assert shown.startswith("starting 4 workers; results go to run\nCtrl-C ends it after the step under way")
     assert "starting workers" in shown
     assert "13/40" in shown
     assert "loss 2.500  64 samples/s" in shown

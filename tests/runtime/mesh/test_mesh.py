@@ -50,3 +50,24 @@ def _pipeline() -> None:
     cf.Pipeline(
         [nn.Linear(2, 2)], None, schedule, optimizer=optimizer, parallelize=lambda _stage, _mesh: None
     )
+
+
+def test_ranks_of_replicas_in_place_of_a_device_mesh() -> None:
+    found = cf.launch(_trained, ((2, 0), (3, 1)), workers=4, transport="local")
+    usual = cf.launch(_trained, None, workers=4, transport="local")
+    assert [place for place, _ in found] == [(0, 1), (1, 1), (0, 0), (1, 0)]
+    assert [place for place, _ in usual] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert {loss for _, loss in found} == {loss for _, loss in usual}
+    with pytest.raises(
+        cf.ConfigError, match=r"mesh = \(\(0, 1\), \(1, 2\)\): give each replica as many ranks"
+    ):
+        cf.launch(_trained, ((0, 1), (1, 2)), workers=4, transport="local")
+
+
+def _trained(mesh: Any) -> tuple[tuple[int, int], float]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(2, 2) for _ in range(2)]
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    pipeline = cf.Pipeline(layers, nn.MSELoss(), cf.schemes.dapple(2, 2), optimizer=optimizer, mesh=mesh)
+    mine = torch.arange(8.0).view(4, 2) + pipeline.replica
+    return (pipeline.replica, pipeline.worker), [pipeline.step(mine, mine).loss for _ in range(2)][1]

@@ -206,7 +206,8 @@ def plan(
             note("It works without a flush, on late weights: a step may learn less than one with a flush")
         if found.best[0].play.configuration.arrangement is not Arrangement.PIPELINE_INSIDE:
             note(
-                "Its step is that of workers on the devices that [plan] lists: start the ranks in that order"
+                "train puts its workers on the devices that [plan] lists: start the ranks node by node, as "
+                "torchrun and Slurm do"
             )
 
 

@@ -15,7 +15,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 from counterflow.simulate import Simulation
 
-from ..options.flags import CostOptions, SchemeOptions
+from ..options.flags import CostOptions, SchemeOptions, schemes_from
 from ..options.subject import build_beside, is_file, is_run, load, schedule_of, warn_if_wrong
 from ..options.wording import flag
 from ..output.console import console, note, writing
@@ -26,6 +26,7 @@ def show(
     subject: Annotated[
         str,
         typer.Argument(
+            autocompletion=schemes_from,
             metavar="SCHEME|FILE|RUN_DIR",
             help="A scheme, a schedule file, or the folder of a run (see 'counterflow train').",
             show_default=False,

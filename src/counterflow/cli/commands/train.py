@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,10 +11,11 @@ import typer
 
 from counterflow.errors import WorkerError
 
-from ..options.flags import JsonFlag
+from ..options.flags import JsonFlag, schemes_from
 from ..output.console import WIDE, byte_size, console, note, print_json
 
 if TYPE_CHECKING:
+    from counterflow.train import RunConfig
     from counterflow.train.report import Pair, Summary
 
 
@@ -28,11 +30,14 @@ def train(
         typer.Option(
             "--set",
             metavar="SECTION.KEY=VALUE",
-            help="Change a key; may be repeated. A run's config.toml lists all keys.",
+            help="Change a key; may be repeated. --keys lists them.",
         ),
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Workers of a pipeline group.")] = None,
-    scheme: Annotated[str | None, typer.Option(help="The scheme; see 'counterflow schemes'.")] = None,
+    scheme: Annotated[
+        str | None,
+        typer.Option(help="The scheme; see 'counterflow schemes'.", autocompletion=schemes_from),
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Updates to make.")] = None,
     out: Annotated[
         Path | None,
@@ -43,6 +48,13 @@ def train(
             rich_help_panel="Output",
         ),
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check everything, tell what would be trained, and start nothing."),
+    ] = False,
+    keys: Annotated[
+        bool, typer.Option("--keys", help="List every key of a config, and train nothing.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Train a model. Without a config: a small GPT on the text that ships with Python, 4 workers, chimera.
@@ -53,7 +65,13 @@ def train(
     """
     from counterflow.train import load_config  # noqa: PLC0415  (pydantic takes a while)
 
+    if keys:
+        _list_keys(as_json=as_json)
+        return
     resolved = load_config(config, sets or (), scheme=scheme, workers=workers, steps=steps, out=out)
+    if dry_run:
+        _prepare(resolved, as_json=as_json)
+        return
 
     from counterflow.train.run import run  # noqa: PLC0415  (imports torch)
     from counterflow.train.stopping import STOP  # noqa: PLC0415
@@ -80,6 +98,46 @@ def train(
         _print(summary, folder)
     if summary.stopped:
         raise typer.Exit(STOP.exit_code)
+
+
+def _list_keys(*, as_json: bool) -> None:
+    from counterflow import toml  # noqa: PLC0415  (pydantic takes a while)
+    from counterflow.train.load import SECTIONS  # noqa: PLC0415
+
+    from ..output.results import Keys, KeyShown  # noqa: PLC0415
+
+    shown = []
+    for section, model in SECTIONS.items():
+        for name, (about, legal) in model.keys_known().items():
+            field = model.model_fields.get(name)  # options of schemes are none, and default as schemes say
+            default = field.default if field is not None else None
+            shown.append(KeyShown(key=f"{section}.{name}", default=default, about=about, legal=legal))
+    if as_json:
+        print_json(Keys(keys=shown))
+        return
+    for key in shown:
+        given = key.key if key.default is None else f"{key.key} = {toml.dumps(key.default)}"
+        typer.echo(f"{given}  # {key.about}; {key.legal}")
+
+
+def _prepare(config: RunConfig, *, as_json: bool) -> None:
+    """Say what would be trained. GPUs are not looked for: they may be elsewhere."""
+    from counterflow.train.job import prepare  # noqa: PLC0415  (imports torch)
+
+    from ..output.train_progress import introduction  # noqa: PLC0415
+
+    about = prepare(config).about
+    folder = config.results_folder()
+    if _rank():
+        return
+    if as_json:
+        from ..output.results import Prepared  # noqa: PLC0415
+
+        print_json(Prepared.model_validate({**dataclasses.asdict(about), "folder": str(folder)}))
+        return
+    for line in introduction(about):
+        typer.echo(line)
+    typer.echo(f"results would go to {folder}; nothing was started")
 
 
 def _rank() -> int:
@@ -122,6 +180,14 @@ def _print(summary: Summary, folder: Path) -> None:
     out.print(Text(f"\nIn {folder}", style="bold"))
     out.print(_grid((Path(name).name, what) for name, what in RunFolder(folder).files().items()))
     out.print(Text(f"See it again: counterflow show {folder}", style="dim"))
+    if summary.stopped:
+        out.print(Text(f"Go on: {_resuming(folder)}", style="dim"), soft_wrap=True)  # a command, to copy
+
+
+def _resuming(folder: Path) -> str:
+    """The command that goes on from a run's checkpoint, with the run's own config."""
+    words = ["counterflow", "train", str(folder / "config.toml"), "--set", f"train.resume={folder}"]
+    return shlex.join([*words, "--set", "train.out="])  # it may not say where: that run's folder is full
 
 
 def _losses(summary: Summary) -> Any:

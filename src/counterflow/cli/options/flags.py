@@ -30,9 +30,17 @@ from .wording import flag
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print one JSON object instead.", rich_help_panel="Output")
 ]
+
+
+def schemes_from(begun: str) -> list[str]:
+    """The schemes whose name begins so, for a shell that completes it."""
+    return [name for name in registry.SCHEMES if name.startswith(begun)]
+
+
 SubjectArgument = Annotated[
     str,
     typer.Argument(
+        autocompletion=schemes_from,
         metavar="SCHEME|FILE",
         help="A scheme (see 'counterflow schemes') or a schedule file (see 'counterflow export').",
         show_default=False,

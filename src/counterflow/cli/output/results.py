@@ -233,8 +233,8 @@ class Measured(Part):
     predicted: float
 
 
-class Trained(Result):
-    """`counterflow train`."""
+class Prepared(Result):
+    """`counterflow train --dry-run`."""
 
     model: Annotated[str, said("its architecture and shape, for people")]
     parameters: int
@@ -250,7 +250,7 @@ class Trained(Result):
     micro_batches: Annotated[int, said("of a replica's mini-batch")]
     samples: Annotated[int, said("of a mini-batch, of all replicas")]
     positions: Annotated[int, said("tokens of a sample")]
-    steps: Annotated[int, said("updates made in total")]
+    steps: Annotated[int, said("updates made in total; before a run, those it would make")]
     first_step: Annotated[int, said("updates made by the run that this one resumed")]
     workers_here: int
     cores: int
@@ -258,6 +258,12 @@ class Trained(Result):
     unit: Annotated[str, said("what a token is: `byte`, or `token` of a tokenizer")]
     target: Annotated[str, said("what the model is to tell: `byte`, `token` or `label`")]
     where: Annotated[str, said("where workers compute, and what carries their messages")]
+    folder: Annotated[str, said("of the results")]
+
+
+class Trained(Prepared):
+    """`counterflow train`."""
+
     stopped: Annotated[bool, said("whether it was ended before all steps were made")]
     seconds: float
     samples_per_second: float
@@ -272,7 +278,21 @@ class Trained(Result):
     bubble_ratio: Measured
     saved_bytes: Annotated[list[Measured], said("by worker: most saved for backward at once")]
     stages_held: Annotated[list[Measured], said("by worker: most weights held at once")]
-    folder: str
+
+
+class KeyShown(Part):
+    """A key of a config."""
+
+    key: Annotated[str, said("with its section: `train.steps`")]
+    default: Annotated[Any, said("null where another key or the data decides")]
+    about: Annotated[str, said("what it means")]
+    legal: Annotated[str, said("what it may be")]
+
+
+class Keys(Result):
+    """`counterflow train --keys`."""
+
+    keys: list[KeyShown]
 
 
 class Reproducible(Result):
@@ -312,12 +332,13 @@ class FigureShown(Result):
 
 COMMANDS: tuple[type[Result], ...] = (
     *(Simulated, Synthesized, Checked, Verified, Schemes, Planned, Examples, Profiled, Trained),
+    *(Prepared, Keys),
     *(Reproducible, TableShown, FigureShown),
 )
 PARTS: tuple[type[BaseModel], ...] = (
     *(OpShown, OpPlayed, SyncPlayed, MessagePlayed, BubblesShown, Rule, SchemeShown, OptionShown),
     *PLAN_PARTS,
-    *(ExampleShown, Measured),
+    *(ExampleShown, Measured, KeyShown),
 )
 
 

@@ -55,10 +55,10 @@ class Progress:
             for index, line in enumerate(introduction(about)):
                 out.print(Text(line, style="" if index else "bold"))
             sys.stdout.flush()
+        self._print(f"starting {about.processes} workers; results go to {folder}")
         if self.console.is_terminal:
+            self._print("Ctrl-C ends it after the step under way, and keeps a checkpoint")
             self._put_up()
-        else:
-            self._print(f"starting {about.processes} workers; results go to {folder}")
 
     def recorded(self, lines: Sequence[Numbers]) -> None:
         """Move the bar; print evaluations, and without a bar a step now and then."""

@@ -8,7 +8,7 @@ own and count as replicas; those along the others are given the same samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -110,7 +110,11 @@ class Layout:
         return frozenset(d for d in range(len(self.shape)) if len({place[d] for place in places}) > 1)
 
 
-def layout_of(rank: int, world_size: int, schedule: Schedule, mesh: DeviceMesh | None) -> Layout:
+Mesh = DeviceMesh | Sequence[Sequence[int]]
+"""Of (replica, worker, …), or the ranks of each replica's workers."""
+
+
+def layout_of(rank: int, world_size: int, schedule: Schedule, mesh: Mesh | None) -> Layout:
     """The places of all ranks; without a mesh, rank = replica * workers + worker.
 
     Raises:
@@ -124,14 +128,29 @@ def layout_of(rank: int, world_size: int, schedule: Schedule, mesh: DeviceMesh |
                 f"start {workers}, or a multiple of it"
             )
         return Layout((world_size // workers, workers), tuple(range(world_size)))
-    shape = tuple(mesh.mesh.shape)
+    shape, ranks = _read(mesh)
     if len(shape) < 2 or shape[WORKER] != workers:
         raise ConfigError(
             f"the mesh has shape {shape}; {schedule} needs (replicas, {workers}), and further dimensions "
             "after these"
         )
-    layout = Layout(shape, tuple(int(one) for one in mesh.mesh.flatten().tolist()))
     if math.prod(shape) != world_size:
         raise ConfigError(f"the mesh has {math.prod(shape)} ranks, and {world_size} workers were started")
+    layout = Layout(shape, ranks)
     layout.place(rank)
     return layout
+
+
+def _read(mesh: Mesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and ranks of a mesh, row by row.
+
+    >>> _read([[2, 0], [1, 3]])
+    ((2, 2), (2, 0, 1, 3))
+    """
+    if isinstance(mesh, DeviceMesh):
+        return tuple(mesh.mesh.shape), tuple(map(int, mesh.mesh.flatten().tolist()))
+    rows = [tuple(row) for row in mesh]
+    ranks = tuple(rank for row in rows for rank in row)
+    if len({len(row) for row in rows}) != 1 or set(ranks) != set(range(len(ranks))):
+        raise ConfigError(f"mesh = {mesh}: give each replica as many ranks, and each rank from 0 on once")
+    return (len(rows), len(rows[0])), ranks

@@ -21,7 +21,7 @@ from ..stages.recomputation import mapped
 from ..torch_private import fsdp_groups
 from ..transport import Transport
 from .dtensors import is_dtensor, settled
-from .layout import REPLICA, WORKER, Layout
+from .layout import REPLICA, WORKER, Layout, Mesh
 from .sharding import Sharding
 
 if TYPE_CHECKING:
@@ -74,16 +74,16 @@ Parallelize = Callable[[StageModule, DeviceMesh], None]
 """Sharding the weights of a stage over the further dimensions of the mesh, in place."""
 
 
-def further_mesh(mesh: DeviceMesh | None, parallelize: Parallelize | None, transport: Transport) -> Any:
+def further_mesh(mesh: Mesh | None, parallelize: Parallelize | None, transport: Transport) -> Any:
     """The further dimensions of a mesh; None if there is nothing to shard.
 
     Raises:
         ConfigError: there is a mesh for it and no function, or the other way round.
     """
-    further = mesh is not None and mesh.mesh.dim() > 2
+    further = isinstance(mesh, DeviceMesh) and mesh.mesh.dim() > 2
     if not further and parallelize is None:
         return None
-    if not further or mesh is None:
+    if not further or not isinstance(mesh, DeviceMesh):
         raise ConfigError(
             "parallelize needs further dimensions of the mesh: give one of (replica, worker, ...), as "
             'init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replica", "worker", "tp"))'
