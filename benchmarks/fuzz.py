@@ -1,22 +1,28 @@
 """Damaged and senseless input: files and command lines, each of which succeeds or is refused in a few words.
 
-    python benchmarks/fuzz.py [inputs of each kind] [--seed 0] [--kind NAME ...] [--keep]
+    python benchmarks/fuzz.py [inputs, of all kinds together] [--seed 0] [--kind NAME ...] [--keep]
 
 Right inputs are changed at random places: numbers without end, other types, texts with NUL, missing parts,
-cut or flipped bytes. Each is given to a command in a process forked for it. Held: exit code 0, 1 or 2, no
-traceback and no "bug", at most 2,500 characters of errors, 5 s of processor time, 500 MiB more than a
-command that does nothing has. ``train`` ends where workers would start. What breaks a rule is printed with
-its input, and the command fails. ``--keep`` writes benchmarks/results/fuzz.txt.
+cut or flipped bytes. Each is given to a command in a process forked from one that has run each command
+before; those of the kind ``fresh`` to a new Python. Held: exit code 0, 1 or 2, no traceback and no "bug", at
+most 2,500 characters of errors, 5 s of processor time, 500 MiB more than a command that does nothing takes.
+``train``, ``profile`` and ``verify`` end where workers would start, but for the kind ``resume``. What breaks
+a rule is printed with its input, and the command fails. ``--keep`` puts the rows of these kinds into
+benchmarks/results/fuzz.txt.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
+import io
 import json
 import os
 import random
 import resource
 import shlex
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,13 +36,15 @@ from typing import Any
 
 import tomlkit
 import torch
+import typer.main
 from machine import machine, shown
 
-import counterflow.train.run as training
 from counterflow.cli import application
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps
-from counterflow.train import RunConfig
+from counterflow.train import RunConfig, profiling
+from counterflow.train import run as training
+from counterflow.verify import agreement
 
 RESULTS = Path(__file__).parent / "results" / "fuzz.txt"
 
@@ -63,6 +71,8 @@ class Input:
 
     line: list[str]
     files: dict[str, bytes]
+    started: bool = False
+    """Whether its workers are started too."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +129,8 @@ def changed(data: Any, draw: random.Random) -> Any:
             holder[draw.choice(["x", "", "é", "x" * 3000])] = holder[at[-1]]
         elif what == 2 and isinstance(holder, list):
             holder.extend(deepcopy(holder) * draw.choice((1, 3)))
+        elif what < 6 and type(holder[at[-1]]) in (int, float):  # legal, perhaps
+            holder[at[-1]] = draw.choice((holder[at[-1]] + 1, holder[at[-1]] - 1, holder[at[-1]] * 2, 1))
         else:
             holder[at[-1]] = deepcopy(draw.choice(draw.choice((NUMBERS, TEXTS, OTHERS))))
     return data
@@ -171,12 +183,14 @@ SCHEDULES = [
 
 def schedule(draw: random.Random) -> Input:
     text = dumps(draw.choice(SCHEDULES))
-    command = draw.choice(("check", "check", "simulate", "show", "export"))
-    return Input([command, "x.json"], {"x.json": file_of(text, draw, is_json=True)})
+    command = draw.choice(("check", "check", "simulate", "show", "export", "verify", "train"))
+    name = ["--set", "schedule.file=x.json"] if command == "train" else ["x.json"]
+    return Input([command, *name], {"x.json": file_of(text, draw, is_json=True)})
 
 
 def config(draw: random.Random) -> Input:
-    return Input(["train", "x.toml"], {"x.toml": file_of(RunConfig().to_toml(), draw, is_json=False)})
+    line = draw.choice((["train"], ["train"], ["profile", "--sizes", "1", "--repeats", "1"]))
+    return Input([*line, "x.toml"], {"x.toml": file_of(RunConfig().to_toml(), draw, is_json=False)})
 
 
 def inputs_of_plans(folder: Path) -> Kind:
@@ -190,14 +204,19 @@ def inputs_of_plans(folder: Path) -> Kind:
         name = f"{draw.choice(names)}.toml"
         files = {other: text.encode() for other, text in texts.items()}
         files[name] = file_of(texts[name], draw, is_json=False)
-        return Input(["plan", *line, "--scheme", "dapple", "--workers", "4", "--mini-batch", "32"], files)
+        planned = ["plan", *line, "--scheme", "dapple", "--workers", "4", "--mini-batch", "32"]
+        ordered = [*SYNTHESIZED.split(), *line, "--micro-batch-size", "2"]
+        return Input(draw.choice((planned, planned, ordered)), files)
 
     return kind
 
 
-def checkpoints(folder: Path) -> Kind:
+SYNTHESIZED = "synthesize --placement straight --workers 2 --micro-batches 3 --moves 10"
+
+
+def checkpoints(folder: Path, *, started: bool = False) -> Kind:
     """What a run leaves: its checkpoint's files, its config, its metrics, its timeline."""
-    found = run(Input(["train", *TINY.split(), "--steps", "2", "--out", "run"], {}), folder, started=True)
+    found = run(Input(["train", *TINY.split(), "--steps", "2", "--out", "run"], {}, started=True), folder)
     assert found.code == 0, found.text
     given = {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
@@ -206,7 +225,8 @@ def checkpoints(folder: Path) -> Kind:
         is_json = name.endswith(".json")
         damaged = file_of(given[name].decode(), draw, is_json=True) if is_json else cut(given[name], draw)
         resume = ["train", *TINY.split(), "--steps", "4", "--set", "train.resume=run"]
-        return Input(draw.choice((resume, ["show", "run"])), given | {name: damaged})
+        look = ["show", "run"]
+        return Input(resume if started else draw.choice((resume, look)), given | {name: damaged}, started)
 
     return kind
 
@@ -246,7 +266,12 @@ LINES = [
     "plan --example chimera-bert48 --scheme dapple --workers 4 --mini-batch 256",
     "train --scheme hanayo --workers 2 --steps 3 --set train.samples=64",
     "reproduce --list",
+    "reproduce chimera-table2 --json",
     "schemes --json",
+    f"{SYNTHESIZED} --peak 3 --forward 1 --input-gradient 1 --weight-gradient 1",
+    f"{SYNTHESIZED} --weight-bytes 1GiB --activation-bytes 3MiB --memory 2GiB --objective steady --json",
+    "verify dapple --stages 2 --micro-batches 2 --steps 1",
+    "profile --set model.layers=2 --sizes 1,2 --repeats 1 --json",
 ]
 
 
@@ -276,16 +301,56 @@ def line(draw: random.Random) -> Input:
 
 # -- running
 
+COMMAND = typer.main.get_command(application())
 
-def run(given: Input, folder: Path, *, started: bool = False) -> Outcome:
-    """The outcome of a command, in a folder; ``started``: ``train`` is not ended where workers start."""
-    for name, content in given.files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
+
+def warm(folder: Path) -> None:
+    """Run right commands here, so that what they import and compile is there in every fork."""
+    _end_where_workers_start()
+    before = Path.cwd()
+    os.chdir(folder)
+    nothing = io.StringIO()
+    with contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
+        for words in LINES:
+            with contextlib.suppress(SystemExit):
+                COMMAND(words.split(), prog_name="counterflow")
+    os.chdir(before)
+    gc.collect()
+    gc.freeze()
+
+
+def run(given: Input, folder: Path) -> Outcome:
+    """The outcome of a command, in a folder."""
+    _put(given, folder)
     said = folder / ".said"
     pid = os.fork()
     if pid == 0:
-        _be(given.line, folder, said, started)
+        _be(given, folder, said)
+    return _outcome(pid, said)
+
+
+def run_fresh(given: Input, folder: Path) -> Outcome:
+    """The outcome of a command in a Python of its own, which starts workers if it gets there."""
+    _put(given, folder)
+    said = folder / ".said"
+    with said.open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "counterflow", *given.line],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+        )
+    return _outcome(process.pid, said)
+
+
+def _put(given: Input, folder: Path) -> None:
+    for name, content in given.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def _outcome(pid: int, said: Path) -> Outcome:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         done, status, usage = os.wait4(pid, os.WNOHANG)
@@ -299,7 +364,7 @@ def run(given: Input, folder: Path, *, started: bool = False) -> Outcome:
     return Outcome(code, text, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024.0)
 
 
-def _be(line: Sequence[str], folder: Path, said: Path, started: bool) -> None:
+def _be(given: Input, folder: Path, said: Path) -> None:
     """The command, in this process, which ends with it."""
     os.chdir(folder)
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -309,11 +374,11 @@ def _be(line: Sequence[str], folder: Path, said: Path, started: bool) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
     size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (size + 2**32, size + 2**32))
-    if not started:
-        training._launched = _end  # type: ignore[assignment]
+    if given.started:
+        training._launched = _LAUNCHED
     code: Any = 70
     try:
-        application()(list(line), prog_name="counterflow")
+        COMMAND(list(given.line), prog_name="counterflow")
     except SystemExit as ended:
         code = 0 if ended.code is None else ended.code
     except BaseException as error:
@@ -322,59 +387,117 @@ def _be(line: Sequence[str], folder: Path, said: Path, started: bool) -> None:
     os._exit(code if isinstance(code, int) else 71)
 
 
-def _end(*_: object) -> Any:
+_LAUNCHED = training._launched
+
+
+def _end_where_workers_start() -> None:
+    training._launched = _end  # type: ignore[assignment]
+    profiling.launch = _end  # type: ignore[assignment]
+    agreement.launch = _end  # type: ignore[assignment]
+
+
+def _end(*_: object, **__: object) -> Any:
     raise SystemExit(0)
+
+
+SHARES = {
+    "schedule": 0.3,
+    "config": 0.12,
+    "line": 0.26,
+    "plan": 0.14,
+    "checkpoint": 0.165,
+    "resume": 0.01,
+    "fresh": 0.005,
+}
+"""Of all inputs, those of each kind."""
+
+_HEAD = [
+    "| kind | inputs | done | refused | broken | longest, s | most memory, MiB | longest message |",
+    "|---|---|---|---|---|---|---|---|",
+]
+
+
+def kinds(names: Sequence[str], folder: Path) -> dict[str, Kind]:
+    """The kinds that are wanted, by their names; ``folder`` is for what right commands write."""
+    found: dict[str, Kind] = {}
+    makers: dict[str, Callable[[Path], Kind]] = {
+        "schedule": lambda _: schedule,
+        "config": lambda _: config,
+        "line": lambda _: line,
+        "plan": inputs_of_plans,
+        "checkpoint": checkpoints,
+        "resume": lambda place: checkpoints(place, started=True),
+        "fresh": lambda _: lambda draw: draw.choice((schedule, config, line))(draw),
+    }
+    for name in names:
+        (place := folder / f"right-{name}").mkdir()
+        found[name] = makers[name](place)
+    return found
+
+
+def tried(name: str, kind: Kind, inputs: int, seed: int, folder: Path) -> tuple[str, int]:
+    """The row of a kind, and how many of its inputs broke a rule."""
+    runs = run_fresh if name == "fresh" else run
+    base = runs(Input(["train", "x.toml"], {}), folder)  # there is no such file
+    draw = random.Random(f"{name} {seed}")
+    codes: Counter[str] = Counter()
+    most = [0.0, 0.0, 0]
+    slowest = ""
+    for number in range(inputs):
+        given = kind(draw)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            found = runs(given, Path(temporary))
+        seconds, more_bytes = found.seconds - base.seconds, found.more_bytes - base.more_bytes
+        found = Outcome(found.code, found.text, seconds, more_bytes)
+        wrong = found.broken()
+        if seconds > max(most[0], MOST_SECONDS / 3):
+            slowest = f"{name} {number} took {seconds:.1f} s: {shlex.join(given.line)[:300]}"
+        codes["broken" if wrong else "done" if found.code == 0 else "refused"] += 1
+        most = [max(a, b) for a, b in zip(most, (seconds, more_bytes, len(found.text)), strict=True)]
+        if wrong:
+            print(
+                f"{name} {number}: {wrong}: {shlex.join(given.line)[:300]}\n{found.text[-700:]}", flush=True
+            )
+            for file, content in given.files.items():
+                if file.startswith("x."):
+                    print(f"{content[:1500]!r}", flush=True)
+    if slowest:
+        print(slowest)
+    cells = (name, inputs, codes["done"], codes["refused"], codes["broken"], f"{most[0]:.1f}")
+    return "| " + " | ".join(map(str, (*cells, f"{most[1] / 2**20:.0f}", int(most[2])))) + " |", codes[
+        "broken"
+    ]
+
+
+def kept(rows: dict[str, str], seed: int) -> str:
+    """The kept table with these rows in it."""
+    before = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    old = {name: row for row in before for name in SHARES if row.startswith(f"| {name} |")}
+    lines = [f"seed {seed}; {shown(machine())}", "", *_HEAD]
+    return "\n".join([*lines, *((old | rows)[name] for name in SHARES if name in old | rows)]) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("inputs", type=int, nargs="?", default=2000)
+    parser.add_argument("inputs", type=int, nargs="?", default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kind", action="append")
+    parser.add_argument("--kind", action="append", choices=SHARES)
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    about = shown(machine())
-    lines = [f"{options.inputs} inputs of each kind, seed {options.seed}; {about}", ""]
-    lines += ["| kind | inputs | done | refused | broken | longest, s | most memory, MiB | longest message |"]
-    lines += ["|---|---|---|---|---|---|---|---|"]
+    rows: dict[str, str] = {}
     broken = 0
     with tempfile.TemporaryDirectory() as temporary:
-        made: dict[str, Kind] = {"schedule": schedule, "config": config, "line": line}
-        for name, make in (("plan", inputs_of_plans), ("checkpoint", checkpoints)):
-            (folder := Path(temporary, f"right-{name}")).mkdir()
-            if options.kind is None or name in options.kind:
-                made[name] = make(folder)
-        base = run(Input(["schemes"], {}), Path(temporary)).more_bytes
-        for name, kind in made.items():
-            if options.kind is not None and name not in options.kind:
-                continue
-            draw = random.Random(f"{name} {options.seed}")
-            codes: Counter[str] = Counter()
-            most = [0.0, 0.0, 0]
-            for number in range(options.inputs):
-                given = kind(draw)
-                with tempfile.TemporaryDirectory(dir=temporary) as folder:
-                    found = run(given, Path(folder))
-                found = Outcome(found.code, found.text, found.seconds, found.more_bytes - base)
-                wrong = found.broken()
-                codes["broken" if wrong else "done" if found.code == 0 else "refused"] += 1
-                most = [
-                    max(a, b)
-                    for a, b in zip(most, (found.seconds, found.more_bytes, len(found.text)), strict=True)
-                ]
-                if wrong:
-                    broken += 1
-                    print(f"{name} {number}: {wrong}: {shlex.join(given.line)[:300]}\n{found.text[-700:]}")
-                    for file, content in given.files.items():
-                        if file.startswith("x."):
-                            print(f"{content[:1500]!r}")
-            row = (name, options.inputs, codes["done"], codes["refused"], codes["broken"], f"{most[0]:.1f}")
-            lines.append("| " + " | ".join(map(str, (*row, f"{most[1] / 2**20:.0f}", int(most[2])))) + " |")
-            print(lines[-1], flush=True)
-    print(*lines, sep="\n")
-    if options.keep:
-        RESULTS.write_text("\n".join(lines) + "\n")
+        (place := Path(temporary, "warm")).mkdir()
+        warm(place)
+        for name, kind in kinds(options.kind or list(SHARES), Path(temporary)).items():
+            inputs = max(1, round(SHARES[name] * options.inputs))
+            rows[name], wrong = tried(name, kind, inputs, options.seed, Path(temporary))
+            broken += wrong
+            print(rows[name], flush=True)
+            if options.keep:
+                RESULTS.write_text(kept(rows, options.seed))
+    print(*_HEAD, *rows.values(), sep="\n")
     sys.exit(bool(broken))
 
 
