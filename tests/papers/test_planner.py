@@ -114,7 +114,12 @@ def test_chimera_is_ahead_of_dapple_and_gems_as_in_section_4_2_3() -> None:
 def test_mixpipe_on_its_own_cluster() -> None:
     """Section IV-C: ahead of DAPPLE (1.34) and GEMS (2.39), all copies of a stage in one server."""
     task = examples.example("mixpipe-bert48")
-    wanted = Constraints(schemes=("mixpipe", "dapple", "gems"), depths=(4, 8), samples=(4, 8, 16))
+    wanted = Constraints(
+        schemes=("mixpipe", "dapple", "gems"),
+        depths=(4, 8),
+        samples=(4, 8, 16),
+        arrangements=(Arrangement.PIPELINE_INSIDE, Arrangement.COPIES_INSIDE),  # Figure 5 a and b
+    )
     found = search(task.model, task.profile, task.cluster, task.mini_batch, wanted)
     seconds = {plan.play.configuration.scheme: plan.seconds for plan in found.of_schemes}
     assert found.best[0].play.configuration.scheme == "mixpipe"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from counterflow import ConfigError
 from counterflow.plan import files
-from counterflow.plan.cluster import Cluster, Link, allreduce_seconds
+from counterflow.plan.cluster import AllReduce, Cluster, Link, allreduce_seconds
 from counterflow.plan.model import LayerSkip, Model
 from counterflow.plan.profile import LayerProfile, Profile
 
@@ -35,6 +35,7 @@ CLUSTER = Cluster(
     Link(1e-5, 1e-10),
     Link(2e-5, 1e-9),
     allreduce_between=Link(0.0, 1e-9),
+    allreduce=AllReduce.RING,
     sources={"a": "b"},
 )
 MODEL = Model("m", ("block", "block", "odd kind"), 1.0, 4.0, {"kind": "gpt", "layers": 2, "tied": True}, "s")

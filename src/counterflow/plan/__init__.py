@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .cluster import Cluster, Link
+from .cluster import AllReduce, Cluster, Link
 from .device_placement import Arrangement
 from .model import LayerSkip, Model
 from .predict import Predictor, predict
@@ -11,6 +11,7 @@ from .profile import LayerProfile, Profile
 from .stages import Cutting
 
 __all__ = [
+    "AllReduce",
     "Arrangement",
     "Cluster",
     "Configuration",

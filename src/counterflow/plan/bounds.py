@@ -9,6 +9,7 @@ gradients may be made while others wait for nothing.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -21,7 +22,7 @@ from counterflow.simulate.op_costs import StageBytes, stage_bytes
 
 from .cluster import Cluster
 from .device_placement import Network
-from .predict import message_buffers, sync_seconds
+from .predict import message_buffers, sync_crossings, sync_seconds
 from .stages import StageCosts, doubled_forward, halved_forward
 
 Options = tuple[tuple[str, OptionValue], ...]
@@ -174,7 +175,18 @@ def bounds(
             slope = min(times.forward[s] for _, s in used) + min(times.backward_op[s] for _, s in used)
             ops = max(ops, around + occupied / most + (most - 1) / 2 * slope)
     syncs = sync_seconds(stages, network) if network.copies > 1 else (0.0,) * len(held.weights)
-    summed = _summed(owned, syncs, _ready(shape, times, paths)) if network.copies > 1 else 0.0
+    summed = 0.0
+    if network.copies > 1:
+        ready = _ready(shape, times, paths)
+        summed = _summed([{s for _, s in mine} for mine in owned], syncs, ready)
+        # (4b) The same of what crosses one way out of a node: however syncs share it, it carries all of them.
+        if (crossings := sync_crossings(stages, network)) is not None:
+            by_way: dict[int, set[int]] = {}
+            for stage, (ways, _) in enumerate(crossings):
+                for way in ways:
+                    by_way.setdefault(way, set()).add(stage)
+            crossed = tuple(seconds for _, seconds in crossings)
+            summed = max(summed, _summed(list({*map(frozenset, by_way.values())}), crossed, ready))
     # (3) The op that ends last is a backward of stage 0 (every other backward has one to follow it), and the
     # sum of stage 0's gradients cannot start before: whatever the sync mode, it comes on top.
     at_all = max(ops + syncs[0], summed)
@@ -208,14 +220,14 @@ def _ready(shape: Shape, times: _Times, paths: list[_Path]) -> list[float]:
     return ready
 
 
-def _summed(owned: list[list[tuple[int, int]]], syncs: tuple[float, ...], ready: list[float]) -> float:
+def _summed(together: Sequence[Collection[int]], syncs: tuple[float, ...], ready: list[float]) -> float:
     """(4) A worker sums the gradients of one stage after the other: those that are ready last, and all that
     are ready no earlier, come after the moment at which the first of these is.
     """
     latest = 0.0
-    for mine in owned:
+    for stages in together:
         lasts = 0.0
-        for stage in sorted({s for _, s in mine}, key=lambda s: -ready[s]):
+        for stage in sorted(stages, key=lambda s: -ready[s]):
             lasts += syncs[stage]
             latest = max(latest, ready[stage] + lasts)
     return latest

@@ -7,14 +7,26 @@ latency + L · seconds a byte. What a device computes in how long is the profile
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Final
 
 from counterflow.errors import ConfigError
 
 FORM: Final = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 """How pydantic reads these data types from files: nothing unknown, nothing converted, finite numbers."""
+
+
+class AllReduce(StrEnum):
+    """How copies on several devices of several nodes are summed.
+
+    ``hierarchical``: reduce-scatter inside each node, all-reduce between nodes, of a part by each device,
+    all-gather inside. ``ring``: one ring through all devices, node after node, as Gloo has it.
+    """
+
+    HIERARCHICAL = "hierarchical"
+    RING = "ring"
 
 
 MOST_DEVICES = 100_000
@@ -60,10 +72,11 @@ class Cluster:
         between: the link of two devices of different nodes.
         allreduce_inside: what an all-reduce among devices of one node finds; None: ``inside``.
         allreduce_between: what an all-reduce that spans nodes finds; None: ``between``.
+        allreduce: how all-reduces go: ``hierarchical``, or in one ``ring``.
         reserve_bytes: memory of a device that training cannot have: the runtime's, its libraries', what
             fragmentation loses.
         shared_adapter: whether the devices of a node share one way out, so that what several of them send to
-            other nodes at one time takes so many times as long.
+            other nodes at one time takes so many times as long; else each has a way of its own.
         overlap: whether a message travels while its sender computes on.
         sync_slowdown: share by which compute is slower beside an all-reduce, 0 or more.
         cores: processor cores of a node where the devices are workers on them; None for accelerators.
@@ -83,6 +96,7 @@ class Cluster:
     between: Link
     allreduce_inside: Link | None = None
     allreduce_between: Link | None = None
+    allreduce: AllReduce = AllReduce.HIERARCHICAL
     reserve_bytes: float = 0.0
     shared_adapter: bool = False
     overlap: bool = True
@@ -145,6 +159,76 @@ def allreduce_seconds(link: Link, size: float, copies: int) -> float:
     """
     steps = 2 * math.log2(copies) * link.latency_seconds
     return steps + 2 * (copies - 1) * link.seconds_per_byte * size / copies
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """What an all-reduce among certain copies takes.
+
+    Attributes:
+        latency_seconds: whatever its size.
+        seconds_per_byte: what each byte of one copy adds.
+        crossing_seconds_per_byte: of these, those on the one way out that the devices of a node share; 0
+            where nothing is shared.
+    """
+
+    latency_seconds: float = 0.0
+    seconds_per_byte: float = 0.0
+    crossing_seconds_per_byte: float = 0.0
+
+    def seconds(self, size: float) -> float:
+        """How long it takes alone, for copies of so many bytes."""
+        return self.latency_seconds + self.seconds_per_byte * size
+
+
+def all_reduce(cluster: Cluster, copies: Sequence[int]) -> Collective:
+    """The all-reduce of copies of which so many are on each node.
+
+    With r copies on one node, or one on each of r nodes, it is Rabenseifner's (``allreduce_seconds``), or a
+    ring of 2(r−1) steps, in which each copy sends 2(r−1)/r of its bytes as well.
+
+    Args:
+        cluster: the links.
+        copies: on each node that has any.
+
+    >>> servers = Cluster("c", 2, 8, 1e9, Link(0, 1 / 100), Link(0, 1 / 10), shared_adapter=True)
+    >>> all_reduce(servers, [8, 8]).seconds(1000)  # 2·7/8·10 s inside, 2·1/2·100 s between
+    117.5
+    >>> from dataclasses import replace
+    >>> all_reduce(replace(servers, allreduce=AllReduce.RING), [8, 8]).seconds(1000)  # 2·15/16·100 s
+    187.5
+    """
+    count = sum(copies)
+    inside = cluster.allreduce_link(spans_nodes=False)
+    if len(copies) < 2:
+        return _one_level(cluster, inside, count)
+    between = cluster.allreduce_link(spans_nodes=True)
+    shared = cluster.shared_adapter and cluster.devices > 1
+    if cluster.allreduce is AllReduce.RING or max(copies) == 1:
+        slowest = between if max(copies) == 1 else _slower(inside, between)
+        ring = _one_level(cluster, slowest, count)
+        crossing = _one_level(cluster, between, count).seconds_per_byte
+        return replace(ring, crossing_seconds_per_byte=crossing if shared else 0.0)
+    here = _one_level(cluster, inside, max(copies))
+    there = _one_level(cluster, between, len(copies))
+    # Each device has a part of the bytes, and all parts have to leave the node.
+    out = there.seconds_per_byte if shared else there.seconds_per_byte / min(copies)
+    return Collective(
+        here.latency_seconds + there.latency_seconds, here.seconds_per_byte + out, out if shared else 0.0
+    )
+
+
+def _one_level(cluster: Cluster, link: Link, copies: int) -> Collective:
+    if copies == 1:
+        return Collective()
+    steps = copies - 1 if cluster.allreduce is AllReduce.RING else math.log2(copies)
+    return Collective(2 * steps * link.latency_seconds, 2 * (copies - 1) / copies * link.seconds_per_byte)
+
+
+def _slower(one: Link, other: Link) -> Link:
+    return Link(
+        max(one.latency_seconds, other.latency_seconds), max(one.seconds_per_byte, other.seconds_per_byte)
+    )
 
 
 def require_number(name: str, value: float) -> None:

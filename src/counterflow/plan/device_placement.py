@@ -14,18 +14,17 @@ Invariant: every device drives one worker of one replica. Which arrangement is b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from counterflow.schedule.ir import SkipLink
 from counterflow.schedule.placement import Placement
 
-from .cluster import Cluster, Link
+from .cluster import Cluster, Collective, all_reduce
 
 
 class Arrangement(StrEnum):
@@ -74,13 +73,17 @@ class Network:
     Attributes:
         latency_seconds: α of a message, ``[sender][receiver]``; 0 where no message is sent.
         seconds_per_byte: β in the same form.
-        allreduce: the link of each stage's all-reduce.
+        ways: by which way out of its worker each message goes, likewise; None: each link is a way of its own.
+        allreduce: of each stage.
+        crossed: of each stage, the nodes whose one way out its all-reduce shares with others; empty if none.
         copies: how many copies of each stage are summed.
     """
 
     latency_seconds: tuple[tuple[float, ...], ...]
     seconds_per_byte: tuple[tuple[float, ...], ...]
-    allreduce: tuple[Link, ...]
+    ways: tuple[tuple[int, ...], ...] | None
+    allreduce: tuple[Collective, ...]
+    crossed: tuple[tuple[int, ...], ...]
     copies: int
 
 
@@ -93,8 +96,10 @@ def network(
 ) -> Network:
     """The links of one arrangement.
 
-    Replicas run in step: with ``shared_adapter``, messages that several of them send out of a node at one
-    time share its way out. All-reduces of different stages are taken to meet there too.
+    Replicas and pipes run in step: with ``shared_adapter``, messages between the same stages that several of
+    them send out of a node at one time share its way out. What a worker sends to several others on other
+    nodes leaves it one after another. All-reduces share a node's way out with those under way at that time.
+    Messages and all-reduces do not share; nor do messages of different stages on different workers.
 
     Args:
         cluster: with ``placement.workers * replicas`` devices or more.
@@ -106,39 +111,46 @@ def network(
     node = np.array(devices(placement, replicas, arrangement)) // cluster.devices
     workers = placement.workers
     latency, per_byte = np.zeros((workers, workers)), np.zeros((workers, workers))
-    for sender, receiver in _messages(placement, skips):
-        crossing = node[:, sender] != node[:, receiver]
-        link = cluster.between if crossing.any() else cluster.inside
-        share = int(np.bincount(node[crossing, sender]).max()) if crossing.any() else 1
-        latency[sender, receiver] = link.latency_seconds
-        per_byte[sender, receiver] = link.seconds_per_byte * (share if cluster.shared_adapter else 1)
-    holders = [sorted({w for _, w in placement.copies(s)}) for s in range(placement.stages)]
-    lowest, highest = node.min(axis=0), node.max(axis=0)
-    spans = [bool(lowest[on].min() != highest[on].max()) for on in holders]
-    sharing = _crossing_devices(node, holders, spans) if cluster.shared_adapter else 1
+    ways = np.tile(np.arange(workers), (workers, 1))
+    for alike in _messages(placement, skips):
+        crossing = [node[node[:, sender] != node[:, receiver], sender] for sender, receiver in alike]
+        leaving = np.concatenate(crossing)
+        share = int(np.bincount(leaving).max()) if len(leaving) and cluster.shared_adapter else 1
+        for (sender, receiver), crossed in zip(alike, crossing, strict=True):
+            link = cluster.between if len(crossed) else cluster.inside
+            latency[sender, receiver] = link.latency_seconds
+            each = link.seconds_per_byte * (share if len(crossed) else 1)
+            per_byte[sender, receiver] = max(per_byte[sender, receiver], each)
+            if len(crossed):
+                ways[sender, receiver] = sender
+    several = any(np.count_nonzero(row == sender) > 2 for sender, row in enumerate(ways))
+    sums, crossed_nodes = [], []
+    for stage in range(placement.stages):
+        on = node[:, sorted({w for _, w in placement.copies(stage)})].ravel()
+        nodes, counts = np.unique(on, return_counts=True)
+        sums.append(all_reduce(cluster, counts.tolist()))
+        crossed_nodes.append(tuple(nodes.tolist()) if sums[-1].crossing_seconds_per_byte else ())
+    # Only a way that several all-reduces take is shared.
+    taken = Counter(way for crossed in crossed_nodes for way in crossed)
     return Network(
         tuple(map(tuple, latency.tolist())),
         tuple(map(tuple, per_byte.tolist())),
-        tuple(_shared(cluster.allreduce_link(spans_nodes=s), sharing if s else 1) for s in spans),
+        tuple(map(tuple, ways.tolist())) if several else None,
+        tuple(sums),
+        tuple(tuple(way for way in crossed if taken[way] > 1) for crossed in crossed_nodes),
         placement.pipes * replicas,
     )
 
 
-def _messages(placement: Placement, skips: Sequence[SkipLink]) -> Iterator[tuple[int, int]]:
-    """The (sender, receiver) pairs of a schedule's messages, forwards and backwards, each once."""
-    seen = set()
-    for pipe in placement.pipes_stages:
-        for one, other in (*pairwise(pipe), *((pipe[skip.source], pipe[skip.target]) for skip in skips)):
-            if one != other:
-                seen |= {(one, other), (other, one)}
-    yield from sorted(seen)
-
-
-def _crossing_devices(node: NDArray[np.int64], holders: list[list[int]], spans: list[bool]) -> int:
-    """The most devices of one node that take part in an all-reduce that spans nodes."""
-    workers = sorted({w for stage, spanned in zip(holders, spans, strict=True) if spanned for w in stage})
-    return int(np.bincount(node[:, workers].ravel()).max()) if workers else 1
-
-
-def _shared(link: Link, by: int) -> Link:
-    return Link(link.latency_seconds, link.seconds_per_byte * by) if by > 1 else link
+def _messages(placement: Placement, skips: Sequence[SkipLink]) -> Iterator[list[tuple[int, int]]]:
+    """The (sender, receiver) pairs of messages, forwards and backwards; those of all pipes that are between
+    the same stages, and so are sent at one time, together.
+    """
+    pairs = [(stage, stage + 1) for stage in range(placement.stages - 1)]
+    pairs += [(skip.source, skip.target) for skip in skips]
+    for source, target in pairs:
+        there = [(pipe[source], pipe[target]) for pipe in placement.pipes_stages]
+        there = [(one, other) for one, other in there if one != other]
+        if there:
+            yield there
+            yield [(other, one) for one, other in there]

@@ -25,7 +25,7 @@ from counterflow.simulate import Costs, Simulation, simulate
 from counterflow.simulate.op_costs import stage_bytes
 from counterflow.simulate.steady import whole_periods
 
-from .cluster import Cluster, allreduce_seconds
+from .cluster import Cluster
 from .device_placement import Network, network
 from .model import Model
 from .prediction import Configuration, Parts, Prediction, WorkerMemory
@@ -153,7 +153,9 @@ class Play:
             message_bytes=self.stages.output_bytes,
             skip_bytes=tuple(size for _, size in self.stages.skips) or 0.0,
             overlap=cluster.overlap,
+            ways=network_.ways,
             sync=tuple(self.allreduce_scale * x for x in sync_seconds(self.stages, network_)),
+            sync_crossings=sync_crossings(self.stages, network_, self.allreduce_scale),
             sync_mode=self.configuration.sync,
             sync_slowdown=cluster.sync_slowdown,
             replicas=self.configuration.replicas,
@@ -340,13 +342,28 @@ class Play:
 
 
 def sync_seconds(stages: StageCosts, links: Network) -> tuple[float, ...]:
-    """Seconds of each stage's all-reduce."""
+    """Seconds of each stage's all-reduce alone."""
     weights = stages.bytes.weights
     assert not isinstance(weights, (int, float))
     return tuple(
-        allreduce_seconds(link, size, links.copies)
-        for link, size in zip(links.allreduce, weights, strict=True)
+        summed.seconds(size) if links.copies > 1 else 0.0
+        for summed, size in zip(links.allreduce, weights, strict=True)
     )
+
+
+def sync_crossings(
+    stages: StageCosts, links: Network, scale: float = 1.0
+) -> tuple[tuple[tuple[int, ...], float], ...] | None:
+    """Of each stage's all-reduce the ways out of nodes that it shares, and its seconds there.
+
+    None: nothing is shared.
+    """
+    if not any(links.crossed) or links.copies == 1:
+        return None
+    weights = stages.bytes.weights
+    assert not isinstance(weights, (int, float))
+    rows = zip(links.crossed, links.allreduce, weights, strict=True)
+    return tuple((ways, scale * summed.crossing_seconds_per_byte * size) for ways, summed, size in rows)
 
 
 def message_buffers(

@@ -23,6 +23,9 @@ class Link(StrEnum):
     INFINITE = "infinite"
 
 
+Crossings = Sequence[tuple[Sequence[int], float]]
+"""Of each stage's gradient sync the ways it shares with others, by number, and its seconds on each."""
+
 Ties = Sequence[tuple[tuple[int, ...], float]]
 """Stages that share weights, and seconds."""
 
@@ -44,8 +47,12 @@ class Costs:
         skip_bytes: likewise of what goes by a skip of the workload; a number, or one a skip.
         link: whether a link carries one message at a time in each direction, or any number (``infinite``), as
             papers' formulas have it.
+        ways: by which way out of its worker each message goes, ``ways[sender][receiver]``: links of one
+            sender with one number carry one message at a time together. None: each link is a way of its own.
         overlap: whether a message travels while its sender computes on; else the sender is busy with it.
         sync: all-reduce of one stage's gradients; nothing where there is only one copy.
+        sync_crossings: the part of each stage's sync that goes by ways which other stages' syncs take too:
+            those under way at one time share them. None: nothing is shared.
         sync_mode: when gradients are synchronised (``end``, ``eager``, ``eager-opt``).
         sync_slowdown: share by which a second of compute is longer beside a gradient sync of its worker.
             Which ops that are is taken from a play without it.
@@ -72,8 +79,10 @@ class Costs:
     message_bytes: PerStage = 0.0
     skip_bytes: PerStage = 0.0
     link: Link | str = "one-at-a-time"
+    ways: Sequence[Sequence[int]] | None = None
     overlap: bool = True
     sync: PerStage = 0.0
+    sync_crossings: Crossings | None = None
     sync_mode: Sync | str = Sync.EAGER_OPT
     sync_slowdown: float = 0.0
     agreement: float = 0.0
@@ -100,6 +109,8 @@ class Costs:
         ):
             if (value := getattr(self, name)) is not None:
                 _refuse_negative(name, value)
+        for _, seconds in self.sync_crossings or ():
+            _refuse_negative("sync_crossings", seconds)
         for _, seconds in self.ties:
             _refuse_negative("ties", seconds)
         _refuse_negative("message_bytes", self.message_bytes, "bytes")
@@ -123,6 +134,10 @@ class Costs:
                 return False
         return True
 
+    def way(self, sender: int, receiver: int) -> int:
+        """The number of the way by which messages leave a worker for another."""
+        return receiver if self.ways is None else self.ways[sender][receiver]
+
     def of_ops(self, stages: int) -> OpCosts:
         """What ops cost: what was given for them, or what these numbers say."""
         return self.ops or StageOps.of(self, stages)
@@ -133,6 +148,7 @@ _NO_TIMES = frozenset(
         "message_bytes",
         "skip_bytes",
         "link",
+        "ways",
         "overlap",
         "sync_mode",
         "sync_slowdown",

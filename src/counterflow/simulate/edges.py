@@ -84,13 +84,13 @@ def messages_of(graph: OpGraph) -> Messages:
     return Messages(makers, takers, worker[makers], worker[takers], found[:, 1])
 
 
-def edges_of(graph: OpGraph, messages: Messages, *, lanes: bool) -> Edges:
+def edges_of(graph: OpGraph, messages: Messages, *, links: Ints | None) -> Edges:
     """What waits for what: each op for the one before it on its worker, then for what it takes.
 
     Args:
         graph: the ops.
         messages: what travels between workers.
-        lanes: whether a link carries one message at a time; then messages are nodes.
+        links: the link of each message, where they carry one at a time; then messages are nodes.
     """
     ops, count = len(graph.ops), len(messages.makers)
     nodes = np.arange(ops)
@@ -101,7 +101,8 @@ def edges_of(graph: OpGraph, messages: Messages, *, lanes: bool) -> Edges:
     number = np.arange(count)
     skipping = messages.takers[messages.skips >= 0]
     degree = ordered.astype(np.int64) + fed + np.bincount(skipping, minlength=ops)
-    before = _before_on_link(messages, len(graph.first)) if lanes else np.empty(0, dtype=np.int64)
+    lanes = links is not None
+    before = np.empty(0, dtype=np.int64) if links is None else _before_on_link(messages, links)
     degree = np.concatenate((degree, 1 + (before >= 0)))
     first: Ints = np.concatenate(([0], np.cumsum(degree)))
     sources: Ints = np.empty(first[-1], dtype=np.int64)
@@ -163,9 +164,8 @@ def _by_place(order: Ints, first: Ints, sources: Ints) -> tuple[Ints, Ints, Ints
     return placed, place[sources[edge]], moved
 
 
-def _before_on_link(messages: Messages, workers: int) -> Ints:
+def _before_on_link(messages: Messages, link: Ints) -> Ints:
     """The message before each on its link, by number; -1 for the first."""
-    link = messages.senders * workers + messages.receivers
     order = np.lexsort((messages.makers, link))
     before = np.full(len(order), -1, dtype=np.int64)
     same = link[order][1:] == link[order][:-1]

@@ -21,9 +21,10 @@ from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Sync
 from counterflow.schedule.program.sync import PlannedSync, needs_sync, plan_syncs
 
-from .edges import Messages, with_nodes
-from .kernel import Floats
+from .edges import with_nodes
+from .kernel import Floats, Ints
 from .op_costs import per_stage
+from .sync_times import sync_times
 
 if TYPE_CHECKING:
     from .costs import Costs
@@ -76,7 +77,7 @@ class _Border:
         ready = model.ready(costs, played.end - played.start)
         self.busy = ready.busy
         self.ops = len(played.start)
-        self.links = _ends_of_links(model.messages) if ready.lanes else []
+        self.links = _ends_of_links(model.links(costs)) if ready.lanes else []
         nodes = len(ready.lasts)
         begins = {
             first: [nodes + worker]
@@ -106,7 +107,9 @@ class _Border:
             ]
         )
         lane = at[:workers].copy()
-        for _, _, until, members in sync_times(self.planned, released, graph.first, self.synced, lane):
+        crossings = self.costs.sync_crossings
+        times = sync_times(self.planned, released, graph.first, self.synced, lane, crossings=crossings)
+        for _, _, until, members in times:
             ended[members] = np.maximum(ended[members], until)
         ended = with_ties(self.model.schedule, self.costs, ended)
         if norm:
@@ -114,33 +117,6 @@ class _Border:
         ended = with_statistics(self.model.schedule, self.costs, ended)
         carried = [end[self.ops + last] for _, last in self.links]
         return np.concatenate((ended, carried))
-
-
-def sync_times(
-    planned: Sequence[PlannedSync],
-    released: Floats,
-    first: Sequence[int],
-    lasts: Sequence[float],
-    lane: Floats,
-) -> list[tuple[int, float, float, list[int]]]:
-    """Stage, start, end and workers of each sync, one after another on the lane beside each worker's compute.
-
-    Args:
-        planned: the syncs, with their places.
-        released: when each op's worker goes on.
-        first: each worker's first op.
-        lasts: seconds of each stage's sync.
-        lane: from when on each worker's lane is free; changed.
-    """
-    found = []
-    for item in planned:
-        members = list(item.sync.workers)
-        ready = [released[first[worker] + before - 1] for worker, before in item.starts if before]
-        begin = float(max([*ready, *lane[members]]))
-        end = begin + lasts[item.sync.stage]
-        lane[members] = end
-        found.append((item.sync.stage, begin, end, members))
-    return found
 
 
 def with_ties(schedule: Schedule, costs: Costs, ended: Floats) -> Floats:
@@ -180,11 +156,10 @@ def _summed(schedule: Schedule, costs: Costs, ended: Floats, stages: Sequence[in
     return ended
 
 
-def _ends_of_links(messages: Messages) -> list[tuple[int, int]]:
+def _ends_of_links(links: Ints) -> list[tuple[int, int]]:
     """Of each link, the numbers of its first and its last message."""
-    found: dict[tuple[int, int], tuple[int, int]] = {}
-    links = zip(messages.senders.tolist(), messages.receivers.tolist(), strict=True)
-    for number, link in enumerate(links):
+    found: dict[int, tuple[int, int]] = {}
+    for number, link in enumerate(links.tolist()):
         found[link] = found.get(link, (number, number))[0], number
     return list(found.values())
 

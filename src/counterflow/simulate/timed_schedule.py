@@ -31,7 +31,7 @@ from .edges import Edges, edges_of, messages_of, with_nodes
 from .kernel import Floats, Ints
 from .memory import Changes
 from .op_costs import Piece, per_stage, stage_bytes
-from .steady import sync_times
+from .sync_times import sync_times
 
 KEPT_MODELS = 8
 """Models kept, so that trying many costs on a few schedules builds each of them once."""
@@ -98,16 +98,30 @@ class TimedSchedule:
         self.several = len(np.unique(self.messages.makers)) < len(made)
         """Whether some op makes several messages."""
         self.sent_work: Floats = np.array([op.work for op in made])
+        self._lanes: dict[object, Edges] = {}
 
     @cached_property
     def free(self) -> Edges:
         """What waits for what, on links that carry any number of messages at once."""
-        return edges_of(self.graph, self.messages, lanes=False)
+        return edges_of(self.graph, self.messages, links=None)
 
-    @cached_property
-    def lanes(self) -> Edges:
+    def links(self, costs: Costs) -> Ints:
+        """The link of each message."""
+        messages, workers = self.messages, self.schedule.workers
+        if costs.ways is None:
+            return messages.senders * workers + messages.receivers
+        ways = np.array(costs.ways, dtype=np.int64)
+        if ways.shape != (workers, workers):
+            raise ConfigError(f"ways: a table of shape {ways.shape} for {workers} workers")
+        found: Ints = messages.senders * (int(ways.max()) + 1) + ways[messages.senders, messages.receivers]
+        return found
+
+    def lanes(self, costs: Costs) -> Edges:
         """What waits for what, on links that carry one message at a time."""
-        return edges_of(self.graph, self.messages, lanes=True)
+        key = None if costs.ways is None else tuple(map(tuple, costs.ways))
+        if key not in self._lanes:
+            self._lanes[key] = edges_of(self.graph, self.messages, links=self.links(costs))
+        return self._lanes[key]
 
     @cached_property
     def pieces(self) -> tuple[list[Piece], Ints]:
@@ -214,7 +228,7 @@ class TimedSchedule:
         free = costs.p2p == 0.0 and costs.p2p_per_byte == 0.0
         travel = np.zeros(len(self.messages.makers)) if free else self.message_seconds(costs)
         lanes = not free and costs.link is Link.ONE_AT_A_TIME
-        edges = self.lanes if lanes else self.free
+        edges = self.lanes(costs) if lanes else self.free
         delay = np.zeros(len(edges.sources))
         if not free and not lanes:
             delay[edges.travel] = travel
@@ -261,7 +275,8 @@ class TimedSchedule:
         lasts = per_stage("sync", costs.sync, self.schedule.stages)
         mode = Sync(costs.sync_mode)
         planned = plan_syncs(self.graph, mode, start.tolist(), released.tolist(), self._gradient_syncs)
-        times = sync_times(planned, released, self.graph.first, lasts, np.zeros(self.schedule.workers))
+        lane = np.zeros(self.schedule.workers)
+        times = sync_times(planned, released, self.graph.first, lasts, lane, crossings=costs.sync_crossings)
         return np.array([(0.0, float(stage), begin, end) for stage, begin, end, _ in times]).reshape(-1, 4)
 
     @cached_property

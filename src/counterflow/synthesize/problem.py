@@ -364,7 +364,7 @@ def _letters(workload: Workload, costs: Costs) -> tuple[tuple[Letter, ...], int]
             if sender == worker:
                 needs.append(Need(number[need]))
             else:
-                link = links.setdefault((sender, worker), len(links))
+                link = links.setdefault((sender, costs.way(sender, worker)), len(links))
                 needs.append(Need(number[need], travel.seconds(need, op), link))
         letters.append(Letter(op.kind, op.pipe, op.stage, worker, count[op.pipe], takes, tuple(needs)))
     return tuple(letters), len(links)

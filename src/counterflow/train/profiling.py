@@ -34,7 +34,7 @@ from counterflow.measure.layer_times import AtSize, LayerTimer, StepTimer, Subje
 from counterflow.measure.links import Travel, measure_allreduces, measure_messages
 from counterflow.measure.machine import cores, device_name, memory_bytes
 from counterflow.measure.stage_costs import StageCost
-from counterflow.plan import Cluster, LayerProfile, LayerSkip, Link, Model, Profile
+from counterflow.plan import AllReduce, Cluster, LayerProfile, LayerSkip, Link, Model, Profile
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.world import current_transport
 
@@ -127,6 +127,7 @@ def measure(
         inside=link,
         between=link,
         allreduce_inside=fitted(sums, begins=2) if sums else None,
+        allreduce=AllReduce.HIERARCHICAL if on_gpu else AllReduce.RING,
         cores=None if on_gpu else cores(),
         sources={
             "memory_bytes": "as the machine tells, divided among its workers",
