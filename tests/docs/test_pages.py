@@ -112,17 +112,20 @@ SMALLER = {
         "--set model.layers=4 --set model.hidden=16 --set model.heads=2 --set model.positions=16 "
         "--sizes 1,2 --repeats 1"
     ),
+    "--synthesize": "--moves 0",
 }
 """What is put behind a command of the page on planning, which takes the last of two values."""
 
 
 def test_from_a_profile_to_a_plan_to_a_run(tmp_path: Path) -> None:
     commands = [
-        f"{line} {SMALLER.get(line.split()[2], '')}".removeprefix("$ counterflow ")
+        " ".join([line, *(more for word, more in SMALLER.items() if word in line.split())]).removeprefix(
+            "$ counterflow "
+        )
         for block in blocks("planning.md", "console")
         for line in block.splitlines()
     ]
-    assert [command.split()[0] for command in commands] == ["profile", "plan", "train"]
+    assert [command.split()[0] for command in commands] == ["profile", "plan", "plan", "train"]
     for command in commands:
         done = subprocess.run(
             [sys.executable, "-m", "counterflow", *command.split()],

@@ -113,6 +113,7 @@ def bounds(
     *,
     update_seconds_per_byte: float = 0.0,
     step_overhead_seconds: float = 0.0,
+    barrier: bool = True,
 ) -> Bounds:
     """The bounds of one candidate.
 
@@ -124,6 +125,7 @@ def bounds(
         recompute: what is computed again.
         update_seconds_per_byte: the optimiser's update, for each byte of weights.
         step_overhead_seconds: what an update takes beside ops, syncs and the optimiser.
+        barrier: whether a step begins when the one before has ended on all workers.
     """
     times = _least_times(shape, stages, recompute)
     held = stage_bytes(stages.bytes, recompute, len(stages.forward))
@@ -141,7 +143,7 @@ def bounds(
     assert not isinstance(weights, (int, float))
     update = update_seconds_per_byte * max(sum(weights[s] for _, s in mine) for mine in owned)
     update += step_overhead_seconds
-    if shape.split or not shape.synchronous:
+    if shape.split or not shape.synchronous or not barrier:
         # Whatever the order, and in the steady state too, a worker runs every op of an update.
         least = max(work) + update
         return Bounds(least, least, needed[fullest], fullest)

@@ -86,6 +86,20 @@ class Model:
                 f"{len(self.layers) - 1}"
             )
 
+    @property
+    def barrier(self) -> bool:
+        """Whether steps end on all workers: by its config, else yes."""
+        return self._pipeline.get("barrier", True) is not False
+
+    @property
+    def clips(self) -> bool:
+        """Whether updates wait for the norm of the whole gradient: by its config, else yes."""
+        return self._pipeline.get("clip_norm", 1.0) != 0
+
+    @property
+    def _pipeline(self) -> Mapping[str, ConfigValue]:
+        return self.config.get("pipeline", {})
+
     def runs(self) -> list[tuple[str, int]]:
         """Equal layers in a row, as (kind, how many)."""
         found: list[tuple[str, int]] = []

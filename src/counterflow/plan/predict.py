@@ -91,7 +91,14 @@ class Predictor:
     def play(self, configuration: Configuration, mini_batch: int | None = None) -> Play:
         """The configuration, played."""
         _require_samples(configuration)
-        schedule = self.schedule(configuration.scheme, configuration.options)
+        return self.play_order(
+            configuration, self.schedule(configuration.scheme, configuration.options), mini_batch
+        )
+
+    def play_order(
+        self, configuration: Configuration, schedule: Schedule, mini_batch: int | None = None
+    ) -> Play:
+        """The configuration, played with this schedule in place of its scheme's."""
         needed = schedule.workers * configuration.replicas
         if needed > self.cluster.size:
             raise ConfigError(
@@ -100,7 +107,7 @@ class Predictor:
             )
         stages = self.stages(configuration.cuts, schedule.stages, configuration.samples)
         skips = [link for link, _ in stages.skips]
-        if skips:
+        if skips or schedule.workload.skips:
             schedule = schedule.with_skips(skips)
         links = network(
             *(self.cluster, schedule.placement, configuration.replicas, configuration.arrangement, skips)
@@ -184,14 +191,17 @@ class Play:
 
     @cached_property
     def seconds(self) -> float:
-        """One step."""
-        one = self._played + self._waiting + self._update
-        return one * self.updates
+        """One step, with or without a barrier as the model's config says."""
+        return self.step_seconds(self._played)
 
     @cached_property
     def steady_seconds(self) -> float:
         """One step, where steps follow each other without a barrier."""
-        return (max(self._steady, self._core_seconds) + self._update) * self.updates
+        return self.step_seconds(self._steady)
+
+    def step_seconds(self, update_seconds: float) -> float:
+        """One step, if an update's ops, messages and sums take so long where no worker waits for a core."""
+        return (max(update_seconds, self._core_seconds) + self._update) * self.updates
 
     @cached_property
     def _steady(self) -> float:
@@ -202,9 +212,14 @@ class Play:
     @cached_property
     def _played(self) -> float:
         """One update, as simulated."""
-        if self.schedule.synchronous:
-            return self.simulation.makespan
-        return self._steady
+        if not self.schedule.synchronous:
+            return self._steady
+        model, simulation = self.predictor.model, self.simulation
+        if model.barrier:
+            return simulation.makespan
+        seconds = simulation.steady_step_clipped if model.clips else simulation.steady_step
+        assert seconds is not None  # it has a flush
+        return seconds
 
     @cached_property
     def _waiting(self) -> float:

@@ -13,13 +13,17 @@ from typing import Any
 from counterflow.schedule import registry
 from counterflow.schedule.scheme import DEPTH, Kind
 
+from .orders import Orders
 from .prediction import Configuration, Parts, Prediction
 from .search import Found, Plan, Rejections
 from .why import Why
 
 
 def as_json(
-    found: Found, explained: Why, shown: Callable[[Plan], dict[str, Any]] | None = None
+    found: Found,
+    explained: Why,
+    shown: Callable[[Plan], dict[str, Any]] | None = None,
+    orders: Orders | None = None,
 ) -> dict[str, Any]:
     """All of it.
 
@@ -27,6 +31,7 @@ def as_json(
         found: what the search found.
         explained: why the best plan is the best.
         shown: what is said of a plan; None: ``plan_json``.
+        orders: what was computed for the best plans.
     """
     shown = shown or plan_json
     larger = explained.in_more_memory
@@ -51,6 +56,31 @@ def as_json(
             ],
             "in_more_memory": larger and {**shown(larger), "needed_bytes": explained.needed_bytes},
         },
+        "synthesized": orders and orders_json(orders, shown),
+    }
+
+
+def orders_json(orders: Orders, shown: Callable[[Plan], dict[str, Any]]) -> dict[str, Any]:
+    """What was computed for the best plans."""
+    return {
+        "gain": orders.gain,
+        "named": shown(orders.named),
+        "orders": [
+            {
+                **prediction_json(one.play.prediction()),
+                "placement_of": one.named.play.configuration.scheme,
+                "split": one.split,
+                "objective": one.synthesis.objective.value,
+                "lower_bound_seconds": one.bound_seconds,
+                "reason": one.synthesis.bound.reason,
+                "gap": one.gap,
+                "method": one.method,
+                "recut": one.recut,
+            }
+            for one in orders.computed
+        ],
+        "omitted": [{"what": omission.what, "reason": omission.reason} for omission in orders.omissions],
+        "stopped": orders.stopped,
     }
 
 

@@ -274,6 +274,7 @@ class _Search:
                 recompute,
                 update_seconds_per_byte=self.predictor.profile.update_seconds_per_byte,
                 step_overhead_seconds=self.predictor.profile.step_overhead_seconds,
+                barrier=self.predictor.model.barrier,
             )
         return self.known_bounds[key]
 

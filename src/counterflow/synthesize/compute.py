@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 
+from counterflow.schedule.ir import Schedule
 from counterflow.schedule.op import OpKind
 from counterflow.schedule.workload import Workload
 from counterflow.simulate import Costs
@@ -23,6 +24,9 @@ from .result import PROVED, Synthesis
 
 Report = Callable[[float, float, str], None]
 """Told of the best value, the bound, and what found it or is looked for."""
+
+START = "the order to begin with"
+"""The method of a result that nothing improved."""
 
 _REPEATED = 0.4
 """The share of time for repeating blocks and for squeezing."""
@@ -50,6 +54,7 @@ def synthesize(
     seconds: float = 30.0,
     moves: int | None = None,
     seed: int = 0,
+    start: Schedule | None = None,
     report: Report | None = None,
 ) -> Synthesis:
     """The best schedule of a workload that can be found, and how far it is from the best there is.
@@ -68,11 +73,13 @@ def synthesize(
         moves: so many moves of the search in place of ``seconds``; the result is then the same on every
             machine.
         seed: of the search.
+        start: a schedule of this workload to begin with, beside the named schemes; taken where it keeps the
+            limits.
         report: told of the best value, the bound and what is being done.
 
     Raises:
-        ConfigError: the workload has doubled forwards, divided backwards or no flush, costs do not fit it, or
-            what is limited is too little for one micro-batch.
+        ConfigError: the workload has doubled forwards, divided backwards or no flush, costs do not fit it,
+            what is limited is too little for one micro-batch, or ``start`` is of another workload.
 
     >>> from counterflow.schedule.placement import linear
     >>> from counterflow.schedule.workload import plain
@@ -81,14 +88,15 @@ def synthesize(
     (27.0, 27.0, True, 'zb-h1(stages=4, micro_batches=8)')
     """
     problem = problem_of(workload, costs, peak=peak, memory_bytes=memory_bytes, objective=objective)
-    return _Run(problem, report).run(seconds, moves, seed)
+    first = None if start is None else problem.words_of(start)
+    return _Run(problem, report, first).run(seconds, moves, seed)
 
 
 class _Run:
     """One computation: the best so far, and the bound."""
 
-    def __init__(self, problem: Problem, report: Report | None) -> None:
-        self._problem, self._report = problem, report
+    def __init__(self, problem: Problem, report: Report | None, first: Words | None) -> None:
+        self._problem, self._report, self._first = problem, report, first
         self._bound = lower_bound(problem)
         self._words = one_by_one(problem)
         self._starts = [self._words]
@@ -102,6 +110,9 @@ class _Run:
         try:
             for name, words in named(self._problem):
                 self._take_named(name, words)
+            if self._first is not None and self._problem.fits(self._first):
+                self._starts.append(self._first)
+                self._take(self._first, START)
             if not self._proved:
                 self._repeat(_REPEATED * seconds, moves, seed)
             if not self._proved:

@@ -6,6 +6,7 @@ What was profiled is what is trained: only what the plan decides is changed.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -48,7 +49,13 @@ _OPTIMIZERS: dict[float, dict[str, Any]] = {
 """By the bytes of optimiser state for each byte of weights."""
 
 
-def planned_config(model: Model, profile: Profile, cluster: Cluster, prediction: Prediction) -> RunConfig:
+def planned_config(
+    model: Model,
+    profile: Profile,
+    cluster: Cluster,
+    prediction: Prediction,
+    schedule_file: Path | None = None,
+) -> RunConfig:
     """The config that runs a plan.
 
     Args:
@@ -56,6 +63,7 @@ def planned_config(model: Model, profile: Profile, cluster: Cluster, prediction:
         profile: what the plan was made with.
         cluster: what it was made for.
         prediction: of the plan, with its cuts resolved.
+        schedule_file: its schedule, where that is no named scheme's.
 
     Raises:
         ConfigError: the model does not say how it is made, or not the model that the plan has cut.
@@ -74,7 +82,9 @@ def planned_config(model: Model, profile: Profile, cluster: Cluster, prediction:
         )
     values: dict[str, Any] = {
         "model": dict(model.train),
-        "schedule": {"scheme": plan.scheme, **dict(plan.options)},
+        "schedule": {"scheme": plan.scheme, **dict(plan.options)}
+        if schedule_file is None
+        else {"file": str(schedule_file)},
         "pipeline": {
             "replicas": plan.replicas,
             "recompute": plan.recompute,

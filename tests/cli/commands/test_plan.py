@@ -25,6 +25,7 @@ KEYS = [
     "rejected",
     "omitted",
     "why",
+    "synthesized",
 ]
 
 
@@ -114,6 +115,32 @@ def test_the_plan_is_a_file_that_train_runs(run: Run, inputs: str, tmp_path: Pat
     assert list(kept.pipeline.cuts or ()) == written["pipeline"]["cuts"]
 
 
+def test_a_computed_order_that_wins_is_written_and_runs(run: Run, inputs: str, tmp_path: Path) -> None:
+    out, order = tmp_path / "plan.toml", tmp_path / "plan.schedule.json"
+    line = f"plan {inputs} --scheme dapple --workers 2 --micro-batch-size 4 --recompute none"
+    named = run(f"{line} --json").json
+    assert named["synthesized"] is None
+    shown = run(f"{line} --synthesize --moves 0 --json --out", str(out)).json
+    orders = shown["synthesized"]
+    best = orders["orders"][0]
+    assert orders["named"] == named["best"][0]
+    assert orders["gain"] == pytest.approx(1 - best["step_seconds"] / named["best"][0]["step_seconds"])
+    assert orders["gain"] > 0.02
+    assert best["lower_bound_seconds"] <= best["step_seconds"] == shown["best"][0]["step_seconds"]
+    assert [plan["scheme"] for plan in shown["schemes"]] == ["synthesized", "dapple"]
+    written = tomllib.loads(out.read_text(encoding="utf-8"))
+    assert written["schedule"] == {"file": str(order)}
+    assert written["plan"]["step_seconds"] == best["step_seconds"]
+    assert run(f"check {order}").code == 0
+    assert run(f"simulate {order} --json").json["workers"] == 2
+    local = "--set pipeline.transport=local --set train.threads=1 --steps 2 --json --out"
+    trained = run(f"train {out} {local}", str(tmp_path / "run"))
+    assert trained.code == 0, trained.err
+    assert trained.json["steps"] == 2
+    told = run(f"{line} --synthesize --moves 0").out
+    assert f"Computed orders: the best saves {orders['gain']:.1%} of dapple" in told
+
+
 def test_an_example_as_files_plans_the_same(run: Run, tmp_path: Path) -> None:
     limits = "--scheme dapple --workers 8 --micro-batch-size 4 --json"
     saved = run("plan --example chimera-bert48 --save-inputs", str(tmp_path / "mine"))
@@ -144,6 +171,7 @@ def test_the_examples_are_listed(run: Run) -> None:
         ("plan --example chimera", "unknown example 'chimera'"),
         ("plan --example chimera-bert48 --workers 7", "--workers 7: must divide the 32 devices"),
         ("plan --example chimera-bert48 --scheme chimra", "did you mean 'chimera'"),
+        ("plan --example chimera-bert48 --seconds 5", "Error: --seconds: only with --synthesize\n"),
         ("plan --example chimera-bert48 --mini-batch 0", "--mini-batch 0: must be 1 or more"),
         ("plan --example chimera-bert48 --micro-batch-size 0", "--micro-batch-size 0: must be 1 or more"),
         (

@@ -15,14 +15,17 @@ from counterflow.schedule.modes import Recompute, Sync, parse_mode
 from ..options.flags import JsonFlag
 from ..options.wanted import wanted_cuts, wanted_options
 from ..output.console import note, print_json, writing
-from ..output.search_bar import search_bar, without_collections
+from ..output.search_bar import order_bar, search_bar, without_collections
 
 if TYPE_CHECKING:
     from counterflow.papers.examples import Example
-    from counterflow.plan.search import Plan
+    from counterflow.plan.orders import Orders
+    from counterflow.plan.search import Found, Plan
+    from counterflow.plan.space import Constraints
 
 _INPUTS = "What is planned: an example, files, or both: files take its place"
 _LIMITS = "What a plan has to be: may be repeated; not given: all is tried"
+_ORDERS = "Computed orders"
 _OUTPUT = "Output"
 
 
@@ -117,6 +120,26 @@ def plan(
             rich_help_panel=_LIMITS,
         ),
     ] = False,
+    synthesize: Annotated[
+        bool,
+        typer.Option(
+            "--synthesize",
+            help="Compute orders for the best plans; one that wins is a plan like any other.",
+            rich_help_panel=_ORDERS,
+        ),
+    ] = False,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="How long to look for them, in all. Default 30.", rich_help_panel=_ORDERS),
+    ] = None,
+    moves: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="So many moves of the search for each, in place of --seconds: the same on every machine.",
+            rich_help_panel=_ORDERS,
+        ),
+    ] = None,
     top: Annotated[
         int | None,
         typer.Option(
@@ -156,6 +179,8 @@ def plan(
     if listed:
         _list(as_json)
         return
+    if not synthesize and (seconds is not None or moves is not None):
+        raise ConfigError(f"--{'moves' if seconds is None else 'seconds'}: only with --synthesize")
     task = _task(example, model, profile, cluster, mini_batch)
     if save_inputs is not None:
         _save(task, save_inputs)
@@ -185,9 +210,9 @@ def plan(
             count=top or 1,
             progress=report,
         )
-        explained = why(found)
-    if out is not None:
-        _write(task, found.best[0], out)
+    found, orders = _ordered(found, constraints, seconds, moves) if synthesize else (found, None)
+    explained = why(found)
+    written = None if out is None else _write(task, found.best[0], out)
     if as_json:
         from counterflow.papers.step_times import plan_with_form_json  # noqa: PLC0415
         from counterflow.plan.report import as_json as data  # noqa: PLC0415
@@ -195,13 +220,14 @@ def plan(
         from ..output.plan_results import Planned  # noqa: PLC0415
 
         head = {"model": task.model.name, "profile": task.profile.name, "cluster": task.cluster.name}
-        print_json(Planned.model_validate(head | data(found, explained, plan_with_form_json)))
+        print_json(Planned.model_validate(head | data(found, explained, plan_with_form_json, orders)))
         return
     from ..output.plan_tables import print_plans  # noqa: PLC0415
 
-    print_plans(task, found, explained, top)
+    print_plans(task, found, explained, top, orders)
     if out is not None:
-        note(f"The best plan is in {out}; run it: counterflow train {out}")
+        beside = f", its order in {written}" if written else ""
+        note(f"The best plan is in {out}{beside}; run it: counterflow train {out}")
         if not found.best[0].play.schedule.synchronous:
             note("It works without a flush, on late weights: a step may learn less than one with a flush")
         if found.best[0].play.configuration.arrangement is not Arrangement.PIPELINE_INSIDE:
@@ -209,6 +235,20 @@ def plan(
                 "train puts its workers on the devices that [plan] lists: start the ranks node by node, as "
                 "torchrun and Slurm do"
             )
+
+
+def _ordered(
+    found: Found, constraints: Constraints, seconds: float | None, moves: int | None
+) -> tuple[Found, Orders]:
+    """What was found, with orders computed for the best plans."""
+    from counterflow.plan.orders import compute_orders, with_orders  # noqa: PLC0415
+
+    limit = 30.0 if seconds is None else seconds
+    with order_bar(None if moves is not None else limit) as told:
+        orders = compute_orders(found, constraints, seconds=limit, moves=moves, progress=told)
+    if orders.stopped:
+        note("Stopped: these are the best orders so far.")
+    return with_orders(found, orders), orders
 
 
 def _task(
@@ -279,9 +319,18 @@ def _save(task: Example, folder: Path) -> None:
     note(f"Edit and plan: counterflow plan {names} --mini-batch {task.mini_batch}")
 
 
-def _write(task: Example, best: Plan, path: Path) -> None:
+def _write(task: Example, best: Plan, path: Path) -> Path | None:
+    """The plan's config, and a computed order beside it: its file, None where a scheme makes the order."""
+    from counterflow.plan.orders import SYNTHESIZED  # noqa: PLC0415
+    from counterflow.schedule.formats import dumps  # noqa: PLC0415
     from counterflow.train.planned import planned_config  # noqa: PLC0415
 
-    config = planned_config(task.model, task.profile, task.cluster, best.play.prediction())
+    beside = None
+    if best.play.configuration.scheme == SYNTHESIZED:
+        beside = path.with_name(f"{path.stem}.schedule.json")
+        with writing(beside):
+            beside.write_text(dumps(best.play.schedule), encoding="utf-8")
+    config = planned_config(task.model, task.profile, task.cluster, best.play.prediction(), beside)
     with writing(path):
         path.write_text(config.to_toml(), encoding="utf-8")
+    return beside

@@ -43,8 +43,8 @@ class FormShown(Part):
     difference: Annotated[float | None, said("from the simulation, relative to it")]
 
 
-class PlanShown(ConfigurationShown):
-    """A plan."""
+class PredictionShown(ConfigurationShown):
+    """What a configuration costs."""
 
     workers: Annotated[int, said("of a replica")]
     micro_batches: Annotated[int, said("of an update, on each replica")]
@@ -58,6 +58,11 @@ class PlanShown(ConfigurationShown):
     memory: Annotated[list[MemoryShown], said("by worker")]
     fits: Annotated[bool, said("whether all workers' peaks fit their memory")]
     notes: list[str]
+
+
+class PlanShown(PredictionShown):
+    """A plan."""
+
     closed_form: FormShown | None
 
 
@@ -124,6 +129,31 @@ class WhyShown(Part):
     in_more_memory: Annotated[LargerShown | None, said("a faster plan that does not fit")]
 
 
+class OrderShown(PredictionShown):
+    """A computed order."""
+
+    placement_of: Annotated[str, said("the scheme of the plan whose placement and micro-batches it has")]
+    split: Annotated[bool, said("whether its backwards are split")]
+    objective: Annotated[str, said("what was made small: makespan, or steady where there is no barrier")]
+    lower_bound_seconds: Annotated[float, said("no order of these ops within the memory has a shorter step")]
+    reason: Annotated[str, said("why, for people; in seconds of ops, messages and syncs")]
+    gap: Annotated[float, said("share of the step that a better order could save at most")]
+    method: Annotated[str, said("what found it")]
+    recut: Annotated[bool, said("whether layers moved between stages for it")]
+
+
+class OrdersShown(Part):
+    """What was computed for the best plans."""
+
+    gain: Annotated[
+        float, said("share of the best named plan's step that the best order saves; 0: none does")
+    ]
+    named: Annotated[PlanShown, said("the best named plan")]
+    orders: Annotated[list[OrderShown], said("best first")]
+    omitted: Annotated[list[OmittedShown], said("what was not computed, and why")]
+    stopped: Annotated[bool, said("whether it was interrupted")]
+
+
 class Planned(Result):
     """`counterflow plan`."""
 
@@ -137,10 +167,11 @@ class Planned(Result):
     rejected: Annotated[list[RejectedShown], said("by scheme")]
     omitted: list[OmittedShown]
     why: WhyShown
+    synthesized: Annotated[OrdersShown | None, said("with `--synthesize`")]
 
 
 PLAN_PARTS: tuple[type[Part], ...] = (
     *(ConfigurationShown, PlanShown, MemoryShown, FormShown, RejectedShown, TooLargeShown, OmittedShown),
-    *(WhyShown, PartsShown, ChangeShown, LargerShown),
+    *(WhyShown, PartsShown, ChangeShown, LargerShown, OrdersShown, OrderShown),
 )
 """Those that the page tells of."""

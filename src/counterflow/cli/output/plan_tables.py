@@ -16,13 +16,18 @@ from counterflow.schedule.modes import Recompute
 from .console import WIDE, byte_size, console, number
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from counterflow.papers.examples import Example
+    from counterflow.plan.orders import Orders
     from counterflow.plan.prediction import Configuration, Parts, Prediction
     from counterflow.plan.search import Found, Plan
     from counterflow.plan.why import Why
 
 
-def print_plans(task: Example, found: Found, explained: Why, top: int | None) -> None:
+def print_plans(
+    task: Example, found: Found, explained: Why, top: int | None, orders: Orders | None = None
+) -> None:
     """All of it.
 
     Args:
@@ -30,6 +35,7 @@ def print_plans(task: Example, found: Found, explained: Why, top: int | None) ->
         found: what the search found.
         explained: why the best plan is the best.
         top: so many of the best plans are shown; None: the best of every scheme.
+        orders: what was computed for the best plans.
     """
     out = console(WIDE)
     cluster = task.cluster
@@ -52,6 +58,8 @@ def print_plans(task: Example, found: Found, explained: Why, top: int | None) ->
     out.print()
     for line in _explained(explained, best):
         out.print(Text(line))
+    if orders is not None:
+        _print_orders(out, orders)
     out.print(_rejected(found))
     for omission in found.omissions:
         out.print(Text(f"{omission.what}: {omission.reason}", style="dim"))
@@ -131,6 +139,42 @@ def _of_best(found: Plan) -> Iterator[str]:
         )
     for text in best.notes:
         yield f"  note                    {text}"
+
+
+def _print_orders(out: Console, orders: Orders) -> None:
+    """What was computed for the best plans, what that gained, and what no order beats."""
+    named = _short(orders.named.play.prediction())
+    if orders.best is None:
+        told = f"Computed orders: none is quicker than {named}, {_seconds(orders.named.seconds)}"
+    else:
+        told = (
+            f"Computed orders: the best saves {orders.gain:.1%} of {named}, {_seconds(orders.named.seconds)}"
+        )
+    out.print()
+    out.print(Text(told))
+    if orders.computed:
+        table = _table(
+            *("placement of", "D", "W", "B", "backwards", "recompute", "step", "no order below"),
+            *("gap", "found by"),
+            left=("placement of", "backwards", "recompute", "found by"),
+        )
+        for one in orders.computed:
+            plan = one.play.configuration
+            table.add_row(
+                one.named.play.configuration.scheme,
+                *(str(n) for n in (one.play.schedule.workers, plan.replicas, plan.samples)),
+                "split" if one.split else "whole",
+                plan.recompute.value,
+                *(_seconds(one.seconds), _seconds(one.bound_seconds), f"{one.gap:.1%}"),
+                one.method + (", stages cut anew" if one.recut else ""),
+            )
+        out.print(table)
+        reason = orders.computed[0].synthesis.bound.reason
+        out.print(Text(f"  Why the first takes no less than its bound: {reason}"))
+    if orders.omissions:
+        out.print(
+            Text(f"  {len(orders.omissions)} more were not computed; --json tells of each why", style="dim")
+        )
 
 
 _PART_WORDS = {

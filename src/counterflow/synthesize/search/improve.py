@@ -407,7 +407,11 @@ def _climb(search: Search, one: _Climber, budget: _Budget, heat: tuple[float, fl
     slice_moves = max(1, int(_SLICE_MOVES_OPS / search.problem.ops))
     moves, began = 0, monotonic()
     while not stop.is_set() and (done := budget.done(moves, monotonic() - began)) < 1:
-        count = slice_moves if budget.moves is None else min(slice_moves, budget.moves - moves)
+        if budget.moves is not None:
+            count = min(slice_moves, budget.moves - moves)
+        else:  # a short one first, then none that is longer than what is left of the time
+            left = int(moves / done * (1 - done)) if done and moves else slice_moves // 16
+            count = max(1, min(slice_moves, left))
         until = done if budget.moves is None else budget.done(moves + count, 0.0)
         from_heat, to_heat = (warm * (cold / warm) ** share for share in (done, until))
         plan = Plan(count, from_heat, to_heat, search.steady)
