@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -17,11 +16,12 @@ from counterflow.schedule.schemes import (
     gems,
     gpipe,
     hanayo,
-    interleaved,
     pipedream,
     pipedream_2bw,
     wpipe,
 )
+
+from . import formulas
 
 EVEN_DEPTHS = (2, 4, 6, 8, 12)
 EQUAL_SLOTS = Costs(forward=1.0, backward=1.0)
@@ -42,10 +42,9 @@ def idle(schedule: Schedule, costs: Costs | None = None) -> Fraction:
 def test_gpipe_and_dapple(stages: int, micro_batches: int) -> None:
     ratio = forms.flushed_bubble_ratio(stages, micro_batches)
     for schedule in (gpipe(stages, micro_batches), dapple(stages, micro_batches)):
-        assert idle(schedule) == forms.flushed_idle(stages)
-        assert idle(schedule, EQUAL_SLOTS) == forms.flushed_idle(stages, 1, 1)
-        assert ratio == forms.flushed_idle(stages) / Fraction(simulate(schedule).makespan)
-        assert forms.published_bubble_ratio(schedule) == ratio
+        assert idle(schedule) == formulas.flushed_idle(stages)
+        assert idle(schedule, EQUAL_SLOTS) == formulas.flushed_idle(stages, 1, 1)
+        assert ratio == formulas.flushed_idle(stages) / Fraction(simulate(schedule).makespan)
     assert peaks(gpipe(stages, micro_batches)) == forms.gpipe_activations(micro_batches)
     one_to_d = forms.one_forward_one_backward_activations(stages)
     assert peaks(dapple(stages, micro_batches)) == one_to_d
@@ -54,9 +53,9 @@ def test_gpipe_and_dapple(stages: int, micro_batches: int) -> None:
 @pytest.mark.parametrize("groups", [1, 2, 3, 4])
 def test_gpipe_groups(groups: int) -> None:
     schedule = gpipe(5, 6, groups)
-    assert idle(schedule) == forms.grouped_idle(5, groups, forward=groups, backward=2 * groups)
+    assert idle(schedule) == formulas.grouped_idle(5, groups, forward=groups, backward=2 * groups)
     ratio = idle(schedule) / Fraction(simulate(schedule).makespan)
-    assert forms.published_bubble_ratio(schedule) == ratio
+    assert forms.flushed_bubble_ratio(5, groups * 6) == ratio
 
 
 @pytest.mark.parametrize("stages", EVEN_DEPTHS)
@@ -67,7 +66,6 @@ def test_gems(stages: int) -> None:
     many = 10_000
     exact = 1 - 3 * many / forms.gems_makespan(stages, many)
     assert 0 < exact - forms.gems_bubble_ratio(stages) < Fraction(1, many)
-    assert forms.published_bubble_ratio(gems(stages, 2)) == forms.gems_bubble_ratio(stages)
 
 
 @pytest.mark.parametrize("stages", EVEN_DEPTHS)
@@ -79,16 +77,15 @@ def test_chimera(stages: int, units: int) -> None:
         makespan = Fraction(simulate(schedule, EQUAL_SLOTS).makespan)
         ratio = forms.chimera_bubble_ratio(stages, n, pairs)
         assert ratio == idle(schedule, EQUAL_SLOTS) / makespan
-        assert forms.published_bubble_ratio(schedule) == ratio
         assert peaks(schedule) == forms.chimera_activations(stages, pairs)
         assert set(simulate(schedule).weight_copies) == {forms.chimera_weights(pairs)}
-    assert idle(chimera(stages, n)) == forms.chimera_direct_idle(stages, units)
+    assert idle(chimera(stages, n)) == formulas.chimera_direct_idle(stages, units)
 
 
 @pytest.mark.parametrize("stages", EVEN_DEPTHS)
 def test_chimera_with_middle_bubbles(stages: int) -> None:
     basic = simulate(chimera(stages, stages))
-    forwards, backwards = forms.chimera_critical_path(stages)
+    forwards, backwards = formulas.chimera_critical_path(stages)
     assert basic.makespan == forwards + 2 * backwards
     ratio = forms.chimera_middle_bubble_ratio(stages, stages)
     assert ratio == Fraction(basic.idle[0]) / Fraction(basic.makespan)
@@ -121,19 +118,19 @@ def test_mixpipe_table_i_counts_chimera_in_equal_slots(stages: int) -> None:
 def test_hanayo(workers: int, waves: int) -> None:
     for units in (1, 2, 4):
         schedule = hanayo(workers, units * workers, waves)
-        assert idle(schedule) == forms.hanayo_idle(workers, units)
-        assert peaks(schedule) == forms.hanayo_activations(workers, waves)
+        assert idle(schedule) == formulas.hanayo_idle(workers, units)
+        assert peaks(schedule) == formulas.hanayo_activations(workers, waves)
     schedule = hanayo(workers, workers, waves)
     exact = idle(schedule) / Fraction(simulate(schedule).makespan)
     assert forms.hanayo_bubble_ratio(workers, waves) == exact
     published = forms.hanayo_published_bubble_ratio(workers, waves)
-    assert forms.hanayo_equation_1(workers, waves) == published
-    assert forms.published_bubble_ratio(schedule) == published > exact
+    assert formulas.hanayo_equation_1(workers, waves) == published
+    assert published > exact
 
 
 def test_hanayo_messages_cost_more_with_more_waves() -> None:
-    free = forms.hanayo_equation_1(4, 2)
-    dear = forms.hanayo_equation_1(4, 2, message=Fraction(1, 10))
+    free = formulas.hanayo_equation_1(4, 2)
+    dear = formulas.hanayo_equation_1(4, 2, message=Fraction(1, 10))
     assert dear > free
 
 
@@ -141,7 +138,7 @@ def test_hanayo_messages_cost_more_with_more_waves() -> None:
 @pytest.mark.parametrize("extra", [0, 1, 4])
 def test_asynchronous_schemes(workers: int, extra: int) -> None:
     m = workers + extra
-    one = forms.one_forward_one_backward_model_activations(workers)
+    one = formulas.one_forward_one_backward_model_activations(workers)
     two_bw = pipedream_2bw(workers, m, periods=4)
     grouped = wpipe(workers, m, periods=4)
     single = pipedream(workers, periods=4 * workers)
@@ -149,15 +146,13 @@ def test_asynchronous_schemes(workers: int, extra: int) -> None:
         assert sum(simulate(schedule).peak_activations) == one * workers
         assert peaks(schedule) == forms.one_forward_one_backward_activations(workers)
     stashed = sum(simulate(grouped).peak_activations)
-    assert stashed == forms.wpipe_activations(workers, m) * 2 * workers
-    over = forms.wpipe_published_activations(workers, m) - forms.wpipe_activations(workers, m)
+    assert stashed == formulas.wpipe_activations(workers, m) * 2 * workers
+    over = forms.wpipe_published_activations(workers, m) - formulas.wpipe_activations(workers, m)
     assert over == Fraction(m - workers, 2)
     assert forms.pipedream_published_activations(workers, m) - one == m - workers
     copies = simulate(single).weight_copies
     assert Range.of(min(copies), max(copies)) == forms.pipedream_weights(workers)
     assert sum(copies) == forms.pipedream_buffers(workers) * workers
-    for schedule in (single, two_bw, grouped):
-        assert forms.published_bubble_ratio(schedule) == 0
 
 
 @pytest.mark.parametrize("workers", [2, 3, 5])
@@ -168,24 +163,3 @@ def test_messages(workers: int) -> None:
     ):
         count = Fraction(len(OpGraph(schedule).messages), schedule.total_micro_batches)
         assert count == forms.messages(workers, partitions)
-
-
-def test_no_paper_gives_a_ratio_for_interleaved() -> None:
-    assert forms.published_bubble_ratio(interleaved(2, 2)) is None
-
-
-def test_mixpipe_ratio_is_published_for_n_equal_d_only() -> None:
-    chimera_of_mixpipe = chimera(4, 4)
-
-    def mixed(injected: int | str, micro_batches: int) -> Schedule:
-        """A schedule that says it is MixPipe's; only its options are looked at."""
-        return Schedule(
-            "mixpipe",
-            (("stages", 4), ("injected", injected), ("early_forwards", 1)),
-            replace(chimera_of_mixpipe.workload, micro_batches=micro_batches),
-            chimera_of_mixpipe.orders,
-        )
-
-    assert forms.published_bubble_ratio(mixed(2, 4)) == Fraction(7, 19)
-    assert forms.published_bubble_ratio(mixed(2, 8)) is None
-    assert forms.published_bubble_ratio(mixed("max", 4)) is None

@@ -8,11 +8,8 @@ activations in (stage x micro-batch), unless a docstring says models.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-
-from counterflow.schedule.ir import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,34 +44,6 @@ def flushed_bubble_ratio(stages: int, micro_batches: int) -> Fraction:
     Fraction(3, 7)
     """
     return Fraction(stages - 1, micro_batches + stages - 1)
-
-
-def flushed_idle(stages: int, forward: int = 1, backward: int = 2) -> Fraction:
-    """(D−1)(F+B). Source: Chimera, section 2 (2(D−1) bubbles in equal slots).
-
-    >>> flushed_idle(stages=4)
-    Fraction(9, 1)
-    """
-    return Fraction((stages - 1) * (forward + backward))
-
-
-def grouped_idle(
-    stages: int, groups: int, forward: Fraction | int = 1, backward: Fraction | int = 2
-) -> Fraction:
-    """1/g of GPipe's idle time, for the same model and at least as many micro-batches as workers.
-
-    Args:
-        stages: D, the number of workers.
-        groups: g, chunks of the model on each worker.
-        forward: a worker's whole forward of one micro-batch, all its chunks together.
-        backward: the same for the backward.
-
-    Source: WPipe, appendix A.4, Figure 15.
-
-    >>> grouped_idle(stages=4, groups=2)
-    Fraction(9, 2)
-    """
-    return (stages - 1) * (Fraction(forward) + Fraction(backward)) / groups
 
 
 def gpipe_activations(micro_batches: int) -> Range:
@@ -152,28 +121,6 @@ def chimera_middle_bubble_ratio(stages: int, micro_batches: int) -> Fraction:
     Fraction(1, 4)
     """
     return Fraction(2 * (stages - 2), 3 * micro_batches + 2 * (stages - 2))
-
-
-def chimera_direct_idle(stages: int, units: int) -> Fraction:
-    """2(D−2) + (K−1)(D−2) with B = 2F: K = N/D units, the middle bubbles of each.
-
-    Source: Counterflow; Chimera, section 3.5 describes the bubbles without a number.
-
-    >>> chimera_direct_idle(stages=4, units=2)
-    Fraction(6, 1)
-    """
-    return Fraction((units + 1) * (stages - 2))
-
-
-def chimera_critical_path(stages: int) -> tuple[int, int]:
-    """(C_f, C_b): D forwards and 2D−2 backwards, at N = D and f = 1.
-
-    Source: Chimera, section 3.4; Figure 6 is D = 6.
-
-    >>> chimera_critical_path(stages=6)
-    (6, 10)
-    """
-    return stages, 2 * stages - 2
 
 
 def chimera_weights(pairs: int = 1) -> Fraction:
@@ -268,19 +215,6 @@ def mixpipe_max_activations(stages: int) -> Range:
 # --- Hanayo --------------------------------------------------------------------------------------------
 
 
-def hanayo_idle(workers: int, units: int = 1) -> Fraction:
-    """2(K+1)(P−1) for N = K·P with B = 2F, in forwards of one of the 2·P·waves stages.
-
-    At K = 1 this is (P−1)·T_B/waves with the paper's T_B, a worker's backward of one micro-batch.
-
-    Source: Hanayo, section 3.4 (numerator of equation 1) for K = 1; Counterflow for K > 1.
-
-    >>> hanayo_idle(workers=4)
-    Fraction(12, 1)
-    """
-    return Fraction(2 * (units + 1) * (workers - 1))
-
-
 def hanayo_bubble_ratio(workers: int, waves: int) -> Fraction:
     """2(P−1)/(3·P·waves+2(P−1)), exact at N = P with B = 2F. Source: Counterflow.
 
@@ -301,47 +235,6 @@ def hanayo_published_bubble_ratio(workers: int, waves: int) -> Fraction:
     Fraction(2, 7)
     """
     return Fraction(2 * workers - 2, 3 * workers * waves + workers - 1)
-
-
-def hanayo_equation_1(
-    workers: int,
-    waves: int,
-    forward: Fraction | int = 1,
-    backward: Fraction | int = 2,
-    message: Fraction | int = 0,
-) -> Fraction:
-    """Bubble ratio with messages.
-
-    Args:
-        workers: P, 2 or more.
-        waves: W.
-        forward: T_F, a worker's whole forward of one micro-batch.
-        backward: T_B, its whole backward.
-        message: T_C, one message.
-
-    Source: Hanayo, equation 1.
-
-    >>> hanayo_equation_1(workers=2, waves=1) == hanayo_published_bubble_ratio(2, 1)
-    True
-    """
-    p, w = Fraction(workers), Fraction(waves)
-    t_f, t_b, t_c = Fraction(forward), Fraction(backward), Fraction(message)
-    above = t_b / w + (1 + 2 * w + 2 / p + (p - 2) / 3) * t_c
-    share = p / (p - 1)
-    below = share * t_f + (1 / (2 * w) + share) * t_b + ((p - 2) / 2 + 4 * w) * t_c
-    return above / below
-
-
-def hanayo_activations(workers: int, waves: int) -> Range:
-    """From 2·waves·P − (P−1) stages to 2·waves·P: in micro-batches, divided by 2·waves, at most P.
-
-    Source: Hanayo, section 3.4 (as other schemes); exact from Counterflow.
-
-    >>> print(hanayo_activations(workers=4, waves=1))
-    5..8
-    """
-    whole = 2 * waves * workers
-    return Range.of(whole - (workers - 1), whole)
 
 
 # --- Asynchronous schemes ------------------------------------------------------------------------------
@@ -386,17 +279,6 @@ def wpipe_published_activations(workers: int, micro_batches: int) -> Fraction:
     return Fraction(4 * micro_batches - workers + 1, 4)
 
 
-def wpipe_activations(workers: int, micro_batches: int) -> Fraction:
-    """(2M+N+1)/4 models' activations: the sum of the M + N − w half-stages that worker w holds at most.
-
-    The published figure at M = N and (M−N)/2 less above. Source: Counterflow.
-
-    >>> wpipe_activations(workers=4, micro_batches=8)
-    Fraction(21, 4)
-    """
-    return Fraction(2 * micro_batches + workers + 1, 4)
-
-
 def pipedream_published_activations(workers: int, micro_batches: int) -> Fraction:
     """(2M−N+1)/2 models' activations, for PipeDream and PipeDream-2BW. Source: WPipe, Table 1.
 
@@ -406,17 +288,6 @@ def pipedream_published_activations(workers: int, micro_batches: int) -> Fractio
     Fraction(13, 2)
     """
     return Fraction(2 * micro_batches - workers + 1, 2)
-
-
-def one_forward_one_backward_model_activations(workers: int) -> Fraction:
-    """(N+1)/2 models' activations: the sum of the N − w stages that worker w stashes.
-
-    Source: Counterflow.
-
-    >>> one_forward_one_backward_model_activations(workers=4)
-    Fraction(5, 2)
-    """
-    return Fraction(workers + 1, 2)
 
 
 RECOMPUTED_ACTIVATIONS = {
@@ -436,49 +307,3 @@ def messages(workers: int, partitions_per_worker: int = 1) -> int:
     (6, 14)
     """
     return 2 * (partitions_per_worker * workers - 1)
-
-
-# --- By schedule ---------------------------------------------------------------------------------------
-
-
-def published_bubble_ratio(schedule: Schedule) -> Fraction | None:
-    """The papers' bubble ratio of a schedule; None where no paper gives one.
-
-    It knows nothing of costs: see the function of each scheme for what it assumes.
-
-    >>> from counterflow.schedule.schemes import dapple, interleaved
-    >>> published_bubble_ratio(dapple(stages=4, micro_batches=4))
-    Fraction(3, 7)
-    >>> published_bubble_ratio(interleaved(workers=4, micro_batches=4)) is None
-    True
-    """
-    form = _BUBBLE_RATIOS.get(schedule.scheme)
-    return form(schedule) if form else None
-
-
-def _of_gpipe(schedule: Schedule) -> Fraction:
-    groups = schedule.stages // schedule.workers
-    return flushed_bubble_ratio(schedule.workers, groups * schedule.micro_batches)
-
-
-def _of_mixpipe(schedule: Schedule) -> Fraction | None:
-    options = dict(schedule.options)
-    injected, early = options.get("injected"), options.get("early_forwards")
-    if schedule.micro_batches != schedule.stages:
-        return None
-    if not isinstance(injected, int) or not isinstance(early, int):
-        return None
-    return mixpipe_bubble_ratio(schedule.stages, injected, early)
-
-
-_BUBBLE_RATIOS: dict[str, Callable[[Schedule], Fraction | None]] = {
-    "gpipe": _of_gpipe,
-    "dapple": lambda s: flushed_bubble_ratio(s.stages, s.micro_batches),
-    "gems": lambda s: gems_bubble_ratio(s.stages),
-    "chimera": lambda s: chimera_bubble_ratio(s.stages, s.micro_batches, s.pipes // 2),
-    "mixpipe": _of_mixpipe,
-    "hanayo": lambda s: hanayo_published_bubble_ratio(s.workers, s.stages // (2 * s.workers)),
-    "pipedream": lambda _: Fraction(0),
-    "pipedream-2bw": lambda _: Fraction(0),
-    "wpipe": lambda _: Fraction(0),
-}

@@ -141,11 +141,6 @@ Planner = Callable[[int, int, int], Iterable[Mapping[str, OptionValue]]]
 """(workers, micro-batches, layers of the model) -> options worth trying, beside workers and micro-batches."""
 
 
-def unplanned(_workers: int, _micro_batches: int, _layers: int) -> Iterator[Mapping[str, OptionValue]]:
-    """The planner of a scheme that is not planned yet: no candidates."""
-    yield from ()
-
-
 def plainly(_workers: int, _micro_batches: int, _layers: int) -> Iterator[Mapping[str, OptionValue]]:
     """The planner of a scheme without further options: one candidate, with all defaults."""
     yield {}

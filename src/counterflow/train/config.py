@@ -87,7 +87,6 @@ _MOST_TOKENS = 2**27
 """Of the mini-batch of a replica: a gigabyte; the largest models are trained on some 2²⁴ in all."""
 
 _PATH = "a path, in quotes"
-_WHOLE = "a whole number"
 _SHARE = "a number from 0 to less than 1"
 
 

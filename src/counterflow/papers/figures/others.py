@@ -166,7 +166,6 @@ HANAYO_11 = Figure(
 # --- WPipe ---------------------------------------------------------------------------------------------
 
 _WPIPE_DEPTHS = (4, 8, 16, 32, 64)
-_ALL = tuple(Recompute)
 
 _WPIPE_PIPEDREAM = (
     "nothing in the model makes it that slow: even with micro-batches of one sample the ratio is 2.77, and "

@@ -12,15 +12,14 @@ torch.distributed.pipelining's ScheduleDualPipeV.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-
-from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
+from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.placement import wave
 from counterflow.schedule.scheme import Directions, Option, Scheme
 from counterflow.schedule.workload import Workload, passes_of
 
 from ._legal import at_least
 from .dual_order import dual_order
+from .v_pattern import two_layers_a_worker
 from .words import ops_of
 
 
@@ -52,11 +51,6 @@ def _order(worker: int, workers: int, micro_batches: int) -> tuple[Op, ...]:
     return tuple(ops_of(dual_order(worker, workers, micro_batches), op))
 
 
-def _planned(workers: int, _micro_batches: int, layers: int) -> Iterator[Mapping[str, OptionValue]]:
-    if layers >= 2 * workers:
-        yield {}
-
-
 SCHEME = Scheme(
     name="dualpipe-v",
     build=dualpipe_v,
@@ -67,7 +61,7 @@ SCHEME = Scheme(
         Option("micro_batches", "2·workers or more", "N: micro-batches of a mini-batch", letter="N"),
     ),
     directions=Directions.WAVES,
-    planner=_planned,
+    planner=two_layers_a_worker,
     needs="two layers for each worker, and twice as many micro-batches as workers",
     most_stashed=lambda workers, **_: 2 * workers + 1,
     chunk="leg",

@@ -13,12 +13,9 @@ Source: Qi et al., Pipeline Parallelism with Controllable Memory (NeurIPS 2024, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from counterflow.schedule.ir import Schedule
 
-from counterflow.schedule.ir import OptionValue, Schedule
-from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Option, Scheme
-
-from .v_pattern import Starts, v_schedule, v_workload
+from .v_pattern import Starts, v_schedule, v_scheme
 
 
 def v_half(workers: int, micro_batches: int) -> Schedule:
@@ -43,24 +40,10 @@ def _starts(worker: int, workers: int) -> Starts:
     return down, back, 3 * workers + shift + 2 * worker - 1, 6 * workers + shift - worker - 2
 
 
-def _planned(workers: int, _micro_batches: int, layers: int) -> Iterator[Mapping[str, OptionValue]]:
-    if layers >= 2 * workers:
-        yield {}
-
-
-SCHEME = Scheme(
-    name="v-half",
-    build=v_half,
-    workload=v_workload,
+SCHEME = v_scheme(
+    "v-half",
+    v_half,
     summary="two stages a worker in a V, half the memory of 1F1B",
     source="Qi et al. 2024 (Controllable Memory)",
-    options=(
-        Option("workers", "1 or more", "workers of one pipeline group", letter="P"),
-        MICRO_BATCHES,
-    ),
-    directions=Directions.WAVES,
-    planner=_planned,
-    needs="two layers for each worker",
     most_stashed=lambda workers, **_: workers + 2 - workers % 2,
-    chunk="leg",
 )

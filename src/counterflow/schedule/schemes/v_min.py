@@ -15,12 +15,9 @@ Source: Qi et al., Pipeline Parallelism with Controllable Memory (NeurIPS 2024, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from counterflow.schedule.ir import Schedule
 
-from counterflow.schedule.ir import OptionValue, Schedule
-from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Option, Scheme
-
-from .v_pattern import Starts, v_schedule, v_workload
+from .v_pattern import Starts, v_schedule, v_scheme
 
 
 def v_min(workers: int, micro_batches: int) -> Schedule:
@@ -49,24 +46,10 @@ def _starts(worker: int, workers: int) -> Starts:
     )
 
 
-def _planned(workers: int, _micro_batches: int, layers: int) -> Iterator[Mapping[str, OptionValue]]:
-    if layers >= 2 * workers:
-        yield {}
-
-
-SCHEME = Scheme(
-    name="v-min",
-    build=v_min,
-    workload=v_workload,
+SCHEME = v_scheme(
+    "v-min",
+    v_min,
     summary="two stages a worker in a V, a third of the memory of 1F1B",
     source="Qi et al. 2024 (Controllable Memory)",
-    options=(
-        Option("workers", "1 or more", "workers of one pipeline group", letter="P"),
-        MICRO_BATCHES,
-    ),
-    directions=Directions.WAVES,
-    planner=_planned,
-    needs="two layers for each worker",
     most_stashed=lambda workers, **_: 2 * ((workers + 4) // 3),
-    chunk="leg",
 )

@@ -8,13 +8,14 @@ wait in warm-up and drain is then filled, within the memory of the blocks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.orders.fill import filled
 from counterflow.schedule.orders.split import weights_in_waits
 from counterflow.schedule.placement import wave
 from counterflow.schedule.residency import peak_activations
+from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Option, Scheme
 from counterflow.schedule.workload import Workload, plain
 
 from ._legal import at_least
@@ -37,6 +38,41 @@ def v_workload(workers: int, micro_batches: int) -> Workload:
     at_least("workers", workers, 1)
     at_least("micro_batches", micro_batches, 1)
     return plain(wave(workers, 1), micro_batches, split=True)
+
+
+def v_scheme(
+    name: str,
+    build: Callable[..., Schedule],
+    *,
+    summary: str,
+    source: str,
+    most_stashed: Callable[..., int],
+) -> Scheme:
+    """The record of a scheme of two stages a worker in a V; arguments as of ``Scheme``."""
+    return Scheme(
+        name=name,
+        build=build,
+        workload=v_workload,
+        summary=summary,
+        source=source,
+        options=(
+            Option("workers", "1 or more", "workers of one pipeline group", letter="P"),
+            MICRO_BATCHES,
+        ),
+        directions=Directions.WAVES,
+        planner=two_layers_a_worker,
+        needs="two layers for each worker",
+        most_stashed=most_stashed,
+        chunk="leg",
+    )
+
+
+def two_layers_a_worker(
+    workers: int, _micro_batches: int, layers: int
+) -> Iterator[Mapping[str, OptionValue]]:
+    """The planner of a scheme with two stages a worker and no further options."""
+    if layers >= 2 * workers:
+        yield {}
 
 
 def v_schedule(

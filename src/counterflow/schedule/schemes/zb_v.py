@@ -12,12 +12,9 @@ torch.distributed.pipelining's ScheduleZBVZeroBubble.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from counterflow.schedule.ir import Op, OpKind, Schedule
 
-from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
-from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Option, Scheme
-
-from .v_pattern import v_workload
+from .v_pattern import v_scheme, v_workload
 from .words import ops_of
 
 
@@ -67,24 +64,10 @@ def _words(worker: int, workers: int, micro_batches: int) -> list[str]:
     ]
 
 
-def _planned(workers: int, _micro_batches: int, layers: int) -> Iterator[Mapping[str, OptionValue]]:
-    if layers >= 2 * workers:
-        yield {}
-
-
-SCHEME = Scheme(
-    name="zb-v",
-    build=zb_v,
-    workload=v_workload,
+SCHEME = v_scheme(
+    "zb-v",
+    zb_v,
     summary="two stages a worker in a V, no waits where F = I = W",
     source="Qi et al. 2024 (Zero Bubble)",
-    options=(
-        Option("workers", "1 or more", "workers of one pipeline group", letter="P"),
-        MICRO_BATCHES,
-    ),
-    directions=Directions.WAVES,
-    planner=_planned,
-    needs="two layers for each worker",
     most_stashed=lambda workers, **_: 2 * workers,
-    chunk="leg",
 )
