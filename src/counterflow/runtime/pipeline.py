@@ -1049,6 +1049,15 @@ class Pipeline:
         self.weights.set_trainable(chosen)
         self._shapes.clear()  # which gradients travel is known with the shapes
 
+    def settle(self, call: str) -> None:
+        """Flush what is under way, for ``call``; ``flush`` tells of it later. All workers call it.
+
+        Raises:
+            ConfigError: gradients wait for an update.
+        """
+        self._only_updated(call)
+        self._untold = self.flush()
+
     def _only_updated(self, call: str) -> None:
         if isinstance(self._run, SynchronousRunner) and self._run.waiting:
             raise ConfigError(f"{call} while gradients wait for an update; make a step with one before")

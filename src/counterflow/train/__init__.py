@@ -6,7 +6,7 @@ from .config import RunConfig
 from .load import load_config
 
 if TYPE_CHECKING:
-    from .checkpoint import load_weights
+    from counterflow.checkpoints import load_weights
 
 __all__ = ["RunConfig", "load_config", "load_weights"]
 
@@ -14,7 +14,7 @@ __all__ = ["RunConfig", "load_config", "load_weights"]
 def __getattr__(name: str) -> Any:
     """The name that needs torch, imported when it is first used."""
     if name == "load_weights":
-        from .checkpoint import load_weights  # noqa: PLC0415
+        from counterflow.checkpoints import load_weights  # noqa: PLC0415
 
         return load_weights
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

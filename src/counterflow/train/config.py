@@ -66,7 +66,16 @@ def _as_path(value: object) -> Path:
     return Path(value)
 
 
+AUTO = "auto"
+"""``train.resume``: go on in the run's own folder, wherever it got to."""
+
+
+def _as_resumed(value: object) -> Path | str:
+    return AUTO if value == AUTO else _as_path(value)
+
+
 PathKey = Annotated[Path, BeforeValidator(_as_path)]
+ResumeKey = Annotated[Path | str, BeforeValidator(_as_resumed)]
 RecomputeKey = Annotated[Recompute, Strict(False)]
 SyncKey = Annotated[Sync, Strict(False)]
 WholeNumbers = Annotated[tuple[int, ...], Strict(False)]
@@ -538,15 +547,22 @@ class TrainSection(Section):
         50, "loss on the validation part each so many steps; 0: at the end only", _MANY, least=0
     )
     checkpoint_every: int = _count(
-        0, "write a checkpoint each so many steps; 0: at the end only", _MANY, least=0
+        50, "write a checkpoint each so many steps; 0: at the end only", _MANY, least=0
+    )
+    keep_last: int = _count(2, "checkpoints that are kept, the last ones", _MANY)
+    keep_best: bool = _key(
+        True, "whether the checkpoint of the least validation loss is kept too", "true or false"
     )
     out: PathKey | None = _key(
         None,
         "folder of the results, that all machines see; the next free runs/SCHEME-NUMBER where not given",
         _PATH,
     )
-    resume: PathKey | None = _key(
-        None, "a run's folder, to go on from its checkpoint; fresh weights where not given", _PATH
+    resume: ResumeKey | None = _key(
+        None,
+        "a run's folder, to go on from its last checkpoint, in it where train.out is not given; "
+        "auto: in train.out, from its last one or from the begin; fresh weights where not given",
+        'a path, in quotes, or "auto"',
     )
     threads: int | None = _count(
         None, "threads a worker computes with; the cores shared out where not given", 1_024
@@ -631,6 +647,7 @@ class RunConfig(Section):
     def _check(self) -> RunConfig:
         schedule = self.schedule.build()
         for problem in (
+            self._nowhere_to_resume(),
             self._not_for_transformers(schedule),
             self._layers_missing(schedule),
             self._samples_missing(schedule),
@@ -705,6 +722,12 @@ class RunConfig(Section):
             yield f"\n[{name}]"
             for key, value in given.items():
                 yield f"{key} = {toml.dumps(value)}  # {section.about(key)}"
+
+    def _nowhere_to_resume(self) -> str | None:
+        """What is wrong if a run is to go on in a folder that nobody names."""
+        if self.train.resume == AUTO and self.train.out is None:
+            return 'train.resume = "auto": goes on in the folder train.out; give it, or --out'
+        return None
 
     def _not_for_transformers(self, schedule: Schedule) -> str | None:
         """What is wrong if a key is for models of transformers only, or not for them."""

@@ -1,13 +1,16 @@
 """A run's folder: what is in it, who may write it, and how it is read back. Knows no torch.
 
-Invariant: a run never overwrites another's files, and a file is there whole or not at all; only
-``metrics.jsonl`` grows, a line at a time.
+Invariant: a run never overwrites another's files, and two processes never write one folder at a time; a file
+is there whole or not at all; only ``metrics.jsonl`` grows, a line at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,13 +18,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from counterflow import toml
+from counterflow.checkpoints.index import complete
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule
 
-from .config import RunConfig
+from .config import AUTO, RunConfig
+from .lock import Lock
 from .report import Numbers, Summary
 from .timeline import Timeline, timeline_from
+
+_LOG = logging.getLogger(__name__)
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
@@ -30,15 +38,13 @@ TIMELINE = "timeline.json"
 PICTURE = "timeline.png"
 SUMMARY = "summary.json"
 CHECKPOINT = "checkpoint"
-INDEX = "checkpoint.json"
-"""In that folder: says what belongs to the checkpoint."""
 
 FILES = {
     SUMMARY: "figures of the run",
     METRICS: "a line a step, and one an evaluation",
     PICTURE: "the measured timeline above the predicted one",
     TIMELINE: "the same as numbers",
-    CHECKPOINT: "weights and optimiser state, a file a stage",
+    CHECKPOINT: "weights and optimiser state, a folder a checkpoint",
     CONFIG: "the resolved config",
     SCHEDULE: "the schedule",
 }
@@ -54,47 +60,90 @@ _OF_TRANSFORMERS = {
 
 
 class RunFolder:
-    """Where a run writes. Made by ``create`` for a new run; a worker is told the path."""
+    """Where a run writes. ``open`` makes it for a run, and locks it; a worker is told the path."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._read = 0
         self._rest = ""
+        self._lock: Lock | None = None
+        self._unwritten = b""
+        """Metrics that found no room on the disk."""
 
     @classmethod
-    def create(cls, config: RunConfig, schedule: Schedule) -> RunFolder:
-        """A new run's folder, with its config and schedule.
+    def open(cls, config: RunConfig, schedule: Schedule, start: Path | None, history: bytes) -> RunFolder:
+        """The folder of a run, with its config and schedule: a new one, or the one that it goes on in.
+
+        Args:
+            config: of the run.
+            schedule: what it runs.
+            start: the checkpoint that it goes on from.
+            history: the metrics until then.
 
         Raises:
-            ConfigError: the folder holds another run, or cannot be made or written.
+            ConfigError: the folder holds another run, another process writes it, or it cannot be made.
         """
-        path = config.results_folder()
+        path = folder_of(config)
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            taken = [name for name in FILES if (path / name).exists()]
-            if taken:
-                raise ConfigError(
-                    f"{path}: holds a run already ({taken[0]}); name another folder, or remove this one"
-                )
-            folder = cls(path)
-            (path / CONFIG).write_text(config.to_toml(), encoding="utf-8")
-            (path / SCHEDULE).write_text(dumps(schedule), encoding="utf-8")
-            (path / METRICS).touch()
-        except (FileExistsError, NotADirectoryError):
+            path.mkdir(parents=True, exist_ok=config.train.out is not None or start is not None)
+        except FileExistsError:
+            if path.is_dir():  # another run took the number
+                return cls.open(config, schedule, start, history)
+            raise ConfigError(f"{path}: is, or lies in, a file; results need a folder") from None
+        except NotADirectoryError:
             raise ConfigError(f"{path}: is, or lies in, a file; results need a folder") from None
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+        folder = cls(path)
+        try:
+            folder._lock = Lock(path)
+            folder._begin(config, schedule, start, history)
+        except OSError as error:
+            folder.close()
+            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+        except CounterflowError as error:
+            folder.close()
+            raise ConfigError(str(error)) from None
         return folder
 
+    def _begin(self, config: RunConfig, schedule: Schedule, start: Path | None, history: bytes) -> None:
+        goes_on = config.train.resume == AUTO or (start is not None and _is_in(start, self.path))
+        taken = [name for name in FILES if (self.path / name).exists()]
+        if taken and not goes_on:
+            raise ConfigError(
+                f"{self.path}: holds a run already ({taken[0]}); name another folder, remove this one, or go "
+                f"on with that run: train.resume = {toml.shown(str(self.path))}"
+            )
+        for name in (SUMMARY, TIMELINE, PICTURE):  # of the end before
+            (self.path / name).unlink(missing_ok=True)
+        with whole(self.path / CONFIG) as file:
+            file.write(config.to_toml().encode())
+        with whole(self.path / SCHEDULE) as file:
+            file.write(dumps(schedule).encode())
+        self.rewind(history)
+
+    def rewind(self, history: bytes) -> None:
+        """Let the metrics be those until a checkpoint, so that they will have each step once."""
+        with whole(self.path / METRICS) as file:
+            file.write(history)
+        self._read, self._rest = len(history.decode()), ""
+
+    def close(self) -> None:
+        """Let other processes write there."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
     def remove_empty(self) -> None:
-        """Take away a run that did not make a single step."""
-        if (self.path / METRICS).stat().st_size:
+        """Take away a run that did not make a single step, and none before."""
+        if (self.path / METRICS).stat().st_size or self.has_checkpoint:
             return
         for name in FILES | _OF_TRANSFORMERS:
             if name in (CHECKPOINT, *_OF_TRANSFORMERS):
                 shutil.rmtree(self.path / name, ignore_errors=True)
             else:
                 (self.path / name).unlink(missing_ok=True)
+        self.close()
         try:
             self.path.rmdir()
         except OSError:  # the user's own files are in it
@@ -103,9 +152,30 @@ class RunFolder:
     # -- writing
 
     def record(self, line: Numbers) -> None:
-        """Add a line to the metrics; it is on disk at once, whatever happens next."""
-        with (self.path / METRICS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        """Add a line to the metrics; it is in the file at once, whatever happens next to this process.
+
+        Where there is no room for it, it is told, and the line waits for the next one.
+        """
+        waits = bool(self._unwritten)
+        self._unwritten += (json.dumps(line) + "\n").encode()
+        with contextlib.suppress(FileNotFoundError), (self.path / METRICS).open("ab", buffering=0) as file:
+            end = file.tell()
+            try:
+                written = file.write(self._unwritten)
+                if written < len(self._unwritten):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._unwritten = b""
+            except OSError as error:
+                file.truncate(end)
+                if not waits:
+                    _LOG.warning(
+                        "%s cannot be written: %s; training goes on", self.path / METRICS, error.strerror
+                    )
+
+    @property
+    def history(self) -> bytes:
+        """The metrics as they are."""
+        return (self.path / METRICS).read_bytes()
 
     def put_timeline(self, timeline: Timeline) -> None:
         """Write the timeline and its picture."""
@@ -146,7 +216,26 @@ class RunFolder:
     @property
     def has_checkpoint(self) -> bool:
         """Whether a run can go on from here."""
-        return (self.path / CHECKPOINT / INDEX).exists()
+        return bool(complete(self.path / CHECKPOINT))
+
+
+def folder_of(config: RunConfig) -> Path:
+    """Where a run writes: ``train.out``, or where the run is that it resumes, or a new numbered folder."""
+    resumed = config.train.resume
+    if config.train.out is None and isinstance(resumed, Path):
+        run = run_of(resumed)
+        if run is not None:
+            return run
+    return config.results_folder()
+
+
+def run_of(path: Path) -> Path | None:
+    """The folder of the run that a path lies in: of the run, of its checkpoints, or of one of them."""
+    return next((p for p in (path, *path.absolute().parents[:3]) if is_run(p)), None)
+
+
+def _is_in(start: Path, folder: Path) -> bool:
+    return start.resolve().is_relative_to(folder.resolve())
 
 
 def is_run(path: Path) -> bool:
@@ -186,6 +275,8 @@ def whole(path: Path) -> Iterator[IO[bytes]]:
     try:
         with draft.open("wb") as file:
             yield file
+            file.flush()
+            os.fsync(file.fileno())
         draft.replace(path)
     except OSError as error:
         draft.unlink(missing_ok=True)

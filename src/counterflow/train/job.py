@@ -12,11 +12,13 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from counterflow.checkpoints.reader import Checkpoint
 from counterflow.data.batches import Batches, MaskedByte, NextByte
 from counterflow.data.text import read_text, shipped_text, unigram_entropy
 from counterflow.errors import ConfigError
@@ -37,10 +39,10 @@ from counterflow.schedule.program.segments import segments
 from counterflow.schedule.runnable import refuse_what_cannot_run
 
 from .carrier import with_carrier, workers_here
-from .checkpoint import Checkpoint
 from .config import SCHEME, ModelSection, OptimizerSection, RunConfig
 from .hugging_face import Made, from_transformers
 from .report import About
+from .resuming import changes, check, found
 
 _DEVIATION_AT_WIDTH_1 = 0.8
 """Fresh weights deviate by this over √hidden: 0.02 at GPT-2 XL's width of 1600, more in narrower models."""
@@ -126,12 +128,13 @@ def _fits_without_flush(config: RunConfig, schedule: Schedule) -> None:
         )
 
 
-def prepare(config: RunConfig, cuts: Sequence[int] | None = None) -> Job:
+def prepare(config: RunConfig, cuts: Sequence[int] | None = None, start: Path | None = None) -> Job:
     """What a config trains.
 
     Args:
         config: what was asked for.
         cuts: those found before, so that they are not searched again.
+        start: with ``cuts``: the checkpoint that was found before.
 
     Raises:
         ConfigError: no such run can be made; the message says what would be legal.
@@ -143,16 +146,9 @@ def prepare(config: RunConfig, cuts: Sequence[int] | None = None) -> Job:
         _fits_without_flush(config, schedule)
     made = from_transformers(config) if config.model.is_hugging_face else _built(config)
     layers = layers_of(made.model, made.list_layers)
-    start = None
-    if config.train.resume is not None:
-        start = Checkpoint.load(config.train.resume, f"train.resume = {config.train.resume}")
-        start.check(made.model, made.list_layers, config.optimizer.name, config.train.steps)
-    first_step = start.step if start is not None else 0
-    if not schedule.synchronous and config.train.steps - first_step < schedule.periods:
-        raise ConfigError(
-            f"train.steps = {config.train.steps}: {config.train.steps - first_step} steps are fewer than "
-            f"schedule.periods = {schedule.periods}, which are timed together; make that smaller"
-        )
+    begun = found(config) if cuts is None else found(config, start)
+    if begun is not None:
+        check(begun, made.model, made.list_layers, config)
     cuts = tuple(_cuts(config, schedule, layers, made.batches) if cuts is None else cuts)
     stages = stage_layers(cuts, len(layers))
     about = About(
@@ -171,7 +167,9 @@ def prepare(config: RunConfig, cuts: Sequence[int] | None = None) -> Job:
         samples=config.train.samples * config.pipeline.replicas,
         positions=made.batches.positions,
         steps=config.train.steps,
-        first_step=start.step if start else 0,
+        first_step=begun.step if begun else 0,
+        resumed=str(begun.path) if begun else None,
+        changed=changes(begun, config) if begun else (),
         workers_here=workers_here(schedule.workers * config.pipeline.replicas),
         cores=cores(),
         on_cpu=config.pipeline.transport != "nccl",
@@ -189,7 +187,7 @@ def prepare(config: RunConfig, cuts: Sequence[int] | None = None) -> Job:
             made.loss,
             made.batches,
             cuts,
-            start,
+            begun,
             about,
         ),
         tokenizer=made.tokenizer,

@@ -1,9 +1,10 @@
 """From a TOML file and overrides to a ``RunConfig``; every error is told in the user's own words.
 
-Invariant: later layers win: built-in defaults, the file, ``--set``, then the command's own flags. A new
-scheme takes over, from the file, what options it has too (workers and stages stand in for each other) and
-drops those it has not; an option given beside the scheme in the same layer must be one of its own. A
-message names where the value was given, the section and key, the value, and what would be legal.
+Invariant: later layers win: built-in defaults, the file (without one, the config of the run that is resumed),
+``--set``, then the command's own flags. A new scheme takes over, from the file, what options it has too
+(workers and stages stand in for each other) and drops those it has not; an option given beside the scheme in
+the same layer must be one of its own. A message names where the value was given, the section and key, the
+value, and what would be legal.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from counterflow.reading import read_text
 from counterflow.schedule import registry
 from counterflow.schedule.scheme import DEPTH
 
-from .config import SCHEME, RunConfig, Section
+from .config import AUTO, SCHEME, RunConfig, Section
+from .folder import CONFIG, run_of
 
 SECTIONS: dict[str, type[Section]] = {
     name: annotation
@@ -103,7 +105,7 @@ def load_config(
     """The config of a run.
 
     Args:
-        path: a TOML file; None for the built-in example.
+        path: a TOML file; None for that of the run which ``train.resume`` names, or the built-in example.
         sets: overrides as ``section.key=value``; the value is TOML, or else a text. Without a value the
             key is put back to its default.
         scheme: ``schedule.scheme``.
@@ -119,9 +121,15 @@ def load_config(
     {'workers': 4, 'micro_batches': 8}
     """
     layers = _Layers("" if path is None else str(path))
+    given = [_parse(text) for text in sets]
+    resumed = _resumed(given, out) if path is None else None
     if path is not None:
         layers.values = _read(Path(path))
-    _put_all(layers, [_parse(text) for text in sets], scheme)
+    elif resumed is not None:  # the run's own config is what is changed
+        layers = _Layers(str(resumed), _read(resumed))
+        for key in ("resume", "out"):
+            layers.drop("train", key)
+    _put_all(layers, given, scheme)
     if workers is not None:
         layers.put_workers(workers)
     for key, value in (("steps", steps), ("out", out)):
@@ -131,6 +139,19 @@ def load_config(
         return RunConfig.model_validate(layers.values)
     except ValidationError as error:
         raise ConfigError(_told(error, layers)) from None
+
+
+def _resumed(sets: Sequence[tuple[str, str, Any]], out: Path | str | None) -> Path | None:
+    """The config of the run that is to be resumed, if the overrides name one."""
+    train = {key: value for section, key, value in sets if section == "train"}
+    resume, out = train.get("resume"), out if out is not None else train.get("out")
+    if not isinstance(resume, str) or "\0" in resume:
+        return None
+    if resume != AUTO:
+        run = run_of(Path(resume))
+    else:
+        run = Path(out) if isinstance(out, (str, Path)) and "\0" not in str(out) else None
+    return run / CONFIG if run is not None and (run / CONFIG).is_file() else None
 
 
 def _put_all(layers: _Layers, sets: Sequence[tuple[str, str, Any]], scheme: str | None) -> None:

@@ -7,6 +7,7 @@ checkpoints, and nothing here prints.
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
@@ -19,7 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from counterflow.errors import ConfigError, WorkerError
+from counterflow.checkpoints.saver import PATIENCE_SECONDS, Saver
+from counterflow.errors import ConfigError, CounterflowError, WorkerError
 from counterflow.measure.stage_costs import measure_stages
 from counterflow.models import hf
 from counterflow.runtime.execution.step import Step
@@ -28,14 +30,16 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.world import current_transport
 from counterflow.simulate import Costs, Simulation, Span
 
-from .checkpoint import save
-from .config import RunConfig
-from .folder import ADAPTER, CHECKPOINT, MODEL, RunFolder
+from .config import AUTO, RunConfig
+from .folder import ADAPTER, CHECKPOINT, MODEL, RunFolder, read_metrics
 from .job import Job, prepare
 from .report import Numbers, Pair, Summary
+from .resuming import HISTORY, read
 from .same_run import check_same_run
 from .stopping import STOP, listen
 from .timeline import Timeline, costs_of
+
+_LOG = logging.getLogger(__name__)
 
 COUNTED_STEPS = 2
 """First steps in which memory is counted, which takes time."""
@@ -61,16 +65,17 @@ _LAST = 10
 Watch = Callable[[Numbers], None]
 
 
-def work(config: RunConfig, cuts: Sequence[int], folder: Path) -> Summary | None:
+def work(config: RunConfig, cuts: Sequence[int], folder: Path, start: Path | None) -> Summary | None:
     """What a worker that was launched does; every one calls it. Rank 0 gives the summary.
 
     Args:
         config: of the run.
         cuts: as found before the launch.
         folder: where rank 0 writes.
+        start: the checkpoint that was found before.
     """
     listen()  # a batch system's come to all processes; when another worker failed, waits end by themselves
-    return Trainer(prepare(config, cuts), folder).run()
+    return Trainer(prepare(config, cuts, start), folder).run()
 
 
 class Trainer:
@@ -114,11 +119,17 @@ class Trainer:
             timeout_seconds=config.pipeline.timeout_seconds,
         )
         if job.start is not None:
-            job.start.restore(self.pipeline)
+            read(job.start, self.pipeline, auto=config.train.resume == AUTO)
         self.writes = self.pipeline.transport.rank == 0
         assert folder is not None or not self.writes
         self.folder = RunFolder(folder) if folder is not None and self.writes else None
         self.checkpoints = self._shared() / CHECKPOINT
+        self.saver = Saver(
+            self.pipeline,
+            self.checkpoints,
+            keep_last=config.train.keep_last,
+            keep_best=config.train.keep_best,
+        )
         self.watch = watch
         self.reads = not {0, job.schedule.stages - 1}.isdisjoint(self.pipeline.stages)
         self.losses: deque[float] = deque(maxlen=_LAST)
@@ -128,10 +139,24 @@ class Trainer:
         """By step that was made and is not told of."""
         self.validation: tuple[int, float] = (-1, 0.0)
         self.saved = -1
+        """The step of the last checkpoint that was begun."""
         self.stopped = False
         """Whether all agreed to end the run early."""
         self.next_look = job.first_step
         self.began = 0.0
+        self.made = job.first_step
+        """Updates of the run; there are more in the end, where ops are timed."""
+        self.before = self._remember()
+        """Seconds that the run had taken when it was begun again."""
+
+    def _remember(self) -> float:
+        """Take the last losses from the metrics until here; and the seconds that they took."""
+        last = 0.0
+        for line in read_metrics(self.folder.path) if self.folder is not None and self.job.first_step else ():
+            last = float(line["seconds"])
+            if "loss" in line:
+                self.losses.append(line["loss"])
+        return last
 
     def run(self) -> Summary | None:
         """Train; rank 0 gives what came of it."""
@@ -139,36 +164,32 @@ class Trainer:
         self.began = time.perf_counter()
         train, first = self.config.train, self.job.first_step
         sampled = self._sampled()
-        window = self._window()
         for number in range(first, train.steps):
-            if window and number == window.start:
-                self._flush()
-                self.pipeline.whole_timeline = True
             step = self._step(number)
             done = number + 1
-            if done == window.stop or number in sampled:
+            if number in sampled:
                 self._flush()
                 self._sample(step)
-                self.pipeline.whole_timeline = False
-            if done < window.stop:  # nothing may empty the pipeline, or end the run
-                continue
             self.stopped = self._between_steps(done)
             if self.stopped:
                 break
         self._flush()
+        self.made = self.pipeline.steps
         if self.stopped:  # whoever asked for it may not wait for more
-            self._save()
-        if not self.samples:  # stopped so early that only a step of counting was made
+            self.save_now()
+        if not self.samples and self.job.schedule.synchronous:  # stopped so early
             self._sample(step)
         if self.validation[0] != self.pipeline.steps:
             self._evaluate()
         seconds = time.perf_counter() - self.began
-        self._save()
+        self.save_now()
         if isinstance(self.job.model, nn.Module):  # of transformers
             name = MODEL if self.config.lora.rank is None else ADAPTER
             hf.save(
                 self.job.model, self.pipeline, self.checkpoints.parent / name, tokenizer=self.job.tokenizer
             )
+        if not self.job.schedule.synchronous:
+            self._time_together()
         return self._finish(costs, seconds)
 
     def _shared(self) -> Path:
@@ -208,13 +229,17 @@ class Trainer:
         fair = range(min(self._fair(), steps - 1), steps)
         return frozenset({fair[0], fair[-1]} | {number for number in fair if (number + 1) % every == 0})
 
-    def _window(self) -> range:
-        """Without a flush: the steps that are timed together, from an empty pipeline to an empty one."""
-        schedule = self.job.schedule
-        if schedule.synchronous:
-            return range(0)
-        start = min(self._fair(), self.config.train.steps - schedule.periods)
-        return range(start, start + schedule.periods)
+    def _time_together(self) -> None:
+        """Without a flush: time some more steps, from an empty pipeline to an empty one, once all is kept.
+
+        In the run they would empty the pipeline where one that goes on from a checkpoint would not.
+        """
+        self.pipeline.whole_timeline = True
+        for number in range(self.made, self.made + self.job.schedule.periods):
+            step = self._made(number)
+        self.pipeline.flush()
+        self._sample(step)
+        self.pipeline.whole_timeline = False
 
     def _between_steps(self, done: int) -> bool:
         """Evaluate and save if it is time to; whether the run is to end here."""
@@ -241,9 +266,12 @@ class Trainer:
 
     # -- one step
 
-    def _step(self, number: int) -> Step:
+    def _made(self, number: int) -> Step:
         inputs, targets = self._batch(number) if self.reads else (None, None)
-        step = self.pipeline.step(inputs, targets)
+        return self.pipeline.step(inputs, targets)
+
+    def _step(self, number: int) -> Step:
+        step = self._made(number)
         self.took_seconds[number] = step.seconds
         self._told(step)
         return step
@@ -276,7 +304,7 @@ class Trainer:
         raise WorkerError(f"the {name} is {value:g} after {updates}; try a lower learning rate")
 
     def _record(self, **line: float) -> None:
-        line["seconds"] = time.perf_counter() - self.began
+        line["seconds"] = self.before + time.perf_counter() - self.began
         if self.folder is not None:
             self.folder.record(line)
             if self.watch is not None:
@@ -306,6 +334,7 @@ class Trainer:
         """Whether anybody was asked to end the run; looked at now and then, by all at the same step."""
         if done < self.next_look:
             return False
+        self.saver.poll()
         mean = self.training_seconds / (done - self.job.first_step)
         rows = self.pipeline.transport.gather([float(STOP.signal or 0), mean])
         self.next_look = done + max(1, int(_LOOK_SECONDS / max(row[1] for row in rows)))
@@ -315,10 +344,48 @@ class Trainer:
     # -- after
 
     def _save(self) -> None:
+        """Begin a checkpoint, unless the one before takes very long."""
+        self._flush()
+        if self.saved == self.pipeline.steps:
+            return
+        self.saver.wait(PATIENCE_SECONDS)
+        if self.saver.under_way is not None:
+            if self.writes:
+                _LOG.warning(
+                    "there is no checkpoint of step %d: that of step %d is still being written",
+                    self.pipeline.steps,
+                    self.saver.under_way,
+                )
+            return
+        validated, loss = self.validation
+        about: dict[str, Any] = {
+            "optimizer": self.config.optimizer.name,
+            "samples": self.job.about.samples,
+            "config": self.config.to_toml(),
+        }
+        if validated == self.pipeline.steps:
+            about["validation_loss"] = loss
+        extras = {HISTORY: self.folder.history} if self.folder is not None else {}
+        self.saver.start(about, extras)
+        self.saved = self.pipeline.steps
+
+    def save_now(self) -> None:
+        """Write a checkpoint of the last step, and wait until it is on the disk; all workers call it.
+
+        Raises:
+            CounterflowError: it cannot be written.
+        """
         self._flush()
         if self.saved != self.pipeline.steps:
-            save(self.pipeline, self.config.optimizer.name, self.checkpoints)
-            self.saved = self.pipeline.steps
+            self.saver.wait()
+            self._save()
+        self.saver.wait()
+        outcome = self.saver.last
+        if outcome is not None and outcome.path is None:
+            raise CounterflowError(
+                f"the checkpoint of step {outcome.step} is not written: {outcome.problem}; "
+                f"those before are whole, in {self.checkpoints}"
+            )
 
     def _finish(self, costs: Costs, seconds: float) -> Summary | None:
         versions = sum(self.pipeline.peak_versions.values())
@@ -334,10 +401,10 @@ class Trainer:
         middle = timelines[by_length[len(by_length) // 2]]
         predicted = middle.predicted()
         peaks = [use.peak for use in predicted.memory or ()]
-        made = self.pipeline.steps - self.job.first_step
+        made = self.made - self.job.first_step
         summary = Summary(
             about=self.job.about,
-            steps=self.pipeline.steps,
+            steps=self.made,
             stopped=self.stopped,
             seconds=seconds,
             samples_per_second=made * self.job.about.samples / self.training_seconds,

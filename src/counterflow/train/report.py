@@ -40,6 +40,8 @@ class About:
         positions: tokens of a sample.
         steps: updates to be made in total.
         first_step: updates made by the run that this one resumes.
+        resumed: the checkpoint that it goes on from; None without.
+        changed: the keys of the config that have other values than when that was written, with both.
         workers_here: workers on this machine.
         cores: CPU cores that they may use.
         on_cpu: whether workers compute on them.
@@ -70,6 +72,8 @@ class About:
     unit: str = "byte"
     target: str = "byte"
     where: str = "on the CPU"
+    resumed: str | None = None
+    changed: tuple[str, ...] = ()
 
     @property
     def processes(self) -> int:

@@ -21,6 +21,7 @@ from .folder import RunFolder
 from .job import Job, prepare
 from .loop import Trainer, work
 from .report import Reporter, Summary
+from .resuming import history
 from .stopping import STOP, Children, block, listening
 
 _POLL_SECONDS = 0.1
@@ -57,9 +58,10 @@ def run(config: RunConfig, reporter: Reporter) -> tuple[Summary, Path] | None:
             if not trainer.stopped:
                 STOP.signal = None
         return None
-    folder = RunFolder.create(config, job.schedule)
-    reporter.begun(job.about, folder.path)
+    start = job.start.path if job.start is not None else None
+    folder = RunFolder.open(config, job.schedule, start, history(job.start))
     try:
+        reporter.begun(job.about, folder.path)
         summary = _launched(job, folder, reporter) if placed is None else _placed(job, folder, reporter)
     except BaseException as error:
         steps = folder.steps()
@@ -71,6 +73,7 @@ def run(config: RunConfig, reporter: Reporter) -> tuple[Summary, Path] | None:
             raise _with_place(error, kept) from error
         raise
     finally:
+        folder.close()
         reporter.ended()
     return summary, folder.path
 
@@ -118,6 +121,7 @@ def _launched(job: Job, folder: RunFolder, reporter: Reporter) -> Summary:
             job.config,
             job.cuts,
             folder.path,
+            job.start.path if job.start is not None else None,
             workers=job.about.processes,
             transport=cast("Literal['local', 'gloo', 'nccl']", pipeline.transport),  # chosen by now
             timeout_seconds=pipeline.timeout_seconds,

@@ -162,7 +162,6 @@ def test_show_a_run_refuses(refused: Callable[..., str], trained: Path, more: st
         ("--steps 0", "--steps: train.steps = 0: must be a whole number, 1 to 1,000,000,000"),
         ("--workers 3", "schedule.stages = 3: "),
         ("--scheme chimra", 'schedule.scheme: unknown scheme "chimra"'),
-        ("--scheme wpipe --steps 3", "train.steps = 3: 3 steps are fewer than schedule.periods = 8"),
         ("--set layers=3", "--set layers=3: must read section.key=value, as in --set train.steps=100"),
         ("--set model.layer=3", "--set model.layer: there is no such key; did you mean model.layers?"),
         ("--set data.path=nowhere", "nowhere: there is no such file or folder"),

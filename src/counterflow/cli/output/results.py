@@ -252,6 +252,8 @@ class Prepared(Result):
     positions: Annotated[int, said("tokens of a sample")]
     steps: Annotated[int, said("updates made in total; before a run, those it would make")]
     first_step: Annotated[int, said("updates made by the run that this one resumed")]
+    resumed: Annotated[str | None, said("the checkpoint that it went on from")]
+    changed: Annotated[list[str], said("keys with other values than when that was written, with both")]
     workers_here: int
     cores: int
     on_cpu: bool

@@ -133,6 +133,8 @@ def introduction(about: About) -> list[str]:
         f"{about.steps:,} steps{going_on}, each {about.samples:,} samples of {about.positions:,} "
         f"{about.unit}s in {about.micro_batches * about.replicas:,} micro-batches",
         f"workers compute {about.where}",
+        *([f"goes on from {about.resumed}"] if about.resumed else []),
+        *(f"changed: {change}" for change in about.changed),
     ]
 
 

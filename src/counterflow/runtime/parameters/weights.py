@@ -193,8 +193,8 @@ class Weights:
             gradients.make()
         self.detach()
 
-    def _updated_names(self, stage: int) -> dict[int, str]:
-        """By identity: the parameters that a stage's update updates."""
+    def updated_names(self, stage: int) -> dict[int, str]:
+        """By identity, the names of the parameters that a stage's update updates."""
         return {
             id(p): name for gradients in self._updated_with(stage) for name, p in gradients.parameters.items()
         }
@@ -431,7 +431,7 @@ class Weights:
         optimizers = {}
         stages = self.stages if stage is None else (stage,)
         for each in (s for s in stages if s in self.optimizers):
-            optimizer, names = self.optimizers[each], self._updated_names(each)
+            optimizer, names = self.optimizers[each], self.updated_names(each)
             for group in optimizer.param_groups:
                 options = {key: _kept(value) for key, value in group.items() if not key.startswith("param")}
                 for parameter in group["params"]:
@@ -450,14 +450,18 @@ class Weights:
                     whole[part] |= found
         return whole
 
-    def load_training_state(self, state: Mapping[str, Any]) -> None:
+    def load_training_state(self, state: Mapping[str, Any], *, options: bool = True) -> None:
         """Take what the optimisers and schedulers at hand keep from a whole training's state.
+
+        Args:
+            state: as ``training_state`` gives it.
+            options: whether the optimisers' options and the schedulers are taken too.
 
         Raises:
             ConfigError: a parameter is missing, or a scheduler that fits.
         """
         for stage, optimizer in self.optimizers.items():
-            names = self._updated_names(stage)
+            names = self.updated_names(stage)
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     name = names[id(parameter)]
@@ -465,11 +469,12 @@ class Weights:
                     kept = next((state["optimizer"][n] for n in every if n in state["optimizer"]), None)
                     if kept is None:
                         raise ConfigError(f"the training state has nothing of the optimizer for {name!r}")
-                    group.update(deepcopy(kept["options"]))
+                    if options:
+                        group.update(deepcopy(kept["options"]))
                     optimizer.state[parameter] = {
                         key: _taken(value, parameter) for key, value in kept["state"].items()
                     }
-        for stage, scheduler in self.schedulers.items():
+        for stage, scheduler in self.schedulers.items() if options else ():
             given = state["scheduler"].get(stage)
             rates = scheduler.state_dict().get("base_lrs", ())
             if given is None or len(given.get("base_lrs", ())) != len(rates):

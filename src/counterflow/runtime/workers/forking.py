@@ -23,7 +23,7 @@ import numpy as np
 from ..transport.base import TransportKind
 from .world import Defaults
 
-_IMPORTED = ["counterflow.runtime.pipeline", "torch._dynamo"]
+_IMPORTED = ["counterflow.runtime.pipeline", "torch._dynamo", "torch.distributed.checkpoint"]
 """What workers find imported; an optimiser imports torch._dynamo with its first call."""
 
 _STREAMS = (1, 2)

@@ -1,0 +1,141 @@
+"""One file of a checkpoint: written piece by piece with its digest, on the disk when the call returns.
+
+Safetensors are written here and not by their library because that wants a second copy of all tensors in
+memory, and tells neither the digest nor, as an ``OSError``, that the disk is full.
+
+Invariant: what is digested is what was to be written, so that whatever a disk does to it is found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from counterflow.errors import ConfigError
+
+from .index import Written
+
+_PIECE_BYTES = 16 * 1024 * 1024
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+"""Safetensors' names."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(tensor: Tensor, key: str) -> str:
+    """Safetensors' name of a tensor's dtype.
+
+    Raises:
+        ConfigError: the format has none.
+    """
+    name = _NAMES.get(tensor.dtype)
+    if name is None:
+        raise ConfigError(f"{key} is {tensor.dtype}, which safetensors files cannot hold; give another dtype")
+    return name
+
+
+def write_tensors(path: Path, tensors: Mapping[str, tuple[Tensor, Sequence[int]]]) -> Written:
+    """Write a safetensors file.
+
+    Args:
+        path: of the file.
+        tensors: by name: a tensor on the CPU, and where it begins in the whole one, which the file's header
+            tells as torch.distributed.checkpoint reads it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    offsets = {name: {"saved_offsets": list(offset)} for name, (_, offset) in tensors.items()}
+    header: dict[str, object] = {
+        "__metadata__": {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+    }
+    end = 0
+    for name, (tensor, _) in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": dtype_name(tensor, name),
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(len(text).to_bytes(8, "little") + text)
+        for tensor, _ in tensors.values():
+            if tensor.numel():
+                yield tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+    return write(path, pieces())
+
+
+def write(path: Path, pieces: Iterable[memoryview | bytes]) -> Written:
+    """Write a file, and wait until it is on the disk.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    digest, total = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for piece in pieces:
+            for start in range(0, len(piece), _PIECE_BYTES):
+                part = piece[start : start + _PIECE_BYTES]
+                digest.update(part)
+                file.write(part)
+            total += len(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return Written(bytes=total, sha256=digest.hexdigest())
+
+
+def settle(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def problem_of(path: Path, written: Written, *, whole: bool) -> str:
+    """What is wrong with a file; empty: nothing.
+
+    Args:
+        path: of the file.
+        written: what it should be.
+        whole: whether its contents are compared too, and not only its length.
+    """
+    try:
+        if path.stat().st_size != written.bytes:
+            return f"{path.name} has {path.stat().st_size:,} bytes and was written with {written.bytes:,}"
+        if whole:
+            with path.open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != written.sha256:
+                    return f"{path.name} has other contents than were written (its digest differs)"
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror or error}"
+    return ""

@@ -1,0 +1,181 @@
+"""What belongs to a checkpoint: ``checkpoint.json``, and which folders hold a complete one. Knows no torch.
+
+Invariant: an index that reads has the digest it was written with, and names only files beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from counterflow.errors import ConfigError
+
+FORMAT: Final = "counterflow-checkpoint"
+VERSION: Final = 3
+INDEX = "checkpoint.json"
+"""Written last into the draft of a checkpoint."""
+
+_FOLDER = re.compile(r"step-(\d{1,18})")
+_DRAFT = re.compile(r"\.step-\d{1,18}\.(draft|old)")
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+FileName = Annotated[str, Field(pattern=r"^[a-z]+(-\d+)?\.[a-z]+$")]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Chunk(_Part):
+    """A piece of a tensor: which file has it, where it begins in the whole, and how long it is there."""
+
+    file: FileName
+    offsets: tuple[Count, ...]
+    sizes: tuple[Count, ...]
+
+
+class Stored(_Part):
+    """A tensor: its dtype and shape, and where its pieces are."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    chunks: tuple[Chunk, ...] = Field(min_length=1)
+
+
+class Written(_Part):
+    """A file: how long it is, and the digest of what is in it."""
+
+    bytes: Count
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Index(_Part):
+    """What a checkpoint has.
+
+    Attributes:
+        format: which format this is.
+        format_version: which version of it.
+        step: updates made.
+        seed: from which, with the step, all random draws come.
+        layout: under which scheme, depth and width it was written, in words.
+        tensors: by key: ``model/NAME`` or ``optimizer/NAME/SLOT``, with the model's own names.
+        objects: by key, the file that has what is no tensor: options, schedulers, extra state.
+        aliases: further names of weights, by the first one.
+        files: by name; all but this index.
+        about: what the one who wrote it adds; ``validation_loss`` decides which is the best.
+    """
+
+    format: Literal["counterflow-checkpoint"] = FORMAT
+    format_version: Literal[3] = VERSION
+    step: Count
+    seed: int
+    layout: str
+    tensors: dict[str, Stored]
+    objects: dict[str, FileName]
+    aliases: dict[str, tuple[str, ...]]
+    files: dict[FileName, Written]
+    about: dict[str, Any]
+
+    def dumps(self) -> bytes:
+        """The text of ``checkpoint.json``, with its own digest."""
+        data = self.model_dump(mode="json")
+        return (json.dumps({"digest": _digest(data), "checkpoint": data}, indent=1) + "\n").encode()
+
+    @classmethod
+    def load(cls, path: Path, place: str) -> Index:
+        """Read a ``checkpoint.json``.
+
+        Args:
+            path: of the file.
+            place: who asked for it, for errors.
+
+        Raises:
+            ConfigError: it cannot be read, is something else or was changed.
+        """
+        damaged = ConfigError(
+            f"{place}: is no checkpoint, or damaged; give the folder of a run of `counterflow train`, or "
+            "another checkpoint of it"
+        )
+        try:
+            found = json.loads(path.read_bytes())
+        except OSError as error:
+            raise ConfigError(f"{place}: cannot be read: {error.filename}: {error.strerror}") from None
+        except (ValueError, RecursionError):
+            raise damaged from None
+        if not isinstance(found, dict):
+            raise damaged
+        if found.get("format") == FORMAT:  # earlier versions had no digest
+            raise ConfigError(
+                f"{place}: is a checkpoint of version {str(found.get('format_version'))[:20]}, and this "
+                f"Counterflow reads version {VERSION}; go on with the one that wrote it"
+            )
+        data = found.get("checkpoint")
+        if not isinstance(data, dict) or found.get("digest") != _digest(data):
+            raise damaged
+        try:
+            index = cls.model_validate(data)
+        except ValidationError:
+            version = data.get("format_version")
+            if data.get("format") == FORMAT and version != VERSION:
+                raise ConfigError(
+                    f"{place}: is a checkpoint of version {str(version)[:20]}, and this Counterflow reads "
+                    f"version {VERSION}; go on with the one that wrote it"
+                ) from None
+            raise damaged from None
+        used = {c.file for t in index.tensors.values() for c in t.chunks} | set(index.objects.values())
+        if not used <= index.files.keys():
+            raise damaged
+        return index
+
+
+def _digest(data: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+# -- folders
+
+
+def name_of(step: int) -> str:
+    """The folder of a step's checkpoint."""
+    return f"step-{step}"
+
+
+def draft_of(step: int) -> str:
+    """The folder in which it is written."""
+    return f".step-{step}.draft"
+
+
+def complete(root: Path) -> list[Path]:
+    """The complete checkpoints in a folder, by step."""
+    try:
+        entries = list(root.iterdir())
+    except OSError:
+        return []
+    found = [(int(match[1]), e) for e in entries if (match := _FOLDER.fullmatch(e.name))]
+    return [entry for _, entry in sorted(found) if (entry / INDEX).is_file()]
+
+
+def put_aside(folder: Path) -> Path:
+    """Let a damaged checkpoint be none, without removing it."""
+    aside = folder.with_name(f"damaged-{folder.name}")
+    if aside.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder.rename(aside)
+
+
+def remove_drafts(root: Path) -> None:
+    """Take away what was left half-written; only whoever alone writes there may."""
+    if root.is_dir():
+        for entry in root.iterdir():
+            if _DRAFT.fullmatch(entry.name) or (_FOLDER.fullmatch(entry.name) and not _has_index(entry)):
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+def _has_index(entry: Path) -> bool:
+    return (entry / INDEX).exists()

@@ -1,0 +1,301 @@
+"""Writes checkpoints while the training goes on: one object a worker, whose calls all workers make alike.
+
+``start`` copies what this worker writes to the CPU, and a thread writes it into a draft. ``poll`` agrees, by
+one small gather, on whether all have written; then rank 0 writes the index and gives the draft its name. No
+worker waits in a collective for a disk, so that a write may take longer than any timeout.
+
+Invariant: a folder ``step-N`` is there complete or not at all. What fails (a full disk, a lost mount) leaves
+no draft and no other checkpoint touched; it is told, and training may go on.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from counterflow.errors import ConfigError, CounterflowError
+from counterflow.runtime.pipeline import Pipeline
+
+from . import files
+from .index import INDEX, Index, Written, complete, draft_of, name_of, remove_drafts
+from .state import at_hand, file_and_name, first_names
+
+if TYPE_CHECKING:
+    from .dcp import Part
+
+_LOG = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 1.0
+"""How often those who have written look for the others, while all wait."""
+
+PATIENCE_SECONDS = 30.0
+"""How long a save waits for the one before, until it is left out."""
+
+_TELL_SECONDS = 60.0
+"""How often it is told that a write goes on, where all wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a checkpoint: it is complete at ``path``, or ``problem`` says why there is none."""
+
+    step: int
+    path: Path | None
+    problem: str = ""
+
+
+class Saver:
+    """One worker's part in writing checkpoints.
+
+    Args:
+        pipeline: what is saved.
+        root: the folder of checkpoints, on storage that all workers share; nobody else writes there.
+        keep_last: so many are kept, the last ones; None: all.
+        keep_best: whether the one of the least ``validation_loss`` is kept too.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, root: Path, *, keep_last: int | None = None, keep_best: bool = False
+    ) -> None:
+        self.pipeline, self.root = pipeline, root
+        self.keep_last, self.keep_best = keep_last, keep_best
+        self.under_way: int | None = None
+        """The step whose checkpoint is being written."""
+        self.last: Outcome | None = None
+        """What became of the last one that ended."""
+        self._transport = pipeline.transport
+        self._writes_index = self._transport.rank == 0
+        self._thread: threading.Thread | None = None
+        self._found: Any = None
+        """What the thread gave: of writing, files; of completing, nothing; else a text, the problem."""
+        self._index: dict[str, Any] = {}
+        self._completing = False
+        self._losses: dict[Path, float] = {}
+        if self._writes_index:
+            remove_drafts(root)
+        self._transport.gather([])  # drafts of before are gone
+
+    def start(self, about: Mapping[str, Any], extras: Mapping[str, bytes] | None = None) -> None:
+        """Begin a checkpoint of the pipeline as it is, with nothing under way; all workers call it.
+
+        Args:
+            about: what the index says of it; rank 0's counts.
+            extras: further files; rank 0's count.
+
+        Raises:
+            ConfigError: gradients or another checkpoint are under way, or something cannot be written down.
+            WorkerError: the copies of a stage differ.
+        """
+        from .dcp import SavePlan  # noqa: PLC0415 - it takes a while
+
+        pipeline = self.pipeline
+        if self.under_way is not None:
+            raise ConfigError(
+                f"the checkpoint of step {self.under_way} is still being written; call wait() before the next"
+            )
+        pipeline.settle("a checkpoint")
+        pipeline.weights.check_copies(f"after {pipeline.steps} steps")
+        tensors, objects = at_hand(pipeline)
+        plan = SavePlan(tensors, objects, self._transport)
+        part = plan.part()
+        mine = {key: value for key, value in objects.items() if plan.objects[key] == self._transport.rank}
+        packed = _packed(mine)
+        step, draft = pipeline.steps, self.root / draft_of(pipeline.steps)
+        if self._writes_index:
+            aliases: dict[str, list[str]] = {}
+            for name, first in first_names(pipeline).items():
+                aliases.setdefault(first, []).append(name)
+            schedule = pipeline.schedule
+            self._index = {
+                "step": step,
+                "seed": pipeline.streams.seed,
+                "layout": f"{schedule}, {pipeline.replicas} replica{'s' if pipeline.replicas > 1 else ''}",
+                "tensors": plan.table(),
+                "objects": {key: f"objects-{rank}.pt" for key, rank in plan.objects.items()},
+                "aliases": aliases,
+                "about": dict(about),
+            }
+        self.under_way, self._completing = step, False
+        further = dict(extras or {}) if self._writes_index else {}
+        self._begin(lambda: _write(draft, self._transport.rank, part, packed, further))
+
+    def poll(self) -> Outcome | None:
+        """Agree on whether the checkpoint under way is written; all workers call it.
+
+        Returns:
+            What became of it, once; None as long as it is being written, or if there is none.
+        """
+        if self.under_way is None:
+            return None
+        busy = self._thread is not None and self._thread.is_alive()
+        if any(row[0] for row in self._transport.gather([float(busy)])):
+            return None
+        rows = self._transport.gather_objects(self._found)
+        problem = next((row for row in rows if isinstance(row, str)), None)
+        step = self.under_way
+        if problem is None and not self._completing:
+            self._completing, self._found = True, None
+            if self._writes_index:
+                found = cast("list[dict[str, Written]]", rows)
+                self._begin(lambda: self._complete(step, {n: f for row in found for n, f in row.items()}))
+            return None
+        self.under_way, self._thread, self._found = None, None, None
+        self.last = Outcome(step, None if problem is not None else self.root / name_of(step), problem or "")
+        if problem is None:
+            return self.last
+        if self._writes_index:
+            shutil.rmtree(self.root / draft_of(step), ignore_errors=True)
+            _LOG.warning(
+                "the checkpoint of step %d is not written: %s; those before are whole", step, problem
+            )
+        return self.last
+
+    def wait(self, limit_seconds: float | None = None) -> Outcome | None:
+        """Until the checkpoint under way is written; all workers call it.
+
+        Args:
+            limit_seconds: how long at most, by rank 0's clock; None: as long as it takes.
+
+        Returns:
+            What became of it; None if there is none, or if it is still under way.
+        """
+        began = told = time.monotonic()
+        look = min(_LOOK_SECONDS, self._transport.timeout_seconds / 4)
+        while self.under_way is not None:
+            if self._thread is not None:
+                self._thread.join(look)
+            outcome = self.poll()
+            if outcome is not None:
+                return outcome
+            now = time.monotonic()
+            if self._writes_index and now - told > _TELL_SECONDS:
+                told = now
+                _LOG.warning("the checkpoint of step %s is still being written", self.under_way)
+            if limit_seconds is not None:
+                rows = self._transport.gather([float(now - began > limit_seconds)])
+                if rows[0][0]:
+                    return None
+        return None
+
+    # -- in a thread
+
+    def _begin(self, work: Callable[[], object]) -> None:
+        def run() -> None:
+            try:
+                self._found = work()
+            except OSError as error:
+                self._found = _told(error)
+            except CounterflowError as error:
+                self._found = str(error)
+            except BaseException as error:
+                self._found = f"{type(error).__name__}: {error}"
+
+        # A thread that waits for a lost mount must not keep the process from ending.
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _complete(self, step: int, written: Mapping[str, Written]) -> None:
+        """Write the index last, and give the draft its name."""
+        draft, folder = self.root / draft_of(step), self.root / name_of(step)
+        index = Index(**self._index, files=dict(written))
+        for name, file in index.files.items():
+            problem = files.problem_of(draft / name, file, whole=False)
+            if problem:
+                raise CounterflowError(
+                    f"rank 0 does not see {draft / name} as another worker wrote it ({problem}); give a "
+                    "folder on storage that all machines share"
+                )
+        files.write(draft / INDEX, [index.dumps()])
+        files.settle(draft)
+        if folder.exists():
+            old = self.root / f".{name_of(step)}.old"
+            folder.rename(old)
+            draft.rename(folder)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            draft.rename(folder)
+        files.settle(self.root)
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        if self.keep_last is None:
+            return
+        every = complete(self.root)
+        kept = set(every[-self.keep_last :])
+        if self.keep_best:
+            losses = {path: self._loss(path) for path in every}
+            best = min(every, key=lambda path: losses[path])
+            if losses[best] < float("inf"):
+                kept.add(best)
+        for path in every:
+            if path not in kept:
+                # Without its index it is no checkpoint: complete or absent also while it goes.
+                (path / INDEX).unlink(missing_ok=True)
+                shutil.rmtree(path, ignore_errors=True)
+                self._losses.pop(path, None)
+
+    def _loss(self, path: Path) -> float:
+        if path not in self._losses:
+            try:
+                found = Index.load(path / INDEX, str(path)).about.get("validation_loss")
+            except ConfigError:
+                found = None
+            self._losses[path] = found if isinstance(found, float) else float("inf")
+        return self._losses[path]
+
+
+def _write(
+    draft: Path, rank: int, part: Part, packed: bytes, extras: Mapping[str, bytes]
+) -> dict[str, Written]:
+    """Write one worker's files."""
+    draft.mkdir(parents=True, exist_ok=True)
+    kinds: dict[str, dict[str, Any]] = {}
+    for key, piece in part.items():
+        kind, name = file_and_name(key)
+        kinds.setdefault(f"{kind}-{rank}.safetensors", {})[name] = piece
+    found = {name: files.write_tensors(draft / name, tensors) for name, tensors in kinds.items()}
+    if packed:
+        found[f"objects-{rank}.pt"] = files.write(draft / f"objects-{rank}.pt", [packed])
+    for name, data in extras.items():
+        found[name] = files.write(draft / name, [data])
+    files.settle(draft)
+    return found
+
+
+def _packed(objects: Mapping[str, Any]) -> bytes:
+    """What is no tensor as bytes that torch reads without running code from them.
+
+    Raises:
+        ConfigError: it would have to.
+    """
+    if not objects:
+        return b""
+    buffer = io.BytesIO()
+    torch.save(dict(objects), buffer)
+    try:
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception as error:
+        for key, value in objects.items():
+            if len(objects) > 1:
+                _packed({key: value})
+            else:
+                raise ConfigError(
+                    f"{key} holds what a checkpoint cannot: only numbers, texts, lists, dicts and tensors "
+                    f"are read back without running code from a file ({str(error).splitlines()[0][:200]})"
+                ) from None
+        raise
+    return buffer.getvalue()
+
+
+def _told(error: OSError) -> str:
+    where = f"{Path(error.filename).name}: " if isinstance(error.filename, str) else ""
+    return f"{where}{error.strerror or error}"

@@ -1,0 +1,71 @@
+"""Who writes a run's folder: one process at a time, however many are started for it and however one ends.
+
+A lock of the operating system on a file in the folder, which says by whom it is held. It ends with the
+process that holds it, so that a killed run leaves none behind.
+
+Invariant: while a lock is held its file is there, and it is the one that everybody else would open.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import platform
+from pathlib import Path
+
+from counterflow.errors import ConfigError
+
+_LOG = logging.getLogger(__name__)
+
+LOCK = ".lock"
+
+
+class Lock:
+    """Held from when it is made until ``release``.
+
+    Args:
+        folder: of a run.
+
+    Raises:
+        ConfigError: another process holds it.
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK
+        self._handle: int | None = None
+        while self._handle is None:
+            handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = os.read(handle, 200).decode(errors="replace").strip()
+                os.close(handle)
+                raise ConfigError(
+                    f"{folder}: {owner or 'another process'} writes a run there; wait for its end, or name "
+                    "another folder"
+                ) from None
+            except OSError as error:
+                _LOG.warning(
+                    "%s cannot be locked (%s): let no other run write there", folder, error.strerror or error
+                )
+            if self._is_mine(handle):
+                self._handle = handle
+            else:  # whoever held it took its file away
+                os.close(handle)
+        os.ftruncate(self._handle, 0)
+        os.pwrite(self._handle, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
+
+    def _is_mine(self, handle: int) -> bool:
+        try:
+            return os.path.samestat(self._path.stat(), os.fstat(handle))
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        """Let others write there, and take the file away."""
+        if self._handle is not None:
+            self._path.unlink(missing_ok=True)
+            os.close(self._handle)
+            self._handle = None

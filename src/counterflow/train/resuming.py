@@ -1,0 +1,159 @@
+"""What a run goes on from: which checkpoint, whether it fits the config, and what the config changes.
+
+Invariant: a run that resumes says from where, and which keys have other values than when that was written.
+"""
+
+from __future__ import annotations
+
+import logging
+import tomllib
+from pathlib import Path
+
+from counterflow import toml
+from counterflow.checkpoints.index import complete, put_aside
+from counterflow.checkpoints.reader import CHECKPOINTS, Checkpoint, DamagedError
+from counterflow.checkpoints.state import MODEL
+from counterflow.errors import ConfigError
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.stages.layers import ListLayers, Model, layers_of, state_names
+
+from .config import AUTO, RunConfig
+
+_LOG = logging.getLogger(__name__)
+
+_AUTO = 'train.resume = "auto"'
+
+HISTORY = "metrics.jsonl"
+"""In a checkpoint: the metrics until then."""
+
+_OWN = {("train", "resume"), ("train", "out")}
+"""Keys of a run that do not change what it trains."""
+
+
+def found(config: RunConfig, start: Path | None = None) -> Checkpoint | None:
+    """The checkpoint that a run goes on from.
+
+    Args:
+        config: of the run.
+        start: what was found before, which is read again.
+
+    Raises:
+        ConfigError: there is none, or it is damaged.
+    """
+    resume = config.train.resume
+    if resume is None:
+        return None
+    if resume == AUTO:
+        assert config.train.out is not None  # a config is refused without
+        return Checkpoint.load(start, _AUTO) if start is not None else _last(config.train.out)
+    return Checkpoint.load(start or Path(resume), f"train.resume = {resume}")
+
+
+def _last(run: Path) -> Checkpoint | None:
+    """The last checkpoint of a run whose files are all there; None: it wrote none."""
+    problem: DamagedError | None = None
+    for folder in reversed(complete(run / CHECKPOINTS)):
+        try:
+            return Checkpoint.load(folder, _AUTO)
+        except DamagedError as error:
+            _LOG.warning("%s", error)
+            problem = problem or error
+    if problem is not None:
+        raise problem
+    return None
+
+
+def read(start: Checkpoint, pipeline: Pipeline, *, auto: bool) -> None:
+    """Put a pipeline where the run was; all workers call it.
+
+    Args:
+        start: the checkpoint.
+        pipeline: of the run.
+        auto: whether the next attempt is to find the checkpoint before, if this one is damaged.
+
+    Raises:
+        ConfigError: it does not fit, or is damaged.
+    """
+    try:
+        start.read_into(pipeline, options=False)
+    except DamagedError as error:
+        if not auto:
+            raise
+        if pipeline.transport.rank == 0:
+            put_aside(start.path)
+        raise DamagedError(
+            f"{error}; it is put aside as damaged-{start.path.name}, and the same command goes on from the "
+            "one before"
+        ) from None
+
+
+def check(start: Checkpoint, model: Model, list_layers: ListLayers | None, config: RunConfig) -> None:
+    """Refuse a checkpoint of another model or optimiser, or a run that would make no step.
+
+    Args:
+        start: the checkpoint.
+        model: what it is to be read into.
+        list_layers: its layers; None: it is a list of them.
+        config: of the run.
+
+    Raises:
+        ConfigError: a name, a shape or the optimiser differs, or there is nothing left to do.
+    """
+    place, kind, steps = start.place, config.optimizer.name, config.train.steps
+    theirs = {
+        key.removeprefix(f"{MODEL}/"): stored.shape
+        for key, stored in start.index.tensors.items()
+        if key.startswith(f"{MODEL}/")
+    }
+    for first, names in start.index.aliases.items():
+        theirs |= {name: theirs[first] for name in names if first in theirs}
+    shapes = {
+        names[name]: tuple(tensor.shape)
+        for names, layer in zip(state_names(model, list_layers), layers_of(model, list_layers), strict=True)
+        for name, tensor in layer.state_dict().items()
+    }
+    for name in sorted(shapes.keys() ^ theirs.keys()):
+        where = "the checkpoint" if name in theirs else "the config's model"
+        raise ConfigError(f"{place}: only {where} has {name!r}; resume with the model it was made with")
+    for name, shape in shapes.items():
+        if theirs[name] != shape:
+            raise ConfigError(
+                f"{place}: {name} has shape {theirs[name]}, {shape} in the "
+                "config's model; resume with the model it was made with"
+            )
+    had = start.index.about.get("optimizer")
+    if had != kind:
+        raise ConfigError(f"{place}: holds the state of optimizer.name = {had}, not of {kind}; give the same")
+    if start.step >= steps:
+        raise ConfigError(
+            f"{place}: it has made {start.step} steps, and train.steps = {steps}; "
+            f"give train.steps = {start.step + 1} or more"
+        )
+
+
+def changes(start: Checkpoint, config: RunConfig) -> tuple[str, ...]:
+    """The keys with other values than when a checkpoint was written, with both values."""
+    before, now = _keys(str(start.index.about.get("config", ""))), _keys(config.to_toml())
+    return tuple(
+        f"{section}.{key} = {_shown(now.get((section, key)))}, was {_shown(before.get((section, key)))}"
+        for section, key in sorted(before.keys() | now.keys())
+        if (section, key) not in _OWN and now.get((section, key)) != before.get((section, key))
+    )
+
+
+def history(start: Checkpoint | None) -> bytes:
+    """The metrics until a checkpoint; none of one that was not written by a run.
+
+    Raises:
+        ConfigError: they are damaged.
+    """
+    return b"" if start is None or HISTORY not in start.index.files else start.file(HISTORY)
+
+
+def _keys(text: str) -> dict[tuple[str, str], object]:
+    sections = tomllib.loads(text)
+    return {(name, key): value for name, keys in sections.items() for key, value in keys.items()}
+
+
+def _shown(value: object) -> str:
+    return "not given" if value is None else toml.shown(value)

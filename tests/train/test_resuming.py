@@ -1,0 +1,286 @@
+"""Runs that go on: from where, with what, and that the curve is the one of a run that was never stopped."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from counterflow import ConfigError
+from counterflow.checkpoints import files
+from counterflow.checkpoints.index import complete
+from counterflow.checkpoints.reader import Checkpoint
+from counterflow.errors import CounterflowError, WorkerError
+from counterflow.train import load_config, loop
+from counterflow.train.folder import folder_of, read_metrics
+from counterflow.train.lock import Lock
+from counterflow.train.run import run
+
+from .conftest import Configure, Train, Watcher, losses
+
+
+@pytest.fixture
+def die(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let a run end as if killed, before a step is made."""
+    step = loop.Trainer._step
+
+    def die_(at: int | None) -> None:
+        def mortal(trainer: loop.Trainer, number: int) -> Any:
+            if number == at:
+                trainer.saver.wait()
+                raise RuntimeError("killed")
+            return step(trainer, number)
+
+        monkeypatch.setattr(loop.Trainer, "_step", mortal)
+
+    return die_
+
+
+NO_FLUSH = {
+    "schedule__stages": None,
+    "schedule__micro_batches": 2,
+    "model__layers": 4,
+    "schedule__periods": 6,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"pipeline__barrier": False},
+        {"schedule__scheme": "wpipe", "schedule__workers": 1, **NO_FLUSH},
+        {"schedule__scheme": "pipedream-2bw", **NO_FLUSH, "schedule__stages": 2},
+    ],
+)
+def test_a_killed_run_goes_on_as_if_nothing_had_been(
+    train: Train, die: Any, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """The whole curve, bit for bit, with each step once; also the figures at the end."""
+    same = {
+        "train__steps": 11,
+        "train__evaluate_every": 3,
+        "train__checkpoint_every": 3,
+        "model__dropout": 0.1,
+        **changes,
+    }
+    whole = train("whole", **same)
+    die(8)
+    with pytest.raises(
+        WorkerError, match=r"killed; the metrics of \d steps are in .*, and train\.resume can"
+    ):
+        train("killed", **same)
+    die(None)
+    resumed = train("killed", train__resume="auto", **same)
+    assert (resumed.about.first_step, resumed.steps) == (6, 11)
+    lines = read_metrics(tmp_path / "killed")
+    assert list(map(_timeless, lines)) == list(map(_timeless, read_metrics(tmp_path / "whole")))
+    assert [line["seconds"] for line in lines] == sorted(line["seconds"] for line in lines)
+    assert (resumed.training_loss, resumed.validation_loss) == (whole.training_loss, whole.validation_loss)
+    one, other = (Checkpoint.load(tmp_path / name, name) for name in ("whole", "killed"))
+    torch.testing.assert_close(one.model, other.model, rtol=0, atol=0)
+    torch.testing.assert_close(one.optimizer, other.optimizer, rtol=0, atol=0)
+    assert not list((tmp_path / "killed").rglob(".*"))
+
+
+def _timeless(line: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in line.items() if "second" not in name}
+
+
+def test_auto_begins_where_nothing_is(train: Train, config: Configure, die: Any, tmp_path: Path) -> None:
+    die(1)
+    with pytest.raises(WorkerError):
+        train(train__steps=3, train__resume="auto")  # before any checkpoint
+    die(None)
+    assert train(train__steps=3, train__resume="auto").steps == 3
+    assert [line["step"] for line in read_metrics(tmp_path / "run") if "loss" in line] == [1, 2, 3]
+    with pytest.raises(
+        ConfigError, match=r"it has made 3 steps, and train\.steps = 3; give train\.steps = 4"
+    ):
+        train(train__steps=3, train__resume="auto")
+    with pytest.raises(ConfigError, match=r'train\.resume = "auto": goes on in the folder train\.out; give'):
+        config(train__resume="auto", train__out=None)
+
+
+def test_a_resumed_run_has_its_own_config_but_for_what_is_changed(train: Train, tmp_path: Path) -> None:
+    train(train__steps=2, model__dropout=0.1)
+    run_ = tmp_path / "run"
+    for sets in ([f"train.resume={run_}"], ["train.resume=auto", f"train.out={run_}"]):
+        resumed = load_config(sets=[*sets, "pipeline.recompute=layer"], steps=4)
+        assert (resumed.model.hidden, resumed.model.dropout, resumed.train.steps) == (16, 0.1, 4)
+        assert folder_of(resumed) == run_
+    watcher = Watcher()
+    done = run(resumed, watcher)
+    assert done is not None
+    assert done[1] == run_
+    assert watcher.about is not None
+    assert watcher.about.resumed == str(run_ / "checkpoint" / "step-2")
+    assert watcher.about.changed == (
+        'pipeline.recompute = "layer", was "none"',
+        "train.steps = 4, was 2",
+    )
+    assert [line["step"] for line in read_metrics(run_) if "loss" in line] == [1, 2, 3, 4]
+
+
+def test_one_process_at_a_time_writes_a_folder(tmp_path: Path) -> None:
+    lock = Lock(tmp_path)
+    with pytest.raises(
+        ConfigError, match=rf"process {os.getpid()} on .* writes a run there; wait for its end"
+    ):
+        Lock(tmp_path)
+    lock.release()
+    assert not list(tmp_path.iterdir())
+    (tmp_path / ".lock").write_text("process 1 on a machine that was cut off\n")
+    Lock(tmp_path).release()
+
+
+def test_a_folder_that_another_run_writes_is_refused(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    lock = Lock(tmp_path / "run")
+    for resume in (None, "auto"):
+        with pytest.raises(ConfigError, match="writes a run there"):
+            train(train__steps=1, train__resume=resume)
+    lock.release()
+    train(train__steps=1)
+
+
+def changed_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 16
+    path.write_bytes(data)
+
+
+def test_a_changed_bit_is_found(train: Train, tmp_path: Path) -> None:
+    train(train__steps=4, train__checkpoint_every=2)
+    last = tmp_path / "run" / "checkpoint" / "step-4"
+    changed_bit(last / "optimizer-1.safetensors")
+    with pytest.raises(ConfigError, match=r"step-4 is damaged: optimizer-1\.safetensors has other contents"):
+        train("other", train__steps=6, train__resume=tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"it is put aside as damaged-step-4, and the same command goes on"):
+        train(train__steps=6, train__resume="auto")
+    assert train(train__steps=6, train__resume="auto").about.first_step == 2
+    (tmp_path / "run" / "checkpoint" / "step-6" / "model-0.safetensors").unlink()
+    assert train(train__steps=7, train__resume="auto").about.first_step == 4
+
+
+def test_the_last_and_the_best_are_kept(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter(3 * [3.0, 1.0, 2.0, 4.0, 5.0])
+    lock = threading.Lock()
+    by_step: dict[int, float] = {}
+
+    def evaluate(trainer: loop.Trainer) -> None:
+        trainer._flush()
+        with lock:
+            loss = by_step.setdefault(trainer.pipeline.steps, 0.0) or next(found)
+            by_step[trainer.pipeline.steps] = loss
+        trainer.validation = trainer.pipeline.steps, loss
+
+    monkeypatch.setattr(loop.Trainer, "_evaluate", evaluate)
+    same = {"train__steps": 5, "train__evaluate_every": 1, "train__checkpoint_every": 1}
+    train("both", **same)
+    kept = [folder.name for folder in complete(tmp_path / "both" / "checkpoint")]
+    assert kept == ["step-2", "step-4", "step-5"]
+    train("last", train__keep_last=1, train__keep_best=False, **same)
+    assert [folder.name for folder in complete(tmp_path / "last" / "checkpoint")] == ["step-5"]
+
+
+def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write, full = files.write, [False]
+
+    def limited(path: Path, pieces: Any) -> Any:
+        if full[0] and path.suffix == ".safetensors":
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, pieces)
+
+    def fill(line: dict[str, float]) -> None:
+        full[0] = 2 < line["step"] < 6
+
+    monkeypatch.setattr(files, "write", limited)
+    summary = train(watcher=Watcher(fill), train__steps=6, train__checkpoint_every=0)
+    assert summary.steps == 6
+    full[0] = True
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(
+            CounterflowError,
+            match=r"of step 9 is not written: .*safetensors: No space left on device; those before",
+        ),
+    ):
+        train(train__steps=9, train__resume="auto", train__checkpoint_every=1)
+    assert sum("checkpoint of step 7 is not written: " in text for text in caplog.messages) == 1
+    folder = tmp_path / "run" / "checkpoint"
+    assert [entry.name for entry in folder.iterdir()] == ["step-6"]
+    assert losses(tmp_path / "run")[8:]
+    full[0] = False
+    assert train(train__steps=9, train__resume="auto").about.first_step == 6
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And one that is due while another is still being written is left out."""
+    write, later = files.write, threading.Event()
+
+    def slow(path: Path, pieces: Any) -> Any:
+        if path.parent.name == ".step-2.draft":
+            assert later.wait(60)
+        return write(path, pieces)
+
+    def told(line: dict[str, float]) -> None:
+        if line["step"] == 5:
+            later.set()
+
+    monkeypatch.setattr(files, "write", slow)
+    monkeypatch.setattr(loop, "PATIENCE_SECONDS", 0.0)
+    with caplog.at_level(logging.WARNING):
+        train(watcher=Watcher(told), train__steps=5, train__checkpoint_every=2)
+    assert "there is no checkpoint of step 4: that of step 2 is still being written" in caplog.messages
+    assert [folder.name for folder in complete(tmp_path / "run" / "checkpoint")] == ["step-2", "step-5"]
+
+
+def test_metrics_wait_for_room_on_the_disk(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line that is written in part is taken back, and written with the next one."""
+    from counterflow.train.folder import RunFolder
+
+    folder = RunFolder(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    folder.record({"step": 1})
+    monkeypatch.setattr(Path, "open", _full(Path.open))
+    folder.record({"step": 2})
+    monkeypatch.undo()
+    assert read_metrics(tmp_path) == [{"step": 1}]
+    folder.record({"step": 3})
+    assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
+def _full(opened: Any) -> Any:
+    class Full:
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()
+
+        def write(self, data: bytes) -> int:
+            return int(self.file.write(data[: len(data) // 2]))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+    return lambda path, *rest, **options: Full(opened(path, *rest, **options))
