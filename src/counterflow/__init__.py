@@ -17,6 +17,7 @@ from .synthesize import Synthesis, synthesize
 
 if TYPE_CHECKING:
     from . import models
+    from .checkpoints import load_checkpoint, load_weights, save_checkpoint
     from .loss_sum import LossSum
     from .runtime.pipeline import Pipeline
     from .runtime.stages.skips import Skip
@@ -43,8 +44,11 @@ __all__ = [
     "check",
     "draw",
     "launch",
+    "load_checkpoint",
+    "load_weights",
     "lower",
     "models",
+    "save_checkpoint",
     "schemes",
     "simulate",
     "synthesize",
@@ -69,6 +73,8 @@ def __getattr__(name: str) -> Any:
         from .runtime.workers.launch import launch  # noqa: PLC0415
 
         return launch
+    if name in ("load_checkpoint", "load_weights", "save_checkpoint"):
+        return getattr(importlib.import_module(f"{__name__}.checkpoints"), name)
     if name == "models":
         return importlib.import_module(f"{__name__}.models")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

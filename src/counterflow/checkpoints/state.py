@@ -57,6 +57,7 @@ def at_hand(pipeline: Pipeline) -> tuple[dict[str, Tensor], dict[str, Any]]:
                 slots = {slot: value for slot, value in kept.items() if isinstance(value, Tensor)}
                 tensors |= {f"{OPTIMIZER}/{name}/{slot}": value.detach() for slot, value in slots.items()}
                 objects[f"{OPTIONS}/{name}"] = {
+                    "optimizer": type(optimizer).__name__,
                     "options": options,
                     "slots": sorted(slots),
                     "numbers": {slot: value for slot, value in kept.items() if slot not in slots},
@@ -185,9 +186,14 @@ class Wanted:
             ConfigError: the optimiser's state is not all there.
         """
         optimizer = {}
-        for _, name, _ in _trained(self.pipeline):
-            known = self._names[name]
+        for stage, name, _ in _trained(self.pipeline):
+            known, mine = self._names[name], type(self.pipeline.weights.optimizers[stage]).__name__
             kept = objects[f"{OPTIONS}/{known}"]
+            if kept["optimizer"] != mine:
+                raise ConfigError(
+                    f"{self.place}: holds the state of {kept['optimizer']}, not of {mine}; give the same "
+                    "optimiser, or read the weights only"
+                )
             state = deepcopy(kept["numbers"])
             for slot in kept["slots"]:
                 tensor = self.tensors.get(f"{OPTIMIZER}/{known}/{slot}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -157,14 +159,24 @@ def check(
     )  # fmt: skip
     mine = [tensor.chunk(pipeline.replicas)[pipeline.replica] for tensor in (inputs, targets)]
     for number in range(steps):
-        if number == steps - 1:  # another pipeline goes on from the whole training's state
+        if number == steps - 1:  # another pipeline goes on from a checkpoint
             state = pipeline.training_state_dict()
+            folder = pipeline.transport.gather_objects(tempfile.mkdtemp())[0]
+            cf.save_checkpoint(pipeline, str(folder))
             pipeline.close()
             pipeline = cf.Pipeline(
                 layers(), loss, schedule, optimizer=adamw, mesh=mesh, parallelize=parallelize,
                 clip_norm=clip_norm, digest_every=1, **options,
             )  # fmt: skip
-            pipeline.load_training_state_dict(state)
+            assert cf.load_checkpoint(pipeline, str(folder)) == number
+            loaded = pipeline.training_state_dict()
+            torch.testing.assert_close(loaded["model"], state["model"], rtol=0, atol=0)
+            for name, kept in state["optimizer"].items():
+                found = loaded["optimizer"][name]
+                torch.testing.assert_close(found["state"], kept["state"], rtol=0, atol=0)
+                assert found["options"] == kept["options"]
+            if pipeline.transport.rank == 0:
+                shutil.rmtree(str(folder))
         evaluated = pipeline.evaluate(*mine)
         found = pipeline.step(*mine)
         torch.testing.assert_close((found.loss, found.grad_norm), expected[number], rtol=1e-10, atol=1e-10)

@@ -475,14 +475,14 @@ class Weights:
                         key: _taken(value, parameter) for key, value in kept["state"].items()
                     }
         for stage, scheduler in self.schedulers.items() if options else ():
-            given = state["scheduler"].get(stage)
-            rates = scheduler.state_dict().get("base_lrs", ())
-            if given is None or len(given.get("base_lrs", ())) != len(rates):
+            given = _schedule(state["scheduler"], stage, scheduler)
+            if given is None:
                 raise ConfigError(
                     f"the training state has no learning-rate schedule for stage {stage} with its "
-                    f"{len(rates)} groups of parameters; load it with the stages it was saved with"
+                    f"{len(self.optimizers[stage].param_groups)} groups of parameters; load it with the "
+                    "stages it was saved with"
                 )
-            scheduler.load_state_dict(deepcopy(given))
+            scheduler.load_state_dict(given)
 
 
 def _refuse_mixed(optimizer: Optimizer, stage: int) -> None:
@@ -495,6 +495,28 @@ def _refuse_mixed(optimizer: Optimizer, stage: int) -> None:
                 f"the optimizer of stage {stage} has {at_once}=True, and its parameters are plain ones and "
                 f"DTensors, or of several meshes; leave {at_once} away, or give it groups of each kind"
             )
+
+
+def _schedule(
+    given: Mapping[int, dict[str, Any]], stage: int, scheduler: LRScheduler
+) -> dict[str, Any] | None:
+    """A scheduler's state: the stage's, or with other cuts than then any stage's, for the rates at hand.
+
+    The optimiser's groups have their options by now, which tell the rates.
+    """
+    mine, groups = scheduler.state_dict(), scheduler.optimizer.param_groups
+    here = [state for number, state in given.items() if number == stage]
+    for state in (*here, *given.values()):
+        fitting = deepcopy(state)
+        if "base_lrs" in fitting and all("initial_lr" in group for group in groups):
+            fitting["base_lrs"] = [group["initial_lr"] for group in groups]
+            fitting["_last_lr"] = [group["lr"] for group in groups]
+        if not any(fitting.get("lr_lambdas", ())):  # functions are not in the state
+            fitting |= {key: mine[key] for key in ("lr_lambdas",) if key in mine}
+        lists = [key for key, value in mine.items() if isinstance(value, list)]
+        if fitting.keys() == mine.keys() and all(len(fitting[key]) == len(mine[key]) for key in lists):
+            return fitting
+    return None
 
 
 def _kept(value: Any, *, local: bool = False) -> Any:

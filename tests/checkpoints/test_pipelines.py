@@ -1,0 +1,203 @@
+"""Checkpoints through the documented calls: read under any layout, refused where they do not fit."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import counterflow as cf
+from counterflow.errors import ConfigError, CounterflowError
+from counterflow.runtime.workers.launch import launch
+from counterflow.schedule.ir import Schedule
+
+
+def run(work: Any, *args: object, workers: int = 2) -> list[Any]:
+    return launch(work, *args, workers=workers, transport="local", timeout_seconds=30)
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    matrices = [p for p in parameters if p.dim() > 1]
+    others = [p for p in parameters if p.dim() <= 1]
+    groups = [{"params": matrices, "lr": 0.05}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=0.1, weight_decay=0.1)
+
+
+def halved(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n)
+
+
+def model(tied: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4, dtype=torch.float64, bias=i < 3) for i in range(4)]
+    if tied:
+        layers[3].weight = layers[0].weight
+    return nn.Sequential(
+        layers[0], nn.Dropout(0.3), layers[1], nn.LayerNorm(4, dtype=torch.float64), *layers[2:]
+    )
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).flatten(1).mean(dim=1).mean()
+
+
+def trained(
+    schedule: Schedule, steps: range, start: Path | None, out: Path | None, **options: Any
+) -> dict[str, Any]:
+    options = {"optimizer": adamw, "scheduler": halved, "seed": 3 if start is None else 4} | options
+    pipeline = cf.Pipeline(options.pop("model", model()), loss, schedule, **options)
+    if start is not None:
+        assert cf.load_checkpoint(pipeline, start) == steps.start
+    for number in steps:
+        generator = torch.Generator().manual_seed(number)
+        x, y = torch.randn(2, 8, 4, generator=generator, dtype=torch.float64).chunk(pipeline.replicas, 1)[
+            pipeline.replica
+        ]
+        pipeline.step(x, y)
+    if out is not None:
+        assert cf.save_checkpoint(pipeline, out) == out / f"step-{steps.stop}"
+    return pipeline.training_state_dict()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "replicas", "options"),
+    [
+        (cf.schemes.dapple(4, 4), 1, {}),
+        (cf.schemes.gpipe(1, 4), 1, {"recompute": "layer"}),
+        (cf.schemes.chimera(2, 2), 2, {"sync": "end"}),
+        (cf.schemes.hanayo(2, 4), 1, {"barrier": False}),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_is_read_under_any_layout(
+    tmp_path: Path, schedule: Schedule, replicas: int, options: dict[str, Any]
+) -> None:
+    workers = schedule.workers * replicas
+    whole = run(trained, schedule, range(5), None, None, workers=workers)[0]
+    run(trained, cf.schemes.chimera(2, 4), range(2), None, tmp_path)
+    launched = launch(
+        _with,
+        options,
+        schedule,
+        range(2, 5),
+        tmp_path,
+        workers=workers,
+        transport="local",
+        timeout_seconds=30,
+    )
+    resumed = launched[0]
+    assert (resumed["step"], resumed["seed"]) == (5, 3)
+    torch.testing.assert_close(resumed["model"], whole["model"], rtol=1e-12, atol=1e-12)
+    for name, kept in whole["optimizer"].items():
+        found = resumed["optimizer"][name]
+        torch.testing.assert_close(found["state"], kept["state"], rtol=1e-11, atol=1e-12)
+        assert found["options"] == kept["options"]
+    assert resumed["scheduler"] == whole["scheduler"]
+
+
+def _with(options: dict[str, Any], schedule: Schedule, steps: range, start: Path) -> Any:
+    return trained(schedule, steps, start, None, **options)
+
+
+def test_names_are_the_models_own(tmp_path: Path) -> None:
+    run(trained, cf.schemes.chimera(2, 4), range(1), None, tmp_path)
+    plain = model().load_state_dict(cf.load_weights(tmp_path))
+    assert not plain.missing_keys
+    found: dict[str, Tensor] = {}
+    for file in (tmp_path / "step-1").glob("model-*.safetensors"):
+        part = load_file(file)
+        assert found.keys().isdisjoint(part)
+        found |= part
+    assert found.keys() == model().state_dict().keys() - {"5.weight"}  # the tied one is there once
+
+
+def test_precision_is_converted_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = run(trained, cf.schemes.dapple(2, 4), range(2), None, tmp_path)[0]
+
+    def lower() -> Any:
+        pipeline = cf.Pipeline(
+            model().bfloat16(), loss, cf.schemes.dapple(2, 4), optimizer=adamw, scheduler=halved
+        )
+        cf.load_checkpoint(pipeline, tmp_path)
+        pipeline.step(*torch.ones(2, 8, 4, dtype=torch.bfloat16))
+        return pipeline.training_state_dict()
+
+    with caplog.at_level(logging.WARNING):
+        found = run(lower)[0]
+    assert any(
+        "are float64 there and bfloat16 in this pipeline: converted" in text for text in caplog.messages
+    )
+    for kept in found["optimizer"].values():
+        assert kept["state"]["exp_avg"].dtype == torch.bfloat16
+    assert found["step"] == state["step"] + 1
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    run(trained, cf.schemes.dapple(2, 4), range(1), None, tmp_path)
+
+    def reads(made: nn.Sequential, optimizer: Any = adamw) -> None:
+        cf.load_checkpoint(cf.Pipeline(made, loss, cf.schemes.dapple(2, 4), optimizer=optimizer), tmp_path)
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    wide = model(tied=False)
+    wide[4] = nn.Linear(4, 5, dtype=torch.float64)
+    for made, optimizer, message in (
+        (wide, adamw, r"4\.weight has shape \(4, 4\), \(5, 4\) in the pipeline"),
+        (
+            nn.Sequential(*model(), nn.Linear(4, 4, dtype=torch.float64)),
+            adamw,
+            r"has no '6\.weight'; read it",
+        ),
+        (model(), sgd, "holds the state of AdamW, not of SGD; give the same optimiser, or read the weights"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run(reads, made, optimizer)
+    with pytest.raises(ConfigError, match="there is no such file or folder"):
+        cf.load_weights(tmp_path / "none")
+
+
+class Setting:
+    """What no file can hold."""
+
+
+def test_what_cannot_be_read_back_is_not_written(tmp_path: Path) -> None:
+    def work() -> None:
+        pipeline = cf.Pipeline(model(), loss, cf.schemes.dapple(1, 4), optimizer=adamw)
+        pipeline.optimizers[0].param_groups[0]["setting"] = Setting()
+        cf.save_checkpoint(pipeline, tmp_path)
+
+    with pytest.raises(
+        ConfigError, match=r"options/0\.weight holds what a checkpoint cannot: only numbers, texts"
+    ):
+        run(work, workers=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_limit_on_files_leaves_the_checkpoints_before(tmp_path: Path) -> None:
+    """As a full disk does, or a quota: what is there says so, and nothing half-written is left."""
+
+    def work() -> Any:
+        pipeline = cf.Pipeline(model(), loss, cf.schemes.dapple(1, 4), optimizer=adamw)
+        cf.save_checkpoint(pipeline, tmp_path)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        pipeline.step(*torch.ones(2, 8, 4, dtype=torch.float64))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, before[1]))
+        try:
+            with pytest.raises(
+                CounterflowError, match=r"cannot write a checkpoint of step 1: .*File too large"
+            ):
+                cf.save_checkpoint(pipeline, tmp_path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    run(work, workers=1)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-0"]
+    assert cf.load_weights(tmp_path)
