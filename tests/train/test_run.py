@@ -118,6 +118,8 @@ def test_saved_bytes_are_as_predicted(train: Train, recompute: str) -> None:
     for pair in summary.saved_bytes:
         assert pair.measured == pytest.approx(pair.predicted, rel=0.02)
     assert len(summary.saved_bytes) == 2
+    for memory, saved in zip(summary.memory_bytes, summary.saved_bytes, strict=True):
+        assert memory.measured > memory.predicted > saved.predicted
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.05])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
+import sys
 from pathlib import Path
 
 import torch
@@ -21,6 +23,20 @@ def memory_bytes(device: str, workers: int) -> float:
     if device == "cuda":
         return float(torch.cuda.get_device_properties(0).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / workers
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory in use: allocated by torch on a GPU, or of this process resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return found if sys.platform == "darwin" else 1024 * found
+
+
+def forget_peak_bytes(device: torch.device) -> None:
+    """On a GPU, count the most from now on; of a process the system counts it from its start."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def device_name(device: str, threads: int) -> str:

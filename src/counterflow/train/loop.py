@@ -22,6 +22,7 @@ from torch import nn
 
 from counterflow.checkpoints.saver import PATIENCE_SECONDS, Saver
 from counterflow.errors import ConfigError, CounterflowError, WorkerError
+from counterflow.measure.machine import forget_peak_bytes, peak_bytes
 from counterflow.measure.stage_costs import measure_stages
 from counterflow.models import hf
 from counterflow.runtime.execution.step import Step
@@ -123,7 +124,9 @@ class Trainer:
         self.writes = self.pipeline.transport.rank == 0
         assert folder is not None or not self.writes
         self.folder = RunFolder(folder) if folder is not None and self.writes else None
-        self.checkpoints = self._shared() / CHECKPOINT
+        shared = self._shared()
+        self.checkpoints = shared / CHECKPOINT
+        self.pipeline.transport.record_folder = shared
         self.saver = Saver(
             self.pipeline,
             self.checkpoints,
@@ -161,6 +164,7 @@ class Trainer:
     def run(self) -> Summary | None:
         """Train; rank 0 gives what came of it."""
         costs = self._measure()
+        forget_peak_bytes(self.pipeline.device)
         self.began = time.perf_counter()
         train, first = self.config.train, self.job.first_step
         sampled = self._sampled()
@@ -389,7 +393,15 @@ class Trainer:
 
     def _finish(self, costs: Costs, seconds: float) -> Summary | None:
         versions = sum(self.pipeline.peak_versions.values())
-        found = self.pipeline.transport.gather([float(self.pipeline.peak_saved_bytes), float(versions)])
+        pipeline = self.pipeline
+        found = pipeline.transport.gather(
+            [
+                float(pipeline.peak_saved_bytes),
+                float(versions),
+                float(peak_bytes(pipeline.device)),
+                float(pipeline.weights.held_bytes()),
+            ]
+        )
         if self.folder is None:
             return None
         saved = tuple(int(found[rank][0]) for rank in self.pipeline.ranks[0])
@@ -421,6 +433,10 @@ class Trainer:
             stages_held=tuple(
                 Pair(found[rank][1], float(count))
                 for rank, count in zip(self.pipeline.ranks[0], predicted.weight_copies, strict=True)
+            ),
+            memory_bytes=tuple(
+                Pair(found[rank][2], found[rank][3] + peak)
+                for rank, peak in zip(self.pipeline.ranks[0], peaks, strict=True)
             ),
         )
         self.folder.put_timeline(middle)

@@ -117,6 +117,9 @@ class Summary:
             drain.
         saved_bytes: most bytes saved for backward at once, by worker.
         stages_held: most weights held at once, in stages with versions counted, by worker.
+        memory_bytes: by worker the most memory in use: what torch allocated on its GPU, or on the CPU what of
+            its process was resident, with Python, torch and other workers in it; and as predicted: weights,
+            gradients, optimiser state and what is saved for backward.
     """
 
     about: About
@@ -135,6 +138,7 @@ class Summary:
     bubble_ratio: Pair
     saved_bytes: tuple[Pair, ...]
     stages_held: tuple[Pair, ...]
+    memory_bytes: tuple[Pair, ...] = ()
 
 
 class Reporter(Protocol):

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from counterflow.errors import ConfigError, WorkerError
+from counterflow.runtime.execution import asynchronous
 from counterflow.runtime.execution.step import Step
 from counterflow.runtime.parameters.versions import Versions
+from counterflow.runtime.parameters.weights import Weights
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
@@ -226,6 +228,71 @@ def test_steps_before_one_that_is_not_finite_are_told() -> None:
     with pytest.raises(WorkerError, match="after 13 steps the loss is inf"):
         run(work, workers=1)
     assert [about for about in told if about is not None] == list(range(13))
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device whose host does not wait for an update's norm."""
+
+    def refused(*_: object) -> None:
+        raise AssertionError("the host waits for the norm of an update")
+
+    monkeypatch.setattr(asynchronous, "clips_there", lambda _: True)
+    monkeypatch.setattr(Weights, "squared_norm_of", refused)
+
+
+@pytest.mark.usefixtures("far")
+@pytest.mark.parametrize(
+    ("schedule", "replicas"), [(schemes.pipedream(2), 1), (schemes.pipedream_2bw(2, 2), 2)], ids=str
+)
+def test_updates_on_a_device_agree(schedule: Schedule, replicas: int) -> None:
+    found = agreement(schedule, replicas=replicas)
+    assert found.ok, found
+
+
+class _Exploding(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(_: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * math.nan
+
+
+class Exploding(nn.Linear):
+    """Has gradients that are not finite from its third backward on."""
+
+    count = 0
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        output = super().forward(value)
+        return output if self.count < 3 else _Exploding.apply(output)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.usefixtures("far")
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_gradient_that_is_not_finite_on_a_device_ends_the_training(clip_norm: float | None) -> None:
+    layers = [Exploding(3, 3), nn.Linear(3, 3)]
+    weights: list[torch.Tensor] = []
+
+    def work() -> None:
+        pipeline = Pipeline(
+            layers, mean_square, schemes.pipedream(1), optimizer=momentum, clip_norm=clip_norm
+        )
+        try:
+            for _ in range(40):
+                pipeline.step(*numbers(4))
+        finally:
+            weights.extend(pipeline.weights.state_dict().values())
+
+    with pytest.raises(
+        WorkerError, match=r"step 2: the gradient of one of its weights \(stage 0\) is not finite"
+    ):
+        run(work, workers=1)
+    assert weights
+    assert all(weight.isfinite().all() for weight in weights)
 
 
 class Tied(nn.Module):

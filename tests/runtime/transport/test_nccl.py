@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterable
@@ -224,6 +225,39 @@ def test_the_flight_record_is_kept_once(monkeypatch: pytest.MonkeyPatch, tmp_pat
     transport.abort_data_plane()
     assert [path.name for path in tmp_path.iterdir()] == ["record-3"]
     assert (tmp_path / "record-3").read_bytes() == b"one"
+
+
+def test_the_flight_record_is_kept_in_the_runs_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(nccl, "flight_record", lambda: b"one")
+    monkeypatch.delenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", raising=False)
+    transport = nccl.NcclTransport.__new__(nccl.NcclTransport)
+    transport.rank, transport._data_groups, transport.record_folder = 3, [], tmp_path
+    transport.abort_data_plane()
+    assert (tmp_path / "nccl_trace_rank_3").read_bytes() == b"one"
+
+
+@pytest.mark.parametrize("version", ["2.6.0", "2.13.0+cu130"])
+def test_the_flight_recorder_records_unless_it_is_said_how_much(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    names = ["TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"]
+    for name in [*names, "TORCH_NCCL_ASYNC_ERROR_HANDLING"]:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    transport = nccl.NcclTransport.__new__(nccl.NcclTransport)
+    monkeypatch.setattr(transport, "make_groups", lambda: None)
+    transport.make_data_plane()
+    assert [os.environ.get(name) for name in names] == (
+        ["2000", None] if version == "2.6.0" else [None, "2000"]
+    )
+    monkeypatch.setenv(names[0], "7")
+    monkeypatch.delenv(names[1], raising=False)
+    transport.make_data_plane()
+    assert os.environ[names[0]] == "7"
+    assert names[1] not in os.environ
 
 
 def test_an_abort_that_does_not_return_holds_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:

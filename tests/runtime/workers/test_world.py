@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from counterflow.errors import ConfigError
@@ -137,6 +138,40 @@ def test_nccl_wants_a_gpu(environment: pytest.MonkeyPatch) -> None:
     torchrun(environment)
     with pytest.raises(ConfigError, match="choose gloo"):
         current_transport("nccl", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (torchrun, TransportKind.NCCL, None, 8, "cuda:1"),
+        (slurm, TransportKind.NCCL, None, 8, "cuda:1"),
+        (slurm, TransportKind.NCCL, None, 1, "cuda:0"),  # srun --gpus-per-task=1: each sees its own
+        (torchrun, TransportKind.GLOO, None, 8, "cpu"),
+        (torchrun, TransportKind.GLOO, "cuda", 8, "cuda:1"),
+        (torchrun, TransportKind.NCCL, "cuda:3", 8, "cuda:3"),
+    ],
+)
+def test_a_process_has_the_gpu_of_its_local_rank(
+    environment: pytest.MonkeyPatch, case: tuple[Any, TransportKind, str | None, int, str]
+) -> None:
+    start, kind, asked, gpus, found = case
+    start(environment)
+    current: list[torch.device] = []
+    environment.setattr(torch.cuda, "is_available", lambda: True)
+    environment.setattr(torch.cuda, "device_count", lambda: gpus)
+    environment.setattr(torch.cuda, "set_device", current.append)
+    here = world.place()
+    assert here is not None
+    given = None if asked is None else torch.device(asked)
+    assert str(world._device(kind, given, here.local_rank)) == found
+    assert [str(device) for device in current] == ([found] if found != "cpu" else [])
+
+
+def test_fewer_gpus_than_local_ranks(environment: pytest.MonkeyPatch) -> None:
+    environment.setattr(torch.cuda, "is_available", lambda: True)
+    environment.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(ConfigError, match="local rank 5, and 4 GPUs"):
+        world._device(TransportKind.NCCL, None, 5)
 
 
 def test_in_a_thread() -> None:

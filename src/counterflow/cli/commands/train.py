@@ -226,6 +226,9 @@ def _figures(summary: Summary) -> Any:
         table.add_row(f"saved for backward, {name}", *map(byte_size, _pair(pair)))
     for name, pair in _grouped(summary.stages_held) if together > 1 else ():
         table.add_row(f"weights held, {name}", *(f"{count:g} stages" for count in _pair(pair)))
+    how = "resident, with Python and torch" if summary.about.on_cpu else "allocated"
+    for name, pair in _grouped(summary.memory_bytes):
+        table.add_row(f"memory, {how}, {name}", *map(byte_size, _pair(pair)))
     return table
 
 

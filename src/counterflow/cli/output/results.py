@@ -280,6 +280,9 @@ class Trained(Prepared):
     bubble_ratio: Measured
     saved_bytes: Annotated[list[Measured], said("by worker: most saved for backward at once")]
     stages_held: Annotated[list[Measured], said("by worker: most weights held at once")]
+    memory_bytes: Annotated[
+        list[Measured], said("by worker: most allocated by torch on its GPU, or resident of its process")
+    ]
 
 
 class KeyShown(Part):

@@ -16,6 +16,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from counterflow.errors import ConfigError
 from counterflow.schedule.program.actions import StartSync, WaitSync
 from counterflow.schedule.program.segments import Segments
@@ -93,6 +96,10 @@ class AsynchronousRunner:
         self._begun = 0  # mini-batches, since the pipeline was empty
         self._untold: deque[_Own] = deque()
         self._squared: dict[int, float] = defaultdict(float)
+        self._clips_there = clips_there(workers.transport.device)
+        self._later: dict[int, list[tuple[int, Later, Later]]] = defaultdict(list)
+        """By mini-batch, of stages updated on a device: their squared norms, and whether they are finite."""
+        self._alive: dict[int, Tensor] = {}
         self._stopped: dict[int, tuple[int, str] | None] = {}
         """Stages that are updated no more, because a gradient was not finite, and which that was."""
         self._telling: deque[tuple[list[_Own], Gathering]] = deque()
@@ -147,6 +154,7 @@ class AsynchronousRunner:
         while self._telling or self._heard:
             found.append(self._hear())
         self._squared.clear()
+        self._alive.clear()
         self._begun = 0
         return found
 
@@ -177,6 +185,11 @@ class AsynchronousRunner:
         batches = [self._untold.popleft() for _ in range(count)]
         row: list[float] = [self._begun, batches[0].step]
         for number, batch in enumerate(batches, first):
+            for stage, counted, alive in self._later.pop(number, ()):
+                self._squared[number] += counted.value()
+                if not alive.value():
+                    self._squared[number] = math.nan
+                    self._stopped.setdefault(stage, (stage, "one of its weights"))
             mine, odd = batch.losses.summed()
             row += [mine, self._squared.pop(number, 0.0), odd, *batch.losses.weighed()]
         self._telling.append((batches, self.workers.transport.start_gather(row)))
@@ -237,10 +250,14 @@ class AsynchronousRunner:
         From one that is not finite none is made any more; everybody ends when that is heard.
         """
         self.weights.check_buffers()
-        squared, counted = self.weights.squared_norm_of(stage)
-        self._squared[version - 1] += counted
         versions = self.weights.stages[stage].versions
         assert versions is not None
+        if self._clips_there:
+            versions.make(version, frees)
+            self._update_there(stage, version, versions)
+            return
+        squared, counted = self.weights.squared_norm_of(stage)
+        self._squared[version - 1] += counted
         versions.make(version, frees)
         if not math.isfinite(squared) and stage not in self._stopped:
             self._stopped[stage] = self.weights.not_finite(stage)
@@ -252,3 +269,40 @@ class AsynchronousRunner:
             self.weights.scale(factor, stage)
         with versions.unseen():
             self.weights.update(stage)
+
+    def _update_there(self, stage: int, version: int, versions: Versions) -> None:
+        """The same on a device whose host does not wait: gradients that are not finite count as zeros."""
+        counted, alive = self.weights.clip_there(stage, self.limit, self._alive.get(stage))
+        self._alive[stage] = alive
+        self._later[version - 1].append((stage, Later(counted), Later(alive)))
+        with versions.unseen():
+            self.weights.update(stage)
+
+
+def clips_there(device: torch.device) -> bool:
+    """Whether norms are worked out and used where the gradients are, because to read them is to wait."""
+    return device.type != "cpu"
+
+
+class Later:
+    """A number on a device, on its way to the host.
+
+    Args:
+        number: of no dimensions.
+    """
+
+    def __init__(self, number: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if number.device.type == "cuda":
+            copy = torch.empty((), dtype=number.dtype, pin_memory=True)
+            self._number = copy.copy_(number, non_blocking=True)
+            self._event = torch.cuda.Event(blocking=True)  # blocking: the host sleeps, it does not spin
+            self._event.record()
+        else:
+            self._number = number.detach().clone()
+
+    def value(self) -> float:
+        """The number, as soon as it is there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._number.item())

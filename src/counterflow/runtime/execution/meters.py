@@ -10,8 +10,8 @@ count. What a backward frees counts until the backward is over, as in the simula
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -82,18 +82,30 @@ class HostClock:
         ]
 
 
-class CudaClock:
+class TimedEvent(Protocol):
+    """A place in a device's stream, as ``torch.cuda.Event`` that times."""
+
+    def record(self) -> None:
+        """Put it at the end of the current stream."""
+
+    def elapsed_time(self, end_event: Any, /) -> float:
+        """Milliseconds until another one."""
+
+
+class EventClock:
     """For ops that are only under way when they return.
 
     Args:
-        device: a GPU.
+        make: an event.
+        synchronize: holds the host until the device has come to all of them.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, make: Callable[[], TimedEvent], synchronize: Callable[[], None]) -> None:
         self.began_seconds = 0.0
-        self._device = device
-        self._first: torch.cuda.Event | None = None
-        self._noted: list[tuple[Op, int, torch.cuda.Event, torch.cuda.Event]] = []
+        self._make = make
+        self._synchronize = synchronize
+        self._first: TimedEvent | None = None
+        self._noted: list[tuple[Op, int, TimedEvent, TimedEvent]] = []
 
     def start(self) -> None:
         """See ``Clock``."""
@@ -101,13 +113,13 @@ class CudaClock:
         self.began_seconds = time.perf_counter()
         self._first = self.begin()
 
-    def begin(self) -> torch.cuda.Event:
+    def begin(self) -> TimedEvent:
         """See ``Clock``."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._make()
         event.record()
         return event
 
-    def end(self, op: Op, period_offset: int, begin: torch.cuda.Event) -> None:
+    def end(self, op: Op, period_offset: int, begin: TimedEvent) -> None:
         """See ``Clock``."""
         self._noted.append((op, period_offset, begin, self.begin()))
 
@@ -116,7 +128,7 @@ class CudaClock:
         first = self._first
         if first is None:
             return []
-        torch.cuda.synchronize(self._device)
+        self._synchronize()
         return [
             Ran(op, period_offset, first.elapsed_time(start) / 1e3, first.elapsed_time(end) / 1e3)
             for op, period_offset, start, end in self._noted
@@ -125,7 +137,11 @@ class CudaClock:
 
 def clock_of(device: torch.device) -> Clock:
     """The clock for ops on a device."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
+    if device.type == "cuda":
+        return EventClock(
+            partial(torch.cuda.Event, enable_timing=True), partial(torch.cuda.synchronize, device)
+        )
+    return HostClock()
 
 
 class Kept:

@@ -131,6 +131,11 @@ class GradientGroup:
         self._pending: list[Pending] = []
         self.make()
 
+    @property
+    def nbytes(self) -> int:
+        """Of the buffers."""
+        return sum(flat.whole.nbytes for flat in self._flats)
+
     def make(self) -> None:
         """Make the buffers, for the parameters that require a gradient by now."""
         by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
@@ -200,10 +205,15 @@ class GradientGroup:
         }
         return next((name for name, parameter in self.parameters.items() if id(parameter) in odd), None)
 
-    def scale(self, factor: float) -> None:
-        """Multiply the gradients."""
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiply the gradients, by a number or by one on their device."""
         for flat in self._flats:
             flat.gradients.mul_(factor)
+
+    def drop(self, dead: Tensor) -> None:
+        """Set the gradients to zero where a device says so, for which its host does not wait."""
+        for flat in self._flats:
+            flat.gradients.masked_fill_(dead, 0)
 
     def show(self) -> None:
         """Let parameters have their gradients, as an optimiser takes them: None where there is none."""
@@ -228,6 +238,12 @@ def squared_norms(groups: Iterable[GradientGroup]) -> list[float]:
         return [0.0] * len(norms)
     values = iter((torch.stack(flat) ** 2).tolist())
     return [added(next(values) for _ in its) for its in norms]
+
+
+def squared_norm_there(groups: Iterable[GradientGroup], device: torch.device) -> Tensor:
+    """The sum of squares of gradients, where they are: nobody waits for it."""
+    norms = [norm for group in groups for norm in group.norms()]
+    return (torch.stack(norms) ** 2).sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def clip_factor(norm: float, limit: float | None) -> float:

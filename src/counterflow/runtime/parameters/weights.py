@@ -21,14 +21,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from counterflow.errors import ConfigError
 from counterflow.schedule.program.actions import StartSync, Summed, SyncAction, WaitSync
 
-from ..mesh.dtensors import is_dtensor, like, part_of, whole
+from ..mesh.dtensors import is_dtensor, like, local, part_of, whole
 from ..mesh.layout import REPLICA, WORKER
 from ..mesh.sharding import WHOLE, Sharding
 from ..stages.recomputation import Contents
 from ..stages.stage import StageCopy
 from ..transport import Group, Pending, Transport
 from .alike import Digests, compare, digest, tensors_of
-from .gradients import GradientGroup, squared_norms, unique
+from .gradients import GradientGroup, squared_norm_there, squared_norms, unique
 from .names import Names, named_parameters, shared_names
 
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -289,6 +289,30 @@ class Weights:
         found = self._squares(self._own[stage])
         return sum(square for square, _ in found), sum(square for square, counted in found if counted)
 
+    def clip_there(self, stage: int, limit: float | None, alive: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Clip a stage's gradients by their norm, where they are; the host goes on.
+
+        Args:
+            stage: whose.
+            limit: of the norm; None: any.
+            alive: whether all before were finite; None: there were none.
+
+        Returns:
+            What this worker counts of the norm, squared, and whether all were finite so far: gradients that
+            are not, and those after them, are set to zero.
+        """
+        groups = self._own[stage]
+        square = squared_norm_there(groups, self.transport.device)
+        counted = squared_norm_there((one for one in groups if one.counted), self.transport.device)
+        finite = square.isfinite()
+        alive = finite if alive is None else alive & finite
+        factor = None if limit is None else (limit / (square.sqrt() + 1e-6)).clamp(max=1.0)
+        for gradients in groups:
+            if factor is not None:
+                gradients.scale(factor)
+            gradients.drop(~alive)
+        return counted, alive
+
     @staticmethod
     def _squares(groups: Sequence[GradientGroup]) -> list[tuple[float, bool]]:
         """By group its squared norm, and whether this worker counts it."""
@@ -347,6 +371,18 @@ class Weights:
         flat /= copies
         for buffer, mean in zip(floats, flat.split([b.numel() for b in floats]), strict=True):
             buffer.copy_(mean.view_as(buffer))
+
+    def held_bytes(self) -> int:
+        """Of all versions of the weights, buffers, gradients and optimiser state at hand."""
+        total = sum(gradients.nbytes for gradients in self._gradient_groups())
+        for copy in self.stages.values():
+            weights = sum(local(parameter).nbytes for parameter in copy.parameters())
+            total += weights * (1 if copy.versions is None else copy.versions.peak)
+            total += sum(buffer.nbytes for layer in copy.with_weights for buffer in layer.module.buffers())
+        for optimizer in self.optimizers.values():
+            states = (value for state in optimizer.state.values() for value in state.values())
+            total += sum(local(value).nbytes for value in states if isinstance(value, Tensor))
+        return total
 
     # -- comparing and saving
 

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -126,6 +127,7 @@ class Transport(ABC):
         status: what this worker does at the moment; the interpreter writes it.
         shares_process: whether other workers are threads of the same process.
         matching: whether two ranks' messages are matched by their order, whichever way they go, or by tags.
+        record_folder: where is kept what is known of a failure.
     """
 
     kind: TransportKind
@@ -136,6 +138,7 @@ class Transport(ABC):
     status: Status
     shares_process: bool = False
     matching: Matching = Matching.ORDER
+    record_folder: Path = Path()
 
     def connect(self, peers: Iterable[int], groups: Iterable[Group] = ()) -> None:
         """Connect to ``peers`` and in groups before messages and sums do; all workers make this call."""

@@ -29,6 +29,9 @@ from .progress import Event
 
 _LOG = logging.getLogger(__name__)
 
+_RECORDED = "2000"
+"""Operations that NCCL's flight recorder keeps."""
+
 _ABORT_SECONDS = 5.0
 """How long is waited for communicators that are aborted."""
 
@@ -55,6 +58,9 @@ class NcclTransport(OrderedTransport, DistributedTransport):
         """See ``DistributedTransport``."""
         # A group whose peer is gone ends its operations and not the process: the watch tells of it.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        older, newer = "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"
+        if not {older, newer} & os.environ.keys():  # of the older name newer torch warns
+            os.environ[older if torch.__version__ < "2.8" else newer] = _RECORDED
         self._data_groups: list[ProcessGroup] = []
         self.make_groups()
 
@@ -105,9 +111,9 @@ class NcclTransport(OrderedTransport, DistributedTransport):
         """Write what NCCL's flight recorder noted, once: what was launched, and what of it never ran."""
         found, self._recorded = None if self._recorded else flight_record(), True
         if found is not None:
-            begin = os.environ.get(
-                "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "nccl_trace_rank_"
-            )  # as torch names them
+            begin = os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+            if begin is None:
+                begin = str(self.record_folder / "nccl_trace_rank_")  # as torch names them
             path = Path(f"{begin}{self.rank}")
             with contextlib.suppress(OSError):  # there is a failure to tell of already
                 path.write_bytes(found)

@@ -1,0 +1,58 @@
+"""The timeline of a device that is only under way when an op returns."""
+
+from __future__ import annotations
+
+import time
+from typing import Self
+
+import pytest
+import torch
+from torch import nn
+
+from counterflow import Op, Pipeline, launch, schemes
+from counterflow.runtime.execution import interpreter
+from counterflow.runtime.execution.meters import EventClock
+
+
+class _Event:
+    """As ``torch.cuda.Event``: recorded by the host, known once somebody has waited."""
+
+    device_done = False
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def record(self) -> None:
+        type(self).device_done = False
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, end_event: Self) -> float:
+        assert self.device_done, "an event is asked before the device has come to it"
+        return 1000 * (end_event.seconds - self.seconds)
+
+    @classmethod
+    def synchronize_device(cls) -> None:
+        cls.device_done = True
+
+
+def _ran() -> list[list[tuple[Op, float, float]]]:
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    pipeline = Pipeline(
+        layers,
+        nn.functional.mse_loss,
+        schemes.chimera(2, 2),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    for _ in range(2):
+        pipeline.step(torch.ones(4, 4), torch.ones(4, 4))
+    return pipeline.timeline()
+
+
+def test_a_timeline_from_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreter, "clock_of", lambda _: EventClock(_Event, _Event.synchronize_device))
+    rows = launch(_ran, workers=2, transport="local")[0]
+    for row, order in zip(rows, schemes.chimera(2, 2).orders, strict=True):
+        assert [op for op, _, _ in row] == list(order)
+        times = [seconds for _, start, end in row for seconds in (start, end)]
+        assert times[0] >= 0
+        assert times == sorted(times)
