@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as tf
 
+from counterflow.checkpoints.convert import convert
 from counterflow.train import load_config, load_weights
 from counterflow.train.folder import read_metrics
 from counterflow.train.job import prepare, rate_factor
@@ -47,6 +48,10 @@ def test_a_run_from_folder_to_folder(folder: Path, monkeypatch: pytest.MonkeyPat
     assert set(read) == set(weights)
     assert all(torch.equal(read[name], tensor) for name, tensor in weights.items())
     tf.AutoTokenizer.from_pretrained("tuned/model")
+    convert(Path("tuned"), Path("converted"))
+    again = tf.LlamaForCausalLM.from_pretrained("converted").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
+    tf.AutoTokenizer.from_pretrained("converted")
 
     model, job = tf.LlamaForCausalLM.from_pretrained("base").train(), prepare(given)
     optimizer = job.optimizer(list(model.parameters()))

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -59,7 +60,7 @@ def dtype_name(tensor: Tensor, key: str) -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, tuple[Tensor, Sequence[int]]]) -> Written:
-    """Write a safetensors file.
+    """Write a safetensors file of pieces of tensors.
 
     Args:
         path: of the file.
@@ -70,23 +71,40 @@ def write_tensors(path: Path, tensors: Mapping[str, tuple[Tensor, Sequence[int]]
         OSError: it cannot be written.
     """
     offsets = {name: {"saved_offsets": list(offset)} for name, (_, offset) in tensors.items()}
-    header: dict[str, object] = {
-        "__metadata__": {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
-    }
+    about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+    sizes = {name: (dtype_name(tensor, name), tuple(tensor.shape)) for name, (tensor, _) in tensors.items()}
+    return write_each(path, sizes, lambda name: tensors[name][0], about)
+
+
+def write_each(
+    path: Path,
+    sizes: Mapping[str, tuple[str, tuple[int, ...]]],
+    read: Callable[[str], Tensor],
+    about: Mapping[str, str],
+) -> Written:
+    """Write a safetensors file of tensors that are read one after another.
+
+    Args:
+        path: of the file.
+        sizes: by name: the format's name of the dtype, and the shape.
+        read: a name to the tensor.
+        about: for the header.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    header: dict[str, object] = {"__metadata__": dict(about)}
     end = 0
-    for name, (tensor, _) in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": dtype_name(tensor, name),
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+    for name, (dtype, shape) in sizes.items():
+        begin, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
 
     def pieces() -> Iterator[memoryview]:
         yield memoryview(len(text).to_bytes(8, "little") + text)
-        for tensor, _ in tensors.values():
+        for name in sizes:
+            tensor = read(name)
             if tensor.numel():
                 yield tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 

@@ -82,6 +82,11 @@ class Index(_Part):
     files: dict[FileName, Written]
     about: dict[str, Any]
 
+    @property
+    def has_training(self) -> bool:
+        """Whether the optimiser's state is there; not where a training is to begin with given weights."""
+        return any(key.startswith("options/") for key in self.objects)
+
     def dumps(self) -> bytes:
         """The text of ``checkpoint.json``, with its own digest."""
         data = self.model_dump(mode="json")

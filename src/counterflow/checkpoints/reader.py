@@ -136,6 +136,8 @@ class Checkpoint:
         """
         from .dcp import fill  # noqa: PLC0415 - it takes a while
 
+        if not self.step and not self.index.has_training:  # weights that a training begins with
+            training = False
         pipeline.settle("reading a checkpoint")
         steps = pipeline.transport.gather([float(self.step)])
         for rank, (step,) in enumerate(steps):

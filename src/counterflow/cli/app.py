@@ -21,6 +21,7 @@ from counterflow import __version__
 from counterflow.errors import ConfigError, CounterflowError
 
 from .commands.check import check
+from .commands.convert import convert
 from .commands.export import export
 from .commands.plan import plan
 from .commands.profile import profile
@@ -133,6 +134,12 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
         "train --workers 2 --dry-run",
         "train --scheme hanayo --steps 100 --set train.samples=64 --out runs/waves",
         "train runs/waves/config.toml --workers 2 --out runs/two --json",
+    ),
+    convert: (
+        "train --steps 20 --out first",
+        "convert first weights.safetensors",
+        "convert weights.safetensors begin --json",
+        "train --steps 20 --set train.resume=begin",
     ),
     schemes: ("schemes", "schemes --json"),
     simulate: (

@@ -122,7 +122,7 @@ def check(start: Checkpoint, model: Model, list_layers: ListLayers | None, confi
                 "config's model; resume with the model it was made with"
             )
     had = start.index.about.get("optimizer")
-    if had != kind:
+    if had != kind and (start.step or start.index.has_training):
         raise ConfigError(f"{place}: holds the state of optimizer.name = {had}, not of {kind}; give the same")
     if start.step >= steps:
         raise ConfigError(

@@ -300,6 +300,15 @@ class Keys(Result):
     keys: list[KeyShown]
 
 
+class ConvertedShown(Result):
+    """`counterflow convert`."""
+
+    path: Annotated[str, said("what was made")]
+    kind: Annotated[str, said("what that is, for people")]
+    tensors: int
+    bytes: Annotated[int, said("of the file of weights")]
+
+
 class Reproducible(Result):
     """`counterflow reproduce --list`."""
 
@@ -337,7 +346,7 @@ class FigureShown(Result):
 
 COMMANDS: tuple[type[Result], ...] = (
     *(Simulated, Synthesized, Checked, Verified, Schemes, Planned, Examples, Profiled, Trained),
-    *(Prepared, Keys),
+    *(Prepared, Keys, ConvertedShown),
     *(Reproducible, TableShown, FigureShown),
 )
 PARTS: tuple[type[BaseModel], ...] = (

@@ -1,0 +1,231 @@
+"""Weights from a checkpoint into one safetensors file or a folder of transformers, and the other way.
+
+Invariant: tensors are read and written one after another, bit by bit as they are; the target is there whole
+or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from counterflow.errors import ConfigError, CounterflowError
+
+from . import files
+from .index import INDEX, Chunk, Index, Stored, Written, name_of
+from .reader import Checkpoint
+from .state import EXTRA, MODEL
+
+SINGLE = "model.safetensors"
+_SHARDS = "model.safetensors.index.json"
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"}
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What was made: where, what it is, and how many tensors and bytes it has."""
+
+    path: Path
+    kind: str
+    tensors: int
+    bytes: int
+
+
+def convert(source: Path, target: Path, model: Path | None = None) -> Converted:
+    """Convert weights from one form into another.
+
+    Args:
+        source: a run or a checkpoint; a safetensors file; or a folder of transformers with such files.
+        target: a path that ends with ``.safetensors``; else a folder: of transformers where ``source`` is a
+            checkpoint, and of checkpoints, with one of step 0, where it is not. Must not exist.
+        model: a folder of transformers whose config and tokenizer go with a checkpoint's weights; by default
+            the one that the run was given.
+
+    Raises:
+        ConfigError: the source is something else or damaged, or the target exists.
+        CounterflowError: it cannot be written.
+    """
+    if target.exists() or target.is_symlink():
+        raise ConfigError(f"{target}: is there already; name a new file or folder")
+    into_file = target.suffix == ".safetensors"
+    if model is not None and into_file:
+        raise ConfigError(
+            f"{model}: a safetensors file has weights only; leave --model away, or name a folder"
+        )
+    if source.suffix != ".safetensors" and not _is_of_transformers(source):
+        found = Checkpoint.load(source, str(source))
+        found.verify()
+        table = _weights_of(found)
+        if into_file:
+            return _into_file(table, lambda name: found.tensor(f"{MODEL}/{name}"), target)
+        return _into_transformers(found, table, target, model)
+    opened = _Files(source)
+    if into_file:
+        return _into_file(opened.sizes, opened.read, target)
+    if model is not None:
+        raise ConfigError(f"{model}: a checkpoint has weights only; leave --model away")
+    return _into_checkpoint(opened, target)
+
+
+class _Files:
+    """The tensors of a safetensors file, or of those of a folder of transformers."""
+
+    def __init__(self, source: Path) -> None:
+        from safetensors import SafetensorError, safe_open  # noqa: PLC0415
+
+        try:
+            paths = [source] if source.is_file() or source.suffix == ".safetensors" else _shards(source)
+            self._open: dict[str, Any] = {}
+            self.sizes: dict[str, tuple[str, tuple[int, ...]]] = {}
+            for path in paths:
+                opened: Any = safe_open(path, framework="pt")
+                for name in opened.keys():  # noqa: SIM118 - it is no dict
+                    part = opened.get_slice(name)
+                    if part.get_dtype() not in files.DTYPES:
+                        raise ConfigError(f"{path}: {name} is {part.get_dtype()}, which is unknown here")
+                    self._open[name] = opened
+                    self.sizes[name] = part.get_dtype(), tuple(part.get_shape())
+        except FileNotFoundError as error:
+            raise ConfigError(f"{source}: there is no such file: {error.filename or error}") from None
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{source}: cannot be read as safetensors: {str(error)[:200]}") from None
+
+    def read(self, name: str) -> Tensor:
+        """One of them."""
+        tensor: Tensor = self._open[name].get_tensor(name)
+        return tensor
+
+
+def _is_of_transformers(path: Path) -> bool:
+    return (path / SINGLE).is_file() or (path / _SHARDS).is_file()
+
+
+def _shards(folder: Path) -> list[Path]:
+    if not (folder / _SHARDS).is_file():
+        return [folder / SINGLE]
+    try:
+        names = json.loads((folder / _SHARDS).read_bytes())["weight_map"].values()
+        return [folder / Path(str(name)).name for name in sorted(set(names))]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise ConfigError(f"{folder / _SHARDS}: is damaged") from None
+
+
+def _weights_of(found: Checkpoint) -> dict[str, tuple[str, tuple[int, ...]]]:
+    extra = next((key for key in found.index.objects if key.startswith(f"{EXTRA}/")), None)
+    if extra is not None:
+        raise ConfigError(
+            f"{found.place}: {extra.partition('/')[2]} is no tensor, and a safetensors file has only those; "
+            "read the checkpoint by counterflow.load_weights"
+        )
+    prefix = f"{MODEL}/"
+    return {
+        key.removeprefix(prefix): (stored.dtype, stored.shape)
+        for key, stored in found.index.tensors.items()
+        if key.startswith(prefix)
+    }
+
+
+def _into_file(table: Any, read: Any, target: Path) -> Converted:
+    with _draft(target) as draft:
+        written = files.write_each(draft, table, read, {"format": "pt"})
+    return Converted(target, "weights in one safetensors file", len(table), written.bytes)
+
+
+def _into_transformers(
+    found: Checkpoint, table: dict[str, tuple[str, tuple[int, ...]]], target: Path, model: Path | None
+) -> Converted:
+    keys = tomllib.loads(str(found.index.about.get("config", "")))
+    if keys.get("lora", {}).get("rank") is not None:
+        raise ConfigError(
+            f"{found.place}: has adapters beside a model's weights; the folder `adapter` of the run has them "
+            "as peft reads them"
+        )
+    given = model or Path(str(keys.get("model", {}).get("path", "")))
+    if not (given / "config.json").is_file():
+        raise ConfigError(
+            f"{target}: a folder of transformers needs the model's config, and {str(given)!r} has no "
+            "config.json; give --model FOLDER, or a target that ends with .safetensors"
+        )
+    with _draft(target) as draft:
+        draft.mkdir(parents=True)
+        for file in sorted(given.iterdir()):
+            if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, draft / file.name)
+        _note_dtype(draft / "config.json", {dtype for dtype, _ in table.values()})
+        written = files.write_each(
+            draft / SINGLE, table, lambda name: found.tensor(f"{MODEL}/{name}"), {"format": "pt"}
+        )
+        files.settle(draft)
+    return Converted(target, "a folder that transformers reads", len(table), written.bytes)
+
+
+def _note_dtype(config: Path, dtypes: set[str]) -> None:
+    """Let the config say what weights are stored in: transformers would round them to what it says."""
+    floats = {
+        str(files.DTYPES[d]).removeprefix("torch.") for d in dtypes if files.DTYPES[d].is_floating_point
+    }
+    if len(floats) == 1:
+        found = json.loads(config.read_bytes())
+        found.pop("torch_dtype", None)
+        found["dtype"] = floats.pop()
+        config.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def _into_checkpoint(opened: _Files, target: Path) -> Converted:
+    """Of step 0: a training begins with it."""
+    name = "model-0.safetensors"
+    with _draft(target) as root:
+        draft = root / name_of(0)
+        draft.mkdir(parents=True)
+        offsets = {key: {"saved_offsets": [0] * len(shape)} for key, (_, shape) in opened.sizes.items()}
+        about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+        written: Written = files.write_each(draft / name, opened.sizes, opened.read, about)
+        tensors = {
+            f"{MODEL}/{key}": Stored(
+                dtype=dtype,
+                shape=shape,
+                chunks=(Chunk(file=name, offsets=(0,) * len(shape), sizes=shape),),
+            )
+            for key, (dtype, shape) in opened.sizes.items()
+        }
+        index = Index(
+            step=0,
+            seed=0,
+            layout="converted",
+            tensors=tensors,
+            objects={},
+            aliases={},
+            files={name: written},
+            about={},
+        )
+        files.write(draft / INDEX, [index.dumps()])
+        files.settle(draft)
+    return Converted(target, "a checkpoint that train.resume begins with", len(tensors), written.bytes)
+
+
+@contextlib.contextmanager
+def _draft(target: Path) -> Iterator[Path]:
+    """Where a target is written until it is whole."""
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield draft
+        draft.rename(target)
+        files.settle(target.parent)
+    except BaseException as error:
+        if draft.is_dir():
+            shutil.rmtree(draft, ignore_errors=True)
+        else:
+            draft.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise CounterflowError(f"cannot write {target}: {error.strerror or error}") from None
+        raise

@@ -1,0 +1,53 @@
+"""``counterflow convert``: weights of a run as one file or a Hugging Face folder, and the other way."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..options.flags import JsonFlag
+from ..output.console import byte_size, print_json
+
+
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A run or a checkpoint, a .safetensors file, or a folder of transformers.",
+            show_default=False,
+        ),
+    ],
+    target: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TARGET",
+            help="A new .safetensors file, or a new folder: of transformers from a run, else a checkpoint.",
+            show_default=False,
+        ),
+    ],
+    *,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of transformers whose config and tokenizer go with a run's weights; without it the "
+            "run's model.path.",
+        ),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Convert weights, bit by bit as they are: of a run, or into a checkpoint to begin a training with."""
+    from counterflow.checkpoints.convert import convert as converted  # noqa: PLC0415  (imports torch)
+
+    found = converted(source, target, model)
+    if as_json:
+        from ..output.results import ConvertedShown  # noqa: PLC0415
+
+        shown = dataclasses.asdict(found) | {"path": str(found.path)}
+        print_json(ConvertedShown.model_validate(shown))
+    else:
+        typer.echo(f"{found.path}: {found.kind}, {found.tensors:,} tensors, {byte_size(found.bytes)}")

@@ -1,0 +1,90 @@
+"""Weights of a run as one file or a folder of transformers, and back: bit by bit the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import counterflow as cf
+from counterflow.checkpoints.convert import convert
+from counterflow.errors import ConfigError
+
+from .test_pipelines import adamw, loss, model, run, trained
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    run(trained, cf.schemes.chimera(2, 4), range(2), None, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_into_one_file_and_back(checkpoint: Path, tmp_path: Path) -> None:
+    weights = cf.load_weights(checkpoint)
+    made = convert(checkpoint, tmp_path / "weights.safetensors")
+    file = load_file(tmp_path / "weights.safetensors")
+    assert (made.tensors, made.bytes) == (len(file), (tmp_path / "weights.safetensors").stat().st_size)
+    assert file.keys() == weights.keys() - {"5.weight"}  # a tied weight is there once
+    torch.testing.assert_close(file, {name: weights[name] for name in file}, rtol=0, atol=0)
+
+    save_file({name: tensor.clone() for name, tensor in weights.items()}, tmp_path / "all.safetensors")
+    convert(tmp_path / "all.safetensors", tmp_path / "begin")
+
+    def begin() -> Any:
+        pipeline = cf.Pipeline(model(), loss, cf.schemes.dapple(2, 4), optimizer=adamw, seed=9)
+        assert cf.load_checkpoint(pipeline, tmp_path / "begin") == 0
+        assert (pipeline.steps, pipeline.streams.seed) == (0, 9)
+        return pipeline.state_dict()
+
+    torch.testing.assert_close(run(begin)[0], weights, rtol=0, atol=0)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_into_a_folder_of_transformers_and_back(checkpoint: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps({"model_type": "x", "torch_dtype": "bfloat16"}))
+    (base / "tokenizer.json").write_text("{}")
+    (base / "model.safetensors").write_bytes(b"weights of before")
+    convert(checkpoint, tmp_path / "folder", base)
+    assert json.loads((tmp_path / "folder" / "config.json").read_text()) == {
+        "model_type": "x",
+        "dtype": "float64",
+    }
+    assert {f.name for f in (tmp_path / "folder").iterdir()} == {
+        *("config.json", "tokenizer.json", "model.safetensors"),
+    }
+    convert(tmp_path / "folder", tmp_path / "again.safetensors")
+    weights = cf.load_weights(checkpoint)
+    del weights["5.weight"]
+    torch.testing.assert_close(load_file(tmp_path / "again.safetensors"), weights, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: convert(p / "run", p / "run"), "is there already; name a new file or folder"),
+        (lambda p: convert(p / "none", p / "x.safetensors"), "there is no such file or folder"),
+        (lambda p: convert(p / "none.safetensors", p / "x"), "there is no such file"),
+        (lambda p: convert(p / "run", p / "x"), "needs the model's config, and '.' has no config.json; give"),
+        (lambda p: convert(p / "run", p / "x.safetensors", p), "a safetensors file has weights only"),
+        (lambda p: convert(_text(p / "x.safetensors"), p / "y"), "cannot be read as safetensors"),
+    ],
+)
+def test_what_cannot_be_converted(
+    checkpoint: Path, tmp_path: Path, make: Callable[[Path], Any], message: str
+) -> None:
+    before = sorted(checkpoint.rglob("*"))
+    with pytest.raises(ConfigError, match=message):
+        make(tmp_path)
+    assert sorted(checkpoint.rglob("*")) == before
+
+
+def _text(path: Path) -> Path:
+    path.write_text("no tensors")
+    return path
