@@ -122,6 +122,15 @@ def test_recomputation_keeps_less_and_takes_longer() -> None:
     assert layer.memory[1].activations == 4 * 4 + (10 - 4)
 
 
+def test_an_asynchronous_step_with_messages_and_skips_is_the_mean_of_what_repeats() -> None:
+    """D=4, F + B = 3, messages of 1.5 seconds: 5.25, and not the 6 of the first periods."""
+    slow = replace(CLUSTER, nodes=1, devices=8, inside=Link(1.5, 0.0))
+    pipedream = configured("pipedream", stages=4)
+    assert predict(MODEL, PROFILE, slow, pipedream).step_seconds == pytest.approx(5.25)
+    skipping = replace(MODEL, skips=(LayerSkip(0, (7,), 0.0),))
+    assert predict(skipping, PROFILE, slow, pipedream).step_seconds == pytest.approx(5.25)
+
+
 def test_an_asynchronous_step_is_a_steady_period() -> None:
     late = predict(MODEL, PROFILE, CLUSTER, configured("pipedream-2bw", stages=4, micro_batches=6))
     assert late.step_seconds == pytest.approx(6 * 3)

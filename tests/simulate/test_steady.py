@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from counterflow import Costs, simulate
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.program.segments import shifted_op
+from counterflow.simulate.periods import period_ops
 
 SCHEDULES = [
     schemes.gpipe(1, 2),
@@ -96,3 +98,56 @@ def test_without_a_flush_it_is_a_period() -> None:
     assert simulate(schemes.pipedream(4, periods=1)).steady_step is None
     result = simulate(schemes.pipedream(4, periods=16))
     assert result.steady_step == result.steady_step_clipped == 3.0
+
+
+def means(schedule: Schedule, costs: Costs, skipped: int) -> float:
+    """The mean over many periods after the first ones: it comes near the steady step, and is not exact."""
+    start = simulate(schedule, costs).start
+    assert schedule.steady is not None
+    length = period_ops(schedule, 0)
+    begin, stop = schedule.steady[0]
+    periods = (stop - begin) // length - 1
+    first, last = begin + skipped * length, begin + periods * length
+    return float(start[last] - start[first]) / (periods - skipped)
+
+
+@pytest.mark.parametrize("periods", [7, 12, 30])
+def test_without_a_flush_it_is_the_mean_of_what_repeats_however_few_periods_are_played(periods: int) -> None:
+    """D=4, F + B = 3, messages of 1.5: four micro-batches go round in 21."""
+    for forward in (0.75, 1.0, 1.5):
+        costs = Costs(forward, 3 - forward, p2p=1.5)
+        assert simulate(schemes.pipedream(4, periods), costs).steady_step == pytest.approx(5.25)
+
+
+@given(
+    name=st.sampled_from(["pipedream", "pipedream-2bw", "wpipe"]),
+    times=st.tuples(*(st.floats(0.1, 3) for _ in range(4))),
+    p2p=st.sampled_from([0.0, 0.4, 2.0, 5.0]),
+    sync=st.sampled_from([0.0, 0.7, 8.0]),
+    overlap=st.booleans(),
+)
+@settings(max_examples=10, deadline=None)
+def test_without_a_flush_it_is_what_many_periods_take(
+    name: str, times: tuple[float, ...], p2p: float, sync: float, overlap: bool
+) -> None:
+    makes: dict[str, Callable[[int], Schedule]] = {
+        "pipedream": lambda n: schemes.pipedream(4, n),
+        "pipedream-2bw": lambda n: schemes.pipedream_2bw(3, 4, n),
+        "wpipe": lambda n: schemes.wpipe(2, 4, n),
+    }
+    make = makes[name]
+    count = make(8).stages
+    costs = Costs(times[:1] * (count - 1) + (times[1],), times[2:3] * count, p2p=p2p, overlap=overlap)
+    costs = replace(costs, sync=sync, replicas=2)
+    found = simulate(make(8), costs).steady_step
+    assert found is not None
+    assert found == pytest.approx(means(make(80), costs, skipped=30), rel=0.03)
+    assert found == pytest.approx(simulate(make(20), costs).steady_step)
+
+
+def test_sums_of_all_stages_fill_the_way_out_that_they_share() -> None:
+    costs = Costs(sync=2.0, replicas=2)
+    alone = simulate(schemes.pipedream(4, 16), costs).steady_step
+    shared = replace(costs, sync_crossings=[((0, 1), 2.0)] * 4)
+    assert alone == 5.0
+    assert simulate(schemes.pipedream(4, 16), shared).steady_step == 8.0

@@ -23,7 +23,7 @@ from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.simulate import Costs, Simulation, simulate
 from counterflow.simulate.op_costs import stage_bytes
-from counterflow.simulate.steady import whole_periods
+from counterflow.simulate.periods import whole_periods
 
 from .cluster import Cluster
 from .device_placement import Network, network
@@ -33,7 +33,7 @@ from .profile import Profile
 from .stages import Cuts, PlannedOps, StageCosts, cut, stage_costs
 
 STEADY_PERIODS = 4
-"""Whole periods that an asynchronous schedule is played for in its steady state; the first is not counted."""
+"""Whole periods in the steady state of an asynchronous schedule: two alike, and those that they wait for."""
 
 _KEPT_SCHEDULES = 8
 
@@ -120,7 +120,7 @@ class Predictor:
         if key in self._schedules:
             self._schedules.move_to_end(key)
         else:
-            self._schedules[key] = _build(scheme, dict(options))
+            self._schedules[key] = _build(scheme, dict(options), far=bool(self.model.skips))
             if len(self._schedules) > _KEPT_SCHEDULES:
                 self._schedules.popitem(last=False)
         return self._schedules[key]
@@ -206,7 +206,11 @@ class Play:
     @cached_property
     def _steady(self) -> float:
         seconds = self.simulation.steady_step
-        assert seconds is not None  # ``_build`` makes enough periods
+        if seconds is None:
+            raise ConfigError(
+                f"{self.schedule}: a scheme without a flush is timed by the periods of its steady part, and "
+                "these are not alike or too few; its builder has to say where they are (Schedule.steady)"
+            )
         return seconds
 
     @cached_property
@@ -433,19 +437,23 @@ def _require_samples(configuration: Configuration) -> None:
         )
 
 
-def _build(scheme: str, options: dict[str, OptionValue]) -> Schedule:
-    """The schedule; of an asynchronous scheme with enough whole periods in its steady state."""
+def _build(scheme: str, options: dict[str, OptionValue], *, far: bool) -> Schedule:
+    """The schedule; of an asynchronous scheme with enough whole periods in its steady state.
+
+    With ``far`` an op may wait for one of as many periods before as there are stages, by a skip.
+    """
     known = registry.scheme(scheme)
     if known.synchronous:
         return registry.build(scheme, options)
     one = registry.build(scheme, options | {"periods": 1})
     # Until the first micro-batch is through, others follow it into the pipeline, and at its end again.
-    fewest = STEADY_PERIODS + math.ceil(one.workers / one.micro_batches)
+    whole = STEADY_PERIODS + (math.ceil(one.stages / one.micro_batches) if far else 0)
+    fewest = whole + math.ceil(one.workers / one.micro_batches)
     for periods in range(fewest, fewest + 2 * one.stages + 2):
         schedule = registry.build(scheme, options | {"periods": periods})
-        if whole_periods(schedule) >= STEADY_PERIODS:
+        if whole_periods(schedule) >= whole:
             return schedule
     raise ConfigError(
         f"{schedule}: a scheme without a flush is timed by its steady part, and this has none of "
-        f"{STEADY_PERIODS} periods; its builder has to say where it is (Schedule.steady)"
+        f"{whole} periods; its builder has to say where it is (Schedule.steady)"
     )

@@ -20,7 +20,8 @@ from .costs import Costs
 from .kernel import Floats
 from .memory import MemoryUse, memory_use, peaks_of
 from .op_costs import ByteCosts
-from .steady import period_seconds, steady_step_seconds, with_statistics, with_ties
+from .periods import measured_period_seconds, period_ops, period_seconds
+from .steady import steady_step_seconds, with_statistics, with_ties
 from .timed_schedule import Played, TimedSchedule
 
 
@@ -94,9 +95,9 @@ class Bubbles:
 
 
 class Simulation:
-    """A schedule played with costs. Made by ``simulate``."""
+    """A schedule played with costs, made by ``simulate``; or with the times that were measured."""
 
-    def __init__(self, model: TimedSchedule, costs: Costs, played: Played) -> None:
+    def __init__(self, model: TimedSchedule, costs: Costs, played: Played, *, measured: bool = False) -> None:
         self.schedule: Schedule = model.schedule
         self.costs = costs
         self.start = played.start
@@ -105,6 +106,7 @@ class Simulation:
         """End of each op, worker by worker in order, in seconds."""
         self._model = model
         self._played = played
+        self._measured = measured
         self._syncs = played.syncs
         self._sent, self._arrived, self._released = played.sent, played.arrived, played.released
 
@@ -228,11 +230,22 @@ class Simulation:
 
     @cached_property
     def steady_bubble_ratio(self) -> float | None:
-        """Idle over whole steady periods of an asynchronous schedule; None if it has none."""
+        """Idle over whole steady periods of an asynchronous schedule; None if it has none.
+
+        Where they are too few to see the steady step, as they are played.
+        """
         if self.schedule.steady is None:
             return None
         first = self._model.graph.first
         idle = total = 0.0
+        if self.steady_step is not None and not self._measured:
+            for worker, (begin, _) in enumerate(self.schedule.steady):
+                nodes = slice(
+                    first[worker] + begin, first[worker] + begin + period_ops(self.schedule, worker)
+                )
+                idle += self.steady_step - float((self.end[nodes] - self.start[nodes]).sum())
+            total = self.steady_step * self.schedule.workers
+            return max(0.0, idle / total) if total else 0.0
         for worker, (begin, stop) in enumerate(self.schedule.steady):
             nodes = slice(first[worker] + begin, first[worker] + stop)
             window = float(self.end[nodes][-1] - self.start[nodes][0])
@@ -248,7 +261,9 @@ class Simulation:
         all stages). Without a flush None if there are too few periods to see it.
         """
         if not self.schedule.synchronous:
-            return period_seconds(self.schedule, self.start)
+            if self._measured:
+                return measured_period_seconds(self.schedule, self.start)
+            return period_seconds(self._model, self.costs, self._played)
         return steady_step_seconds(self._model, self.costs, self._played)
 
     @cached_property

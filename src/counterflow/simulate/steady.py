@@ -1,4 +1,4 @@
-"""What a step adds when steps follow each other: without a barrier, or in a scheme without a flush.
+"""What a step of a scheme with a flush adds when steps follow each other without a barrier.
 
 A synchronous schedule is played again and again: in each step a worker begins where it ended the one before,
 once its own stages are summed over their copies and updated, and a link is free once it has carried what it
@@ -162,37 +162,3 @@ def _ends_of_links(links: Ints) -> list[tuple[int, int]]:
     for number, link in enumerate(links.tolist()):
         found[link] = found.get(link, (number, number))[0], number
     return list(found.values())
-
-
-# Without a flush
-
-
-def period_ops(schedule: Schedule, worker: int) -> int:
-    """Ops of a worker in a period: asynchronous schemes have no doubled ones and no halves."""
-    return 2 * schedule.micro_batches * sum(1 for _ in schedule.placement.held(worker))
-
-
-def whole_periods(schedule: Schedule) -> int:
-    """The whole periods in the steady part of an asynchronous schedule, on the worker with the fewest."""
-    if schedule.steady is None:
-        return 0
-    return min(
-        (stop - begin) // period_ops(schedule, worker) for worker, (begin, stop) in enumerate(schedule.steady)
-    )
-
-
-def period_seconds(schedule: Schedule, start: Floats) -> float | None:
-    """Seconds from one update to the next in the steady state, of the slowest worker; None: too short.
-
-    It is the mean over the periods that follow the first one.
-    """
-    if schedule.steady is None or whole_periods(schedule) < 3:
-        return None
-    slowest, first = 0.0, 0
-    for worker, (begin, stop) in enumerate(schedule.steady):
-        length = period_ops(schedule, worker)
-        periods = (stop - begin) // length - 2
-        node = first + begin + length
-        slowest = max(slowest, float(start[node + periods * length] - start[node]) / periods)
-        first += len(schedule.orders[worker])
-    return slowest

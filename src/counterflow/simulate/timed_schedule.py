@@ -245,11 +245,18 @@ class TimedSchedule:
         return Ready(edges, delay, lasts, busy, travel, waited, lanes)
 
     def _play(self, costs: Costs, seconds: Floats) -> Played:
-        edges, delay, lasts, busy, travel, waited, lanes = self.ready(costs, seconds)
+        ready = self.ready(costs, seconds)
+        edges, delay, lasts, busy, travel, waited, lanes = ready
         ops = len(seconds)
         syncs = np.empty((0, 4))
         if self.synced(costs) and not self.schedule.synchronous:
-            start, end, syncs = self._play_with_syncs(costs, edges, lasts, delay, busy)
+            longer, delays, all_seconds, ordered = self.with_syncs(costs, ready)
+            start, end = longer.play(delays, all_seconds)
+            begin, until = start[len(lasts) :], end[len(lasts) :]
+            rows = [
+                (float(s.period), float(s.stage), *at) for s, *at in zip(ordered, begin, until, strict=True)
+            ]
+            syncs = np.array(rows).reshape(-1, 4)
         else:
             start, end = edges.play(delay, lasts)
         sent = start[ops : ops + len(travel)] if lanes else end[self.messages.makers] + waited
@@ -283,12 +290,14 @@ class TimedSchedule:
     def _gradient_syncs(self) -> tuple[GradientSync, ...]:
         return gradient_syncs(self.schedule)
 
-    def _play_with_syncs(
-        self, costs: Costs, edges: Edges, seconds: Floats, delay: Floats, busy: Floats
-    ) -> tuple[Floats, Floats, Floats]:
-        """Asynchronous: ops that use new weights, or fill the gradients anew, wait for the sync."""
+    def with_syncs(self, costs: Costs, ready: Ready) -> tuple[Edges, Floats, Floats, list[GradientSync]]:
+        """Asynchronous: ops that use new weights, or fill the gradients anew, wait for the sync.
+
+        Returns:
+            What waits for what with the syncs as further nodes, delays, seconds, and the syncs.
+        """
         lasts = per_stage("sync", costs.sync, self.schedule.stages)
-        ops, first = len(seconds), self.graph.first
+        ops, first, busy = len(ready.lasts), self.graph.first, ready.busy
         users = first_users(self.schedule)
         lane: dict[int, int] = {}
         waiting: dict[int, list[int]] = {}
@@ -305,13 +314,8 @@ class TimedSchedule:
                 user = users.get((worker, sync.stage, sync.period))
                 if user is not None:
                     waiting.setdefault(first[worker] + user, []).append(node)
-        longer, delays = with_nodes(edges, delay, waiting, added)
-        all_seconds = np.concatenate((seconds, [lasts[s.stage] for s in ordered]))
-        start, end = longer.play(delays, all_seconds)
-        rows = [
-            (float(s.period), float(s.stage), start[ops + i], end[ops + i]) for i, s in enumerate(ordered)
-        ]
-        return start[:ops], end[:ops], np.array(rows).reshape(-1, 4)
+        longer, delays = with_nodes(ready.edges, ready.delay, waiting, added)
+        return longer, delays, np.concatenate((ready.lasts, [lasts[s.stage] for s in ordered])), ordered
 
 
 def timed(schedule: Schedule) -> TimedSchedule:

@@ -165,7 +165,7 @@ def played(schedule: Schedule, costs: Costs, spans: Sequence[Span]) -> Simulatio
     start, end = (np.array([times[key][side] - first for key in wanted]) for side in (0, 1))
     model = timed(schedule)
     sent = end[model.messages.makers]  # how long messages took was not measured
-    return Simulation(model, costs, Played(start, end, end, np.empty((0, 4)), sent, sent))
+    return Simulation(model, costs, Played(start, end, end, np.empty((0, 4)), sent, sent), measured=True)
 
 
 def _chart(result: Simulation, how: str, peak: float, memory: bool) -> Chart:

@@ -1,0 +1,97 @@
+"""The largest mean of a circle in a graph of waits: how long a period takes that repeats for ever.
+
+Each edge has seconds and a number of periods; a circle's ratio is its seconds over its periods. Howard's
+algorithm: every node follows one of its waits, whose circles are known at once; waits that would make a node
+later are taken instead, until none does.
+
+Invariant: the ratio is that of a circle of the graph, to rounding; no other circle's is larger.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .kernel import Floats, Ints
+
+_CLOSE = 1e-10
+"""Of the largest ratio: what makes less of a difference is rounding."""
+
+_MOST_ROUNDS = 1000
+
+
+def largest_cycle_ratio(source: Ints, taker: Ints, seconds: Floats, periods: Ints) -> float:
+    """The largest ratio of a circle.
+
+    Args:
+        source: where each edge begins, as nodes 0, 1, …; some need have no edges.
+        taker: where it leads to.
+        seconds: of each edge, 0 or more.
+        periods: of each edge; those of every circle add up to 1 or more.
+
+    >>> nodes = np.array([0, 1, 0]), np.array([1, 0, 0])  # there and back, and around itself
+    >>> largest_cycle_ratio(*nodes, np.array([2.0, 3.0, 4.0]), np.array([0, 2, 1]))
+    4.0
+    """
+    if not len(source):
+        return 0.0
+    numbers, ends = np.unique(np.concatenate((source, taker)), return_inverse=True)
+    source, taker = ends[: len(source)], ends[len(source) :]
+    order = np.argsort(taker, kind="stable")
+    source, taker, seconds, periods = source[order], taker[order], seconds[order], periods[order]
+    first = np.flatnonzero(np.concatenate(([True], taker[1:] != taker[:-1])))
+    assert len(first) == len(numbers)  # every node waits for something
+    chosen = first.copy()
+    ratio = np.zeros(len(numbers))
+    for _ in range(_MOST_ROUNDS):
+        ratio, later = _values(source[chosen], seconds[chosen], periods[chosen])
+        close = _CLOSE * max(float(ratio.max()), 1e-300)
+        better = _best(ratio[source], taker, first)
+        change = ratio[source[better]] > ratio + close
+        if not change.any():
+            # Among those that are as slow: what makes a node later beside its circle.
+            at = seconds - ratio[taker] * periods + later[source]
+            at[ratio[source] < ratio[taker] - close] = -np.inf
+            better = _best(at, taker, first)
+            change = at[better] > later + close * np.maximum(1.0, np.abs(periods[better]))
+        if not change.any():
+            break
+        chosen = np.where(change, better, chosen)
+    return float(ratio.max())
+
+
+def _best(value: Floats, taker: Ints, first: Ints) -> Ints:
+    """The edge of the largest value to each node; edges stand by node."""
+    most = np.maximum.reduceat(value, first)
+    edge = np.flatnonzero(value == most[taker])
+    found = np.empty(len(first), dtype=np.int64)
+    found[taker[edge][::-1]] = edge[::-1]
+    return found
+
+
+def _values(before: Ints, seconds: Floats, periods: Ints) -> tuple[Floats, Floats]:
+    """Where each node follows one other: the ratio of the circle it comes from, and how much later it is.
+
+    Of each circle one node is at 0.
+    """
+    count = len(before)
+    rounds = max(1, count.bit_length())
+    jump = before
+    for _ in range(rounds):
+        jump = jump[jump]  # in the end on a circle
+    ratio = np.zeros(count)
+    root = np.zeros(count, dtype=bool)
+    for node in np.unique(jump).tolist():
+        if ratio[node] or root[node]:
+            continue
+        circle = [node]
+        while (node := int(before[node])) != circle[0]:
+            circle.append(node)
+        ratio[circle] = max(float(seconds[circle].sum() / periods[circle].sum()), 1e-300)
+        root[circle[0]] = True
+    ratio = ratio[jump]
+    follows = np.where(root, np.arange(count), before)
+    later = np.where(root, 0.0, seconds - ratio * periods)
+    for _ in range(rounds):
+        later = later + np.where(follows == np.arange(count), 0.0, later[follows])
+        follows = follows[follows]
+    return ratio, later
