@@ -19,9 +19,9 @@ from torch.nn.utils import parametrizations, rnn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from counterflow import ConfigError, launch, schemes
+from counterflow import ConfigError, Pipeline, launch, schemes
 
-from .alone import Case, F, Given, agrees, numbers, piped, seeded
+from .alone import Case, F, Given, adamw, agrees, numbers, piped, seeded
 from .models import WIDTH, First, Mlp
 
 FEW = [
@@ -280,7 +280,50 @@ class Uses(nn.Linear):
         return found
 
 
+class PutsIn(nn.Linear):
+    """Adds to the dict that came."""
+
+    def forward(self, given: Any) -> Any:  # type: ignore[override]
+        given["h"] = super().forward(given["x"]).tanh()
+        return given
+
+
+class TakesOut(nn.Linear):
+    """Takes all out of the dict that came; its forward has a derivative by forward-mode beside it."""
+
+    def forward(self, given: Any) -> Any:  # type: ignore[override]
+        y, along = torch.func.jvp(super().forward, (given.pop("h"),), (given["x"],))
+        return {"x": given.pop("x") + along, "h": y}
+
+
+class Normed(nn.Linear):
+    """A norm that keeps no statistics; and the first value of a dict."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.norm = nn.InstanceNorm1d(2, affine=True)
+
+    def forward(self, given: Any) -> Tensor:  # type: ignore[override]
+        y: Tensor = super().forward(given["h"]) + given["x"]
+        return self.norm(y.view(-1, 2, WIDTH // 2)).flatten(1)
+
+
+def classes(step: int) -> Given:
+    """Some targets do not count: all of the first micro-batch's."""
+    found = torch.randint(0, WIDTH, (16,), generator=torch.Generator().manual_seed(step))
+    found[:5] = -100
+    return Given(numbers(step, 16, WIDTH), found)
+
+
 CASES = {
+    "a dict changed in place, forward-mode, norms without statistics": Case(
+        seeded(lambda: [PutsIn(WIDTH, WIDTH), *(TakesOut(WIDTH, WIDTH) for _ in range(3)), Normed()]),
+        lambda step: Given({"x": numbers(step, 16, WIDTH)}, numbers(step + 100, 16, WIDTH)),
+        modes=("none", "stage"),
+    ),
+    "cross entropy of the targets that count": Case(
+        seeded(lambda: [Mlp() for _ in range(4)]), classes, nn.CrossEntropyLoss(label_smoothing=0.1)
+    ),
     "parametrizations, hooks, checkpoints, a layer three times": Case(seeded(parametrized), plain),
     "packed sequences and masks": Case(
         seeded(lambda: [Reads(), Reads(packs=True), Reads(), Attends(), Attends(), First()]), sequences
@@ -299,6 +342,7 @@ CASES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # by torch's own forward-mode
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # a forward that runs again later
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_case_is_as_in_one_process(case: Case) -> None:
@@ -356,3 +400,88 @@ def test_what_cannot_be_right_is_refused(layer: Any, message: str) -> None:
     case = Case(lambda: [one.to(F) for one in (linear(), layer(), linear())], plain, options={"cuts": [2]})
     with pytest.raises(ConfigError, match=message):
         launch(piped, case, [(FEW[0], "layer")], workers=2, transport="local", timeout_seconds=30)
+
+
+class Own(nn.Sequential):
+    """Does more than its layers."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * 2
+
+
+def hooked() -> nn.Module:
+    model = nn.Sequential(linear(), linear())
+    model.register_forward_hook(lambda _, __, output: output * 2)
+    return model
+
+
+def overlapping() -> nn.Module:
+    model = nn.Sequential(linear(), linear())
+    model[1].weight = nn.Parameter(model[0].weight.data[:4])
+    return model
+
+
+def listed(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(*layers, linear())
+
+
+AT_ONCE: list[tuple[Any, dict[str, Any], str]] = [
+    (lambda: Own(linear(), linear()), {}, "the Own has a forward of its own"),
+    (hooked, {}, "the Sequential has hooks of its own forward or backward"),
+    (overlapping, {}, "weight of layer 1 and weight of layer 0 are two parameters with the same memory"),
+    (lambda: listed(torch.jit.trace(linear(), torch.ones(1, WIDTH))), {}, r"layer 0 .* by torch\.jit"),
+    (lambda: listed(nn.Embedding(9, WIDTH, scale_grad_by_freq=True)), {}, "has scale_grad_by_freq=True"),
+    (lambda: listed(linear()), {"loss_function": nn.MSELoss(reduction="sum")}, "a MSELoss with reduction='sum'"),
+    (lambda: listed(linear()), {"optimizer": torch.optim.LBFGS}, "a LBFGS, wants closure at each step"),
+    (
+        lambda: listed(linear()),
+        {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
+        "a ReduceLROnPlateau, wants metrics at each step",
+    ),
+]
+
+
+def _made(model: nn.Module, options: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"loss_function": nn.functional.mse_loss, "optimizer": adamw}
+    Pipeline(model, schedule=FEW[0], **(given | options))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(("model", "options", "message"), AT_ONCE)
+def test_what_would_train_to_other_numbers_is_refused_at_once(
+    model: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        launch(_made, model(), options, workers=2, transport="local", timeout_seconds=30)
+
+
+class Clamps(nn.Linear):
+    """Changes its weight in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.2, 0.2)
+        return super().forward(x).tanh()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (schemes.gpipe(2, 4), r"layer 1 \(Clamps\) changes its weight 'weight' .* as it was"),
+        (schemes.chimera(2, 4), r"layer 0 \(Clamps\) changes its weight 'weight' .* each of the 2 copies"),
+    ],
+)
+def test_weights_that_a_forward_changes_are_refused(schedule: Any, message: str) -> None:
+    case = Case(lambda: [one.to(F) for one in (Clamps(WIDTH, WIDTH), Clamps(WIDTH, WIDTH))], plain)
+    with pytest.raises(ConfigError, match=message):
+        launch(piped, case, [(schedule, "none")], workers=2, transport="local", timeout_seconds=30)
+
+
+def test_an_embedding_with_a_largest_norm() -> None:
+    """A forward scales it; with copies of its stage that is refused."""
+    tokens = Given(torch.arange(16) % 9, numbers(3, 16, WIDTH))
+    layers = seeded(lambda: [nn.Embedding(9, WIDTH, max_norm=1.0), linear(), linear(), linear()])
+    case = Case(layers, lambda _: tokens)
+    agrees(case, 2, schedules=[FEW[0], FEW[3]])
+    with pytest.raises(ConfigError, match=r"layer 0 \(Embedding\) changes its weight"):
+        launch(piped, case, [(FEW[1], "none")], workers=2, transport="local", timeout_seconds=30)

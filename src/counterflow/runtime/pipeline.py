@@ -44,7 +44,7 @@ from .messages.compression import Compression
 from .messages.values import Unit
 from .mini_batch.batch import Batch, Shapes, rows_of
 from .mini_batch.given import NOT_GIVEN, Agreed, Given, even, ready, whole
-from .mini_batch.losses import Losses, LossFunction
+from .mini_batch.losses import Losses, LossFunction, normalised, refuse_no_mean
 from .mini_batch.samples import Dims, joined, moved
 from .parameters.alike import start_alike
 from .parameters.weights import MakeOptimizer, MakeScheduler, Weights
@@ -175,8 +175,10 @@ class Pipeline:
         timeout_seconds: float | None = None,
     ) -> None:
         refuse_what_cannot_run(schedule)
+        refuse_no_mean(loss_function)
         self.schedule = schedule
-        self.transport = _transport(transport, device, timeout_seconds)
+        alone = schedule.placement.workers == 1
+        self.transport = _transport(transport, device, timeout_seconds, alone=alone)
         rank, further = self.transport.rank, further_mesh(mesh, parallelize, self.transport)
         layout = layout_of(rank, self.transport.world_size, schedule, mesh)
         self.worker = layout.place(rank)[WORKER]
@@ -231,7 +233,8 @@ class Pipeline:
             ranks=self.ranks[self.replica],
             transport=self.transport,
             stages=self.stages,
-            loss_function=self.loss_function,
+            # Without a flush weights change before all that counts is known.
+            loss_function=normalised(self.loss_function) if schedule.synchronous else self.loss_function,
             compression=self.compression,
             saved=SavedBytes(constant),
         )
@@ -1111,13 +1114,17 @@ def _called(call: float) -> str:
 
 
 def _transport(
-    given: Transport | str | None, device: torch.device | str | None, timeout_seconds: float | None
+    given: Transport | str | None,
+    device: torch.device | str | None,
+    timeout_seconds: float | None,
+    *,
+    alone: bool,
 ) -> Transport:
     if isinstance(given, Transport):
         return given
     from .workers.world import current_transport  # noqa: PLC0415
 
-    return current_transport(given, device=device, timeout_seconds=timeout_seconds)
+    return current_transport(given, device=device, timeout_seconds=timeout_seconds, alone=alone)
 
 
 def _version_of(copy: StageCopy) -> int:

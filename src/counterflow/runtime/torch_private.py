@@ -88,7 +88,18 @@ def hooks_of(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
 
 def keeps_statistics(module: nn.Module) -> bool:
     """Whether it is a norm with running statistics. Without: the public classes of norms, by name."""
-    return isinstance(module, nn.modules.batchnorm._NormBase)  # noqa: SLF001
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats  # noqa: SLF001
+
+
+def hooks_of_module(module: nn.Module) -> list[Any]:
+    """Hooks that run around a module's own forward and backward. Without: they would be lost in silence."""
+    kinds = (
+        module._forward_pre_hooks,  # noqa: SLF001
+        module._forward_hooks,  # noqa: SLF001
+        module._backward_pre_hooks,  # noqa: SLF001
+        module._backward_hooks,  # noqa: SLF001
+    )
+    return [hook for hooks in kinds for hook in hooks.values()]
 
 
 def spread(tree: Any, spec: pytree.TreeSpec) -> list[Any] | None:

@@ -432,6 +432,17 @@ class Forgetful(nn.Linear):
         return y if self.runs < 5 else y.tanh()
 
 
+class Fading(nn.Linear):
+    """Gives less each time it runs."""
+
+    share = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.share *= 0.9
+        y: Tensor = (super().forward(x) * self.share).exp()
+        return y
+
+
 def _trained(layers: list[nn.Module], recompute: str) -> None:
     pipeline = Pipeline(layers, mean_square, schemes.gpipe(1, 4), optimizer=sgd, recompute=recompute)
     for ((x, y),) in numbers():
@@ -444,9 +455,11 @@ def _trained(layers: list[nn.Module], recompute: str) -> None:
         (Moody, "stage", "the input of stage 0 was changed in place before"),
         (Moody, "layer", r"the input of layer 0 \(Moody\) was changed in place before"),
         (Forgetful, "layer", r"layer 0 \(Forgetful\) saved 1 tensors .* and 2 of other"),
+        (Fading, "stage", "stage 0 gives other values when it is computed again"),
+        (Fading, "layer", r"layer 0 \(Fading\) gives other values when it is computed again"),
     ],
 )
 def test_what_cannot_be_computed_again_is_said(layer: type[nn.Linear], recompute: str, message: str) -> None:
     layers = seeded(lambda: [layer(8, 8)])
-    with pytest.raises(WorkerError, match=message):
+    with pytest.raises(ConfigError, match=message):
         launch(_trained, layers, recompute, workers=1, transport="local")

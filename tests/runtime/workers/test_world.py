@@ -374,3 +374,17 @@ def test_a_worker_that_is_cut_off_from_the_store_ends(monkeypatch: pytest.Monkey
     finally:
         store.over.set()
         mine.stop()
+
+
+def test_one_worker_needs_nobody_to_start_it() -> None:
+    """In a process of its own: it begins torch.distributed."""
+    program = (
+        "import torch, counterflow as cf\n"
+        "layers = [torch.nn.Linear(2, 2) for _ in range(2)]\n"
+        "schedule = cf.schemes.dapple(1, 2)\n"
+        "sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)\n"
+        "with cf.Pipeline(layers, torch.nn.functional.mse_loss, schedule, optimizer=sgd) as pipeline:\n"
+        "    print(pipeline.step(torch.ones(4, 2), torch.ones(4, 2)).samples)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ran.stdout, ran.returncode) == ("4\n", 0), ran.stderr

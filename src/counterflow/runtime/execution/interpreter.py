@@ -52,7 +52,7 @@ from ..mini_batch.batch import Batch, Key
 from ..mini_batch.losses import Entry, LossFunction, read_loss
 from ..mini_batch.samples import Dims, cut
 from ..stages.randomness import Rows, versions
-from ..stages.recomputation import Contents, Hold, copied, mapped
+from ..stages.recomputation import Contents, Hold, copied, mapped, refuse_other
 from ..stages.skips import Carried
 from ..stages.split_backward import Joints, SplitBackward, accumulate
 from ..stages.stage import StageCopy
@@ -109,12 +109,14 @@ class _Again(NamedTuple):
         versions: of the input's tensors.
         buffers: what the stage's buffers held.
         marked: whether each output tensor was said to need a gradient.
+        first: copies of the output, if the second one is compared with it.
     """
 
     value: Value
     versions: list[int]
     buffers: Contents
     marked: list[bool]
+    first: list[Tensor] | None = None
 
 
 @dataclass(slots=True)
@@ -522,7 +524,11 @@ class Interpreter:
         else:
             kept = same
         found, tensors = self._with_loss(task, batch, output, unit)
-        return found, self._stashed(task, copy, given, _Again(kept, before, contents, []), tensors)
+        again = _Again(kept, before, contents, [])
+        if not copy.compared:
+            copy.compared = True
+            again = again._replace(first=[tensor.detach().clone() for tensor in tensors])
+        return found, self._stashed(task, copy, given, again, tensors)
 
     def _first_run(self, copy: StageCopy, value: Value, step: int, rows: Rows) -> Any:
         """A stage's output; the first one tells whether it changes its input in place."""
@@ -752,7 +758,7 @@ class Interpreter:
         batch, again = self._batches[task.slot], stash.again
         assert again is not None
         if versions(again.value) != again.versions:
-            raise RuntimeError(
+            raise ConfigError(
                 f"the input of stage {task.stage} was changed in place before the stage was computed again, "
                 "which did not happen in the first forward; copy it before it is changed"
             )
@@ -763,6 +769,8 @@ class Interpreter:
         ):
             output: Any = copy.forward(copy.entry.given(again.value), batch.step, batch.rows[unit])
             _, tensors = self._with_loss(task, batch, output, unit, again=True)
+        if again.first is not None:
+            refuse_other(tensors, again.first, f"stage {task.stage}")
         self._graph_made(task, copy, stash.inputs, tensors, stash.held, joints=stash.joints)
         if task.stage == self._last_stage:
             return [tensor for tensor in tensors if tensor.requires_grad], []

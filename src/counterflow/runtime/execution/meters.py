@@ -199,8 +199,7 @@ class SavedBytes:
             self._hold(part, collected)
 
     def _hold(self, tensor: Tensor, collected: list[Kept]) -> None:
-        storage = tensor.untyped_storage()
-        pointer = storage.data_ptr()
+        pointer, storage = _pointer(tensor), tensor.untyped_storage()
         if not pointer or pointer in self._constant or pointer in self._given:
             return
         kept = self._kept.get(pointer)
@@ -267,4 +266,8 @@ def pointers(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def _pointer(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """Where its memory begins; 0: it has none, as torch.func's."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from counterflow.errors import WorkerError
 from counterflow.schedule.program.actions import Program, StartSync, Summed, WaitSync
 
 from ..mini_batch.batch import Batch
@@ -81,8 +82,14 @@ class SynchronousRunner:
         if self.waiting:
             batch.await_total = partial(self._weighted, batch.await_total)
         self.weights.attach()
+        self.weights.note_parameters()
         offset = number if self.interpreter.whole_timeline else 0
-        self.interpreter.run(self._tasks[number % self.slots], batch, period_offset=offset, drains=drains)
+        try:
+            self.interpreter.run(self._tasks[number % self.slots], batch, period_offset=offset, drains=drains)
+        except WorkerError as error:
+            if isinstance(error.__cause__, RuntimeError):
+                self.weights.refuse_overwritten()
+            raise
         self.waiting = 0 if update else batch.total
         self._skipped = self._skipped and not update
         self.weights.detach()

@@ -356,7 +356,7 @@ def _check(task: Task, tensors: Sequence[Tensor], structures: Sequence[_Sized]) 
                 break
         else:
             return
-    raise TypeError(
+    raise ConfigError(
         f"stage {task.stage} gave {_shapes(tensors)} where it gave {_shapes(expected)} for inputs of the "
         "same shapes before; make the pipeline with dynamic_shapes=True"
     )

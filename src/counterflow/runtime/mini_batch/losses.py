@@ -12,13 +12,15 @@ from math import fsum, isfinite
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from counterflow.errors import ConfigError
 from counterflow.loss_sum import LossSum
 
 from ..mesh.dtensors import is_dtensor, whole
 from ..messages.values import Unit
+from ..torch_private import hooks_of_module
 
 LossFunction = Callable[[Any, Any], Any]
 """Output of the last stage and target to the mean loss over the samples, this and a dict of metrics, or a
@@ -67,6 +69,67 @@ def read_loss(found: Any) -> Found:
         loss = whole(loss)
         read = read._replace(loss=loss)
     return read if not loss.dim() else read._replace(loss=loss.reshape(()))
+
+
+def refuse_no_mean(function: object) -> None:
+    """Refuse one of torch's losses that gives a sum over samples, or a loss for each.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    kind = nn.modules.loss._Loss  # noqa: SLF001 - the class of all of torch's losses
+    if isinstance(function, kind) and function.reduction not in ("mean", "batchmean"):
+        raise ConfigError(
+            f"the loss function is a {type(function).__name__} with reduction={function.reduction!r}, and each "
+            'micro-batch gives the mean over its samples; take reduction="mean", or a function that returns a '
+            "cf.LossSum"
+        )
+
+
+def normalised(function: LossFunction | None) -> LossFunction | None:
+    """A loss function by which micro-batches give the mean of the whole mini-batch.
+
+    torch's cross entropy and negative log-likelihood divide by the targets that count: those of a micro-
+    batch, where the mini-batch's are meant. So they give their sum, and what it is divided by.
+    """
+    if function is functional.cross_entropy:
+        return _CountedLoss(nn.CrossEntropyLoss())
+    if function is functional.nll_loss:
+        return _CountedLoss(nn.NLLLoss())
+    if isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)) and not hooks_of_module(function):
+        return _CountedLoss(function) if type(function) in (nn.CrossEntropyLoss, nn.NLLLoss) else function
+    return function
+
+
+class _CountedLoss:
+    """Cross entropy or negative log-likelihood as a ``LossSum``, where targets are numbers of classes."""
+
+    def __init__(self, loss: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
+        self._loss = loss
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        """The sum of the losses, and of the weights of the targets that count."""
+        loss = self._loss
+        if not isinstance(target, Tensor) or target.is_floating_point():
+            return loss(output, target)
+        counts = target != loss.ignore_index
+        weight: Tensor = counts.sum()
+        if loss.weight is not None:
+            weight = (loss.weight[target.where(counts, 0)] * counts).sum()
+        if isinstance(loss, nn.CrossEntropyLoss):
+            found = functional.cross_entropy(
+                output,
+                target,
+                loss.weight,
+                ignore_index=loss.ignore_index,
+                reduction="sum",
+                label_smoothing=loss.label_smoothing,
+            )
+        else:
+            found = functional.nll_loss(
+                output, target, loss.weight, ignore_index=loss.ignore_index, reduction="sum"
+            )
+        return LossSum(found, weight)
 
 
 def _plain(value: Tensor | float) -> Tensor | float:

@@ -6,8 +6,9 @@ micro-batches.
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
 from math import isfinite
@@ -82,10 +83,16 @@ class Weights:
         self._groups: dict[int, Group | None] = {}
         self._held: dict[int, Contents] = {}
         """By stage with copies: what its buffers held at the begin of the step."""
+        self._watched: dict[int, list[nn.Parameter]] = {}
+        """By stage: its parameters, but for those that are sharded."""
+        self._unchanged: dict[int, list[int]] = {}
+        """How often these had been changed by then."""
         self._own: dict[int, list[GradientGroup]] = {}
         self._tied: dict[tuple[int, ...], list[GradientGroup]] = {}
         self._averages: dict[int, _Average] = {}
         self._make_shards()
+        for stage, copy in stages.items():
+            self._watched[stage] = [one for one in copy.parameters() if not is_dtensor(one)]
         self.optimizers: dict[int, Optimizer] = {}
         self.schedulers: dict[int, LRScheduler] = {}
         for stage in stages:
@@ -95,9 +102,11 @@ class Weights:
             if parameters:
                 made = optimizer(parameters if named else [parameter for _, parameter in parameters])
                 _refuse_mixed(made, stage)
+                _refuse_arguments(made, f"the optimizer of stage {stage}", "an optimizer")
                 self.optimizers[stage] = made
                 if scheduler is not None:
-                    self.schedulers[stage] = scheduler(made)
+                    self.schedulers[stage] = planned = scheduler(made)
+                    _refuse_arguments(planned, f"the scheduler of stage {stage}", "a scheduler")
 
     # -- who holds what
 
@@ -211,8 +220,15 @@ class Weights:
             if self._groups.get(stage) is not None and copy.buffers.places
         }
 
+    def note_parameters(self) -> None:
+        """Note how often the parameters were changed, for ``check_buffers`` and ``refuse_overwritten``."""
+        self._unchanged = {
+            stage: [parameter._version for parameter in watched]  # noqa: SLF001 - documented as it
+            for stage, watched in self._watched.items()
+        }
+
     def check_buffers(self) -> None:
-        """Refuse a layer that changed a buffer since ``attach``, if its stage has copies.
+        """Refuse a layer that changed a buffer since ``attach``, or a weight, if its stage has copies.
 
         Running statistics of batch norms are averaged; what would become of another nobody knows. A buffer
         that becomes one of another shape is a cache.
@@ -220,6 +236,14 @@ class Weights:
         Raises:
             ConfigError: there is one.
         """
+        for stage, place, name in self._changed_weights():
+            group = self._groups.get(stage)
+            if group is not None:
+                raise ConfigError(
+                    f"{place} changes its weight {name!r} in training (max_norm of an embedding does), and "
+                    f"each of the {len(group.ranks)} copies of stage {stage} would change its own; take a "
+                    "scheme with one copy of a stage and one replica, or let only the optimizer change it"
+                )
         for stage, before in self._held.items():
             group, copy = self._groups[stage], self.stages[stage]
             assert group is not None
@@ -234,6 +258,28 @@ class Weights:
                     "own; take a scheme with one copy of a stage and one replica, or let training keep the "
                     "buffer"
                 )
+
+    def refuse_overwritten(self) -> None:
+        """After an error of autograd: see whether it is that a layer changed a weight in its forward.
+
+        Raises:
+            ConfigError: one did.
+        """
+        for _, place, name in self._changed_weights():
+            raise ConfigError(
+                f"{place} changes its weight {name!r} in training, and the backwards of the micro-batches before "
+                "need it as it was; let only the optimizer change it (in a hook after its step, say)"
+            )
+
+    def _changed_weights(self) -> Iterator[tuple[int, str, str]]:
+        """Stage, layer and name of the weights that were changed since ``note_parameters``."""
+        for stage, noted in self._unchanged.items():
+            for changed, version in zip(self._watched[stage], noted, strict=True):
+                if changed._version != version:  # noqa: SLF001 - documented as it
+                    for layer in self.stages[stage].with_weights:
+                        for name, parameter in layer.module.named_parameters():
+                            if parameter is changed:
+                                yield stage, f"layer {layer.index} ({type(layer.module).__name__})", name
 
     def detach(self) -> None:
         """Keep the gradients from whoever is not a backward or an update."""
@@ -519,6 +565,21 @@ class Weights:
                     "stages it was saved with"
                 )
             scheduler.load_state_dict(given)
+
+
+def _refuse_arguments(made: Any, place: str, kind: str) -> None:
+    """Refuse, before its first step, what wants to be told something at each (LBFGS, ReduceLROnPlateau)."""
+    wanted = [
+        name
+        for name, parameter in inspect.signature(made.step).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if wanted:
+        raise ConfigError(
+            f"{place}, a {type(made).__name__}, wants {' and '.join(wanted)} at each step, and a pipeline has "
+            f"none to give; take {kind} that steps without, or change pipeline.optimizers between steps"
+        )
 
 
 def _refuse_mixed(optimizer: Optimizer, stage: int) -> None:

@@ -150,7 +150,7 @@ def divided(graph: Walked, inputs: Sequence[Tensor], constant: AbstractSet[int])
     dropped = tuple(
         slot
         for slot, found in others
-        if isinstance(found, Tensor) and not pointers([found]) & (constant | used)
+        if isinstance(found, Tensor) and not pointers([found]) & (constant | used | {0})
     )
     return Division(tuple(boundaries), tuple(early), tuple(slot for slot, _ in kept), dropped)
 

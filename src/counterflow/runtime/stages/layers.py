@@ -7,12 +7,16 @@ Invariant: layer i+1 takes what layer i gives, as ONE argument: a tensor or a tu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from counterflow.errors import ConfigError
+
+from ..torch_private import hooks_of_module
 
 Activation = Tensor | tuple[Tensor, ...]
 """What one layer hands to the next."""
@@ -45,6 +49,11 @@ def layers_of(model: Model, list_layers: ListLayers | None = None) -> list[nn.Mo
     if list_layers is not None:
         layers = list(list_layers(model))
     elif isinstance(model, (nn.Sequential, nn.ModuleList)):
+        if isinstance(model, nn.Sequential) and type(model).forward is not nn.Sequential.forward:
+            raise ConfigError(
+                f"the {type(model).__name__} has a forward of its own, which no stage would run; move it into "
+                "layers, or give list_layers, a function that lists this model's layers"
+            )
         layers = list(model)  # not children(), which skips a module that stands there twice
     elif isinstance(model, Sequence):
         layers = list(model)
@@ -58,14 +67,19 @@ def layers_of(model: Model, list_layers: ListLayers | None = None) -> list[nn.Mo
     for index, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             raise ConfigError(f"layer {index} is a {type(layer).__name__}: every layer must be an nn.Module")
+        for child in layer.modules():
+            _refuse_kind(f"layer {index} ({type(layer).__name__})", child)
         for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
             if is_lazy(tensor):
                 raise ConfigError(
                     f"{name} of layer {index} ({type(layer).__name__}) has no shape yet: give the layer its "
                     "sizes, or run the model once before it goes into a pipeline"
                 )
+    _refuse_shared_memory(layers)
     if isinstance(model, nn.Module):
         _refuse_missing(model, layers)
+        if not any(layer is model for layer in layers):
+            _refuse_hooks(model)
     return layers
 
 
@@ -161,4 +175,60 @@ def _refuse_missing(model: nn.Module, layers: Sequence[nn.Module]) -> None:
             raise ConfigError(
                 f"{name} of the {type(model).__name__} is in none of the {len(layers)} listed layers and "
                 "would never be trained: list a layer that has it"
+            )
+
+
+def _refuse_kind(place: str, module: nn.Module) -> None:
+    """Refuse what a pipeline would train to other numbers than one process, or could not handle.
+
+    Raises:
+        ConfigError: it is such a module.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ConfigError(
+            f"{place} is scripted or traced by torch.jit, whose modules cannot be taken apart; give the "
+            "module that it was made of (and compile_layers=True)"
+        )
+    if getattr(module, "scale_grad_by_freq", False):
+        raise ConfigError(
+            f"{place} has scale_grad_by_freq=True, which counts how often an index is in the whole mini-batch, "
+            "and a stage sees one micro-batch; leave it out"
+        )
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """Refuse hooks of a model whose own forward never runs.
+
+    Raises:
+        ConfigError: it has some.
+    """
+    if hooks_of_module(model):
+        raise ConfigError(
+            f"the {type(model).__name__} has hooks of its own forward or backward, which no stage would run; "
+            "register them on layers"
+        )
+
+
+def _refuse_shared_memory(layers: Sequence[nn.Module]) -> None:
+    """Refuse parameters that are several and have the same memory: an update of one would be one of all.
+
+    Raises:
+        ConfigError: there are two.
+    """
+    spans: list[tuple[int, int, int, str]] = []
+    seen: set[int] = set()
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            plain = type(parameter) is nn.Parameter and not parameter.is_meta and parameter.is_contiguous()
+            if id(parameter) in seen or not plain:
+                continue
+            seen.add(id(parameter))
+            begin = parameter.data_ptr()
+            spans.append((begin, begin + parameter.nbytes, index, name))
+    spans.sort()
+    for (_, end, index, name), (begin, _, other, its) in pairwise(spans):
+        if begin < end:
+            raise ConfigError(
+                f"{name} of layer {index} and {its} of layer {other} are two parameters with the same memory; "
+                "make them one parameter, or give each its own (.clone())"
             )

@@ -138,7 +138,7 @@ class RandomStreams:
                     return output
             self._quiet[index] = False  # it draws on some inputs only
             if _versions(layer, value) != before:
-                raise RuntimeError(
+                raise ConfigError(
                     f"layer {index} ({type(layer).__name__}) begins to draw random numbers and to change its "
                     "input or its buffers in place in one forward of half a micro-batch; let it do so from "
                     "the first forward on, or take a schedule that halves nothing"

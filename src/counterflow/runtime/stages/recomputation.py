@@ -6,7 +6,7 @@ that nothing changes in place are not copied again and again: torch counts such 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
 
+from ..mesh.dtensors import is_dtensor
 from ..torch_private import keeps_statistics
 from .randomness import versions
 
@@ -73,6 +74,30 @@ def _no_leaf(tensor: Tensor) -> Tensor:
     if not tensor.is_leaf:
         return tensor
     return torch.ops.aten._unsafe_view(tensor, tensor.shape)  # type: ignore[no-any-return] # noqa: SLF001
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of a value."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def refuse_other(again: Sequence[Tensor], first: Sequence[Tensor], place: str) -> None:
+    """Refuse a second run that finds other values than the first; what rounding explains is the same.
+
+    Raises:
+        ConfigError: it does.
+    """
+    for new, old in zip(again, first, strict=True):
+        if not (old.is_floating_point() or old.is_complex()) or new.shape != old.shape or is_dtensor(new):
+            continue
+        new, old = new.detach(), old.detach()
+        limit = max(torch.finfo(old.dtype).eps ** 0.5, 1e-2 if old.is_cuda else 0.0)
+        if bool(((new - old).norm() > limit * old.norm()).item()):  # False where one is not finite
+            raise ConfigError(
+                f"{place} gives other values when it is computed again for its backward; what it does may "
+                "depend on its input, weights, buffers and torch's random numbers only, or take "
+                "recompute='none'"
+            )
 
 
 class Buffers:
@@ -164,11 +189,11 @@ class Replay:
 
     Args:
         place: what runs, for messages.
-        again: runs it again.
+        again: runs it again, and gives its output.
         recount: called before that: forgets what the last replay kept, and gives what notes what this does.
     """
 
-    def __init__(self, place: str, again: Callable[[Any], None], recount: Callable[[], Hold | None]) -> None:
+    def __init__(self, place: str, again: Callable[[Any], Any], recount: Callable[[], Hold | None]) -> None:
         self.place = place
         self._again = again
         self._recount = recount
@@ -182,6 +207,8 @@ class Replay:
         self.kept: set[int] = set()
         """What is kept although a backward asks for it."""
         self._ran = self._runs = False
+        self.first: list[Tensor] | None = None
+        """Of a run that is compared with the next one: copies of its output."""
 
     def keep(self, value: Any, *, changes: bool, hold: Callable[[], None] | None = None) -> None:
         """What to run on.
@@ -247,7 +274,7 @@ class Replay:
 
     def _run(self) -> None:
         if versions(self._value) != self._versions:
-            raise RuntimeError(
+            raise ConfigError(
                 f"the input of {self.place} was changed in place before it was computed again, which did not "
                 "happen in the first forward; copy it before it is changed"
             )
@@ -264,14 +291,17 @@ class Replay:
         with torch.enable_grad():
             value = mapped(self._given, self._value)
             with torch.autograd.graph.saved_tensors_hooks(pack, _same):
-                self._again(value)
+                output = self._again(value)
         shapes = [tensor.shape for tensor, _ in found]
         if shapes != self._shapes:
-            raise RuntimeError(
+            raise ConfigError(
                 f"{self.place} saved {len(self._shapes)} tensors for its backward and {len(shapes)} of other "
                 "shapes when it was computed again; what it does may depend on its input, weights, buffers "
                 "and torch's random numbers only"
             )
+        if self.first is not None:
+            refuse_other(tensors_of(output), self.first, self.place)
+            self.first = None
         self.found = dict(enumerate(found))
         self._ran = True
 

@@ -141,7 +141,7 @@ class Splitting:
             leaves: tells what all pieces take.
 
         Raises:
-            RuntimeError: the piece goes past another one's end: the first graph did not.
+            ConfigError: the piece goes past another one's end: the first graph did not.
         """
         found = self._divisions.get(graph.shape)
         if found is None:
@@ -150,7 +150,7 @@ class Splitting:
             found = divided(graph, inputs, pointers(self._constant()))
             others = {id(leaf) for leaf in leaves()} - {id(leaf) for leaf in inputs}
             if any(id(variable(node)) in others for node in graph.nodes):
-                raise RuntimeError(
+                raise ConfigError(
                     f"a layer of stage {self.stage} takes a tensor of another layer past the layers between "
                     "them, and did not in the first forward; hand it on through them, or take a schedule "
                     "that splits no backward"

@@ -28,7 +28,7 @@ from ..parameters.versions import Versions
 from ..torch_private import hooks_of
 from .precision import Precision
 from .randomness import RandomStreams, Rows, versions
-from .recomputation import Buffers, Entry, Hold, Replay, mapped
+from .recomputation import Buffers, Entry, Hold, Replay, mapped, tensors_of
 from .skips import Carried, SkipRunner, StageSkips
 from .split_backward import Joints, Splitting
 
@@ -125,6 +125,10 @@ class StageCopy:
         self.joins: bool | None = None if skips is None else False
         """Whether samples give the same in one run with others; None: not tried."""
         self._entries = [Entry() for _ in layers]
+        self.compared = False
+        """Whether a run of the stage was kept, to be compared with the one of its backward."""
+        self._compared: set[int] = set()
+        """Layers of which one was."""
         self._layer_buffers = [Buffers([layer.module]) for layer in layers]
         self.precision = precision(self)
 
@@ -319,6 +323,9 @@ class StageCopy:
             replay.keep(entry.kept(same), changes=entry.changes is not False, hold=hold)
             with replay.watch():
                 value = self._run(layer, value, step, rows)
+            if layer.index not in self._compared:
+                self._compared.add(layer.index)
+                replay.first = [tensor.detach().clone() for tensor in tensors_of(value)]
         for entry, given, before, replay in watched:
             entry.learn(given, before)
             if not entry.changes:
@@ -328,9 +335,9 @@ class StageCopy:
     def _replay(self, layer: NamedLayer, step: int, rows: Rows, buffers: Buffers) -> Replay:
         then = buffers.now()
 
-        def again(value: Value) -> None:
+        def again(value: Value) -> Value:
             with self.precision.computing(), buffers.as_then(then):
-                self._run(layer, value, step, rows)
+                return self._run(layer, value, step, rows)
 
         place = f"layer {layer.index} ({type(layer.module).__name__})"
         return Replay(place, again, lambda: self.recount() if self.recount is not None else None)

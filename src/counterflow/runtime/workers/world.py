@@ -88,6 +88,7 @@ def current_transport(
     *,
     device: torch.device | str | None = None,
     timeout_seconds: float | None = None,
+    alone: bool = False,
 ) -> Transport:
     """The transport of this worker; the same one each time.
 
@@ -101,6 +102,7 @@ def current_transport(
         device: where this worker computes; ``"cuda"`` is the GPU of its local rank. None: that GPU for NCCL,
             the CPU for Gloo.
         timeout_seconds: how long anything is waited for; None: as launched, else 300. The first call decides.
+        alone: whether one worker is enough, so that nothing has to start it.
 
     Raises:
         ConfigError: nothing has started several workers, or kind or device is not to be had.
@@ -125,11 +127,11 @@ def current_transport(
     for made in _process.transports:
         if wanted in (None, made.kind) and device in (None, made.device, torch.device(made.device.type)):
             return made
-    return _make(wanted, device, timeout_seconds or defaults.timeout_seconds)
+    return _make(wanted, device, timeout_seconds or defaults.timeout_seconds, alone=alone)
 
 
 def _make(
-    wanted: TransportKind | None, device: torch.device | None, timeout_seconds: float
+    wanted: TransportKind | None, device: torch.device | None, timeout_seconds: float, *, alone: bool
 ) -> DistributedTransport:
     here = place()
     if dist.is_initialized():
@@ -139,6 +141,10 @@ def _make(
         wanted = wanted or _best(device, "nccl")
         where = _device(wanted, device, here.local_rank)
         _begin(wanted, here, timeout_seconds)
+    elif alone:
+        wanted = wanted or _best(device, "nccl")
+        where = _device(wanted, device, 0)
+        _begin(wanted, None, timeout_seconds)
     else:
         raise ConfigError(
             "no other workers: start them with counterflow.launch(function, workers=4) on one machine, "
@@ -302,11 +308,16 @@ def _device(kind: TransportKind, asked: torch.device | None, local_rank: int) ->
     return device
 
 
-def _begin(kind: TransportKind, here: Place, timeout_seconds: float) -> None:
-    """Initialise torch.distributed; not bound to a device (see ``DistributedTransport``)."""
+def _begin(kind: TransportKind, here: Place | None, timeout_seconds: float) -> None:
+    """Initialise torch.distributed; not bound to a device (see ``DistributedTransport``). None: for one."""
     if kind is TransportKind.NCCL and not dist.is_nccl_available():
         raise ConfigError("this torch has no nccl; choose gloo")
     backend = "cpu:gloo,cuda:nccl" if kind is TransportKind.NCCL else "gloo"
+    limit = timedelta(seconds=timeout_seconds)
+    if here is None:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        _process.began_world = True
+        return
     if here.machines > 1:
         interface.choose(here.address)
     try:
@@ -315,7 +326,7 @@ def _begin(kind: TransportKind, here: Place, timeout_seconds: float) -> None:
             init_method=f"tcp://{_in_url(here.address)}:{here.port}",
             rank=here.rank,
             world_size=here.world_size,
-            timeout=timedelta(seconds=timeout_seconds),
+            timeout=limit,
         )
     except RuntimeError as error:
         raise WorkerError(
