@@ -379,7 +379,7 @@ def _grows(schedule: Schedule, layers: list[nn.Module], dynamic: bool) -> float:
 def test_shapes_that_change_have_to_be_announced() -> None:
     layers = [nn.Sequential(*linears(1), Grows()), *linears(1)]
     assert len(set(run(_grows, schemes.gpipe(2, 2), layers, True, workers=2))) == 1
-    with pytest.raises(WorkerError, match="dynamic_shapes=True"):
+    with pytest.raises(ConfigError, match="dynamic_shapes=True"):
         run(_grows, schemes.gpipe(2, 2), layers, False, workers=2)
 
 
