@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from counterflow.errors import ConfigError
 from counterflow.runtime.stages.split_backward import Joints, SplitBackward, Splitting
 
 WIDTH = 6
@@ -354,7 +355,7 @@ def test_a_later_forward_past_a_layer_is_told() -> None:
     held: list[Tensor] = []
     layers[0].register_forward_hook(lambda _module, _given, output: held.append(output))
     layers[2].register_forward_hook(lambda _module, _given, output: output + held.pop())
-    with pytest.raises(RuntimeError, match="a layer of stage 7 takes a tensor of another layer past"):
+    with pytest.raises(ConfigError, match="a layer of stage 7 takes a tensor of another layer past"):
         run(layers, (x,), splitting)
 
 

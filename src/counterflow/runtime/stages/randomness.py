@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from counterflow.errors import ConfigError
+
 from ..messages.values import Value, number_of
 from ..torch_private import TorchDispatchMode, keeps_statistics, saving_hooks
 from ..transport import TimedOut
