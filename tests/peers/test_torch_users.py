@@ -283,7 +283,7 @@ class Uses(nn.Linear):
 class PutsIn(nn.Linear):
     """Adds to the dict that came."""
 
-    def forward(self, given: Any) -> Any:  # type: ignore[override]
+    def forward(self, given: Any) -> Any:
         given["h"] = super().forward(given["x"]).tanh()
         return given
 
@@ -291,8 +291,9 @@ class PutsIn(nn.Linear):
 class TakesOut(nn.Linear):
     """Takes all out of the dict that came; its forward has a derivative by forward-mode beside it."""
 
-    def forward(self, given: Any) -> Any:  # type: ignore[override]
-        y, along = torch.func.jvp(super().forward, (given.pop("h"),), (given["x"],))
+    def forward(self, given: Any) -> Any:
+        both: Any = torch.func.jvp(super().forward, (given.pop("h"),), (given["x"],))
+        y, along = both
         return {"x": given.pop("x") + along, "h": y}
 
 
@@ -303,9 +304,10 @@ class Normed(nn.Linear):
         super().__init__(WIDTH, WIDTH)
         self.norm = nn.InstanceNorm1d(2, affine=True)
 
-    def forward(self, given: Any) -> Tensor:  # type: ignore[override]
+    def forward(self, given: Any) -> Tensor:
         y: Tensor = super().forward(given["h"]) + given["x"]
-        return self.norm(y.view(-1, 2, WIDTH // 2)).flatten(1)
+        found: Tensor = self.norm(y.view(-1, 2, WIDTH // 2)).flatten(1)
+        return found
 
 
 def classes(step: int) -> Given:
@@ -406,7 +408,7 @@ class Own(nn.Sequential):
     """Does more than its layers."""
 
     def forward(self, x: Any) -> Any:
-        return super().forward(x) * 2
+        return super().forward(x) * 2  # type: ignore[no-untyped-call]
 
 
 def hooked() -> nn.Module:
@@ -416,9 +418,9 @@ def hooked() -> nn.Module:
 
 
 def overlapping() -> nn.Module:
-    model = nn.Sequential(linear(), linear())
-    model[1].weight = nn.Parameter(model[0].weight.data[:4])
-    return model
+    first, second = linear(), linear()
+    second.weight = nn.Parameter(first.weight.data[:4])
+    return nn.Sequential(first, second)
 
 
 def listed(*layers: nn.Module) -> nn.Module:
@@ -431,7 +433,11 @@ AT_ONCE: list[tuple[Any, dict[str, Any], str]] = [
     (overlapping, {}, "weight of layer 1 and weight of layer 0 are two parameters with the same memory"),
     (lambda: listed(torch.jit.trace(linear(), torch.ones(1, WIDTH))), {}, r"layer 0 .* by torch\.jit"),
     (lambda: listed(nn.Embedding(9, WIDTH, scale_grad_by_freq=True)), {}, "has scale_grad_by_freq=True"),
-    (lambda: listed(linear()), {"loss_function": nn.MSELoss(reduction="sum")}, "a MSELoss with reduction='sum'"),
+    (
+        lambda: listed(linear()),
+        {"loss_function": nn.MSELoss(reduction="sum")},
+        "a MSELoss with reduction='sum'",
+    ),
     (lambda: listed(linear()), {"optimizer": torch.optim.LBFGS}, "a LBFGS, wants closure at each step"),
     (
         lambda: listed(linear()),

@@ -44,7 +44,7 @@ from .messages.compression import Compression
 from .messages.values import Unit
 from .mini_batch.batch import Batch, Shapes, rows_of
 from .mini_batch.given import NOT_GIVEN, Agreed, Given, even, ready, whole
-from .mini_batch.losses import Losses, LossFunction, normalised, refuse_no_mean
+from .mini_batch.losses import Losses, LossFunction, normalised
 from .mini_batch.samples import Dims, joined, moved
 from .parameters.alike import start_alike
 from .parameters.weights import MakeOptimizer, MakeScheduler, Weights
@@ -175,10 +175,8 @@ class Pipeline:
         timeout_seconds: float | None = None,
     ) -> None:
         refuse_what_cannot_run(schedule)
-        refuse_no_mean(loss_function)
         self.schedule = schedule
-        alone = schedule.placement.workers == 1
-        self.transport = _transport(transport, device, timeout_seconds, alone=alone)
+        self.transport = _transport(transport, device, timeout_seconds, schedule)
         rank, further = self.transport.rank, further_mesh(mesh, parallelize, self.transport)
         layout = layout_of(rank, self.transport.world_size, schedule, mesh)
         self.worker = layout.place(rank)[WORKER]
@@ -1117,13 +1115,13 @@ def _transport(
     given: Transport | str | None,
     device: torch.device | str | None,
     timeout_seconds: float | None,
-    *,
-    alone: bool,
+    schedule: Schedule,
 ) -> Transport:
     if isinstance(given, Transport):
         return given
     from .workers.world import current_transport  # noqa: PLC0415
 
+    alone = schedule.placement.workers == 1
     return current_transport(given, device=device, timeout_seconds=timeout_seconds, alone=alone)
 
 

@@ -80,9 +80,9 @@ def refuse_no_mean(function: object) -> None:
     kind = nn.modules.loss._Loss  # noqa: SLF001 - the class of all of torch's losses
     if isinstance(function, kind) and function.reduction not in ("mean", "batchmean"):
         raise ConfigError(
-            f"the loss function is a {type(function).__name__} with reduction={function.reduction!r}, and each "
-            'micro-batch gives the mean over its samples; take reduction="mean", or a function that returns a '
-            "cf.LossSum"
+            f"the loss function is a {type(function).__name__} with reduction={function.reduction!r}, and "
+            'each micro-batch gives the mean over its samples; take reduction="mean", or a function that '
+            "returns a cf.LossSum"
         )
 
 

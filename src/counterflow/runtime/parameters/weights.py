@@ -267,8 +267,8 @@ class Weights:
         """
         for _, place, name in self._changed_weights():
             raise ConfigError(
-                f"{place} changes its weight {name!r} in training, and the backwards of the micro-batches before "
-                "need it as it was; let only the optimizer change it (in a hook after its step, say)"
+                f"{place} changes its weight {name!r} in training, and the backwards of the micro-batches "
+                "before need it as it was; let only the optimizer change it (in a hook after its step, say)"
             )
 
     def _changed_weights(self) -> Iterator[tuple[int, str, str]]:
@@ -577,8 +577,8 @@ def _refuse_arguments(made: Any, place: str, kind: str) -> None:
     ]
     if wanted:
         raise ConfigError(
-            f"{place}, a {type(made).__name__}, wants {' and '.join(wanted)} at each step, and a pipeline has "
-            f"none to give; take {kind} that steps without, or change pipeline.optimizers between steps"
+            f"{place}, a {type(made).__name__}, wants {' and '.join(wanted)} at each step, and a pipeline "
+            f"has none to give; take {kind} that steps without, or change pipeline.optimizers between steps"
         )
 
 

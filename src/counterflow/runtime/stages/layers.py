@@ -46,41 +46,54 @@ def layers_of(model: Model, list_layers: ListLayers | None = None) -> list[nn.Mo
     >>> [type(layer).__name__ for layer in layers_of(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))]
     ['Linear', 'ReLU']
     """
-    if list_layers is not None:
-        layers = list(list_layers(model))
-    elif isinstance(model, (nn.Sequential, nn.ModuleList)):
-        if isinstance(model, nn.Sequential) and type(model).forward is not nn.Sequential.forward:
-            raise ConfigError(
-                f"the {type(model).__name__} has a forward of its own, which no stage would run; move it into "
-                "layers, or give list_layers, a function that lists this model's layers"
-            )
-        layers = list(model)  # not children(), which skips a module that stands there twice
-    elif isinstance(model, Sequence):
-        layers = list(model)
-    else:
-        raise ConfigError(
-            f"the layers of a {type(model).__name__} are not known: give an nn.Sequential, a list of "
-            "modules, or list_layers, a function that lists this model's layers"
-        )
+    layers = _listed(model, list_layers)
     if not layers:
         raise ConfigError(f"the {type(model).__name__} has no layers: give at least one")
     for index, layer in enumerate(layers):
-        if not isinstance(layer, nn.Module):
-            raise ConfigError(f"layer {index} is a {type(layer).__name__}: every layer must be an nn.Module")
-        for child in layer.modules():
-            _refuse_kind(f"layer {index} ({type(layer).__name__})", child)
-        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-            if is_lazy(tensor):
-                raise ConfigError(
-                    f"{name} of layer {index} ({type(layer).__name__}) has no shape yet: give the layer its "
-                    "sizes, or run the model once before it goes into a pipeline"
-                )
+        _refuse_layer(index, layer)
     _refuse_shared_memory(layers)
     if isinstance(model, nn.Module):
         _refuse_missing(model, layers)
         if not any(layer is model for layer in layers):
             _refuse_hooks(model)
     return layers
+
+
+def _listed(model: Model, list_layers: ListLayers | None) -> list[nn.Module]:
+    if list_layers is not None:
+        return list(list_layers(model))
+    if isinstance(model, nn.Sequential) and type(model).forward is not nn.Sequential.forward:
+        raise ConfigError(
+            f"the {type(model).__name__} has a forward of its own, which no stage would run; move it into "
+            "layers, or give list_layers, a function that lists this model's layers"
+        )
+    if isinstance(model, (nn.Sequential, nn.ModuleList)):
+        return list(model)  # not children(), which skips a module that stands there twice
+    if isinstance(model, Sequence):
+        return list(model)
+    raise ConfigError(
+        f"the layers of a {type(model).__name__} are not known: give an nn.Sequential, a list of "
+        "modules, or list_layers, a function that lists this model's layers"
+    )
+
+
+def _refuse_layer(index: int, layer: object) -> None:
+    """Refuse what is no layer, or one that cannot be trained here.
+
+    Raises:
+        ConfigError: it is.
+    """
+    place = f"layer {index} ({type(layer).__name__})"
+    if not isinstance(layer, nn.Module):
+        raise ConfigError(f"layer {index} is a {type(layer).__name__}: every layer must be an nn.Module")
+    for child in layer.modules():
+        _refuse_kind(place, child)
+    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigError(
+                f"{name} of {place} has no shape yet: give the layer its sizes, or run the model once before "
+                "it goes into a pipeline"
+            )
 
 
 def state_names(model: Model, list_layers: ListLayers | None = None) -> list[dict[str, str]]:
@@ -191,8 +204,8 @@ def _refuse_kind(place: str, module: nn.Module) -> None:
         )
     if getattr(module, "scale_grad_by_freq", False):
         raise ConfigError(
-            f"{place} has scale_grad_by_freq=True, which counts how often an index is in the whole mini-batch, "
-            "and a stage sees one micro-batch; leave it out"
+            f"{place} has scale_grad_by_freq=True, which counts how often an index is in the whole mini-"
+            "batch, and a stage sees one micro-batch; leave it out"
         )
 
 
@@ -229,6 +242,6 @@ def _refuse_shared_memory(layers: Sequence[nn.Module]) -> None:
     for (_, end, index, name), (begin, _, other, its) in pairwise(spans):
         if begin < end:
             raise ConfigError(
-                f"{name} of layer {index} and {its} of layer {other} are two parameters with the same memory; "
-                "make them one parameter, or give each its own (.clone())"
+                f"{name} of layer {index} and {its} of layer {other} are two parameters with the same "
+                "memory; make them one parameter, or give each its own (.clone())"
             )

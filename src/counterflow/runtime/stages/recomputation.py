@@ -90,9 +90,9 @@ def refuse_other(again: Sequence[Tensor], first: Sequence[Tensor], place: str) -
     for new, old in zip(again, first, strict=True):
         if not (old.is_floating_point() or old.is_complex()) or new.shape != old.shape or is_dtensor(new):
             continue
-        new, old = new.detach(), old.detach()
         limit = max(torch.finfo(old.dtype).eps ** 0.5, 1e-2 if old.is_cuda else 0.0)
-        if bool(((new - old).norm() > limit * old.norm()).item()):  # False where one is not finite
+        far = (new.detach() - old).norm() > limit * old.norm()  # False where one is not finite
+        if bool(far.item()):
             raise ConfigError(
                 f"{place} gives other values when it is computed again for its backward; what it does may "
                 "depend on its input, weights, buffers and torch's random numbers only, or take "

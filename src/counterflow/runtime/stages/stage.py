@@ -24,6 +24,7 @@ from counterflow.schedule.modes import Recompute
 from ..execution.meters import graph_of
 from ..mesh.parallel import StageModule, fsdp_modules, gathered_parameters
 from ..messages.values import Keyworded, Value
+from ..mini_batch.losses import refuse_no_mean
 from ..parameters.versions import Versions
 from ..torch_private import hooks_of
 from .precision import Precision
@@ -55,7 +56,12 @@ LOSS = -1
 
 
 def loss_layer(loss_function: object) -> NamedLayer | None:
-    """A loss function that is a module with weights or buffers, which belong to the last stage."""
+    """A loss function that is a module with weights or buffers, which belong to the last stage.
+
+    Raises:
+        ConfigError: it is one of torch's that gives no mean.
+    """
+    refuse_no_mean(loss_function)
     if not isinstance(loss_function, nn.Module):
         return None
     names = {name: f"loss_function.{name}" for name in loss_function.state_dict(keep_vars=True)}

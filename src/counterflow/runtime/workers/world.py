@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from counterflow.errors import ConfigError, WorkerError
 
@@ -315,7 +316,7 @@ def _begin(kind: TransportKind, here: Place | None, timeout_seconds: float) -> N
     backend = "cpu:gloo,cuda:nccl" if kind is TransportKind.NCCL else "gloo"
     limit = timedelta(seconds=timeout_seconds)
     if here is None:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
         _process.began_world = True
         return
     if here.machines > 1:
