@@ -30,7 +30,16 @@ class PlanError(CounterflowError):
 class WorkerError(CounterflowError):
     """A worker died, hung or raised while a schedule was running.
 
-    ``consequence`` is true where it only tells that another worker is gone or late.
+    Attributes:
+        consequence: it only tells that another worker is gone or late.
+        told: another worker tells of the same.
+        lost: a worker, a device or a link is gone: the same again may go well.
+        worker: the rank to blame; None: nobody knows.
+        action: what that worker did, as far as was heard.
     """
 
     consequence: bool = False
+    lost: bool = False
+    told: bool = False
+    worker: int | None = None
+    action: str = ""

@@ -33,6 +33,7 @@ class Watcher:
         self.about: About | None = None
         self.lines: list[Numbers] = []
         self.over = 0
+        self.events: list[str] = []
         self.then = then
 
     def begun(self, about: About, folder: Path) -> None:
@@ -44,6 +45,9 @@ class Watcher:
             self.lines.append(line)
             if self.then is not None:
                 self.then(line)
+
+    def happened(self, event: str) -> None:
+        self.events.append(event)
 
     def ended(self) -> None:
         self.over += 1
@@ -73,8 +77,10 @@ def _toml(value: object) -> str:
 def train(config: Configure) -> Train:
     """Run a small config."""
 
-    def train_(out: str = "run", watcher: Watcher | None = None, **changes: Any) -> Summary:
-        done = run(config(out, **changes), watcher or Watcher())
+    def train_(
+        out: str = "run", watcher: Watcher | None = None, max_restarts: int = 0, **changes: Any
+    ) -> Summary:
+        done = run(config(out, **changes), watcher or Watcher(), max_restarts=max_restarts)
         assert done is not None
         return done[0]
 

@@ -549,6 +549,13 @@ class TrainSection(Section):
     checkpoint_every: int = _count(
         50, "write a checkpoint each so many steps; 0: at the end only", _MANY, least=0
     )
+    memory_every: int | None = _count(
+        None,
+        "copy weights to the machines' memory each so many steps, for restarts; 0: never; where not given, "
+        "each step if restarts are allowed",
+        _MANY,
+        least=0,
+    )
     keep_last: int = _count(2, "checkpoints that are kept, the last ones", _MANY)
     keep_best: bool = _key(
         True, "whether the checkpoint of the least validation loss is kept too", "true or false"

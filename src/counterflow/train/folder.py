@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -37,6 +37,7 @@ SCHEDULE = "schedule.json"
 TIMELINE = "timeline.json"
 PICTURE = "timeline.png"
 SUMMARY = "summary.json"
+EVENTS = "events.jsonl"
 CHECKPOINT = "checkpoint"
 
 FILES = {
@@ -52,11 +53,12 @@ FILES = {
 
 MODEL, ADAPTER = "model", "adapter"
 
-_OF_TRANSFORMERS = {
+_OF_SOME = {
+    EVENTS: "what failed, and how it went on",
     MODEL: "the model, as from_pretrained of transformers reads it",
     ADAPTER: "the adapters, as from_pretrained of peft reads them",
 }
-"""What one of a model of transformers writes too."""
+"""What one writes too that failed or was stopped, or that trains a model of transformers."""
 
 
 class RunFolder:
@@ -66,12 +68,17 @@ class RunFolder:
         self.path = path
         self._read = 0
         self._rest = ""
+        self._file: int | None = None
+        self._last = 0
+        """The file that was read last, and the last step in it."""
         self._lock: Lock | None = None
         self._unwritten = b""
         """Metrics that found no room on the disk."""
 
     @classmethod
-    def open(cls, config: RunConfig, schedule: Schedule, start: Path | None, history: bytes) -> RunFolder:
+    def open(
+        cls, config: RunConfig, schedule: Schedule, start: Path | None, history: bytes, *, again: bool = False
+    ) -> RunFolder:
         """The folder of a run, with its config and schedule: a new one, or the one that it goes on in.
 
         Args:
@@ -79,6 +86,7 @@ class RunFolder:
             schedule: what it runs.
             start: the checkpoint that it goes on from.
             history: the metrics until then.
+            again: whether the run was begun there before.
 
         Raises:
             ConfigError: the folder holds another run, another process writes it, or it cannot be made.
@@ -88,7 +96,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=config.train.out is not None or start is not None)
         except FileExistsError:
             if path.is_dir():  # another run took the number
-                return cls.open(config, schedule, start, history)
+                return cls.open(config, schedule, start, history, again=again)
             raise ConfigError(f"{path}: is, or lies in, a file; results need a folder") from None
         except NotADirectoryError:
             raise ConfigError(f"{path}: is, or lies in, a file; results need a folder") from None
@@ -97,7 +105,7 @@ class RunFolder:
         folder = cls(path)
         try:
             folder._lock = Lock(path)
-            folder._begin(config, schedule, start, history)
+            folder._begin(config, schedule, start, history, again)
         except OSError as error:
             folder.close()
             raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
@@ -106,8 +114,10 @@ class RunFolder:
             raise ConfigError(str(error)) from None
         return folder
 
-    def _begin(self, config: RunConfig, schedule: Schedule, start: Path | None, history: bytes) -> None:
-        goes_on = config.train.resume == AUTO or (start is not None and _is_in(start, self.path))
+    def _begin(
+        self, config: RunConfig, schedule: Schedule, start: Path | None, history: bytes, again: bool
+    ) -> None:
+        goes_on = again or config.train.resume == AUTO or (start is not None and _is_in(start, self.path))
         taken = [name for name in FILES if (self.path / name).exists()]
         if taken and not goes_on:
             raise ConfigError(
@@ -120,13 +130,14 @@ class RunFolder:
             file.write(config.to_toml().encode())
         with whole(self.path / SCHEDULE) as file:
             file.write(dumps(schedule).encode())
-        self.rewind(history)
+        if not goes_on or not taken:  # who goes on knows only with the others from where
+            self.rewind(history)
+        self._last = last_step(history)
 
     def rewind(self, history: bytes) -> None:
-        """Let the metrics be those until a checkpoint, so that they will have each step once."""
+        """Let the metrics be those until where the run goes on, so that they will have each step once."""
         with whole(self.path / METRICS) as file:
             file.write(history)
-        self._read, self._rest = len(history.decode()), ""
 
     def close(self) -> None:
         """Let other processes write there."""
@@ -138,8 +149,8 @@ class RunFolder:
         """Take away a run that did not make a single step, and none before."""
         if (self.path / METRICS).stat().st_size or self.has_checkpoint:
             return
-        for name in FILES | _OF_TRANSFORMERS:
-            if name in (CHECKPOINT, *_OF_TRANSFORMERS):
+        for name in FILES | _OF_SOME:
+            if name in (CHECKPOINT, MODEL, ADAPTER):
                 shutil.rmtree(self.path / name, ignore_errors=True)
             else:
                 (self.path / name).unlink(missing_ok=True)
@@ -193,13 +204,19 @@ class RunFolder:
     # -- reading
 
     def new_records(self) -> list[Numbers]:
-        """The lines of the metrics that were added since the last call."""
+        """The lines of the metrics that were added since the last call; of steps made again, none."""
         with (self.path / METRICS).open(encoding="utf-8") as file:
+            number = os.fstat(file.fileno()).st_ino
+            known = self._last if number != self._file else -1
+            if number != self._file:  # it was put back to where the run goes on
+                self._file, self._read, self._rest = number, 0, ""
             file.seek(self._read)
             text = self._rest + file.read()
             self._read = file.tell()
         *lines, self._rest = text.split("\n")
-        return [json.loads(line) for line in lines]
+        found = [line for line in map(json.loads, lines) if known < 0 or line["step"] > known]
+        self._last = max([self._last, *(int(line["step"]) for line in found)])
+        return found
 
     def steps(self) -> int:
         """Updates made, as the metrics tell."""
@@ -209,7 +226,7 @@ class RunFolder:
         """What is there: each file's path and what it is."""
         return {
             str(self.path / name): what
-            for name, what in (FILES | _OF_TRANSFORMERS).items()
+            for name, what in (FILES | _OF_SOME).items()
             if (self.has_checkpoint if name == CHECKPOINT else (self.path / name).exists())
         }
 
@@ -217,6 +234,28 @@ class RunFolder:
     def has_checkpoint(self) -> bool:
         """Whether a run can go on from here."""
         return bool(complete(self.path / CHECKPOINT))
+
+
+def last_step(metrics: bytes) -> int:
+    """The last step of which there is a line."""
+    return max((int(line["step"]) for line in lines_of(metrics)), default=0)
+
+
+def lines_of(metrics: bytes) -> list[Numbers]:
+    """The lines of metrics; without one that was not written to its end."""
+    found = []
+    for line in metrics.splitlines():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
+def with_records(metrics: bytes, step: int, records: Sequence[Numbers]) -> bytes:
+    """The metrics until a step, with lines of it that were made and perhaps not written."""
+    lines = [line for line in lines_of(metrics) if line["step"] <= step]
+    known = {(line["step"], "loss" in line) for line in lines}
+    lines += [line for line in records if (line["step"], "loss" in line) not in known]
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 
 def folder_of(config: RunConfig) -> Path:

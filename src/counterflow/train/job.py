@@ -77,13 +77,22 @@ class Job:
     about: About
     tokenizer: Any = None
     """Of a model of transformers."""
+    reached: int | None = None
+    """Updates that were made before, where that is no checkpoint's."""
     data_digest: str = ""
     """Of what it is trained on."""
 
     @property
     def first_step(self) -> int:
         """Updates that were made before."""
+        if self.reached is not None:
+            return self.reached
         return self.start.step if self.start else 0
+
+    def going_on(self, step: int) -> Job:
+        """The same from a step on that the workers have in memory, and from no checkpoint."""
+        about = dataclasses.replace(self.about, first_step=step)
+        return dataclasses.replace(self, start=None, reached=step, about=about)
 
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimiser of some parameters; norms and biases do not decay."""
@@ -128,13 +137,16 @@ def _fits_without_flush(config: RunConfig, schedule: Schedule) -> None:
         )
 
 
-def prepare(config: RunConfig, cuts: Sequence[int] | None = None, start: Path | None = None) -> Job:
+def prepare(
+    config: RunConfig, cuts: Sequence[int] | None = None, start: Path | None = None, *, again: bool = False
+) -> Job:
     """What a config trains.
 
     Args:
         config: what was asked for.
         cuts: those found before, so that they are not searched again.
         start: with ``cuts``: the checkpoint that was found before.
+        again: whether the run failed before.
 
     Raises:
         ConfigError: no such run can be made; the message says what would be legal.
@@ -146,7 +158,9 @@ def prepare(config: RunConfig, cuts: Sequence[int] | None = None, start: Path | 
         _fits_without_flush(config, schedule)
     made = from_transformers(config) if config.model.is_hugging_face else _built(config)
     layers = layers_of(made.model, made.list_layers)
-    begun = found(config) if cuts is None else found(config, start)
+    begun = None
+    if cuts is None or start is not None:
+        begun = found(config, start, again=again)
     if begun is not None:
         check(begun, made.model, made.list_layers, config)
     cuts = tuple(_cuts(config, schedule, layers, made.batches) if cuts is None else cuts)

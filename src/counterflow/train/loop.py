@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from counterflow.checkpoints.memory import Found, Memory
 from counterflow.checkpoints.saver import PATIENCE_SECONDS, Saver
 from counterflow.errors import ConfigError, CounterflowError, WorkerError
 from counterflow.measure.machine import forget_peak_bytes, peak_bytes
@@ -28,14 +29,16 @@ from counterflow.models import hf
 from counterflow.runtime.execution.step import Step
 from counterflow.runtime.mini_batch.samples import cut
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.transport import Transport
 from counterflow.runtime.workers.world import current_transport
 from counterflow.simulate import Costs, Simulation, Span
 
 from .config import AUTO, RunConfig
-from .folder import ADAPTER, CHECKPOINT, MODEL, RunFolder, read_metrics
+from .events import RESTARTED, Event, note, run_of
+from .folder import ADAPTER, CHECKPOINT, MODEL, RunFolder, read_metrics, with_records
 from .job import Job, prepare
 from .report import Numbers, Pair, Summary
-from .resuming import HISTORY, read
+from .resuming import HISTORY, history, read
 from .same_run import check_same_run
 from .stopping import STOP, listen
 from .timeline import Timeline, costs_of
@@ -66,7 +69,9 @@ _LAST = 10
 Watch = Callable[[Numbers], None]
 
 
-def work(config: RunConfig, cuts: Sequence[int], folder: Path, start: Path | None) -> Summary | None:
+def work(
+    config: RunConfig, cuts: Sequence[int], folder: Path, start: Path | None, attempt: int = 0
+) -> Summary | None:
     """What a worker that was launched does; every one calls it. Rank 0 gives the summary.
 
     Args:
@@ -74,9 +79,10 @@ def work(config: RunConfig, cuts: Sequence[int], folder: Path, start: Path | Non
         cuts: as found before the launch.
         folder: where rank 0 writes.
         start: the checkpoint that was found before.
+        attempt: how often the run was begun before.
     """
     listen()  # a batch system's come to all processes; when another worker failed, waits end by themselves
-    return Trainer(prepare(config, cuts, start), folder).run()
+    return Trainer(prepare(config, cuts, start), folder, attempt=attempt).run()
 
 
 class Trainer:
@@ -86,16 +92,33 @@ class Trainer:
         job: what is trained.
         folder: where the run writes; rank 0's counts.
         watch: told every line of the metrics, on rank 0.
+        attempt: how often the run was begun before.
     """
 
-    def __init__(self, job: Job, folder: Path | None, watch: Watch | None = None) -> None:
-        self.job = job
+    def __init__(
+        self, job: Job, folder: Path | None, watch: Watch | None = None, *, attempt: int = 0
+    ) -> None:
         config = job.config
         self.config = config
         transport = current_transport(
             config.pipeline.transport, timeout_seconds=config.pipeline.timeout_seconds
         )
         check_same_run(config, job.data_digest, transport)
+        self.writes = transport.rank == 0
+        assert folder is not None or not self.writes
+        self.folder = RunFolder(folder) if folder is not None and self.writes else None
+        shared = self._shared(transport)
+        self.checkpoints = shared / CHECKPOINT
+        transport.record_folder = shared
+        self.memory = self._memory(job, transport)
+        """Where weights are kept for a restart; None: nowhere."""
+        goes_on = attempt or config.train.resume == AUTO
+        kept = self.memory.find(job.schedule.stages) if self.memory is not None and goes_on else None
+        if kept is not None and not job.first_step <= kept.step < config.train.steps:
+            kept = None
+        if kept is not None:
+            job = job.going_on(kept.step)
+        self.job = job
         self.pipeline = Pipeline(
             job.model,
             job.loss,
@@ -119,14 +142,13 @@ class Trainer:
             count_memory_steps=job.first_step + COUNTED_STEPS,
             timeout_seconds=config.pipeline.timeout_seconds,
         )
-        if job.start is not None:
+        if kept is not None:
+            kept.restore(self.pipeline)
+        elif job.start is not None:
             read(job.start, self.pipeline, auto=config.train.resume == AUTO)
-        self.writes = self.pipeline.transport.rank == 0
-        assert folder is not None or not self.writes
-        self.folder = RunFolder(folder) if folder is not None and self.writes else None
-        shared = self._shared()
-        self.checkpoints = shared / CHECKPOINT
-        self.pipeline.transport.record_folder = shared
+        self.event: Event | None = None
+        """How a run that was begun again goes on, on rank 0."""
+        self._begin_metrics(kept, attempt)
         self.saver = Saver(
             self.pipeline,
             self.checkpoints,
@@ -151,6 +173,36 @@ class Trainer:
         """Updates of the run; there are more in the end, where ops are timed."""
         self.before = self._remember()
         """Seconds that the run had taken when it was begun again."""
+        self.recent: list[Numbers] = []
+        """Lines of the metrics since the last copy to memory."""
+        if kept is not None and self.memory is not None:  # also where a machine is new
+            self.memory.keep(self.pipeline, kept.records)
+
+    def _memory(self, job: Job, transport: Transport) -> Memory | None:
+        if not job.config.train.memory_every:
+            return None
+        name = transport.gather_objects(run_of(self.folder.path) if self.folder is not None else "")[0]
+        return Memory(transport, str(name), job.cuts)
+
+    def _forget(self) -> None:
+        """Give the memory back, once all is on the disk."""
+        if self.memory is not None:
+            self.pipeline.transport.gather([])
+            self.memory.clear()
+
+    def _begin_metrics(self, kept: Found | None, attempt: int) -> None:
+        """Put the metrics back to where the run goes on, and say from where that is."""
+        if self.folder is None:
+            return
+        if kept is None:
+            self.folder.rewind(history(self.job.start))
+        else:
+            self.folder.rewind(with_records(self.folder.history, kept.step, kept.records))
+        source = "memory" if kept is not None else "beginning" if self.job.start is None else "checkpoint"
+        if attempt or kept is not None:
+            self.event = note(
+                self.folder.path, RESTARTED, attempt=attempt, step=self.job.first_step, source=source
+            )
 
     def _remember(self) -> float:
         """Take the last losses from the metrics until here; and the seconds that they took."""
@@ -192,17 +244,17 @@ class Trainer:
             hf.save(
                 self.job.model, self.pipeline, self.checkpoints.parent / name, tokenizer=self.job.tokenizer
             )
+        self._forget()
         if not self.job.schedule.synchronous:
             self._time_together()
         return self._finish(costs, seconds)
 
-    def _shared(self) -> Path:
+    def _shared(self, transport: Transport) -> Path:
         """Rank 0's folder, if everybody sees it: not one of the same name on a disk of its own.
 
         Raises:
             ConfigError: somebody does not.
         """
-        transport = self.pipeline.transport
         mark = self.folder.path.absolute() / f".{uuid.uuid4().hex}" if self.folder is not None else None
         if mark is not None:
             mark.touch()
@@ -246,12 +298,15 @@ class Trainer:
         self.pipeline.whole_timeline = False
 
     def _between_steps(self, done: int) -> bool:
-        """Evaluate and save if it is time to; whether the run is to end here."""
+        """Evaluate, save and copy to memory if it is time to; whether the run is to end here."""
         train = self.config.train
         if train.evaluate_every and done % train.evaluate_every == 0:
             self._evaluate()
         if train.checkpoint_every and done % train.checkpoint_every == 0 and done < train.steps:
             self._save()
+        if self.memory is not None and done < train.steps and done % (train.memory_every or 1) == 0:
+            self.memory.keep(self.pipeline, self.recent)
+            self.recent = []
         return done < train.steps and self._stops(done)
 
     # -- before
@@ -308,6 +363,8 @@ class Trainer:
         raise WorkerError(f"the {name} is {value:g} after {updates}; try a lower learning rate")
 
     def _record(self, **line: float) -> None:
+        if self.memory is not None:
+            self.recent.append(line)
         line["seconds"] = self.before + time.perf_counter() - self.began
         if self.folder is not None:
             self.folder.record(line)

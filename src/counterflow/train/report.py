@@ -150,5 +150,8 @@ class Reporter(Protocol):
     def recorded(self, lines: Sequence[Numbers]) -> None:
         """More lines of ``metrics.jsonl`` are there; called every now and then, also without any."""
 
+    def happened(self, event: str) -> None:
+        """A worker failed, or the run goes on after that; in words."""
+
     def ended(self) -> None:
         """No more will come, whatever the reason."""

@@ -26,16 +26,17 @@ _AUTO = 'train.resume = "auto"'
 HISTORY = "metrics.jsonl"
 """In a checkpoint: the metrics until then."""
 
-_OWN = {("train", "resume"), ("train", "out")}
+_OWN = {("train", "resume"), ("train", "out"), ("train", "memory_every")}
 """Keys of a run that do not change what it trains."""
 
 
-def found(config: RunConfig, start: Path | None = None) -> Checkpoint | None:
+def found(config: RunConfig, start: Path | None = None, *, again: bool = False) -> Checkpoint | None:
     """The checkpoint that a run goes on from.
 
     Args:
         config: of the run.
         start: what was found before, which is read again.
+        again: whether the run failed after it had begun, perhaps with all steps made.
 
     Raises:
         ConfigError: there is none, or it is damaged.
@@ -45,16 +46,19 @@ def found(config: RunConfig, start: Path | None = None) -> Checkpoint | None:
         return None
     if resume == AUTO:
         assert config.train.out is not None  # a config is refused without
-        return Checkpoint.load(start, _AUTO) if start is not None else _last(config.train.out)
+        below = config.train.steps if again else None
+        return Checkpoint.load(start, _AUTO) if start is not None else _last(config.train.out, below)
     return Checkpoint.load(start or Path(resume), f"train.resume = {resume}")
 
 
-def _last(run: Path) -> Checkpoint | None:
-    """The last checkpoint of a run whose files are all there; None: it wrote none."""
+def _last(run: Path, below: int | None = None) -> Checkpoint | None:
+    """The last checkpoint of a run whose files are all there, of fewer steps; None: it wrote none."""
     problem: DamagedError | None = None
     for folder in reversed(complete(run / CHECKPOINTS)):
         try:
-            return Checkpoint.load(folder, _AUTO)
+            last = Checkpoint.load(folder, _AUTO)
+            if below is None or last.step < below:
+                return last
         except DamagedError as error:
             _LOG.warning("%s", error)
             problem = problem or error

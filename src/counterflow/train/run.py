@@ -6,21 +6,26 @@ folder. It prints nothing; whoever watches is told by the one process that all w
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Literal, cast
 
 import torch
 
+from counterflow.checkpoints.memory import forget
+from counterflow.checkpoints.reader import DamagedError
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.workers import world
 from counterflow.runtime.workers.launch import launch
 
-from .config import RunConfig
-from .folder import RunFolder
+from .config import AUTO, RunConfig
+from .events import GAVE_UP, STARTED, STOPPED, in_words, note, read, run_of
+from .folder import RunFolder, folder_of
 from .job import Job, prepare
 from .loop import Trainer, work
 from .report import Reporter, Summary
+from .restarts import Restarts, note_failure, telling, with_memory
 from .resuming import history
 from .stopping import STOP, Children, block, listening
 
@@ -28,12 +33,13 @@ _POLL_SECONDS = 0.1
 """How often whoever watches is told what is new."""
 
 
-def run(config: RunConfig, reporter: Reporter) -> tuple[Summary, Path] | None:
+def run(config: RunConfig, reporter: Reporter, *, max_restarts: int = 0) -> tuple[Summary, Path] | None:
     """Train as a config says.
 
     Args:
         config: what to train.
         reporter: who watches.
+        max_restarts: so often workers are started again after a failure; torchrun has its own number.
 
     Returns:
         What came of it, and the run's folder; None on the workers of torchrun or Slurm but rank 0, where
@@ -46,25 +52,60 @@ def run(config: RunConfig, reporter: Reporter) -> tuple[Summary, Path] | None:
     """
     STOP.signal = None
     placed = world.started_by()
+    attempt = 0
     if placed is None:
         _check_gpus(config)
     else:
-        _fit(config, placed)
-    job = prepare(config)
+        _fit(config, placed, max_restarts)
+        attempt, max_restarts = world.restarts()
+    if attempt:
+        config = _begun_again(config, max_restarts)
+    asked, config = config, with_memory(config, max_restarts)
+    job = prepare(config, again=bool(attempt))
     if placed is not None and world.rank():
-        with listening():
-            trainer = Trainer(job, None)
+        with listening(), telling(folder_of(config), attempt):
+            trainer = Trainer(job, None, attempt=attempt)
             trainer.run()
             if not trainer.stopped:
                 STOP.signal = None
         return None
+    return _in_folder(asked, job, reporter, attempt, max_restarts)
+
+
+def _begun_again(config: RunConfig, max_restarts: int) -> RunConfig:
+    """The config of workers that torchrun started again.
+
+    Raises:
+        WorkerError: trying again makes no sense.
+    """
+    folder = folder_of(config)
+    refusal = Restarts(folder, max_restarts).refusal()
+    if refusal is not None:
+        raise WorkerError(refusal)
+    return _again(config, folder)
+
+
+def _in_folder(
+    config: RunConfig, job: Job, reporter: Reporter, attempt: int, max_restarts: int
+) -> tuple[Summary, Path]:
+    """As rank 0, or as who starts the workers."""
+    placed = world.started_by()
     start = job.start.path if job.start is not None else None
-    folder = RunFolder.open(config, job.schedule, start, history(job.start))
+    folder = RunFolder.open(config, job.schedule, start, history(job.start), again=bool(attempt))
+    if max_restarts and not attempt:
+        note(folder.path, STARTED, restarts=max_restarts)
     try:
         reporter.begun(job.about, folder.path)
-        summary = _launched(job, folder, reporter) if placed is None else _placed(job, folder, reporter)
+        if placed is not None:
+            summary = _placed(job, folder, reporter, attempt)
+        else:
+            summary = _supervised(job, folder, reporter, Restarts(folder.path, max_restarts))
+        if summary.stopped:
+            note(folder.path, STOPPED, signal=STOP.name, step=summary.steps)
     except BaseException as error:
         steps = folder.steps()
+        if placed is None:
+            forget(run_of(folder.path))
         folder.remove_empty()
         kept = _kept(folder, steps) if steps else ""
         if isinstance(error, KeyboardInterrupt) or (STOP and not steps):
@@ -76,6 +117,35 @@ def run(config: RunConfig, reporter: Reporter) -> tuple[Summary, Path] | None:
         folder.close()
         reporter.ended()
     return summary, folder.path
+
+
+def _supervised(job: Job, folder: RunFolder, reporter: Reporter, restarts: Restarts) -> Summary:
+    """With workers of its own, started again after a failure as often as is allowed and makes sense."""
+    for attempt in itertools.count():
+        try:
+            return _launched(job, folder, reporter, attempt)
+        except (WorkerError, DamagedError) as error:
+            step = folder.steps() + 1
+            failed = note_failure(folder.path, error, attempt, step)
+            if STOP or not restarts.most:
+                raise
+            refusal = restarts.refusal()
+            if refusal is not None:
+                note(folder.path, GAVE_UP, message=refusal)
+                if isinstance(error, WorkerError):
+                    raise _with_place(error, refusal) from error
+                raise
+            reporter.happened(in_words(failed))
+        job = prepare(_again(job.config, folder.path), again=True)
+    raise AssertionError  # a count has no end
+
+
+def _again(config: RunConfig, folder: Path) -> RunConfig:
+    """The config of a run that is begun again: from its own last checkpoint, if it has written one."""
+    if not RunFolder(folder).has_checkpoint and config.train.resume is not None:
+        return config
+    train = config.train.model_copy(update={"resume": AUTO, "out": folder})
+    return config.model_copy(update={"train": train})
 
 
 def _check_gpus(config: RunConfig) -> None:
@@ -91,8 +161,18 @@ def _check_gpus(config: RunConfig) -> None:
         )
 
 
-def _fit(config: RunConfig, placed: str) -> None:
+def _fit(config: RunConfig, placed: str, max_restarts: int) -> None:
     """Refuse what those who started this process did not start it for."""
+    if max_restarts:
+        raise ConfigError(
+            f"--max-restarts {max_restarts}: {placed} started these workers, and only it can start them "
+            "again; give it to torchrun, or resubmit the job"
+        )
+    if world.restarts()[1] and config.train.out is None:
+        raise ConfigError(
+            "torchrun --max-restarts: workers that are started again have to find their run; give its "
+            "folder as --out"
+        )
     if config.pipeline.transport == "local":
         raise ConfigError(
             f'pipeline.transport = "local": runs in one process, but {placed} started several; '
@@ -103,15 +183,18 @@ def _fit(config: RunConfig, placed: str) -> None:
         torch.set_num_threads(config.train.threads)
 
 
-def _placed(job: Job, folder: RunFolder, reporter: Reporter) -> Summary:
+def _placed(job: Job, folder: RunFolder, reporter: Reporter, attempt: int) -> Summary:
     """As rank 0 of several."""
-    with listening():
-        summary = Trainer(job, folder.path, lambda line: reporter.recorded([line])).run()
+    with listening(), telling(folder.path, attempt):
+        trainer = Trainer(job, folder.path, lambda line: reporter.recorded([line]), attempt=attempt)
+        if trainer.event is not None:
+            reporter.happened(in_words(trainer.event))
+        summary = trainer.run()
     assert summary is not None
     return summary
 
 
-def _launched(job: Job, folder: RunFolder, reporter: Reporter) -> Summary:
+def _launched(job: Job, folder: RunFolder, reporter: Reporter, attempt: int) -> Summary:
     """With workers of its own; they are looked after by a thread, so that this one is free for signals."""
     pipeline = job.config.pipeline
 
@@ -122,6 +205,7 @@ def _launched(job: Job, folder: RunFolder, reporter: Reporter) -> Summary:
             job.cuts,
             folder.path,
             job.start.path if job.start is not None else None,
+            attempt,
             workers=job.about.processes,
             transport=cast("Literal['local', 'gloo', 'nccl']", pipeline.transport),  # chosen by now
             timeout_seconds=pipeline.timeout_seconds,
@@ -129,6 +213,15 @@ def _launched(job: Job, folder: RunFolder, reporter: Reporter) -> Summary:
         )
 
     children = Children()
+    known = len(read(folder.path))
+
+    def tell() -> int:
+        reporter.recorded(folder.new_records())
+        events = read(folder.path) if attempt else []
+        for event in events[known:]:
+            reporter.happened(in_words(event))
+        return max(known, len(events))
+
     with (
         listening(second=children.kill),
         ThreadPoolExecutor(1, "counterflow launch", initializer=block) as pool,
@@ -137,8 +230,8 @@ def _launched(job: Job, folder: RunFolder, reporter: Reporter) -> Summary:
         while not wait([future], _POLL_SECONDS).done:
             if STOP:
                 children.stop()
-            reporter.recorded(folder.new_records())
-        reporter.recorded(folder.new_records())
+            known = tell()
+        tell()
         summary = future.result()[0]
     assert summary is not None
     return summary
@@ -152,5 +245,5 @@ def _kept(folder: RunFolder, steps: int) -> str:
 
 def _with_place(error: WorkerError, place: str) -> WorkerError:
     told = WorkerError(f"{error}; {place}")
-    told.consequence = error.consequence
+    vars(told).update(vars(error))
     return told

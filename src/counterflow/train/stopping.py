@@ -39,6 +39,11 @@ class Stop:
         return self.signal is not None
 
     @property
+    def name(self) -> str:
+        """Of the signal."""
+        return "" if self.signal is None else signal.Signals(self.signal).name
+
+    @property
     def exit_code(self) -> int:
         """That of a run which was ended early: by Ctrl-C 130, by any other signal 75 ("resubmit me")."""
         by_hand = self.signal in (None, signal.SIGINT)

@@ -39,6 +39,14 @@ def train(
         typer.Option(help="The scheme; see 'counterflow schemes'.", autocompletion=schemes_from),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Updates to make.")] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            "--max-restarts",
+            min=0,
+            help="So often workers are started again after one died, hung or failed, and go on.",
+        ),
+    ] = 0,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -79,12 +87,12 @@ def train(
     from ..output.train_progress import Progress  # noqa: PLC0415
 
     try:
-        done = run(resolved, Progress(introduces=not as_json))
+        done = run(resolved, Progress(introduces=not as_json), max_restarts=max_restarts)
     except KeyboardInterrupt as stopped:
         note("; ".join(["Stopped", *map(str, stopped.args if str(stopped) else ())]))
         raise typer.Exit(STOP.exit_code) from None
     except WorkerError as error:
-        if error.consequence and _rank():
+        if error.told and _rank():
             raise typer.Exit(1) from None  # the worker that it blames tells it
         raise
     if done is None:

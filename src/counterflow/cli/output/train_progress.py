@@ -77,6 +77,10 @@ class Progress:
         if lines and self.bar is not None:
             self.bar.update(self.task, completed=self.seen["step"], shown=self._shown())
 
+    def happened(self, event: str) -> None:
+        """Print a failure or a restart."""
+        self._print(event)
+
     def ended(self) -> None:
         """Take the bar down."""
         if self.bar is not None:

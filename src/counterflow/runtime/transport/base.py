@@ -234,6 +234,11 @@ class Transport(ABC):
     def gather_objects(self, value: object) -> list[object]:
         """Everybody's picklable value by rank, on every rank. Waits; for rare, large or odd things."""
 
+    @property
+    def fails_first(self) -> bool:
+        """Whether no other worker's failure came before this one's, as far as is known here."""
+        return True
+
     @abstractmethod
     def statuses(self) -> list[Status | None]:
         """What every rank does as far as is known; for messages about a worker that hangs."""

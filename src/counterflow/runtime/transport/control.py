@@ -343,6 +343,11 @@ class DistributedTransport(Transport):
         """Whether this worker has met an error of the transport, or reported one of its own."""
         return self._watch.told
 
+    @property
+    def fails_first(self) -> bool:
+        """See ``Transport.fails_first``."""
+        return self._watch.is_first
+
     def statuses(self) -> list[Status | None]:
         """See ``Transport.statuses``; the other ranks' are as old as their last post."""
         return self._watch.statuses()

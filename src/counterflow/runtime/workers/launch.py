@@ -17,26 +17,24 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from counterflow.errors import ConfigError, CounterflowError, WorkerError
+from counterflow.errors import ConfigError, WorkerError
 
-from ..transport.base import Lost, TimedOut, Transport, TransportKind
+from ..transport.base import TransportKind
 from ..transport.local import Hub
 from ..transport.turns import Turns, elsewhere
 from . import world
+from .failures import Failed, cause, failed_by, root
 from .forking import Surroundings, end_with_the_launch, start_method
-from .watch import culprit
 
 _T = TypeVar("_T")
 
@@ -57,30 +55,6 @@ _SHUTDOWN_SECONDS = 5
 
 _THREADS_GRACE_SECONDS = 5.0
 """How long the threads of a failed launch may take to notice, at most."""
-
-_DEADLY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
-"""Signals that end a process from outside or by its own fault, never because another worker failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    """How a worker failed, as it tells its launch.
-
-    Attributes:
-        rank: the worker.
-        when: seconds of ``time.time``.
-        message: what the user should read.
-        kind: the class of error to raise.
-        consequence: whether it failed only because another worker did.
-        trace: its traceback.
-    """
-
-    rank: int
-    when: float
-    message: str
-    kind: type[CounterflowError]
-    consequence: bool
-    trace: str
 
 
 def launch(
@@ -169,7 +143,7 @@ class _Threads:
         self.device = torch.device(device or "cpu")
         self.threads = threads
         self.results: dict[int, Any] = {}
-        self.failures: list[_Failed] = []
+        self.failures: list[Failed] = []
         self.causes: dict[int, BaseException] = {}
         self.turns = Turns(hub.timeout_seconds)
 
@@ -193,8 +167,8 @@ class _Threads:
             if not any(thread.is_alive() for thread in running):
                 self.turns.begin.restore()  # what workers draw is theirs, as in processes
         if self.failures:
-            failed = _root(self.failures)
-            raise failed.kind(failed.message) from self.causes[failed.rank]
+            failed = root(self.failures)
+            raise failed.error() from self.causes[failed.rank]
         self.hub.ended()
         return [self.results[rank] for rank in range(self.hub.world_size)]
 
@@ -212,7 +186,7 @@ class _Threads:
             transport.status.now("its end")
         except BaseException as error:  # told to who launched it
             self.causes[rank] = error
-            self.failures.append(_failed(error, rank, transport))
+            self.failures.append(failed_by(error, rank, transport))
             transport.fail(error)
         finally:
             world.enter(None)
@@ -243,7 +217,7 @@ class _Processes:
 
     def run(self) -> list[Any]:
         stopped: signal.Signals | None = None
-        failed: _Failed | None = None
+        failed: Failed | None = None
         results: list[Any] = []
         with tempfile.TemporaryDirectory(prefix="counterflow-") as folder, _as_it_was(), _quiet():
             directory = Path(folder)
@@ -258,12 +232,12 @@ class _Processes:
                     child.kill()  # the agent does not know workers that it was just starting
                     child.join()
             except ChildFailedError as error:
-                failed = _from_files(directory, error.failures)
+                failed = cause(_told(directory), error.failures)
         if stopped is not None:  # again, now that all is cleaned up, to whoever handles it
             signal.raise_signal(stopped)
             raise KeyboardInterrupt
         if failed is not None:
-            raised = failed.kind(failed.message)
+            raised = failed.error()
             if failed.trace:
                 raised.add_note(f"\nIn worker {failed.rank}:\n{failed.trace}")
             raise raised
@@ -311,7 +285,7 @@ def _work(folder: str, _: Surroundings, defaults: world.Defaults, threads: int) 
 def _give_up(folder: Path, error: BaseException, rank: int) -> NoReturn:
     """Tell how this worker failed, and end without waiting for anything that may hang."""
     transport = world.existing_transport()
-    failed = _failed(error, rank, transport)
+    failed = failed_by(error, rank, transport)
     draft = folder / f"draft-{rank}"
     draft.write_bytes(pickle.dumps(failed))
     draft.rename(folder / f"failure-{rank}")  # whoever reads it finds it whole
@@ -337,6 +311,11 @@ def _check_processes(workers: int, kind: TransportKind) -> None:
             raise ConfigError(
                 f"{workers} workers, and {count} GPUs here: nccl needs one a worker; choose gloo"
             )
+
+
+def _told(directory: Path) -> list[Failed]:
+    """What workers told before they ended."""
+    return [_read(path) for path in sorted(directory.glob("failure-*"))]
 
 
 def _read(path: Path) -> Any:
@@ -396,60 +375,3 @@ def _quiet() -> Iterator[None]:
         for logger, propagate in zip(loggers, before, strict=True):
             logger.removeHandler(silent)
             logger.propagate = propagate
-
-
-# Failures
-
-
-def _failed(error: BaseException, rank: int, transport: Transport | None) -> _Failed:
-    kind: type[CounterflowError] = WorkerError
-    consequence = isinstance(error, Lost | TimedOut) or bool(getattr(error, "consequence", False))
-    if isinstance(error, CounterflowError):
-        kind, message = type(error), str(error)
-    elif isinstance(error, TimedOut):
-        named = f"worker {error.rank}" if error.rank is not None else "the others"
-        message = f"worker {rank} waited for {named}, and {error}"
-        found = culprit(transport) if transport is not None else ""
-        if found:
-            message = f"{found}; {message}"
-    else:
-        message = f"worker {rank}: {type(error).__name__}: {error}"
-        if isinstance(error, Lost):
-            message = f"worker {rank}: {error}"
-        elif isinstance(error, RuntimeError) and _breaks_connection(str(error)):
-            consequence = True
-    trace = "".join(traceback.format_exception(error))
-    return _Failed(rank, time.time(), message, kind, consequence, trace)
-
-
-def _breaks_connection(text: str) -> bool:
-    """Whether an error is torch.distributed's own about a worker that is gone."""
-    return "gloo" in text and (
-        "Connection closed" in text or "pair closure" in text or "Socket closed" in text
-    )
-
-
-def _root(failures: Sequence[_Failed]) -> _Failed:
-    """The first failure that does not follow from another."""
-    return min(failures, key=lambda failed: (failed.consequence, failed.when))
-
-
-def _from_files(directory: Path, seen: dict[int, ProcessFailure]) -> _Failed:
-    """The cause, from what the workers told and from who ended without a word."""
-    told = [_read(path) for path in sorted(directory.glob("failure-*"))]
-    spoke = {failed.rank for failed in told}
-    silent = [_died(rank, failure.exitcode) for rank, failure in seen.items() if rank not in spoke]
-    killed = [died for died in silent if -seen[died.rank].exitcode in _DEADLY]
-    causes = [failed for failed in told if not failed.consequence]
-    return _root(killed or causes or silent or told)
-
-
-def _died(rank: int, code: int) -> _Failed:
-    """That a worker ended without telling why."""
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            name = signal.Signals(-code).name
-            hint = "; perhaps the machine ran out of memory" if name == "SIGKILL" else ""
-            return _Failed(rank, 0.0, f"worker {rank} was killed by {name}{hint}", WorkerError, False, "")
-    message = f"worker {rank} ended with exit code {code} and told no error; see its output"
-    return _Failed(rank, 0.0, message, WorkerError, False, "")

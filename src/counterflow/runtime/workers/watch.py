@@ -192,6 +192,11 @@ class Watch:
             time.sleep(0.05)
         return self._failure if self._failure and self._failure.rank != self._rank else None
 
+    @property
+    def is_first(self) -> bool:
+        """Whether no other worker's failure came before this one's, as far as is known here."""
+        return self._failure is None or self._failure.rank == self._rank
+
     def leave(self, *, hosts: bool) -> None:
         """End of the worker; the one that hosts the store waits until all come to theirs."""
         left = self._ask(self._main, lambda: self._store.add("left", 1), self._world_size)

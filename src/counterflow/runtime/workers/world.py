@@ -178,6 +178,11 @@ def started_by() -> Literal["torchrun", "slurm"] | None:
     return here.by if here else None
 
 
+def restarts() -> tuple[int, int]:
+    """How often torchrun has started these workers again, and how often it may."""
+    return _number("TORCHELASTIC_RESTART_COUNT", 0), _number("TORCHELASTIC_MAX_RESTARTS", 0)
+
+
 def world_size() -> int | None:
     """How many workers were started, before anything is initialised; None if this is the only process."""
     if _thread.transport is not None:

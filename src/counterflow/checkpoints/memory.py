@@ -1,0 +1,394 @@
+"""Copies of what workers hold in their machines' memory: a run goes on from them with no storage read.
+
+After a step each worker copies its weights and what its optimiser keeps into a file in memory (/dev/shm).
+That outlives the worker's process, and not its machine: of a machine that is gone, the stages come from the
+machines of the other workers that hold them. Of two files one is whole while the other one is written.
+
+Invariant: a file counts only if it is whole, and a step only if every stage has a holder and all holders of a
+stage have equal bytes; a run goes on from the newest such step. It makes no checkpoint: where it finds
+nothing, the last checkpoint counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import logging
+import mmap
+import os
+import shutil
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from counterflow.errors import ConfigError
+from counterflow.runtime.mesh.dtensors import is_dtensor
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.transport import Transport
+
+from .state import EXTRA, MODEL, OPTIMIZER, OPTIONS, at_hand, first_names
+
+_LOG = logging.getLogger(__name__)
+
+ROOT = Path("/dev/shm")  # noqa: S108 - in a folder that only this user reads
+"""Where Linux keeps files in memory."""
+
+_PREFACE = struct.Struct("<qqq")
+"""Step (-1: not whole), and where the tail begins and how long it is."""
+
+_HEAD, _ALIGNED, _SLACK = 4096, 64, 65_536
+"""Bytes before the tensors, a multiple where each begins, and what the tail may grow by."""
+
+_NOT_WHOLE = -1
+
+Records = list[dict[str, float]]
+Holding = tuple[int, str, dict[int, str], Records]
+"""A step, the file that has it, the digests of its stages, and the lines of the metrics of that step."""
+
+
+class Memory:
+    """One worker's copies.
+
+    Args:
+        transport: the workers'.
+        run: what this run's copies are called, on all machines.
+        layout: where stages begin; copies of another layout do not count.
+        root: where files are in memory.
+    """
+
+    def __init__(
+        self, transport: Transport, run: str, layout: Sequence[int], *, root: Path | None = None
+    ) -> None:
+        self.folder = folder_of(run, root)
+        self.layout = list(layout)
+        self._transport = transport
+        self._slots = [_Slot(self.folder / f"rank-{transport.rank}.{turn}") for turn in (0, 1)]
+        self._turn = 0
+        self._full = False
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def keep(self, pipeline: Pipeline, records: Records) -> None:
+        """Copy what this worker holds, with nothing under way.
+
+        Args:
+            pipeline: after a step.
+            records: the metrics of that step.
+        """
+        if self._full:
+            return
+        tensors, objects = at_hand(pipeline)
+        if any(is_dtensor(tensor) for tensor in tensors.values()):
+            raise ConfigError("copies in memory are of whole weights, and this mesh cuts them")
+        about = {
+            "objects": objects,
+            "stages": _stages(pipeline, tensors, objects),
+            "layout": self.layout,
+            "records": records,
+        }
+        try:
+            self._slots[self._turn].write(pipeline.steps, tensors, about)
+        except OSError as error:
+            self._full = True
+            self.clear()
+            _LOG.warning(
+                "%s has no room for copies of weights (%s): a restart goes on from a checkpoint; "
+                "train.memory_every = 0 keeps none",
+                self.folder,
+                error.strerror,
+            )
+            return
+        self._turn = 1 - self._turn
+
+    def find(self, stages: int) -> Found | None:
+        """What all can go on from; all workers call it, before they keep anything.
+
+        Args:
+            stages: of the model.
+        """
+        machine = _machine(self.folder)
+        machines = cast("list[str]", self._transport.gather_objects(machine))
+        here = [rank for rank, other in enumerate(machines) if other == machine]
+        files = sorted(self.folder.glob("rank-*"))[here.index(self._transport.rank) :: len(here)]
+        mine = [holding for path in files for holding in _holding(path, self.layout)]
+        rows = cast("list[list[Holding]]", self._transport.gather_objects(mine))
+        found = choose(rows, stages)
+        if found is not None:
+            found.machines, found.folder = machines, self.folder
+        if found is not None:  # the other slot is the one to write to
+            own = self._slots
+            self._turn = int(own[0].step() == found.step)
+        return found
+
+    def clear(self) -> None:
+        """Give this worker's memory back."""
+        for slot in self._slots:
+            slot.remove()
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
+
+
+@dataclass(slots=True)
+class Found:
+    """What a run can go on from.
+
+    Attributes:
+        step: updates made.
+        records: the metrics of that step.
+        sources: by stage, the rank that looked at a file with it, and the file's name.
+        machines: by rank.
+        folder: of the files.
+    """
+
+    step: int
+    records: Records
+    sources: dict[int, list[tuple[int, str]]]
+    machines: list[str] = field(default_factory=list)
+    folder: Path = Path()
+
+    def restore(self, pipeline: Pipeline) -> None:
+        """Put a pipeline where the training was; all workers call it."""
+        transport = pipeline.transport
+        needs = cast("list[list[int]]", transport.gather_objects(sorted(pipeline.stages)))
+        tensors: dict[str, Tensor] = {}
+        objects: dict[str, Any] = {}
+        for stage, holders in sorted(self.sources.items()):
+            for rank, its in enumerate(needs):
+                if stage not in its:
+                    continue
+                near = [name for holder, name in holders if self.machines[holder] == self.machines[rank]]
+                if near and rank == transport.rank:
+                    part = _read_stage(self.folder / near[0], stage)
+                elif near or transport.rank not in (rank, holders[0][0]):
+                    continue
+                elif rank == transport.rank:
+                    (blob,) = transport.receive_described(holders[0][0], stage).wait()
+                    part = _unpacked(bytes(blob.cpu().numpy().data))
+                else:
+                    packed = _packed(_read_stage(self.folder / holders[0][1], stage))
+                    blob = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(transport.device)
+                    transport.send_described([blob], rank, stage).wait()
+                    continue
+                tensors |= part["tensors"]
+                objects |= part["objects"]
+        _put(pipeline, tensors, objects)
+        pipeline.steps = self.step
+        transport.gather([])  # nobody writes before all have read
+
+
+def choose(rows: Sequence[Sequence[Holding]], stages: int) -> Found | None:
+    """The newest step of which every stage is there, the same on all ranks.
+
+    Args:
+        rows: what each rank found.
+        stages: of the model.
+    """
+    steps = sorted({holding[0] for row in rows for holding in row}, reverse=True)
+    for step in steps:
+        held: dict[int, list[tuple[int, str]]] = {}
+        digests: dict[int, set[str]] = {}
+        records: Records = []
+        for rank, row in enumerate(rows):
+            for at, name, its, lines in row:
+                if at != step:
+                    continue
+                records = records or lines
+                for stage, digest in its.items():
+                    held.setdefault(stage, []).append((rank, name))
+                    digests.setdefault(stage, set()).add(digest)
+        differing = [stage for stage, found in digests.items() if len(found) > 1]
+        if differing:
+            _LOG.warning(
+                "the copies of stage %d in memory differ after step %d: not used", differing[0], step
+            )
+        elif len(held) == stages:
+            return Found(step, records, held)
+    return None
+
+
+def folder_of(run: str, root: Path | None = None) -> Path:
+    """Where a run's copies are on this machine."""
+    return (root or ROOT) / f"counterflow-{os.getuid()}-{run}"
+
+
+def forget(run: str, root: Path | None = None) -> None:
+    """Give back all memory that a run's copies have on this machine."""
+    shutil.rmtree(folder_of(run, root), ignore_errors=True)
+
+
+class _Slot:
+    """A file in memory, mapped; laid out anew when what is kept changes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._table: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._views: dict[str, Tensor] = {}
+        self._map: mmap.mmap | None = None
+
+    def write(self, step: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+        """Write a copy; whole once it is done.
+
+        Raises:
+            OSError: there is no room.
+        """
+        table = {key: (str(t.dtype), tuple(t.shape)) for key, t in tensors.items()}
+        tail = _packed({**about, "table": table})
+        if self._map is None or table != self._table or self._begin + len(tail) > len(self._map):
+            self._lay_out(tensors, len(tail))
+            self._table = table
+        assert self._map is not None
+        _PREFACE.pack_into(self._map, 0, _NOT_WHOLE, 0, 0)
+        for key, view in self._views.items():
+            view.copy_(tensors[key])
+        self._map[self._begin : self._begin + len(tail)] = tail
+        _PREFACE.pack_into(self._map, 0, _NOT_WHOLE, self._begin, len(tail))
+        _PREFACE.pack_into(self._map, 0, step, self._begin, len(tail))
+
+    def step(self) -> int:
+        """The step that is in the file; less than 0 if none."""
+        with contextlib.suppress(OSError, struct.error), self.path.open("rb") as file:
+            return int(_PREFACE.unpack(file.read(_PREFACE.size))[0])
+        return _NOT_WHOLE
+
+    def remove(self) -> None:
+        """Give the memory back."""
+        self._views, self._table, self._map = {}, {}, None
+        self.path.unlink(missing_ok=True)
+
+    def _lay_out(self, tensors: Mapping[str, Tensor], tail: int) -> None:
+        self.remove()
+        offsets, self._begin = _offsets({key: (t.dtype, tuple(t.shape)) for key, t in tensors.items()})
+        size = self._begin + 2 * tail + _SLACK
+        handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(handle, 0, size)  # where there is no room, a write to a map ends the process
+            self._map = mmap.mmap(handle, size)
+        except OSError:
+            self.path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(handle)
+        self._views = {key: _view(self._map, offsets[key], t.dtype, t.shape) for key, t in tensors.items()}
+
+
+def _offsets(table: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[dict[str, int], int]:
+    """Where each tensor begins, and where all end."""
+    found, end = {}, _HEAD
+    for key, (dtype, shape) in table.items():
+        found[key] = end
+        size = torch.Size(shape).numel() * dtype.itemsize
+        end += -(-size // _ALIGNED) * _ALIGNED
+    return found, end
+
+
+def _view(mapped: mmap.mmap, begin: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    count = torch.Size(shape).numel()
+    if not count:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(mapped, dtype=dtype, count=count, offset=begin).view(tuple(shape))
+
+
+def _holding(path: Path, layout: Sequence[int]) -> list[Holding]:
+    """What a file has, if it is whole and of this layout."""
+    found = _opened(path)
+    if found is None or found[1]["layout"] != list(layout):
+        return []
+    step, about, tensors = found
+    digests = {}
+    for stage, keys in about["stages"].items():
+        digest = hashlib.blake2b(digest_size=16)
+        for key in sorted(keys):
+            value = tensors.get(key)
+            if value is None:
+                digest.update(f"{key} {about['objects'][key]!r}".encode())
+            else:
+                digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
+                digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digests[stage] = digest.hexdigest()
+    return [(step, path.name, digests, about["records"])]
+
+
+def _opened(path: Path) -> tuple[int, dict[str, Any], dict[str, Tensor]] | None:
+    """Step, description and tensors of a file; None if it is not whole."""
+    try:
+        with path.open("r+b") as file:
+            mapped = mmap.mmap(file.fileno(), 0)
+        step, begin, length = _PREFACE.unpack_from(mapped, 0)
+    except (OSError, ValueError, struct.error):
+        return None
+    if step < 0:
+        return None
+    about = _unpacked(mapped[begin : begin + length])
+    table = {
+        key: (getattr(torch, dtype.removeprefix("torch.")), tuple(shape))
+        for key, (dtype, shape) in about["table"].items()
+    }
+    offsets, _ = _offsets(table)
+    return step, about, {key: _view(mapped, offsets[key], *kind) for key, kind in table.items()}
+
+
+def _read_stage(path: Path, stage: int) -> dict[str, Any]:
+    found = _opened(path)
+    assert found is not None, f"{path} was whole before"
+    _, about, tensors = found
+    keys = about["stages"][stage]
+    return {
+        "tensors": {key: tensors[key] for key in keys if key in tensors},
+        "objects": {key: about["objects"][key] for key in keys if key in about["objects"]},
+    }
+
+
+def _stages(pipeline: Pipeline, *tables: Mapping[str, Any]) -> dict[int, list[str]]:
+    """By stage at hand the keys of what belongs to it."""
+    first = first_names(pipeline)
+    of: dict[str, list[int]] = {}
+    for stage, copy in pipeline.stages.items():
+        for layer in copy.with_weights:
+            for name in layer.module.state_dict():
+                full = layer.names[name]
+                of.setdefault(first.get(full, full), []).append(stage)
+    found: dict[int, list[str]] = {stage: [] for stage in pipeline.stages}
+    for key in (key for table in tables for key in table):
+        kind, _, name = key.partition("/")
+        if kind == OPTIMIZER:
+            name = name.rpartition("/")[0]
+        for stage in of.get(name, ()) if kind in (MODEL, OPTIMIZER, OPTIONS, EXTRA) else ():
+            found[stage].append(key)
+    return found
+
+
+def _put(pipeline: Pipeline, tensors: Mapping[str, Tensor], objects: Mapping[str, Any]) -> None:
+    """Fill a pipeline's weights, and what its optimisers keep."""
+    state = {key.partition("/")[2]: t for key, t in tensors.items() if key.startswith(f"{MODEL}/")}
+    state |= {key.partition("/")[2]: v for key, v in objects.items() if key.startswith(f"{EXTRA}/")}
+    state |= {name: state[its] for name, its in first_names(pipeline).items() if its in state}
+    pipeline.weights.load_state_dict(state)
+    optimizer = {}
+    for key, kept in objects.items():
+        kind, _, name = key.partition("/")
+        if kind == OPTIONS:
+            slots = {slot: tensors[f"{OPTIMIZER}/{name}/{slot}"] for slot in kept["slots"]}
+            optimizer[name] = {"state": {**kept["numbers"], **slots}, "options": kept["options"]}
+    pipeline.weights.load_training_state({"optimizer": optimizer, "scheduler": {}}, options=False)
+
+
+def _machine(folder: Path) -> str:
+    """What workers of one machine have in common: the memory where their files are."""
+    stat = folder.stat()
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{boot.read_text().strip() if boot.exists() else ''} {stat.st_dev} {stat.st_ino}"
+
+
+def _packed(value: object) -> bytes:
+    written = io.BytesIO()
+    torch.save(value, written)
+    return written.getvalue()
+
+
+def _unpacked(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

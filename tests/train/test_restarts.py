@@ -1,0 +1,272 @@
+"""A run that fails goes on by itself, from its workers' memory or its checkpoint; or ends with the reason."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from counterflow import ConfigError
+from counterflow.checkpoints import memory
+from counterflow.checkpoints.memory import Memory, choose
+from counterflow.data.batches import NextByte
+from counterflow.errors import WorkerError
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.workers.world import current_transport
+from counterflow.train.events import FAILED, GAVE_UP, RESTARTED, STARTED, note, read
+from counterflow.train.folder import METRICS, read_metrics
+from counterflow.train.restarts import Restarts, with_memory
+from counterflow.train.run import run
+
+from .conftest import Configure, Train, Watcher, losses
+
+STEPS = 7
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Where copies are, in place of the machine's memory; at the end there are none."""
+    root = tmp_path / "memory"
+    monkeypatch.setattr(memory, "ROOT", root)
+    yield root
+    assert not list(root.glob("*/*"))
+
+
+@pytest.fixture
+def fails(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let the mini-batch of a step raise so many times; what is done before."""
+
+    def fails_(times: float = 1, before: Callable[[], None] = lambda: None) -> None:
+        left = [times]
+        batch = NextByte.batch
+
+        def read_(self: NextByte, step: int, *args: Any, **options: Any) -> Any:
+            if step == 5 and left[0] > 0 and current_transport().rank == 0:
+                left[0] -= 1
+                before()
+                raise ValueError(f"a sample of {left[0]} is damaged")
+            return batch(self, step, *args, **options)
+
+        monkeypatch.setattr(NextByte, "batch", read_)
+
+    return fails_
+
+
+def lines(folder: Path) -> list[tuple[int, str]]:
+    return [(int(line["step"]), "loss" if "loss" in line else "validation") for line in read_metrics(folder)]
+
+
+def sources(folder: Path) -> list[tuple[int, str]]:
+    return [(event["step"], event["source"]) for event in read(folder) if event["event"] == RESTARTED]
+
+
+def drop(root: Path, rank: int) -> None:
+    """As when the machine of a worker is gone: its memory too."""
+    found = list(root.glob(f"*/rank-{rank}.*"))
+    assert found
+    for path in found:
+        path.unlink()
+
+
+OPTIONS = {"train__steps": STEPS, "train__evaluate_every": 3, "train__checkpoint_every": 0}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "replicas", "dropped", "expected"),
+    [
+        ("chimera", 1, 0, (5, "memory")),  # from its twin: there is no checkpoint
+        ("dapple", 1, 1, (0, "beginning")),  # nobody else has its stage
+        ("dapple", 2, 1, (5, "memory")),  # the other replica has it
+    ],
+)
+def test_it_goes_on_as_if_nothing_had_been(  # noqa: PLR0917
+    train: Train,
+    fails: Callable[..., None],
+    kept: Path,
+    tmp_path: Path,
+    scheme: str,
+    replicas: int,
+    dropped: int,
+    expected: tuple[int, str],
+) -> None:
+    more = OPTIONS | {"schedule__scheme": scheme, "pipeline__replicas": replicas, "train__samples": 8}
+    train("whole", **more)
+    fails(before=lambda: drop(kept, dropped))
+    watcher = Watcher()
+    train("again", watcher, max_restarts=1, train__memory_every=1, **more)
+    assert losses(tmp_path / "again") == losses(tmp_path / "whole")
+    assert lines(tmp_path / "again") == lines(tmp_path / "whole")
+    assert sources(tmp_path / "again") == [expected]
+    failed = next(event for event in read(tmp_path / "again") if event["event"] == FAILED)
+    assert (failed["attempt"], failed["step"], failed["worker"], failed["lost"]) == (0, 6, 0, False)
+    assert len(watcher.events) == 2
+    assert watcher.events[0].startswith("step 6 failed: worker 0: ValueError: a sample of 0 is damaged")
+
+
+def test_without_memory_it_goes_on_from_its_checkpoint(
+    train: Train, fails: Callable[..., None], tmp_path: Path
+) -> None:
+    more = OPTIONS | {"train__checkpoint_every": 2}
+    train("whole", **more)
+    fails()
+    train("again", max_restarts=1, **more)
+    assert losses(tmp_path / "again") == losses(tmp_path / "whole")
+    ((step, source),) = sources(tmp_path / "again")
+    assert source == "checkpoint"
+    assert step in (2, 4)  # the second one may not have been complete
+
+
+def test_what_rank_0_had_no_time_to_write_is_written(
+    train: Train, fails: Callable[..., None], tmp_path: Path
+) -> None:
+    def forget() -> None:
+        path = tmp_path / "again" / METRICS
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]) + '{"step": 5')
+
+    fails(before=forget)
+    train("again", max_restarts=1, train__memory_every=1, **OPTIONS)
+    assert [step for step, kind in lines(tmp_path / "again") if kind == "loss"] == [*range(1, STEPS + 1)]
+
+
+def test_the_same_failure_twice_ends_the_run(
+    train: Train, fails: Callable[..., None], tmp_path: Path
+) -> None:
+    fails(math.inf)
+    with pytest.raises(WorkerError, match="damaged; step 6 failed twice in the same way") as caught:
+        train("run", max_restarts=9, train__memory_every=1, **OPTIONS)
+    assert "the metrics of 5 steps are in" in str(caught.value)
+    events = [event["event"] for event in read(tmp_path / "run")]
+    assert events.count(FAILED) == 2
+    assert events[-1] == GAVE_UP
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(train: Train, tmp_path: Path) -> None:
+    rates = {"optimizer__learning_rate": 1e30, "pipeline__clip_norm": 0, "optimizer__warmup_steps": 0}
+    with pytest.raises(WorkerError, match="failed twice in the same way"):
+        train("run", max_restarts=9, **OPTIONS, **rates)
+    assert [event["event"] for event in read(tmp_path / "run")].count(FAILED) == 2
+
+
+def test_what_was_lost_may_fail_as_often_as_is_allowed(tmp_path: Path) -> None:
+    restarts = Restarts(tmp_path, 2)
+    failure = {"step": 6, "worker": 1, "message": "worker 1 was killed by SIGKILL", "lost": True}
+    note(tmp_path, FAILED, **failure)
+    note(tmp_path, STARTED, restarts=2)  # another command: what was before does not count
+    note(tmp_path, FAILED, **failure)
+    note(tmp_path, FAILED, **failure)
+    assert restarts.refusal() is None
+    note(tmp_path, FAILED, **failure)
+    assert restarts.refusal() == "this was failure 3, and 2 restarts were allowed"
+
+
+def test_events_survive_a_line_that_is_not_whole(tmp_path: Path) -> None:
+    note(tmp_path, STARTED, restarts=1)
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"event": "fai')
+    assert [event["event"] for event in read(tmp_path)] == [STARTED]
+
+
+def test_the_newest_step_that_every_stage_has() -> None:
+    rows: list[list[memory.Holding]] = [
+        [(7, "rank-0.0", {0: "a", 1: "b"}, []), (6, "rank-0.1", {0: "c", 1: "d"}, [{"step": 6.0}])],
+        [(6, "rank-1.0", {1: "d", 2: "e"}, [])],
+    ]
+    found = choose(rows, 3)
+    assert found is not None
+    assert (found.step, found.records) == (6, [{"step": 6.0}])
+    assert found.sources[1] == [(0, "rank-0.1"), (1, "rank-1.0")]
+    assert choose(rows, 4) is None
+
+
+def test_copies_that_differ_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    rows: list[list[memory.Holding]] = [
+        [(7, "rank-0.0", {0: "a", 1: "b"}, []), (6, "rank-0.1", {0: "c", 1: "d"}, [])],
+        [(7, "rank-1.0", {0: "a", 1: "x"}, []), (6, "rank-1.1", {0: "c", 1: "d"}, [])],
+    ]
+    found = choose(rows, 2)
+    assert found is not None
+    assert found.step == 6
+    assert "the copies of stage 1 in memory differ after step 7" in caplog.text
+
+
+def test_copies_of_a_step_are_equal(train: Train, monkeypatch: pytest.MonkeyPatch, kept: Path) -> None:
+    digests: dict[tuple[int, int], set[str]] = {}
+    keep = Memory.keep
+
+    def kept_(self: Memory, pipeline: Pipeline, records: Any) -> None:
+        keep(self, pipeline, records)
+        for path in kept.glob(f"*/rank-{pipeline.transport.rank}.*"):
+            for step, _, its, _ in memory._holding(path, self.layout):
+                for stage, digest in its.items():
+                    digests.setdefault((step, stage), set()).add(digest)
+
+    monkeypatch.setattr(Memory, "keep", kept_)
+    train("run", train__memory_every=1, train__steps=4)
+    assert sorted(digests) == [(step, stage) for step in (1, 2, 3) for stage in (0, 1)]
+    assert all(len(found) == 1 for found in digests.values())
+
+
+def test_no_room_for_copies(
+    train: Train, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    train("run", train__memory_every=1, train__steps=3)
+    assert "has no room for copies of weights (No space left on device)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schedule__scheme": "pipedream", "train__memory_every": 1}, "pipedream without a flush"),
+        ({"pipeline__barrier": False, "train__memory_every": 1}, "chimera without a barrier"),
+    ],
+)
+def test_without_a_whole_update_nothing_is_copied(
+    config: Configure, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        with_memory(config(**changes), 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "message"),
+    [
+        (2, {}, "give it to torchrun"),
+        (0, {"TORCHELASTIC_MAX_RESTARTS": "2"}, "give its folder as --out"),
+    ],
+)
+def test_under_torchrun(
+    config: Configure,
+    monkeypatch: pytest.MonkeyPatch,
+    given: int,
+    environment: dict[str, str],
+    message: str,
+) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (place | environment).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        run(config(train__out=None, pipeline__transport="gloo"), Watcher(), max_restarts=given)
+
+
+def test_a_run_that_failed_twice_does_not_begin_again_under_torchrun(
+    config: Configure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for _ in range(2):
+        note(folder, FAILED, step=6, worker=1, message="worker 1: ValueError", lost=False)
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    again = {"TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_MAX_RESTARTS": "9"}
+    for name, value in (place | again).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(WorkerError, match="step 6 failed twice in the same way"):
+        run(config(pipeline__transport="gloo"), Watcher())
+    assert json.loads((folder / "events.jsonl").read_text().splitlines()[0])["worker"] == 1
