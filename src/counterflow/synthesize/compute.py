@@ -1,7 +1,7 @@
 """Runs the methods one after another, until time is up or the best order is proved.
 
-Invariant: what is returned keeps all limits, and no named scheme of the same workload that keeps them is
-better. Placement and micro-batches stay as they are given.
+Invariant: what is returned keeps all limits, and no named scheme of the same workload that keeps them, and
+for which there was time, is better. Placement and micro-batches stay as they are given.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import math
 import os
 import time
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.op import OpKind
-from counterflow.schedule.workload import Workload
+from counterflow.schedule.placement import linear
+from counterflow.schedule.workload import Workload, plain
 from counterflow.simulate import Costs
 
 from .bounds.lower import Bound, lower_bound
@@ -28,8 +30,17 @@ Report = Callable[[float, float, str], None]
 START = "the order to begin with"
 """The method of a result that nothing improved."""
 
-_REPEATED = 0.4
-"""The share of time for repeating blocks and for squeezing."""
+_NAMED = 0.4
+"""The share of time after which no further named scheme is built."""
+
+_REPEATED = 0.5
+"""The share of what is then left for repeating blocks and for squeezing."""
+
+_SQUEEZED = 8
+"""So many of the best named orders are squeezed."""
+
+_VALUED = 0.2
+"""The share of its time that the simulator may have while orders get better quickly."""
 
 _MOVES_TURN = 10_000
 """Moves of the search for each turn of the blocks."""
@@ -38,7 +49,10 @@ _SEARCHED = 0.4
 """The share of time for the search, where the exact method follows ..."""
 
 _LEFT = 0.3
-"""... which has at least this share, however long anything before it took."""
+"""... which has at least this share, or ..."""
+
+_PROOF = 3.0
+"""... so many seconds, however long anything before it took."""
 
 _EFFORT = 1e-4
 """Of the solver's deterministic time, for each move."""
@@ -69,7 +83,8 @@ def synthesize(
             worker.
         memory_bytes: most bytes that a worker has, weights and optimiser state included; likewise.
         objective: ``makespan`` of one step, or ``steady``: the step time without a barrier.
-        seconds: about how long to look, unless an order is proved earlier.
+        seconds: about how long to look, unless an order is proved earlier. When it is used on a machine for
+            the first time, half a minute is added, in which loops are compiled.
         moves: so many moves of the search in place of ``seconds``; the result is then the same on every
             machine.
         seed: of the search.
@@ -87,9 +102,10 @@ def synthesize(
     >>> found.makespan, found.lower_bound, found.proved, found.method
     (27.0, 27.0, True, 'zb-h1(stages=4, micro_batches=8)')
     """
+    began = time.monotonic()
     problem = problem_of(workload, costs, peak=peak, memory_bytes=memory_bytes, objective=objective)
     first = None if start is None else problem.words_of(start)
-    return _Run(problem, report, first).run(seconds, moves, seed)
+    return _Run(problem, report, first).run(began, seconds, moves, seed)
 
 
 class _Run:
@@ -99,26 +115,27 @@ class _Run:
         self._problem, self._report, self._first = problem, report, first
         self._bound = lower_bound(problem)
         self._words = one_by_one(problem)
-        self._starts = [self._words]
+        self._known: list[tuple[float, Words]] = []
         self._value, self._method = math.inf, ""
         self._named: tuple[str, float] | None = None
         self._stopped = False
 
-    def run(self, seconds: float, moves: int | None, seed: int) -> Synthesis:
-        until = time.monotonic() + seconds
+    def run(self, began: float, seconds: float, moves: int | None, seed: int) -> Synthesis:
+        until = math.inf if moves is not None else began + seconds
         self._take(self._words, "one micro-batch after another")
         try:
-            for name, words in named(self._problem):
-                self._take_named(name, words)
+            self._build_named(math.inf if moves is not None else began + _NAMED * seconds)
             if self._first is not None and self._problem.fits(self._first):
-                self._starts.append(self._first)
                 self._take(self._first, START)
             if not self._proved:
-                self._repeat(_REPEATED * seconds, moves, seed)
+                before = time.monotonic()
+                _compile()
+                until += time.monotonic() - before
+                self._repeat(_left(until) * _REPEATED, moves, seed)
             if not self._proved:
-                self._search(until, moves, seed)
+                self._search(_left(until), moves, seed)
             if not self._proved:
-                self._prove(max(until - time.monotonic(), seconds * _LEFT), moves, seed)
+                self._prove(max(_left(until), min(seconds * _LEFT, _PROOF)), moves, seed)
         except KeyboardInterrupt:
             self._stopped = True
         schedule = self._problem.schedule(self._words)
@@ -136,20 +153,42 @@ class _Run:
     def _proved(self) -> bool:
         return self._value <= self._bound.seconds * (1 + PROVED)
 
+    def _build_named(self, until: float) -> None:
+        """Take the named orders that can be built until then; the first of them in any case."""
+        for name, words in named(self._problem):
+            if self._problem.fits(words):
+                value = self._take(words, name)
+                if self._named is None or value < self._named[1]:
+                    self._named = name, value
+            if self._proved or time.monotonic() > until:
+                return
+
     def _repeat(self, seconds: float, moves: int | None, seed: int) -> None:
         from .blocks.candidates import candidates  # noqa: PLC0415  (compiled loops take a while)
 
         turns = None if moves is None else 1 + moves // _MOVES_TURN
-        for words in candidates(self._problem, [self._words], seconds=seconds, turns=turns, seed=seed):
-            self._starts.append(words)
-            self._take(words, "repeating blocks")
-            if self._proved:
-                return
+        starts = [words for _, words in sorted(self._known, key=lambda one: one[0])[:_SQUEEZED]]
+        next_look, waiting = 0.0, None
+        try:
+            for words in candidates(self._problem, starts, seconds=seconds, turns=turns, seed=seed):
+                now = time.monotonic()
+                if moves is None and now < next_look:  # each is better than all before
+                    waiting = words
+                    continue
+                waiting = None
+                self._take(words, "repeating blocks")
+                if self._proved:
+                    return
+                after = time.monotonic()
+                next_look = after + (after - now) / _VALUED
+        finally:
+            if waiting is not None:
+                self._take(waiting, "repeating blocks")
 
-    def _search(self, until: float, moves: int | None, seed: int) -> None:
+    def _search(self, seconds: float, moves: int | None, seed: int) -> None:
         from .search.improve import Stopped, improve  # noqa: PLC0415  (compiled loops take a while)
 
-        left = max(0.0, until - time.monotonic()) * (_SEARCHED if self._provable else 1.0)
+        left = seconds * (_SEARCHED if self._provable else 1.0)
         told: list[str] = []
 
         def report(value: float, how: str) -> None:
@@ -159,7 +198,7 @@ class _Run:
         try:
             words = improve(
                 self._problem,
-                self._starts,
+                [words for _, words in sorted(self._known, key=lambda one: one[0])],
                 seconds=left,
                 moves=moves,
                 seed=seed,
@@ -206,16 +245,10 @@ class _Run:
         if self._report is not None:
             self._report(value, max(bound, min(self._bound.seconds, value)), f"exact method: {doing}")
 
-    def _take_named(self, name: str, words: Words) -> None:
-        if self._problem.fits(words):
-            self._starts.append(words)
-            value = self._take(words, name)
-            if self._named is None or value < self._named[1]:
-                self._named = name, value
-
     def _take(self, words: Words, method: str = "search") -> float:
         """Keep an order if it is better; its value."""
         value = value_of(self._problem, words)
+        self._known.append((value, words))
         if value < self._value * (1 - PROVED):
             self._words, self._value, self._method = words, value, method
             self._tell(value, method)
@@ -224,6 +257,23 @@ class _Run:
     def _tell(self, value: float, method: str) -> None:
         if self._report is not None:
             self._report(value, min(self._bound.seconds, value), method)
+
+
+@cache
+def _compile() -> None:
+    """Have all loops compiled, on a problem of next to no size."""
+    from .blocks.candidates import candidates  # noqa: PLC0415  (compiled loops take a while)
+    from .search.improve import improve  # noqa: PLC0415
+
+    for objective in Objective:
+        tiny = problem_of(plain(linear(2), 2, split=True), peak=2, objective=objective)
+        words = list(candidates(tiny, [one_by_one(tiny)], seconds=0, turns=1, moves=1))
+        improve(tiny, words, moves=1)
+
+
+def _left(until: float) -> float:
+    """Seconds until then."""
+    return max(0.0, until - time.monotonic())
 
 
 def one_by_one(problem: Problem) -> Words:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import zip_longest
 
 from counterflow.errors import ConfigError
 from counterflow.schedule import registry
@@ -19,6 +20,9 @@ from .problem import Problem, Words
 def named(problem: Problem) -> Iterator[tuple[str, Words]]:
     """Every named scheme with the same ops, as words; which micro-batch goes through which pipe may differ.
 
+    Those of large problems take seconds each. So every scheme has a turn before one has its next, and begins
+    with the last of its options, which ask for the most memory.
+
     >>> from counterflow.schedule.placement import linear
     >>> from counterflow.schedule.workload import plain
     >>> from counterflow.synthesize.problem import problem_of
@@ -27,21 +31,31 @@ def named(problem: Problem) -> Iterator[tuple[str, Words]]:
     """
     wanted = _likeness(problem.workload)
     known: set[Words] = set()
-    for scheme in registry.SCHEMES.values():
-        for options in _options(scheme, problem.workload) if scheme.synchronous else ():
-            try:
-                scheme.refuse_too_large(options)
-                if _likeness(scheme.workload_of(options)) != wanted:
-                    continue
-                schedule = scheme.build(**options)
-            except ConfigError:  # none of this size
+    for scheme, options in _in_turns(problem.workload):
+        try:
+            scheme.refuse_too_large(options)
+            if _likeness(scheme.workload_of(options)) != wanted:
                 continue
-            if _likeness(schedule.workload) != wanted:
-                continue
-            words = replace(problem, workload=schedule.workload).words_of(schedule)
-            if words is not None and words not in known:
-                known.add(words)
-                yield str(schedule), words
+            schedule = scheme.build(**options)
+        except ConfigError:  # none of this size
+            continue
+        if _likeness(schedule.workload) != wanted:
+            continue
+        words = replace(problem, workload=schedule.workload).words_of(schedule)
+        if words is not None and words not in known:
+            known.add(words)
+            yield str(schedule), words
+
+
+def _in_turns(workload: Workload) -> Iterator[tuple[Scheme, Mapping[str, OptionValue]]]:
+    """The options of all schemes."""
+    rows = [
+        [(scheme, options) for options in reversed(list(_options(scheme, workload)))]
+        for scheme in registry.SCHEMES.values()
+        if scheme.synchronous
+    ]
+    for column in zip_longest(*rows):
+        yield from (one for one in column if one is not None)
 
 
 _Likeness = tuple[Placement, Counter[tuple[int, tuple[tuple[int, int, tuple[int, ...]], ...]]]]

@@ -14,10 +14,12 @@ from math import inf
 from time import monotonic
 
 from ..problem import Problem, Words
+from ..search.compiled import flat_of, words_of
 from .modulo import Block, least_work, timed, unrolled
 from .pattern_moves import first_pattern, improved
 from .pattern_solver import Wanted, solved, solver_is_there
-from .squeeze import Squeezer
+from .squeeze import Lateness, Squeezer
+from .wander import Wanderer
 
 MOVES = 500_000
 """Moves for a block, times its letters."""
@@ -26,7 +28,7 @@ MOST_FOR_SOLVER = 120
 """Letters: with more, the solver finds nothing that moves do not."""
 
 _LATE = (inf, 0.5, 0.0)
-"""How late a squeezed op may make the next one, in ops."""
+"""How late a squeezed op may make the next one at first, in ops."""
 
 
 def candidates(
@@ -35,10 +37,11 @@ def candidates(
     *,
     seconds: float,
     turns: int | None = None,
+    moves: int = MOVES,
     seed: int = 0,
     report: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Words]:
-    """Words, each better than all before: blocks, squeezed; then the best of these, squeezed on by chance.
+    """Words, each better than all before: starts and blocks, squeezed; then these squeezed on by chance.
 
     Args:
         problem: what is ordered.
@@ -46,49 +49,44 @@ def candidates(
         seconds: about how long it takes; starts and the first block are always looked at.
         turns: so many blocks by moves, and none by the solver, in place of ``seconds``; the words are then
             the same on every machine.
+        moves: for a block, times its letters.
         seed: of the random numbers.
         report: is told of each block.
     """
     until = inf if turns is not None else monotonic() + seconds
     squeezer = Squeezer(problem)
     mean = sum(problem.work()) / problem.ops
-    known: dict[Words, float] = {}
+    sources: list[Words] = []
 
     def unsqueezed() -> Iterator[Words]:
         yield from starts
-        for how, block in blocks(problem, seconds=_FOR_BLOCKS * seconds, turns=turns, seed=seed):
+        for how, block in blocks(problem, seconds=_FOR_BLOCKS * seconds, turns=turns, moves=moves, seed=seed):
             report(f"{how}: one every {block.period:.6g} s, {way_of(problem, block):.6g} s on its way")
             yield unrolled(problem, block)
 
     least = inf
     for words in unsqueezed():
+        if words in sources:
+            continue
+        sources.append(words)
         for late in _LATE:
-            squeezed = squeezer.squeezed(words, late * mean)
-            if squeezed not in known and problem.fits(squeezed):
-                known[squeezed] = squeezer.seconds(squeezed)
-                if known[squeezed] < least:
-                    least = known[squeezed]
-                    yield squeezed
-    best = sorted(known, key=lambda words: known[words])[:_BEST]
-    for number, words in enumerate(best):
-        left = until - monotonic()
-        end = inf if turns is not None else monotonic() + left / (len(best) - number)
-        many = None if turns is None else _WANDERS * turns
-        for better in squeezer.wandered(words, turns=many, until=end, seed=seed + number):
-            taken = squeezer.seconds(better)
-            if taken < least and problem.fits(better):
+            taken, flat = squeezer.flat_squeezed(
+                flat_of(words), Lateness(late * mean, late * mean), until=until
+            )
+            if taken < least:
                 least = taken
-                yield better
+                yield words_of(flat)
+            if monotonic() > until:
+                return
+    many = None if turns is None else _WANDERS * turns
+    yield from Wanderer(problem, sources, seed).wandered(turns=many, until=until, least=least)
 
 
 _FOR_BLOCKS = 0.4
 """Of the time, so much is for finding blocks."""
 
-_BEST = 3
-"""So many words are squeezed on by chance."""
-
 _WANDERS = 40
-"""How often they are, for each of ``turns``."""
+"""Turns of squeezing by chance, for each of ``turns``."""
 
 
 def way_of(problem: Problem, block: Block) -> float:
@@ -97,7 +95,7 @@ def way_of(problem: Problem, block: Block) -> float:
 
 
 def blocks(
-    problem: Problem, *, seconds: float, turns: int | None = None, seed: int = 0
+    problem: Problem, *, seconds: float, turns: int | None = None, moves: int = MOVES, seed: int = 0
 ) -> Iterator[tuple[str, Block]]:
     """Blocks of a problem, with how they were found. Time between two of them, the caller's, counts too.
 
@@ -105,6 +103,7 @@ def blocks(
         problem: what is ordered.
         seconds: how long to look for them; the first is always looked for.
         turns: see ``candidates``.
+        moves: likewise.
         seed: of the random numbers.
     """
     until = inf if turns is not None else monotonic() + seconds
@@ -112,7 +111,7 @@ def blocks(
     assert first is not None
     many = max(x.count for x in problem.letters)
     best = first
-    moves = max(500, MOVES // len(problem.letters))
+    moves = max(500, moves // len(problem.letters))
     kinds = (many - 1, 4 * many, max(1, many / 4))
     for turn in range(_TURNS if turns is None else turns):
         times = kinds[turn % len(kinds)]

@@ -23,11 +23,8 @@ import numpy as np
 
 from counterflow.schedule.ir import OpKind
 
-from ..problem import Problem, Words
+from ..problem import CLOSE, Problem, Words
 from ..search.compiled import Floats, Ints, compiled
-
-_CLOSE = 1e-9
-"""Of a period or a limit: differences of sums of floats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +120,7 @@ def ring_of(problem: Problem) -> Ring:
         pipe=np.array([x.pipe for x in letters]),
         takes=start + np.maximum(end, 0.0),
         net=start + end,
-        most=most * (1 + _CLOSE),
+        most=most * (1 + CLOSE),
         where=np.array([0, *accumulate(counts)]),
     )
 
@@ -162,7 +159,7 @@ def timed(problem: Problem, pattern: Pattern) -> Block | None:
 
 def pattern_of(problem: Problem, starts: tuple[float, ...], period: float) -> Pattern:
     """The pattern of given starts."""
-    rounds = tuple(int((at + _CLOSE * period) // period) for at in starts)
+    rounds = tuple(int((at + CLOSE * period) // period) for at in starts)
     orders = []
     for worker in range(problem.workers):
         own = problem.of_worker(worker)
@@ -183,7 +180,7 @@ def faults(problem: Problem, starts: tuple[float, ...], period: float) -> Iterat
     """What keeps starts from being those of a block of this period within all limits."""
     letters = problem.letters
     ring = ring_of(problem)
-    close = _CLOSE * period
+    close = CLOSE * period
     for n, letter in enumerate(letters):
         for edge in range(ring.first[n], ring.first[n + 1]):
             if starts[n] + close < starts[ring.maker[edge]] + ring.after[edge]:
@@ -196,7 +193,7 @@ def faults(problem: Problem, starts: tuple[float, ...], period: float) -> Iterat
                 yield f"worker {worker}: {letters[other]} starts while {letters[one]} runs"
     for store, holds in zip(problem.stores, held(problem, pattern), strict=True):
         for worker, most in enumerate(holds):
-            if most > store.most[worker] * (1 + _CLOSE):
+            if most > store.most[worker] * (1 + CLOSE):
                 yield f"worker {worker} holds {most:g} {store.name}, {store.most[worker]:g} are allowed"
 
 

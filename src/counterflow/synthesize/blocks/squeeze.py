@@ -6,9 +6,8 @@ ever holds more than it may, and words that did not deadlock still do not.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf
 from time import monotonic
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..problem import Need, Objective, Problem, Store, Words
+from ..problem import CLOSE, Need, Objective, Problem, Store, Words
 from ..search.compiled import (
     NEVER,
     Flat,
@@ -27,6 +26,7 @@ from ..search.compiled import (
     flat_of,
     numbers_of,
     play,
+    ready_at,
     reset,
     run_next,
     scratch_of,
@@ -57,17 +57,30 @@ def mirrored(words: Words) -> Words:
     return tuple(word[::-1] for word in words)
 
 
+@dataclass(frozen=True, slots=True)
+class Lateness:
+    """How many seconds later, at most, the op that is next may start for one that is taken before it.
+
+    As far as is known when that one starts.
+
+    Attributes:
+        front: where words are squeezed from the front.
+        back: where they are squeezed from the back.
+    """
+
+    front: float = NEVER
+    back: float = NEVER
+
+
 class Squeezer:
     """Squeezes words of one problem."""
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem
         self._ways = tuple(_Way(x) for x in (problem, reversed_problem(problem)))
 
     def seconds(self, words: Words) -> float:
         """How long words take: the makespan, or the steady step; infinite where they wait in a circle."""
-        flat = flat_of(words)
-        seconds, _ = self._ways[0].begin(flat)
+        seconds, _ = self._ways[0].begin(flat_of(words))
         return seconds
 
     def squeezed(self, words: Words, late: float = NEVER) -> Words:
@@ -75,74 +88,51 @@ class Squeezer:
 
         Args:
             words: within the problem's limits, and without a circle of waits.
-            late: how many seconds later, at most, the op that is next may start for one that is taken before
-                it, as far as is known when that one starts.
+            late: see ``Lateness``; the same from both sides.
         """
-        best, least, since = words, self.seconds(words), 0
-        for turn in range(MOST_TURNS):
-            words = self._once(words, late, back=turn % 2 == 1)
-            seconds = self.seconds(words)
-            since = 0 if seconds < least * (1 - _CLOSE) else since + 1
-            if seconds < least:
-                best, least = words, seconds
-            if since == 3:
-                break
-        return best
+        seconds, flat = self.flat_squeezed(flat_of(words), Lateness(late, late))
+        return words_of(flat) if seconds < self.seconds(words) else words
 
-    def wandered(
-        self, words: Words, *, turns: int | None = None, until: float = inf, seed: int = 0
-    ) -> Iterator[Words]:
-        """Words, each better than all before: squeezed from either side again and again, as chance has it.
-
-        Each squeeze draws how late it may make the op that is next. So words become others that take about as
-        long, from which the next squeezes may lead on.
+    def flat_squeezed(
+        self, flat: Flat, late: Lateness, *, back: bool = False, until: float = inf
+    ) -> tuple[float, Flat]:
+        """The best words of several turns, and how long they take.
 
         Args:
-            words: within the problem's limits, and without a circle of waits.
-            turns: how many times it is tried.
-            until: when to stop, on the monotonic clock.
-            seed: of the random numbers.
+            flat: words as ``squeezed`` takes them.
+            late: for each side.
+            back: whether the first turn is from the back.
+            until: when to stop, on the monotonic clock; after one turn at the earliest.
         """
-        chance = np.random.default_rng(seed)
-        mean = sum(self._problem.work()) / self._problem.ops
-        best = now = words
-        least = seconds = self.seconds(words)
-        for _ in range(sys.maxsize if turns is None else turns):
-            if monotonic() > until:
-                return
-            tried = now
-            for _ in range(int(chance.integers(1, 5))):
-                late = float(_LATE[chance.integers(len(_LATE))]) * mean
-                tried = self._once(tried, late, back=bool(chance.integers(2)))
-            taken = self.seconds(tried)
-            if taken <= seconds * (1 + _WORSE * max(0.0, float(chance.uniform(-2, 1)))):
-                now, seconds = tried, taken
-            if taken < least * (1 - _CLOSE):
-                best, least = tried, taken
-                yield best
-            if seconds > least * (1 + 2 * _WORSE):
-                now, seconds = best, least
+        best, least, since = flat, NEVER, 0
+        for _ in range(MOST_TURNS):
+            flat = self._once(flat, late, back=back)
+            back = not back
+            seconds, _ = self._ways[0].begin(flat)
+            since = 0 if seconds < least * (1 - CLOSE) else since + 1
+            if seconds < least:
+                best, least = flat, seconds
+            if since == 3 or monotonic() > until:
+                break
+        return least, best
 
-    def _once(self, words: Words, late: float, *, back: bool) -> Words:
+    def _once(self, flat: Flat, late: Lateness, *, back: bool) -> Flat:
         """Words squeezed from the front, or from the back."""
         if back:
-            return mirrored(self._ways[1].squeezed(mirrored(words), late))
-        return self._ways[0].squeezed(words, late)
+            return _mirrored(self._ways[1].squeezed(_mirrored(flat), late.back))
+        return self._ways[0].squeezed(flat, late.front)
 
 
-_LATE = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 2.0, inf)
-"""How late a squeezed op may make the next one while words wander, in ops."""
+def _mirrored(flat: Flat) -> Flat:
+    word = np.concatenate([flat.word[a:b][::-1] for a, b in pairwise(flat.first.tolist())])
+    return Flat(word, flat.first)
 
-_WORSE = 0.002
-"""How much longer words may be for others to come of them."""
 
 MOST_TURNS = 12
 """From the front and from the back together."""
 
 LOOKED_AHEAD = 256
 """How many ops of its word a worker looks ahead."""
-
-_CLOSE = 1e-9
 _SETTLED = 8
 """Steps played to see where workers stand at the border of two steps."""
 
@@ -164,14 +154,14 @@ class _Way:
             return NEVER, begin
         return float(self.scratch.ended.max()) + self.problem.tail, begin
 
-    def squeezed(self, words: Words, late: float) -> Words:
+    def squeezed(self, flat: Flat, late: float) -> Flat:
         """Once, from the front."""
-        flat = flat_of(words)
         _, begin = self.begin(flat)
         self.scratch.ended[:] = begin
-        ended = _squeeze(self.numbers, self.scratch, _left(self.numbers, flat, late), flat)
+        found = Flat(flat.word.copy(), flat.first)
+        ended = _squeeze(self.numbers, self.scratch, _left(self.numbers, flat, late), found)
         assert ended  # the op that is next can always run in the end
-        return words_of(flat)
+        return found
 
 
 class _Left(NamedTuple):
@@ -180,7 +170,7 @@ class _Left(NamedTuple):
     Attributes:
         word: the words as they were.
         stop: by worker, where its word ends.
-        late: see ``Squeezer.squeezed``.
+        late: see ``Lateness``.
         after: by place, the place after it that is left.
         head: by worker, the first place that is left.
         put: by worker, where its next op goes.
@@ -190,6 +180,7 @@ class _Left(NamedTuple):
         stale: by worker, whether these two have to be looked up.
         seen: by letter, in which look it was last seen.
         looks: how many there were.
+        letters: by worker, how many of its letters have ops left.
         now: by store, what will be held once all ops up to here have run ...
         most: ... and the most until then.
     """
@@ -206,6 +197,7 @@ class _Left(NamedTuple):
     stale: NDArray[np.bool_]
     seen: Ints
     looks: Ints
+    letters: Ints
     now: Floats
     most: Floats
 
@@ -225,6 +217,7 @@ def _left(numbers: Numbers, flat: Flat, late: float) -> _Left:
         np.ones(workers, dtype=np.bool_),
         np.zeros(len(numbers.worker), dtype=np.int64),
         np.zeros(1, dtype=np.int64),
+        np.bincount(numbers.worker, minlength=workers),
         np.zeros(stores),
         np.zeros(stores),
     )
@@ -257,20 +250,14 @@ def _squeeze(n: Any, s: Any, x: Any, flat: Any) -> bool:
         x.put[chosen] += 1
         s.ended[chosen] = run_next(n, s, letter, x.at[chosen])
         s.done[letter] += 1
-        x.held[:, chosen] += n.at_start[:, letter] + n.at_end[:, letter]
+        if s.done[letter] == n.ops[letter]:
+            x.letters[chosen] -= 1
+        for store in range(len(n.most)):  # slices would make new arrays
+            x.held[store, chosen] += n.at_start[store, letter] + n.at_end[store, letter]
         x.stale[chosen] = True
         for edge in range(n.out[letter], n.out[letter + 1]):
             x.stale[n.worker[n.taker[edge]]] = True
     return True
-
-
-@compiled
-def _start(n: Any, s: Any, letter: int) -> float:
-    """When a letter's next op can start; never, as far as is known."""
-    op = n.base[letter] + s.done[letter]
-    if s.missing[op]:
-        return NEVER
-    return float(max(s.ended[n.worker[letter]], s.ready[op]))
 
 
 @compiled
@@ -280,29 +267,40 @@ def _look(n: Any, s: Any, x: Any, worker: int) -> None:
     here, word = x.head[worker], x.word
     if here >= x.stop[worker]:
         return
-    due = _start(n, s, word[here])
+    due = ready_at(n, s, word[here])
     x.at[worker] = due
-    x.now[:] = x.held[:, worker]
-    x.most[:] = 0.0
+    for store in range(len(n.most)):
+        x.now[store], x.most[store] = x.held[store, worker], 0.0
     x.looks[0] += 1
+    kinds = x.letters[worker]
     for _ in range(LOOKED_AHEAD):
         if x.at[worker] <= s.ended[worker]:
             return
         letter = word[here]
-        x.seen[letter] = x.looks[0]
-        for store in range(len(n.most)):
-            x.now[store] += n.at_start[store, letter]
-            x.most[store] = max(x.most[store], x.now[store])
-            x.now[store] += n.at_end[store, letter]
-            x.most[store] = max(x.most[store], x.now[store])
+        if x.seen[letter] != x.looks[0]:
+            x.seen[letter] = x.looks[0]
+            kinds -= 1
+            if not kinds:
+                return
+        _pass(n, x, letter)
         before, here = here, x.after[here]
         if here >= x.stop[worker]:
             return
         letter = word[here]
         if x.seen[letter] != x.looks[0]:
-            start = _start(n, s, letter)
+            start = ready_at(n, s, letter)
             if start < x.at[worker] and start + n.seconds[letter] <= due + x.late and _fits(n, x, letter):
                 x.at[worker], x.before[worker] = start, before
+
+
+@compiled
+def _pass(n: Any, x: Any, letter: int) -> None:
+    """Look past an op, as if it had run."""
+    for store in range(len(n.most)):
+        x.now[store] += n.at_start[store, letter]
+        x.most[store] = max(x.most[store], x.now[store])
+        x.now[store] += n.at_end[store, letter]
+        x.most[store] = max(x.most[store], x.now[store])
 
 
 @compiled

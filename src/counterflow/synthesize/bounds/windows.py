@@ -134,8 +134,7 @@ class Windows:
     @cached_property
     def _order(self) -> tuple[int, ...]:
         """The letters, each after those that it needs for the same micro-batch."""
-        needed = {n: [need.letter for need in x.needs] for n, x in enumerate(self.problem.letters)}
-        return tuple(TopologicalSorter(needed).static_order())
+        return in_order(self.problem)
 
     def later(self, letter: int) -> dict[int, float]:
         """By letter, the least time from an op's start to the ops of its micro-batch that follow from it."""
@@ -148,6 +147,22 @@ class Windows:
                     at = found[need.letter] + letters[need.letter].seconds + waits
                     found[n] = max(found.get(n, 0.0), at)
         return found
+
+
+def in_order(problem: Problem) -> tuple[int, ...]:
+    """The letters, each after those that it needs for the same micro-batch."""
+    needed = {n: [need.letter for need in x.needs] for n, x in enumerate(problem.letters)}
+    return tuple(TopologicalSorter(needed).static_order())
+
+
+def first_starts(problem: Problem) -> list[float]:
+    """When the first op of each letter could start at the earliest, if its worker had nothing else to do."""
+    found = [0.0] * len(problem.letters)
+    for n in in_order(problem):
+        for need in problem.letters[n].needs:
+            ready = found[need.letter] + problem.letters[need.letter].seconds + need.seconds
+            found[n] = max(found[n], ready)
+    return found
 
 
 def windows_of(problem: Problem) -> Windows:

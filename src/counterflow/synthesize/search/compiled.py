@@ -468,12 +468,20 @@ def build(n: Any, s: Any, room: Any, due: Any, flat: Any) -> bool:
 
 
 @compiled
-def _start(n: Any, s: Any, room: Any, letter: int) -> float:
-    """From when on a letter's next op can run; never, as far as is known."""
-    k = s.done[letter]
-    if k == n.ops[letter] or s.missing[n.base[letter] + k] or not _fits(n, s, room, letter):
+def ready_at(n: Any, s: Any, letter: int) -> float:
+    """From when on a letter's next op, of which there is one, can run; never, as far as is known."""
+    op = n.base[letter] + s.done[letter]
+    if s.missing[op]:
         return NEVER
-    return float(max(s.ended[n.worker[letter]], s.ready[n.base[letter] + k]))
+    return float(max(s.ended[n.worker[letter]], s.ready[op]))
+
+
+@compiled
+def _start(n: Any, s: Any, room: Any, letter: int) -> float:
+    """The same, where limits allow it."""
+    if s.done[letter] == n.ops[letter] or not _fits(n, s, room, letter):
+        return NEVER
+    return float(ready_at(n, s, letter))
 
 
 @compiled

@@ -22,6 +22,7 @@ import numpy as np
 
 from counterflow.schedule.op import OpKind
 
+from ..bounds.windows import first_starts
 from ..problem import Problem, Words, value_of
 from .compiled import (
     NEVER,
@@ -103,7 +104,7 @@ class Search:
         self._forward = np.array([x.kind is OpKind.FORWARD for x in problem.letters])
         self._weights = np.array([x.kind is OpKind.WEIGHT_GRADIENTS for x in problem.letters])
         self._round = max(problem.work()) / np.maximum(self.numbers.ops, 1)
-        early = heads(problem)
+        early = np.array(first_starts(problem))
         self._out, self._back = (
             self._of_stage(early, kinds)
             for kinds in ((OpKind.FORWARD,), (OpKind.BACKWARD, OpKind.INPUT_GRADIENT))
@@ -161,7 +162,8 @@ class Search:
                     for _ in range(_BATCH)
                 ]
                 parts = [rules[thread::_THREADS] for thread in range(_THREADS)]
-                for tried in pool.map(Search._tried, [self, *self._others], parts):
+                ends = [until] * _THREADS
+                for tried in pool.map(Search._tried, [self, *self._others], parts, ends):
                     found.update((key, one) for key, one in tried.items() if key not in found)
         best = sorted(found.values(), key=lambda one: one[0])[:_SURVIVORS]
         return [words_of(flat) for _, _, flat in best]
@@ -171,28 +173,16 @@ class Search:
         """The same search for the other threads."""
         return [Search(self.problem, self._seed) for _ in range(_THREADS - 1)]
 
-    def _tried(self, rules: Iterable[Rule]) -> dict[bytes, tuple[float, Rule, Flat]]:
-        """By its word, what each rule is worth."""
+    def _tried(self, rules: Iterable[Rule], until: float) -> dict[bytes, tuple[float, Rule, Flat]]:
+        """By its word, what each rule is worth; the first in any case."""
         found: dict[bytes, tuple[float, Rule, Flat]] = {}
-        for rule in rules:
+        for number, rule in enumerate(rules):
+            if number and monotonic() > until:
+                break
             flat = self.built(rule)
             if flat is not None and (value := self._value(flat)) < NEVER:
                 found.setdefault(flat.word.tobytes(), (value, rule, flat))
         return found
-
-
-def heads(problem: Problem) -> Floats:
-    """When the first op of each letter could start at the earliest, if its worker had nothing else to do."""
-    found = np.zeros(len(problem.letters))
-    for _ in problem.letters:
-        before = found.copy()
-        for number, letter in enumerate(problem.letters):
-            for need in letter.needs:
-                ready = found[need.letter] + problem.letters[need.letter].seconds + need.seconds
-                found[number] = max(found[number], ready)
-        if (before == found).all():
-            break
-    return found
 
 
 def _any_rule(chance: np.random.Generator) -> Rule:
@@ -268,12 +258,10 @@ def improve(
     best = _Best(search, goal, report)
     known = [words for words in starts if problem.fits(words)]
     try:
-        for words in known:
-            best.take(words, "a start")
+        best.take(known, "a start")
         tries = _TRIES if moves is None else min(_TRIES, 50 + moves // 400)
         listed = search.starts(tries, until=np.inf if moves is not None else began + _LISTED * seconds)
-        for words in listed:
-            best.take(words, "list scheduling")
+        best.take(listed, "list scheduling")
         left = None if moves is not None else max(0.0, began + seconds - monotonic())
         _anneal(search, best, [*known, *listed], _Budget(moves, left), seed)
     except KeyboardInterrupt:
@@ -306,8 +294,11 @@ class _Best:
         """Whether nothing can be better."""
         return self.seconds <= self._goal * (1 + 1e-9)
 
-    def take(self, words: Words, how: str) -> None:
-        """Keep an order if it is the best."""
+    def take(self, orders: Sequence[Words], how: str) -> None:
+        """Keep the best of some orders if it is better. Only that one is simulated, which takes longest."""
+        if not orders:
+            return
+        words = min(orders, key=self._search.seconds)
         value = value_of(self._search.problem, words)
         if value < self.seconds * (1 - 1e-12):
             self.words, self.seconds = words, value
@@ -376,8 +367,7 @@ def _anneal(search: Search, best: _Best, starts: Sequence[Words], budget: _Budge
                 stop.set()
                 raise
             finally:
-                for one in climbers:
-                    best.take(words_of(Flat(one.state.best, one.flat.first)), "local moves")
+                best.take([words_of(Flat(x.state.best, x.flat.first)) for x in climbers], "local moves")
 
 
 def _climber(search: Search, words: Words, seed: int) -> _Climber:

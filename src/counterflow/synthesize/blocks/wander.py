@@ -1,0 +1,123 @@
+"""Words squeezed again and again, by chance: each turn draws words, and how late ops may be for it.
+
+How late matters more than anything else. Which lateness is good depends on the words, the costs and the side,
+so it is drawn for each turn and side. What comes out joins a pool of the best words so far. The next turn
+draws from the pool, or from the words given at first.
+
+Invariant: the same seed and number of turns give the same words, however many threads there are; what is
+yielded is within all limits and plays to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import exp, inf, log
+from time import monotonic
+
+import numpy as np
+
+from ..problem import CLOSE, Problem, Words
+from ..search.compiled import NEVER, Flat, flat_of, words_of
+from .squeeze import Lateness, Squeezer
+
+_POOL = 8
+"""How many words are kept."""
+
+_MEAN_PLACE = 2.0
+"""The mean place in the pool of what a turn begins with; 0 is the best."""
+
+_AT_FIRST = 2
+"""Turns that begin with the words given before the pool is drawn from, for each of these words."""
+
+_FRESH = 0.3
+"""The share of later turns that begin with them."""
+
+_LATE = log(0.03), log(1.2)
+"""The logarithms of the least and most lateness, in mean ops."""
+
+_LIKE = 0.5
+"""The share of turns from the pool that are about as late as the turn that its words came from ..."""
+
+_NEAR = 0.3
+"""... with this deviation of the logarithm."""
+
+_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What a turn begins with."""
+
+    flat: Flat
+    late: Lateness
+    back: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Words of the pool, how long they take, and how late they were made with."""
+
+    seconds: float
+    flat: Flat
+    late: Lateness
+
+
+class Wanderer:
+    """A pool of words of one problem, and chance."""
+
+    def __init__(self, problem: Problem, starts: Iterable[Words], seed: int = 0) -> None:
+        self._squeezers = [Squeezer(problem) for _ in range(_THREADS)]
+        self._starts = [flat_of(words) for words in starts]
+        self._pool: list[_Kept] = []
+        self._chance = np.random.default_rng(seed)
+        self._mean = sum(problem.work()) / problem.ops
+
+    def wandered(
+        self, *, turns: int | None = None, until: float = inf, least: float = inf
+    ) -> Iterator[Words]:
+        """Words, each better than all before.
+
+        Args:
+            turns: how many; None: as many as there is time for.
+            until: when to stop, on the monotonic clock.
+            least: seconds of the best words known; only better ones are yielded.
+        """
+        done = 0
+        with ThreadPoolExecutor(_THREADS) as threads:
+            while (turns is None or done < turns) and monotonic() < until:
+                drawn = [self._drawn(done + number) for number in range(_THREADS)]
+                jobs = [
+                    threads.submit(squeezer.flat_squeezed, turn.flat, turn.late, back=turn.back, until=until)
+                    for squeezer, turn in zip(self._squeezers, drawn, strict=True)
+                ]
+                done += len(jobs)
+                for job, turn in zip(jobs, drawn, strict=True):
+                    seconds, flat = job.result()
+                    self._take(_Kept(seconds, flat, turn.late))
+                    if seconds < least * (1 - CLOSE):
+                        least = seconds
+                        yield words_of(flat)
+
+    def _drawn(self, number: int) -> _Turn:
+        chance = self._chance
+        back = bool(chance.integers(2))
+        late = Lateness(*(exp(chance.uniform(*_LATE)) * self._mean for _ in range(2)))
+        if not self._pool or number < _AT_FIRST * len(self._starts) or chance.random() < _FRESH:
+            return _Turn(self._starts[int(chance.integers(len(self._starts)))], late, back)
+        kept = self._pool[min(len(self._pool) - 1, int(chance.exponential(_MEAN_PLACE)))]
+        if chance.random() < _LIKE:
+            late = Lateness(
+                *(one * exp(chance.normal(0.0, _NEAR)) for one in (kept.late.front, kept.late.back))
+            )
+        return _Turn(kept.flat, late, back)
+
+    def _take(self, kept: _Kept) -> None:
+        """Put words into the pool if they are among the best, and none of these takes as long."""
+        if kept.seconds == NEVER:
+            return
+        if all(abs(kept.seconds - other.seconds) > CLOSE * other.seconds for other in self._pool):
+            self._pool.append(kept)
+            self._pool.sort(key=lambda one: one.seconds)
+            del self._pool[_POOL:]
