@@ -1,7 +1,7 @@
 """Computed orders beside the best figures known, and on random instances.
 
     python benchmarks/computed_orders.py --papers [--seconds 60] [--only 6.2B] [--keep]
-    python benchmarks/computed_orders.py --instances [--seconds 20] [--count 60] [--keep]
+    python benchmarks/computed_orders.py --instances [--seconds 15] [--first 0] [--count 60] [--keep]
     python benchmarks/computed_orders.py --large [--keep]
 
 Claims. ``--papers``: the bubble rates of the zero-bubble paper (arXiv 2401.10241, Tables 5 and 9) at the
@@ -10,6 +10,9 @@ memory of 1F1B, at twice that, and between, are reached or beaten, each cell wit
 scheme of the same placement that keeps the limit; where there are at most 16 workers, the median gap to the
 lower bound is at most 3 %. ``--large``: 64 workers and 512 micro-batches end within five minutes.
 
+The 60 instances may be run in parts (``--first``, ``--count``); with ``--keep`` their rows are collected. The
+best named scheme is looked for among all, also those that a computed order had no time to build.
+
 The rate is (step - work) / step with the steady step: what a step adds if a worker begins the next one at
 once. Messages take their time and occupy nobody (the paper's model), in the instances too.
 """
@@ -17,12 +20,13 @@ once. Messages take their time and occupy nobody (the paper's model), in the ins
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from machine import machine, shown
@@ -30,7 +34,9 @@ from machine import machine, shown
 import counterflow as cf
 from counterflow.schedule.placement import Placement, bidirectional, linear, wave
 from counterflow.schedule.workload import Workload, plain
-from counterflow.synthesize import Synthesis, synthesize
+from counterflow.synthesize import Synthesis, problem_of, synthesize
+from counterflow.synthesize.named import named
+from counterflow.synthesize.problem import value_of
 
 RESULTS = Path(__file__).parent / "results"
 SEQUENCE = 1024
@@ -176,60 +182,150 @@ def instances(count: int, seed: int = 16) -> Iterator[Instance]:
         )
 
 
-def on_instances(count: int, seconds: float, picture: Path | None) -> Iterator[str]:
-    """Gap to the bound, and gain over the best named scheme."""
-    yield f"{'instance':<52} {'makespan':>9} {'gap':>6} {'gain':>6}  best named, found by"
-    gaps: list[tuple[int, float, float | None]] = []
-    for number, instance in enumerate(instances(count)):
-        found = synthesize(
-            instance.workload, instance.costs, peak=instance.peak, seconds=seconds, seed=number
+@dataclass(frozen=True)
+class Row:
+    """What came out of an instance; ``named`` is the best named scheme and its makespan."""
+
+    name: str
+    workers: int
+    makespan: float
+    bound: float
+    named: tuple[str, float] | None
+    method: str
+    seconds: float
+
+    @property
+    def gap(self) -> float:
+        """To the lower bound."""
+        return 1 - self.bound / self.makespan
+
+    @property
+    def gain(self) -> float | None:
+        """Over the best named scheme."""
+        return None if self.named is None else 1 - self.makespan / self.named[1]
+
+    def __str__(self) -> str:
+        gain = "      " if self.gain is None else f"{self.gain:>6.1%}"
+        named = "none keeps the limit" if self.named is None else self.named[0]
+        return (
+            f"{self.name:<52} {self.makespan:>9.2f} {self.gap:>6.1%} {gain} {self.seconds:>5.0f}  {named}, "
+            f"{self.method}"
         )
-        gain = found.gain
-        gaps.append((instance.workload.placement.workers, found.gap, gain))
-        told = "      " if gain is None else f"{gain:>6.1%}"
-        named = "none keeps the limit" if found.named is None else found.named[0]
-        yield f"{instance.name:<52} {found.makespan:>9.2f} {found.gap:>6.1%} {told}  {named}, {found.method}"
-    small = [gap for workers, gap, _ in gaps if workers <= 16]
-    gains = [gain for _, _, gain in gaps if gain is not None]
-    yield (
-        f"median gap {statistics.median(small):.1%} of {len(small)} with at most 16 workers, "
-        f"{statistics.median(gap for _, gap, _ in gaps):.1%} of all; gain over the best named scheme from "
-        f"{min(gains):.1%} to {max(gains):.1%}, median {statistics.median(gains):.1%}"
+
+
+HEAD = f"{'instance':<52} {'makespan':>9} {'gap':>6} {'gain':>6}     s  best named, found by"
+
+
+def best_named(instance: Instance) -> tuple[str, float] | None:
+    """Of all named schemes that keep the limit."""
+    problem = problem_of(instance.workload, instance.costs, peak=instance.peak)
+    values = [(name, value_of(problem, words)) for name, words in named(problem) if problem.fits(words)]
+    return min(values, key=lambda one: one[1], default=None)
+
+
+def on_instances(which: range, seconds: float) -> Iterator[Row]:
+    """Gap to the bound, and gain over the best named scheme."""
+    for number, instance in enumerate(instances(which.stop)):
+        if number in which:
+            began = time.perf_counter()
+            found = synthesize(
+                instance.workload, instance.costs, peak=instance.peak, seconds=seconds, seed=number
+            )
+            took = time.perf_counter() - began
+            yield Row(
+                instance.name,
+                instance.workload.placement.workers,
+                found.makespan,
+                found.lower_bound,
+                best_named(instance),
+                found.method,
+                took,
+            )
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Medians, and how often a named scheme is better."""
+    small = [row.gap for row in rows if row.workers <= 16]
+    gains = [row.gain for row in rows if row.gain is not None]
+    worse = sum(gain < -1e-9 for gain in gains)
+    median = statistics.median(row.gap for row in rows)
+    return (
+        f"median gap {statistics.median(small):.2%} of {len(small)} with at most 16 workers, "
+        f"{median:.2%} of all {len(rows)}; worse than the best named scheme: {worse}; "
+        f"gain over it from {min(gains):.1%} to {max(gains):.1%}, median {statistics.median(gains):.1%}; "
+        f"no named scheme keeps the limit: {len(rows) - len(gains)}; proved the best: "
+        f"{sum(row.gap <= 1e-9 for row in rows)}"
     )
-    if picture is not None:
-        _draw(gaps, picture)
 
 
-def _draw(gaps: Sequence[tuple[int, float, float | None]], path: Path) -> None:
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Gap and gain by workers."""
     import matplotlib as mpl  # noqa: PLC0415
 
     mpl.use("agg")
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), constrained_layout=True)
-    left.scatter([w for w, _, _ in gaps], [100 * gap for _, gap, _ in gaps], s=18)
-    left.set(xlabel="workers", ylabel="gap to the lower bound, %", xscale="log", ylim=(0, None))
-    left.set_xticks([4, 8, 16, 32, 64], ["4", "8", "16", "32", "64"])
-    with_gain = [(w, 100 * gain) for w, _, gain in gaps if gain is not None]
-    right.scatter([w for w, _ in with_gain], [gain for _, gain in with_gain], s=18)
-    right.set(xlabel="workers", ylabel="gain over the best named scheme, %", xscale="log", ylim=(0, None))
-    right.set_xticks([4, 8, 16, 32, 64], ["4", "8", "16", "32", "64"])
-    figure.savefig(path, dpi=150)
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), constrained_layout=True)
+    spread = random.Random(0)
+    drawn = (
+        ("gap to the lower bound, %", [(row, row.gap) for row in rows]),
+        ("gain over the best named scheme, %", [(row, row.gain) for row in rows if row.gain is not None]),
+    )
+    for axis, (label, points) in zip(axes, drawn, strict=True):
+        for kind, marker in (("straight", "o"), ("vee", "^"), ("two-way", "x")):
+            own = [
+                (row.workers * spread.uniform(0.94, 1.06), 100 * y)
+                for row, y in points
+                if row.name.startswith(kind)
+            ]
+            axis.scatter([x for x, _ in own], [y for _, y in own], s=22, marker=marker, label=kind)
+        axis.set(xlabel="workers", ylabel=label, xscale="log")
+        axis.set_xticks([4, 8, 16, 32, 64], ["4", "8", "16", "32", "64"])
+        axis.minorticks_off()
+    axes[0].legend()
+    figure.savefig(path, dpi=110)
+
+
+def keep_instances(which: range, rows: Sequence[Row]) -> None:
+    """Collect rows, and write table and picture of all that were collected."""
+    path = RESULTS / "computed_orders_instances.json"
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    kept |= {str(number): asdict(row) for number, row in zip(which, rows, strict=True)}
+    kept = dict(sorted(kept.items(), key=lambda one: int(one[0])))
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+    every = [Row(**row) for row in kept.values()]
+    lines = [f"# {shown(machine())}", HEAD, *map(str, every), summary(every)]
+    (RESULTS / "computed_orders_instances.txt").write_text("\n".join(lines) + "\n")
+    draw(every, RESULTS / "computed_orders_instances.png")
 
 
 def large(seconds: float) -> Iterator[str]:
-    """64 workers, 512 micro-batches."""
-    began = time.perf_counter()
-    found: Synthesis = synthesize(
-        plain(linear(64), 512, split=True),
-        cf.Costs(forward=10.4, input_gradient=10.2, weight_gradients=7.7, p2p=0.4, link="infinite"),
-        peak=64,
-        seconds=seconds,
-    )
-    yield (
-        f"64 workers, 512 micro-batches: makespan {found.makespan:.1f}, bound {found.lower_bound:.1f}, "
-        f"gap {found.gap:.2%}, by {found.method}, in {time.perf_counter() - began:.0f} s"
-    )
+    """64 workers, 512 micro-batches, with little memory: no named scheme is the best."""
+    placements = {"straight": (linear(64), 48), "vee": (wave(64, 1), 96)}
+    for name, (placement, peak) in placements.items():
+        chunk = placement.stages // 64
+        began = time.perf_counter()
+        found: Synthesis = synthesize(
+            plain(placement, 512, split=True),
+            cf.Costs(
+                forward=10.4 / chunk,
+                input_gradient=10.2 / chunk,
+                weight_gradients=7.7 / chunk,
+                p2p=0.4,
+                link="infinite",
+            ),
+            peak=peak,
+            seconds=seconds,
+        )
+        scheme = "no named scheme keeps the limit"
+        if found.named is not None:
+            scheme = f"{found.gain:.2%} less than {found.named[0]}"
+        yield (
+            f"{name}, 64 workers, 512 micro-batches, at most {peak} activations: "
+            f"makespan {found.makespan:.1f}, bound {found.lower_bound:.1f}, gap {found.gap:.2%}, {scheme}, "
+            f"by {found.method}, "
+            f"in {time.perf_counter() - began:.0f} s"
+        )
 
 
 def main() -> None:
@@ -239,22 +335,29 @@ def main() -> None:
     parser.add_argument("--instances", action="store_true")
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--seconds", type=float)
+    parser.add_argument("--first", type=int, default=0, help="the first instance of --count")
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--only", help="a model of the paper, such as 6.2B")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/computed_orders_*.txt")
+    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/computed_orders_*")
     given = parser.parse_args()
-    picture = RESULTS / "computed_orders_instances.png" if given.keep else None
+    if not (given.papers or given.instances or given.large):
+        parser.error("choose --papers, --instances or --large")
+    print(shown(machine()))
+    if given.instances:
+        which, rows = range(given.first, given.first + given.count), []
+        print(HEAD, flush=True)
+        for row in on_instances(which, given.seconds or 15):
+            rows.append(row)
+            print(row, flush=True)
+        print(summary(rows))
+        if given.keep:
+            keep_instances(which, rows)
     parts = {
         "papers": lambda: papers(given.seconds or 60, given.only),
-        "instances": lambda: on_instances(given.count, given.seconds or 20, picture),
         "large": lambda: large(given.seconds or 240),
     }
-    chosen = [name for name in parts if getattr(given, name)]
-    if not chosen:
-        parser.error("choose --papers, --instances or --large")
-    for name in chosen:
+    for name in (name for name in parts if getattr(given, name)):
         lines = [shown(machine())]
-        print(lines[0])
         for line in parts[name]():
             lines.append(line)
             print(line, flush=True)

@@ -2,6 +2,10 @@
 
 One schedule object, made by a pure function, is what the checker proves, the simulator times, the
 pictures draw and the runtime executes. Importing this package does not import torch.
+
+``simulate``, ``synthesize`` and ``draw`` are functions here, and packages of the same names hold the rest:
+``from counterflow.synthesize import lower_bound``. (``import counterflow.synthesize.problem as p`` finds the
+function and fails; write ``from counterflow.synthesize import problem as p``.)
 """
 
 import importlib

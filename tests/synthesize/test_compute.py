@@ -39,6 +39,15 @@ def test_named_schemes_with_other_numbers_of_micro_batches_on_pipes_are_others()
     assert not list(named(problem_of(one_way)))
 
 
+def test_each_scheme_has_a_turn_before_one_has_its_next_and_begins_with_most_memory() -> None:
+    """So that where there is time for a few only, they are different ones, and good ones."""
+    problem = problem_of(directions(bidirectional(6), 12))
+    names = [name.partition("(")[0] for name, _ in named(problem)]
+    assert set(names[:3]) == {"chimera", "gems", "mixpipe"}
+    first = next(name for name, _ in named(problem) if name.startswith("mixpipe"))
+    assert "injected=max" in first
+
+
 def test_a_named_scheme_at_the_bound_is_returned_at_once() -> None:
     found = cf.synthesize(plain(linear(4), 8, split=True), peak=4)
     assert [found.makespan, found.lower_bound, found.gap] == [27, 27, 0]

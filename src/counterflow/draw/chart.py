@@ -347,7 +347,8 @@ def _lanes(schedule: Schedule) -> tuple[tuple[Lane, ...], dict[tuple[int, int], 
         lane_of[0, stage] = seen[worker] = seen.get(worker, -1) + 1
     count = max(lane_of.values()) + 1
     known = registry.find(schedule.scheme)
-    word = known.chunk if known else "chunk"
+    turns = any(a == b for a, b in pairwise(placement.pipes_stages[0])) and placement.workers > 1
+    word = known.chunk if known else "leg" if turns else "chunk"
     names = [f"{word} {i}" for i in range(count)] if count > 1 else [""]
     return tuple(Lane(name, i % len(HUES)) for i, name in enumerate(names)), lane_of
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
 
-from counterflow.schedule.ir import Schedule
+from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.op import OpKind
 from counterflow.schedule.placement import linear
 from counterflow.schedule.workload import Workload, plain
@@ -21,7 +21,7 @@ from counterflow.simulate import Costs
 
 from .bounds.lower import Bound, lower_bound
 from .named import named
-from .problem import Limit, Objective, Problem, Words, problem_of, value_of
+from .problem import ACTIVATIONS, Limit, Objective, Problem, Words, problem_of, value_of
 from .result import PROVED, Synthesis
 
 Report = Callable[[float, float, str], None]
@@ -138,7 +138,7 @@ class _Run:
                 self._prove(max(_left(until), min(seconds * _LEFT, _PROOF)), moves, seed)
         except KeyboardInterrupt:
             self._stopped = True
-        schedule = self._problem.schedule(self._words)
+        schedule = self._problem.schedule(self._words, options=options_of(self._problem))
         return Synthesis(
             schedule,
             self._problem.costs,
@@ -257,6 +257,19 @@ class _Run:
     def _tell(self, value: float, method: str) -> None:
         if self._report is not None:
             self._report(value, min(self._bound.seconds, value), method)
+
+
+def options_of(problem: Problem) -> Iterator[tuple[str, OptionValue]]:
+    """What a computed schedule says of itself beside its orders: sizes, limits and objective."""
+    yield "workers", problem.workers
+    yield "micro_batches", problem.workload.micro_batches
+    for store in problem.stores:
+        ends = sorted({min(store.most), max(store.most)})
+        told = " to ".join(f"{most:,.10g}" for most in ends)
+        name = "peak" if store.name == ACTIVATIONS else f"activation_{store.name}"
+        yield name, int(told) if told.isdecimal() else told
+    if problem.steady:
+        yield "objective", str(problem.objective)
 
 
 @cache

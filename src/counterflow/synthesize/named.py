@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import zip_longest
 
 from counterflow.errors import ConfigError
 from counterflow.schedule import registry
@@ -29,9 +28,22 @@ def named(problem: Problem) -> Iterator[tuple[str, Words]]:
     >>> sorted({name.partition("(")[0] for name, _ in named(problem_of(plain(linear(3), 4, split=True)))})
     ['dapple', 'zb-h1', 'zb-h2']
     """
-    wanted = _likeness(problem.workload)
     known: set[Words] = set()
-    for scheme, options in _in_turns(problem.workload):
+    waiting = deque(_of_scheme(problem, one) for one in registry.SCHEMES.values() if one.synchronous)
+    while waiting:
+        orders = waiting.popleft()
+        for name, words in orders:
+            if words not in known:
+                known.add(words)
+                yield name, words
+                waiting.append(orders)
+                break
+
+
+def _of_scheme(problem: Problem, scheme: Scheme) -> Iterator[tuple[str, Words]]:
+    """The orders of one scheme."""
+    wanted = _likeness(problem.workload)
+    for options in reversed(list(_options(scheme, problem.workload))):
         try:
             scheme.refuse_too_large(options)
             if _likeness(scheme.workload_of(options)) != wanted:
@@ -42,20 +54,8 @@ def named(problem: Problem) -> Iterator[tuple[str, Words]]:
         if _likeness(schedule.workload) != wanted:
             continue
         words = replace(problem, workload=schedule.workload).words_of(schedule)
-        if words is not None and words not in known:
-            known.add(words)
+        if words is not None:
             yield str(schedule), words
-
-
-def _in_turns(workload: Workload) -> Iterator[tuple[Scheme, Mapping[str, OptionValue]]]:
-    """The options of all schemes."""
-    rows = [
-        [(scheme, options) for options in reversed(list(_options(scheme, workload)))]
-        for scheme in registry.SCHEMES.values()
-        if scheme.synchronous
-    ]
-    for column in zip_longest(*rows):
-        yield from (one for one in column if one is not None)
 
 
 _Likeness = tuple[Placement, Counter[tuple[int, tuple[tuple[int, int, tuple[int, ...]], ...]]]]

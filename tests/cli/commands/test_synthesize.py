@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 
+import counterflow as cf
+from counterflow.draw.chart import chart_of
 from counterflow.plan import Cluster, LayerProfile, Link, Model, Profile, files
+from counterflow.schedule import schemes
+from counterflow.schedule.formats import dumps, loads
 
 from ..conftest import Run
 
@@ -44,6 +48,55 @@ def test_the_file_is_one_that_other_commands_take(run: Run, tmp_path: Path, plac
     p2p = "--p2p 0.1" if "--p2p" in placement else ""
     assert run(f"simulate {p2p} --json", path).json["makespan"] == found["makespan"]
     assert run("show", path).code == 0
+
+
+@pytest.mark.parametrize("table", ["0,1,1,0,0,1", "0,1/1,0", "json", "schedule"])
+def test_a_placement_of_the_users_own(run: Run, tmp_path: Path, table: str) -> None:
+    path = str(tmp_path / "mine.json")
+    given = {"json": tmp_path / "table.json", "schedule": tmp_path / "old.json"}.get(table, table)
+    if table == "json":
+        Path(given).write_text("[[0, 1, 1, 0, 2, 2]]")
+    elif table == "schedule":
+        Path(given).write_text(dumps(schemes.chimera(4, 4)))
+    assert run(f"synthesize --placement {given} --micro-batches 4 --moves 0 --out", path).code == 0
+    assert run("check", path).code == 0
+    pipes = loads(Path(path).read_text(), path).placement.pipes_stages
+    assert (
+        pipes
+        == {
+            "0,1,1,0,0,1": ((0, 1, 1, 0, 0, 1),),
+            "0,1/1,0": ((0, 1), (1, 0)),
+            "json": ((0, 1, 1, 0, 2, 2),),
+            "schedule": ((0, 1, 2, 3), (3, 2, 1, 0)),
+        }[table]
+    )
+
+
+def test_a_placement_that_is_none_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    own = "synthesize --micro-batches 4 --placement"
+    assert "worker 1 holds no stage" in refused(f"{own} 0,2,2,0")
+    assert "pipes of 2 and 3 stages" in refused(f"{own} 0,1/0,1,1")
+    assert "--workers 3: --placement 0,1 has 2" in refused(f"{own} 0,1 --workers 3")
+    assert "--chunks 2: only for --placement loop; here it is 0,1" in refused(f"{own} 0,1 --chunks 2")
+    assert "no placement, table or file" in refused(f"{own} nowhere")
+    assert "for how many workers? give --workers" in refused(f"{own} vee")
+    path = tmp_path / "table.json"
+    for text, told in (
+        ("[[0, -1]]", "no table of workers"),
+        ("{}", "no table of workers"),
+        ("[0,", "Expecting"),
+    ):
+        path.write_text(text)
+        assert told in refused(f"{own} {path}")
+
+
+def test_a_computed_order_says_what_it_is_for(run: Run, tmp_path: Path) -> None:
+    path = str(tmp_path / "mine.json")
+    given = "--placement vee --workers 2 --micro-batches 4 --peak 4 --objective steady --moves 0"
+    run(f"synthesize {given} --out", path)
+    schedule = loads(Path(path).read_text(), path)
+    assert str(schedule) == "synthesized(workers=2, micro_batches=4, peak=4, objective=steady)"
+    assert [lane.name for lane in chart_of(cf.simulate(schedule)).lanes] == ["leg 0", "leg 1"]
 
 
 def test_what_does_not_go_together_is_refused(refused: Callable[..., str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,28 +10,19 @@ import typer
 from counterflow import synthesize as compute
 from counterflow.errors import ConfigError
 from counterflow.schedule.modes import Recompute
-from counterflow.schedule.placement import Placement, bidirectional, linear, looped, wave
+from counterflow.schedule.placement import Placement
 from counterflow.schedule.scheme import MOST_OPS
 from counterflow.schedule.workload import Workload, plain
 from counterflow.simulate import Costs
 from counterflow.synthesize import Limit, Objective, Synthesis
 
 from ..options.flags import CostOptions, JsonFlag, bytes_of, numbers_of
+from ..options.placements import placement_of
 from ..output.console import byte_size, console, note, number, print_json, unit_of, writing
 from ..output.search_bar import order_bar
 
 if TYPE_CHECKING:
     from counterflow.plan.predict import Play
-
-
-class Placed(StrEnum):
-    """Which worker holds which stage."""
-
-    STRAIGHT = "straight"
-    LOOP = "loop"
-    VEE = "vee"
-    WAVE = "wave"
-    TWO_WAY = "two-way"
 
 
 _WORK = "Work: what is ordered"
@@ -45,17 +35,15 @@ def synthesize(
     costs: CostOptions,
     *,
     placement: Annotated[
-        Placed,
+        str,
         typer.Option(
-            metavar="NAME",
+            metavar="NAME|TABLE|FILE",
             help="straight: stage s on worker s; loop: on s mod workers; vee: down and up again; wave: "
-            "several of these; two-way: one pipe down and one up.",
+            "several of these; two-way: one pipe down and one up. Or your own: the worker of each stage, "
+            "0,1,1,0, with / between pipes; or a JSON file with such lists, or a schedule.",
             rich_help_panel=_WORK,
             show_default=False,
         ),
-    ],
-    workers: Annotated[
-        int, typer.Option(metavar="P", help="Workers.", rich_help_panel=_WORK, show_default=False)
     ],
     micro_batches: Annotated[
         int,
@@ -63,6 +51,10 @@ def synthesize(
             metavar="N", help="Micro-batches of a mini-batch.", rich_help_panel=_WORK, show_default=False
         ),
     ],
+    workers: Annotated[
+        int | None,
+        typer.Option(metavar="P", help="Workers; a table has its own.", rich_help_panel=_WORK),
+    ] = None,
     chunks: Annotated[
         int | None, typer.Option(help="Stages of a worker in a loop. Default 2.", rich_help_panel=_WORK)
     ] = None,
@@ -140,7 +132,7 @@ def synthesize(
     as_json: JsonFlag = False,
 ) -> None:
     """Compute the best order for any placement, costs and memory, and how far from the best it can be."""
-    placed = _placement(placement, workers, chunks=chunks, waves=waves, pairs=pairs)
+    placed = placement_of(placement, workers, chunks=chunks, waves=waves, pairs=pairs)
     workload = _workload(placed, micro_batches, split=split)
     peaks = None if peak is None else numbers_of("peak", peak)
     most = None if memory is None else bytes_of("memory", memory)
@@ -179,31 +171,6 @@ def synthesize(
     _print(found, placement, (peaks, most))
     if out is not None:
         note(f"Wrote {out}; look at it: counterflow show {out}")
-
-
-def _placement(
-    name: Placed, workers: int, *, chunks: int | None, waves: int | None, pairs: int | None
-) -> Placement:
-    own = {
-        Placed.LOOP: ("--chunks", chunks),
-        Placed.WAVE: ("--waves", waves),
-        Placed.TWO_WAY: ("--pairs", pairs),
-    }
-    for only, (flag, value) in own.items():
-        if value is not None and name is not only:
-            raise ConfigError(f"{flag} {value}: only for --placement {only}; here it is {name}")
-    for flag, value in (("--workers", workers), *own.values()):
-        if value is not None and not 1 <= value <= MOST_OPS:
-            raise ConfigError(f"{flag} {value}: must be 1 or more, and at most {MOST_OPS:,}")
-    if workers * 2 * max(chunks or 1, waves or 2) > MOST_OPS:
-        raise ConfigError(f"--workers {workers}: at most {MOST_OPS:,} stages are ordered; choose fewer")
-    return {
-        Placed.STRAIGHT: lambda: linear(workers),
-        Placed.LOOP: lambda: looped(workers, chunks or 2),
-        Placed.VEE: lambda: wave(workers, 1),
-        Placed.WAVE: lambda: wave(workers, waves or 2),
-        Placed.TWO_WAY: lambda: bidirectional(workers, pairs or 1),
-    }[name]()
 
 
 def _workload(placement: Placement, micro_batches: int, *, split: bool) -> Workload:
@@ -262,14 +229,14 @@ def _profiled(workload: Workload, costs: CostOptions, files: dict[str, Any]) -> 
     )
 
 
-def _print(found: Synthesis, placement: Placed, limits: tuple[Limit | None, Limit | None]) -> None:
+def _print(found: Synthesis, placement: str, limits: tuple[Limit | None, Limit | None]) -> None:
     from rich.markup import escape  # noqa: PLC0415  (not for --json)
     from rich.table import Table  # noqa: PLC0415
 
     schedule, unit = found.schedule, unit_of(found.simulation)
     out = console()
     out.print(
-        f"[bold]Order for {schedule.workers} workers, {schedule.stages} stages ({placement}), "
+        f"[bold]Order for {schedule.workers} workers, {schedule.stages} stages ({escape(placement)}), "
         f"{schedule.micro_batches} micro-batches[/]"
     )
     peak, memory = limits

@@ -1,0 +1,104 @@
+"""Which worker holds which stage, as ``--placement`` says it: a name, a table or a file with one.
+
+Invariant: what is returned is a placement whose workers all hold something, of no more stages than can be
+ordered. It says nothing about order.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from enum import StrEnum
+from pathlib import Path
+
+from counterflow.errors import ConfigError
+from counterflow.schedule.placement import Placement, bidirectional, linear, looped, wave
+from counterflow.schedule.scheme import MOST_OPS
+
+
+class Placed(StrEnum):
+    """The placements that have a name."""
+
+    STRAIGHT = "straight"
+    LOOP = "loop"
+    VEE = "vee"
+    WAVE = "wave"
+    TWO_WAY = "two-way"
+
+
+_TABLE = re.compile(r"\s*\d+\s*([,/]\s*\d+\s*)+")
+_FORM = "the worker of each stage, as in 0,1,1,0, and / between pipes, as in 0,1/1,0"
+
+
+def placement_of(
+    text: str, workers: int | None, *, chunks: int | None, waves: int | None, pairs: int | None
+) -> Placement:
+    """The placement that flags say.
+
+    Raises:
+        ConfigError: they say none, or do not go together.
+    """
+    own = {
+        Placed.LOOP: ("--chunks", chunks),
+        Placed.WAVE: ("--waves", waves),
+        Placed.TWO_WAY: ("--pairs", pairs),
+    }
+    for only, (flag, value) in own.items():
+        if value is not None and text != only:
+            raise ConfigError(f"{flag} {value}: only for --placement {only}; here it is {text}")
+    for flag, value in (("--workers", workers), *own.values()):
+        if value is not None and not 1 <= value <= MOST_OPS:
+            raise ConfigError(f"{flag} {value}: must be 1 or more, and at most {MOST_OPS:,}")
+    if text not in list(Placed):
+        return _of_user(text, workers)
+    if workers is None:
+        raise ConfigError(f"--placement {text}: for how many workers? give --workers")
+    if workers * 2 * max(chunks or 1, waves or 2) > MOST_OPS:
+        raise ConfigError(f"--workers {workers}: at most {MOST_OPS:,} stages are ordered; choose fewer")
+    return {
+        Placed.STRAIGHT: lambda: linear(workers),
+        Placed.LOOP: lambda: looped(workers, chunks or 2),
+        Placed.VEE: lambda: wave(workers, 1),
+        Placed.WAVE: lambda: wave(workers, waves or 2),
+        Placed.TWO_WAY: lambda: bidirectional(workers, pairs or 1),
+    }[Placed(text)]()
+
+
+def _of_user(text: str, workers: int | None) -> Placement:
+    if _TABLE.fullmatch(text):
+        table = [[int(number) for number in pipe.split(",")] for pipe in text.split("/")]
+    elif Path(text).is_file():
+        table = _read(Path(text))
+    else:
+        raise ConfigError(
+            f"--placement {text}: no placement, table or file; give {', '.join(Placed)}, a file, or {_FORM}"
+        )
+    if len({len(pipe) for pipe in table}) != 1:
+        lengths = " and ".join(str(len(pipe)) for pipe in table)
+        raise ConfigError(f"--placement {text}: pipes of {lengths} stages; give all pipes as many")
+    if len(table) * len(table[0]) > MOST_OPS:
+        raise ConfigError(f"--placement {text}: at most {MOST_OPS:,} stages are ordered; choose fewer")
+    held = {worker for pipe in table for worker in pipe}
+    missing = next(worker for worker in range(len(held) + 1) if worker not in held)
+    if missing < len(held):
+        raise ConfigError(f"--placement {text}: worker {missing} holds no stage; number workers from 0 on")
+    if workers is not None and workers != len(held):
+        raise ConfigError(f"--workers {workers}: --placement {text} has {len(held)}; leave it out")
+    return Placement(len(held), tuple(map(tuple, table)))
+
+
+def _read(path: Path) -> list[list[int]]:
+    """The table of a file: a list of pipes as JSON, or a schedule, whose placement it is."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--placement {path}: {error}; give a schedule, or JSON as in [[0, 1, 1, 0]]"
+        ) from None
+    if isinstance(data, dict):
+        data = data.get("placement")
+    pipes = data if isinstance(data, list) and data and isinstance(data[0], list) else [data]
+    for pipe in pipes:
+        if not isinstance(pipe, list) or not pipe or any(type(n) is not int or n < 0 for n in pipe):
+            raise ConfigError(f"--placement {path}: no table of workers; give JSON as in [[0, 1, 1, 0]]")
+    return pipes
