@@ -100,7 +100,9 @@ class Structure:
 def _structure(tree: Any, *rest: Any) -> Structure:
     """The one that is compared in no time, where there is one."""
     found = Structure(pytree.tree_structure(tree), *rest)
-    return _flat.setdefault((found.flat, len(found.at)), found) if found.flat is not None else found
+    if found.flat is None or len(found.at) > _LONGEST:
+        return found
+    return _flat.setdefault((found.flat, len(found.at)), found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,8 @@ _EXACT = 2**53
 """Ints up to this are exact as float64."""
 
 _flat: dict[tuple[type, int], Structure] = {}
-"""Of tuples and lists of tensors, by length."""
+"""Of tuples and lists of tensors, by length, which is at most ``_LONGEST``."""
+_LONGEST = 64
 
 
 def take_apart(value: object, place: str) -> tuple[Structure | None, list[Tensor]]:
@@ -149,7 +152,9 @@ def take_apart(value: object, place: str) -> tuple[Structure | None, list[Tensor
             found = _flat.get((kind, count))
             if found is None:
                 spec = pytree.tree_flatten(value)[1]
-                found = _flat[kind, count] = Structure(spec, tuple(range(count)), flat=kind)
+                found = Structure(spec, tuple(range(count)), flat=kind)
+                if count <= _LONGEST:
+                    _flat[kind, count] = found
             return found, [_dense(tensor, place) for tensor in value]  # type: ignore[attr-defined]
     return _take_apart(value, place)
 
