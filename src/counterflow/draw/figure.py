@@ -9,21 +9,15 @@ Nothing is shown on a screen.
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.legend_handler import HandlerPatch, HandlerTuple
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.patches import Rectangle as RectanglePatch
 
 from . import palette
 from .chart import (
@@ -31,10 +25,11 @@ from .chart import (
     BoxKind,
     Chart,
     Memory,
-    shared_unit,
     steps_until,
 )
-from .sheet import CAPTION, EDGE, FEW, LEFT, SPLIT, TICKS, TITLE, Sheet, hues_of, legend_texts
+from .marks import BAND, HANDLERS, STEADY, colour_of, handles_of
+from .sheet import CAPTION, EDGE, FEW, LEFT, SPLIT, TICKS, TITLE, Sheet, legend_texts
+from .svg_titles import group_of, titles_of, with_titles
 from .units import nice_step
 
 DOTS_PER_INCH = 160
@@ -51,7 +46,6 @@ UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {"Softwa
 
 _CHARACTER = 0.64  # width of a digit of DejaVu Sans, in font sizes
 _SMALLEST = 4.5  # font size below which a number is left out
-_BAND = 0.16  # of a box's height, where input gradients are marked
 
 Rectangle = tuple[float, float, float, float]
 """Left, right, bottom, top in data coordinates."""
@@ -66,43 +60,7 @@ def write_figure(charts: Sequence[Chart], path: Path, form: str) -> None:
             return
         file = io.StringIO()
         figure.savefig(file, format=form, metadata=UNDATED[form])
-        path.write_text(_with_titles(file.getvalue(), _titles(charts)), encoding="utf-8")
-
-
-def _titles(charts: Sequence[Chart]) -> dict[str, list[str]]:
-    """What an SVG's viewer shows over each shape, by group and in its order."""
-    titles: dict[str, list[str]] = {}
-    for index, chart in enumerate(charts):
-        unit = shared_unit([chart])
-        for box in chart.boxes:
-            rows = [box.what, *(f"{name} {text}".strip() for name, text in chart.told(box))]
-            titles.setdefault(_group(index, box.kind, box.lane), []).append("\n".join(rows))
-        for bubble in chart.bubbles:
-            text = f"bubble: {bubble.cause}\nworker P{bubble.worker}\n"
-            text += f"from {unit.text(bubble.start)} to {unit.text(bubble.end)}"
-            titles.setdefault(f"chart-{index}-bubbles", []).append(text)
-    return titles
-
-
-def _with_titles(svg: str, titles: dict[str, list[str]]) -> str:
-    """The same SVG with a title in each path of the groups named."""
-    for name, texts in titles.items():
-        start = svg.index(f'<g id="{name}"')
-        stop = svg.index("</g>", start)
-        paths = re.split(r"(?<=/>)", svg[start:stop])
-        left = iter(texts)
-        titled = [
-            f"{path[:-2]}><title>{escape(next(left))}</title></path>" if "<path" in path else path
-            for path in paths
-        ]
-        svg = svg[:start] + "".join(titled) + svg[stop:]
-    return svg
-
-
-def _group(chart: int, kind: BoxKind, lane: int | None) -> str:
-    """The name of the group of a lane's boxes of one kind."""
-    name = f"chart {chart} {kind.value}" + ("" if lane is None else f" {lane}")
-    return name.replace(" ", "-")
+        path.write_text(with_titles(file.getvalue(), titles_of(charts)), encoding="utf-8")
 
 
 def make_figure(charts: Sequence[Chart]) -> Figure:
@@ -205,11 +163,13 @@ class _Panel:
                 self._boxes(axes, boxes, facecolor=palette.SYNC, hatch="//////")
                 continue
             hue = palette.hue(chart.lanes[lane].hue)
-            self._boxes(axes, boxes, facecolor=_colour(hue, kind))
+            self._boxes(axes, boxes, facecolor=colour_of(hue, kind))
             if kind is BoxKind.INPUT_GRADIENT and self.sheet.marked:
                 self._marks(axes, boxes, hue.forward)
         for kind in chart.kinds:
-            self._labels(axes, [box for box in chart.boxes if box.kind is kind], _colour(palette.INKS, kind))
+            self._labels(
+                axes, [box for box in chart.boxes if box.kind is kind], colour_of(palette.INKS, kind)
+            )
         self._bubbles(axes)
         self._messages(axes)
         if chart.steady is not None:
@@ -225,7 +185,7 @@ class _Panel:
                 [_corners(*self._rectangle(box)) for box in boxes],
                 edgecolor=palette.SYNC_HATCH if boxes[0].kind is BoxKind.SYNC else palette.INK,
                 linewidth=edge if edge > 0.15 else 0.0,
-                gid=_group(self.index, boxes[0].kind, boxes[0].lane),
+                gid=group_of(self.index, boxes[0].kind, boxes[0].lane),
                 zorder=2,
                 **style,
             ),
@@ -269,7 +229,7 @@ class _Panel:
         bands = []
         for left, right, bottom, top in map(self._rectangle, boxes):
             tall = bottom - top
-            bands.append(_corners(left, right, bottom - 0.02 * tall, bottom - _BAND * tall))
+            bands.append(_corners(left, right, bottom - 0.02 * tall, bottom - BAND * tall))
         axes.add_collection(PolyCollection(bands, facecolor=colour, linewidth=0, zorder=2.5), autolim=False)
 
     def _rectangle(self, box: Box) -> Rectangle:
@@ -309,7 +269,7 @@ class _Panel:
             axes.plot(
                 [x for x in at for _ in (0, 1)],
                 [y for w in range(len(at)) for y in (w, w + 1)],
-                **_STEADY,
+                **STEADY,
                 zorder=4,
                 gid=f"chart-{self.index}-steady-{side}",
             )
@@ -317,23 +277,7 @@ class _Panel:
     # --- the legend ---
 
     def _legend(self, axes: Axes, top: float) -> None:
-        def patch(colour: str, **style: Any) -> Patch:
-            # Patch's keywords are not typed one by one.
-            return Patch(facecolor=colour, edgecolor=palette.INK, linewidth=0.5, **style)
-
-        handles: list[Any] = []
-        for hue, _ in hues_of(self.chart):
-            swatches = [patch(_colour(hue, kind)) for kind in self.chart.kinds]
-            if self.sheet.marked and BoxKind.INPUT_GRADIENT in self.chart.kinds:
-                swatches[self.chart.kinds.index(BoxKind.INPUT_GRADIENT)] = _Marked(
-                    facecolor=hue.backward, edgecolor=palette.INK, linewidth=0.5, label=hue.forward
-                )
-            handles.append(tuple(swatches))
-        if self.chart.has_syncs:
-            handles.append(patch(palette.SYNC, hatch="//////"))
-        handles.append(Patch(facecolor=palette.BACKGROUND, edgecolor="#c9ced6", linewidth=0.5))
-        if self.chart.steady is not None:
-            handles.append(Line2D([], [], **_STEADY))
+        handles = handles_of(self.chart, marked=self.sheet.marked)
         columns = self.sheet.legend_columns(self.chart)
         texts = legend_texts(self.chart)
         # matplotlib fills columns first; people read rows first.
@@ -343,7 +287,7 @@ class _Panel:
         axes.legend(
             [handles[i] for i in reading],
             [texts[i] for i in reading],
-            handler_map={tuple: HandlerTuple(ndivide=None, pad=0), _Marked: _MarkedHandler()},
+            handler_map=HANDLERS,
             loc="upper left",
             bbox_to_anchor=(LEFT / self.sheet.width, self._fraction(top)),
             bbox_transform=self.figure.transFigure,
@@ -437,32 +381,5 @@ class _Panel:
             )
 
 
-_STEADY: dict[str, Any] = {"color": palette.INK, "linewidth": 1.3, "linestyle": (0, (3, 1.5))}
-
-
 def _corners(left: float, right: float, bottom: float, top: float) -> list[tuple[float, float]]:
     return [(left, bottom), (right, bottom), (right, top), (left, top)]
-
-
-class _Marked(Patch):
-    """The legend's box of an input gradient that is told from a backward; its label is the band's colour."""
-
-
-class _MarkedHandler(HandlerPatch):
-    """Draws a ``_Marked`` in a legend."""
-
-    def create_artists(
-        self, legend: Any, orig_handle: Any, xdescent: float, ydescent: float, *size: Any
-    ) -> list[Any]:
-        """The box, and the band at its foot."""
-        width, height, _, transform = size
-        artists: list[Any] = list(super().create_artists(legend, orig_handle, xdescent, ydescent, *size))
-        place = (-xdescent + 0.4, -ydescent + 0.4)
-        band = RectanglePatch(place, width - 0.8, 1.6 * _BAND * height, color=orig_handle.get_label(), lw=0)
-        band.set_transform(transform)
-        return [*artists, band]
-
-
-def _colour(hue: palette.Hue, kind: BoxKind) -> str:
-    assert kind.shade is not None, "a sync has no hue"
-    return hue.shades[kind.shade.value]

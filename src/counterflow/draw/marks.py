@@ -1,0 +1,76 @@
+"""What boxes and lines look like, in a chart and in its legend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from matplotlib.legend_handler import HandlerPatch, HandlerTuple
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+
+from . import palette
+from .chart import BoxKind, Chart
+from .sheet import hues_of
+
+BAND = 0.16
+"""Of a box's height, where input gradients are marked."""
+
+STEADY: dict[str, Any] = {"color": palette.INK, "linewidth": 1.3, "linestyle": (0, (3, 1.5))}
+"""The lines around what repeats."""
+
+
+def handles_of(chart: Chart, *, marked: bool) -> list[Any]:
+    """What a legend draws before each of its texts.
+
+    Args:
+        chart: whose legend it is.
+        marked: whether input gradients are told from backwards by a band.
+    """
+
+    def patch(colour: str, **style: Any) -> Patch:
+        # Patch's keywords are not typed one by one.
+        return Patch(facecolor=colour, edgecolor=palette.INK, linewidth=0.5, **style)
+
+    handles: list[Any] = []
+    for hue, _ in hues_of(chart):
+        swatches = [patch(colour_of(hue, kind)) for kind in chart.kinds]
+        if marked and BoxKind.INPUT_GRADIENT in chart.kinds:
+            swatches[chart.kinds.index(BoxKind.INPUT_GRADIENT)] = _Marked(
+                facecolor=hue.backward, edgecolor=palette.INK, linewidth=0.5, label=hue.forward
+            )
+        handles.append(tuple(swatches))
+    if chart.has_syncs:
+        handles.append(patch(palette.SYNC, hatch="//////"))
+    handles.append(Patch(facecolor=palette.BACKGROUND, edgecolor="#c9ced6", linewidth=0.5))
+    if chart.steady is not None:
+        handles.append(Line2D([], [], **STEADY))
+    return handles
+
+
+class _Marked(Patch):
+    """The legend's box of an input gradient that is told from a backward; its label is the band's colour."""
+
+
+class _MarkedHandler(HandlerPatch):
+    """Draws a ``_Marked`` in a legend."""
+
+    def create_artists(
+        self, legend: Any, orig_handle: Any, xdescent: float, ydescent: float, *size: Any
+    ) -> list[Any]:
+        """The box, and the band at its foot."""
+        width, height, _, transform = size
+        artists: list[Any] = list(super().create_artists(legend, orig_handle, xdescent, ydescent, *size))
+        place = (-xdescent + 0.4, -ydescent + 0.4)
+        band = Rectangle(place, width - 0.8, 1.6 * BAND * height, color=orig_handle.get_label(), lw=0)
+        band.set_transform(transform)
+        return [*artists, band]
+
+
+def colour_of(hue: palette.Hue, kind: BoxKind) -> str:
+    """The colour of a kind of boxes, of a micro-batch's hue."""
+    assert kind.shade is not None, "a sync has no hue"
+    return hue.shades[kind.shade.value]
+
+
+HANDLERS = {tuple: HandlerTuple(ndivide=None, pad=0), _Marked: _MarkedHandler()}
+"""How a legend draws them."""
