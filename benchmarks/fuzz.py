@@ -263,11 +263,14 @@ LINES = [
     "show gems --stages 2 --micro-batches 2 --compare chimera",
     "export mixpipe --stages 4 --micro-batches 4 --injected 2 --out x.json",
     "check wpipe --workers 2 --micro-batches 2 --json",
-    "plan --example chimera-bert48 --scheme dapple --workers 4 --mini-batch 256",
-    "train --scheme hanayo --workers 2 --steps 3 --set train.samples=64",
     "reproduce --list",
     "reproduce chimera-table2 --json",
     "schemes --json",
+]
+WORKS = [
+    "plan --example chimera-bert48 --scheme dapple --scheme gpipe --workers 4 --mini-batch 256",
+    "train --scheme hanayo --workers 2 --steps 3 --set train.samples=64",
+    "train --workers 2 --dry-run --json",
     f"{SYNTHESIZED} --peak 3 --forward 1 --input-gradient 1 --weight-gradient 1",
     f"{SYNTHESIZED} --weight-bytes 1GiB --activation-bytes 3MiB --memory 2GiB --objective steady --json",
     "verify dapple --stages 2 --micro-batches 2 --steps 1",
@@ -275,9 +278,9 @@ LINES = [
 ]
 
 
-def line(draw: random.Random) -> Input:
+def line(draw: random.Random, lines: Sequence[str] = LINES) -> Input:
     """A right command line with words replaced, removed and put in."""
-    words = draw.choice(LINES).split()
+    words = draw.choice(lines).split()
     for _ in range(draw.choice((0, 1, 1, 1, 2, 3))):
         at = draw.randrange(len(words))
         value = str(draw.choice(draw.choice((NUMBERS, TEXTS, [2, 3, 4, 8])))).replace("\0", "")
@@ -299,6 +302,11 @@ def line(draw: random.Random) -> Input:
     return Input(words, {})
 
 
+def work(draw: random.Random) -> Input:
+    """The same of commands that plan, train, measure or search."""
+    return line(draw, WORKS)
+
+
 # -- running
 
 COMMAND = typer.main.get_command(application())
@@ -311,7 +319,7 @@ def warm(folder: Path) -> None:
     os.chdir(folder)
     nothing = io.StringIO()
     with contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
-        for words in LINES:
+        for words in (*LINES, *WORKS):
             with contextlib.suppress(SystemExit):
                 COMMAND(words.split(), prog_name="counterflow")
     os.chdir(before)
@@ -403,7 +411,8 @@ def _end(*_: object, **__: object) -> Any:
 SHARES = {
     "schedule": 0.3,
     "config": 0.12,
-    "line": 0.26,
+    "line": 0.12,
+    "work": 0.14,
     "plan": 0.14,
     "checkpoint": 0.165,
     "resume": 0.01,
@@ -424,10 +433,11 @@ def kinds(names: Sequence[str], folder: Path) -> dict[str, Kind]:
         "schedule": lambda _: schedule,
         "config": lambda _: config,
         "line": lambda _: line,
+        "work": lambda _: work,
         "plan": inputs_of_plans,
         "checkpoint": checkpoints,
         "resume": lambda place: checkpoints(place, started=True),
-        "fresh": lambda _: lambda draw: draw.choice((schedule, config, line))(draw),
+        "fresh": lambda _: lambda draw: draw.choice((schedule, config, line, work))(draw),
     }
     for name in names:
         (place := folder / f"right-{name}").mkdir()

@@ -132,7 +132,7 @@ def test_charts_share_the_time_axis(memory: bool) -> None:
     assert "makespan 30 F, bubble ratio 20 %, peak 4 activations" in texts
 
 
-@pytest.mark.parametrize(("workers", "pairs"), [(2, 1), (4, 2), (12, 1), (24, 2)])
+@pytest.mark.parametrize(("workers", "pairs"), [(2, 1), (4, 2), (12, 1), (16, 2)])
 def test_nothing_overlaps_and_all_is_on_the_sheet(workers: int, pairs: int) -> None:
     result = simulated("chimera", Costs(sync=1), stages=workers, micro_batches=workers, pairs=pairs)
     figure = make_figure([chart_of(result, memory=True)] * 2)

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from counterflow.cli import application
 from counterflow.papers import examples
 from counterflow.plan import Cluster, LayerProfile, Link, Model, Profile, files
 from counterflow.train import load_config
 
-from ..conftest import Run
+from ..conftest import ENVIRONMENT, Run
 
 KEYS = [
     "model",
@@ -157,6 +159,16 @@ def test_the_table_says_what_the_json_says(run: Run) -> None:
     assert "peak memory by worker   0: " in told
     assert "The second, gems" in told
     assert "slower by bound" in told
+
+
+@pytest.mark.parametrize(("columns", "told"), [(80, True), (146, False)])
+def test_a_narrow_terminal_is_told_what_it_is_not_shown(inputs: str, columns: int, told: bool) -> None:
+    answer = CliRunner(env=ENVIRONMENT | {"COLUMNS": str(columns)}).invoke(
+        application(), ["plan", *inputs.split(), "--scheme", "dapple"], prog_name="counterflow"
+    )
+    assert answer.exit_code == 0, answer.stderr
+    note = "In 80 columns without sync, devices and closed form; 146 show them, and so does --json"
+    assert (note in " ".join(answer.stdout.split())) is told  # its lines are wrapped
 
 
 def test_the_examples_are_listed(run: Run) -> None:

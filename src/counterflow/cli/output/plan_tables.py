@@ -51,7 +51,12 @@ def print_plans(
     out.print(Text(about, style="dim"))
     plans = found.best if top else found.of_schemes
     predictions = [each.play.prediction() for each in plans]
-    out.print(_ranking(plans, width=out.width, with_arrangement=cluster.devices > 1))
+    spread = cluster.devices > 1
+    out.print(_ranking(plans, width=out.width, with_arrangement=spread))
+    if out.width < (room := _room(with_arrangement=spread)):
+        left_out = "sync, devices and closed form" if spread else "sync and closed form"
+        told = f"In {out.width} columns without {left_out}; {room} show them, and so does --json"
+        out.print(Text(told, style="dim"))
     best = found.best[0].play.prediction()
     for line in _of_best(found.best[0]):
         out.print(Text(line))
@@ -69,12 +74,13 @@ def print_plans(
         out.print(Text(told, style="dim"))
 
 
-_ROOM = 128
-"""Columns that all of the ranking takes; in fewer, what the best plan's line tells is left out."""
+def _room(*, with_arrangement: bool) -> int:
+    """Columns that all of the ranking takes; in fewer, what the best plan's line tells is left out."""
+    return 146 if with_arrangement else 128
 
 
 def _ranking(plans: Sequence[Plan], *, width: int, with_arrangement: bool) -> Any:
-    whole = width >= _ROOM + (18 if with_arrangement else 0)
+    whole = width >= _room(with_arrangement=with_arrangement)
     cells: dict[str, Callable[[Prediction], str]] = {
         "scheme": lambda p: p.configuration.scheme,
         "options": lambda p: choices(p.configuration),
