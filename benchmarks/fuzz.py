@@ -338,7 +338,7 @@ def run(given: Input, folder: Path) -> Outcome:
 
 
 def run_fresh(given: Input, folder: Path) -> Outcome:
-    """The outcome of a command in a Python of its own, which starts workers if it gets there."""
+    """The outcome of a command in a Python of its own."""
     _put(given, folder)
     said = folder / ".said"
     with said.open("wb") as errors:
@@ -437,7 +437,7 @@ def kinds(names: Sequence[str], folder: Path) -> dict[str, Kind]:
         "plan": inputs_of_plans,
         "checkpoint": checkpoints,
         "resume": lambda place: checkpoints(place, started=True),
-        "fresh": lambda _: lambda draw: draw.choice((schedule, config, line, work))(draw),
+        "fresh": lambda _: line,
     }
     for name in names:
         (place := folder / f"right-{name}").mkdir()
