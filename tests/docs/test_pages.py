@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +217,21 @@ def test_supported_models_names_tests_and_quotes_refusals() -> None:
     assert len(quotes) > 10
     for quote in quotes:
         assert quote in said, f"nothing is refused with: {quote}"
+
+
+def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cf.launch(_page_of_checkpoints, workers=2, transport="local")
+
+
+def _page_of_checkpoints() -> None:
+    (program,) = blocks("checkpoints.md", "python")
+    layers = [torch.nn.Linear(4, 4) for _ in range(2)]
+    optimizer = partial(torch.optim.AdamW, lr=0.1)
+    pipeline = cf.Pipeline(layers, torch.nn.MSELoss(), cf.schemes.chimera(2, 2), optimizer=optimizer)
+    for _ in range(2):
+        pipeline.step(*torch.ones(2, 4, 4))
+    scope: dict[str, Any] = {"pipeline": pipeline}
+    exec(program, scope)
+    assert scope["step"] == 2
+    assert scope["weights"].keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
