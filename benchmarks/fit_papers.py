@@ -146,7 +146,7 @@ def main() -> None:
         ("GEMS", "32 devices"),
         messages,
         (1.25, 3.125, 5, 12.5),
-        12.5,
+        1.25,
     )
     ratio(
         "Lonestar6's messages in GB/s",
