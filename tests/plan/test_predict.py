@@ -255,3 +255,42 @@ def test_parts_add_up_to_the_step(
     each = [getattr(parts, name) for name in type(parts).__slots__]
     assert sum(each) == pytest.approx(play.prediction().step_seconds)
     assert parts.compute > 0
+
+
+HEADED = Model("eight and a head", (*["block"] * 8, "head"))
+THIRDS = Profile("p", "d", "", {"block": block(1.0), "head": block(3.0, 100.0)})
+
+
+def test_cuts_balance_workers() -> None:
+    """Eight equal layers, a head of 3: with stages of 2, 3, 3, 3 the inner workers have 6 and begin late."""
+    balanced = (2, 5, 8)
+    assert cut(HEADED, THIRDS, Cutting.BALANCED, 4, 1) == balanced
+    chimera = configured("chimera", stages=4, micro_batches=8)
+    by_cuts = {
+        cuts: predict(HEADED, THIRDS, CLUSTER, replace(chimera, cuts=cuts)).step_seconds
+        for cuts in (balanced, (3, 4, 8), Cutting.BALANCED)
+    }
+    assert by_cuts == {balanced: 84.0, (3, 4, 8): 81.0, Cutting.BALANCED: 81.0}
+    # One stage a worker: as before.
+    dapple = predict(HEADED, THIRDS, CLUSTER, configured("dapple", stages=4, micro_batches=8))
+    assert dapple.configuration.cuts == balanced
+
+
+def test_cuts_respect_memory() -> None:
+    """The first stage keeps four micro-batches: its layers move on until all fit, if that is possible."""
+    kept = replace(block(), saved_bytes=(100.0, 200.0, 400.0))
+    heavy = replace(PROFILE, layers={"block": kept})
+    plain = replace(MODEL, optimizer_states=0.0)
+    dapple = configured("dapple", stages=4, micro_batches=8)
+
+    def planned(memory: float) -> tuple[Any, bool]:
+        found = predict(plain, heavy, replace(CLUSTER, memory_bytes=memory), dapple)
+        return found.configuration.cuts, found.fits
+
+    assert planned(1250.0) == ((2, 4, 6), True)
+    assert planned(1100.0) == ((1, 3, 5), True)
+    assert planned(900.0) == ((2, 4, 6), False)
+    again = predict(
+        plain, heavy, replace(CLUSTER, memory_bytes=900.0), replace(dapple, recompute=Recompute.STAGE)
+    )
+    assert again.fits

@@ -21,6 +21,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.modes import Recompute, Sync
+from counterflow.schedule.placement import Placement
 from counterflow.simulate import Costs, Simulation, simulate
 from counterflow.simulate.op_costs import stage_bytes
 from counterflow.simulate.periods import whole_periods
@@ -30,7 +31,8 @@ from .device_placement import Network, network
 from .model import Model
 from .prediction import Configuration, Parts, Prediction, WorkerMemory
 from .profile import Profile
-from .stages import Cuts, PlannedOps, StageCosts, cut, stage_costs
+from .stages import Cuts, Cutting, PlannedOps, StageCosts, cut, stage_costs
+from .worker_cuts import Balance
 
 STEADY_PERIODS = 4
 """Whole periods in the steady state of an asynchronous schedule: two alike, and those that they wait for."""
@@ -82,7 +84,8 @@ class Predictor:
         self._schedules: OrderedDict[tuple[str, tuple[tuple[str, OptionValue], ...]], Schedule] = (
             OrderedDict()
         )
-        self._stages: dict[tuple[Cuts, int, int], StageCosts] = {}
+        self._cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._stages: dict[tuple[tuple[int, ...], int], StageCosts] = {}
 
     def predict(self, configuration: Configuration, *, mini_batch: int | None = None) -> Prediction:
         """See the function of that name."""
@@ -105,7 +108,13 @@ class Predictor:
                 f"{schedule.workers} workers · {configuration.replicas} replicas need {needed} devices, but "
                 f"cluster {self.cluster.name} has {self.cluster.size}"
             )
-        stages = self.stages(configuration.cuts, schedule.stages, configuration.samples)
+        stages = self.stages(
+            configuration.cuts,
+            schedule.placement,
+            configuration.samples,
+            configuration.recompute,
+            passes=-(-schedule.micro_batches // schedule.pipes),
+        )
         skips = [link for link, _ in stages.skips]
         if skips or schedule.workload.skips:
             schedule = schedule.with_skips(skips)
@@ -125,13 +134,34 @@ class Predictor:
                 self._schedules.popitem(last=False)
         return self._schedules[key]
 
-    def stages(self, cuts: Cuts, stages: int, samples: int) -> StageCosts:
-        """The costs of that many stages at that many samples a micro-batch."""
-        key = (cuts, stages, samples)
-        if key not in self._stages:
-            found = cut(self.model, self.profile, cuts, stages, samples)
-            self._stages[key] = stage_costs(self.model, self.profile, found, samples)
-        return self._stages[key]
+    def stages(
+        self, cuts: Cuts, placement: Placement, samples: int, recompute: Recompute, *, passes: int
+    ) -> StageCosts:
+        """The costs of a placement's stages.
+
+        Args:
+            cuts: a rule, or the cuts themselves.
+            placement: which worker holds which stage.
+            samples: of a micro-batch.
+            recompute: what is computed again.
+            passes: micro-batches of an update that go through each pipe.
+        """
+        key = (cuts, placement, samples, recompute, passes)
+        if key not in self._cuts:
+            rule = (cuts, placement.stages, samples)
+            if rule not in self._cuts:
+                self._cuts[rule] = cut(self.model, self.profile, *rule)
+            found = self._cuts[rule]
+            if cuts is Cutting.BALANCED:
+                usable = self.cluster.usable_bytes
+                found = Balance(
+                    self.model, self.profile, placement, passes, samples, recompute, usable
+                ).improved(found)
+            self._cuts[key] = found
+        costs = (self._cuts[key], samples)
+        if costs not in self._stages:
+            self._stages[costs] = stage_costs(self.model, self.profile, *costs)
+        return self._stages[costs]
 
 
 @dataclass(frozen=True)

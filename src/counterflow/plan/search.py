@@ -268,7 +268,13 @@ class _Search:
         if key not in self.known_bounds:
             self.known_bounds[key] = bounds(
                 shape,
-                self.predictor.stages(self.constraints.cuts, group.stages, group.samples),
+                self.predictor.stages(
+                    self.constraints.cuts,
+                    shape.placement,
+                    group.samples,
+                    recompute,
+                    passes=-(-sum(shape.passes) // len(shape.passes)),
+                ),
                 links,
                 self.predictor.cluster,
                 recompute,

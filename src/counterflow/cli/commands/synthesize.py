@@ -224,7 +224,13 @@ def _profiled(workload: Workload, costs: CostOptions, files: dict[str, Any]) -> 
         predictor,
         configuration,
         problem.schedule(one_by_one(problem)),
-        predictor.stages(Cutting.BALANCED, placement.stages, samples),
+        predictor.stages(
+            Cutting.BALANCED,
+            placement,
+            samples,
+            recompute,
+            passes=-(-workload.micro_batches // placement.pipes),
+        ),
         network(predictor.cluster, placement, replicas, configuration.arrangement),
     )
 
