@@ -97,8 +97,8 @@ MIXPIPE_8 = Figure(
         ("32 devices",),
         {"GPipe": 1.46, "GEMS": 2.39, "DAPPLE": 1.34, "Chimera": 1.16},
         fit="GEMS",
-        GEMS="of the usual rates of Ethernet 10 Gbit/s comes nearest; there the sum of both directions' gradients "
-        "is 37 % of its step, and 26 % are bubbles",
+        GEMS="of the usual rates of Ethernet 10 Gbit/s comes nearest; there the sum of both directions' "
+        "gradients is 37 % of its step, and 26 % are bubbles",
         DAPPLE=_MIXPIPE_DAPPLE,
     ),
     assumptions=_MIXPIPE_ASSUMPTIONS,
