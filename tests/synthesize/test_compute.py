@@ -46,6 +46,8 @@ def test_each_scheme_has_a_turn_before_one_has_its_next_and_begins_with_most_mem
     assert set(names[:3]) == {"chimera", "gems", "mixpipe"}
     first = next(name for name, _ in named(problem) if name.startswith("mixpipe"))
     assert "injected=max" in first
+    assert len(names) > 3
+    assert [name.partition("(")[0] for name, _ in named(problem, lambda: False)] == names[:3]
 
 
 def test_a_named_scheme_at_the_bound_is_returned_at_once() -> None:

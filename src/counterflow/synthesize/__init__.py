@@ -17,14 +17,17 @@ allows. They are often reached in small pipelines, and too low where memory is v
 
 **Named schemes** (``named.py``): every order that a scheme has for the same ops and that keeps the
 limits. The result is never worse than the best of them. Where F = I = W the bound often proves one of
-them at once.
+them at once. In large problems one takes seconds to build. Then each scheme is built once, and with further
+options only in the first 40 % of the time.
 
 **Repeating blocks** (``blocks/``). A block is when the ops of one micro-batch of every pipe start; the
 next ones follow period by period (``modulo.py``). Its size does not depend on N, so this is the method
 for many workers and micro-batches; V-Half and its kin were found so. Blocks come from annealing
 (``pattern_moves.py``) and, up to 120 letters, from a solver (``pattern_solver.py``). A block is unrolled to
 all micro-batches. Then it is *squeezed* (``squeeze.py``): where a worker would wait, it runs a later op
-that can run; from the front and from the back in turns. The best order known is squeezed too.
+that can run; from the front and from the back in turns. The best named orders are squeezed too. How late such
+an op may make the next one decides how good the result is, so it is drawn by chance for each side
+(``wander.py``), again and again, and the best results are squeezed on.
 
 **Search** (``search/``): any size, no proof. List scheduling makes orders by rules of a few numbers
 (``build`` in ``compiled.py``); the best of these and of the orders known are annealed by moving ops within
@@ -37,9 +40,10 @@ or below a target (``exact/model.py``); a target that none meets raises the boun
 problems: at most 60,000 pairs of ops that share a worker, as 8 workers with a stage each and 40
 micro-batches have. It needs OR-tools, the extra ``counterflow[synthesize]``.
 
-Time is divided so: 40 % for blocks; of what is left the search has 40 % where the exact method follows,
-else all; the exact method has the rest, and at least 30 % of the whole. With ``moves`` there is no clock:
-the search makes so many moves, blocks have one turn and another for each 10,000 moves but no solver, and
+Time is divided so: of what the named schemes leave, blocks and squeezing have half; of what is left then the
+search has 40 % where the exact method follows, else all; the exact method has the rest. With ``moves`` there
+is no clock: all named schemes are built, the search makes so many moves, blocks have one turn and squeezing
+40, and as many again for each 10,000 moves, but no solver, and
 the exact method has one thread and an effort in proportion. Then the same input gives the same order on
 any machine.
 

@@ -31,7 +31,7 @@ START = "the order to begin with"
 """The method of a result that nothing improved."""
 
 _NAMED = 0.4
-"""The share of time after which no further named scheme is built."""
+"""The share of time after which each named scheme is built once, and not with further options."""
 
 _REPEATED = 0.5
 """The share of what is then left for repeating blocks and for squeezing."""
@@ -124,7 +124,7 @@ class _Run:
         until = math.inf if moves is not None else began + seconds
         self._take(self._words, "one micro-batch after another")
         try:
-            self._build_named(math.inf if moves is not None else began + _NAMED * seconds)
+            self._build_named(began + _NAMED * seconds if moves is None else until, until)
             if self._first is not None and self._problem.fits(self._first):
                 self._take(self._first, START)
             if not self._proved:
@@ -153,9 +153,9 @@ class _Run:
     def _proved(self) -> bool:
         return self._value <= self._bound.seconds * (1 + PROVED)
 
-    def _build_named(self, until: float) -> None:
-        """Take the named orders that can be built until then; the first of them in any case."""
-        for name, words in named(self._problem):
+    def _build_named(self, another: float, until: float) -> None:
+        """Take named orders: until then one of each scheme, and until an earlier time another of each."""
+        for name, words in named(self._problem, lambda: time.monotonic() < another):
             if self._problem.fits(words):
                 value = self._take(words, name)
                 if self._named is None or value < self._named[1]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from counterflow.errors import ConfigError
@@ -16,11 +16,12 @@ from counterflow.schedule.workload import Workload
 from .problem import Problem, Words
 
 
-def named(problem: Problem) -> Iterator[tuple[str, Words]]:
+def named(problem: Problem, more: Callable[[], bool] = lambda: True) -> Iterator[tuple[str, Words]]:
     """Every named scheme with the same ops, as words; which micro-batch goes through which pipe may differ.
 
     Those of large problems take seconds each. So every scheme has a turn before one has its next, and begins
-    with the last of its options, which ask for the most memory.
+    with the last of its options, which ask for the most memory. Before a scheme has another turn, ``more`` is
+    asked whether to go on.
 
     >>> from counterflow.schedule.placement import linear
     >>> from counterflow.schedule.workload import plain
@@ -30,7 +31,9 @@ def named(problem: Problem) -> Iterator[tuple[str, Words]]:
     """
     known: set[Words] = set()
     waiting = deque(_of_scheme(problem, one) for one in registry.SCHEMES.values() if one.synchronous)
-    while waiting:
+    first = len(waiting)
+    while waiting and (first > 0 or more()):
+        first -= 1
         orders = waiting.popleft()
         for name, words in orders:
             if words not in known:

@@ -64,19 +64,21 @@ def candidates(
             report(f"{how}: one every {block.period:.6g} s, {way_of(problem, block):.6g} s on its way")
             yield unrolled(problem, block)
 
+    def ended() -> bool:
+        return monotonic() > until
+
     least = inf
     for words in unsqueezed():
         if words in sources:
             continue
         sources.append(words)
         for late in _LATE:
-            taken, flat = squeezer.flat_squeezed(
-                flat_of(words), Lateness(late * mean, late * mean), until=until
-            )
+            both = Lateness(late * mean, late * mean)
+            taken, flat = squeezer.flat_squeezed(flat_of(words), both, ended=ended)
             if taken < least:
                 least = taken
                 yield words_of(flat)
-            if monotonic() > until:
+            if ended():
                 return
     many = None if turns is None else _WANDERS * turns
     yield from Wanderer(problem, sources, seed).wandered(turns=many, until=until, least=least)

@@ -6,10 +6,9 @@ ever holds more than it may, and words that did not deadlock still do not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import inf
-from time import monotonic
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,7 +93,7 @@ class Squeezer:
         return words_of(flat) if seconds < self.seconds(words) else words
 
     def flat_squeezed(
-        self, flat: Flat, late: Lateness, *, back: bool = False, until: float = inf
+        self, flat: Flat, late: Lateness, *, back: bool = False, ended: Callable[[], bool] = lambda: False
     ) -> tuple[float, Flat]:
         """The best words of several turns, and how long they take.
 
@@ -102,7 +101,7 @@ class Squeezer:
             flat: words as ``squeezed`` takes them.
             late: for each side.
             back: whether the first turn is from the back.
-            until: when to stop, on the monotonic clock; after one turn at the earliest.
+            ended: asked after each turn whether to stop.
         """
         best, least, since = flat, NEVER, 0
         for _ in range(MOST_TURNS):
@@ -112,7 +111,7 @@ class Squeezer:
             since = 0 if seconds < least * (1 - CLOSE) else since + 1
             if seconds < least:
                 best, least = flat, seconds
-            if since == 3 or monotonic() > until:
+            if since == 3 or ended():
                 break
         return least, best
 

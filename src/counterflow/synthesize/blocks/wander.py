@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import exp, inf, log
+from threading import Event
 from time import monotonic
 
 import numpy as np
@@ -84,21 +85,28 @@ class Wanderer:
             until: when to stop, on the monotonic clock.
             least: seconds of the best words known; only better ones are yielded.
         """
-        done = 0
+        done, stop = 0, Event()
+
+        def ended() -> bool:
+            return stop.is_set() or monotonic() > until
+
         with ThreadPoolExecutor(_THREADS) as threads:
-            while (turns is None or done < turns) and monotonic() < until:
-                drawn = [self._drawn(done + number) for number in range(_THREADS)]
-                jobs = [
-                    threads.submit(squeezer.flat_squeezed, turn.flat, turn.late, back=turn.back, until=until)
-                    for squeezer, turn in zip(self._squeezers, drawn, strict=True)
-                ]
-                done += len(jobs)
-                for job, turn in zip(jobs, drawn, strict=True):
-                    seconds, flat = job.result()
-                    self._take(_Kept(seconds, flat, turn.late))
-                    if seconds < least * (1 - CLOSE):
-                        least = seconds
-                        yield words_of(flat)
+            try:
+                while (turns is None or done < turns) and not ended():
+                    drawn = [self._drawn(done + number) for number in range(_THREADS)]
+                    jobs = [
+                        threads.submit(squeezer.flat_squeezed, x.flat, x.late, back=x.back, ended=ended)
+                        for squeezer, x in zip(self._squeezers, drawn, strict=True)
+                    ]
+                    done += len(jobs)
+                    for job, turn in zip(jobs, drawn, strict=True):
+                        seconds, flat = job.result()
+                        self._take(_Kept(seconds, flat, turn.late))
+                        if seconds < least * (1 - CLOSE):
+                            least = seconds
+                            yield words_of(flat)
+            finally:
+                stop.set()  # whoever interrupts this waits for no more than one squeeze
 
     def _drawn(self, number: int) -> _Turn:
         chance = self._chance
