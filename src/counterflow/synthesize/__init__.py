@@ -40,7 +40,7 @@ or below a target (``exact/model.py``); a target that none meets raises the boun
 problems: at most 60,000 pairs of ops that share a worker, as 8 workers with a stage each and 40
 micro-batches have. It needs OR-tools, the extra ``counterflow[synthesize]``.
 
-Time is divided so: of what the named schemes leave, blocks and squeezing have half; of what is left then the
+Time is divided so: of what the named schemes leave, blocks and squeezing have 40 %; of what is left then the
 search has 40 % where the exact method follows, else all; the exact method has the rest. With ``moves`` there
 is no clock: all named schemes are built, the search makes so many moves, blocks have one turn and squeezing
 40, and as many again for each 10,000 moves, but no solver, and

@@ -33,7 +33,7 @@ START = "the order to begin with"
 _NAMED = 0.4
 """The share of time after which each named scheme is built once, and not with further options."""
 
-_REPEATED = 0.5
+_REPEATED = 0.4
 """The share of what is then left for repeating blocks and for squeezing."""
 
 _SQUEEZED = 8
@@ -170,7 +170,10 @@ class _Run:
         starts = [words for _, words in sorted(self._known, key=lambda one: one[0])[:_SQUEEZED]]
         next_look, waiting = 0.0, None
         try:
-            for words in candidates(self._problem, starts, seconds=seconds, turns=turns, seed=seed):
+            goal = self._bound.seconds
+            for words in candidates(
+                self._problem, starts, seconds=seconds, turns=turns, seed=seed, goal=goal
+            ):
                 now = time.monotonic()
                 if moves is None and now < next_look:  # each is better than all before
                     waiting = words

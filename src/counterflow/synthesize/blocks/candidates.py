@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from math import inf
 from time import monotonic
 
-from ..problem import Problem, Words
+from ..problem import CLOSE, Problem, Words
 from ..search.compiled import flat_of, words_of
 from .modulo import Block, least_work, timed, unrolled
 from .pattern_moves import first_pattern, improved
@@ -39,27 +39,30 @@ def candidates(
     turns: int | None = None,
     moves: int = MOVES,
     seed: int = 0,
+    goal: float = 0.0,
     report: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Words]:
     """Words, each better than all before: starts and blocks, squeezed; then these squeezed on by chance.
 
     Args:
         problem: what is ordered.
-        starts: known words; they are squeezed too.
+        starts: known words, the best first; they are squeezed too.
         seconds: about how long it takes; starts and the first block are always looked at.
         turns: so many blocks by moves, and none by the solver, in place of ``seconds``; the words are then
             the same on every machine.
         moves: for a block, times its letters.
         seed: of the random numbers.
+        goal: seconds that cannot be beaten; where they are reached, it ends.
         report: is told of each block.
     """
     until = inf if turns is not None else monotonic() + seconds
     squeezer = Squeezer(problem)
     mean = sum(problem.work()) / problem.ops
+    known = list(starts)
     sources: list[Words] = []
 
     def unsqueezed() -> Iterator[Words]:
-        yield from starts
+        yield from known[:_FIRST]
         for how, block in blocks(problem, seconds=_FOR_BLOCKS * seconds, turns=turns, moves=moves, seed=seed):
             report(f"{how}: one every {block.period:.6g} s, {way_of(problem, block):.6g} s on its way")
             yield unrolled(problem, block)
@@ -78,14 +81,18 @@ def candidates(
             if taken < least:
                 least = taken
                 yield words_of(flat)
-            if ended():
+            if ended() or least <= goal * (1 + CLOSE):
                 return
     many = None if turns is None else _WANDERS * turns
-    yield from Wanderer(problem, sources, seed).wandered(turns=many, until=until, least=least)
+    sources += known[_FIRST:]
+    yield from Wanderer(problem, sources, seed).wandered(turns=many, until=until, least=least, goal=goal)
 
 
 _FOR_BLOCKS = 0.4
 """Of the time, so much is for finding blocks."""
+
+_FIRST = 2
+"""So many starts are squeezed before the first block is made, the others by chance only."""
 
 _WANDERS = 40
 """Turns of squeezing by chance, for each of ``turns``."""

@@ -76,7 +76,7 @@ class Wanderer:
         self._mean = sum(problem.work()) / problem.ops
 
     def wandered(
-        self, *, turns: int | None = None, until: float = inf, least: float = inf
+        self, *, turns: int | None = None, until: float = inf, least: float = inf, goal: float = 0.0
     ) -> Iterator[Words]:
         """Words, each better than all before.
 
@@ -84,11 +84,12 @@ class Wanderer:
             turns: how many; None: as many as there is time for.
             until: when to stop, on the monotonic clock.
             least: seconds of the best words known; only better ones are yielded.
+            goal: seconds that cannot be beaten; where they are reached, it ends.
         """
         done, stop = 0, Event()
 
         def ended() -> bool:
-            return stop.is_set() or monotonic() > until
+            return stop.is_set() or least <= goal * (1 + CLOSE) or monotonic() > until
 
         with ThreadPoolExecutor(_THREADS) as threads:
             try:
