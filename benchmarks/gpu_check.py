@@ -18,7 +18,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -224,9 +223,9 @@ class Cast(nn.Sequential):
         super().__init__(*layers)
         self.device, self.low = device, low
 
-    def forward(self, value: Any) -> Any:
+    def forward(self, *given: Any) -> Any:
         with torch.autocast(self.device, torch.bfloat16, enabled=self.low):
-            return super().forward(value)
+            return super().forward(given if len(given) > 1 else given[0])
 
 
 class Theirs:
@@ -243,18 +242,23 @@ class Theirs:
         made = [Cast(layers[edges[s] : edges[s + 1]], device.type, low=subject.low).to(device) for s in held]
         built = [theirs.PipelineStage(m, s, stages, device) for m, s in zip(made, held, strict=True)]
         count = subject.micro_batches
+        inputs, targets = subject.batch()
+        loss = subject.config.loss
+        if isinstance(targets, tuple):  # torch cuts one tensor
+            targets = torch.cat([targets[0], targets[1][:, None]], 1)
+            loss = partial(_of_both, loss)
         self.schedule: Any = (
-            theirs.Schedule1F1B(built[0], count, loss_fn=subject.config.loss)
+            theirs.Schedule1F1B(built[0], count, loss_fn=loss)
             if kind == "1F1B"
-            else theirs.ScheduleZBVZeroBubble(built, count, loss_fn=subject.config.loss)
+            else theirs.ScheduleZBVZeroBubble(built, count, loss_fn=loss)
         )
         self.optimizer = adamw([parameter for module in made for parameter in module.parameters()])
         self.first, self.last = 0 in held, stages - 1 in held
-        inputs, targets = subject.batch()
-        self.inputs, self.targets = inputs.to(device), targets.to(device)
+        given = inputs if isinstance(inputs, tuple) else (inputs,)
+        self.inputs, self.targets = [tensor.to(device) for tensor in given], targets.to(device)
 
     def step(self) -> None:
-        given = (self.inputs,) if self.first else ()
+        given = self.inputs if self.first else ()
         told: dict[str, Any] = {"target": self.targets, "losses": []} if self.last else {}
         self.schedule.step(*given, return_outputs=False, **told)
         self.optimizer.step()
@@ -265,6 +269,10 @@ class Theirs:
 
     def bytes(self) -> int:
         return 0
+
+
+def _of_both(loss: Callable[[Any, Any], torch.Tensor], output: Any, target: torch.Tensor) -> torch.Tensor:
+    return loss(output, (target[:, :-1], target[:, -1]))
 
 
 def timed(make: Callable[[], Ours | Theirs], steps: int) -> tuple[float, list[int]]:
@@ -351,7 +359,7 @@ def speed(subject: Subject, workers: int, steps: int, peak: float | None, *, on_
         else:
             row.failed = f"profiling: {why}"
         wanted[scheme] = options, cuts
-    if isinstance(subject.config, GPTConfig) and workers > 1:
+    if workers > 1:
         wanted |= {"torch 1F1B": ({}, None), "torch ZB-V": ({}, None)}
     flops = subject.flops()
     samples = subject.samples * subject.micro_batches
@@ -386,7 +394,7 @@ def started(
 
 def about() -> dict[str, Any]:
     """The machine."""
-    found: dict[str, Any] = {**machine(), "host": platform.node(), "cuda": torch.version.cuda}
+    found: dict[str, Any] = {**machine(), "cuda": torch.version.cuda}
     if torch.cuda.is_available():
         found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         found["nccl"] = torch.cuda.nccl.version()

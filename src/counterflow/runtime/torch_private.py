@@ -1,7 +1,8 @@
 """What Counterflow uses of torch that has no public name, in one place, with what replaces each.
 
 Invariant: nothing else in Counterflow names it (``tests/runtime/test_torch_private.py``), but for what torch
-documents or hands to everybody: a tensor's ``_version``, and ``torch.utils._pytree``. A release of torch that
+documents or hands to everybody: a tensor's ``_version``, and ``torch.utils._pytree``; and for the dicts of a
+``nn.Module`` in ``models/``, which knows nobody. A release of torch that
 moves one of these breaks here, and the comment says what to do then.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +85,36 @@ def hooks_of(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
     kinds = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)  # noqa: SLF001
     before, after = (list((hooks or {}).values()) for hooks in kinds)
     return before, after
+
+
+def parameters_of(module: nn.Module) -> dict[str, Any]:
+    """A module's own parameters, where it looks them up. Without: ``torch.func.functional_call``."""
+    return module._parameters  # noqa: SLF001
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """A module's own buffers, where it looks them up. Without: ``get_buffer`` and ``setattr``, slowly."""
+    return module._buffers  # noqa: SLF001
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """A module's children by all their names; ``named_children`` leaves a second name of one away."""
+    return module._modules  # noqa: SLF001
+
+
+def same_memory(tensor: Tensor) -> Tensor:
+    """The same memory with a count of changes of its own. Without: a copy."""
+    return cast("Tensor", torch.ops.aten._unsafe_view(tensor, tensor.shape))  # noqa: SLF001
+
+
+def schema_of(operator: Any) -> Any:
+    """An operator's name and arguments, as a TorchDispatchMode is given it. Without: ``str(operator)``."""
+    return operator._schema  # noqa: SLF001
+
+
+def is_loss(function: object) -> TypeGuard[Any]:
+    """Whether it is one of torch's losses. Without: the public classes of losses, by name."""
+    return isinstance(function, nn.modules.loss._Loss)  # noqa: SLF001
 
 
 def keeps_statistics(module: nn.Module) -> bool:

@@ -41,3 +41,28 @@ def test_running_statistics_are_taken_once() -> None:
         output(streams, layer, torch.randn(4, 6), 0, 2)
     assert layer.num_batches_tracked is not None
     assert int(layer.num_batches_tracked) == 3
+
+
+class Attention(nn.Module):
+    """Draws as CUDA's fused attention does: it gives an int and a seed of no dimensions beside its output."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        output, size, seed = torch.ops.counterflow_tests.fused(value)
+        assert (size, seed.shape) == (len(value), ())
+        return output  # type: ignore[no-any-return]
+
+
+def test_a_fused_operator_draws_for_each_half_from_a_stream_of_its_own() -> None:
+    library = torch.library.Library("counterflow_tests", "FRAGMENT")
+    seeded = (torch.Tag.nondeterministic_seeded,)
+    library.define("fused(Tensor value) -> (Tensor, SymInt, Tensor)", tags=seeded)
+    library.impl(
+        "fused",
+        lambda value: (value * torch.rand(value.shape), len(value), torch.tensor(3)),
+        "CompositeExplicitAutograd",
+    )
+    streams, layer, value = RandomStreams(5, torch.device("cpu")), Attention(), torch.ones(4, 6)
+    first, second = output(streams, layer, value, 0, 2), output(streams, layer, value, 2, 4)
+    assert not torch.equal(first, second)
+    assert torch.equal(output(streams, layer, value, 0, 2), first)  # as when it is computed again
+    assert torch.equal(output(streams, layer, value, 2, 4), second)

@@ -18,7 +18,7 @@ from counterflow.schedule.ir import Schedule
 
 from ..messages.values import Value
 from ..stages.recomputation import mapped
-from ..torch_private import fsdp_groups
+from ..torch_private import children_of, fsdp_groups
 from ..transport import Transport
 from .dtensors import is_dtensor, settled
 from .layout import REPLICA, WORKER, Layout, Mesh
@@ -44,10 +44,10 @@ class StageModule(nn.Module):
             self.add_module(str(layer.index), layer.module)
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter(cast("dict[str, nn.Module]", self._modules).values())
+        return iter(cast("dict[str, nn.Module]", children_of(self)).values())
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return len(children_of(self))
 
     def forward(self, run: Callable[[Value], Any], value: Value) -> Any:
         """What ``run``, which runs the layers, makes of a value; hooks of the stage are run around it."""

@@ -20,7 +20,7 @@ from counterflow.loss_sum import LossSum
 
 from ..mesh.dtensors import is_dtensor, whole
 from ..messages.values import Unit
-from ..torch_private import hooks_of_module
+from ..torch_private import hooks_of_module, is_loss
 
 LossFunction = Callable[[Any, Any], Any]
 """Output of the last stage and target to the mean loss over the samples, this and a dict of metrics, or a
@@ -77,8 +77,7 @@ def refuse_no_mean(function: object) -> None:
     Raises:
         ConfigError: it is one.
     """
-    kind = nn.modules.loss._Loss  # noqa: SLF001 - the class of all of torch's losses
-    if isinstance(function, kind) and function.reduction not in ("mean", "batchmean"):
+    if is_loss(function) and function.reduction not in ("mean", "batchmean"):
         raise ConfigError(
             f"the loss function is a {type(function).__name__} with reduction={function.reduction!r}, and "
             'each micro-batch gives the mean over its samples; take reduction="mean", or a function that '

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from counterflow.errors import ConfigError
 
-from ..torch_private import hooks_of_module
+from ..torch_private import children_of, hooks_of_module
 
 Activation = Tensor | tuple[Tensor, ...]
 """What one layer hands to the next."""
@@ -174,7 +174,7 @@ def _prefixes(model: Model, layers: Sequence[nn.Module], list_layers: ListLayers
         return [f"{index}." for index in range(len(layers))]
     if list_layers is None:
         # By place, for the same module may stand in a Sequential twice.
-        return [f"{name}." for name in model._modules]  # noqa: SLF001 - named_children() skips the second one
+        return [f"{name}." for name in children_of(model)]
     names: dict[int, str] = {}
     for name, module in model.named_modules():
         names[id(module)] = f"{name}." if name else ""

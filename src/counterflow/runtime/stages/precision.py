@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
 
+from ..torch_private import parameters_of
 from .recomputation import mapped
 
 _NOTHING = nullcontext()
@@ -159,7 +160,7 @@ class Cast(Precision):
                     "own list of them; take autocast"
                 )
         self._places: list[tuple[dict[str, Any], str, nn.Parameter]] = [
-            (child._parameters, name, parameter)  # noqa: SLF001 - where a module looks them up
+            (parameters_of(child), name, parameter)
             for child in modules
             for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False)
             if parameter.is_floating_point() and parameter.dtype != dtype

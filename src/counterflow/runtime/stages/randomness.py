@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from counterflow.errors import ConfigError
 
 from ..messages.values import Value, number_of
-from ..torch_private import TorchDispatchMode, keeps_statistics, saving_hooks
+from ..torch_private import TorchDispatchMode, keeps_statistics, saving_hooks, schema_of
 from ..transport import TimedOut
 from ..transport.turns import has_turn, process_lock, settle
 
@@ -291,13 +291,13 @@ class _SharedDraws(TorchDispatchMode):
         scale = next(filter(None, map(self._scale, args)), 0)
         if not scale:  # a decision, the same for all samples
             return func(*args, **kwargs)
-        if func._schema.name not in _VALUE_BY_VALUE:  # noqa: SLF001 - the operator's own description
+        if schema_of(func).name not in _VALUE_BY_VALUE:
             self._part_ways()
             return func(*args, **kwargs)
         among = slice(scale * self.rows.start, scale * self.rows.stop)
         whole = [self._whole(arg, scale, among) for arg in args]
         drawn = func(*whole, **kwargs)
-        for described, arg, wider in zip(func._schema.arguments, args, whole, strict=False):  # noqa: SLF001
+        for described, arg, wider in zip(schema_of(func).arguments, args, whole, strict=False):
             if described.alias_info is not None and described.alias_info.is_write and wider is not arg:
                 arg.copy_(wider[among])
         if drawn is whole[0]:

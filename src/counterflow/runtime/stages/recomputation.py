@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from counterflow.errors import ConfigError
 
 from ..mesh.dtensors import is_dtensor
-from ..torch_private import keeps_statistics
+from ..torch_private import buffers_of, keeps_statistics, same_memory
 from .randomness import versions
 
 Contents = tuple[Tensor | None, ...]
@@ -73,7 +73,7 @@ def _no_leaf(tensor: Tensor) -> Tensor:
     """The same memory with a count of changes of its own: the parts of a mini-batch share one."""
     if not tensor.is_leaf:
         return tensor
-    return torch.ops.aten._unsafe_view(tensor, tensor.shape)  # type: ignore[no-any-return] # noqa: SLF001
+    return same_memory(tensor)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -111,7 +111,7 @@ class Buffers:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         inside = {id(child): child for module in modules for child in module.modules()}
-        places = [(module, name) for module in inside.values() for name in module._buffers]  # noqa: SLF001
+        places = [(module, name) for module in inside.values() for name in buffers_of(module)]
         self.norms = [(module, name) for module, name in places if keeps_statistics(module)]
         self.places = [(module, name) for module, name in places if not keeps_statistics(module)]
         self._seen: list[tuple[Tensor | None, int]] | None = None
@@ -125,7 +125,7 @@ class Buffers:
             self._seen = [(None, 0)] * len(self.places)
         changed: dict[int, Tensor | None] = {}
         for index, (module, name) in enumerate(self.places):
-            buffer = module._buffers.get(name)  # noqa: SLF001
+            buffer = buffers_of(module).get(name)
             seen = self._seen[index]
             version = 0 if buffer is None else buffer._version  # noqa: SLF001
             if buffer is not seen[0] or version != seen[1]:
@@ -142,7 +142,7 @@ class Buffers:
         now = self.now()
         for (module, name), old, new in zip(self.places, then, now, strict=True):
             if old is not new:
-                module._buffers[name] = None if old is None else old.clone()  # noqa: SLF001
+                buffers_of(module)[name] = None if old is None else old.clone()
 
     @contextmanager
     def as_then(self, then: Contents) -> Iterator[None]:
@@ -153,15 +153,15 @@ class Buffers:
             for index, held in enumerate(then)
             if index in self._changing or held is not now[index]
         ]
-        others += [(module, name, module._buffers[name]) for module, name in self.norms]  # noqa: SLF001
-        before = [(module, name, module._buffers.get(name)) for module, name, _ in others]  # noqa: SLF001
+        others += [(module, name, buffers_of(module)[name]) for module, name in self.norms]
+        before = [(module, name, buffers_of(module).get(name)) for module, name, _ in others]
         for module, name, held in others:
-            module._buffers[name] = None if held is None else held.clone()  # noqa: SLF001
+            buffers_of(module)[name] = None if held is None else held.clone()
         try:
             yield
         finally:
             for module, name, buffer in before:
-                module._buffers[name] = buffer  # noqa: SLF001
+                buffers_of(module)[name] = buffer
 
 
 class Packed:

@@ -26,7 +26,7 @@ from ..mesh.parallel import StageModule, fsdp_modules, gathered_parameters
 from ..messages.values import Keyworded, Value
 from ..mini_batch.losses import refuse_no_mean
 from ..parameters.versions import Versions
-from ..torch_private import hooks_of
+from ..torch_private import buffers_of, hooks_of
 from .precision import Precision
 from .randomness import RandomStreams, Rows, versions
 from .recomputation import Buffers, Entry, Hold, Replay, mapped, tensors_of
@@ -146,7 +146,7 @@ class StageCopy:
     @property
     def statistics(self) -> list[Tensor]:
         """Running statistics of batch norms."""
-        found = [module._buffers[name] for module, name in self.buffers.norms]  # noqa: SLF001
+        found = [buffers_of(module)[name] for module, name in self.buffers.norms]
         return [buffer for buffer in found if buffer is not None]
 
     def check_graph(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...torch_private import TorchDispatchMode, without_modes
+from ...torch_private import TorchDispatchMode, schema_of, without_modes
 from .fabric import Launch
 
 Wait = Callable[[Sequence[Launch], str], None]
@@ -143,7 +143,7 @@ class _Operators(TorchDispatchMode):
         if stream is not None and stream._pending:  # noqa: SLF001 - of this module
             launches = _launches.get(func)
             if launches is None:
-                name = func._schema.name.partition("::")[2]  # noqa: SLF001 - the operator's own description
+                name = schema_of(func).name.partition("::")[2]
                 launches = _launches[func] = name not in _AS_IT_IS
             if launches:
                 stream.synchronize(f"computes {func}")
