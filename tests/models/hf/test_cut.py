@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import counterflow as cf
 from counterflow.models import hf
+from counterflow.models.hf import masks
 from counterflow.schedule.ir import Schedule
 
 from . import tiny
@@ -120,6 +122,26 @@ def test_every_model_trains_as_one_process(name: str) -> None:
     agrees(tiny.made(name), cf.schemes.hanayo(2, 4, waves=1), batches)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "bert", "modernbert"])
+def test_masks_go_with_a_value_a_position(name: str) -> None:
+    first = hf.layers(tiny.made(name))[0]
+    inputs, _ = tiny.batch(name, padded=True)
+    length = inputs["input_ids"].shape[1]
+    taken = first(inputs)["taken"]
+    tensors = [leaf for leaf in pytree.tree_leaves(taken) if isinstance(leaf, Tensor)]
+    assert not any(one.shape[-2:] == (length, length) for one in tensors)
+    for kind, whole in masks.widened(taken).items():
+        found = [leaf for leaf in pytree.tree_leaves(whole) if isinstance(leaf, Tensor) and leaf.dim() == 4]
+        assert [one.shape for one in found] == [(8, 1, length, length)], kind
+
+
+def test_a_mask_of_another_form_goes_as_it_is() -> None:
+    odd = torch.rand(8, 1, 5, 5) < 0.5
+    positions = torch.arange(5).expand(8, -1)
+    for form, apart in masks.forms_of([2, None], packed=True):
+        assert masks.narrowed(odd, form, positions if apart else None) is None
+
+
 def test_a_model_without_a_mask_hands_none_on() -> None:
     first = hf.layers(tiny.made("llama"))[0]
     (inputs, _) = tiny.batch("llama", padded=False)
@@ -128,7 +150,7 @@ def test_a_model_without_a_mask_hands_none_on() -> None:
     ((_, taken),) = first({**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])})[
         "taken"
     ].values()
-    assert taken["attention_mask"].shape == (8, 1, tiny.POSITIONS, tiny.POSITIONS)
+    assert taken["attention_mask"].keys.shape == (8, tiny.POSITIONS)
 
 
 def predicted(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
 
+from .masks import forms_of, is_mask, narrowed, widened
 from .weights import Filling
 
 if TYPE_CHECKING:
@@ -352,6 +353,9 @@ class _First(Layer):
         super().__init__()
         self.kinds = kinds
         self.wants_ids = "SequenceClassification" in type(model).__name__  # to look for the padding
+        self.windows = [getattr(model.base_model.config, "sliding_window", None)]
+        self.forms: dict[Any, tuple[str, bool] | None] = {}
+        """By kind of layer, shape and what is given: what the mask is made of; None: of something else."""
         self.notes: list[Any] = []
         repeated = list(model.get_submodule(path).children())
         stand_ins = nn.ModuleList(_Note(block, self.notes, last=block is repeated[-1]) for block in repeated)
@@ -383,8 +387,38 @@ class _First(Layer):
         for kind, (_, args, keywords) in zip(self.kinds, notes, strict=True):
             if not _same(taken.setdefault(kind, (args, keywords)), (args, keywords)):
                 raise _unfollowed(f"calls its repeated layers ({kind}) with other arguments each")
+        hidden = notes[0][0]
+        names = frozenset(name for name, value in given.items() if value is not None)
+        for kind, its in taken.items():
+            narrow = partial(
+                self._narrow, hidden=hidden, kind=kind, names=names, positions=given.get("position_ids")
+            )
+            taken[kind] = pytree.tree_map(narrow, its)
         ids = {"input_ids": given.get("input_ids")} if self.wants_ids else {}
-        return {HIDDEN: notes[0][0], "taken": taken, **ids}
+        return {HIDDEN: hidden, "taken": taken, **ids}
+
+    def _narrow(
+        self, leaf: Any, hidden: Tensor, kind: str, names: frozenset[str], positions: Tensor | None
+    ) -> Any:
+        """A mask in the form in which it goes from stage to stage, and anything else as it is."""
+        samples, length = hidden.shape[:2]
+        if not is_mask(leaf, samples, length):
+            return leaf
+        key = kind, names, length, leaf.dtype
+        if key not in self.forms:
+            packed = positions is not None and "attention_mask" not in names
+            forms = forms_of(self.windows, packed=packed)
+            usable = (f for f in forms if positions is not None or not f[1])
+            fits = (f for f in usable if narrowed(leaf, f[0], positions if f[1] else None) is not None)
+            self.forms[key] = next(fits, None)
+        known = self.forms[key]
+        if known is None:
+            return leaf
+        form, apart = known
+        found = narrowed(leaf, form, positions if apart else None, trusted=True)
+        if found is None:
+            raise _unfollowed("makes its masks now in one way, now in another")
+        return found
 
 
 class _Block(Layer):
@@ -396,7 +430,7 @@ class _Block(Layer):
         self.kind = kind
 
     def forward(self, value: dict[str, Any]) -> dict[str, Any]:
-        args, kwargs = value["taken"][self.kind]
+        args, kwargs = widened(value["taken"][self.kind])
         hidden = self.block(value[HIDDEN], *args, **kwargs)
         if not isinstance(hidden, Tensor):
             raise _unfollowed("has repeated layers that give more than one tensor")

@@ -1,0 +1,115 @@
+"""Attention masks on their way from stage to stage: a value a position, not one for each pair of positions.
+
+What a model's mask is made of is found by trying: keys that count, texts that see no other, causal or not, a
+window. A mask that is made of something else goes as it is.
+
+Invariant: what is made of a narrow mask is, value by value, the mask that the model made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+class NarrowMask(NamedTuple):
+    """A mask of (samples, 1, positions, positions).
+
+    Attributes:
+        keys: (samples, positions): which positions are seen.
+        texts: (samples, positions): numbers of texts that see no other; None: one in each sample.
+        form: ``"all"``; ``"near 64"``: positions no further apart; ``"causal"``, also with the width of a
+            window: ``"causal 4096"``.
+        added: the dtype of a mask that is added to scores; ``""``: it is one of flags.
+    """
+
+    keys: Tensor
+    texts: Tensor | None
+    form: str
+    added: str
+
+
+def texts_of(positions: Tensor) -> Tensor:
+    """Numbers of the texts in which positions follow each other.
+
+    >>> texts_of(torch.tensor([[0, 1, 2, 0, 1]])).tolist()
+    [[0, 0, 0, 1, 1]]
+    """
+    follows = positions[:, 1:] == positions[:, :-1] + 1
+    return torch.nn.functional.pad((~follows).cumsum(1), (1, 0))
+
+
+def narrowed(
+    mask: Tensor, form: str, positions: Tensor | None, *, trusted: bool = False
+) -> NarrowMask | None:
+    """A mask as one of a form; None: it is none, which is not looked for on a GPU where ``trusted``."""
+    flags = mask if mask.dtype is torch.bool else mask == 0
+    added = "" if mask.dtype is torch.bool else str(mask.dtype).removeprefix("torch.")
+    texts = None if positions is None else texts_of(positions.expand(len(mask), -1))
+    found = NarrowMask(flags.any(2)[:, 0], texts, form, added)
+    if trusted and mask.is_cuda:  # an answer would be waited for
+        return found
+    return found if torch.equal(_made(found), mask) else None
+
+
+def forms_of(windows: Iterable[int | None], *, packed: bool) -> Iterator[tuple[str, bool]]:
+    """The forms to try, and whether texts see no other: what other samples may need is tried first."""
+    wide = [window for window in windows if window]
+    for kind in ("all", *(f"near {w}" for w in wide), "causal", *(f"causal {w}" for w in wide)):
+        likely = packed and kind.startswith("causal")
+        yield from ((kind, apart) for apart in (likely, not likely))
+
+
+def is_mask(leaf: Any, samples: int, length: int) -> bool:
+    """Whether it has a value for each pair of positions."""
+    return (
+        isinstance(leaf, Tensor)
+        and leaf.shape == (samples, 1, length, length)
+        and not leaf.requires_grad
+        and not leaf.is_meta
+        and (leaf.dtype is torch.bool or leaf.is_floating_point())
+    )
+
+
+def widened(tree: Any) -> Any:
+    """A tree with whole masks in place of narrow ones; made once for all layers that get the same."""
+
+    def whole(leaf: Any) -> Any:
+        if not isinstance(leaf, NarrowMask):
+            return leaf
+        keys: Any = leaf.keys
+        made = getattr(keys, "masks", None)
+        if made is None:
+            made = keys.masks = {}
+        kind = leaf.form, leaf.added, leaf.texts is None
+        if kind not in made:
+            made[kind] = _made(leaf)
+        return made[kind]
+
+    return pytree.tree_map(whole, tree, is_leaf=lambda leaf: isinstance(leaf, NarrowMask))
+
+
+def _made(narrow: NarrowMask) -> Tensor:
+    keys, texts = narrow.keys, narrow.texts
+    length = keys.shape[1]
+    flags = keys[:, None, None, :].expand(-1, 1, length, -1)
+    kind, _, window = narrow.form.partition(" ")
+    at = torch.arange(length, device=keys.device)
+    if kind == "near":
+        flags = flags & ((at - at[:, None]).abs() <= int(window))
+    elif kind == "causal":
+        seen = at <= at[:, None]
+        if window:
+            seen = seen & (at > at[:, None] - int(window))
+        flags = flags & seen
+    if texts is not None:
+        flags = flags & (texts[:, None, :, None] == texts[:, None, None, :])
+    if not narrow.added:
+        return flags.contiguous()
+    dtype: torch.dtype = getattr(torch, narrow.added)
+    low = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=keys.device)
+    return torch.where(flags, torch.zeros((), dtype=dtype, device=keys.device), low)
