@@ -483,8 +483,10 @@ def kept(rows: dict[str, str], seed: int) -> str:
     """The kept table with these rows in it."""
     before = RESULTS.read_text().splitlines() if RESULTS.exists() else []
     old = {name: row for row in before for name in SHARES if row.startswith(f"| {name} |")}
-    lines = [f"seed {seed}; {shown(machine())}", "", *_HEAD]
-    return "\n".join([*lines, *((old | rows)[name] for name in SHARES if name in old | rows)]) + "\n"
+    found = [(old | rows)[name] for name in SHARES if name in old | rows]
+    inputs, broken = (sum(int(row.split("|")[column]) for row in found) for column in (2, 5))
+    total = f"{inputs:,} inputs in all, {broken:,} broke a rule"
+    return "\n".join([f"seed {seed}; {shown(machine())}", "", *_HEAD, *found, "", total]) + "\n"
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ SMALL = (
     "--set train.samples=16 --set train.threads=1 "
 )
 LOCAL = SMALL + "--set pipeline.transport=local "
+PLANNED = "--set plan.mini_batch=16 --set plan.samples_per_second=5"
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "run"
     result = CliRunner(env=ENVIRONMENT).invoke(
         application(),
-        [*LOCAL.split(), "--steps", "6", "--set", "train.evaluate_every=3", "--out", str(folder)],
+        [
+            *LOCAL.split(),
+            *PLANNED.split(),
+            "--steps",
+            "6",
+            "--set",
+            "train.evaluate_every=3",
+            "--out",
+            str(folder),
+        ],
     )
     assert result.exit_code == 0, result.stderr
     (folder / "stdout").write_text(result.stdout, encoding="utf-8")
@@ -73,6 +83,9 @@ def test_then_what_came_of_it(trained: Path) -> None:
     ):
         assert any(row.startswith(begin) for row in rows), begin
     assert "measured   predicted" in out
+    (speed,) = [line.split()[-2:] for line in out.splitlines() if "by the plan" in line]
+    summary = json.loads((trained / "summary.json").read_text())
+    assert speed == [f"{16 / summary['step_seconds']:.4g}", "5"]
     assert f"counterflow show {trained}" in out
 
 

@@ -228,8 +228,11 @@ def _figures(summary: Summary) -> Any:
     table.add_row(bubbles, *(f"{ratio:.1%}" for ratio in _pair(summary.bubble_ratio)))
     table.add_row("whole step, with syncs and updates", _milliseconds(summary.step_seconds), "")
     if summary.planned_samples_per_second is not None:
-        speeds = summary.samples_per_second, summary.planned_samples_per_second
-        table.add_row("samples/s over all steps, and by the plan", *(f"{speed:.4g}" for speed in speeds))
+        over, speed = "over all steps", summary.samples_per_second
+        if together == 1:  # the first steps are slow: memory is counted, caches are cold
+            over, speed = "of the steps above", summary.about.samples / summary.step_seconds
+        planned = summary.planned_samples_per_second
+        table.add_row(f"samples/s {over}, and by the plan", f"{speed:.4g}", f"{planned:.4g}")
     for name, pair in _grouped(summary.saved_bytes):
         table.add_row(f"saved for backward, {name}", *map(byte_size, _pair(pair)))
     for name, pair in _grouped(summary.stages_held) if together > 1 else ():
