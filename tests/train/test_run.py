@@ -92,6 +92,17 @@ def test_a_plan_places_workers_on_its_devices(
         load_config(sets=["plan.devices=[0, 0]"])
 
 
+@pytest.mark.parametrize(
+    "damaged", [b"\x8f{", b'{"step" 3}', b"7", b'{"step": "x"}', b'{"step": 1e999, "seconds": 1}']
+)
+def test_damaged_metrics_do_not_end_a_run_that_goes_on(tmp_path: Path, damaged: bytes) -> None:
+    whole = b'{"step": 1, "loss": 2.5, "seconds": 0.5}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(damaged + b"\n" + whole)
+    folder = RunFolder(tmp_path)
+    assert folder.new_records() == [json.loads(whole)]
+    assert folder.steps() == 1
+
+
 def test_about(train: Train) -> None:
     watcher = Watcher()
     summary = train(watcher=watcher, train__steps=1, pipeline__replicas=2)

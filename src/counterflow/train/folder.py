@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from counterflow import toml
 from counterflow.checkpoints.index import complete
@@ -67,7 +67,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._read = 0
-        self._rest = ""
+        self._rest = b""
         self._file: int | None = None
         self._last = 0
         """The file that was read last, and the last step in it."""
@@ -205,16 +205,16 @@ class RunFolder:
 
     def new_records(self) -> list[Numbers]:
         """The lines of the metrics that were added since the last call; of steps made again, none."""
-        with (self.path / METRICS).open(encoding="utf-8") as file:
+        with (self.path / METRICS).open("rb") as file:
             number = os.fstat(file.fileno()).st_ino
             known = self._last if number != self._file else -1
             if number != self._file:  # it was put back to where the run goes on
-                self._file, self._read, self._rest = number, 0, ""
+                self._file, self._read, self._rest = number, 0, b""
             file.seek(self._read)
             text = self._rest + file.read()
             self._read = file.tell()
-        *lines, self._rest = text.split("\n")
-        found = [line for line in map(json.loads, lines) if known < 0 or line["step"] > known]
+        lines, _, self._rest = text.rpartition(b"\n")
+        found = [line for line in lines_of(lines) if known < 0 or line["step"] > known]
         self._last = max([self._last, *(int(line["step"]) for line in found)])
         return found
 
@@ -242,12 +242,24 @@ def last_step(metrics: bytes) -> int:
 
 
 def lines_of(metrics: bytes) -> list[Numbers]:
-    """The lines of metrics; without one that was not written to its end."""
+    """The lines of metrics; without those that are damaged, or were not written to their end."""
     found = []
     for line in metrics.splitlines():
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
+        with contextlib.suppress(ValueError, RecursionError):
+            read = json.loads(line)
+            if _is_line(read):
+                found.append(read)
     return found
+
+
+_LARGEST = 1e300
+"""Of a step's number and time; larger ones were not written by a run."""
+
+
+def _is_line(read: Any) -> bool:
+    if not isinstance(read, dict) or any(type(value) not in (int, float) for value in read.values()):
+        return False
+    return all(0 <= read.get(name, -1) < _LARGEST for name in ("step", "seconds"))
 
 
 def with_records(metrics: bytes, step: int, records: Sequence[Numbers]) -> bytes:
