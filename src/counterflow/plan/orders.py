@@ -14,13 +14,14 @@ other placements, widths and micro-batches than the best plans have; plans witho
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from counterflow.errors import ConfigError
-from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute
+from counterflow.schedule.orders.split import split_backwards
 from counterflow.schedule.scheme import SPLIT
 from counterflow.schedule.workload import Workload, plain
 from counterflow.synthesize import Objective, Synthesis, lower_bound, problem_of, synthesize
@@ -304,7 +305,7 @@ class _Run:
         for known in self._computed:
             like = known.play.configuration
             if known.named is job.named and like.recompute is plan.recompute and not known.split:
-                orders = tuple(tuple(_in_halves(order)) for order in known.play.schedule.orders)
+                orders = split_backwards(known.play.schedule).orders
                 return job.play.predictor.play_order(
                     replace(plan, cuts=like.cuts),
                     replace(job.play.schedule, orders=orders),
@@ -357,16 +358,6 @@ def _workload(workload: Workload, *, split: bool) -> Workload:
         workload.placement, workload.micro_batches, pipe_of=[pipe_of[m] for m in sorted(pipe_of)], split=split
     )
     return replace(same, skips=workload.skips)
-
-
-def _in_halves(order: Iterable[Op]) -> Iterator[Op]:
-    """The same order with each backward in two, one right after the other."""
-    for op in order:
-        if op.kind is OpKind.BACKWARD:
-            yield replace(op, kind=OpKind.INPUT_GRADIENT)
-            yield replace(op, kind=OpKind.WEIGHT_GRADIENTS)
-        else:
-            yield op
 
 
 def _is_split(workload: Workload) -> bool:

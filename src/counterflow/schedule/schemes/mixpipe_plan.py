@@ -18,7 +18,9 @@ the same kind, with F and B exchanged. So the plan is made again from its end, w
 is due first. That tells how late each op may start: the due times of another plan from the beginning.
 
 *Choice.* No due times are best everywhere. Twelve plans, `WAITS` × `STARTS`, go there and back, and the
-shortest is kept. ``benchmarks/results/mixpipe_sweep.txt`` shows what each part gains.
+shortest is kept. ``benchmarks/results/mixpipe_sweep.txt`` shows what each part gains,
+``benchmarks/results/mixpipe_optima.txt`` what the best orders are at the same memory: those need no K/2
+forwards first, and to compute one takes up to a minute where this takes milliseconds.
 
 All is in units of a forward: F = 1, B = 2, messages 0. There is no randomness and no clock.
 """
