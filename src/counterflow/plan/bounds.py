@@ -3,8 +3,8 @@
 The search simulates candidates by rising bound and stops when no bound is below what it has; so the bounds
 decide what is never simulated and have to be true. Each is proved where it stands. What they know of a
 schedule is its workload's placement, and how many micro-batches pass each pipe (``Shape``); of its order
-they know what the scheme promises. Where backwards are split, only the work of each worker is bounded: weight
-gradients may be made while others wait for nothing.
+they know what the scheme promises. Where backwards are split, a micro-batch's way back is that of its input
+gradients; weight gradients may be made at any time after theirs.
 """
 
 from __future__ import annotations
@@ -143,56 +143,79 @@ def bounds(
     assert not isinstance(weights, (int, float))
     update = update_seconds_per_byte * max(sum(weights[s] for _, s in mine) for mine in owned)
     update += step_overhead_seconds
-    if shape.split or not shape.synchronous or not barrier:
+    if (shape.split and shape.parts > 1) or not shape.synchronous or not barrier:
         # Whatever the order, and in the steady state too, a worker runs every op of an update.
         least = max(work) + update
         return Bounds(least, least, needed[fullest], fullest)
     free = [cluster.usable_bytes - f - b for f, b in zip(fixed, buffers, strict=True)]
-    ops = stored = 0.0
+    syncs = sync_seconds(stages, network) if network.copies > 1 else (0.0,) * len(held.weights)
+    ops = stored = alone = 0.0
     for mine, busy, room in zip(owned, work, free, strict=True):
         used = [(p, s) for p, s in mine if shape.passes[p]]
-        if not used:
-            continue
-        # (1) Work. A worker's first op is a forward of one of its stages, whose input has come down the pipe;
-        # its last is a backward of one of its stages, whose gradient has to go down to stage 0; between them
-        # it runs all its ops, one at a time.
-        first = min(paths[p].before[s] for p, s in used)
-        last = min(paths[p].after[s] for p, s in used)
-        ops = max(ops, first + busy + last)
-        # (2) Memory over time. A stash stays from the start of its forward to the end of its backward, and
-        # between these the micro-batch goes up to the last stage and back: ``stay``. None is there before the
-        # worker's first op and after its last. What all stashes occupy, in byte-seconds, has to find place in
-        # the free memory between these two.
-        around = first + last
-        if room > 0:
-            occupied = sum(shape.passes[p] * held.stash[s] * paths[p].stay[s] for p, s in used)
-            stored = max(stored, around + occupied / room)
-        # (2b) The same in micro-batches where a scheme promises a peak. There the number of stashes grows by
-        # one in a forward's time and falls by one in a backward's, so below a peak of k stashes at both ends
-        # k(k−1)/2 · (F + B) is left empty; the worker runs k forwards and backwards or more one at a time,
-        # so that the two ends do not meet.
-        if shape.most_stashed is not None:
-            most = min(shape.most_stashed, sum(shape.passes[p] for p, _ in used))
-            occupied = sum(shape.passes[p] * paths[p].stay[s] for p, s in used)
-            slope = min(times.forward[s] for _, s in used) + min(times.backward_op[s] for _, s in used)
-            ops = max(ops, around + occupied / most + (most - 1) / 2 * slope)
-    syncs = sync_seconds(stages, network) if network.copies > 1 else (0.0,) * len(held.weights)
-    summed = 0.0
-    if network.copies > 1:
-        ready = _ready(shape, times, paths)
-        summed = _summed([{s for _, s in mine} for mine in owned], syncs, ready)
-        # (4b) The same of what crosses one way out of a node: however syncs share it, it carries all of them.
-        if (crossings := sync_crossings(stages, network)) is not None:
-            by_way: dict[int, set[int]] = {}
-            for stage, (ways, _) in enumerate(crossings):
-                for way in ways:
-                    by_way.setdefault(way, set()).add(stage)
-            crossed = tuple(seconds for _, seconds in crossings)
-            summed = max(summed, _summed(list({*map(frozenset, by_way.values())}), crossed, ready))
+        if used:
+            ordered, kept = _of_worker(shape, used, times, paths, room=room, stash=held.stash)
+            ops, stored = max(ops, ordered), max(stored, kept)
+            if shape.split:
+                # (1b) Split, weight gradients may come last of all, and a sum of its stages after them.
+                first = min(paths[p].before[s] for p, s in used)
+                alone = max(alone, first + busy + min(syncs[s] for _, s in used))
+    summed = _all_summed(owned, stages, network, _ready(shape, times, paths)) if network.copies > 1 else 0.0
     # (3) The op that ends last is a backward of stage 0 (every other backward has one to follow it), and the
-    # sum of stage 0's gradients cannot start before: whatever the sync mode, it comes on top.
-    at_all = max(ops + syncs[0], summed)
+    # sum of stage 0's gradients cannot start before: whatever the sync mode, it comes on top. Split, likewise
+    # of input gradients, which weight gradients follow.
+    at_all = max(ops + syncs[0], alone, summed)
     return Bounds(max(at_all, stored + syncs[0]) + update, at_all + update, needed[fullest], fullest)
+
+
+def _of_worker(
+    shape: Shape,
+    used: list[tuple[int, int]],
+    times: _Times,
+    paths: list[_Path],
+    *,
+    room: float,
+    stash: list[float],
+) -> tuple[float, float]:
+    """Until the input gradient of stage 0 that ends last: whatever memory there is, and in ``room``.
+
+    Args:
+        shape: of the schedule.
+        used: the (pipe, stage) pairs of a worker that micro-batches pass.
+        times: of the stages.
+        paths: of the pipes.
+        room: bytes that the worker has for stashes.
+        stash: bytes of one, by stage.
+    """
+    # (1) Work. A worker's first op is a forward of one of its stages, whose input has come down the pipe; the
+    # last to make an input gradient is a backward of one of its stages, whose gradient has to go down to
+    # stage 0; between them it runs all its forwards and all that makes input gradients, one at a time.
+    first = min(paths[p].before[s] for p, s in used)
+    last = min(paths[p].after[s] for p, s in used)
+    count = sum(shape.passes[p] for p, _ in used)
+    through = sum(shape.passes[p] * times.through[s] for p, s in used)
+    if shape.split and shape.most_stashed is not None:
+        # Where a scheme promises a peak of k stashes, at the start of the last forward all but k have had
+        # their weight gradients.
+        through += max(count - shape.most_stashed, 0) * min(times.both[s] - times.through[s] for _, s in used)
+    ops, stored = first + through + last, 0.0
+    # (2) Memory over time. A stash stays from the start of its forward to the end of its backward, and
+    # between these the micro-batch goes up to the last stage and back: ``stay``. None is there before the
+    # worker's first op and after its last. What all stashes occupy, in byte-seconds, has to find place in the
+    # free memory between these two.
+    around = first + last
+    if room > 0:
+        occupied = sum(shape.passes[p] * stash[s] * paths[p].stay[s] for p, s in used)
+        stored = around + occupied / room
+    # (2b) The same in micro-batches where a scheme promises a peak. There the number of stashes grows by one
+    # in a forward's time and falls by one in a backward's, so below a peak of k stashes at both ends
+    # k(k−1)/2 · (F + B) is left empty; the worker runs k forwards and backwards or more one at a time, so
+    # that the two ends do not meet.
+    if shape.most_stashed is not None:
+        most = min(shape.most_stashed, count)
+        occupied = sum(shape.passes[p] * paths[p].stay[s] for p, s in used)
+        slope = min(times.forward[s] for _, s in used) + min(times.backward_op[s] for _, s in used)
+        ops = max(ops, around + occupied / most + (most - 1) / 2 * slope)
+    return ops, stored
 
 
 @lru_cache(maxsize=256)
@@ -213,13 +236,28 @@ def _ready(shape: Shape, times: _Times, paths: list[_Path]) -> list[float]:
             continue
         later = 0.0
         for stage in reversed(range(len(ready))):
-            alone = path.before[stage] + count * times.both[stage]
             if stage + 1 < len(ready):
                 # The way from the end of a backward of the next stage to the end of this one's.
                 later += path.after[stage + 1] - path.after[stage]
-            later = max(alone, later)
-            ready[stage] = max(ready[stage], later)
+            later = max(path.before[stage] + count * times.through[stage], later)
+            ready[stage] = max(ready[stage], later, path.before[stage] + count * times.both[stage])
     return ready
+
+
+def _all_summed(
+    owned: list[list[tuple[int, int]]], stages: StageCosts, network: Network, ready: list[float]
+) -> float:
+    """When all gradients can be summed, at the earliest; ``ready``: those of each stage made."""
+    summed = _summed([{s for _, s in mine} for mine in owned], sync_seconds(stages, network), ready)
+    # (4b) The same of what crosses one way out of a node: however syncs share it, it carries all of them.
+    if (crossings := sync_crossings(stages, network)) is not None:
+        by_way: dict[int, set[int]] = {}
+        for stage, (ways, _) in enumerate(crossings):
+            for way in ways:
+                by_way.setdefault(way, set()).add(stage)
+        crossed = tuple(seconds for _, seconds in crossings)
+        summed = max(summed, _summed(list({*map(frozenset, by_way.values())}), crossed, ready))
+    return summed
 
 
 def _summed(together: Sequence[Collection[int]], syncs: tuple[float, ...], ready: list[float]) -> float:
@@ -242,27 +280,33 @@ def _largest_stash(shape: Shape, held: StageBytes, pipe: int, stage: int) -> flo
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Least seconds by stage: of a forward and a backward a micro-batch, and of a single backward op."""
+    """Least seconds by stage: of a forward and a backward a micro-batch, and of a single backward op.
+
+    Split, ``through`` is a forward and an input gradient a micro-batch, ``backward_op`` an input gradient;
+    else ``through`` is ``both``.
+    """
 
     forward: list[float]
     both: list[float]
+    through: list[float]
     backward_op: list[float]
 
 
 def _least_times(shape: Shape, stages: StageCosts, recompute: Recompute) -> _Times:
     again = recompute is not Recompute.NONE
-    forward, both, backward_op = [], [], []
+    forward, both, through, backward_op = [], [], [], []
     backwards = stages.backward
     if shape.split:
         halves = zip(stages.backward, stages.input_gradient, stages.weight_gradients, strict=True)
         backwards = tuple(min(whole, first + second) for whole, first, second in halves)
-    for f, layers, b, doubled, in_halves, half in zip(
+    for f, layers, b, doubled, in_halves, half, first in zip(
         stages.forward,
         stages.again,
         backwards,
         doubled_forward(stages, recompute),
         halved_forward(stages, recompute),
         stages.half_backward,
+        stages.input_gradient,
         strict=True,
     ):
         backward = b + (layers if again else 0.0)
@@ -275,8 +319,14 @@ def _least_times(shape: Shape, stages: StageCosts, recompute: Recompute) -> _Tim
         one = min(f, doubled / 2) if shared else min(f, in_halves) if halved else f
         forward.append(one)
         both.append(one + (min(backward, 2 * half_op) if halved else backward))
-        backward_op.append(min(backward, smallest) if halved else backward)
-    return _Times(forward, both, backward_op)
+        if shape.split and not halved:
+            gradient = min(backward, first + (layers if again else 0.0))
+            through.append(one + gradient)
+            backward_op.append(gradient)
+        else:
+            through.append(both[-1])
+            backward_op.append(min(backward, smallest) if halved else backward)
+    return _Times(forward, both, through, backward_op)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -19,7 +20,7 @@ from typing import Any
 
 from counterflow.errors import ConfigError
 from counterflow.schedule import registry
-from counterflow.schedule.ir import OptionValue, Schedule
+from counterflow.schedule.ir import OptionValue, Schedule, SkipLink
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.placement import Placement
 from counterflow.simulate import Costs, Simulation, simulate
@@ -27,7 +28,7 @@ from counterflow.simulate.op_costs import stage_bytes
 from counterflow.simulate.periods import whole_periods
 
 from .cluster import Cluster
-from .device_placement import Network, network
+from .device_placement import Arrangement, Network, network
 from .model import Model
 from .prediction import Configuration, Parts, Prediction, WorkerMemory
 from .profile import Profile
@@ -86,6 +87,7 @@ class Predictor:
         )
         self._cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._stages: dict[tuple[tuple[int, ...], int], StageCosts] = {}
+        self._networks: dict[tuple[Placement, int, Arrangement, tuple[SkipLink, ...]], Network] = {}
 
     def predict(self, configuration: Configuration, *, mini_batch: int | None = None) -> Prediction:
         """See the function of that name."""
@@ -118,9 +120,7 @@ class Predictor:
         skips = [link for link, _ in stages.skips]
         if skips or schedule.workload.skips:
             schedule = schedule.with_skips(skips)
-        links = network(
-            *(self.cluster, schedule.placement, configuration.replicas, configuration.arrangement, skips)
-        )
+        links = self.network(schedule.placement, configuration.replicas, configuration.arrangement, skips)
         return Play(self, configuration, schedule, stages, links, mini_batch)
 
     def schedule(self, scheme: str, options: tuple[tuple[str, OptionValue], ...]) -> Schedule:
@@ -133,6 +133,15 @@ class Predictor:
             if len(self._schedules) > _KEPT_SCHEDULES:
                 self._schedules.popitem(last=False)
         return self._schedules[key]
+
+    def network(
+        self, placement: Placement, replicas: int, arrangement: Arrangement, skips: Sequence[SkipLink] = ()
+    ) -> Network:
+        """What messages and all-reduces find; see the function of that name."""
+        key = placement, replicas, arrangement, tuple(skips)
+        if key not in self._networks:
+            self._networks[key] = network(self.cluster, placement, replicas, arrangement, skips)
+        return self._networks[key]
 
     def stages(
         self, cuts: Cuts, placement: Placement, samples: int, recompute: Recompute, *, passes: int

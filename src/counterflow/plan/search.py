@@ -16,7 +16,7 @@ from counterflow.schedule.modes import Recompute, Sync
 
 from .bounds import Bounds, Shape, bounds
 from .cluster import Cluster
-from .device_placement import Arrangement, Network, network
+from .device_placement import Arrangement, Network
 from .model import Model
 from .predict import Play, Predictor
 from .prediction import Configuration
@@ -290,7 +290,7 @@ class _Search:
         if key not in self.networks:
             found: dict[object, tuple[Arrangement, Network]] = {}
             for arrangement in self.constraints.arrangements:
-                links = network(self.predictor.cluster, shape.placement, replicas, arrangement)
+                links = self.predictor.network(shape.placement, replicas, arrangement)
                 # Skips, which depend on the cuts, may find other links where other messages find the same.
                 found.setdefault(arrangement if self.predictor.model.skips else links, (arrangement, links))
             self.networks[key] = list(found.values())

@@ -23,6 +23,8 @@ class OpKind(Enum):
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 2.
     """
 
+    __hash__ = object.__hash__  # its own is a Python call, for each of the millions of keys a plan looks up
+
     FORWARD = "F"
     BACKWARD = "B"
     INPUT_GRADIENT = "I"
