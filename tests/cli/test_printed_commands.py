@@ -52,6 +52,7 @@ SMALLER = {
     r"torchrun .* counterflow train": f"{_SMALL} --steps 1",  # processes
     r"counterflow train --scheme wpipe": f"{_SMALL} --set pipeline.transport=local --steps 8",
     r"counterflow train --set train.resume": f"{_SMALL} --set pipeline.transport=local --steps 3",
+    r"counterflow train --max-restarts .*resume": f"{_SMALL} --set pipeline.transport=local --steps 3",
     r"counterflow train": f"{_SMALL} --set pipeline.transport=local --steps 2",
     r"counterflow profile": f"{_MODEL} --set model.layers=2 --sizes 1 --repeats 1",
     r"counterflow plan --example \S+ --stale$": "--scheme chimera --scheme dapple --workers 8",

@@ -31,6 +31,7 @@ STEPS = 7
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Where copies are, in place of the machine's memory; at the end there are none."""
     root = tmp_path / "memory"
+    root.mkdir()
     monkeypatch.setattr(memory, "ROOT", root)
     yield root
     assert not list(root.glob("*/*"))
@@ -270,3 +271,26 @@ def test_a_run_that_failed_twice_does_not_begin_again_under_torchrun(
     with pytest.raises(WorkerError, match="step 6 failed twice in the same way"):
         run(config(pipeline__transport="gloo"), Watcher())
     assert json.loads((folder / "events.jsonl").read_text().splitlines()[0])["worker"] == 1
+
+
+def test_a_worker_says_what_nobody_else_can(
+    config: Configure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rank 0 is gone, and with it the store: each of the others tells."""
+
+    def lost(*_: Any, **__: Any) -> None:
+        error = WorkerError("worker 1, step 5: Forward F1.0: the connection to rank 0 broke")
+        error.consequence = True
+        raise error
+
+    monkeypatch.setattr("counterflow.train.run.Trainer", lost)
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / METRICS).touch()
+    with pytest.raises(WorkerError, match="the connection to rank 0 broke") as caught:
+        run(config(pipeline__transport="gloo"), Watcher())
+    assert not caught.value.told
+    (event,) = read(tmp_path / "run")
+    assert (event["event"], event["step"], event["lost"]) == (FAILED, 1, True)

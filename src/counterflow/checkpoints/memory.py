@@ -40,12 +40,14 @@ ROOT = Path("/dev/shm")  # noqa: S108 - in a folder that only this user reads
 """Where Linux keeps files in memory."""
 
 _PREFACE = struct.Struct("<qqq")
-"""Step (-1: not whole), and where the tail begins and how long it is."""
+"""One more than the step (0: not whole, as in a new file), and where the tail begins and how long it is."""
+
+_MARK = struct.Struct("<q")
 
 _HEAD, _ALIGNED, _SLACK = 4096, 64, 65_536
 """Bytes before the tensors, a multiple where each begins, and what the tail may grow by."""
 
-_NOT_WHOLE = -1
+_NOT_WHOLE = 0
 
 Records = list[dict[str, float]]
 Holding = tuple[int, str, dict[int, str], Records]
@@ -247,13 +249,13 @@ class _Slot:
             view.copy_(tensors[key])
         self._map[self._begin : self._begin + len(tail)] = tail
         _PREFACE.pack_into(self._map, 0, _NOT_WHOLE, self._begin, len(tail))
-        _PREFACE.pack_into(self._map, 0, step, self._begin, len(tail))
+        self._map[: _MARK.size] = _MARK.pack(step + 1)
 
     def step(self) -> int:
         """The step that is in the file; less than 0 if none."""
         with contextlib.suppress(OSError, struct.error), self.path.open("rb") as file:
-            return int(_PREFACE.unpack(file.read(_PREFACE.size))[0])
-        return _NOT_WHOLE
+            return int(_PREFACE.unpack(file.read(_PREFACE.size))[0]) - 1
+        return -1
 
     def remove(self) -> None:
         """Give the memory back."""
@@ -318,10 +320,10 @@ def _opened(path: Path) -> tuple[int, dict[str, Any], dict[str, Tensor]] | None:
     try:
         with path.open("r+b") as file:
             mapped = mmap.mmap(file.fileno(), 0)
-        step, begin, length = _PREFACE.unpack_from(mapped, 0)
+        mark, begin, length = _PREFACE.unpack_from(mapped, 0)
     except (OSError, ValueError, struct.error):
         return None
-    if step < 0:
+    if mark == _NOT_WHOLE:
         return None
     about = _unpacked(mapped[begin : begin + length])
     table = {
@@ -329,7 +331,7 @@ def _opened(path: Path) -> tuple[int, dict[str, Any], dict[str, Tensor]] | None:
         for key, (dtype, shape) in about["table"].items()
     }
     offsets, _ = _offsets(table)
-    return step, about, {key: _view(mapped, offsets[key], *kind) for key, kind in table.items()}
+    return mark - 1, about, {key: _view(mapped, offsets[key], *kind) for key, kind in table.items()}
 
 
 def _read_stage(path: Path, stage: int) -> dict[str, Any]:

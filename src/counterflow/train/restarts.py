@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from counterflow.checkpoints import memory
 from counterflow.errors import ConfigError, CounterflowError, WorkerError
 from counterflow.runtime.workers import world
 from counterflow.runtime.workers.failures import failed_by
@@ -105,7 +106,8 @@ def with_memory(config: RunConfig, max_restarts: int) -> RunConfig:
     """A config that says how often weights are copied to memory.
 
     Raises:
-        ConfigError: copies were asked for, and between steps there is nothing whole to copy.
+        ConfigError: copies were asked for, and between steps there is nothing whole to copy, or there is no
+            memory to copy to.
     """
     every = config.train.memory_every
     schedule = config.build_schedule()
@@ -116,7 +118,13 @@ def with_memory(config: RunConfig, max_restarts: int) -> RunConfig:
             f"{'barrier' if schedule.synchronous else 'flush'} no update is whole on all workers; leave it "
             "out, and a restart goes on from the last checkpoint"
         )
+    there = memory.ROOT.is_dir()
+    if every and not there:
+        raise ConfigError(
+            f"train.memory_every = {every}: this system keeps no files in memory ({memory.ROOT}); leave it "
+            "out, and a restart goes on from the last checkpoint"
+        )
     if every is None:
-        every = int(bool(max_restarts) and whole and config.pipeline.transport != "local")
+        every = int(bool(max_restarts) and whole and there and config.pipeline.transport != "local")
     train = config.train.model_copy(update={"memory_every": every})
     return config.model_copy(update={"train": train})

@@ -322,6 +322,7 @@ def test_a_failure_ends_who_does_not_notice(
     first.post_failure(ValueError("of worker 0"))
     second.post_failure(ValueError("later"))  # only the first counts
     assert second.failure() == Failure(0, "ValueError: of worker 0")
+    assert (first.is_first, second.is_first) == (True, False)
     assert first.failure() is None
     assert fate.broken.wait(10)
     assert fate.ended.wait(10)

@@ -18,6 +18,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from counterflow.errors import ConfigError, WorkerError
 
@@ -326,10 +328,15 @@ def _begin(kind: TransportKind, here: Place | None, timeout_seconds: float) -> N
         return
     if here.machines > 1:
         interface.choose(here.address)
+    limit = timedelta(seconds=timeout_seconds)
+    where = f"tcp://{_in_url(here.address)}:{here.port}"
     try:
+        store, _, _ = next(rendezvous(where, here.rank, here.world_size, timeout=limit))
+        store.set_timeout(limit)
         dist.init_process_group(
             backend,
-            init_method=f"tcp://{_in_url(here.address)}:{here.port}",
+            # torchrun's store outlives workers that it starts again, with all that they wrote there.
+            store=PrefixStore(f"attempt {restarts()[0]}", store),
             rank=here.rank,
             world_size=here.world_size,
             timeout=limit,
