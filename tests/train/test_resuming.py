@@ -257,13 +257,14 @@ def test_metrics_wait_for_room_on_the_disk(
 
     folder = RunFolder(tmp_path)
     (tmp_path / "metrics.jsonl").touch()
-    folder.record({"step": 1})
+    first, second, third = ({"step": step, "seconds": 0.1} for step in (1, 2, 3))
+    folder.record(first)
     monkeypatch.setattr(Path, "open", _full(Path.open))
-    folder.record({"step": 2})
+    folder.record(second)
     monkeypatch.undo()
-    assert read_metrics(tmp_path) == [{"step": 1}]
-    folder.record({"step": 3})
-    assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+    assert read_metrics(tmp_path) == [first]
+    folder.record(third)
+    assert read_metrics(tmp_path) == [first, second, third]
 
 
 def _full(opened: Any) -> Any:

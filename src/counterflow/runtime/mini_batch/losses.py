@@ -79,8 +79,8 @@ def refuse_no_mean(function: object) -> None:
     """
     if is_loss(function) and function.reduction not in ("mean", "batchmean"):
         raise ConfigError(
-            f"the loss function is a {type(function).__name__} with reduction={function.reduction!r}, and "
-            'each micro-batch gives the mean over its samples; take reduction="mean", or a function that '
+            f"the loss function is a {type(function).__name__} with reduction={function.reduction!r}, "
+            "and each micro-batch gives the mean over its samples; take reduction='mean', or a function that "
             "returns a cf.LossSum"
         )
 
