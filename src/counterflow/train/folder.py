@@ -220,7 +220,7 @@ class RunFolder:
 
     def steps(self) -> int:
         """Updates made, as the metrics tell."""
-        return max((int(line["step"]) for line in RunFolder(self.path).new_records()), default=0)
+        return last_step(self.history)
 
     def files(self) -> dict[str, str]:
         """What is there: each file's path and what it is."""
