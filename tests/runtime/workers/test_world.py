@@ -389,3 +389,12 @@ def test_one_worker_needs_nobody_to_start_it() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (ran.stdout, ran.returncode) == ("4\n", 0), ran.stderr
+
+
+def test_one_worker_outlives_its_error() -> None:
+    """A notebook's process ended as soon as the timeout was over, and with it whatever it held."""
+    fate, status = Ended(), Status(0)
+    mine = Watch(HashStore(), status, 1, timeout_seconds=0.1, break_waits=fate.broken.set, end=fate.end)
+    mine.post_failure(ValueError("here"))
+    assert not fate.ended.wait(1)
+    mine.stop()

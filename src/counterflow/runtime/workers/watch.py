@@ -166,7 +166,8 @@ class Watch:
         self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._post(store)
         self._thread = threading.Thread(target=self._run, name="counterflow watch", daemon=True)
-        self._thread.start()
+        if world_size > 1 or self._agent is not None:  # else, after an error, the process is its user's
+            self._thread.start()
 
     def all_are_here(self) -> None:
         """Begin the clock all workers share, whatever their machines' clocks say."""
@@ -214,7 +215,8 @@ class Watch:
     def stop(self) -> None:
         """End the thread; the worker does not need to be watched any more."""
         self._stop.set()
-        self._thread.join(1.0)
+        if self._thread.is_alive():
+            self._thread.join(1.0)
         self._main.close()
         self._line.close()
 
