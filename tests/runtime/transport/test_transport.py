@@ -9,11 +9,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from counterflow.runtime.transport import (
     Group,
@@ -22,6 +25,7 @@ from counterflow.runtime.transport import (
     Transport,
 )
 from counterflow.runtime.transport import gathers as gather_rows
+from counterflow.runtime.transport.control import break_connections
 from counterflow.runtime.transport.gloo import GlooTransport
 from counterflow.runtime.transport.local import Hub
 from counterflow.runtime.workers.launch import launch
@@ -315,6 +319,36 @@ def test_check(kind: str, check: str) -> None:
 )
 def test_check_over_gloo(check: str) -> None:
     assert [found[check] for found in outcomes("gloo")] == ["passed"] * WORKERS
+
+
+def gloo_groups(ranks: int) -> list[Any]:
+    """Gloo groups of several ranks, all in this process."""
+    store = HashStore()
+    made: list[Any] = [None] * ranks
+
+    def make(rank: int) -> None:
+        made[rank] = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=10))
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return made
+
+
+@pytest.mark.parametrize("gone", [None, 1, 2], ids="rank {} is gone".format)
+def test_broken_connections_end_all_waits(gone: int | None) -> None:
+    groups = gloo_groups(3)
+    waits = {peer: groups[0].recv([torch.empty(1)], peer, 5) for peer in (1, 2)}
+    if gone is not None:
+        groups[gone] = None
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            waits.pop(gone).wait()
+    break_connections(groups[0])
+    for wait in waits.values():
+        with pytest.raises(RuntimeError, match="pair closure"):  # not that it took too long
+            wait.wait()
 
 
 def test_strict_messages_come_in_one_order() -> None:

@@ -326,17 +326,12 @@ class DistributedTransport(Transport):
         return Lost(None, "a connection broke during a collective")
 
     def _break_waits(self) -> None:
-        """End all waits, from another thread: the device's, and then those on Gloo.
-
-        Gloo closes all connections of a group as soon as one of its waits is too long, and everything
-        that waits on them fails; so a wait that cannot be over in a millisecond is begun on each.
-        """
+        """End all waits, from another thread: the device's, and then those on Gloo."""
         self.abort_data_plane()
         for group in tuple(self._groups):
-            with contextlib.suppress(RuntimeError, ValueError):  # broken already, or just closed
+            with contextlib.suppress(RuntimeError, ValueError):  # just closed
                 if dist.get_backend(group) == "gloo":
-                    peer = (group.rank() + 1) % group.size()
-                    group.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
+                    break_connections(group)
 
     @property
     def failed(self) -> bool:
@@ -384,6 +379,18 @@ class DistributedTransport(Transport):
 def _handle(group: Group) -> ProcessGroup:
     assert isinstance(group.handle, ProcessGroup), "only members of a group take part in its collectives"
     return group.handle
+
+
+def break_connections(group: ProcessGroup) -> None:
+    """Close all of this rank's connections of a Gloo group, so that whatever waits on one fails.
+
+    Gloo closes them all as soon as one of its waits is too long; so a wait that cannot be over in a
+    millisecond is begun. From a rank that has ended it fails at once and closes nothing: each is tried.
+    """
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
 
 
 def _lane(group: ProcessGroup) -> Any:
