@@ -53,14 +53,19 @@ Rectangle = tuple[float, float, float, float]
 
 def write_figure(charts: Sequence[Chart], path: Path, form: str) -> None:
     """Write the charts, one under the other, as ``form``: ``png``, ``svg`` or ``pdf``."""
+    if form != "svg":
+        with mpl.rc_context(SETTINGS):
+            make_figure(charts).savefig(path, format=form, metadata=UNDATED[form])
+        return
+    path.write_text(svg(charts), encoding="utf-8")
+
+
+def svg(charts: Sequence[Chart]) -> str:
+    """The charts, one under the other, as an SVG's text."""
+    file = io.StringIO()
     with mpl.rc_context(SETTINGS):
-        figure = make_figure(charts)
-        if form != "svg":
-            figure.savefig(path, format=form, metadata=UNDATED[form])
-            return
-        file = io.StringIO()
-        figure.savefig(file, format=form, metadata=UNDATED[form])
-        path.write_text(with_titles(file.getvalue(), titles_of(charts)), encoding="utf-8")
+        make_figure(charts).savefig(file, format="svg", metadata=UNDATED["svg"])
+    return with_titles(file.getvalue(), titles_of(charts))
 
 
 def make_figure(charts: Sequence[Chart]) -> Figure:

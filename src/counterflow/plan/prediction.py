@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from counterflow.html import said, table, titled
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute, Sync
 
@@ -134,3 +135,24 @@ class Prediction:
     def fits(self) -> bool:
         """Whether every worker's memory is there."""
         return max(self.peak_bytes) <= self.usable_bytes
+
+    def _repr_html_(self) -> str:
+        """The figures in a notebook."""
+        return titled(self.schedule, ranking([self]), *map(said, self.notes))
+
+
+def ranking(predictions: Iterable[Prediction]) -> str:
+    """Predictions as a table of HTML, a row each."""
+    heads = ("scheme", "D", "W", "B", "N", "recompute", "sync", "step", "samples/s", "bubbles", "peak memory")
+    rows = []
+    for found in predictions:
+        plan, peak = found.configuration, max(found.peak_bytes) / 2**30
+        rows.append(
+            (
+                *(plan.scheme, found.workers, plan.replicas, plan.samples, found.micro_batches),
+                *(plan.recompute.value, plan.sync.value, f"{found.step_seconds:.4g} s"),
+                *(f"{found.samples_per_second:.4g}", f"{found.bubble_ratio:.1%}"),
+                f"{peak:.4g} GiB{'' if found.fits else ': too large'}",
+            )
+        )
+    return table(heads, rows)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from counterflow.errors import PlanError
+from counterflow.html import titled
 from counterflow.schedule.modes import Recompute, Sync
 
 from .bounds import Bounds, Shape, bounds
@@ -19,7 +20,7 @@ from .cluster import Cluster
 from .device_placement import Arrangement, Network
 from .model import Model
 from .predict import Play, Predictor
-from .prediction import Configuration
+from .prediction import Configuration, ranking
 from .profile import Profile
 from .space import Constraints, Group, Omission, space
 
@@ -105,6 +106,11 @@ class Found:
     in_more_memory: Plan | None
     mini_batch: int
     usable_bytes: float
+
+    def _repr_html_(self) -> str:
+        """The best plan of every scheme in a notebook."""
+        plans = [plan.play.prediction() for plan in self.of_schemes]
+        return titled(f"Mini-batch {self.mini_batch:,}: the best plan of each scheme", ranking(plans))
 
 
 @dataclass(slots=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from counterflow.html import table, titled
+
 from .ir import Schedule
 from .modes import Sync
 from .program.actions import Matching, Program
@@ -30,6 +32,12 @@ class Report:
     def ok(self) -> bool:
         """Whether every rule was looked at and holds."""
         return all(result.ok for result in self.results)
+
+    def _repr_html_(self) -> str:
+        """The rules in a notebook."""
+        signs = {True: "✓", False: "✗", None: "·"}
+        rows = [(signs[result.ok], result.rule, result.detail) for result in self.results]
+        return titled("Right" if self.ok else "Wrong", table(("", "rule", "detail"), rows))
 
 
 def inspect(schedule: Schedule, *, program: Program | None = None, peak_limit: float | None = None) -> Report:

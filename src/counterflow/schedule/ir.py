@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from importlib import import_module
 
 from .op import Op, OpKind, Product
 from .placement import Placement
@@ -85,6 +86,10 @@ class Schedule:
         """Every op, worker by worker in its order."""
         for order in self.orders:
             yield from order
+
+    def _repr_html_(self) -> str:
+        """The schedule in a notebook."""
+        return str(import_module("counterflow.draw.notebook").html_of(self))  # which knows this room
 
     def __str__(self) -> str:
         shown = ", ".join(f"{name}={value}" for name, value in self.options)

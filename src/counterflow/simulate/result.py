@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from importlib import import_module
 from itertools import pairwise
 
 import numpy as np
@@ -109,6 +110,11 @@ class Simulation:
         self._measured = measured
         self._syncs = played.syncs
         self._sent, self._arrived, self._released = played.sent, played.arrived, played.released
+
+    def _repr_svg_(self) -> str | None:
+        """The timeline in a notebook."""
+        drawn: str | None = import_module("counterflow.draw.notebook").svg_of(self)  # which knows this room
+        return drawn
 
     @cached_property
     def makespan(self) -> float:

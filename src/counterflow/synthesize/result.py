@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from counterflow.html import table, titled
 from counterflow.schedule.ir import Schedule
 from counterflow.simulate import Costs, Simulation, simulate
 
@@ -37,6 +38,18 @@ class Synthesis:
     method: str
     named: tuple[str, float] | None = None
     stopped: bool = False
+
+    def _repr_html_(self) -> str:
+        """The figures and the timeline in a notebook."""
+        facts = [
+            (self.objective.value, f"{self.value:.6g}"),
+            ("no order below", f"{self.lower_bound:.6g}"),
+            ("gap", "none: proved" if self.proved else f"{self.gap:.2%}"),
+            ("found by", self.method),
+        ]
+        if self.named is not None:
+            facts.append((f"best named scheme, {self.named[0]}", f"{self.named[1]:.6g}"))
+        return titled(str(self.schedule), table(("", ""), facts), self.simulation._repr_svg_() or "")
 
     @cached_property
     def simulation(self) -> Simulation:
