@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom and give what is kept in them. ``KEEP=1`` writes anew what they give."""
+"""The notebooks run from top to bottom and give what is kept; ``KEEP=1`` keeps what they give now."""
 
 from __future__ import annotations
 
