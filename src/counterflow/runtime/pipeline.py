@@ -222,6 +222,7 @@ class Pipeline:
             optimizer=optimizer,
             scheduler=scheduler,
             named=named_parameters,
+            drawing=lambda stage: streams.update(self.steps, stage),
         )
         self._compile(compile_layers)
         constant = [t for s in self.stages.values() for x in s.with_weights for t in _tensors(x.module)]

@@ -80,10 +80,19 @@ def fsdp_groups(module: Any) -> list[Any]:
     return list(module._get_fsdp_state()._fsdp_param_groups)  # noqa: SLF001
 
 
+def hook_tables(parameter: nn.Parameter) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Where autograd finds a parameter's hooks: of its gradient, and those after this was accumulated.
+
+    Without: hooks are called for each micro-batch.
+    """
+    before = parameter._backward_hooks  # noqa: SLF001
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return {} if before is None else before, {} if after is None else after
+
+
 def hooks_of(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
     """A parameter's hooks: of its gradient, and those after this was accumulated."""
-    kinds = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)  # noqa: SLF001
-    before, after = (list((hooks or {}).values()) for hooks in kinds)
+    before, after = (list(hooks.values()) for hooks in hook_tables(parameter))
     return before, after
 
 

@@ -22,6 +22,7 @@ from counterflow.runtime.execution.step import Step
 from counterflow.runtime.mini_batch.losses import LossFunction
 from counterflow.runtime.mini_batch.samples import cut, samples_in, split_points
 from counterflow.runtime.parameters.gradients import clip_factor, real, unique
+from counterflow.runtime.parameters.hooks import Hooks, called
 from counterflow.runtime.parameters.weights import MakeOptimizer, MakeScheduler
 from counterflow.runtime.stages.layers import state_names
 from counterflow.runtime.stages.randomness import RandomStreams, Rows
@@ -114,6 +115,9 @@ class Reference:
         self.scheduler = scheduler(self.optimizer) if scheduler else None
         self.steps = 0
         self.staleness = staleness
+        self._hooks = Hooks(self.parameters)
+        self._hooks.take()
+        """They are called on the gradients of the whole mini-batch."""
         cuts = staleness.cuts if staleness else ()
         owner: dict[int, int] = {}
         for index, layer in enumerate(self.with_weights):
@@ -136,6 +140,7 @@ class Reference:
                 loss = self._loss(inputs, targets, (first, rows)) * (rows / total)
                 loss.backward()
                 losses.append(float(loss.detach()))
+        self._call_hooks()
         norm = self._clip()
         self.gradients = {
             layer.names[name]: torch.zeros_like(p) if p.grad is None else p.grad.clone()
@@ -166,21 +171,31 @@ class Reference:
                 version = self.staleness.version(stages, stage, period)
                 parameter.copy_(self._history[version][number])
 
+    def _call_hooks(self) -> None:
+        """Let hooks see the gradients, and the weights that these will change."""
+        if self.staleness is not None:
+            with torch.no_grad():
+                for parameter, latest in zip(self.parameters, self._history[-1], strict=True):
+                    parameter.copy_(latest)
+        self._hooks.give_back()
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad = called(parameter, parameter.grad)
+        self._hooks.take()
+
     def _clip(self) -> float:
-        """Clip the gradients, and put the latest weights in place for the update; the norm before."""
+        """Clip the gradients; the norm before."""
         squares = [
             0.0 if p.grad is None else float(real(p.grad).double().square().sum()) for p in self.parameters
         ]
         norm = math.sqrt(sum(squares))
-        for number, (parameter, stage) in enumerate(zip(self.parameters, self._stage_of, strict=True)):
+        for parameter, stage in zip(self.parameters, self._stage_of, strict=True):
             if self.staleness is None:
                 factor = clip_factor(norm, self.clip_norm)
             else:
                 limit = self.clip_norm and self.clip_norm / math.sqrt(len(self.staleness.cuts) + 1)
                 of_stage = [s for s, other in zip(squares, self._stage_of, strict=True) if other == stage]
                 factor = clip_factor(math.sqrt(sum(of_stage)), limit)
-                with torch.no_grad():
-                    parameter.copy_(self._history[-1][number])
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
         return norm

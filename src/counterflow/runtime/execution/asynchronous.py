@@ -162,7 +162,10 @@ class AsynchronousRunner:
         index = min(number, self.segments.last)
         tasks = self._tasks(batch is None, index, number - index)
         self.weights.attach()
-        self.interpreter.run(tasks, batch, period_offset=number - index, drains=batch is None)
+        try:
+            self.interpreter.run(tasks, batch, period_offset=number - index, drains=batch is None)
+        finally:
+            self.weights.hooks.give_back()
         self.weights.detach()
         for versions in self._versions():
             versions.show_latest()
@@ -252,13 +255,14 @@ class AsynchronousRunner:
         self.weights.check_buffers()
         versions = self.weights.stages[stage].versions
         assert versions is not None
+        versions.make(version, frees)
+        with versions.unseen():
+            self.weights.call_hooks(stage)
         if self._clips_there:
-            versions.make(version, frees)
             self._update_there(stage, version, versions)
             return
         squared, counted = self.weights.squared_norm_of(stage)
         self._squared[version - 1] += counted
-        versions.make(version, frees)
         if not math.isfinite(squared) and stage not in self._stopped:
             self._stopped[stage] = self.weights.not_finite(stage)
         if stage in self._stopped:

@@ -90,6 +90,8 @@ class SynchronousRunner:
             if isinstance(error.__cause__, RuntimeError):
                 self.weights.refuse_overwritten()
             raise
+        finally:
+            self.weights.hooks.give_back()
         self.waiting = 0 if update else batch.total
         self._skipped = self._skipped and not update
         self.weights.detach()
@@ -138,16 +140,23 @@ class SynchronousRunner:
         self.weights.check_buffers()
         losses = self._batch.losses
         mine, odd = losses.summed()
-        squared = self.weights.squared_norm() if self._updates else 0.0
+        hooked = self._updates and self.weights.hooked
+        squared = self.weights.squared_norm() if self._updates and not hooked else 0.0
         rows = self._gathered([mine, squared, odd, *losses.weighed()])
+        weighed = [row[3:] for row in rows]
+        known: tuple[float, float] | None = None
+        if hooked and all(math.isfinite(row[0]) for row in rows):
+            known = 1.0, self._call_hooks(weighed)
+            squares = self.workers.transport.gather([self.weights.squared_norm()])
+            rows = [[row[0], *square, *row[2:]] for row, square in zip(rows, squares, strict=True)]
         step, total = self._batch.step, self._batch.total
         if self.skips and not all(math.isfinite(number) for row in rows for number in row[:2]):
             self._skipped = True
             loss, norm = added(row[0] for row in rows), math.nan
         else:
             loss, norm = self.workers.loss_and_norm(rows, step, self.weights.not_finite)
-        scale, this_step = self._weigh([row[3:] for row in rows])
-        metrics = self._metrics([row[3:] for row in rows], this_step)
+        scale, this_step = known or self._weigh(weighed)
+        metrics = self._metrics(weighed, this_step)
         if self._updates and not self._skipped:
             norm *= scale
             factor = scale * clip_factor(norm, self.clip_norm)
@@ -158,6 +167,14 @@ class SynchronousRunner:
         self._statistics = StepStatistics(
             step, loss * this_step, norm, total - self.waiting, metrics, self._skipped
         )
+
+    def _call_hooks(self, rows: Sequence[Sequence[float]]) -> float:
+        """Let hooks see the mini-batch's gradients; as ``_weigh``, whose first number is 1 then."""
+        scale, this_step = self._weigh(rows)
+        if scale != 1.0:
+            self.weights.scale(scale)
+        self.weights.call_hooks()
+        return this_step
 
     def _gathered(self, row: list[float]) -> list[list[float]]:
         """Everybody's part of loss and norm."""

@@ -129,8 +129,12 @@ class BarrierFreeRunner(SynchronousRunner):
         self._told = self._hear()
         batch, waiting = self._batch, self.waiting
         loss = self.workers.loss([(row[0], row[2]) for row in rows], batch.step)
-        scale, this_step = self._weigh([row[3:] for row in rows])
-        metrics = self._metrics([row[3:] for row in rows], this_step)
+        weighed = [row[3:] for row in rows]
+        if self._updates and self.weights.hooked:
+            scale, this_step = 1.0, self._call_hooks(weighed)
+        else:
+            scale, this_step = self._weigh(weighed)
+        metrics = self._metrics(weighed, this_step)
         squares: Gathering | None = None
         if self._updates:
             mine, finite = self.weights.own_norm()

@@ -19,6 +19,7 @@ from counterflow.errors import ConfigError
 from ..mesh.dtensors import like, local, part_of
 from ..mini_batch.losses import added
 from ..transport import Group, Pending, Transport
+from .hooks import Hooks, called
 
 BUCKET_BYTES = 25 * 1024 * 1024
 """The size of the pieces in which gradients are summed, as in torch's DistributedDataParallel."""
@@ -102,6 +103,22 @@ class _Flat:
         if len(self._tail) and not all(self._used):
             self._used = [abs(number) > 0 for number in self._tail.tolist()]
         return self._used
+
+    def call_hooks(self, hooks: Hooks) -> None:
+        """Take what the parameters' hooks make of the gradients."""
+        used = self.used()
+        for index, (parameter, shown) in enumerate(zip(self.parameters, self._shown, strict=True)):
+            if not used[index] or parameter not in hooks:
+                continue
+            found = called(parameter, shown)
+            parameter.grad = shown
+            if found is None:
+                self.views[index].zero_()
+                used[index] = False
+                if len(self._tail):
+                    self._tail[index] = 0
+            elif found is not shown:
+                self.views[index].copy_(part_of(found.detach(), parameter))
 
     def clear(self) -> None:
         self.whole.zero_()
@@ -209,6 +226,11 @@ class GradientGroup:
         """Multiply the gradients, by a number or by one on their device."""
         for flat in self._flats:
             flat.gradients.mul_(factor)
+
+    def call_hooks(self, hooks: Hooks) -> None:
+        """Take what the parameters' hooks make of the gradients, which are summed by now."""
+        for flat in self._flats:
+            flat.call_hooks(hooks)
 
     def drop(self, dead: Tensor) -> None:
         """Set the gradients to zero where a device says so, for which its host does not wait."""

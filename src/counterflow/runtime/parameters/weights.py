@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from itertools import chain
 from math import isfinite
@@ -30,6 +31,7 @@ from ..stages.stage import StageCopy
 from ..transport import Group, Pending, Transport
 from .alike import Digests, compare, digest, tensors_of
 from .gradients import GradientGroup, squared_norm_there, squared_norms, unique
+from .hooks import Hooks
 from .names import Names, named_parameters, shared_names
 
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -54,6 +56,7 @@ class Weights:
         optimizer: a function of parameters to an optimiser.
         scheduler: a function of an optimiser to a learning-rate scheduler.
         named: whether ``optimizer`` takes (name, parameter), and not parameters alone.
+        drawing: around the hooks of parameters of a stage: what these draw is the same on all its copies.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Weights:
         optimizer: MakeOptimizer,
         scheduler: MakeScheduler | None,
         named: bool = False,
+        drawing: Callable[[int], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.stages = stages
         self.names = names
@@ -91,6 +95,10 @@ class Weights:
         self._tied: dict[tuple[int, ...], list[GradientGroup]] = {}
         self._averages: dict[int, _Average] = {}
         self._make_shards()
+        self.hooks = Hooks(parameter for copy in stages.values() for parameter in copy.parameters())
+        self._drawing = drawing
+        self.hooked = any(row[0] for row in transport.gather([float(self.hooks.first() is not None)]))
+        """Whether any parameter of the model has a hook."""
         for stage, copy in stages.items():
             self._watched[stage] = [one for one in copy.parameters() if not is_dtensor(one)]
         self.optimizers: dict[int, Optimizer] = {}
@@ -211,7 +219,19 @@ class Weights:
     # -- gradients and updates
 
     def attach(self) -> None:
-        """Let backwards add to the gradients, and note what buffers of stages with copies hold."""
+        """Let backwards add to the gradients, and note what buffers of stages with copies hold.
+
+        Raises:
+            ConfigError: a parameter has a hook, and none had one when the pipeline was made.
+        """
+        if not self.hooked and (parameter := self.hooks.first()) is not None:
+            every = (named_parameters(copy, self.names).items() for copy in self.stages.values())
+            name = next(name for pairs in every for name, one in pairs if one is parameter)
+            raise ConfigError(
+                f"{name} has a hook that was registered after the pipeline was made, and no parameter had one "
+                "by then; register it before, or make the pipeline again"
+            )
+        self.hooks.take()
         for gradients in self._gradient_groups():
             gradients.attach()
         self._held = {
@@ -283,6 +303,7 @@ class Weights:
 
     def detach(self) -> None:
         """Keep the gradients from whoever is not a backward or an update."""
+        self.hooks.give_back()
         for gradients in self._gradient_groups():
             gradients.detach()
         for copy in self.stages.values():
@@ -368,6 +389,16 @@ class Weights:
         """Multiply all gradients, or those of a stage."""
         for gradients in self._gradient_groups() if stage is None else self._own[stage]:
             gradients.scale(factor)
+
+    def call_hooks(self, stage: int | None = None) -> None:
+        """Let the hooks of all parameters, or those of a stage, make others of the summed gradients."""
+        if not self.hooked:
+            return
+        self.hooks.give_back()  # one may remove itself
+        for gradients in self._gradient_groups() if stage is None else self._own[stage]:
+            with self._drawing(gradients.stage):
+                gradients.call_hooks(self.hooks)
+        self.hooks.take()
 
     def not_finite(self, stage: int | None = None) -> tuple[int, str] | None:
         """Stage and name of the first parameter whose gradient is not finite; or that of a stage."""

@@ -108,6 +108,10 @@ class RandomStreams:
         """Around the initialisation of a layer's weights."""
         return self._seeded(number_of(self.seed, "weights", layer))
 
+    def update(self, step: int, stage: int) -> Any:
+        """Around the hooks of a stage's parameters."""
+        return self._seeded(number_of(self.seed, "update", step, stage))
+
     def run(
         self, layer: Callable[[Value], Value], value: Value, *, index: int, step: int, rows: Rows
     ) -> Value:

@@ -1,0 +1,67 @@
+"""Hooks that users register on parameters, called once an update.
+
+One process calls them with the gradient of a whole mini-batch; autograd would call them here with that of each
+micro-batch, on each copy. So they are kept from autograd while a step runs, and are called on the gradient
+that is summed over all micro-batches, copies and replicas: before it is clipped and the optimizer steps, on
+every copy alike.
+
+Invariant: between steps, and while they are called, parameters have their hooks as the user left them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ..torch_private import hook_tables
+
+
+class Hooks:
+    """Those of some parameters."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._taken: list[tuple[dict[int, object], dict[int, object]]] = []
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter has any that are not kept from autograd."""
+        return any(hook_tables(parameter))
+
+    def first(self) -> nn.Parameter | None:
+        """One that has any; None: none has."""
+        return next((parameter for parameter in self._parameters if parameter in self), None)
+
+    def take(self) -> None:
+        """Keep them from autograd."""
+        for parameter in self._parameters:
+            for hooks in hook_tables(parameter):
+                if hooks:
+                    self._taken.append((hooks, dict(hooks)))
+                    hooks.clear()
+
+    def give_back(self) -> None:
+        """Let the parameters have them again, before those that were registered meanwhile."""
+        while self._taken:
+            hooks, kept = self._taken.pop()
+            later = dict(hooks)
+            hooks.clear()
+            hooks.update(kept | later)
+
+
+def called(parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
+    """What a parameter's hooks make of its gradient, as a backward calls them; None if they leave none.
+
+    Raises:
+        RuntimeError: a hook gives a gradient of another shape or dtype.
+    """
+    before, after = hook_tables(parameter)
+    with torch.no_grad():
+        for hook in list(before.values()):
+            found = hook(gradient)
+            gradient = gradient if found is None else found
+        parameter.grad = gradient
+        for hook in list(after.values()):
+            hook(parameter)
+    return parameter.grad
