@@ -130,7 +130,7 @@ def piped(schedule: Schedule, tied: bool, loss: Any, options: dict[str, Any]) ->
         (1, False, mean_square, {"skip_non_finite": True}),
     ],
 )
-def test_hooks_see_the_whole_gradient(
+def test_hooks_see_the_whole_gradient(  # noqa: PLR0917
     schedule: Schedule, recompute: str, replicas: int, tied: bool, loss: Any, more: dict[str, Any]
 ) -> None:
     norms, state = alone(tied, loss, more.get("clip_norm"))
@@ -160,7 +160,7 @@ def test_what_verify_compares_with_is_one_process() -> None:
 def test_gradients_of_several_steps_are_seen_once() -> None:
     model = nn.Sequential(*layers())
     seen: list[Tensor] = []
-    model[4].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    model.get_parameter("4.weight").register_hook(lambda gradient: seen.append(gradient.clone()))
     expected = copy.deepcopy(nn.Sequential(*layers()))
     x, y = (torch.cat(same) for same in zip(batch(0), batch(1), strict=True))
     mean_square(expected(x), y).backward()
@@ -183,14 +183,16 @@ def test_a_hook_may_remove_itself_and_the_user_a_hook() -> None:
         calls.append("once")
         first.remove()
 
-    first = model[0].weight.register_hook(once)
-    second = model[0].bias.register_post_accumulate_grad_hook(lambda _: calls.append("second"))
+    first = model.get_parameter("0.weight").register_hook(once)
+    second = model.get_parameter("0.bias").register_post_accumulate_grad_hook(
+        lambda _: calls.append("second")
+    )
     with Pipeline(model, mean_square, schemes.dapple(1, 4), optimizer=adamw) as pipeline:
         pipeline.step(*batch(0))
         pipeline.step(*batch(1))
         assert calls == ["once", "second", "second"]
         second.remove()
-        model[0].bias.register_hook(lambda _: calls.append("third"))
+        model.get_parameter("0.bias").register_hook(lambda _: calls.append("third"))
         pipeline.step(*batch(2))
         assert calls[3:] == ["third"]
     mean_square(model(batch(0)[0]), batch(0)[1]).backward()  # the model has its hooks again
@@ -200,7 +202,7 @@ def test_a_hook_may_remove_itself_and_the_user_a_hook() -> None:
 def test_the_first_hook_after_the_pipeline_was_made_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4, dtype=F))
     with Pipeline(model, mean_square, schemes.dapple(1, 4), optimizer=adamw) as pipeline:
-        model[0].bias.register_hook(clamped)
+        model.get_parameter("0.bias").register_hook(clamped)
         with pytest.raises(ConfigError, match=r"0\.bias has a hook that was registered after the pipeline"):
             pipeline.step(*batch(0))
 
@@ -223,7 +225,7 @@ def test_hooks_draw_the_same_on_all_copies(schedule: Schedule) -> None:
 
 def test_a_gradient_of_another_shape_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(4, 4, dtype=F))
-    model[0].weight.register_hook(lambda gradient: gradient[:2])
+    model.get_parameter("0.weight").register_hook(lambda gradient: gradient[:2])
     with (
         Pipeline(model, mean_square, schemes.dapple(1, 4), optimizer=adamw) as pipeline,
         pytest.raises(WorkerError, match="assign a gradient of size"),

@@ -1,9 +1,9 @@
 """Hooks that users register on parameters, called once an update.
 
-One process calls them with the gradient of a whole mini-batch; autograd would call them here with that of each
-micro-batch, on each copy. So they are kept from autograd while a step runs, and are called on the gradient
-that is summed over all micro-batches, copies and replicas: before it is clipped and the optimizer steps, on
-every copy alike.
+One process calls them with the gradient of a whole mini-batch; autograd would call them here with that of
+each micro-batch, on each copy. So they are kept from autograd while a step runs, and are called on the
+gradient that is summed over all micro-batches, copies and replicas: before it is clipped and the optimizer
+steps, on every copy alike.
 
 Invariant: between steps, and while they are called, parameters have their hooks as the user left them.
 """

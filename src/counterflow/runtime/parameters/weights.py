@@ -228,8 +228,8 @@ class Weights:
             every = (named_parameters(copy, self.names).items() for copy in self.stages.values())
             name = next(name for pairs in every for name, one in pairs if one is parameter)
             raise ConfigError(
-                f"{name} has a hook that was registered after the pipeline was made, and no parameter had one "
-                "by then; register it before, or make the pipeline again"
+                f"{name} has a hook that was registered after the pipeline was made, and no parameter had "
+                "one by then; register it before, or make the pipeline again"
             )
         self.hooks.take()
         for gradients in self._gradient_groups():
