@@ -235,3 +235,23 @@ def _page_of_checkpoints() -> None:
     exec(program, scope)
     assert scope["step"] == 2
     assert scope["weights"].keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+def test_logging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    (section,) = blocks("logging.md", "toml")
+    small = "[model]\nlayers = 2\nhidden = 16\nheads = 2\npositions = 16\n[pipeline]\ntransport = 'local'\n"
+    few = f"{section}steps = 2\nsamples = 16\nthreads = 1\n[schedule]\nstages = 2\n"
+    Path("my.toml").write_text(small + few)
+    callback, loop = blocks("logging.md", "python")
+    exec(callback, {"__name__": "__main__"})
+    assert capsys.readouterr().out.splitlines() == [
+        "chimera with 2 workers",
+        "step 2: validation loss is finite, True",
+        "over",
+        "2 steps",
+    ]
+    assert list(Path("runs/chimera-1/tensorboard").iterdir())
+    monkeypatch.setattr(cf, "launch", partial(cf.launch, transport="local"))
+    exec(loop, {"__name__": "__main__"})
+    assert list(Path("board").iterdir())

@@ -2,13 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .callbacks import Callback, TensorBoard
 from .config import RunConfig
 from .load import load_config
 
 if TYPE_CHECKING:
     from counterflow.checkpoints import load_weights
 
-__all__ = ["RunConfig", "load_config", "load_weights"]
+__all__ = ["Callback", "RunConfig", "TensorBoard", "load_config", "load_weights"]
 
 
 def __getattr__(name: str) -> Any:

@@ -571,6 +571,11 @@ class TrainSection(Section):
         "auto: in train.out, from its last one or from the begin; fresh weights where not given",
         'a path, in quotes, or "auto"',
     )
+    loggers: Annotated[tuple[Literal["tensorboard"], ...], Strict(False)] | None = _key(
+        None,
+        "what else writes the metrics, into a folder of its name in the run's; needs its extra",
+        'a list; known: "tensorboard"',
+    )
     threads: int | None = _count(
         None, "threads a worker computes with; the cores shared out where not given", 1_024
     )

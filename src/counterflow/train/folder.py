@@ -51,14 +51,15 @@ FILES = {
 }
 """What a run writes, and what it is."""
 
-MODEL, ADAPTER = "model", "adapter"
+MODEL, ADAPTER, TENSORBOARD = "model", "adapter", "tensorboard"
 
 _OF_SOME = {
     EVENTS: "what failed, and how it went on",
     MODEL: "the model, as from_pretrained of transformers reads it",
     ADAPTER: "the adapters, as from_pretrained of peft reads them",
+    TENSORBOARD: "the metrics for TensorBoard",
 }
-"""What one writes too that failed or was stopped, or that trains a model of transformers."""
+"""What one writes too that failed or was stopped, trains a model of transformers, or has loggers."""
 
 
 class RunFolder:
@@ -150,7 +151,7 @@ class RunFolder:
         if (self.path / METRICS).stat().st_size or self.has_checkpoint:
             return
         for name in FILES | _OF_SOME:
-            if name in (CHECKPOINT, MODEL, ADAPTER):
+            if name in (CHECKPOINT, MODEL, ADAPTER, TENSORBOARD):
                 shutil.rmtree(self.path / name, ignore_errors=True)
             else:
                 (self.path / name).unlink(missing_ok=True)

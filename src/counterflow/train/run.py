@@ -19,6 +19,7 @@ from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.workers import world
 from counterflow.runtime.workers.launch import launch
 
+from .callbacks import Callbacks, loggers
 from .config import AUTO, RunConfig
 from .events import GAVE_UP, STARTED, STOPPED, in_words, note, read, run_of
 from .folder import RunFolder, folder_of
@@ -33,12 +34,13 @@ _POLL_SECONDS = 0.1
 """How often whoever watches is told what is new."""
 
 
-def run(config: RunConfig, reporter: Reporter, *, max_restarts: int = 0) -> tuple[Summary, Path] | None:
+def run(config: RunConfig, *callbacks: Reporter, max_restarts: int = 0) -> tuple[Summary, Path] | None:
     """Train as a config says.
 
     Args:
         config: what to train.
-        reporter: who watches.
+        callbacks: who is told while it runs: ``Callback``s, or others with its methods. The config's loggers
+            are told too.
         max_restarts: so often workers are started again after a failure; torchrun has its own number.
 
     Returns:
@@ -69,6 +71,7 @@ def run(config: RunConfig, reporter: Reporter, *, max_restarts: int = 0) -> tupl
             if not trainer.stopped:
                 STOP.signal = None
         return None
+    reporter = Callbacks([*callbacks, *loggers(config)])
     return _in_folder(asked, job, reporter, attempt, max_restarts)
 
 
