@@ -29,6 +29,7 @@ COMMANDS = [
     "convert",
     *("train", "schemes", "simulate", "profile", "plan", "check", "show", "export", "verify", "reproduce"),
     "synthesize",
+    "doctor",
 ]
 
 EXCUSED = {
@@ -57,6 +58,7 @@ SMALLER = {
     r"counterflow profile": f"{_MODEL} --set model.layers=2 --sizes 1 --repeats 1",
     r"counterflow plan --example \S+ --stale$": "--scheme chimera --scheme dapple --workers 8",
     r"counterflow synthesize .* --moves 20000": "--moves 0",
+    r"counterflow doctor": "--no-test",  # which its own tests run
     r"counterflow verify mine.json": "--transport local --steps 1",
     r"counterflow verify": "--transport local",
 }

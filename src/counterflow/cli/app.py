@@ -22,6 +22,7 @@ from counterflow.errors import ConfigError, CounterflowError
 
 from .commands.check import check
 from .commands.convert import convert
+from .commands.doctor import doctor
 from .commands.export import export
 from .commands.plan import plan
 from .commands.profile import profile
@@ -184,6 +185,7 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
         "export chimera --stages 4 --micro-batches 8 --out edited.json",
         "verify edited.json --dtype float32",
     ),
+    doctor: ("doctor", "doctor --no-test --json"),
     reproduce: (
         "reproduce --list",
         "reproduce chimera-table2",

@@ -309,6 +309,23 @@ class ConvertedShown(Result):
     bytes: Annotated[int, said("of the file of weights")]
 
 
+class FindingShown(Part):
+    """What `counterflow doctor` found of one thing."""
+
+    about: Annotated[str, said("what was looked at")]
+    found: Annotated[str, said("what there is, in words")]
+    ok: Annotated[bool | None, said("whether that will do; null: it is only told")]
+    advice: Annotated[str, said("what to do about it; empty if nothing")]
+
+
+class Doctor(Result):
+    """`counterflow doctor`."""
+
+    version: Annotated[str, said("of Counterflow")]
+    ok: Annotated[bool, said("whether nothing is wrong")]
+    findings: list[FindingShown]
+
+
 class Reproducible(Result):
     """`counterflow reproduce --list`."""
 
@@ -346,13 +363,13 @@ class FigureShown(Result):
 
 COMMANDS: tuple[type[Result], ...] = (
     *(Simulated, Synthesized, Checked, Verified, Schemes, Planned, Examples, Profiled, Trained),
-    *(Prepared, Keys, ConvertedShown),
+    *(Prepared, Keys, ConvertedShown, Doctor),
     *(Reproducible, TableShown, FigureShown),
 )
 PARTS: tuple[type[BaseModel], ...] = (
     *(OpShown, OpPlayed, SyncPlayed, MessagePlayed, BubblesShown, Rule, SchemeShown, OptionShown),
     *PLAN_PARTS,
-    *(ExampleShown, Measured, KeyShown),
+    *(ExampleShown, Measured, KeyShown, FindingShown),
 )
 
 

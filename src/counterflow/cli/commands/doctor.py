@@ -1,0 +1,99 @@
+"""``counterflow doctor``: what this machine has, and whether a pipeline runs and is right on it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from counterflow import __version__, schemes
+from counterflow.errors import CounterflowError
+
+from ..options.flags import JsonFlag
+from ..output.console import WIDE, console, note, print_json
+
+if TYPE_CHECKING:
+    from counterflow.measure.health import Finding
+
+_TIMEOUT_SECONDS = 60.0
+"""How long a worker of the test waits for another."""
+
+
+def doctor(
+    *,
+    test: Annotated[
+        bool, typer.Option("--test/--no-test", help="Whether to train a tiny model on two workers.")
+    ] = True,
+    as_json: JsonFlag = False,
+) -> None:
+    """Say what this machine has, and train a tiny model on two workers here; exit 1 if something is wrong."""
+    from counterflow.measure.health import findings  # noqa: PLC0415  (imports torch)
+
+    found = findings()
+    if test:
+        if not as_json:
+            note("Training a tiny model on two workers …")
+        found += _tests()
+    ok = not any(finding.ok is False for finding in found)
+    if as_json:
+        from ..output.results import Doctor, FindingShown  # noqa: PLC0415  (pydantic takes a while)
+
+        shown = [FindingShown(about=f.about, found=f.found, ok=f.ok, advice=f.advice) for f in found]
+        print_json(Doctor(version=__version__, ok=ok, findings=shown))
+    else:
+        _print(found, ok=ok)
+    if not ok:
+        raise typer.Exit(1)
+
+
+def _tests() -> Iterable[Finding]:
+    """Two workers against one process: as threads and as processes, and on two GPUs where they are."""
+    from counterflow.measure.health import Finding, gpus  # noqa: PLC0415
+    from counterflow.train.trial import small_trial  # noqa: PLC0415
+
+    trial = small_trial(schemes.chimera(stages=2, micro_batches=2), steps=1)
+    kinds = ["local", "gloo"]
+    if gpus() > 1:
+        kinds.append("nccl")
+    for kind in kinds:
+        began = time.perf_counter()
+        try:
+            agreement = trial.verify(
+                transport=kind, timeout_seconds=_TIMEOUT_SECONDS, device="cuda" if kind == "nccl" else "cpu"
+            )
+        except CounterflowError as error:
+            yield Finding(
+                f"training over {kind}", str(error), ok=False, advice="see docs/several-machines.md"
+            )
+            continue
+        largest = max(agreement.loss_error, agreement.gradient_error, agreement.weight_error)
+        seconds = time.perf_counter() - began
+        told = f"{seconds:.1f} s, largest error {largest:.1e}"
+        advice = "" if agreement.ok else "the numbers are wrong: do not train here, and report it"
+        yield Finding(f"training over {kind}", told, ok=agreement.ok, advice=advice)
+
+
+_SIGNS = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("·", "dim")}
+
+
+def _print(found: list[Finding], *, ok: bool) -> None:
+    from rich.table import Table  # noqa: PLC0415  (not for --json)
+    from rich.text import Text  # noqa: PLC0415
+
+    out = console(WIDE)
+    out.print(Text(f"counterflow {__version__}", style="bold"))
+    grid = Table.grid(padding=(0, 2))
+    for finding in found:
+        sign, style = _SIGNS[finding.ok]
+        told = Text(finding.found)
+        if finding.advice:
+            told.append(f"; {finding.advice}", style)
+        grid.add_row(Text(sign, style), finding.about, told)
+    out.print(grid)
+    wrong = sum(finding.ok is False for finding in found)
+    if ok:
+        out.print(Text("Nothing is wrong here.", style="green"))
+    else:
+        out.print(Text(f"{wrong} {'things are' if wrong > 1 else 'thing is'} wrong here.", style="bold red"))
