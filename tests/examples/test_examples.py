@@ -1,0 +1,137 @@
+"""The examples run: scripts on threads here, files for other machines as far as their commands go."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import counterflow as cf
+from counterflow.train import load_config
+from counterflow.train.folder import read_metrics
+
+from ..cli.conftest import Run, run
+from ..models.hf import tiny
+
+__all__ = ["run"]
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def test_the_table_names_every_file() -> None:
+    named = re.findall(r"^\| \[(.+?)\]\(\1\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    files = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
+    assert set(named) == files - {"README.md"}
+
+
+def test_own_model_trains_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(cf, "launch", partial(cf.launch, transport="local"))
+    for _ in range(2):
+        runpy.run_path(str(EXAMPLES / "own_model.py"), run_name="__main__")
+    first, second = capsys.readouterr().out.splitlines()
+    found = re.fullmatch(r"loss ([\d.]+) -> ([\d.]+)", first)
+    assert found, first
+    assert float(found[2]) < 0.9 * float(found[1])
+    assert second == "all 30 steps are made"
+
+
+def test_hugging_face(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [f"a text, number {number}, that says nothing." for number in range(60)]
+    tiny.llama().save_pretrained(tmp_path / "base")
+    tiny.tokenizer(texts).save_pretrained(tmp_path / "base")
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    monkeypatch.chdir(tmp_path)
+    small = ["pipeline.transport=local", "train.samples=8", "train.threads=1", "train.steps=3"]
+    words = ["base", "texts.jsonl", "out", *small, "model.positions=16", "optimizer.warmup_steps=0"]
+    monkeypatch.setattr(sys, "argv", ["hugging_face.py", *words])
+    runpy.run_path(str(EXAMPLES / "hugging_face.py"), run_name="__main__")
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1] == "zb-h1 with 2 workers, on the CPU, messages by local"
+    assert shown[-1].endswith("the model is in out/model")
+    assert len([line for line in read_metrics(Path("out")) if "loss" in line]) == 3
+    assert (tmp_path / "out" / "model" / "config.json").exists()
+
+
+def stubbed(tmp_path: Path, script: str, *, code: int = 0, **variables: str) -> tuple[int, list[list[str]]]:
+    """Run a script with stand-ins for what starts workers; its exit code, and how these were called."""
+    for name in ("torchrun", "srun", "scontrol"):
+        stub = tmp_path / name
+        stub.write_text(f'#!/bin/sh\nprintf "%s\\n" {name} "$@" "" >> {tmp_path}/calls\nexit {code}\n')
+        stub.chmod(0o755)
+    done = subprocess.run(
+        ["/bin/bash", str(EXAMPLES / script)],
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | variables,
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+    )
+    calls = tmp_path / "calls"
+    shown = calls.read_text() if calls.exists() else ""
+    return done.returncode, [call.split("\n") for call in shown.split("\n\n") if call]
+
+
+def takes(run: Run, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """What ``counterflow`` says that it would train; it is refused if it is wrong."""
+    monkeypatch.chdir(ROOT)
+    answer = run("", *words, "--dry-run")
+    assert answer.code == 0, answer.err
+    return answer.out
+
+
+def test_torchrun(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stubbed(tmp_path, "torchrun.sh", HEAD="")[0] != 0
+    code, calls = stubbed(tmp_path, "torchrun.sh", HEAD="node0", OUT=str(tmp_path / "out"))
+    assert code == 0
+    (call,) = calls
+    assert call[:7] == ["torchrun", "--nnodes", "2", "--nproc-per-node", "4", "--rdzv-backend", "c10d"]
+    assert call[7:9] == ["--rdzv-endpoint", "node0:29400"]
+    module = call.index("-m")
+    assert call[module + 1] == "counterflow"
+    assert "4 workers · 2 replicas" in takes(run, call[module + 2 :], monkeypatch)
+
+
+def test_slurm(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (EXAMPLES / "slurm.sbatch").read_text()
+    settings = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.MULTILINE))
+    workers = int(settings["nodes"]) * int(settings["ntasks-per-node"])
+    load_config(EXAMPLES / "gpt.toml", out=tmp_path / "out").expect_processes(workers)
+
+    assert stubbed(tmp_path, "slurm.sbatch", OUT="")[0] != 0
+    code, calls = stubbed(tmp_path, "slurm.sbatch", OUT=str(tmp_path / "out"))
+    assert code == 0
+    (call,) = calls
+    takes(run, call[call.index("counterflow") + 1 :], monkeypatch)
+    code, calls = stubbed(tmp_path, "slurm.sbatch", code=75, OUT="out", SLURM_JOB_ID="7")
+    assert code == 75
+    assert calls[-1] == ["scontrol", "requeue", "7"]
+
+
+def test_the_dockerfile_copies_what_is_there_and_runs_a_command(run: Run) -> None:
+    lines = (EXAMPLES / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    copied = [word for kind, rest in steps if kind == "COPY" for word in rest.split()[:-1]]
+    assert all((ROOT / name).exists() for name in copied)
+    assert {"pyproject.toml", "README.md", "LICENSE", "src"} == set(copied)  # what the wheel is built from
+    (version,) = (rest.split(":")[1].split("-")[0] for kind, rest in steps if kind == "FROM")
+    assert tuple(map(int, version.split("."))) >= (3, 11)
+    told = dict(steps)
+    assert json.loads(told["ENTRYPOINT"]) == ["counterflow"]
+    assert run("", *json.loads(told["CMD"]), "--help").code == 0
+    shown = next(line for line in lines if "docker run" in line)
+    words = shlex.split(shown.partition(" counterflow ")[2])
+    assert run("", *words, "--dry-run").code == 0
