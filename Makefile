@@ -2,11 +2,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint sweep benchmarks clean
+.PHONY: train explore browser test lint sweep benchmarks clean
 
 # The built-in example: a small GPT on the text that ships with Python, 4 workers, chimera; about two minutes.
 train: .venv/.installed
 	$(BIN)/counterflow train
+
+# The live page of schedules, plans and runs, in the browser.
+explore: .venv/.installed
+	$(BIN)/counterflow explore
+
+# Debian's chromium, with which the tests drive that page; without it they are skipped.
+browser:
+	command -v chromium || { apt-get update && apt-get install --yes --no-install-recommends chromium fonts-dejavu-core; }
 
 test: .venv/.installed
 	$(BIN)/python -m pytest --doctest-modules -n auto --maxprocesses 4 --dist worksteal

@@ -30,11 +30,13 @@ COMMANDS = [
     *("train", "schemes", "simulate", "profile", "plan", "check", "show", "export", "verify", "reproduce"),
     "synthesize",
     "doctor",
+    "explore",
 ]
 
 EXCUSED = {
     "make test": "it runs this test",
     "pip install": "it needs the network",
+    "counterflow explore": "it serves until Ctrl-C; tests/explore/test_command.py runs it",
     "torchrun --nnodes 2": "it needs two machines",
     "python benchmarks/convergence.py --keep": "45 minutes, and it writes kept results",
 }

@@ -23,6 +23,7 @@ from counterflow.errors import ConfigError, CounterflowError
 from .commands.check import check
 from .commands.convert import convert
 from .commands.doctor import doctor
+from .commands.explore import explore
 from .commands.export import export
 from .commands.plan import plan
 from .commands.profile import profile
@@ -178,6 +179,7 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
         "show chimera --stages 8 --micro-batches 16 --compare dapple",
         'show gems --stages 4 --micro-batches 8 --compare "gpipe --stages 4 --micro-batches 8 --groups 2"',
     ),
+    explore: ("explore", "explore --no-open --port 0"),
     export: ("export chimera --stages 4 --micro-batches 8 --out chimera.json",),
     verify: (
         "verify chimera --stages 4 --micro-batches 8",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from counterflow.errors import ConfigError
 from counterflow.simulate import Simulation
 
-from .chart import Arrow, Box, BoxKind, Bubble, Chart, Lane, Memory, chart_of
+from .chart import Arrow, Box, BoxKind, Bubble, Chart, Lane, Memory, chart_of, order_chart
 from .page import write_page
 from .trace import write_trace
 from .units import AmountUnit
@@ -35,6 +35,7 @@ __all__ = [
     "draw",
     "draw_charts",
     "draw_terminal",
+    "order_chart",
     "print_charts",
 ]
 

@@ -15,7 +15,7 @@ from counterflow.schedule import registry
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement
-from counterflow.simulate import Cause, MemoryUse, MessageSpan, Simulation, Span, SyncSpan
+from counterflow.simulate import Cause, Costs, MemoryUse, MessageSpan, Piece, Simulation, Span, SyncSpan
 
 from .palette import HUES, Shade
 from .units import AmountUnit, TimeUnit, compact, time_unit
@@ -137,7 +137,9 @@ class Memory:
 class Chart:
     """One timeline. ``makespan`` in seconds; ``steady`` is each worker's (start, end) of its steady part.
 
-    ``in_forwards``: times are no seconds but in units of a forward.
+    ``in_forwards``: times are no seconds but in units of a forward. The page alone shows what follows:
+    ``slack`` of the first boxes, in seconds; ``circle``, pairs of boxes of which the first waits for the
+    second, where workers wait in a circle; ``limit``, the most that each worker may have of ``memory``.
     """
 
     heading: str
@@ -151,6 +153,9 @@ class Chart:
     bubbles: tuple[Bubble, ...] = ()
     messages: tuple[Arrow, ...] = ()
     in_forwards: bool = False
+    slack: tuple[float, ...] | None = None
+    circle: tuple[tuple[int, int], ...] = ()
+    limit: tuple[float, ...] | None = None
 
     @property
     def title(self) -> str:
@@ -256,11 +261,13 @@ def chart_of(simulation: Simulation, *, memory: bool = False, messages: bool = F
     unit, uses = _memory(simulation)
     peak = Memory(unit, uses).peak
     lanes, lane_of = _lanes(schedule)
-    place = {span.op: i for i, span in enumerate(simulation.timeline)}
-    boxes = [_op_box(schedule, lane_of, span, place) for span in simulation.timeline]
+    boxes = [
+        _op_box(schedule, lane_of, span, needs)
+        for span, needs in zip(simulation.timeline, simulation.needs, strict=True)
+    ]
     boxes += [_sync_box(schedule, span) for span in simulation.syncs]
     return Chart(
-        heading=_heading(simulation),
+        heading=_heading(schedule, simulation.costs),
         summary=_summary(simulation, unit.text(peak)),
         workers=schedule.workers,
         makespan=simulation.makespan,
@@ -271,6 +278,31 @@ def chart_of(simulation: Simulation, *, memory: bool = False, messages: bool = F
         messages=tuple(map(_arrow, simulation.messages)) if messages else (),
         bubbles=tuple(Bubble(gap.worker, gap.start, gap.end, gap.cause.value) for gap in simulation.gaps),
         in_forwards=simulation.costs.in_forwards,
+    )
+
+
+def order_chart(schedule: Schedule, costs: Costs) -> Chart:
+    """The chart of orders that cannot be played: each worker's ops one after another, waiting for nothing.
+
+    Args:
+        schedule: any schedule of legal stages and workers, however wrong.
+        costs: what ops cost; messages and syncs are left out.
+    """
+    ops, spans = costs.of_ops(schedule.stages), []
+    for worker, order in enumerate(schedule.orders):
+        at = 0.0
+        for op in order:
+            piece = Piece(op.kind, op.stage, worker, len(op.micro_batches), op.parts)
+            spans.append(Span(worker, op, at, at := at + ops.seconds(piece)))
+    lanes, lane_of = _lanes(schedule)
+    return Chart(
+        heading=_heading(schedule, costs),
+        summary="cannot be played: each worker's ops one after another",
+        workers=schedule.workers,
+        makespan=max((span.end for span in spans), default=0.0),
+        lanes=lanes,
+        boxes=tuple(_op_box(schedule, lane_of, span, ()) for span in spans),
+        in_forwards=costs.in_forwards,
     )
 
 
@@ -285,7 +317,9 @@ def _memory(simulation: Simulation) -> tuple[AmountUnit, tuple[MemoryUse, ...]]:
     return AmountUnit.ACTIVATIONS, simulation.activations_over_time
 
 
-def _op_box(schedule: Schedule, lane_of: dict[tuple[int, int], int], span: Span, place: dict[Op, int]) -> Box:
+def _op_box(
+    schedule: Schedule, lane_of: dict[tuple[int, int], int], span: Span, needs: tuple[int, ...]
+) -> Box:
     op = span.op
     label = ",".join(map(str, op.micro_batches))
     if op.parts > 1:
@@ -302,7 +336,7 @@ def _op_box(schedule: Schedule, lane_of: dict[tuple[int, int], int], span: Span,
         micro_batches=op.micro_batches,
         detail=_detail(schedule, op),
         op=str(op),
-        needs=tuple(place[need] for need in schedule.workload.needs(op) if need in place),
+        needs=needs,
     )
 
 
@@ -377,8 +411,7 @@ def _direction(holders: Sequence[int]) -> str:
 # --- titles --------------------------------------------------------------------------------------
 
 
-def _heading(simulation: Simulation) -> str:
-    schedule, costs = simulation.schedule, simulation.costs
+def _heading(schedule: Schedule, costs: Costs) -> str:
     words = [_option(schedule.scheme, *option) for option in schedule.options]
     if costs.replicas > 1:
         words.append(f"W={costs.replicas}")

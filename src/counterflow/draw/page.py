@@ -1,7 +1,9 @@
 """One HTML page that works offline: hover tells about an op, the wheel, the mouse and the keys move in time.
 
-The page is ``page.html`` with the charts put in as JSON; it loads nothing. Ops are columns of numbers, with
-every text that repeats written once, so that 100,000 of them are a few megabytes.
+The page is ``page.html`` with ``timeline.css``, ``timeline.js`` and, as JSON, the charts put in; it loads
+nothing. Ops are columns of numbers, with every text that repeats written once, so that 100,000 of them are a
+few megabytes.
+
 Invariant: text from a chart reaches the page only as JSON in which ``<``, ``>`` and ``&`` are escaped, and
 the page shows it only as text.
 """
@@ -36,12 +38,19 @@ def write_page(charts: Sequence[Chart], path: Path) -> None:
 
 def page(charts: Sequence[Chart]) -> str:
     """The page's text."""
-    template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    template = asset("page.html")
+    for mark, name in (("STYLE", "timeline.css"), ("CODE", "timeline.js")):
+        template = template.replace(f"/* PUT THE {mark} HERE */\n", asset(name), 1)
     # None of these can end the script element they stand in.
     text = json.dumps(page_data(charts), separators=(",", ":"), allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return template.replace('"PUT THE DATA HERE"', text, 1)
+
+
+def asset(name: str) -> str:
+    """The text of one of the page's own files: ``page.html``, ``timeline.css`` or ``timeline.js``."""
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def page_data(charts: Sequence[Chart]) -> dict[str, object]:
@@ -93,6 +102,9 @@ def _chart(chart: Chart, charts: Sequence[Chart]) -> dict[str, object]:
         "what": [texts.number(box.what) for box in boxes],
         "detail": [texts.number(box.detail) for box in boxes],
         "needs": [[number[need] for need in box.needs] for box in boxes],
+        "slack": chart.slack and [None if i >= len(chart.slack) else _number(chart.slack[i]) for i in order],
+        "circle": [[number[waits], number[made]] for waits, made in chart.circle],
+        "limit": chart.limit and _numbers(chart.limit),
         "split": chart.split,
         "messages": [[m.sender, m.receiver, _number(m.start), _number(m.end)] for m in chart.messages],
         "bubbles": [[b.worker, _number(b.start), _number(b.end), texts.number(b.cause)] for b in bubbles],

@@ -252,11 +252,11 @@ class Scheme:
         """The options that must be given, and are not."""
         return [option for option in self.options if option.required and option.name not in given]
 
-    def refuse_too_large(self, options: Mapping[str, OptionValue]) -> None:
+    def refuse_too_large(self, options: Mapping[str, OptionValue], most: int = MOST_OPS) -> None:
         """Refuse, before anything is built, what has more ops than can be built.
 
         Raises:
-            ConfigError: there are more than ``MOST_OPS``.
+            ConfigError: there are more than ``most``.
         """
         ops, factors = 2, []  # a forward and a backward
         for option in self.options:
@@ -267,10 +267,10 @@ class Scheme:
                 ops *= max(value, 0)
                 if value > 1:
                     factors.append(f"{option.name}={_counted(value)}")
-        if ops > MOST_OPS:
+        if ops > most:
             raise ConfigError(
                 f"{self.name} with {' and '.join(factors)} has at least {_counted(ops)} ops, and at most "
-                f"{MOST_OPS:,} are built; choose smaller numbers"
+                f"{most:,} are built; choose smaller numbers"
             )
 
     def workload_of(self, options: Mapping[str, OptionValue]) -> Workload:

@@ -22,6 +22,7 @@ from .kernel import Floats
 from .memory import MemoryUse, memory_use, peaks_of
 from .op_costs import ByteCosts
 from .periods import measured_period_seconds, period_ops, period_seconds
+from .slack import slack_of
 from .steady import steady_step_seconds, with_statistics, with_ties
 from .timed_schedule import Played, TimedSchedule
 
@@ -143,6 +144,20 @@ class Simulation:
     def op_times(self) -> tuple[list[float], list[float]]:
         """Start of every op and when its worker goes on, by which ``eager-opt`` places gradient syncs."""
         return self.start.tolist(), self._released.tolist()
+
+    @property
+    def needs(self) -> tuple[tuple[int, ...], ...]:
+        """Of each op those whose products it takes, by place among all ops, worker by worker in order."""
+        return self._model.needs
+
+    @cached_property
+    def slack(self) -> tuple[float, ...] | None:
+        """How much later each op could end without the last op ending later, in seconds; 0: it is critical.
+
+        None where it is not known: of a measured timeline, or where ops wait for gradient syncs.
+        """
+        found = None if self._measured else slack_of(self._model, self.costs, self._played)
+        return None if found is None else tuple(found.tolist())
 
     @cached_property
     def spans(self) -> tuple[float, ...]:

@@ -105,6 +105,13 @@ class TimedSchedule:
         """What waits for what, on links that carry any number of messages at once."""
         return edges_of(self.graph, self.messages, links=None)
 
+    @cached_property
+    def needs(self) -> tuple[tuple[int, ...], ...]:
+        """Of each op, those whose products it takes and that are there."""
+        place = {op: node for node, op in enumerate(self.graph.ops)}
+        needs = self.schedule.workload.needs
+        return tuple(tuple(place[need] for need in needs(op) if need in place) for op in self.graph.ops)
+
     def links(self, costs: Costs) -> Ints:
         """The link of each message."""
         messages, workers = self.messages, self.schedule.workers

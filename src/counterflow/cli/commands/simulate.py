@@ -10,8 +10,9 @@ import typer
 from counterflow import simulate as play
 from counterflow.schedule.ir import OpKind, Schedule
 from counterflow.simulate import Simulation
+from counterflow.simulate.cost_texts import BYTES, SECONDS
 
-from ..options.flags import BYTES, SECONDS, CostOptions, JsonFlag, SchemeOptions, SubjectArgument
+from ..options.flags import CostOptions, JsonFlag, SchemeOptions, SubjectArgument
 from ..options.subject import is_file, periods_for_steady, schedule_of, warn_if_wrong
 from ..output.console import (
     WIDE,

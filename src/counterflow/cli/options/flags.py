@@ -22,8 +22,7 @@ from counterflow.schedule import registry
 from counterflow.schedule.ir import OpKind, OptionValue, Schedule
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.scheme import DEPTH, SPLIT, Kind, Option
-from counterflow.simulate import ByteCosts, Costs, Link
-from counterflow.simulate.costs import MOST_COST
+from counterflow.simulate import Costs, Link, cost_texts
 
 from .wording import flag
 
@@ -105,17 +104,8 @@ def plain_value(value: Any) -> OptionValue:
     return found
 
 
-SECONDS = ("forward", "backward", "input_gradient", "weight_gradient", "p2p", "sync", "agreement")
-"""Costs that are times."""
-
 OF_SPLIT_BACKWARDS = ("input_gradient", "weight_gradient", "kept_for_weights")
 """Costs that only a split backward has."""
-
-BYTES = (
-    *("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "input_bytes"),
-    "kept_for_weights",
-)
-"""Costs that are sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,17 +231,7 @@ class CostOptions:
     def given(self) -> dict[str, Any]:
         """The costs that were given, read, by the names of their flags."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        read: dict[str, Any] = {}
-        for name, value in values.items():
-            if value is None:
-                continue
-            if name in BYTES:
-                read[name] = _numbers(name, value, _bytes)
-            elif isinstance(value, (Sync, Recompute, Link)) or not isinstance(value, str):
-                read[name] = value
-            else:
-                read[name] = _numbers(name, value, float)
-        return read
+        return cost_texts.read({name: v for name, v in values.items() if v is not None}, _in_flag)
 
     def costs(self) -> Costs:
         """What the simulator is fed with.
@@ -259,14 +239,7 @@ class CostOptions:
         Raises:
             ConfigError: a cost is no number, or negative.
         """
-        given = self.given()
-        names = {f"{name.removesuffix('s')}_bytes": name for name in ByteCosts.__slots__}
-        names |= {name: name for name in ("layers", "kept_for_weights")}
-        byte_costs = {names[flag_]: given.pop(flag_) for flag_ in tuple(given) if flag_ in names}
-        memory = ByteCosts(**byte_costs) if byte_costs else None
-        if "weight_gradient" in given:
-            given["weight_gradients"] = given.pop("weight_gradient")
-        return Costs(**given, memory=memory)
+        return cost_texts.costs_from(self.given())
 
     def without_effect(self, *schedules: Schedule) -> Iterator[str]:
         """What was given and changes nothing in any of these schedules, and why, for people."""
@@ -288,35 +261,8 @@ def _is_split(schedule: Schedule) -> bool:
     return any(op.kind is OpKind.INPUT_GRADIENT for order in schedule.orders for op in order)
 
 
-def _numbers(name: str, text: str, read: Callable[[str], float]) -> float | tuple[float, ...]:
-    """One number, or a tuple of those that commas separate."""
-    values = []
-    for part in text.split(","):
-        try:
-            values.append(read(part.strip()))
-        except ValueError:
-            wanted = (
-                f"a number, or numbers separated by commas, one a {'worker' if name == 'peak' else 'stage'}"
-            )
-            if read is _bytes:
-                wanted = "bytes as in 3e9, 300MB or 1.5GiB, or several, separated by commas"
-            raise ConfigError(f"{flag(name)} {text}: cannot read {part.strip()!r}; give {wanted}") from None
-    return values[0] if len(values) == 1 else tuple(values)
-
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
-def _bytes(text: str) -> float:
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)? *([kmgt]?i?b)?", text, re.IGNORECASE)
-    if match is None:
-        raise ValueError(text)
-    number, exponent, unit = match.groups(default="")
-    found = float(number + exponent) * _UNITS[unit.upper()]
-    if found > MOST_COST:
-        raise ValueError(text)
-    return found
+def _in_flag(name: str) -> str:
+    return f"{flag(name)} "
 
 
 def numbers_of(name: str, text: str) -> float | tuple[float, ...]:
@@ -325,7 +271,7 @@ def numbers_of(name: str, text: str) -> float | tuple[float, ...]:
     Raises:
         ConfigError: it is no number.
     """
-    return _numbers(name, text, float)
+    return cost_texts.numbers_of(name, text, _in_flag)
 
 
 def bytes_of(name: str, text: str) -> float | tuple[float, ...]:
@@ -334,7 +280,7 @@ def bytes_of(name: str, text: str) -> float | tuple[float, ...]:
     Raises:
         ConfigError: it is none.
     """
-    return _numbers(name, text, _bytes)
+    return cost_texts.bytes_of(name, text, _in_flag)
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:

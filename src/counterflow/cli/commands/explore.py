@@ -1,0 +1,36 @@
+"""``counterflow explore``: the live page of schedules, plans and runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from counterflow.extras import imported
+
+from ..output.console import note
+
+
+def explore(
+    *,
+    host: Annotated[
+        str,
+        typer.Option(
+            help="Where to listen; beyond this machine the address has a token.", rich_help_panel="Server"
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Which port; 0: a free one.", rich_help_panel="Server")
+    ] = 8765,
+    opens: Annotated[
+        bool,
+        typer.Option("--open/--no-open", help="Whether a browser is opened.", rich_help_panel="Server"),
+    ] = True,
+) -> None:
+    """Look at schedules in a browser: change, time, prove and compare them."""
+    for package in ("starlette", "uvicorn"):
+        imported(package, "explore")
+    from counterflow.explore.app import application  # noqa: PLC0415  (an extra)
+    from counterflow.explore.serve import serve  # noqa: PLC0415
+
+    serve(application, host, port, opens=opens, told=lambda address: note(f"Open {address} (Ctrl-C ends)"))

@@ -1,0 +1,219 @@
+"""The server: which address answers what, who may ask, and how what goes wrong is said.
+
+Invariant: every answer under ``/api`` is JSON; a request that makes no sense gets 4xx and one sentence. A
+page of another site gets nothing: a request must carry a header that such a page cannot send, and name a host
+that is this machine, or, where the server listens to others, the token that its address has.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from counterflow.draw.page import asset
+from counterflow.errors import CounterflowError
+
+from . import schedules as of_schedules
+from .asked import Asked, Check, Download, File, Look
+from .schedules import Schedules
+
+STATIC = Path(__file__).parent / "static"
+HEADER = "X-Counterflow"
+"""Sent with every request to ``/api``, with the token in it where there is one."""
+
+PAGES = ("schedules",)
+MOST_BYTES = 8_000_000
+"""Of a request."""
+
+_HERE = frozenset({"127.0.0.1", "localhost", "::1"})
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+_Model = TypeVar("_Model", bound=Asked)
+_Scope = dict[str, Any]
+_Handler = Callable[[Request], Awaitable[Response]]
+
+
+class RefusedError(Exception):
+    """A request that is answered with this status and sentence."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def application(token: str | None = None) -> Starlette:
+    """The server's application.
+
+    Args:
+        token: what requests must carry; None: the server listens to this machine alone.
+    """
+    known = Schedules()
+
+    def answers(model: type[_Model], answer: Callable[[_Model], Any]) -> _Handler:
+        """A handler that reads a body of this form and answers it in a thread."""
+
+        async def handler(request: Request) -> Response:
+            asked = _read(model, await _body(request))
+            return JSONResponse(await run_in_threadpool(answer, asked))
+
+        return handler
+
+    async def download(request: Request) -> Response:
+        asked = _read(Download, await _body(request))
+        content, media, name = await run_in_threadpool(known.download, asked)
+        attached = {"Content-Disposition": f'attachment; filename="{name}"'}
+        return Response(content, media_type=media, headers=attached)
+
+    async def schemes(_request: Request) -> Response:
+        return JSONResponse({"schemes": of_schedules.records()})
+
+    routes = [
+        *_pages(),
+        Route("/api/schemes", schemes),
+        Route("/api/look", answers(Look, known.look), methods=["POST"]),
+        Route("/api/check", answers(Check, known.check), methods=["POST"]),
+        Route("/api/file", answers(File, lambda file: known.add(file.text, file.name)), methods=["POST"]),
+        Route("/api/download", download, methods=["POST"]),
+    ]
+    app = Starlette(routes=routes, exception_handlers=_SAID)
+    app.add_middleware(_Guard, token=token)
+    return app
+
+
+def _pages() -> list[Route]:
+    async def first(request: Request) -> Response:
+        query = f"?{request.url.query}" if request.url.query else ""
+        return RedirectResponse(f"/{PAGES[0]}{query}")
+
+    async def page(_request: Request) -> Response:
+        return FileResponse(STATIC / "index.html")
+
+    async def static(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name in ("timeline.js", "timeline.css"):
+            media = "text/javascript" if name.endswith("js") else "text/css"
+            return Response(asset(name), media_type=media)
+        if name not in {path.name for path in STATIC.iterdir()}:
+            raise RefusedError(404, f"there is no file {name}")
+        return FileResponse(STATIC / name)
+
+    return [
+        Route("/", first),
+        *(Route(f"/{name}", page) for name in PAGES),
+        Route("/static/{name}", static),
+    ]
+
+
+# -- reading
+
+
+async def _body(request: Request) -> bytes:
+    found = bytearray()
+    async for piece in request.stream():
+        found += piece
+        if len(found) > MOST_BYTES:
+            raise RefusedError(413, f"more than {MOST_BYTES:,} bytes; the page sends less")
+    return bytes(found)
+
+
+def _read(model: type[_Model], body: bytes) -> _Model:
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the request"
+        raise RefusedError(422, f"{place[:200]}: {first['msg']}") from None
+
+
+# -- refusing
+
+
+def _said(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": message}, status_code=status)
+
+
+async def _refused(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RefusedError)
+    return _said(error.status, str(error))
+
+
+async def _wrong(_request: Request, error: Exception) -> Response:
+    return _said(422, str(error))
+
+
+async def _no_route(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _said(error.status_code, error.detail)
+
+
+_SAID: dict[Any, Any] = {RefusedError: _refused, CounterflowError: _wrong, HTTPException: _no_route}
+
+
+class _Guard:
+    """Lets in who may ask, and sends with every answer what a browser may do with it."""
+
+    def __init__(self, app: Any, token: str | None) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: _Scope, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def sends(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                known = [(k.lower().encode(), v.encode()) for k, v in _HEADERS.items()]
+                message["headers"] = [*message["headers"], *known]
+            await send(message)
+
+        refusal = self._refusal(Request(scope))
+        await (self._app if refusal is None else refusal)(scope, receive, sends)
+
+    def _refusal(self, request: Request) -> JSONResponse | None:
+        host = _host(request.headers.get("host", ""))
+        if self._token is None and host not in _HERE:
+            return _said(403, f"host {host[:100]!r}: this server answers this machine alone")
+        if not request.url.path.startswith("/api"):
+            return None
+        given = request.headers.get(HEADER)
+        if given is None:
+            return _said(403, f"the header {HEADER} is missing; only the page itself may ask")
+        if self._token is not None and not hmac.compare_digest(given.encode(), self._token.encode()):
+            return _said(401, "wrong token; open the address that counterflow explore printed")
+        origin = request.headers.get("origin")
+        if origin is not None and _host(urlsplit(origin).netloc) != host:
+            return _said(403, f"origin {origin[:100]!r}: only the page itself may ask")
+        return None
+
+
+def _host(text: str) -> str:
+    """A host without its port.
+
+    >>> _host("localhost:8000"), _host("[::1]:80"), _host("[x")
+    ('localhost', '::1', '[x')
+    """
+    try:
+        return urlsplit(f"//{text}").hostname or ""
+    except ValueError:
+        return text

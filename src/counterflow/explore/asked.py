@@ -1,0 +1,179 @@
+"""What the page may ask, as pydantic models: form only; whether it makes sense the other rooms say."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from counterflow.errors import ConfigError
+from counterflow.schedule.ir import Schedule
+from counterflow.schedule.modes import Recompute, Sync
+from counterflow.simulate import Costs, Link
+from counterflow.simulate.cost_texts import bytes_of, costs_from, numbers_of, read
+from counterflow.simulate.costs import MOST_COST
+
+Text = Annotated[str, Field(max_length=20_000)]
+Count = Annotated[int, Field(ge=0, le=10**9)]
+Option = Annotated[int, Field(ge=-(10**18), le=10**18)] | Annotated[str, Field(max_length=200)] | bool
+
+
+class Asked(BaseModel):
+    """A part of a request; an unknown key is refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class CostsAsked(Asked):
+    """Costs as a form has them: texts in the commands' own words; None or empty: not given."""
+
+    forward: Text | None = None
+    backward: Text | None = None
+    input_gradient: Text | None = None
+    weight_gradient: Text | None = None
+    sync: Text | None = None
+    p2p: float | None = None
+    agreement: float | None = None
+    overlap: bool | None = None
+    replicas: Annotated[int, Field(le=10**6)] | None = None
+    link: Annotated[Link, Field(strict=False)] | None = None
+    sync_mode: Annotated[Sync, Field(strict=False)] | None = None
+    recompute: Annotated[Recompute, Field(strict=False)] | None = None
+    weight_bytes: Text | None = None
+    gradient_bytes: Text | None = None
+    optimizer_bytes: Text | None = None
+    activation_bytes: Text | None = None
+    input_bytes: Text | None = None
+    kept_for_weights: Text | None = None
+    layers: Text | None = None
+
+    def costs(self) -> Costs:
+        """What the simulator is fed with.
+
+        Raises:
+            ConfigError: a text says no number, or a negative one.
+        """
+        given = {name: getattr(self, name) for name in type(self).model_fields}
+        return costs_from(read({name: value for name, value in given.items() if value not in (None, "")}))
+
+
+class Move(Asked):
+    """An op taken out of a worker's order and put in again elsewhere; places count from 0."""
+
+    worker: Count
+    start: Count
+    stop: Count
+
+
+class Subject(Asked):
+    """A schedule: of a scheme, or a file that the server was given; with moves made to it."""
+
+    scheme: Annotated[str, Field(max_length=100)] | None = None
+    options: Annotated[dict[Annotated[str, Field(max_length=100)], Option], Field(max_length=50)] = {}
+    file: Annotated[str, Field(max_length=100)] | None = None
+    moves: Annotated[list[Move], Field(max_length=1000)] = []
+
+
+class Look(Asked):
+    """Schedules to be timed and drawn on one axis, with the same costs."""
+
+    subjects: Annotated[list[Subject], Field(min_length=1, max_length=2)]
+    costs: CostsAsked = CostsAsked()
+    peak: Text | None = None
+    memory: Text | None = None
+    messages: bool = False
+
+
+class Check(Asked):
+    """A schedule to be proved; ``peak`` is the most activations that a worker may stash."""
+
+    subject: Subject
+    peak: Text | None = None
+
+
+class Download(Look):
+    """The same as a file."""
+
+    form: Literal["schedule", "csv", "png", "svg", "pdf", "html", "trace"]
+
+
+class File(Asked):
+    """A schedule file's text."""
+
+    name: Annotated[str, Field(max_length=300)]
+    text: str
+
+
+class Order(Asked):
+    """An order to be computed for a schedule's workload."""
+
+    subject: Subject
+    costs: CostsAsked = CostsAsked()
+    peak: Text | None = None
+    memory: Text | None = None
+    objective: Literal["makespan", "steady"] = "makespan"
+    split: bool | None = None
+    seconds: Annotated[float, Field(ge=0, le=600)] = 20.0
+
+
+class PlanFile(Asked):
+    """A user's own file."""
+
+    name: Annotated[str, Field(max_length=300)]
+    text: str
+
+
+class PlanAsked(Asked):
+    """A model on a cluster to be planned: a paper's example or the user's files, and what is changed."""
+
+    example: Annotated[str, Field(max_length=100)] | None = None
+    model: PlanFile | None = None
+    profile: PlanFile | None = None
+    cluster: PlanFile | None = None
+    mini_batch: Annotated[int, Field(ge=1, le=10**9)] | None = None
+    stale: bool = False
+    link_speed: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    memory: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+
+
+class RunSeen(Asked):
+    """A run, and what of it the page has."""
+
+    name: Annotated[str, Field(max_length=1000)]
+    metrics: Annotated[str, Field(max_length=200)] = ""
+
+
+class RunsAsked(Asked):
+    """Runs to be followed side by side, and the timelines that the page has."""
+
+    runs: Annotated[list[RunSeen], Field(min_length=1, max_length=8)]
+    timeline: Annotated[str, Field(max_length=2000)] = ""
+
+
+class Work(Asked):
+    """What a process of its own is told: one of the two, with the schedule's text for an order."""
+
+    order: Order | None = None
+    plan: PlanAsked | None = None
+    schedule: str | None = None
+
+
+def limits_of(peak: str | None, memory: str | None, schedule: Schedule) -> dict[str, Any]:
+    """Limits of a worker as texts, read.
+
+    Raises:
+        ConfigError: one is no number, negative, or not one a worker.
+    """
+    found = {
+        "peak": numbers_of("peak", peak) if peak else None,
+        "memory_bytes": bytes_of("memory", memory) if memory else None,
+    }
+    for name, value in found.items():
+        for one in value if isinstance(value, tuple) else (value or 0.0,):
+            if not 0 <= one <= MOST_COST:
+                raise ConfigError(f"{name}={one}: must be 0 or more, and at most {MOST_COST:g}")
+        if isinstance(value, tuple) and len(value) != schedule.workers:
+            raise ConfigError(
+                f"{name}: {len(value)} numbers for {schedule.workers} workers; give one, or one a worker"
+            )
+    return found

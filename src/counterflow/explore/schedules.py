@@ -1,0 +1,330 @@
+"""Schedules for the page: built, moved, timed, proved, written; and the files that the page has given.
+
+Invariant: a schedule that was built is kept for the next request, as the simulator keeps its model, so that a
+slider only fills in numbers.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from counterflow.draw import Chart, chart_of, draw_charts, order_chart
+from counterflow.draw.page import page_data
+from counterflow.draw.units import AmountUnit, bytes_text, compact, time_unit
+from counterflow.errors import ConfigError, ScheduleError
+from counterflow.schedule import registry
+from counterflow.schedule.check import inspect
+from counterflow.schedule.formats import dumps, loads
+from counterflow.schedule.graph import OpGraph
+from counterflow.schedule.ir import Op, Schedule
+from counterflow.schedule.scheme import DEPTH
+from counterflow.simulate import Cause, Costs, Simulation, simulate
+
+from .asked import Check, Download, Look, Move, Subject, limits_of
+
+MOST_OPS = 40_000
+"""Ops of a schedule that the page shows; ``counterflow show`` draws larger ones."""
+
+_KEPT = 32
+"""Schedules, and files, that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A schedule, and whether a scheme made it as it stands, which always passes the checker."""
+
+    schedule: Schedule
+    own: bool
+
+
+class Schedules:
+    """What the page may name: schemes, and the files that it gave."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[str, Schedule] = OrderedDict()
+        self._built: OrderedDict[str, Schedule] = OrderedDict()
+        self._lock = Lock()
+
+    # -- which schedule
+
+    def add(self, text: str, name: str) -> dict[str, Any]:
+        """Take a schedule file's text; what to call it from now on.
+
+        Raises:
+            ConfigError: it is none, or too large to be shown.
+        """
+        schedule = loads(text, name)
+        _refuse_large(sum(map(len, schedule.orders)), name)
+        key = hashlib.sha256(text.encode()).hexdigest()[:16]
+        with self._lock:
+            _keep(self._files, key, schedule)
+        return {"file": key, "workers": schedule.workers, "scheme": schedule.scheme}
+
+    def find(self, subject: Subject) -> _Known:
+        """The schedule that is meant.
+
+        Raises:
+            ConfigError: there is none such, or a move leads nowhere.
+        """
+        with self._lock:
+            if subject.file is not None:
+                if subject.file not in self._files:
+                    raise ConfigError(
+                        f"file {subject.file}: is no longer known to this server; open it again"
+                    )
+                first, own = self._files[subject.file], False
+            else:
+                first, own = self._of_scheme(subject), not subject.moves
+            if not subject.moves:
+                return _Known(first, own)
+            key = subject.model_dump_json()
+            if key not in self._built:
+                _keep(self._built, key, moved(first, subject.moves))
+            return _Known(self._built[key], own=False)
+
+    def _of_scheme(self, subject: Subject) -> Schedule:
+        if subject.scheme is None:
+            raise ConfigError("no schedule: give a scheme or a file")
+        plain = subject.model_copy(update={"moves": []})
+        key = plain.model_dump_json()
+        if key not in self._built:
+            _keep(self._built, key, build(subject.scheme, subject.options))
+        return self._built[key]
+
+    # -- what is said of it
+
+    def look(self, asked: Look) -> dict[str, Any]:
+        """Schedules timed and drawn on one axis, with what there is to say of each.
+
+        Raises:
+            ConfigError: what is asked makes no sense.
+        """
+        costs = asked.costs.costs()
+        shown = [self._shown(subject, costs, asked) for subject in asked.subjects]
+        return {
+            "picture": page_data([chart for chart, _ in shown]),
+            "subjects": [told for _, told in shown],
+        }
+
+    def charts(self, asked: Look) -> list[Chart]:
+        """What is drawn."""
+        costs = asked.costs.costs()
+        return [self._shown(subject, costs, asked)[0] for subject in asked.subjects]
+
+    def _shown(self, subject: Subject, costs: Costs, asked: Look) -> tuple[Chart, dict[str, Any]]:
+        known = self.find(subject)
+        schedule = known.schedule
+        limits = limits_of(asked.peak, asked.memory, schedule)
+        told: dict[str, Any] = {
+            "heading": str(schedule),
+            "own": known.own,
+            "workers": schedule.workers,
+            "ops": sum(map(len, schedule.orders)),
+            "synchronous": schedule.synchronous,
+            "edges": [len(order) for order in schedule.orders],
+        }
+        try:
+            result = simulate(schedule, costs)
+        except ScheduleError as error:
+            chart = order_chart(schedule, costs)
+            return replace(chart, circle=_circle(schedule)), told | {"fails": str(error)}
+        chart = chart_of(result, memory=True, messages=asked.messages)
+        in_bytes = result.memory is not None
+        limit = limits["memory_bytes"] if in_bytes else limits["peak"]
+        each = _each(limit, schedule.workers)
+        chart = replace(chart, slack=result.slack, limit=each)
+        return chart, told | _figures(result, chart, each)
+
+    def check(self, asked: Check) -> dict[str, Any]:
+        """The checker's rules on a schedule."""
+        schedule = self.find(asked.subject).schedule
+        peak = limits_of(asked.peak, None, schedule)["peak"]
+        if isinstance(peak, tuple):
+            raise ConfigError("peak: the checker takes one number for all workers")
+        report = inspect(schedule, peak_limit=peak)
+        return {
+            "ok": report.ok,
+            "rules": [{"rule": r.rule, "ok": r.ok, "detail": r.detail} for r in report.results],
+        }
+
+    # -- as a file
+
+    def download(self, asked: Download) -> tuple[bytes, str, str]:
+        """What is shown as a file: its bytes, its media type and its name."""
+        schedule = self.find(asked.subjects[0]).schedule
+        name = "".join(c if c.isalnum() else "-" for c in schedule.scheme)[:40] or "schedule"
+        if asked.form == "schedule":
+            return dumps(schedule).encode(), "application/json", f"{name}.schedule.json"
+        charts = self.charts(asked)
+        if asked.form == "csv":
+            return _csv(charts).encode(), "text/csv", f"{name}.csv"
+        suffix, media = _FORMS[asked.form]
+        with tempfile.TemporaryDirectory() as folder, self._lock:  # matplotlib draws one at a time
+            path = Path(folder) / f"{name}{suffix}"
+            draw_charts(charts, path)
+            return path.read_bytes(), media, path.name
+
+
+_FORMS = {
+    "png": (".png", "image/png"),
+    "svg": (".svg", "image/svg+xml"),
+    "pdf": (".pdf", "application/pdf"),
+    "html": (".html", "text/html"),
+    "trace": (".trace.json", "application/json"),
+}
+
+
+def records() -> list[dict[str, Any]]:
+    """Every scheme as its record has it, for the page's form."""
+    return [
+        {
+            "name": scheme.name,
+            "summary": scheme.summary,
+            "source": scheme.source,
+            "synchronous": scheme.synchronous,
+            "depth": scheme.depth,
+            "options": [
+                {
+                    "name": option.name,
+                    "kind": option.kind.name.lower(),
+                    "words": list(option.words),
+                    "legal": option.legal,
+                    "help": option.help,
+                    "required": option.required,
+                    "usual": option.usual,
+                }
+                for option in scheme.options
+            ],
+        }
+        for scheme in registry.SCHEMES.values()
+    ]
+
+
+def build(name: str, options: dict[str, int | str | bool]) -> Schedule:
+    """The schedule of a scheme; workers said as another scheme says them are understood.
+
+    Raises:
+        ConfigError: an unknown scheme, an option that is missing, illegal or none of its; too large.
+    """
+    scheme = registry.scheme(name)
+    names = [option.name for option in scheme.options]
+    for given in options:
+        if given not in names and given not in DEPTH:
+            raise ConfigError(f"{scheme.name} has no option {given!r}; its options: {', '.join(names)}")
+    told = {scheme.depth if option in DEPTH else option for option in options}
+    if missing := scheme.missing(told):
+        wanted = "; ".join(f"{o.name} ({o.help}: {o.legal})" for o in missing)
+        raise ConfigError(f"{scheme.name} needs {wanted}")
+    for option in scheme.options:
+        if option.name in options:
+            option.refuse(options[option.name])
+    for depth in DEPTH:
+        if depth in options and type(options[depth]) is not int:
+            raise ConfigError(f"{depth}={options[depth]!r}: must be a whole number")
+        if depth in options:
+            scheme.refuse_too_large({**options, scheme.depth: options[depth]}, MOST_OPS)
+    schedule = registry.build(name, scheme.with_own_depth(options))
+    _refuse_large(sum(map(len, schedule.orders)), scheme.name)
+    return schedule
+
+
+def moved(schedule: Schedule, moves: Sequence[Move]) -> Schedule:
+    """The schedule with ops taken out of their workers' orders and put in elsewhere in them.
+
+    Raises:
+        ConfigError: a move of a worker or an op that is not there.
+    """
+    orders: list[list[Op]] = [list(order) for order in schedule.orders]
+    for number, move in enumerate(moves, 1):
+        if move.worker >= len(orders):
+            raise ConfigError(f"move {number}: worker {move.worker}, but there are {len(orders)}")
+        order = orders[move.worker]
+        if max(move.start, move.stop) >= len(order):
+            raise ConfigError(f"move {number}: worker {move.worker} has {len(order)} ops, counted from 0")
+        order.insert(move.stop, order.pop(move.start))
+    return replace(schedule, orders=tuple(map(tuple, orders)))
+
+
+def _refuse_large(ops: int, name: str) -> None:
+    if ops > MOST_OPS:
+        raise ConfigError(
+            f"{name}: {ops:,} ops, and the page shows at most {MOST_OPS:,}; counterflow show draws more"
+        )
+
+
+def _keep(kept: OrderedDict[str, Schedule], key: str, schedule: Schedule) -> None:
+    kept[key] = schedule
+    while len(kept) > _KEPT:
+        kept.popitem(last=False)
+
+
+def _circle(schedule: Schedule) -> tuple[tuple[int, int], ...]:
+    """Ops that wait for each other in a circle, as places among all ops, worker by worker in order."""
+    try:
+        return tuple(OpGraph(schedule).cycle())
+    except ScheduleError:  # something is made nowhere
+        return ()
+
+
+def _each(limit: float | tuple[float, ...] | None, workers: int) -> tuple[float, ...] | None:
+    if limit is None:
+        return None
+    return limit if isinstance(limit, tuple) else (limit,) * workers
+
+
+def _figures(result: Simulation, chart: Chart, limit: tuple[float, ...] | None) -> dict[str, Any]:
+    """What the tables beside a picture show, in words."""
+    unit = time_unit(result.makespan, in_forwards=result.costs.in_forwards)
+    rows = list(_workers(result, chart, limit))
+    figures = [["makespan", unit.text(result.makespan)]]
+    if result.steady_step is not None:
+        figures.append(["steady step", unit.text(result.steady_step)])
+    figures.append(["bubble ratio", f"{100 * result.bubble_ratio:.1f} %"])
+    if result.steady_bubble_ratio is not None:
+        figures.append(["steady bubble ratio", f"{100 * result.steady_bubble_ratio:.1f} %"])
+    assert chart.memory is not None
+    figures.append(["peak of a worker", chart.memory.unit.text(chart.memory.peak)])
+    whole = result.makespan * result.schedule.workers or 1.0
+    causes = [
+        [cause.value, sum(gap.end - gap.start for gap in result.gaps if gap.cause is cause) / whole]
+        for cause in Cause
+    ]
+    return {"makespan": result.makespan, "figures": figures, "causes": causes, "rows": rows}
+
+
+def _workers(result: Simulation, chart: Chart, limit: tuple[float, ...] | None) -> Iterator[dict[str, Any]]:
+    unit = time_unit(result.makespan, in_forwards=result.costs.in_forwards)
+    memory = chart.memory
+    assert memory is not None
+    for worker, use in enumerate(memory.workers):
+        over = limit is not None and use.peak > limit[worker]
+        yield {
+            "worker": f"P{worker}",
+            "busy": unit.text(result.busy[worker]),
+            "idle": unit.text(max(0.0, result.idle[worker])),
+            "bubbles": f"{100 * max(0.0, result.idle[worker]) / (result.makespan or 1.0):.1f} %",
+            "activations": compact(result.peak_activations[worker]),
+            "copies": str(result.weight_copies[worker]),
+            "memory": bytes_text(use.peak) if memory.unit is AmountUnit.BYTES else "",
+            "over": over,
+        }
+
+
+def _csv(charts: Sequence[Chart]) -> str:
+    """Every op and gradient sync with its times."""
+    text = io.StringIO()
+    table = csv.writer(text)
+    table.writerow(["schedule", "worker", "op", "what", "stage", "start", "end"])
+    for chart in charts:
+        for box in chart.boxes:
+            table.writerow([chart.heading, box.worker, box.op, box.what, box.stage, box.start, box.end])
+    return text.getvalue()

@@ -1,0 +1,80 @@
+"""From an address to a running server: the port is taken before the address is told."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import secrets
+import socket
+import webbrowser
+from collections.abc import Callable
+from threading import Thread
+
+import uvicorn
+from starlette.applications import Starlette
+
+from counterflow.errors import ConfigError
+
+
+def is_here(host: str) -> bool:
+    """Whether only this machine can reach a host name.
+
+    >>> is_here("127.0.0.1"), is_here("localhost"), is_here("0.0.0.0")
+    (True, True, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens there; port 0 takes a free one.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--host {host}: {error}; give a name or an address of this machine") from None
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        found.listen(128)
+    except OSError as error:
+        found.close()
+        raise ConfigError(
+            f"--host {host} --port {port}: {error.strerror}; --port 0 takes one that is free"
+        ) from None
+    return found
+
+
+def serve(
+    make: Callable[[str | None], Starlette], host: str, port: int, *, opens: bool, told: Callable[[str], None]
+) -> None:
+    """Serve until Ctrl-C.
+
+    Args:
+        make: the application, from the token that requests must carry; None: this machine alone is heard.
+        host: where to listen.
+        port: on which port.
+        opens: whether a browser is opened.
+        told: told the address.
+
+    Raises:
+        ConfigError: the address cannot be had.
+    """
+    token = None if is_here(host) else secrets.token_urlsafe(24)
+    with listening(host, port) as taken:
+        name = f"[{host}]" if ":" in host else host
+        address = f"http://{name}:{taken.getsockname()[1]}/" + (f"?token={token}" if token else "")
+        told(address)
+        if opens:
+            Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+        config = uvicorn.Config(
+            make(token), log_level="warning", access_log=False, timeout_graceful_shutdown=1
+        )
+        with contextlib.suppress(KeyboardInterrupt):  # what ends it
+            uvicorn.Server(config).run(sockets=[taken])

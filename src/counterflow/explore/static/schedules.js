@@ -1,0 +1,141 @@
+// Schedules: choose one or two, change costs and orders, see what comes of it. The address holds all choices.
+import { Timeline } from "./timeline.js";
+import { Errors, ask, download, el, facts, percent, shares, table } from "./page.js";
+import { fromAddress, subjectOf, toAddress } from "./choices.js";
+import { costForm, limitForm, subjectForm } from "./forms.js";
+import { orderForm } from "./orders.js";
+
+const FORMS = [["schedule", "Schedule file"], ["csv", "CSV of all ops"], ["png", "PNG"], ["svg", "SVG"], ["pdf", "PDF"],
+  ["html", "Offline page"], ["trace", "Perfetto trace"]];
+
+export async function show(place) {
+  const { schemes } = await ask("/api/schemes");
+  const state = fromAddress(location.search, schemes);
+  const errors = new Errors(), side = el("form", { "aria-label": "What is shown", onsubmit: e => e.preventDefault() });
+  const picture = el("div"), told = el("div", { class: "sides" }), bar = el("div", { class: "bar" });
+  const status = el("div", { class: "unseen", role: "status" });
+  place.append(el("h1", {}, "Schedules"), el("div", { class: "split-page" }, side,
+    el("div", {}, errors.place, bar, picture, help(), told, status)));
+  let timeline = null, under_way = null, timer = 0, checks = 0;
+
+  const request = () => ({ subjects: state.subjects.map(subjectOf), costs: state.costs, peak: state.peak || null,
+    memory: state.memory || null, messages: state.messages });
+
+  function build() {
+    const kept = memoryOf(side);
+    side.replaceChildren(
+      ...state.subjects.map((subject, index) => subjectForm(state, index, schemes, { changed, rebuild: changedAll, errors })),
+      el("div", { class: "bar" }, state.subjects.length === 1
+        ? el("button", { type: "button", onclick: () => { state.subjects.push(structuredClone(state.subjects[0])); state.subjects[1].moves = []; changedAll(); } }, "Compare with another")
+        : el("button", { type: "button", onclick: () => { state.subjects.pop(); changedAll(); } }, "Without the second")),
+      costForm(state, changed), limitForm(state, changed),
+      orderForm(state, request, found => {
+        state.subjects[1] = { file: found.file, name: found.name, options: {}, moves: [] };
+        changedAll();
+      }, errors));
+    kept();
+    const form = el("select", { "aria-label": "Form of the download" }, ...FORMS.map(([name, text]) => el("option", { value: name }, text)));
+    bar.replaceChildren(
+      el("button", { type: "button", id: "undo", onclick: undo }, "Undo move"), form,
+      el("button", { type: "button", onclick: () => download("/api/download", { ...request(), form: form.value }).catch(e => errors.say(e)) }, "Download"));
+  }
+
+  function undo() {
+    const subject = state.subjects.findLast(one => one.moves.length);
+    if (subject) { subject.moves.pop(); changedAll(); }
+  }
+  function changedAll() { build(); changed(); }
+  function changed() {
+    history.replaceState(null, "", toAddress(state));
+    document.getElementById("undo").disabled = !state.subjects.some(one => one.moves.length);
+    clearTimeout(timer);
+    timer = setTimeout(look, 40);
+  }
+
+  async function look() {
+    under_way?.abort();
+    under_way = new AbortController();
+    try {
+      const found = await ask("/api/look", request(), under_way.signal);
+      errors.say(null);
+      if (timeline) timeline.update(found.picture);
+      else timeline = new Timeline(picture, found.picture, { level: "h2", onMove: move });
+      told.replaceChildren(...found.subjects.map((one, index) => said(one, index)));
+      status.textContent = found.picture.charts.map(c => `${c.heading}: ${c.summary}`).join("; ");
+      document.documentElement.dataset.shown = String(Number(document.documentElement.dataset.shown || 0) + 1);
+    } catch (error) {
+      errors.say(error);
+    }
+  }
+
+  function move(index, worker, start, stop) {
+    state.subjects[index].moves.push([worker, start, stop]);
+    changedAll();
+  }
+
+  // What there is to say of a schedule beside its picture.
+  function said(one, index) {
+    const verdict = el("div", { "aria-live": "polite" });
+    const prove = async () => {
+      const mine = ++checks;
+      verdict.replaceChildren(el("p", { class: "soft" }, "checking …"));
+      try {
+        const report = await ask("/api/check", { subject: subjectOf(state.subjects[index]), peak: state.peak || null });
+        verdict.replaceChildren(rules(report));
+        document.documentElement.dataset.checked = String(mine);
+      } catch (error) { verdict.replaceChildren(el("p", { class: "wrong" }, error.message)); }
+    };
+    if (one.own) verdict.append(el("p", { class: "soft" }, "As its scheme makes it. "), el("button", { type: "button", onclick: prove }, "Check it"));
+    else prove();
+    const columns = [["worker", "worker"], ["busy", "busy"], ["idle", "idle"], ["bubbles", "bubbles"],
+      ["peak activations", "activations"], ["weight copies", "copies"]];
+    if (one.rows?.some(row => row.memory))
+      columns.push(["peak memory", row => row.over ? el("strong", { class: "wrong" }, `${row.memory}, too much`) : row.memory]);
+    return el("section", { "aria-label": one.heading },
+      el("h2", {}, one.heading),
+      one.fails ? el("pre", { class: "wrong" }, one.fails) : facts(one.figures),
+      one.fails ? null : el("h3", {}, "Bubbles by cause, of all workers' time"),
+      one.fails ? null : shares("bubbles", one.causes.map(([name, share]) => [name, share, percent(share)])),
+      el("h3", {}, "The checker"), verdict,
+      one.fails ? null : el("h3", {}, "Workers"), one.fails ? null : table(`Workers of ${one.heading}`, columns, one.rows));
+  }
+
+  document.addEventListener("keydown", event => {
+    if ((event.ctrlKey || event.metaKey) && event.key === "z" && !/INPUT|SELECT|TEXTAREA/.test(event.target.tagName)) { event.preventDefault(); undo(); }
+  });
+  build();
+  await look();
+  changed();
+}
+
+function rules(report) {
+  const bad = report.rules.filter(rule => rule.ok === false), unseen = report.rules.filter(rule => rule.ok === null);
+  const list = el("details", {}, el("summary", {}, `All ${report.rules.length} rules`),
+    el("ul", { class: "plain" }, ...report.rules.map(rule => el("li", {}, `${rule.ok ? "✓" : rule.ok === false ? "✗" : "–"} ${rule.rule}`))));
+  if (report.ok) return el("div", {}, el("p", { class: "good" }, "✓ Correct: every rule holds."), list);
+  return el("div", {}, ...bad.map(rule => el("div", {}, el("p", { class: "wrong" }, `✗ Breaks the rule “${rule.rule}”`), el("pre", {}, rule.detail))),
+    unseen.length ? el("p", { class: "soft" }, `Not looked at, because of that: ${unseen.map(rule => rule.rule).join(", ")}`) : null, list);
+}
+
+// What was open and where the focus was in a form that is built anew; to be called once it is.
+function memoryOf(form) {
+  const name = element => [[...form.children].indexOf(element.closest("fieldset, .bar")), element.tagName,
+    element.labels?.[0]?.textContent || element.getAttribute("aria-label") || element.textContent].join("|");
+  const focused = form.contains(document.activeElement) ? name(document.activeElement) : null;
+  const open = [...form.querySelectorAll("summary")].map(summary => [name(summary), summary.parentElement.open]);
+  return () => {
+    for (const summary of form.querySelectorAll("summary")) {
+      const before = open.find(([key]) => key === name(summary));
+      if (before) summary.parentElement.open = before[1];
+    }
+    if (focused) [...form.querySelectorAll("input, select, button, summary")].find(one => name(one) === focused)?.focus();
+  };
+}
+
+function help() {
+  const key = text => el("kbd", {}, text);
+  return el("details", {}, el("summary", {}, "Mouse and keys in the picture"), el("ul", { class: "plain soft" },
+    el("li", {}, "Drag an op to another place in its worker's order, or choose it and press ", key("["), " or ", key("]"), "; undo with ", key("Ctrl"), " ", key("Z"), "."),
+    el("li", {}, key("n"), " ", key("p"), " next and previous op, ", key("↑"), " ", key("↓"), " other worker. Green outlines: what it needs; amber: what needs it."),
+    el("li", {}, "Wheel or ", key("+"), " ", key("−"), " zoom along time; drag the paper, ", key("Shift"), " wheel or ", key("←"), " ", key("→"), " move; double-click or ", key("0"), " shows all.")));
+}

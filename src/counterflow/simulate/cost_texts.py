@@ -1,0 +1,110 @@
+"""Costs as people write them, in a command or on a page: ``1.5``, ``1,1,2``, ``300MB``; read into ``Costs``.
+
+Invariant: a text is read in one way wherever it stands; what it may say is ``Costs``' own business.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from counterflow.errors import ConfigError
+
+from .costs import MOST_COST, Costs
+from .op_costs import ByteCosts
+
+SECONDS = ("forward", "backward", "input_gradient", "weight_gradient", "p2p", "sync", "agreement")
+"""Costs that are times."""
+
+BYTES = (
+    *("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "input_bytes"),
+    "kept_for_weights",
+)
+"""Costs that are sizes."""
+
+Named = Callable[[str], str]
+"""How messages name a cost."""
+
+
+def _plainly(name: str) -> str:
+    return f"{name}="
+
+
+def read(texts: Mapping[str, Any], named: Named = _plainly) -> dict[str, Any]:
+    """Costs by name, with numbers for texts; what is no text stays as it is.
+
+    Raises:
+        ConfigError: a text says no number.
+
+    >>> read({"forward": "1,2", "weight_bytes": "1.5KiB"})
+    {'forward': (1.0, 2.0), 'weight_bytes': 1536.0}
+    """
+    found = {}
+    for name, value in texts.items():
+        if isinstance(value, str) and (name in SECONDS or name in BYTES or name == "layers"):
+            found[name] = (bytes_of if name in BYTES else numbers_of)(name, value, named)
+        else:
+            found[name] = value
+    return found
+
+
+def costs_from(given: Mapping[str, Any]) -> Costs:
+    """What the simulator is fed with, from costs by the names of ``read``.
+
+    Raises:
+        ConfigError: a cost is negative.
+    """
+    rest = dict(given)
+    names = {f"{name.removesuffix('s')}_bytes": name for name in ByteCosts.__slots__}
+    names |= {name: name for name in ("layers", "kept_for_weights")}
+    byte_costs = {names[name]: rest.pop(name) for name in tuple(rest) if name in names}
+    if "weight_gradient" in rest:
+        rest["weight_gradients"] = rest.pop("weight_gradient")
+    return Costs(**rest, memory=ByteCosts(**byte_costs) if byte_costs else None)
+
+
+def numbers_of(name: str, text: str, named: Named = _plainly) -> float | tuple[float, ...]:
+    """A number, or several with commas.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    what = f"a number, or numbers separated by commas, one a {'worker' if name == 'peak' else 'stage'}"
+    return _numbers(named(name), text, float, what)
+
+
+def bytes_of(name: str, text: str, named: Named = _plainly) -> float | tuple[float, ...]:
+    """Likewise bytes, as in 300MB or 1.5GiB.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    return _numbers(
+        named(name), text, _bytes, "bytes as in 3e9, 300MB or 1.5GiB, or several, separated by commas"
+    )
+
+
+def _numbers(named: str, text: str, number: Callable[[str], float], wanted: str) -> float | tuple[float, ...]:
+    values = []
+    for part in text.split(","):
+        try:
+            values.append(number(part.strip()))
+        except ValueError:
+            raise ConfigError(f"{named}{text}: cannot read {part.strip()!r}; give {wanted}") from None
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def _bytes(text: str) -> float:
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)? *([kmgt]?i?b)?", text, re.IGNORECASE)
+    if match is None:
+        raise ValueError(text)
+    number, exponent, unit = match.groups(default="")
+    found = float(number + exponent) * _UNITS[unit.upper()]
+    if found > MOST_COST:
+        raise ValueError(text)
+    return found

@@ -1,0 +1,157 @@
+"""The page in a real browser: driven by mouse and by keys, and looked at by axe-core."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("playwright", reason="needs playwright")
+pytest.importorskip("uvicorn", reason="needs the extra counterflow[explore]")
+
+import uvicorn
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from counterflow.explore.app import application
+from counterflow.explore.serve import listening
+
+CHROMIUM = Path(os.environ.get("CHROMIUM", "/usr/bin/chromium"))
+
+pytestmark = pytest.mark.skipif(
+    not CHROMIUM.exists(), reason=f"no browser: {CHROMIUM} is not there (make browser installs it)"
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with listening("127.0.0.1", 0) as taken:
+        served = uvicorn.Server(uvicorn.Config(application(), log_level="error"))
+        thread = threading.Thread(target=served.run, kwargs={"sockets": [taken]}, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+        served.should_exit = True
+        thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as play:
+        found = play.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    errors: list[str] = []
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    found = context.new_page()
+    found.on("pageerror", lambda error: errors.append(str(error)))
+    found.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    yield found
+    context.close()
+    assert errors == []
+
+
+def opened(page: Page, address: str) -> Page:
+    page.goto(address)
+    page.wait_for_selector("html[data-ready]")
+    return page
+
+
+def seen(page: Page) -> None:
+    """What axe-core finds serious on the page as it is: nothing. And it is not wider than the window."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    found: dict[str, Any] = Axe().run(page).response
+    serious = [v for v in found["violations"] if v["impact"] in ("serious", "critical")]
+    assert serious == [], [(v["id"], [n["html"] for n in v["nodes"]][:3]) for v in serious]
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def looks(page: Page, address: str) -> None:
+    """Wide and narrow, light and dark."""
+    for width, scheme in ((1280, "light"), (420, "dark")):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
+        opened(page, address)
+        seen(page)
+
+
+DAPPLE = "/schedules?a.scheme=dapple&a.stages=2&a.micro_batches=2"
+
+
+def test_schedules_look_right(page: Page, server: str) -> None:
+    looks(page, server + DAPPLE + "&b.scheme=gpipe&b.stages=2&b.micro_batches=4")
+    expect(
+        page.get_by_role("region", name="gpipe(stages=2, micro_batches=4, groups=1)", exact=True)
+    ).to_contain_text("15 F")
+
+
+def test_an_op_is_dragged_and_brought_back(page: Page, server: str) -> None:
+    """B0 of worker 0 before its forward: a circle, told and drawn; undo brings all back."""
+    opened(page, server + DAPPLE)
+    canvas = page.locator("canvas")
+    place = canvas.bounding_box()
+    assert place is not None
+    plot = place["width"] - 46 - 42
+    y = place["y"] + 15
+
+    def x(time_: float) -> float:
+        return float(place["x"] + 46 + plot * time_ / 9)
+
+    page.mouse.move(x(5), y)
+    page.mouse.down()
+    page.mouse.move(x(3), y, steps=3)
+    page.mouse.move(x(0.2), y, steps=3)
+    page.mouse.up()
+    expect(page.locator("main")).to_contain_text("the workers wait in a circle")
+    expect(page.locator("main")).to_contain_text("Breaks the rule “forward before its backward”")
+    assert "a.moves=0.2.0" in page.url
+    page.get_by_role("button", name="Undo move").click()
+    expect(page.locator("main")).to_contain_text("As its scheme makes it.")
+    assert "moves" not in page.url
+
+
+def test_by_keyboard_alone(page: Page, server: str) -> None:
+    """Another scheme is chosen, an op is sent to another place and back, and the checker asked."""
+    opened(page, server + DAPPLE)
+    _tab_to(page, "SELECT")
+    page.keyboard.type("gpipe")
+    expect(page.get_by_role("heading", name="gpipe(")).to_be_visible()
+    _tab_to(page, "CANVAS")
+    page.keyboard.press("n")
+    expect(page.get_by_role("tooltip")).to_contain_text("Forward of micro-batch 0")
+    page.keyboard.press("]")
+    expect(page.locator("main")).to_contain_text("1 op moved")
+    expect(page.get_by_role("tooltip")).to_contain_text("Forward of micro-batch 0")
+    page.keyboard.press("Control+z")
+    expect(page.locator("main")).not_to_contain_text("1 op moved")
+    _tab_to(page, "BUTTON", "Check it")
+    page.keyboard.press("Enter")
+    expect(page.locator("main")).to_contain_text("Correct: every rule holds.")
+
+
+def _tab_to(page: Page, tag: str, text: str = "") -> None:
+    for _ in range(80):
+        page.keyboard.press("Tab")
+        at = page.evaluate("[document.activeElement.tagName, document.activeElement.textContent]")
+        if at[0] == tag and text in at[1]:
+            return
+    raise AssertionError(f"Tab does not lead to {tag} {text}")
+
+
+def test_the_address_holds_the_state(page: Page, server: str) -> None:
+    opened(page, server + DAPPLE)
+    page.get_by_label("forward", exact=True).fill("1,3")
+    expect(page.locator("dd").first).to_have_text("13 s")
+    deadline = time.monotonic() + 5
+    while "forward=1%2C3" not in page.url and time.monotonic() < deadline:
+        page.wait_for_timeout(20)
+    opened(page, page.url)
+    expect(page.locator("dd").first).to_have_text("13 s")

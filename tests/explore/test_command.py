@@ -1,0 +1,35 @@
+"""The command: it tells an address that answers, and ends with Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from http.client import HTTPConnection
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs the extra counterflow[explore]")
+
+
+def test_it_serves_until_it_is_interrupted() -> None:
+    command = [sys.executable, "-m", "counterflow", "explore", "--no-open", "--port", "0"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stderr is not None
+            told = re.fullmatch(
+                r"Open http://127\.0\.0\.1:(\d+)/ \(Ctrl-C ends\)\n", process.stderr.readline()
+            )
+            assert told is not None
+            connection = HTTPConnection("127.0.0.1", int(told[1]), timeout=60)
+            connection.request("GET", "/schedules")
+            assert connection.getresponse().status == 200
+            connection.close()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+            assert process.stderr.read() == ""
+        finally:
+            process.kill()

@@ -1,0 +1,165 @@
+"""Who may ask, and what is said to those who ask wrongly."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from counterflow.errors import ConfigError
+from counterflow.explore.app import HEADER, STATIC, application
+from counterflow.explore.serve import listening
+
+from .conftest import ASKS, refused
+
+PATHS = ("/api/look", "/api/check", "/api/file", "/api/download")
+
+
+def test_pages_load_nothing_from_elsewhere(client: TestClient) -> None:
+    first = client.get("/", follow_redirects=False)
+    assert (first.status_code, first.headers["location"]) == (307, "/schedules")
+    page = client.get("/schedules")
+    policy = page.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+    assert "unsafe" not in policy
+    for path in STATIC.iterdir():
+        text = path.read_text(encoding="utf-8")
+        known = text.replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?:|@import|url\(|innerHTML|eval\(", known), path.name
+        assert client.get(f"/static/{path.name}").status_code == 200
+    for name in re.findall(r'(?:src|href)="(/static/[^"]+)"', page.text):
+        assert client.get(name).status_code == 200
+    assert client.get("/static/timeline.js").headers["content-type"].startswith("text/javascript")
+    assert client.get("/static/..%2fapp.py").status_code == 404
+    assert client.get("/static/app.py").status_code == 404
+
+
+def test_another_sites_page_cannot_ask() -> None:
+    """It can neither send the header nor be of this host; nor can a name that leads to this machine."""
+    body = {"subjects": [{"scheme": "dapple", "options": {"stages": 2, "micro_batches": 2}}]}
+    with TestClient(application(), base_url="http://127.0.0.1:8765") as client:
+        assert client.post("/api/look", json=body).status_code == 403
+        assert client.post("/api/look", json=body, headers=ASKS).status_code == 200
+        evil = ASKS | {"Origin": "http://evil.example"}
+        assert client.post("/api/look", json=body, headers=evil).status_code == 403
+        assert client.post("/api/look", json=body, headers=ASKS | {"Origin": "null"}).status_code == 403
+        own = ASKS | {"Origin": "http://127.0.0.1:9999"}
+        assert client.post("/api/look", json=body, headers=own).status_code == 200
+        other = ASKS | {"Host": "evil.example:8765"}
+        assert client.get("/schedules", headers=other).status_code == 403
+        assert client.get("/schedules", headers={"Host": "[::1"}).status_code == 403
+        preflight = client.options("/api/look", headers={"Origin": "http://evil.example"})
+        assert preflight.status_code >= 400
+        assert "access-control-allow-origin" not in preflight.headers
+
+
+def test_beyond_this_machine_a_token_is_asked_for() -> None:
+    with TestClient(application("secret"), base_url="http://machine:80") as client:
+        assert client.get("/schedules").status_code == 200
+        assert client.get("/api/schemes", headers=ASKS).status_code == 401
+        assert client.get("/api/schemes", headers={HEADER: "secret"}).status_code == 200
+        assert client.get("/api/schemes", headers=[(HEADER.encode(), "sécret".encode())]).status_code == 401
+
+
+def test_a_taken_port_is_told() -> None:
+    with listening("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--port {port}: Address already in use; --port 0"):
+            listening("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=r"--host no\.such\.host\.invalid"):
+        listening("no.such.host.invalid", 0)
+
+
+def test_sentences(client: TestClient) -> None:
+    look: dict[str, Any] = {"subjects": [{"scheme": "dapple", "options": {"stages": 2, "micro_batches": 2}}]}
+    assert "subjects: Field required" in refused(client, "/api/look", {})
+    unknown = {"subjects": [{"scheme": "chimaera"}]}
+    assert "did you mean 'chimera'" in refused(client, "/api/look", unknown)
+    assert "forward=x: cannot read 'x'" in refused(client, "/api/look", look | {"costs": {"forward": "x"}})
+    assert "forward: 3 numbers for 2 stages" in refused(
+        client, "/api/look", look | {"costs": {"forward": "1,2,3"}}
+    )
+    assert "dapple needs micro_batches" in refused(
+        client, "/api/look", {"subjects": [{"scheme": "dapple", "options": {"stages": 2}}]}
+    )
+    assert client.get("/api/look").status_code == 405
+    assert client.get("/api/nothing").json() == {"error": "Not Found"}
+    assert client.post("/api/look", content=b"x" * 8_000_001).status_code == 413
+
+
+def test_a_thousand_wrong_requests(client: TestClient) -> None:
+    """Whatever is asked, the answer is right or says in a sentence what is wrong."""
+    chance = random.Random(0)
+    for _ in range(1000):
+        path = chance.choice(PATHS)
+        answer = client.post(path, content=_text(chance) if chance.random() < 0.1 else _body(chance, path))
+        assert answer.status_code == 200 or 400 <= answer.status_code < 500, answer.text
+        if answer.status_code != 200:
+            assert list(answer.json()) == ["error"]
+            assert "Traceback" not in answer.text
+
+
+ODD: tuple[Any, ...] = (
+    *(None, True, -1, 0, 1, 2, 3, 4, 10**30, 1e300, "", "x", "1,2", "nan", "inf", "-1", "1e400", "٣", [], {}),
+    *("9" * 5000, "chimera", "dapple", "pipedream", "\u0000", [[1]], {"scheme": "gpipe"}),
+)
+
+
+def _body(chance: random.Random, path: str) -> bytes:
+    import json
+
+    names = (
+        "stages",
+        "workers",
+        "micro_batches",
+        "waves",
+        "pairs",
+        "periods",
+        "concat",
+        "split",
+        "chunks",
+        "odd",
+    )
+    scheme = chance.choice(("chimera", "dapple", "hanayo", "pipedream", "zb-h1", "interleaved", "mixpipe"))
+    options = {name: chance.choice((1, 2, 3, 4, *ODD)) for name in chance.sample(names, chance.randrange(5))}
+    subject: dict[str, Any] = {"scheme": scheme, "options": {"stages": 4, "micro_batches": 4} | options}
+    if chance.random() < 0.3:
+        subject["moves"] = [
+            {key: chance.choice((0, 1, 2, 5, *ODD)) for key in ("worker", "start", "stop")}
+            for _ in range(chance.randrange(3))
+        ]
+    costs = {
+        name: chance.choice(("1", "0.5", *ODD))
+        for name in chance.sample(
+            (
+                "forward",
+                "backward",
+                "p2p",
+                "sync",
+                "agreement",
+                "link",
+                "overlap",
+                "replicas",
+                "weight_bytes",
+            ),
+            chance.randrange(4),
+        )
+    }
+    body: dict[str, Any] = {"subjects": [subject], "costs": costs}
+    if path == "/api/check":
+        body = {"subject": subject}
+    if path == "/api/download":
+        body["form"] = chance.choice(("csv", "schedule", *ODD))
+    if path == "/api/file":
+        body = {"name": "x", "text": chance.choice(("{}", "[]", '{"format": "counterflow-schedule"}'))}
+    if chance.random() < 0.4:
+        body[chance.choice((*body, "peak", "memory", "odd"))] = chance.choice(ODD)
+    return json.dumps(body).encode()
+
+
+def _text(chance: random.Random) -> bytes:
+    texts = (b"", b"{", b"\xff", b"null", b"[" * 100_000, b"1" * 10_000, b'{"subjects": NaN}', b'"\\ud800"')
+    return chance.choice(texts)
