@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from counterflow.train import RunConfig
     from counterflow.train.report import Pair, Summary
 
+    from ..output.results import KeyShown
+
 
 def train(
     config: Annotated[
@@ -108,11 +110,11 @@ def train(
         raise typer.Exit(STOP.exit_code)
 
 
-def _list_keys(*, as_json: bool) -> None:
-    from counterflow import toml  # noqa: PLC0415  (pydantic takes a while)
-    from counterflow.train.load import SECTIONS  # noqa: PLC0415
+def keys_shown() -> list[KeyShown]:
+    """Every key of a config with its default, its meaning and what it may be."""
+    from counterflow.train.load import SECTIONS  # noqa: PLC0415  (pydantic takes a while)
 
-    from ..output.results import Keys, KeyShown  # noqa: PLC0415
+    from ..output.results import KeyShown  # noqa: PLC0415
 
     shown = []
     for section, model in SECTIONS.items():
@@ -120,10 +122,18 @@ def _list_keys(*, as_json: bool) -> None:
             field = model.model_fields.get(name)  # options of schemes are none, and default as schemes say
             default = field.default if field is not None else None
             shown.append(KeyShown(key=f"{section}.{name}", default=default, about=about, legal=legal))
+    return shown
+
+
+def _list_keys(*, as_json: bool) -> None:
+    from counterflow import toml  # noqa: PLC0415  (pydantic takes a while)
+
+    from ..output.results import Keys  # noqa: PLC0415
+
     if as_json:
-        print_json(Keys(keys=shown))
+        print_json(Keys(keys=keys_shown()))
         return
-    for key in shown:
+    for key in keys_shown():
         given = key.key if key.default is None else f"{key.key} = {toml.dumps(key.default)}"
         typer.echo(f"{given}  # {key.about}; {key.legal}")
 
