@@ -3,14 +3,14 @@
 # of its own (.venv-torch-<version>).
 #
 #   bash benchmarks/torch_versions.sh [VERSION ...] [-- PYTEST ARGUMENTS]
-#   TORCH_INDEX=<url or folder of CPU builds> bash benchmarks/torch_versions.sh 2.6.0
+#   TORCH_INDEX=<url or folder of CPU builds> bash benchmarks/torch_versions.sh 2.13.0
 #
 # Without TORCH_INDEX the wheels of the configured index are taken; on Linux these bring CUDA with them, some gigabytes
 # a version. Each result is a line: the version that ran, and passed or FAILED; the last one's status is the script's.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-oldest=$(sed -n 's/^ *"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+oldest=$(sed -n 's/^ *"torch>=\([0-9.]*\).*/\1/p' pyproject.toml)
 versions=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do versions+=("$1"); shift; done
 [ $# -gt 0 ] && shift

@@ -111,15 +111,12 @@ def test_the_count_is_the_prediction(schedule: Schedule, recompute: str) -> None
 
 @pytest.mark.parametrize("how", ["autocast", "compute_dtype"])
 def test_cast_weights_count_once(how: str) -> None:
-    schedule = schemes.dapple(2, 4)
+    """With one worker: torch's autocast has one cache for all threads, and each of them drops it."""
     options: dict[str, Any] = {how: torch.bfloat16}
-    found = launch(partial(_work, schedule, "none", **options), workers=2, transport="local")
-    assert all(0 < cost.cast_bytes <= cost.weight_bytes / 2 for cost in found[0][0])
-    for worker, (costs, counted) in enumerate(found):
-        in_flight = 2 - worker
-        assert counted == pytest.approx(
-            in_flight * costs[worker].activation_bytes + costs[worker].cast_bytes, rel=0.02
-        )
+    found = launch(partial(_work, schemes.gpipe(1, 4), "none", **options), workers=1, transport="local")
+    (((cost,), counted),) = found
+    assert 0 < cost.cast_bytes <= cost.weight_bytes / 2
+    assert counted == pytest.approx(4 * cost.activation_bytes + cost.cast_bytes, rel=0.02)
 
 
 def _is_predicted(schedule: Schedule, recompute: str, found: list[tuple[list[StageCost], int]]) -> None:

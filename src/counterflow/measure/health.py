@@ -25,7 +25,7 @@ from counterflow.runtime.workers import interface, world
 from .machine import cores, memory_bytes, processor
 
 GIB = 2**30
-_LEAST_TORCH = (2, 6)
+_LEAST_TORCH = (2, 13)
 _LEAST_SHARED = GIB // 4
 _LEAST_FILES = 1024
 

@@ -238,21 +238,15 @@ def test_the_flight_record_is_kept_in_the_runs_folder(
     assert (tmp_path / "nccl_trace_rank_3").read_bytes() == b"one"
 
 
-@pytest.mark.parametrize("version", ["2.6.0", "2.13.0+cu130"])
-def test_the_flight_recorder_records_unless_it_is_said_how_much(
-    monkeypatch: pytest.MonkeyPatch, version: str
-) -> None:
+def test_the_flight_recorder_records_unless_it_is_said_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"]
     for name in [*names, "TORCH_NCCL_ASYNC_ERROR_HANDLING"]:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
     transport = nccl.NcclTransport.__new__(nccl.NcclTransport)
     monkeypatch.setattr(transport, "make_groups", lambda: None)
     transport.make_data_plane()
-    assert [os.environ.get(name) for name in names] == (
-        ["2000", None] if version == "2.6.0" else [None, "2000"]
-    )
+    assert [os.environ.get(name) for name in names] == [None, "2000"]
     monkeypatch.setenv(names[0], "7")
     monkeypatch.delenv(names[1], raising=False)
     transport.make_data_plane()

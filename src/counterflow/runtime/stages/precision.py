@@ -68,7 +68,8 @@ class Autocast(Precision):
     """Torch's autocast, whose cache of cast weights lives as long as these stay as they are.
 
     Torch drops the cache when the outermost context is left: one stands around a whole list. It holds casts
-    of leaves, which a stage's input is as well: layers get a view of it.
+    of leaves, which a stage's input is as well: layers get a view of it. All threads of a process share one
+    cache: workers that are threads drop each other's casts too, and make them anew.
 
     Args:
         device: where layers run.
@@ -101,7 +102,7 @@ class Autocast(Precision):
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_enabled(kind, True)
         torch.set_autocast_dtype(kind, self._dtype)
-        torch.set_autocast_cache_enabled(torch.is_grad_enabled() or _casts_have_graphs())
+        torch.set_autocast_cache_enabled(True)
         try:
             yield
         finally:
@@ -218,23 +219,6 @@ class Cast(Precision):
 
     def _raised(self, tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.dtype is self._dtype else tensor
-
-
-_graphs: list[bool] = []
-
-
-def _casts_have_graphs() -> bool:
-    """Whether torch's cache holds casts with a graph also where autograd is off, as it does since 2.8 or so.
-
-    Before, what was first cast without a graph gave no gradient when it was used again.
-    """
-    if not _graphs:
-        weight = torch.zeros(1, 1, requires_grad=True)
-        with torch.autocast("cpu", torch.bfloat16), torch.enable_grad():
-            with torch.no_grad():
-                torch.mm(weight, weight)
-            _graphs.append(torch.mm(weight, weight.detach()).requires_grad)
-    return _graphs[0]
 
 
 def _no_leaf(tensor: Tensor) -> Tensor:

@@ -58,9 +58,8 @@ class NcclTransport(OrderedTransport, DistributedTransport):
         """See ``DistributedTransport``."""
         # A group whose peer is gone ends its operations and not the process: the watch tells of it.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-        older, newer = "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"
-        if not {older, newer} & os.environ.keys():  # of the older name newer torch warns
-            os.environ[older if torch.__version__ < "2.8" else newer] = _RECORDED
+        if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its former name
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
         self._data_groups: list[ProcessGroup] = []
         self.make_groups()
 

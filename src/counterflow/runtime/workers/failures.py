@@ -26,7 +26,7 @@ _DEADLY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.
 
 _OF_DEVICES: tuple[type[BaseException], ...] = (
     dist.DistError,
-    *([torch.AcceleratorError] if hasattr(torch, "AcceleratorError") else []),
+    torch.AcceleratorError,
 )
 """Errors of a device or of its links."""
 
