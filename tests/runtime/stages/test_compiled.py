@@ -77,7 +77,7 @@ def test_compiled_layers_draw_for_a_half_what_they_draw_when_computed_again() ->
 def test_changes_in_place_in_compiled_layers_are_right_or_refused_where_layers_are_computed_again() -> None:
     """Before torch 2.14 the compiler counts changes of what it has saved: nobody can tell one from it."""
 
-    def job(recompute: str, compiled: str | None = "aot_eager") -> list[float]:
+    def job(recompute: str, compiled: str | bool = "aot_eager") -> list[float]:
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(4, 4), nn.ELU(inplace=True)) for _ in range(2)]
         pipeline = cf.Pipeline(
@@ -89,7 +89,7 @@ def test_changes_in_place_in_compiled_layers_are_right_or_refused_where_layers_a
 
     torch._dynamo.reset()
     run = partial(launch, job, workers=2, transport="local", timeout_seconds=60)
-    expected = pytest.approx(run("none", None)[0], rel=1e-6)
+    expected = pytest.approx(run("none", False)[0], rel=1e-6)
     assert run("stage")[0] == expected
     if torch.__version__ >= "2.14":
         assert run("layer")[0] == expected
