@@ -34,7 +34,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import emulated_device as emulated
 import torch
 import torch.distributed as dist
 from emulated_device import (
@@ -67,7 +66,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 import counterflow as cf
-from counterflow.runtime.mini_batch.losses import Losses
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.ir import OpKind
 from counterflow.schedule.program.actions import Compute, Matching, Receive, Send
@@ -222,7 +220,6 @@ def _race(settings: Settings, count: int, payload: str, transport: Any, groups: 
     found = our_schedules(workers, count)
     if settings.device == "stream":
         take_device(Stream(rank, message))
-        Losses.summed = _loss_read  # type: ignore[method-assign]
     contenders: list[Ours | Theirs | Bare] = [
         Ours(name, found[name], message, groups, barrier=False)
         for name in OURS
@@ -261,16 +258,6 @@ def _race(settings: Settings, count: int, payload: str, transport: Any, groups: 
             contender.row.busy.append(busy / steps)
         note(rank, f"D={workers} N={count} {payload}: turn {turn + 1}")
     return [contender.row for contender in contenders]
-
-
-_summed = Losses.summed
-
-
-def _loss_read(losses: Losses) -> tuple[float, int]:
-    """The losses as numbers: the host waits for the device that computes them."""
-    if losses.entries:
-        emulated.DEVICE.synchronize()
-    return _summed(losses)
 
 
 def table(rows: Sequence[Row], depth: int, count: int) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from counterflow.errors import ConfigError, WorkerError
-from counterflow.runtime.execution import asynchronous
+from counterflow.runtime import later
 from counterflow.runtime.execution.step import Step
 from counterflow.runtime.parameters.versions import Versions
 from counterflow.runtime.parameters.weights import Weights
@@ -237,7 +237,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise AssertionError("the host waits for the norm of an update")
 
-    monkeypatch.setattr(asynchronous, "clips_there", lambda _: True)
+    monkeypatch.setattr(later, "holds_host", lambda _: True)
     monkeypatch.setattr(Weights, "squared_norm_of", refused)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from counterflow import LossSum
 from counterflow.errors import ConfigError, WorkerError
+from counterflow.runtime import later
 from counterflow.runtime.execution.step import Step
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
@@ -183,6 +184,71 @@ def test_weights_of_losses_and_metrics(options: dict[str, Any]) -> None:
     batches = [[(torch.randn(8, 2), torch.randn(8, 2)) for _ in range(2)] for _ in range(6)]
     for schedule in (schemes.dapple(4, 2), schemes.chimera(2, 4)):
         agrees(schedule, layers=layers, loss=weighed, batches=batches, replicas=2, **options)
+
+
+# A device that its host does not wait for
+
+DEVICE_SCHEDULES = [schemes.dapple(2, 3), schemes.zb_v(2, 4), schemes.gpipe(1, 2)]
+"""Those where an op that waits for nobody follows the last loss."""
+
+
+class Noted(later.Later):
+    """A number that knows after how many ops of its worker it was asked for, and notes when it was read."""
+
+    ops = threading.local()
+
+    def __init__(self, numbers: Tensor) -> None:
+        super().__init__(numbers)
+        self.after = self.ops.count
+
+    def read(self) -> Any:
+        self.ops.waited.append(self.ops.count - self.after)
+        return super().read()
+
+
+@pytest.fixture
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the engine take the CPU for a device with a queue."""
+    monkeypatch.setattr(later, "holds_host", lambda _: True)
+
+
+@pytest.mark.usefixtures("on_a_device")
+@pytest.mark.parametrize("schedule", [*DEVICE_SCHEDULES, schemes.chimera(2, 4)], ids=str)
+def test_a_device_gives_the_same_numbers(schedule: Schedule) -> None:
+    assert agrees(schedule, replicas=2, scheduler=halving) == [1, 1, 1]
+    torch.manual_seed(1)
+    layers: list[nn.Module] = [nn.Linear(2, 2) for _ in range(4)]
+    batches = [[(torch.randn(8, 2), torch.randn(8, 2)) for _ in range(2)] for _ in range(4)]
+    agrees(schedule, layers=layers, loss=weighed, batches=batches, replicas=2, updates=[False, True])
+
+
+@pytest.mark.usefixtures("on_a_device")
+@pytest.mark.parametrize("schedule", DEVICE_SCHEDULES, ids=str)
+def test_a_device_has_an_op_to_run_while_its_host_reads(
+    schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(later, "Later", Noted)
+    layers = linears(schedule.stages)
+
+    def work() -> list[int]:
+        Noted.ops.count, Noted.ops.waited = 0, []
+        pipeline = Pipeline(layers, mean_square, schedule, optimizer=momentum, barrier=False)
+        launched = pipeline.transport.computed
+
+        def computed() -> None:
+            Noted.ops.count += 1
+            launched()
+
+        monkeypatch.setattr(pipeline.transport, "computed", computed, raising=False)
+        for _ in range(3):
+            pipeline.step(*numbers(8))
+        waited = list(Noted.ops.waited)
+        pipeline.flush()
+        return waited
+
+    found = run(work, workers=schedule.workers)
+    assert all(min(waited) > 0 for waited in found)  # two norms, and where they are made three losses
+    assert sorted(map(len, found)) == [2] * (schedule.workers - 1) + [5]
 
 
 # Who may be ahead
@@ -372,21 +438,30 @@ def root(output: Tensor, target: Tensor) -> Tensor:
     return (output * target).abs().sqrt().mean()
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_before_the_next_update() -> None:
-    layers = linears(2)
+@pytest.mark.parametrize("device", [False, True])
+def test_a_gradient_that_is_not_finite_ends_the_run_before_the_next_update(
+    device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(later, "holds_host", lambda _: device)
+    name = "one of its weights" if device else "0.weight"
+    layers, made = linears(2), list[Pipeline]()
 
     def work(clip_norm: float | None) -> None:
         pipeline = Pipeline(
             layers, root, schemes.dapple(2, 2), optimizer=momentum, barrier=False, clip_norm=clip_norm
         )
+        made.append(pipeline)
         for number in range(5):
             inputs, targets = numbers(4, number)
             pipeline.step(inputs, targets * (number != 2))
             assert number < (3 if clip_norm is None else 2)
         pipeline.flush()
 
-    with pytest.raises(WorkerError, match=r"step 2: the gradient of 0.weight \(stage 0\) is not finite"):
+    with pytest.raises(WorkerError, match=rf"step 2: the gradient of {name} \(stage 0\) is not finite"):
         run(work, None, workers=2)
+    assert all(
+        weight.isfinite().all() for pipeline in made for weight in pipeline.weights.state_dict().values()
+    )
     with pytest.raises(WorkerError, match=r"step 2: .* nothing was updated with it"):
         run(work, math.inf, workers=2)
 

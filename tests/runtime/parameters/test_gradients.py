@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from counterflow.runtime.parameters import gradients
-from counterflow.runtime.parameters.gradients import GradientGroup, squared_norms
+from counterflow.runtime.parameters.gradients import GradientGroup, SquaredNorms
 
 
 def group(*values: torch.Tensor) -> GradientGroup:
@@ -31,7 +31,7 @@ def test_squared_norms_are_of_pieces_and_by_group(monkeypatch: pytest.MonkeyPatc
         torch.randn(3, dtype=torch.complex64, generator=draw),
     ]
     expected = sum(float(value.abs().double().square().sum()) for value in values)
-    every, none, odd = squared_norms([group(*values), group(), group(torch.tensor([1.0, math.inf]))])
+    every, none, odd = SquaredNorms([group(*values), group(), group(torch.tensor([1.0, math.inf]))]).read()
     assert every == pytest.approx(expected, rel=1e-6)
     assert none == 0.0
     assert odd == math.inf
@@ -41,7 +41,7 @@ def test_no_more_than_a_piece_is_copied() -> None:
     """In float64 a copy of all gradients is twice what these take."""
     whole = group(torch.ones(3 * gradients._NORM_PIECE))
     with torch.profiler.profile(profile_memory=True, record_shapes=False) as found:
-        squared_norms([whole])
+        SquaredNorms([whole]).read()
     events = found.events()
     assert events is not None
     largest = max((event.cpu_memory_usage for event in events), default=0)

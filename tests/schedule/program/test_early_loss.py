@@ -8,7 +8,7 @@ import pytest
 
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.schedule.program.actions import Action, Agree, Compute, Matching, Program, TellLoss
+from counterflow.schedule.program.actions import Action, Agree, Compute, Matching, Program, Send, TellLoss
 from counterflow.schedule.program.lowering import Shared, lower
 from counterflow.schedule.program.segments import Segments
 from counterflow.schedule.rules import AGREED, RULES, Subject, details, require
@@ -66,13 +66,25 @@ def test_only_the_agreement_differs() -> None:
             assert list(one) == without
 
 
-def test_the_loss_is_told_when_it_is_made() -> None:
-    program = lower(schemes.dapple(2, 2), norm=False)
-    assert program.actions[0][0] == TellLoss(0)
-    own = program.actions[1]
-    told = own.index(TellLoss(0))
-    computed = [str(a.op) for a in own[:told] if isinstance(a, Compute)]
-    assert computed == ["F0.1", "B0.1", "F1.1"]
+@pytest.mark.parametrize(
+    ("schedule", "first", "last"),
+    [
+        (schemes.dapple(2, 2), "F0.0", "F0.1 B0.1 F1.1 B1.1"),
+        (schemes.gpipe(2, 2), "F0.0", "F0.1 F1.1 B1.1"),
+        (schemes.zb_h1(2, 2), "F0.0", "F0.1 I0.1 F1.1 I1.1"),
+        (schemes.chimera(2, 2), "F0.0 F1.1p1 B1.1p1", "F1.0p1 F0.1 B0.1"),
+        # After their last forwards both wait for a gradient of the other one.
+        (schemes.dualpipe(2, 4), "F0.0 F2.1p1 F1.0 B2.1p1 F3.1p1", "F2.0p1 F0.1 F3.0p1 B0.1 F1.1"),
+    ],
+    ids=str,
+)
+def test_the_loss_is_told_an_op_after_it_is_made(schedule: Schedule, first: str, last: str) -> None:
+    """So that a device has something to run; but not after an op that may wait."""
+    program = lower(schedule, norm=False)
+    for own, expected in zip(program.actions, (first, last), strict=True):
+        told = own.index(TellLoss(0))
+        assert not isinstance(own[told + 1], Send)
+        assert [str(a.op) for a in own[:told] if isinstance(a, Compute)] == expected.split()
 
 
 def _broken(program: Program, worker: int, actions: list[Action]) -> str:

@@ -16,13 +16,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.program.actions import StartSync, WaitSync
 from counterflow.schedule.program.segments import Segments
 
+from .. import later
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import Losses
 from ..parameters.gradients import clip_factor
@@ -96,8 +96,9 @@ class AsynchronousRunner:
         self._begun = 0  # mini-batches, since the pipeline was empty
         self._untold: deque[_Own] = deque()
         self._squared: dict[int, float] = defaultdict(float)
-        self._clips_there = clips_there(workers.transport.device)
-        self._later: dict[int, list[tuple[int, Later, Later]]] = defaultdict(list)
+        self._clips_there = later.holds_host(workers.transport.device)
+        """Whether norms are worked out and used where the gradients are."""
+        self._later: dict[int, list[tuple[int, later.Later, later.Later]]] = defaultdict(list)
         """By mini-batch, of stages updated on a device: their squared norms, and whether they are finite."""
         self._alive: dict[int, Tensor] = {}
         self._stopped: dict[int, tuple[int, str] | None] = {}
@@ -189,8 +190,8 @@ class AsynchronousRunner:
         row: list[float] = [self._begun, batches[0].step]
         for number, batch in enumerate(batches, first):
             for stage, counted, alive in self._later.pop(number, ()):
-                self._squared[number] += counted.value()
-                if not alive.value():
+                self._squared[number] += counted.read()
+                if not alive.read():
                     self._squared[number] = math.nan
                     self._stopped.setdefault(stage, (stage, "one of its weights"))
             mine, odd = batch.losses.summed()
@@ -278,35 +279,6 @@ class AsynchronousRunner:
         """The same on a device whose host does not wait: gradients that are not finite count as zeros."""
         counted, alive = self.weights.clip_there(stage, self.limit, self._alive.get(stage))
         self._alive[stage] = alive
-        self._later[version - 1].append((stage, Later(counted), Later(alive)))
+        self._later[version - 1].append((stage, later.Later(counted), later.Later(alive)))
         with versions.unseen():
             self.weights.update(stage)
-
-
-def clips_there(device: torch.device) -> bool:
-    """Whether norms are worked out and used where the gradients are, because to read them is to wait."""
-    return device.type != "cpu"
-
-
-class Later:
-    """A number on a device, on its way to the host.
-
-    Args:
-        number: of no dimensions.
-    """
-
-    def __init__(self, number: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if number.device.type == "cuda":
-            copy = torch.empty((), dtype=number.dtype, pin_memory=True)
-            self._number = copy.copy_(number, non_blocking=True)
-            self._event = torch.cuda.Event(blocking=True)  # blocking: the host sleeps, it does not spin
-            self._event.record()
-        else:
-            self._number = number.detach().clone()
-
-    def value(self) -> float:
-        """The number, as soon as it is there."""
-        if self._event is not None:
-            self._event.synchronize()
-        return float(self._number.item())

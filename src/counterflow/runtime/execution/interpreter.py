@@ -396,6 +396,8 @@ class Interpreter:
         self.transport.computed()
         if task.stage != self._last_stage:
             self._hand_on(task, batch, found)
+        elif task.ends_losses:
+            batch.losses.ask()
 
     def _forward_in_context(
         self, task: Task, copy: StageCopy, batch: Batch, given: Sequence[_Given]

@@ -43,6 +43,7 @@ class Task:
         gives: likewise those that it makes something for (None: nothing is made any more).
         once: of skips that are made once, the unit of the one in the message that is taken.
         splits: whether a backward of what the op runs on is two ops.
+        ends_losses: whether the losses of the mini-batch are all there after it.
         known: the shapes that ``specs`` and ``message`` were looked up in.
         structures: of the values that travel, by unit.
         specs: of the tensors that travel, by unit.
@@ -68,6 +69,7 @@ class Task:
     gives: tuple[tuple[SkipLink, int | None], ...] = ()
     once: dict[SkipLink, Unit] = field(default_factory=dict)
     splits: bool = False
+    ends_losses: bool = False
     known: Shapes | None = None
     structures: Sequence[Structure | None] = ()
     specs: Sequence[Sequence[TensorSpec]] = ()
@@ -164,8 +166,14 @@ class Preparation:
                         task.both += (single,)
                     task.peer = self.ranks[action.peer]
             tasks.append(task)
+        with_loss = [task for task in tasks if task.op is not None and self._gives_loss(task.op)]
+        if with_loss and self.schedule.synchronous:
+            with_loss[-1].ends_losses = True
         prefix = next((i for i, task in enumerate(tasks) if not self._is_local(task)), len(tasks))
         return Tasks(tuple(tasks[:prefix]), tuple(tasks[prefix:]))
+
+    def _gives_loss(self, op: Op) -> bool:
+        return op.kind.makes_output and op.stage == self.last_stage
 
     def _computes(self, task: Task, op: Op, period_offset: int) -> None:
         task.op, task.stage, task.copy = op, op.stage, self.stages[op.stage]

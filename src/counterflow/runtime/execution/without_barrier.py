@@ -10,6 +10,10 @@ one gather, which ends when the last worker has its gradients. Else they wait fo
 known by then. So a loss that is not finite ends the run before anything is updated with it. A gradient that
 is not, though the loss is, is known to who has it alone: its worker updates nothing more, the others' updates
 of that step are made, and everybody ends before the next ones.
+
+Without either, a device always has an op to run while its host reads: the loss is read an op after it was
+made, and the norm is told with the next step's loss, an op into that step. So a device's host does not know
+at an update whether the gradients are finite; on the device all of the worker's are zeros if one is not.
 """
 
 from __future__ import annotations
@@ -20,8 +24,10 @@ from typing import NamedTuple
 
 from counterflow.schedule.program.actions import Program
 
+from .. import later
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import added
+from ..parameters.gradients import OwnNorm
 from ..parameters.weights import Weights
 from ..transport import Gathering
 from .interpreter import Interpreter
@@ -33,13 +39,13 @@ _COLUMNS = 6
 
 
 class _Untold(NamedTuple):
-    """A step of which no step has told: what is known of it, and the gather of the squared norms, if any.
+    """A step of which no step has told: what is known of it, and this worker's part of the norm, if any.
 
-    ``scale`` is what they were divided by.
+    ``scale`` is what makes the norm of it.
     """
 
     statistics: StepStatistics
-    squares: Gathering | None
+    norm: OwnNorm | None
     scale: float
 
 
@@ -100,17 +106,22 @@ class BarrierFreeRunner(SynchronousRunner):
         """Wait until all workers have ended; what no step has told yet."""
         if not self._begun:
             return []
-        found = self._hear()
+        found = []
+        if self._untold is not None:
+            self.workers.transport.status.now(f"hearing of step {self._untold.statistics.step}")
+            rows = self.workers.transport.gather([self._own_square()])
+            found = [self._hear(self._untold, [row[0] for row in rows])]
+            self._untold = None
         self.interpreter.drain()
         self._begun = 0
-        return [] if found is None else [found]
+        return found
 
     # -- what the interpreter asks for (``Owner``)
 
     def tell_loss(self) -> None:
-        """Begin to tell everybody this worker's part of the loss."""
+        """Begin to tell everybody this worker's part of the loss, and of the norm of the step before."""
         mine, odd = self._batch.losses.summed()
-        row = [mine, 0.0, odd, *self._batch.losses.weighed()]
+        row = [mine, self._own_square(), odd, *self._batch.losses.weighed()]
         self._telling = self.workers.transport.start_gather(self._row(row))
 
     def agree(self) -> None:
@@ -126,7 +137,8 @@ class BarrierFreeRunner(SynchronousRunner):
             return
         self.weights.check_buffers()
         rows = self._read(self._telling.wait())
-        self._told = self._hear()
+        if self._untold is not None:
+            self._told = self._hear(self._untold, [row[1] for row in rows])
         batch, waiting = self._batch, self.waiting
         loss = self.workers.loss([(row[0], row[2]) for row in rows], batch.step)
         weighed = [row[3:] for row in rows]
@@ -135,16 +147,17 @@ class BarrierFreeRunner(SynchronousRunner):
         else:
             scale, this_step = self._weigh(weighed)
         metrics = self._metrics(weighed, this_step)
-        squares: Gathering | None = None
+        norm: OwnNorm | None = None
         if self._updates:
-            mine, finite = self.weights.own_norm()
-            squares = self.workers.transport.start_gather([mine])
-            if not finite:
+            norm = self.weights.own_norm()
+            if later.holds_host(self.workers.transport.device):
+                norm.drop()
+            elif norm.read()[1] is not None:
                 self._odd = self.weights.not_finite()
             if scale != 1.0:
                 self.weights.scale(scale)
         statistics = StepStatistics(batch.step, loss * this_step, math.nan, batch.total - waiting, metrics)
-        self._untold = _Untold(statistics, squares, scale)
+        self._untold = _Untold(statistics, norm, scale)
 
     def update(self, stage: int, version: int, frees: Sequence[int]) -> None:
         """Update a stage's weights; not where this worker met a gradient that is not finite."""
@@ -155,20 +168,26 @@ class BarrierFreeRunner(SynchronousRunner):
 
     # -- loss and norm
 
-    def _hear(self) -> StepStatistics | None:
-        """What came of the step of which none has told yet, if there is one.
+    def _own_square(self) -> float:
+        """Of the step of which none has told yet this worker's part of the squared norm."""
+        if self._untold is None or self._untold.norm is None:
+            return 0.0
+        square, odd = self._untold.norm.read()
+        if odd is not None and self._odd is None:
+            self._odd = odd, "one of its weights"
+        return square
+
+    def _hear(self, untold: _Untold, squares: list[float]) -> StepStatistics:
+        """What came of a step, with what all told of its norm.
 
         Raises:
             WorkerError: a gradient of it is not finite.
         """
-        if self._untold is None:
-            return None
-        (known, squares, scale), self._untold = self._untold, None
-        if squares is None:
+        known, own, scale = untold
+        if own is None:
             return known
-        self.workers.transport.status.now(f"hearing of step {known.step}")
         norm = self.workers.norm(
-            [row[0] for row in squares.wait()],
+            squares,
             known.loss,
             known.step,
             lambda: self._odd,

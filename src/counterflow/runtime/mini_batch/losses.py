@@ -6,10 +6,10 @@ one factor, the same for all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import fsum, isfinite
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.nn import functional
 from counterflow.errors import ConfigError
 from counterflow.loss_sum import LossSum
 
+from .. import later
 from ..mesh.dtensors import is_dtensor, whole
 from ..messages.values import Unit
 from ..torch_private import hooks_of_module, is_loss
@@ -31,7 +32,7 @@ class Entry(NamedTuple):
     """A unit's loss: its mean and its share in the mini-batch, or its sum and one over all samples."""
 
     unit: Unit
-    loss: Tensor
+    loss: Tensor | float
     share: float
     weight: Tensor | float | None
     metrics: Mapping[str, Tensor | float]
@@ -135,6 +136,26 @@ def _plain(value: Tensor | float) -> Tensor | float:
     return value.detach() if isinstance(value, Tensor) else value
 
 
+def _travels(number: object) -> TypeGuard[Tensor]:
+    """Whether it is a device's, which takes a while to come to the host."""
+    return (
+        type(number) is Tensor
+        and number.numel() == 1
+        and not number.is_complex()
+        and later.holds_host(number.device)
+    )
+
+
+def _with_numbers(entry: Entry, arrived: Iterator[float]) -> Entry:
+    """An entry with what has arrived in place of what travelled."""
+
+    def number(value: Any) -> Any:
+        return next(arrived) if _travels(value) else value
+
+    loss, weight = number(entry.loss), number(entry.weight)
+    return Entry(entry.unit, loss, entry.share, weight, {k: number(v) for k, v in entry.metrics.items()})
+
+
 def added(values: Iterable[float]) -> float:
     """Their sum; ``fsum`` takes no infinities of both signs."""
     found = list(values)
@@ -152,12 +173,30 @@ class Losses:
 
     told: bool = True
     entries: list[Entry] = field(default_factory=list)
+    _later: later.Later | None = None
+
+    def ask(self) -> None:
+        """All are made: let a device's begin their way, so that who reads them waits for no later op."""
+        if self.told:
+            every = (n for e in self.entries for n in (e.loss, e.weight, *e.metrics.values()))
+            there = [number.double().reshape(()) for number in every if _travels(number)]
+            self._later = later.Later(torch.stack(there)) if there else None
+
+    def _arrive(self) -> None:
+        """Have as numbers what was asked for."""
+        if self._later is not None:
+            values, self._later = iter(self._later.read()), None
+            self.entries = [_with_numbers(entry, values) for entry in self.entries]
 
     def summed(self) -> tuple[float, int]:
         """The worker's part of the mini-batch's loss; the first micro-batch whose is not finite, or -1."""
         if not (self.entries and self.told):
             return 0.0, -1
-        values = torch.stack([entry.loss for entry in self.entries]).tolist()  # from a GPU all at once
+        self._arrive()
+        losses = [entry.loss for entry in self.entries]
+        if any(isinstance(loss, Tensor) for loss in losses):
+            losses = torch.stack(cast("list[Tensor]", losses)).tolist()  # from a GPU all at once
+        values = cast("list[float]", losses)
         odd = [
             e.unit.micro_batch for e, value in zip(self.entries, values, strict=True) if not isfinite(value)
         ]
@@ -167,6 +206,7 @@ class Losses:
         """Sum of the weights; how many losses have one; whether there are metrics."""
         if not self.told:
             return 0.0, 0, 0.0
+        self._arrive()
         weights = [float(entry.weight) for entry in self.entries if entry.weight is not None]
         if len(weights) not in (0, len(self.entries)):
             raise ConfigError(
@@ -176,6 +216,7 @@ class Losses:
 
     def metrics(self) -> dict[str, float]:
         """The worker's part of the mini-batch's metrics."""
+        self._arrive()
         found: dict[str, float] = {}
         for entry in self.entries if self.told else ():
             for name, value in entry.metrics.items():

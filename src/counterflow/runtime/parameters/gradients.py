@@ -10,12 +10,15 @@ have this rank's part.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from math import isfinite
 
 import torch
 from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
 
+from .. import later
 from ..mesh.dtensors import like, local, part_of
 from ..mini_batch.losses import added
 from ..transport import Group, Pending, Transport
@@ -252,14 +255,50 @@ class GradientGroup:
             flat.attach()
 
 
-def squared_norms(groups: Iterable[GradientGroup]) -> list[float]:
-    """By group the sum of squares of its gradients; a device's host waits once."""
-    norms = [group.norms() for group in groups]
-    flat = [norm for its in norms for norm in its]
-    if not flat:
-        return [0.0] * len(norms)
-    values = iter((torch.stack(flat) ** 2).tolist())
-    return [added(next(values) for _ in its) for its in norms]
+class SquaredNorms:
+    """By group the sum of squares of its gradients, on its way to the host.
+
+    Args:
+        groups: whose.
+    """
+
+    def __init__(self, groups: Iterable[GradientGroup]) -> None:
+        norms = [group.norms() for group in groups]
+        self._pieces = [len(its) for its in norms]
+        flat = [norm for its in norms for norm in its]
+        self.there = torch.stack(flat) ** 2 if flat else None
+        """Of all pieces, where they are; None: there are none."""
+        self._later = None if self.there is None else later.Later(self.there)
+
+    def read(self) -> list[float]:
+        """The sums; a device's host waits once, until it has come to them."""
+        values = iter(() if self._later is None else self._later.read())
+        return [added(islice(values, pieces)) for pieces in self._pieces]
+
+
+class OwnNorm:
+    """Of all gradients of a worker: what it counts of the global norm, and whether they are finite.
+
+    Args:
+        groups: the gradients.
+    """
+
+    def __init__(self, groups: Sequence[GradientGroup]) -> None:
+        self._groups = groups
+        self._squares = SquaredNorms(groups)
+
+    def drop(self) -> None:
+        """Set all gradients to zero if one is not finite, where they are; the host goes on."""
+        if self._squares.there is not None:
+            dead = ~self._squares.there.isfinite().all()
+            for gradients in self._groups:
+                gradients.drop(dead)
+
+    def read(self) -> tuple[float, int | None]:
+        """The squared norm that is counted here; the first stage with a gradient that is not finite."""
+        squares = list(zip(self._squares.read(), self._groups, strict=True))
+        odd = [gradients.stage for square, gradients in squares if not isfinite(square)]
+        return sum(square for square, its in squares if its.counted), min(odd, default=None)
 
 
 def squared_norm_there(groups: Iterable[GradientGroup], device: torch.device) -> Tensor:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from itertools import chain
-from math import isfinite
 from typing import Any, cast
 
 import torch
@@ -30,7 +29,7 @@ from ..stages.recomputation import Contents
 from ..stages.stage import StageCopy
 from ..transport import Group, Pending, Transport
 from .alike import Digests, compare, digest, tensors_of
-from .gradients import GradientGroup, squared_norm_there, squared_norms, unique
+from .gradients import GradientGroup, OwnNorm, SquaredNorms, squared_norm_there, unique
 from .hooks import Hooks
 from .names import Names, named_parameters, shared_names
 
@@ -344,17 +343,18 @@ class Weights:
 
     def squared_norm(self) -> float:
         """The part of the global gradient norm, squared, that this worker counts."""
-        return sum(squared_norms(one for one in self._gradient_groups() if one.counted))
+        return sum(SquaredNorms(one for one in self._gradient_groups() if one.counted).read())
 
-    def own_norm(self) -> tuple[float, bool]:
-        """What ``squared_norm()`` gives; and whether all gradients at hand are finite, counted or not."""
-        squares = self._squares(self._gradient_groups())
-        return sum(one for one, counted in squares if counted), all(isfinite(one) for one, _ in squares)
+    def own_norm(self) -> OwnNorm:
+        """What ``squared_norm()`` gives, and whether all gradients at hand are finite, counted or not."""
+        return OwnNorm(self._gradient_groups())
 
     def squared_norm_of(self, stage: int) -> tuple[float, float]:
         """The norm of a stage's gradients, squared: of all that is here, and of what this worker counts."""
-        found = self._squares(self._own[stage])
-        return sum(square for square, _ in found), sum(square for square, counted in found if counted)
+        groups = self._own[stage]
+        squares = SquaredNorms(groups).read()
+        counted = (square for square, one in zip(squares, groups, strict=True) if one.counted)
+        return sum(squares), sum(counted)
 
     def clip_there(self, stage: int, limit: float | None, alive: Tensor | None) -> tuple[Tensor, Tensor]:
         """Clip a stage's gradients by their norm, where they are; the host goes on.
@@ -379,11 +379,6 @@ class Weights:
                 gradients.scale(factor)
             gradients.drop(~alive)
         return counted, alive
-
-    @staticmethod
-    def _squares(groups: Sequence[GradientGroup]) -> list[tuple[float, bool]]:
-        """By group its squared norm, and whether this worker counts it."""
-        return [(found, one.counted) for found, one in zip(squared_norms(groups), groups, strict=True)]
 
     def scale(self, factor: float, stage: int | None = None) -> None:
         """Multiply all gradients, or those of a stage."""
