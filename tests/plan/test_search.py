@@ -28,6 +28,7 @@ from counterflow.plan.bounds import bounds, shape_of
 from counterflow.plan.device_placement import network
 from counterflow.plan.predict import Play
 from counterflow.plan.search import search
+from counterflow.plan.sketch import least_seconds
 from counterflow.plan.space import Constraints, space
 from counterflow.plan.stages import Cutting
 from counterflow.plan.why import why
@@ -207,6 +208,7 @@ def test_no_candidate_beats_its_bound(drawn: tuple[Cluster, Configuration]) -> N
         step_overhead_seconds=0.3,
     )
     assert bound.seconds_in_any_memory <= play.seconds * (1 + 1e-9)
+    assert least_seconds(play) <= play.seconds * (1 + 1e-9)
     assert bound.least_bytes <= max(w.total for w in play.memory) * (1 + 1e-9)
     if play.fits:
         assert bound.seconds <= play.seconds * (1 + 1e-9)

@@ -329,6 +329,7 @@ def most_stashed(schedule: Schedule) -> int | None:
         "zb-v": depth,
         "v-half": workers + 2 - workers % 2,
         "v-min": 2 * ((workers + 4) // 3),
+        "interleaved": (depth // workers - 1) * largest_round + 2 * workers - 1,
         "interleaved-zb": (depth // workers - 1) * largest_round + workers,
         "dualpipe": depth + 1,
         "dualpipe-v": depth + 1,

@@ -131,7 +131,7 @@ def bounds(
     held = stage_bytes(stages.bytes, recompute, len(stages.forward))
     pipes = shape.placement.pipes_stages
     paths = [_Path.of(holders, times, stages, network, shape.parts) for holders in pipes]
-    owned = _owned(shape.placement)
+    owned = owned_stages(shape.placement)
     fixed = [sum(held.fixed[s] + held.weights[s] for _, s in mine) for mine in owned]
     buffers = message_buffers(pipes, max(shape.together), stages)
     # Least memory: what is there throughout, and one stash of the worker's largest stage.
@@ -159,7 +159,7 @@ def bounds(
                 # (1b) Split, weight gradients may come last of all, and a sum of its stages after them.
                 first = min(paths[p].before[s] for p, s in used)
                 alone = max(alone, first + busy + min(syncs[s] for _, s in used))
-    summed = _all_summed(owned, stages, network, _ready(shape, times, paths)) if network.copies > 1 else 0.0
+    summed = all_summed(owned, stages, network, _ready(shape, times, paths)) if network.copies > 1 else 0.0
     # (3) The op that ends last is a backward of stage 0 (every other backward has one to follow it), and the
     # sum of stage 0's gradients cannot start before: whatever the sync mode, it comes on top. Split, likewise
     # of input gradients, which weight gradients follow.
@@ -208,18 +208,18 @@ def _of_worker(
         stored = around + occupied / room
     # (2b) The same in micro-batches where a scheme promises a peak. There the number of stashes grows by one
     # in a forward's time and falls by one in a backward's, so below a peak of k stashes at both ends
-    # k(k−1)/2 · (F + B) is left empty; the worker runs k forwards and backwards or more one at a time, so
-    # that the two ends do not meet.
+    # k(k−1)/2 · (F + B) is left empty, k(k−2)/2 · (F + B) where two begin at once; the worker runs k forwards
+    # and backwards or more one at a time, so that the two ends do not meet.
     if shape.most_stashed is not None:
         most = min(shape.most_stashed, count)
         occupied = sum(shape.passes[p] * paths[p].stay[s] for p, s in used)
         slope = min(times.forward[s] for _, s in used) + min(times.backward_op[s] for _, s in used)
-        ops = max(ops, around + occupied / most + (most - 1) / 2 * slope)
+        ops = max(ops, around + occupied / most + (most - max(shape.together)) / 2 * slope)
     return ops, stored
 
 
 @lru_cache(maxsize=256)
-def _owned(placement: Placement) -> list[list[tuple[int, int]]]:
+def owned_stages(placement: Placement) -> list[list[tuple[int, int]]]:
     """The (pipe, stage) pairs of each worker."""
     return [list(placement.held(worker)) for worker in range(placement.workers)]
 
@@ -227,24 +227,37 @@ def _owned(placement: Placement) -> list[list[tuple[int, int]]]:
 def _ready(shape: Shape, times: _Times, paths: list[_Path]) -> list[float]:
     """When the gradients of each stage can be there in all copies, at the earliest.
 
-    On each pipe the stage's forwards and backwards run one at a time once the first input is there, and its
-    last backward follows that of the next stage.
+    A stage's last backward follows that of the next stage. Before it, its worker has run one at a time, once
+    the first input is there, of all micro-batches of the pipe: the stage's own ops, the forwards of the
+    pipe's earlier stages that it holds, and the forwards and backwards of later ones.
     """
     ready = [0.0] * shape.placement.stages
-    for path, count in zip(paths, shape.passes, strict=True):
+    for holders, path, count in zip(shape.placement.pipes_stages, paths, shape.passes, strict=True):
         if not count:
             continue
+        forwards: dict[int, float] = {}  # by worker, of its stages up to here
+        begins: dict[int, float] = {}
+        earlier = []
+        for stage, worker in enumerate(holders):
+            earlier.append(forwards.get(worker, 0.0))
+            forwards[worker] = earlier[-1] + times.forward[stage]
+            begins.setdefault(worker, path.before[stage])
+        behind: dict[int, float] = {}  # by worker, of its later stages
         later = 0.0
         for stage in reversed(range(len(ready))):
+            worker = holders[stage]
+            others = earlier[stage] + behind.get(worker, 0.0)
             if stage + 1 < len(ready):
                 # The way from the end of a backward of the next stage to the end of this one's.
                 later += path.after[stage + 1] - path.after[stage]
-            later = max(path.before[stage] + count * times.through[stage], later)
-            ready[stage] = max(ready[stage], later, path.before[stage] + count * times.both[stage])
+            later = max(begins[worker] + count * (others + times.through[stage]), later)
+            own = begins[worker] + count * (others + times.both[stage])
+            ready[stage] = max(ready[stage], later, own)
+            behind[worker] = behind.get(worker, 0.0) + times.through[stage]
     return ready
 
 
-def _all_summed(
+def all_summed(
     owned: list[list[tuple[int, int]]], stages: StageCosts, network: Network, ready: list[float]
 ) -> float:
     """When all gradients can be summed, at the earliest; ``ready``: those of each stage made."""

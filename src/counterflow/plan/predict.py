@@ -23,7 +23,7 @@ from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule, SkipLink
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.placement import Placement
-from counterflow.simulate import Costs, Simulation, simulate
+from counterflow.simulate import Costs, Simulation, peak_bytes, simulate
 from counterflow.simulate.op_costs import stage_bytes
 from counterflow.simulate.periods import whole_periods
 
@@ -297,8 +297,7 @@ class Play:
     @cached_property
     def memory(self) -> tuple[WorkerMemory, ...]:
         """Each worker's memory at its peak."""
-        peaks = self.simulation.peak_bytes
-        assert peaks is not None
+        peaks = self._peaks
         held = self.stages.bytes
         each = stage_bytes(held, Recompute.NONE, self.schedule.stages)
         fixed = _held(self.schedule, [w + rest for w, rest in zip(each.weights, each.fixed, strict=True)])
@@ -317,8 +316,7 @@ class Play:
         idle = replace(
             self.stages.bytes, activations=none, inputs=none, layer_inputs=none, largest_layer=none
         )
-        bare = simulate(self.schedule, Costs(memory=idle)).peak_bytes
-        assert bare is not None
+        bare = peak_bytes(self.schedule, Costs(memory=idle))
         return [min(b - f, p - f) for b, f, p in zip(bare, fixed, peaks, strict=True)]
 
     @cached_property
@@ -335,10 +333,13 @@ class Play:
     @cached_property
     def fits(self) -> bool:
         """Whether every worker's memory is there, without looking at the parts of it."""
-        peaks = self.simulation.peak_bytes
-        assert peaks is not None
         usable = self.predictor.cluster.usable_bytes
-        return all(p + b <= usable for p, b in zip(peaks, self.buffers, strict=True))
+        return all(p + b <= usable for p, b in zip(self._peaks, self.buffers, strict=True))
+
+    @cached_property
+    def _peaks(self) -> tuple[float, ...]:
+        """Bytes of each worker at its peak, without buffers."""
+        return peak_bytes(self.schedule, self.costs)
 
     def prediction(self) -> Prediction:
         """All of it as a record."""

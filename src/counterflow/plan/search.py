@@ -22,6 +22,7 @@ from .model import Model
 from .predict import Play, Predictor
 from .prediction import Configuration, ranking
 from .profile import Profile
+from .sketch import least_seconds
 from .space import Constraints, Group, Omission, space
 
 Progress = Callable[[int, int, str], None]
@@ -73,7 +74,7 @@ class Rejections:
     Attributes:
         candidates: all of them.
         too_large: those that do not fit.
-        slower: those whose bound is above what was found, so that they were never simulated.
+        slower: those whose bound, or sketch, is above what was found, so that they were never simulated.
         simulated: those that were, in each sync mode.
         closest: of those that do not fit the one that needs the least memory; None if there is none.
     """
@@ -321,15 +322,17 @@ class _Search:
             elif not self.best.needs(scheme, candidate.seconds):
                 tally.slower += 1
             else:
-                plays = list(self._plays(candidate))
-                if not plays[0].fits:
-                    needed = [worker.total for worker in plays[0].memory]
+                play = self.predictor.play(self._configuration(candidate), self.mini_batch)
+                if not play.fits:
+                    needed = [worker.total for worker in play.memory]
                     fullest = max(range(len(needed)), key=needed.__getitem__)
-                    tally.refuse(TooLarge(scheme, plays[0].configuration, needed[fullest], fullest))
+                    tally.refuse(TooLarge(scheme, play.configuration, needed[fullest], fullest))
                     refused.append(candidate)
-                    continue
-                tally.simulated += 1
-                self.best.add(scheme, _quickest(plays, candidate.place))
+                elif not self.best.needs(scheme, least_seconds(play)):
+                    tally.slower += 1
+                else:
+                    tally.simulated += 1
+                    self.best.add(scheme, self._quickest(play, candidate.place))
         return refused
 
     def _configuration(self, candidate: _Candidate) -> Configuration:
@@ -345,14 +348,13 @@ class _Search:
             self.constraints.cuts,
         )
 
-    def _plays(self, candidate: _Candidate) -> Iterator[Play]:
-        """The candidate in each sync mode; where none makes a difference, in one."""
-        first = self.predictor.play(self._configuration(candidate), self.mini_batch)
-        yield first
-        if first.network.copies == 1 or not first.schedule.synchronous:
-            return
-        for sync in self.sync[1:]:
-            yield first.with_sync(sync)
+    def _quickest(self, play: Play, place: int) -> Plan:
+        """The candidate in the quickest sync mode; of equal ones the first."""
+        plays = [play]
+        if play.network.copies > 1 and play.schedule.synchronous:
+            plays += [play.with_sync(sync) for sync in self.sync[1:]]
+        quickest = min(plays, key=attrgetter("seconds"))
+        return Plan(quickest.seconds, place, quickest)
 
     def _in_more_memory(self, refused: list[_Candidate]) -> Plan | None:
         """The best candidate that memory refused, if it beats all plans; by rising bound, like the plans."""
@@ -362,7 +364,10 @@ class _Search:
             if candidate.seconds_in_any_memory >= limit:
                 break
             self.progress(self.total, self.total, "more memory")
-            plan = _quickest(list(self._plays(candidate)), candidate.place)
+            play = self.predictor.play(self._configuration(candidate), self.mini_batch)
+            if least_seconds(play) >= limit * _ROUNDING:
+                continue
+            plan = self._quickest(play, candidate.place)
             if plan.seconds < limit:
                 limit, found = plan.seconds, plan
         return found
@@ -383,12 +388,6 @@ class _Search:
 
 def _reasons(omissions: list[Omission]) -> list[str]:
     return [f"  {omission.what}: {omission.reason}" for omission in omissions]
-
-
-def _quickest(plays: list[Play], place: int) -> Plan:
-    """The play of the sync mode that is quickest; of equal ones the first."""
-    quickest = min(plays, key=attrgetter("seconds"))
-    return Plan(quickest.seconds, place, quickest)
 
 
 def _gib(size: float) -> str:

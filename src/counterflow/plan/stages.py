@@ -193,8 +193,12 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
         [inputs[i] for i in run] for run in stage_layers(cuts, len(model.layers))
     ]  # by stage, by layer
 
+    kinds = [[model.layers[i] for i in run] for run in stage_layers(cuts, len(model.layers))]
+    of_kind = {kind: profile.layer(kind) for kind in model.layers}
+
     def total(of: Callable[[LayerProfile], float]) -> tuple[float, ...]:
-        return tuple(sum(map(of, stage)) for stage in stages)
+        each = {kind: of(layer) for kind, layer in of_kind.items()}
+        return tuple(sum(each[kind] for kind in stage) for stage in kinds)
 
     def op(of: Callable[[LayerProfile], float]) -> tuple[float, ...]:
         return tuple(seconds + profile.op_overhead_seconds for seconds in total(of))

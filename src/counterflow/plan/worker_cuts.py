@@ -10,9 +10,8 @@ the same cuts. The measure is an estimate: how long an order takes with them, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -67,7 +66,7 @@ class Balance:
         ends = self._ends(cuts)
         while True:
             worst = int((self._bytes(ends) if by_memory else self._seconds(ends))[0].argmax())
-            tried = np.concatenate((ends, *self._moves(ends, worst)))
+            tried = self._moves(ends, worst)
             best = self._best(tried, by_memory=by_memory)
             if best == 0:
                 return tuple(ends[0, 1:-1].tolist())
@@ -77,31 +76,38 @@ class Balance:
         """The best, the first of equal ones: by bytes too many, then by when the slowest worker is done, then
         by the longest stage, which all micro-batches have to pass, then by how even workers are.
         """
-        seconds = self._seconds(ends)
-        stages = np.diff(self._sums["seconds"][ends], axis=1).max(axis=1)
-        measures = [seconds.max(axis=1), stages, np.square(seconds).sum(axis=1)]
+        measures = [self._slowest, self._longest, self._uneven]
         if by_memory:
-            measures.insert(0, np.maximum(self._bytes(ends).max(axis=1) - self.usable_bytes, 0.0))
+            measures.insert(0, self._too_many)
         left = np.arange(len(ends))
         for measure in measures:
-            least = measure[left].min()
-            left = left[measure[left] <= least * (1 + _ROUNDING)]
+            values = measure(ends[left])
+            left = left[values <= values.min() * (1 + _ROUNDING)]
+            if len(left) == 1:
+                break
         return int(left[0])
 
-    def _moves(self, ends: Ints, worker: int) -> Iterator[Ints]:
-        """A layer from each stage of a worker to each other stage; those between move up by one."""
-        for stage in self._held[worker]:
-            if ends[0, stage + 1] - ends[0, stage] < 2:
-                continue
-            for other in range(self.placement.stages):
-                moved = ends.copy()
-                if other > stage:
-                    moved[0, stage + 1 : other + 1] -= 1
-                elif other < stage:
-                    moved[0, other + 1 : stage + 1] += 1
-                else:
-                    continue
-                yield moved
+    def _slowest(self, ends: Ints) -> Floats:
+        found: Floats = self._seconds(ends).max(axis=1)
+        return found
+
+    def _longest(self, ends: Ints) -> Floats:
+        found: Floats = self._of_stages("seconds", ends).max(axis=1)
+        return found
+
+    def _uneven(self, ends: Ints) -> Floats:
+        found: Floats = np.square(self._seconds(ends)).sum(axis=1)
+        return found
+
+    def _too_many(self, ends: Ints) -> Floats:
+        return np.maximum(self._bytes(ends).max(axis=1) - self.usable_bytes, 0.0)
+
+    def _moves(self, ends: Ints, worker: int) -> Ints:
+        """The cuts as they are, then a layer moved from each stage of a worker to each other stage; those
+        between move up by one.
+        """
+        may = [stage for stage in self._held[worker] if ends[0, stage + 1] - ends[0, stage] > 1]
+        return np.concatenate((ends, *(ends + _shifts(self.placement.stages, stage) for stage in may)))
 
     def _ends(self, cuts: tuple[int, ...]) -> Ints:
         return np.array([[0, *cuts, len(self.model.layers)]], dtype=np.int64)
@@ -111,14 +117,12 @@ class Balance:
 
     def _seconds(self, ends: Ints) -> Floats:
         """When each worker is done at the earliest: its first input, all of its work, its last gradient."""
-        sums = self._sums["seconds"]
-        return self.passes * self._by_worker(np.diff(sums[ends], axis=1)) + sums[ends[:, self._first]]
+        first = self._sums["seconds"][ends[:, self._first]]
+        return self.passes * self._by_worker(self._of_stages("seconds", ends)) + first
 
     def _bytes(self, ends: Ints) -> Floats:
         """About what each worker holds."""
-        fixed, saved, inputs = (
-            np.diff(self._sums[name][ends], axis=1) for name in ("fixed", "saved", "inputs")
-        )
+        fixed, saved, inputs = (self._of_stages(name, ends) for name in ("fixed", "saved", "inputs"))
         stages = self.placement.stages
         ahead = np.minimum(self.passes, stages - np.arange(stages))  # from a forward to its backward
         working = 0.0
@@ -130,6 +134,12 @@ class Balance:
             kept, working = self._inputs[ends[:, :-1]], saved.max(axis=1, keepdims=True)
         buffers = 2 * float(self._inputs[1:].max(initial=0.0))
         found: Floats = self._by_worker(fixed + ahead * kept) + working + buffers
+        return found
+
+    def _of_stages(self, name: str, ends: Ints) -> Floats:
+        """A number of each layer, summed over what each stage has."""
+        before = self._sums[name][ends]
+        found: Floats = before[:, 1:] - before[:, :-1]
         return found
 
     def _by_worker(self, stages: Floats) -> Floats:
@@ -162,12 +172,23 @@ class Balance:
     @cached_property
     def _sums(self) -> dict[str, Floats]:
         """Of all layers before each."""
-        kinds = [self.profile.layer(kind) for kind in self.model.layers]
         samples, again = self.samples, self.recompute is not Recompute.NONE
-        rows: dict[str, Any] = {
-            "seconds": [(1 + again) * layer.forward(samples) + layer.backward(samples) for layer in kinds],
-            "fixed": [(2 + self.model.optimizer_states) * layer.weights_bytes for layer in kinds],
-            "saved": [layer.saved(samples) for layer in kinds],
-            "inputs": self._inputs,
-        }
+        rows: dict[str, Any] = {"inputs": self._inputs}
+        for name, of in (
+            ("seconds", lambda layer: (1 + again) * layer.forward(samples) + layer.backward(samples)),
+            ("fixed", lambda layer: (2 + self.model.optimizer_states) * layer.weights_bytes),
+            ("saved", lambda layer: layer.saved(samples)),
+        ):
+            each = {kind: of(self.profile.layer(kind)) for kind in set(self.model.layers)}
+            rows[name] = [each[kind] for kind in self.model.layers]
         return {name: np.concatenate(([0.0], np.cumsum(row))) for name, row in rows.items()}
+
+
+@lru_cache(maxsize=1024)
+def _shifts(stages: int, stage: int) -> Ints:
+    """What moving a layer from a stage to each other one adds to where stages begin, one move a row."""
+    found = np.zeros((stages, stages + 1), dtype=np.int64)
+    for other in range(stages):
+        found[other, stage + 1 : other + 1] = -1
+        found[other, other + 1 : stage + 1] = 1
+    return np.delete(found, stage, axis=0)

@@ -7,7 +7,7 @@ from counterflow.schedule.program import lowering
 from counterflow.schedule.program.actions import Matching, Program
 
 from .costs import Costs, Link
-from .memory import MemoryUse
+from .memory import MemoryUse, peaks_of
 from .op_costs import ByteCosts, OpCosts, Piece
 from .result import Bubbles, Cause, Gap, MessageSpan, Simulation, Span, SyncSpan
 from .timed_schedule import timed
@@ -27,6 +27,7 @@ __all__ = [
     "Span",
     "SyncSpan",
     "lower",
+    "peak_bytes",
     "simulate",
 ]
 
@@ -51,6 +52,17 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     costs = Costs() if costs is None else costs
     model = timed(schedule)
     return Simulation(model, costs, model.play(costs))
+
+
+def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+    """Each worker's largest memory, in bytes: ``Simulation.peak_bytes`` without a play.
+
+    Args:
+        schedule: whose order decides.
+        costs: with ``memory``; nothing else of them matters.
+    """
+    model = timed(schedule)
+    return peaks_of(model.graph, model.changes(costs))
 
 
 def lower(

@@ -141,6 +141,15 @@ class Simulation:
         return found
 
     @cached_property
+    def gradients_made(self) -> tuple[float, ...]:
+        """By stage of a schedule with a flush, when the last of its copies has its gradients."""
+        first, released = self._model.graph.first, self._released
+        return tuple(
+            max((float(released[first[w] + last]) for w, last in sync.last if last is not None), default=0.0)
+            for sync in self._model.gradient_syncs
+        )
+
+    @cached_property
     def op_times(self) -> tuple[list[float], list[float]]:
         """Start of every op and when its worker goes on, by which ``eager-opt`` places gradient syncs."""
         return self.start.tolist(), self._released.tolist()

@@ -99,6 +99,7 @@ class TimedSchedule:
         """Whether some op makes several messages."""
         self.sent_work: Floats = np.array([op.work for op in made])
         self._lanes: dict[object, Edges] = {}
+        self._before: tuple[Edges, Floats, Floats, Floats, Floats] | None = None
 
     @cached_property
     def free(self) -> Edges:
@@ -226,8 +227,9 @@ class TimedSchedule:
         seconds = self.seconds(costs)
         played = self._play(costs, seconds)
         if costs.sync_slowdown and len(played.syncs):
-            seconds = seconds + costs.sync_slowdown * self._beside_syncs(played)
-            played = self._play(costs, seconds)
+            beside = self._beside_syncs(played)
+            if beside.any():
+                played = self._play(costs, seconds + costs.sync_slowdown * beside)
         return played
 
     def ready(self, costs: Costs, seconds: Floats) -> Ready:
@@ -265,12 +267,19 @@ class TimedSchedule:
             ]
             syncs = np.array(rows).reshape(-1, 4)
         else:
-            start, end = edges.play(delay, lasts)
+            start, end = self._ops_played(edges, delay, lasts)
         sent = start[ops : ops + len(travel)] if lanes else end[self.messages.makers] + waited
         start, end = start[:ops], end[:ops]
         if self.synced(costs) and self.schedule.synchronous:
             syncs = self._syncs_after(costs, start, end + busy)
         return Played(start, end, end + busy, syncs, sent, sent + travel)
+
+    def _ops_played(self, edges: Edges, delay: Floats, lasts: Floats) -> tuple[Floats, Floats]:
+        """Start and end of ops and messages; kept once, since sync modes differ in what comes after them."""
+        known = self._before
+        if known is None or known[0] is not edges or not _equal(known[1], delay, known[2], lasts):
+            self._before = known = edges, delay, lasts, *edges.play(delay, lasts)
+        return known[3], known[4]
 
     def _beside_syncs(self, played: Played) -> Floats:
         """For how long each op runs beside a gradient sync of its worker."""
@@ -288,13 +297,14 @@ class TimedSchedule:
         """Syncs on the lane beside each worker's compute; nothing waits for them but the update."""
         lasts = per_stage("sync", costs.sync, self.schedule.stages)
         mode = Sync(costs.sync_mode)
-        planned = plan_syncs(self.graph, mode, start.tolist(), released.tolist(), self._gradient_syncs)
+        planned = plan_syncs(self.graph, mode, start.tolist(), released.tolist(), self.gradient_syncs)
         lane = np.zeros(self.schedule.workers)
         times = sync_times(planned, released, self.graph.first, lasts, lane, crossings=costs.sync_crossings)
         return np.array([(0.0, float(stage), begin, end) for stage, begin, end, _ in times]).reshape(-1, 4)
 
     @cached_property
-    def _gradient_syncs(self) -> tuple[GradientSync, ...]:
+    def gradient_syncs(self) -> tuple[GradientSync, ...]:
+        """The syncs of every stage and period."""
         return gradient_syncs(self.schedule)
 
     def with_syncs(self, costs: Costs, ready: Ready) -> tuple[Edges, Floats, Floats, list[GradientSync]]:
@@ -323,6 +333,10 @@ class TimedSchedule:
                     waiting.setdefault(first[worker] + user, []).append(node)
         longer, delays = with_nodes(ready.edges, ready.delay, waiting, added)
         return longer, delays, np.concatenate((ready.lasts, [lasts[s.stage] for s in ordered])), ordered
+
+
+def _equal(one: Floats, other: Floats, third: Floats, fourth: Floats) -> bool:
+    return np.array_equal(one, other) and np.array_equal(third, fourth)
 
 
 def timed(schedule: Schedule) -> TimedSchedule:

@@ -177,6 +177,14 @@ def _planned(workers: int, micro_batches: int, _layers: int) -> Iterator[Mapping
             yield {"pairs": pairs, "concat": way.value}
 
 
+def _most_stashed(
+    stages: int, concat: str = Concat.DIRECT.value, split: bool = False, **_: OptionValue
+) -> int | None:
+    if split:
+        return None
+    return 2 * stages if concat == Concat.FORWARD_DOUBLING.value else stages
+
+
 SCHEME = Scheme(
     name="chimera",
     build=chimera,
@@ -207,4 +215,5 @@ SCHEME = Scheme(
     directions=Directions.TWO,
     planner=_planned,
     needs="an even depth",
+    most_stashed=_most_stashed,
 )

@@ -12,7 +12,7 @@ Source: Fan et al., DAPPLE (PPoPP 2021); Chimera (SC'21) section 2, Figure 2.
 
 from __future__ import annotations
 
-from counterflow.schedule.ir import Schedule
+from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.orders.split import split_backwards, split_workload
 from counterflow.schedule.placement import linear
 from counterflow.schedule.scheme import MICRO_BATCHES, SPLIT, Option, Scheme
@@ -48,6 +48,10 @@ def _workload(stages: int, micro_batches: int, split: bool = False) -> Workload:
     return split_workload(plain(linear(stages), micro_batches), split)
 
 
+def _most_stashed(stages: int, split: bool = False, **_: OptionValue) -> int | None:
+    return None if split else stages
+
+
 SCHEME = Scheme(
     name="dapple",
     aliases=("1f1b",),
@@ -60,4 +64,5 @@ SCHEME = Scheme(
         MICRO_BATCHES,
         SPLIT,
     ),
+    most_stashed=_most_stashed,
 )

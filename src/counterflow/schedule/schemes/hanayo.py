@@ -71,6 +71,10 @@ def _planned(workers: int, _micro_batches: int, layers: int) -> Iterator[Mapping
         yield {"waves": waves}
 
 
+def _most_stashed(workers: int, waves: int = 1, split: bool = False, **_: OptionValue) -> int | None:
+    return None if split else 2 * waves * workers
+
+
 SCHEME = Scheme(
     name="hanayo",
     build=hanayo,
@@ -94,4 +98,5 @@ SCHEME = Scheme(
     planner=_planned,
     needs="two layers or more for each worker",
     chunk="leg",
+    most_stashed=_most_stashed,
 )

@@ -87,6 +87,11 @@ def _planned(workers: int, _micro_batches: int, layers: int) -> Iterator[Mapping
         yield {"chunks": chunks}
 
 
+def _most_stashed(workers: int, micro_batches: int, chunks: int = 2, split: bool = False) -> int | None:
+    largest = max(spread(micro_batches, max(1, micro_batches // workers)))
+    return None if split else (chunks - 1) * largest + 2 * workers - 1
+
+
 SCHEME = Scheme(
     name="interleaved",
     build=interleaved,
@@ -101,4 +106,5 @@ SCHEME = Scheme(
     ),
     planner=_planned,
     needs="two layers or more for each of two workers or more",
+    most_stashed=_most_stashed,
 )
