@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from counterflow import ConfigError
 from counterflow.plan import files
 from counterflow.plan.cluster import AllReduce, Cluster, Link, allreduce_seconds
-from counterflow.plan.model import LayerSkip, Model
+from counterflow.plan.model import LayerSkip, LayerTie, Model
 from counterflow.plan.profile import LayerProfile, Profile
 
 LAYER = LayerProfile(
@@ -40,7 +40,10 @@ CLUSTER = Cluster(
 )
 MODEL = Model("m", ("block", "block", "odd kind"), 1.0, 4.0, {"kind": "gpt", "layers": 2, "tied": True}, "s")
 SKIPPING = replace(
-    MODEL, skips=(LayerSkip(0, (2,), 8.0), LayerSkip(0, (1, 2), 4.0, True)), config={"data": {"path": "x"}}
+    MODEL,
+    skips=(LayerSkip(0, (2,), 8.0), LayerSkip(0, (1, 2), 4.0, True)),
+    ties=(LayerTie((0, 2), 8.0, trained=False),),
+    config={"data": {"path": "x"}},
 )
 
 

@@ -17,6 +17,7 @@ from counterflow.plan import (
     Cutting,
     LayerProfile,
     LayerSkip,
+    LayerTie,
     Link,
     Model,
     Predictor,
@@ -98,6 +99,52 @@ def test_memory_by_hand() -> None:
     assert worker.activations == 4 * 2 * 2 * 10  # 4 micro-batches of 2 samples in 2 blocks
     assert worker.buffers == 2 * 2 * 4  # a message of 2 samples each way
     assert [w.activations for w in found.memory] == [160, 120, 80, 40]
+
+
+def test_frozen_weights_have_no_gradients_no_states_and_no_sum() -> None:
+    """LoRA: 90 of a block's 100 bytes are frozen."""
+    adapted = Profile(
+        "p", "d", "", {"block": replace(block(), frozen_bytes=90.0)}, update_seconds_per_byte=1.0
+    )
+    slow = replace(CLUSTER, between=Link(0.0, 0.5))
+    found = predict(MODEL, adapted, slow, configured("dapple", replicas=2, stages=4, micro_batches=1))
+    assert [w.weights for w in found.memory] == [2 * (100 + 10 * (1 + 2))] * 4
+    # Down and up: 6 messages of 4 bytes; then stage 0's 20 trained bytes over two copies, and their update.
+    assert found.step_seconds == pytest.approx(4 * 3 + 6 * 2 + 0.5 * 20 + 20)
+    frozen = replace(adapted, layers={"block": replace(block(), frozen_bytes=100.0)})
+    slower = replace(CLUSTER, between=Link(0.25, 0.0))
+    found = predict(MODEL, frozen, slower, configured("dapple", replicas=2, stages=4, micro_batches=1))
+    assert found.step_seconds == pytest.approx(4 * 3 + 6 * 0.25)  # nothing to sum
+    with pytest.raises(
+        ConfigError, match="frozen_bytes=101: is a part of weights_bytes=100; must be no more"
+    ):
+        replace(block(), frozen_bytes=101.0)
+
+
+def test_tied_weights_are_there_once_a_worker_and_summed_over_all_who_hold_them() -> None:
+    tied = replace(MODEL, ties=(LayerTie((0, 7), 60.0),))
+    slow = replace(CLUSTER, between=Link(0.0, 0.5))
+    one = configured("dapple", stages=4, micro_batches=1)
+    # Apart: each of both holds all of it; 60 bytes over the two after everything else.
+    apart = predict(tied, PROFILE, slow, one)
+    assert [w.weights for w in apart.memory] == [200 * 4] * 4
+    assert apart.step_seconds == pytest.approx(4 * 3 + 6 * 2 + 0.5 * 60)
+    # With two replicas, stage 0's sum is of the 140 bytes that it does not share; then 60 over four copies.
+    twice = predict(tied, PROFILE, slow, replace(one, replicas=2))
+    assert twice.step_seconds == pytest.approx(4 * 3 + 6 * 2 + 0.5 * 140 + 2 * 3 / 4 * 0.5 * 60)
+    # In one stage it is there once; nothing is summed.
+    together = predict(replace(tied, ties=(LayerTie((0, 1), 60.0),)), PROFILE, slow, one)
+    assert [w.weights for w in together.memory] == [140 * 4, 800, 800, 800]
+    assert together.step_seconds == pytest.approx(4 * 3 + 6 * 2)
+    # In two stages of one worker, too.
+    wave = predict(tied, PROFILE, slow, configured("hanayo", workers=2, waves=1, micro_batches=1))
+    assert [w.weights for w in wave.memory] == [400 * 4 - 60 * 4, 400 * 4]
+    untrained = predict(replace(tied, ties=(LayerTie((0, 7), 60.0, trained=False),)), PROFILE, slow, one)
+    assert untrained.step_seconds == pytest.approx(4 * 3 + 6 * 2)
+    with pytest.raises(ConfigError, match="layer 8 shares a weight, and the last one is 7"):
+        replace(MODEL, ties=(LayerTie((0, 8), 1.0),))
+    with pytest.raises(ConfigError, match=r"ties: \[3\]: two layers or more share a weight, in their order"):
+        LayerTie((3,), 1.0)
 
 
 def test_two_directions_hold_two_copies_and_no_flush_holds_versions() -> None:

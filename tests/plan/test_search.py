@@ -19,6 +19,7 @@ from counterflow.plan import (
     Cluster,
     Configuration,
     LayerProfile,
+    LayerTie,
     Link,
     Model,
     Predictor,
@@ -79,10 +80,10 @@ CLUSTER = Cluster(
 
 
 def everything(
-    model: Model, cluster: Cluster, mini_batch: int, constraints: Constraints
+    model: Model, cluster: Cluster, mini_batch: int, constraints: Constraints, profile: Profile = PROFILE
 ) -> Iterator[tuple[str, Play]]:
     """Every candidate of the space played, one after the other, with nothing pruned."""
-    predictor = Predictor(model, PROFILE, cluster)
+    predictor = Predictor(model, profile, cluster)
     groups, _ = space(model, cluster, mini_batch, constraints)
     for group in groups:
         for recompute, sync, arrangement in product(
@@ -146,6 +147,23 @@ def test_the_search_finds_what_brute_force_finds(
         assert not found.in_more_memory.play.fits
     for rejected in found.rejections.values():
         assert rejected.candidates == rejected.too_large + rejected.slower + rejected.simulated
+
+
+def test_tied_and_frozen_weights_are_searched_like_all_others() -> None:
+    """The bounds know them: brute force finds the same, and no scheme without a flush is tried."""
+    half = replace(PROFILE, layers={k: replace(v, frozen_bytes=60.0) for k, v in PROFILE.layers.items()})
+    model = replace(MODEL, ties=(LayerTie((0, 7), 40.0), LayerTie((2, 3), 20.0)))
+    constraints = Constraints(stale=True, schemes=None, depths=(2, 4), **FEWER)
+    cluster = replace(CLUSTER, memory_bytes=1000.0)
+    plays = [p for _, p in everything(model, cluster, 4, constraints, half) if p.fits]
+    found = search(model, half, cluster, 4, constraints, count=1)
+    assert found.best[0].seconds == pytest.approx(min(play.seconds for play in plays))
+    assert all(plan.play.schedule.synchronous for plan in found.of_schemes)
+    assert {o.what for o in found.omissions if "layers share weights" in o.reason} == {
+        "pipedream",
+        "pipedream-2bw",
+        "wpipe",
+    }
 
 
 def test_pruning_happens() -> None:

@@ -106,7 +106,7 @@ class LayerTimer:
             tuple(costs),
             (in_forward + in_backward) / 2,
             self._part_overhead() if self.size > 1 else None,
-            _typical(self._updates, quietest) / sum(cost.weight_bytes for cost in costs),
+            _typical(self._updates, quietest) / max(1, trained_bytes(self._one.pipeline)),
         )
 
     def close(self) -> None:
@@ -166,6 +166,12 @@ def _update_seconds(pipeline: Pipeline) -> float:
     if pipeline.device.type == "cuda":
         torch.cuda.synchronize(pipeline.device)
     return time.perf_counter() - begin
+
+
+def trained_bytes(pipeline: Pipeline) -> int:
+    """Bytes of this worker's weights that are trained."""
+    every = {id(p): p for copy in pipeline.stages.values() for p in copy.parameters()}
+    return sum(p.nbytes for p in every.values() if p.requires_grad)
 
 
 def _typical(seconds: Sequence[float], quietest: float) -> float:

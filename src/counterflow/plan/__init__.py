@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .cluster import AllReduce, Cluster, Link
 from .device_placement import Arrangement
-from .model import LayerSkip, Model
+from .model import LayerSkip, LayerTie, Model
 from .predict import Predictor, predict
 from .prediction import Configuration, Parts, Prediction, WorkerMemory
 from .profile import LayerProfile, Profile
@@ -18,6 +18,7 @@ __all__ = [
     "Cutting",
     "LayerProfile",
     "LayerSkip",
+    "LayerTie",
     "Link",
     "Model",
     "Parts",

@@ -22,7 +22,7 @@ from counterflow.simulate.op_costs import StageBytes, stage_bytes
 
 from .cluster import Cluster
 from .device_placement import Network
-from .predict import message_buffers, sync_crossings, sync_seconds
+from .predict import counted_twice, message_buffers, sync_crossings, sync_seconds
 from .stages import StageCosts, doubled_forward, halved_forward
 
 Options = tuple[tuple[str, OptionValue], ...]
@@ -132,16 +132,17 @@ def bounds(
     pipes = shape.placement.pipes_stages
     paths = [_Path.of(holders, times, stages, network, shape.parts) for holders in pipes]
     owned = owned_stages(shape.placement)
-    fixed = [sum(held.fixed[s] + held.weights[s] for _, s in mine) for mine in owned]
+    fixed = [
+        sum(held.fixed[s] + held.weights[s] for _, s in mine) - twice
+        for mine, twice in zip(owned, counted_twice(shape.placement, stages), strict=True)
+    ]
     buffers = message_buffers(pipes, max(shape.together), stages)
     # Least memory: what is there throughout, and one stash of the worker's largest stage.
     stash = [max((_largest_stash(shape, held, p, s) for p, s in mine), default=0.0) for mine in owned]
     needed = [f + b + s for f, b, s in zip(fixed, buffers, stash, strict=True)]
     fullest = max(range(len(needed)), key=needed.__getitem__)
     work = [sum(shape.passes[p] * times.both[s] for p, s in mine) for mine in owned]
-    weights = stages.bytes.weights
-    assert not isinstance(weights, (int, float))
-    update = update_seconds_per_byte * max(sum(weights[s] for _, s in mine) for mine in owned)
+    update = update_seconds_per_byte * max(sum(stages.trained[s] for _, s in mine) for mine in owned)
     update += step_overhead_seconds
     if (shape.split and shape.parts > 1) or not shape.synchronous or not barrier:
         # Whatever the order, and in the steady state too, a worker runs every op of an update.

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
+from numpy.typing import NDArray
 
 from counterflow.schedule.ir import SkipLink
 from counterflow.schedule.placement import Placement
@@ -42,14 +43,17 @@ def devices(placement: Placement, replicas: int, arrangement: Arrangement) -> tu
     >>> devices(bidirectional(4), 2, Arrangement.COPIES_INSIDE)
     ((0, 4, 6, 2), (1, 5, 7, 3))
     """
+    return tuple(map(tuple, _devices(placement, replicas, arrangement).tolist()))
+
+
+def _devices(placement: Placement, replicas: int, arrangement: Arrangement) -> NDArray[np.int64]:
     workers = placement.workers
     if arrangement is Arrangement.PIPELINE_INSIDE:
-        return tuple(tuple(range(r * workers, (r + 1) * workers)) for r in range(replicas))
-    order = list(range(workers))
+        return np.arange(replicas * workers).reshape(replicas, workers)
+    place = np.arange(workers)
     if arrangement is Arrangement.COPIES_INSIDE:
-        order = [worker for group in _sharing(placement) for worker in group]
-    place = {worker: index for index, worker in enumerate(order)}
-    return tuple(tuple(place[w] * replicas + r for w in range(workers)) for r in range(replicas))
+        place[[worker for group in _sharing(placement) for worker in group]] = np.arange(workers)
+    return place * replicas + np.arange(replicas)[:, np.newaxis]
 
 
 def _sharing(placement: Placement) -> list[list[int]]:
@@ -108,7 +112,7 @@ def network(
         arrangement: which devices they are on.
         skips: what goes from stages to others than the next.
     """
-    node = np.array(devices(placement, replicas, arrangement)) // cluster.devices
+    node = _devices(placement, replicas, arrangement) // cluster.devices
     workers = placement.workers
     latency, per_byte = np.zeros((workers, workers)), np.zeros((workers, workers))
     ways = np.tile(np.arange(workers), (workers, 1))
@@ -140,6 +144,16 @@ def network(
         tuple(tuple(way for way in crossed if taken[way] > 1) for crossed in crossed_nodes),
         placement.pipes * replicas,
     )
+
+
+def sum_over(
+    cluster: Cluster, placement: Placement, replicas: int, arrangement: Arrangement, stages: Sequence[int]
+) -> Collective:
+    """The all-reduce among all who hold one of some stages."""
+    node = _devices(placement, replicas, arrangement) // cluster.devices
+    members = sorted({w for stage in stages for _, w in placement.copies(stage)})
+    _, counts = np.unique(node[:, members].ravel(), return_counts=True)
+    return all_reduce(cluster, counts.tolist())
 
 
 def _messages(placement: Placement, skips: Sequence[SkipLink]) -> Iterator[list[tuple[int, int]]]:

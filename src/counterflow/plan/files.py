@@ -20,7 +20,7 @@ from counterflow.errors import ConfigError
 from counterflow.reading import read_text
 
 from .cluster import Cluster, Link
-from .model import ConfigValue, LayerSkip, Model, TrainValue
+from .model import ConfigValue, LayerSkip, LayerTie, Model, TrainValue
 from .profile import LayerProfile, Profile
 
 _T = TypeVar("_T")
@@ -44,11 +44,12 @@ class _Model(_Table):
     train: dict[str, TrainValue] = {}
     config: dict[str, dict[str, ConfigValue]] = {}
     skips: list[LayerSkip] = []
+    ties: list[LayerTie] = []
 
     def value(self) -> Model:
         given = {name: getattr(self, name) for name in type(self).model_fields}
         kinds = tuple(run.kind for run in self.layers for _ in range(run.count))
-        return Model(**given | {"layers": kinds, "skips": tuple(self.skips)})
+        return Model(**given | {"layers": kinds, "skips": tuple(self.skips), "ties": tuple(self.ties)})
 
 
 _CLUSTER = TypeAdapter(Cluster)
@@ -92,13 +93,14 @@ def dumps(value: Cluster | Profile | Model) -> str:
     return tomlkit.dumps(as_data(value))
 
 
-def as_data(value: Cluster | Profile | Model | LayerProfile | Link | LayerSkip) -> dict[str, Any]:
+def as_data(value: Cluster | Profile | Model | LayerProfile | Link | LayerSkip | LayerTie) -> dict[str, Any]:
     """The same as plain data; what has no value is left out."""
     names = [name for name in type(value).__slots__ if getattr(value, name) is not None]
     data = {name: getattr(value, name) for name in names}
     if isinstance(value, Model):
         data["layers"] = [{"kind": kind, "count": count} for kind, count in value.runs()]
         data["skips"] = [as_data(skip) for skip in value.skips]
+        data["ties"] = [as_data(tie) for tie in value.ties]
     for name, part in data.items():
         if isinstance(part, Link):
             data[name] = as_data(part)

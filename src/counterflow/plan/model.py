@@ -45,17 +45,42 @@ class LayerSkip:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerTie:
+    """A weight that several layers share: one tensor on a worker, with the sum of all their gradients.
+
+    Attributes:
+        layers: those that have it, counted from 0, ascending.
+        size_bytes: of it; each of them has it among its weights.
+        trained: whether it is trained.
+
+    Raises:
+        ConfigError: fewer than two layers, or out of order, or bytes out of their range.
+    """
+
+    layers: tuple[int, ...]
+    size_bytes: float
+    trained: bool = True
+
+    def __post_init__(self) -> None:
+        require_number("size_bytes", self.size_bytes)
+        if len(self.layers) < 2 or list(self.layers) != sorted({*self.layers}) or self.layers[0] < 0:
+            raise ConfigError(f"ties: {list(self.layers)}: two layers or more share a weight, in their order")
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """A list of layers.
 
     Attributes:
         name: what to call it.
         layers: the kind of each layer, in the order in which they run.
-        optimizer_states: bytes of optimiser state for each byte of weights: 2 for Adam, 0 for plain SGD.
+        optimizer_states: bytes of optimiser state for each byte of trained weights: 2 for Adam, 0 for plain
+            SGD.
         input_bytes: what the first layer takes, for one sample.
         train: the keys of ``[model]`` with which ``counterflow train`` makes it; empty: it cannot.
         source: where it comes from.
         skips: what layers save for later ones.
+        ties: weights that layers share.
         config: the other tables of the config that was profiled, but for what a plan decides.
 
     Raises:
@@ -73,6 +98,7 @@ class Model:
     source: str = ""
     config: Mapping[str, Mapping[str, ConfigValue]] = field(default_factory=dict)
     skips: tuple[LayerSkip, ...] = ()
+    ties: tuple[LayerTie, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -84,6 +110,12 @@ class Model:
             raise ConfigError(
                 f"model {self.name}: a skip leads to layer {beyond}, and the last one is "
                 f"{len(self.layers) - 1}"
+            )
+
+        tied = max((tie.layers[-1] for tie in self.ties), default=0)
+        if tied >= len(self.layers):
+            raise ConfigError(
+                f"model {self.name}: layer {tied} shares a weight, and the last one is {len(self.layers) - 1}"
             )
 
     @property

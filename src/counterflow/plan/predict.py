@@ -28,7 +28,7 @@ from counterflow.simulate.op_costs import stage_bytes
 from counterflow.simulate.periods import whole_periods
 
 from .cluster import Cluster
-from .device_placement import Arrangement, Network, network
+from .device_placement import Arrangement, Network, network, sum_over
 from .model import Model
 from .prediction import Configuration, Parts, Prediction, WorkerMemory
 from .profile import Profile
@@ -86,6 +86,7 @@ class Predictor:
             OrderedDict()
         )
         self._cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._balanced: dict[tuple[Placement, int, int, bool], tuple[int, ...]] = {}
         self._stages: dict[tuple[tuple[int, ...], int], StageCosts] = {}
         self._networks: dict[tuple[Placement, int, Arrangement, tuple[SkipLink, ...]], Network] = {}
 
@@ -163,9 +164,11 @@ class Predictor:
             found = self._cuts[rule]
             if cuts is Cutting.BALANCED:
                 usable = self.cluster.usable_bytes
-                found = Balance(
-                    self.model, self.profile, placement, passes, samples, recompute, usable
-                ).improved(found)
+                balance = Balance(self.model, self.profile, placement, passes, samples, recompute, usable)
+                alike = (placement, passes, samples, recompute is Recompute.NONE)
+                if alike not in self._balanced:
+                    self._balanced[alike] = balance.balanced(found)
+                found = balance.fitting(self._balanced[alike])
             self._cuts[key] = found
         costs = (self._cuts[key], samples)
         if costs not in self._stages:
@@ -203,11 +206,23 @@ class Play:
             sync=tuple(self.allreduce_scale * x for x in sync_seconds(self.stages, network_)),
             sync_crossings=sync_crossings(self.stages, network_, self.allreduce_scale),
             sync_mode=self.configuration.sync,
+            ties=tuple((stages, self.allreduce_scale * seconds) for stages, seconds in self._ties),
             sync_slowdown=cluster.sync_slowdown,
             replicas=self.configuration.replicas,
             recompute=self.configuration.recompute,
             memory=self.stages.bytes,
         )
+
+    @property
+    def _ties(self) -> list[tuple[tuple[int, ...], float]]:
+        """Of what stages share, these and the seconds of its sum over all who hold it."""
+        predictor, configuration = self.predictor, self.configuration
+        place = predictor.cluster, self.schedule.placement, configuration.replicas, configuration.arrangement
+        return [
+            (tie.stages, sum_over(*place, tie.stages).seconds(tie.trained_bytes))
+            for tie in self.stages.ties
+            if tie.trained_bytes
+        ]
 
     @cached_property
     def simulation(self) -> Simulation:
@@ -284,7 +299,7 @@ class Play:
     @cached_property
     def _update(self) -> float:
         profile = self.predictor.profile
-        optimizer = profile.update_seconds_per_byte * max(_held(self.schedule, self.stages.bytes.weights))
+        optimizer = profile.update_seconds_per_byte * max(_held(self.schedule, self.stages.trained))
         return optimizer + profile.step_overhead_seconds
 
     @cached_property
@@ -301,6 +316,7 @@ class Play:
         held = self.stages.bytes
         each = stage_bytes(held, Recompute.NONE, self.schedule.stages)
         fixed = _held(self.schedule, [w + rest for w, rest in zip(each.weights, each.fixed, strict=True)])
+        fixed = [f - twice for f, twice in zip(fixed, self._counted_twice, strict=True)]
         versions = self._further_versions(fixed, peaks)
         buffers = self.buffers
         return tuple(
@@ -316,7 +332,7 @@ class Play:
         idle = replace(
             self.stages.bytes, activations=none, inputs=none, layer_inputs=none, largest_layer=none
         )
-        bare = peak_bytes(self.schedule, Costs(memory=idle))
+        bare = self._without_ties(peak_bytes(self.schedule, Costs(memory=idle)))
         return [min(b - f, p - f) for b, f, p in zip(bare, fixed, peaks, strict=True)]
 
     @cached_property
@@ -339,7 +355,14 @@ class Play:
     @cached_property
     def _peaks(self) -> tuple[float, ...]:
         """Bytes of each worker at its peak, without buffers."""
-        return peak_bytes(self.schedule, self.costs)
+        return self._without_ties(peak_bytes(self.schedule, self.costs))
+
+    def _without_ties(self, peaks: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(peak - twice for peak, twice in zip(peaks, self._counted_twice, strict=True))
+
+    @cached_property
+    def _counted_twice(self) -> list[float]:
+        return counted_twice(self.schedule.placement, self.stages)
 
     def prediction(self) -> Prediction:
         """All of it as a record."""
@@ -402,11 +425,9 @@ class Play:
 
 def sync_seconds(stages: StageCosts, links: Network) -> tuple[float, ...]:
     """Seconds of each stage's all-reduce alone."""
-    weights = stages.bytes.weights
-    assert not isinstance(weights, (int, float))
     return tuple(
-        summed.seconds(size) if links.copies > 1 else 0.0
-        for summed, size in zip(links.allreduce, weights, strict=True)
+        summed.seconds(size) if links.copies > 1 and size else 0.0
+        for summed, size in zip(links.allreduce, stages.summed, strict=True)
     )
 
 
@@ -419,9 +440,7 @@ def sync_crossings(
     """
     if not any(links.crossed) or links.copies == 1:
         return None
-    weights = stages.bytes.weights
-    assert not isinstance(weights, (int, float))
-    rows = zip(links.crossed, links.allreduce, weights, strict=True)
+    rows = zip(links.crossed, links.allreduce, stages.summed, strict=True)
     return tuple((ways, scale * summed.crossing_seconds_per_byte * size) for ways, summed, size in rows)
 
 
@@ -459,6 +478,16 @@ def skips_on_their_way(
                 ahead = 1 if link.once else min(link.target - link.source, micro_batches)
                 found[sender] += size * together * ahead
                 found[user] += size * together
+    return found
+
+
+def counted_twice(placement: Placement, stages: StageCosts) -> list[float]:
+    """Bytes of each worker that several of its stages have, of which there is one copy."""
+    found = [0.0] * placement.workers
+    for tie in stages.ties:
+        for worker in range(placement.workers):
+            shared = len({s for _, s in placement.held(worker)} & {*tie.stages})
+            found[worker] += max(0, shared - 1) * tie.held_bytes
     return found
 
 

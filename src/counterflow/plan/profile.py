@@ -17,6 +17,7 @@ from counterflow.errors import ConfigError
 from .cluster import FORM, require_number
 
 _AT_SIZES = "forward_seconds", "backward_seconds", "saved_bytes"
+_ALONE = "weights_bytes", "output_bytes", "part_overhead_seconds", "cast_bytes", "frozen_bytes"
 _OF_HALVES = "input_gradient_seconds", "weight_gradients_seconds", "kept_bytes"
 
 
@@ -29,7 +30,7 @@ class LayerProfile:
         forward_seconds: the forward at each size.
         backward_seconds: the backward at each size, without recomputation.
         saved_bytes: what the forward keeps for the backward at each size, the layer's input included.
-        weights_bytes: the layer's weights.
+        weights_bytes: the layer's weights, trained or not.
         output_bytes: the layer's output, for one sample.
         sources: where a number comes from, by its name.
         part_overhead_seconds: what a forward of half a micro-batch takes more than one of as many samples:
@@ -38,6 +39,7 @@ class LayerProfile:
         weight_gradients_seconds: the other half; none: what the backward takes beyond the first.
         kept_bytes: what is kept between the two at each size; none: all that the forward keeps.
         cast_bytes: what its weights are cast to in another precision, once for all micro-batches.
+        frozen_bytes: of its weights, those that are not trained: without gradients and optimiser state.
 
     Raises:
         ConfigError: no sizes, sizes that do not rise, a number for a size missing or negative.
@@ -61,6 +63,7 @@ class LayerProfile:
     weight_gradients_seconds: tuple[float, ...] = ()
     kept_bytes: tuple[float, ...] = ()
     cast_bytes: float = 0.0
+    frozen_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.samples or self.samples[0] <= 0 or any(a >= b for a, b in pairwise(self.samples)):
@@ -77,8 +80,18 @@ class LayerProfile:
                 )
             for value in values:
                 require_number(name, value)
-        for name in ("weights_bytes", "output_bytes", "part_overhead_seconds", "cast_bytes"):
+        for name in _ALONE:
             require_number(name, getattr(self, name))
+        if self.frozen_bytes > self.weights_bytes:
+            raise ConfigError(
+                f"frozen_bytes={self.frozen_bytes:g}: is a part of weights_bytes={self.weights_bytes:g}; "
+                "must be no more"
+            )
+
+    @property
+    def trained_bytes(self) -> float:
+        """Of its weights, those that are trained."""
+        return self.weights_bytes - self.frozen_bytes
 
     def forward(self, samples: float) -> float:
         """Seconds of the forward of a micro-batch of ``samples``."""

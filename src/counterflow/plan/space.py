@@ -168,6 +168,10 @@ def space(
                 Omission(scheme.name, "works without a flush, on old weights: only with --stale")
             )
             continue
+        if not scheme.synchronous and any(tie.trained for tie in model.ties):
+            reason = "updates each stage at its own time, and layers share weights; only schemes with a flush"
+            omissions.append(Omission(scheme.name, reason))
+            continue
         found = [
             group
             for depth in depths

@@ -56,6 +56,9 @@ class StageCosts:
         output_bytes: bytes of the stage's output.
         bytes: what the stage's weights and activations take, in the simulator's terms.
         skips: bytes of what goes past the next stage, or once a step, ascending.
+        trained: bytes of the stage's weights that are trained.
+        summed: of these, those that only copies of the stage have, so that their gradients are summed alone.
+        ties: weights that several stages have.
     """
 
     samples: int
@@ -74,6 +77,24 @@ class StageCosts:
     output_bytes: tuple[float, ...]
     bytes: ByteCosts
     skips: tuple[tuple[SkipLink, float], ...] = ()
+    trained: tuple[float, ...] = ()
+    summed: tuple[float, ...] = ()
+    ties: tuple[StageTie, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StageTie:
+    """Weights that several stages have, of which a worker keeps one copy.
+
+    Attributes:
+        stages: ascending.
+        trained_bytes: of those that are trained.
+        held_bytes: of all, with gradients and optimiser state.
+    """
+
+    stages: tuple[int, ...]
+    trained_bytes: float
+    held_bytes: float
 
 
 @dataclass(frozen=True)
@@ -206,13 +227,20 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
     links, following = _skips(model, cuts, samples)
     came = [sum((b for link, b in links if link.target == stage), 0.0) for stage in range(len(stages))]
     came = [own + beside for own, beside in zip(came, [0.0, *following[:-1]], strict=True)]
-    weights = total(lambda layer: layer.weights_bytes)
+    ties, within = _ties(model, cuts)
+    own = [0.0] * len(stages)
+    for tie in ties:
+        for stage in tie.stages:
+            own[stage] += tie.trained_bytes
+    weights = _less(total(lambda layer: layer.weights_bytes), [row[0] for row in within])
+    trained = _less(total(lambda layer: layer.trained_bytes), [row[1] for row in within])
     saved = total(lambda layer: layer.saved(samples))
     held = ByteCosts(
         weights=weights,
+        gradients=trained,
         optimizer=tuple(
             model.optimizer_states * w + cast
-            for w, cast in zip(weights, total(lambda layer: layer.cast_bytes), strict=True)
+            for w, cast in zip(trained, total(lambda layer: layer.cast_bytes), strict=True)
         ),
         activations=saved,
         beyond_inputs=tuple(max(s - into[0], 0.0) for s, into in zip(saved, entering, strict=True)),
@@ -244,7 +272,34 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
         ),
         bytes=held,
         skips=links,
+        trained=trained,
+        summed=_less(trained, own),
+        ties=ties,
     )
+
+
+def _less(amounts: Sequence[float], parts: Sequence[float]) -> tuple[float, ...]:
+    return tuple(max(0.0, amount - part) for amount, part in zip(amounts, parts, strict=True))
+
+
+def _ties(model: Model, cuts: Sequence[int]) -> tuple[tuple[StageTie, ...], list[tuple[float, float]]]:
+    """What several stages share, and of each stage the bytes that several of its layers have, but for one.
+
+    These are all and those that are trained.
+    """
+    found: dict[tuple[int, ...], tuple[float, float]] = {}
+    within = [(0.0, 0.0)] * (len(cuts) + 1)
+    for tie in model.ties:
+        on = [bisect_right(cuts, layer) for layer in tie.layers]
+        trained = tie.size_bytes if tie.trained else 0.0
+        for stage, layers in Counter(on).items():
+            whole, part = within[stage]
+            within[stage] = (whole + (layers - 1) * tie.size_bytes, part + (layers - 1) * trained)
+        if len(stages := tuple(sorted({*on}))) > 1:
+            summed, held = found.get(stages, (0.0, 0.0))
+            held += tie.size_bytes + trained * (1 + model.optimizer_states)
+            found[stages] = (summed + trained, held)
+    return tuple(StageTie(stages, *row) for stages, row in sorted(found.items())), within
 
 
 def _skips(

@@ -21,7 +21,7 @@ from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement
 
 from .model import Model
-from .profile import Profile
+from .profile import LayerProfile, Profile
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -52,10 +52,14 @@ class Balance:
     recompute: Recompute
     usable_bytes: float
 
-    def improved(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
-        """Cuts that begin as these, better for the slowest worker, and for memory if all fit in the end."""
+    def balanced(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
+        """Cuts that begin as these, better for the slowest worker, whatever its memory."""
         if any(len(held) > 1 for held in self._held):
-            cuts = self._moved(cuts, by_memory=False)
+            return self._moved(cuts, by_memory=False)
+        return cuts
+
+    def fitting(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
+        """Cuts that begin as these, better for memory if all fit in the end."""
         if self._excess(cuts) == 0:
             return cuts
         fitting = self._moved(cuts, by_memory=True)
@@ -142,6 +146,9 @@ class Balance:
         found: Floats = before[:, 1:] - before[:, :-1]
         return found
 
+    def _fixed(self, layer: LayerProfile) -> float:
+        return layer.weights_bytes + (1 + self.model.optimizer_states) * layer.trained_bytes
+
     def _by_worker(self, stages: Floats) -> Floats:
         """A number of each stage, summed over what each worker holds."""
         found: Floats = stages @ self._holds
@@ -176,7 +183,7 @@ class Balance:
         rows: dict[str, Any] = {"inputs": self._inputs}
         for name, of in (
             ("seconds", lambda layer: (1 + again) * layer.forward(samples) + layer.backward(samples)),
-            ("fixed", lambda layer: (2 + self.model.optimizer_states) * layer.weights_bytes),
+            ("fixed", self._fixed),
             ("saved", lambda layer: layer.saved(samples)),
         ):
             each = {kind: of(self.profile.layer(kind)) for kind in set(self.model.layers)}

@@ -62,7 +62,7 @@ def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
         costs: with ``memory``; nothing else of them matters.
     """
     model = timed(schedule)
-    return peaks_of(model.graph, model.changes(costs))
+    return peaks_of(model.first, model.changes(costs))
 
 
 def lower(

@@ -75,14 +75,15 @@ def memory_use(
     return tuple(uses)
 
 
-def peaks_of(graph: OpGraph, changes: Changes) -> tuple[float, ...]:
+def peaks_of(first: Sequence[int], changes: Changes) -> tuple[float, ...]:
     """Each worker's largest memory, as ``memory_use`` finds it, from the order of its ops alone.
 
-    A worker runs one op at a time, so what it holds during each follows from the ops before it.
+    A worker runs one op at a time, so what it holds during each follows from the ops before it. ``first`` has
+    each worker's first op, and one past the last.
     """
     peaks = []
-    for base, (first, stop) in zip(changes.base, pairwise(graph.first), strict=True):
-        nodes = slice(first, stop)
+    for base, (begin, stop) in zip(changes.base, pairwise(first), strict=True):
+        nodes = slice(begin, stop)
         change = changes.at_end[nodes] + changes.versions[nodes]
         after = np.cumsum(changes.at_start[nodes] + change)
         during = after - change

@@ -346,7 +346,7 @@ class Simulation:
         """Each worker's largest memory in bytes; None when no byte costs were given."""
         if self.costs.memory is None:
             return None
-        return peaks_of(self._model.graph, self._model.changes(self.costs))
+        return peaks_of(self._model.first, self._model.changes(self.costs))
 
     @cached_property
     def activations_over_time(self) -> tuple[MemoryUse, ...]:

@@ -8,6 +8,7 @@ asynchronous schedule whose syncs take time, one node for each gradient sync tha
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from counterflow.schedule.program.sync import (
 from counterflow.schedule.residency import version_lives
 
 from .costs import Costs, Link, PerLink
-from .edges import Edges, edges_of, messages_of, with_nodes
+from .edges import Edges, Messages, edges_of, messages_of, with_nodes
 from .kernel import Floats, Ints
 from .memory import Changes
 from .op_costs import Piece, per_stage, stage_bytes
@@ -86,20 +87,38 @@ class TimedSchedule:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.graph = OpGraph(schedule)
-        self.topological: Ints = np.array(self.graph.topological, dtype=np.int64)
-        ops = self.graph.ops
-        self.worker: Ints = np.array(self.graph.worker, dtype=np.int64)
-        self.messages = messages_of(self.graph)
-        made = [ops[node] for node in self.messages.makers.tolist()]
-        # Either its stage's output is sent, or the gradient of the output of the stage before.
-        outputs = [op.stage - op.kind.makes_input_gradient for op in made]
-        self.sent_output: Ints = np.array(outputs, dtype=np.int64)
-        self.several = len(np.unique(self.messages.makers)) < len(made)
-        """Whether some op makes several messages."""
-        self.sent_work: Floats = np.array([op.work for op in made])
+        self.ops = list(schedule.ops())
+        self.first = [0, *accumulate(map(len, schedule.orders))]
+        """Each worker's first op, and one past the last of all."""
         self._lanes: dict[object, Edges] = {}
         self._before: tuple[Edges, Floats, Floats, Floats, Floats] | None = None
+
+    @cached_property
+    def graph(self) -> OpGraph:
+        """What waits for what; memory can be told without."""
+        return OpGraph(self.schedule)
+
+    @cached_property
+    def worker(self) -> Ints:
+        """Of each op."""
+        return np.repeat(np.arange(self.schedule.workers, dtype=np.int64), np.diff(self.first))
+
+    @cached_property
+    def messages(self) -> Messages:
+        """Between workers."""
+        return messages_of(self.graph)
+
+    @cached_property
+    def several(self) -> bool:
+        """Whether some op makes several messages."""
+        return len(np.unique(self.messages.makers)) < len(self.messages.makers)
+
+    @cached_property
+    def sent(self) -> tuple[Ints, Floats]:
+        """Of each message the stage whose output it is, or the gradient of that, and the work of its op."""
+        made = [self.ops[node] for node in self.messages.makers.tolist()]
+        outputs = [op.stage - op.kind.makes_input_gradient for op in made]
+        return np.array(outputs, dtype=np.int64), np.array([op.work for op in made], dtype=np.float64)
 
     @cached_property
     def free(self) -> Edges:
@@ -137,9 +156,10 @@ class TimedSchedule:
         shares = {m: len(one.shares) for one in self.schedule.workload.passes for m in one.micro_batches}
         numbers: dict[tuple[OpKind, int, int, int, int, int], int] = {}
         which = []
-        for op, worker in zip(self.graph.ops, self.graph.worker, strict=True):
+        forward = OpKind.FORWARD
+        for op, worker in zip(self.ops, self.worker.tolist(), strict=True):
             batches = op.micro_batches
-            each = shares.get(batches[0], 1) if op.kind.makes_output else 1
+            each = shares.get(batches[0], 1) if op.kind is forward else 1
             key = op.kind, op.stage, worker, len(batches), op.parts, each
             which.append(numbers.setdefault(key, len(numbers)))
         return [Piece(*key) for key in numbers], np.array(which, dtype=np.int64)
@@ -165,7 +185,8 @@ class TimedSchedule:
         if costs.p2p_per_byte == 0.0:
             return seconds
         sizes = np.array(per_stage("message_bytes", costs.message_bytes, self.schedule.stages))
-        sent: Floats = sizes[self.sent_output]
+        outputs, work = self.sent
+        sent: Floats = sizes[outputs]
         by_skip = self.messages.skips >= 0
         if by_skip.any():
             skips = self.schedule.workload.skips
@@ -176,7 +197,7 @@ class TimedSchedule:
                 )
             each = np.broadcast_to(np.array(costs.skip_bytes, dtype=np.float64), (len(skips),))
             sent[by_skip] = each[self.messages.skips[by_skip]]
-        sent *= self.sent_work
+        sent *= work
         return seconds + self._by_message("p2p_per_byte", costs.p2p_per_byte) * sent
 
     def _by_message(self, name: str, value: PerLink) -> Floats:
@@ -203,7 +224,7 @@ class TimedSchedule:
         bases = []
         for worker in range(schedule.workers):
             base = sum(each.fixed[stage] for _, stage in schedule.placement.held(worker))
-            first = self.graph.first[worker]
+            first = self.first[worker]
             if schedule.synchronous:  # one version throughout
                 base += sum(each.weights[stage] for _, stage in schedule.placement.held(worker))
             else:

@@ -34,7 +34,7 @@ from counterflow.measure.layer_times import AtSize, LayerTimer, StepTimer, Subje
 from counterflow.measure.links import Travel, measure_allreduces, measure_messages
 from counterflow.measure.machine import cores, device_name, memory_bytes
 from counterflow.measure.stage_costs import StageCost
-from counterflow.plan import AllReduce, Cluster, LayerProfile, LayerSkip, Link, Model, Profile
+from counterflow.plan import AllReduce, Cluster, LayerProfile, LayerSkip, LayerTie, Link, Model, Profile
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.world import current_transport
 
@@ -117,6 +117,7 @@ def measure(
         source="counterflow profile",
         config=kept_of(config),
         skips=skips_of(by_size[-1]),
+        ties=ties_of(job.layers),
     )
     link = fitted(messages)
     cluster = Cluster(
@@ -176,7 +177,7 @@ def profile_of(
         machine=machine,
         date=today,
         layers={
-            kind: _layer([i for i, other in enumerate(kinds) if other == kind], by_size)
+            kind: _layer([i for i, other in enumerate(kinds) if other == kind], by_size, job.layers)
             for kind in dict.fromkeys(kinds)
         },
         update_seconds_per_byte=statistics.median(each.update_seconds_per_byte for each in by_size),
@@ -200,8 +201,27 @@ def skips_of(measured: AtSize) -> tuple[LayerSkip, ...]:
     )
 
 
+def ties_of(layers: Sequence[nn.Module]) -> tuple[LayerTie, ...]:
+    """The weights that layers share.
+
+    >>> tied = [nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 2, bias=False)]
+    >>> tied[2].weight = tied[0].weight
+    >>> ties_of(tied)
+    (LayerTie(layers=(0, 2), size_bytes=16.0, trained=True),)
+    """
+    having: dict[int, tuple[nn.Parameter, list[int]]] = {}
+    for number, layer in enumerate(layers):
+        for parameter in layer.parameters():
+            having.setdefault(id(parameter), (parameter, []))[1].append(number)
+    return tuple(
+        LayerTie(tuple(numbers), float(shared.nbytes), shared.requires_grad)
+        for shared, numbers in having.values()
+        if len(numbers) > 1
+    )
+
+
 def kinds_of(layers: Sequence[nn.Module]) -> list[str]:
-    """Each layer's kind: its class, and a number where one class has weights of several shapes.
+    """Each layer's kind: its class, and a number where weights of a class differ in shape or are frozen.
 
     >>> kinds_of([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 1)])
     ['linear', 'relu', 'linear', 'linear-2']
@@ -210,7 +230,9 @@ def kinds_of(layers: Sequence[nn.Module]) -> list[str]:
     found = []
     for layer in layers:
         name = type(layer).__name__.lower()
-        shapes = tuple((key, tuple(value.shape)) for key, value in layer.named_parameters())
+        shapes = tuple(
+            (key, tuple(value.shape), value.requires_grad) for key, value in layer.named_parameters()
+        )
         of_class = known.setdefault(name, [])
         if shapes not in of_class:
             of_class.append(shapes)
@@ -312,7 +334,7 @@ def _links(repeats: int) -> _Travels:
     )
 
 
-def _layer(members: Sequence[int], by_size: Sequence[AtSize]) -> LayerProfile:
+def _layer(members: Sequence[int], by_size: Sequence[AtSize], layers: Sequence[nn.Module]) -> LayerProfile:
     """A kind's curves, from the layers of that kind."""
 
     def median(of: Callable[[AtSize, int], float]) -> tuple[float, ...]:
@@ -343,6 +365,7 @@ def _layer(members: Sequence[int], by_size: Sequence[AtSize]) -> LayerProfile:
         weight_gradients_seconds=half(lambda cost: cost.weight_gradients_seconds),
         kept_bytes=median(lambda one, i: one.costs[i].kept_bytes),
         cast_bytes=float(largest.costs[members[0]].cast_bytes),
+        frozen_bytes=float(sum(p.nbytes for p in layers[members[0]].parameters() if not p.requires_grad)),
     )
 
 
@@ -351,11 +374,9 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _states(job: Job) -> float:
-    """Bytes of optimiser state for each byte of weights; of frozen ones there is none."""
+    """Bytes of optimiser state for each byte of trained weights."""
     optimizer = job.config.optimizer
-    each = 2.0 if optimizer.name != "sgd" else 1.0 if optimizer.momentum else 0.0
-    every = {id(p): p for layer in job.layers for p in layer.parameters()}.values()
-    return each * sum(p.nbytes for p in every if p.requires_grad) / sum(p.nbytes for p in every)
+    return 2.0 if optimizer.name != "sgd" else 1.0 if optimizer.momentum else 0.0
 
 
 def _range(travels: Sequence[Travel]) -> str:

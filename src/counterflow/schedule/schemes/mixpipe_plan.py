@@ -27,8 +27,8 @@ All is in units of a forward: F = 1, B = 2, messages 0. There is no randomness a
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
+from heapq import heappop, heappush
 from itertools import product
 from typing import NamedTuple
 
@@ -58,7 +58,7 @@ class Shape(NamedTuple):
 class Lane(NamedTuple):
     """The ops of one kind and stage, pair by pair."""
 
-    kind: str
+    takes: int  # time of each
     due: list[int]
     inputs: list[int]  # when the input of each arrives, for those known
     ends: list[int]  # when each ends, for those started
@@ -124,43 +124,60 @@ def _plan(shape: Shape, due: Times, wait: int, takes: dict[str, int]) -> Times:
     inputs: Times = {"F": [[0] * shape.pairs, *ends["F"][:-1]], "B": [*ends["B"][1:], ends["F"][-1]]}
     lanes = [
         [
-            Lane(kind, due[kind][s], inputs[kind][s], ends[kind][s], max(0, min(s + step, last - s - step)))
+            Lane(
+                takes[kind],
+                due[kind][s],
+                inputs[kind][s],
+                ends[kind][s],
+                max(0, min(s + step, last - s - step)),
+            )
             for kind, step in (("F", 1), ("B", -1))
             for s in (worker, last - worker)
         ]
         for worker in range(half)
     ]
     free_at = [0] * half
-    agenda = defaultdict(set, {0: set(range(half))})  # when to look at which workers
+    agenda = list(range(half))  # when to look at which workers: now · half + worker
+    before = -1
     while agenda:
-        now = min(agenda)
-        for worker in sorted(agenda.pop(now)):
-            lane = _choose(shape, worker, lanes[worker], now, wait) if free_at[worker] <= now else None
-            if lane is not None:
-                free_at[worker] = now + takes[lane.kind]
-                lane.ends.append(free_at[worker])
-                agenda[free_at[worker]].update((worker, lane.next_worker))
+        at = heappop(agenda)
+        if at == before:
+            continue
+        before = at
+        now, worker = divmod(at, half)
+        if free_at[worker] > now:
+            continue
+        lane = _choose(shape, worker, lanes[worker], now, wait)
+        if lane is not None:
+            free_at[worker] = end = now + lane.takes
+            lane.ends.append(end)
+            heappush(agenda, end * half + worker)
+            heappush(agenda, end * half + lane.next_worker)
     return ends
 
 
 def _choose(shape: Shape, worker: int, lanes: list[Lane], now: int, wait: int) -> Lane | None:
     """The lane whose next op this worker, free now, starts; None if it had better wait."""
-    early, late, early_back, late_back = [len(lane.ends) for lane in lanes]
+    first, second, third, fourth = lanes
+    early, late, early_back, late_back = len(first[3]), len(second[3]), len(third[3]), len(fourth[3])
     left = shape.room - (early + late - early_back - late_back)
     to_come = None  # of the first forwards, where and as long as they matter
     if worker == early_back == late_back == 0 and shape.first is not None:
         to_come = shape.first - early
-    choices = (
-        (lanes[0], early, left > 0 and early - late < shape.room - 1 and to_come != 0),
-        (lanes[1], late, left > (to_come or 0)),
-        (lanes[2], early_back, not to_come),
-        (lanes[3], late_back, not to_come),
-    )
-    best, best_due, arrives = None, 0, 0
-    for lane, pair, may in choices:
-        known = may and pair < len(lane.inputs) and lane.inputs[pair] <= now + wait
-        if known and (best is None or lane.due[pair] < best_due):
-            best, best_due, arrives = lane, lane.due[pair], lane.inputs[pair]
+    best, best_due, arrives, until = None, 0, 0, now + wait
+    if left > 0 and early - late < shape.room - 1 and to_come != 0:
+        _, due, inputs, _, _ = first
+        if early < len(inputs) and inputs[early] <= until:
+            best, best_due, arrives = first, due[early], inputs[early]
+    if left > (to_come or 0):
+        _, due, inputs, _, _ = second
+        if late < len(inputs) and inputs[late] <= until and (best is None or due[late] < best_due):
+            best, best_due, arrives = second, due[late], inputs[late]
+    if not to_come:
+        for lane, pair in ((third, early_back), (fourth, late_back)):
+            _, due, inputs, _, _ = lane
+            if pair < len(inputs) and inputs[pair] <= until and (best is None or due[pair] < best_due):
+                best, best_due, arrives = lane, due[pair], inputs[pair]
     return best if arrives <= now else None
 
 
