@@ -1,4 +1,4 @@
-"""Chimera's figures 10, 14, 15, 17 and 18, as descriptions.
+"""Chimera's figures 10 and 14 to 18, as descriptions.
 
 Source of every published value: Chimera (SC'21), sections 4.2.1, 4.2.3 and 4.3.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from ..examples import chimera_bert48, chimera_gpt2
+from ..examples import chimera_bert48, chimera_gpt2, example
 from .published import Competitor, Figure, Published, Quantity, Run, Stated, Use
 
 _ONE_PAIR = (("pairs", (1,)), ("concat", ("direct",)))
@@ -55,6 +55,10 @@ _TWO_BW_LARGE = (
 _ASYNCHRONOUS = (
     "without a flush nothing but the last stage's head and the all-reduce is lost; its depth is not "
     "published, and at D=32 the predicted ratio is {ratio}, since the head lasts as long as three blocks"
+)
+_NO_FLUSH = (
+    "without a flush nothing but the last stage's head and the all-reduce is lost, and NVLink and Infiniband "
+    "leave little of the all-reduce"
 )
 _DAPPLE_LARGE = (
     "at D=4 only 12 % of the step at 2,048 are bubbles; the paper blames messages that are not "
@@ -157,6 +161,29 @@ FIGURE_15 = Figure(
         Published("Chimera", Quantity.EFFICIENCY, 0.914, ("512 nodes", "2,048 nodes")),
     ),
     assumptions=(*_SPACE, _LARGEST),
+)
+
+FIGURE_16 = Figure(
+    name="chimera-fig16",
+    title="Chimera (SC'21), Figure 16: BERT-48 on V100",
+    setting="BERT-48 on 4 servers of 8 V100 with NVLink and Infiniband, mini-batch 512",
+    subject="Chimera",
+    competitors=tuple(replace(each, stated=None) for each in _BERT if each != GPIPE),
+    runs=(Run("32 devices", partial(example, "chimera-bert48-v100")),),
+    published=_speedups(
+        ("32 devices",),
+        {"PipeDream": 1.89, "PipeDream-2BW": 1.05, "GEMS": 2.39, "DAPPLE": 1.10},
+        {
+            "PipeDream": _NO_FLUSH,
+            "PipeDream-2BW": _NO_FLUSH,
+            "GEMS": "it is best at D=2, where few bubbles are left to it; no configuration is published",
+        },
+    ),
+    assumptions=(
+        *_BERT_SPACE,
+        "The text has the least and the largest ratio, over schemes with a flush and without; whose they are "
+        "is taken from Figure 14: GEMS and PipeDream are slowest, DAPPLE and PipeDream-2BW quickest.",
+    ),
 )
 
 _LARGE = (1024, 2048, 4096)
