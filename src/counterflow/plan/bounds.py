@@ -259,7 +259,7 @@ def _ready(shape: Shape, times: _Times, paths: list[_Path]) -> list[float]:
 
 
 def all_summed(
-    owned: list[list[tuple[int, int]]], stages: StageCosts, network: Network, ready: list[float]
+    owned: list[list[tuple[int, int]]], stages: StageCosts, network: Network, ready: Sequence[float]
 ) -> float:
     """When all gradients can be summed, at the earliest; ``ready``: those of each stage made."""
     summed = _summed([{s for _, s in mine} for mine in owned], sync_seconds(stages, network), ready)
@@ -274,7 +274,7 @@ def all_summed(
     return summed
 
 
-def _summed(together: Sequence[Collection[int]], syncs: tuple[float, ...], ready: list[float]) -> float:
+def _summed(together: Sequence[Collection[int]], syncs: tuple[float, ...], ready: Sequence[float]) -> float:
     """(4) A worker sums the gradients of one stage after the other: those that are ready last, and all that
     are ready no earlier, come after the moment at which the first of these is.
     """

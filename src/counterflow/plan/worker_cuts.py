@@ -104,7 +104,8 @@ class Balance:
         return found
 
     def _too_many(self, ends: Ints) -> Floats:
-        return np.maximum(self._bytes(ends).max(axis=1) - self.usable_bytes, 0.0)
+        found: Floats = np.maximum(self._bytes(ends).max(axis=1) - self.usable_bytes, 0.0)
+        return found
 
     def _moves(self, ends: Ints, worker: int) -> Ints:
         """The cuts as they are, then a layer moved from each stage of a worker to each other stage; those
