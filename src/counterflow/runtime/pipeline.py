@@ -43,11 +43,14 @@ from .mesh.sharding import Sharding
 from .messages.compression import Compression
 from .messages.values import Unit
 from .mini_batch.batch import Batch, Shapes, rows_of
+from .mini_batch.counted import Means
 from .mini_batch.given import NOT_GIVEN, Agreed, Given, even, ready, whole
-from .mini_batch.losses import Losses, LossFunction, normalised
+from .mini_batch.losses import Losses, LossFunction
 from .mini_batch.samples import Dims, joined, moved
 from .parameters.alike import start_alike
+from .parameters.names import shared_names
 from .parameters.weights import MakeOptimizer, MakeScheduler, Weights
+from .stages.embeddings import Setting
 from .stages.estimates import estimated_costs
 from .stages.layers import aliases_of, layers_of, state_names
 from .stages.precision import Autocast, Cast, Precision, refuse_scaled
@@ -192,13 +195,12 @@ class Pipeline:
         self.steps = 0
         recompute = parse_mode(Recompute, "recompute", recompute)
         sync = parse_mode(Sync, "sync", sync)
-        streams = RandomStreams(
+        self.streams = streams = RandomStreams(
             seed,
             self.device,
             shared=self.transport.shares_process,
             timeout_seconds=self.transport.timeout_seconds,
         )
-        self.streams = streams
         self.loss_function = loss_function
         precision = self._precision(autocast, compute_dtype, parallelize, compile_layers)
         self.compression = Compression() if compress else None
@@ -211,6 +213,7 @@ class Pipeline:
         self._holders = [Program(schedule, ()).holders(stage) for stage in range(schedule.stages)]
         start_alike(self.stages, self._names, self._holders, layout, self.transport)
         sharding = self._sharding(parallelize, further, layout, clip_norm)
+        self._refuse_embeddings(compute_dtype)
         self._lease = lease.opened(self.transport, self)
         self.weights = Weights(
             self.stages,
@@ -232,8 +235,7 @@ class Pipeline:
             ranks=self.ranks[self.replica],
             transport=self.transport,
             stages=self.stages,
-            # Without a flush weights change before all that counts is known.
-            loss_function=normalised(self.loss_function) if schedule.synchronous else self.loss_function,
+            loss_function=self.loss_function,
             compression=self.compression,
             saved=SavedBytes(constant),
         )
@@ -375,9 +377,16 @@ class Pipeline:
                 last=stage == last,
                 precision=precision,
                 skips=self.skips[stage],
+                means=self._means(stage == last),
             )
             for stage in held
         }
+
+    def _means(self, last: bool) -> Means | None:
+        """What watches the stage's loss; without a flush weights change before all that counts is known."""
+        if not last or not self.schedule.synchronous:
+            return None
+        return Means(in_layer=None if self.loss_function is not None else self._layers_of[-1][-1].index)
 
     def _sharding(
         self,
@@ -425,6 +434,15 @@ class Pipeline:
         """Until they were compared after the first step."""
         self._tells_loss = self.layout.is_first(rank, set(self.layout.further) - self.layout.split)
         return sharding
+
+    def _refuse_embeddings(self, compute_dtype: torch.dtype | None) -> None:
+        Setting(
+            self.schedule.scheme,
+            flushes=self.schedule.synchronous,
+            copies=[len(holders) * self.replicas for holders in self._holders],
+            tied=shared_names(self._names),
+            compute_dtype=compute_dtype,
+        ).refuse(self._layers_of)
 
     def _compile(self, compile_layers: bool | str) -> None:
         if compile_layers:

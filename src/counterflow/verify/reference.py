@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.execution.step import Step
-from counterflow.runtime.mini_batch.losses import LossFunction
+from counterflow.runtime.mini_batch.counted import Means
+from counterflow.runtime.mini_batch.losses import Found, LossFunction, read_loss
 from counterflow.runtime.mini_batch.samples import cut, samples_in, split_points
 from counterflow.runtime.parameters.gradients import clip_factor, real, unique
 from counterflow.runtime.parameters.hooks import Hooks, called
@@ -95,6 +96,7 @@ class Reference:
     ) -> None:
         self.device = torch.device(device)
         self.streams = RandomStreams(seed, self.device)
+        self._means = Means()
         named = [
             NamedLayer(index, names, layer)
             for index, (layer, names) in enumerate(zip(layers, state_names(layers), strict=True))
@@ -133,13 +135,21 @@ class Reference:
     def step(self, batches: Sequence[tuple[Any, Any]]) -> Step:
         """Train on the mini-batches (inputs, targets) of all replicas."""
         total = sum(samples_in(inputs) for inputs, _ in batches)
-        losses = []
+        losses, weights = [], []
         self._take_old_weights()
         with self.streams.step():
             for first, rows, inputs, targets in self._micro_batches(batches):
-                loss = self._loss(inputs, targets, (first, rows)) * (rows / total)
+                found = self._loss(inputs, targets, (first, rows))
+                loss = found.loss * (rows / total if found.weight is None else 1 / total)
                 loss.backward()
                 losses.append(float(loss.detach()))
+                weights += [] if found.weight is None else [float(found.weight)]
+        scale = total / math.fsum(weights) if weights else 1.0
+        for parameter in self.parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+            if parameter.grad is not None and scale != 1.0:
+                parameter.grad.mul_(scale)
         self._call_hooks()
         norm = self._clip()
         self.gradients = {
@@ -155,7 +165,7 @@ class Reference:
         self.steps += 1
         if self.staleness is not None:
             self._history.append([parameter.detach().clone() for parameter in self.parameters])
-        return Step(self.steps - 1, math.fsum(losses), norm, total, 0.0, self.steps - 1)
+        return Step(self.steps - 1, scale * math.fsum(losses), norm, total, 0.0, self.steps - 1)
 
     def flush(self) -> None:
         """From here on versions count anew, the weights at hand being version 0."""
@@ -203,11 +213,13 @@ class Reference:
     def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> float:
         """The mean loss, without gradients."""
         total = sum(samples_in(inputs) for inputs, _ in batches)
-        losses = []
+        losses, weights = [], []
         with torch.no_grad(), evaluating(layer.module for layer in self.with_weights):
             for _, rows, inputs, targets in self._micro_batches(batches):
-                losses.append(float(self._loss(inputs, targets, None)) * rows / total)
-        return math.fsum(losses)
+                found = self._loss(inputs, targets, None)
+                losses.append(float(found.loss) * (rows / total if found.weight is None else 1.0))
+                weights += [] if found.weight is None else [float(found.weight)]
+        return math.fsum(losses) / (math.fsum(weights) if weights else 1.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers by ``<layer>.<name>``."""
@@ -228,15 +240,21 @@ class Reference:
                 found.append((number, part.stop - part.start, cut(inputs, part), cut(targets, part)))
         return found
 
-    def _loss(self, inputs: Any, targets: Any, drawn: tuple[int, int] | None) -> Tensor:
-        value = inputs
-        if drawn is None:
-            for layer in self.layers:
-                value = layer.module(value)
-            plain: Tensor = self.loss_function(value, targets)
-            return plain
-        run = partial(self.streams.run, step=self.steps, rows=Rows(drawn[0], drawn[1], 0, drawn[1]))
+    def _loss(self, inputs: Any, targets: Any, drawn: tuple[int, int] | None) -> Found:
+        value: Any = inputs
+        run: Callable[..., Any] = _plainly
+        if drawn is not None:
+            run = partial(self.streams.run, step=self.steps, rows=Rows(drawn[0], drawn[1], 0, drawn[1]))
         for layer in self.layers:
             value = run(layer.module, value, index=layer.index)
-        loss: Tensor = run(lambda output: self.loss_function(output, targets), value, index=LOSS)
-        return loss
+        with self._means.watching():
+            output = run(lambda given: self.loss_function(given, targets), value, index=LOSS)
+        if self.staleness is None:
+            return self._means.read(output, samples_in(inputs))
+        found = read_loss(output)
+        return found if found.weight is None else Found(found.loss / found.weight)
+
+
+def _plainly(layer: Callable[[Any], Any], value: Any, *, index: int) -> Any:
+    del index
+    return layer(value)

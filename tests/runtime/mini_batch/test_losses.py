@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.loss_sum import LossSum
-from counterflow.runtime.mini_batch.losses import normalised
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
@@ -200,19 +199,3 @@ def test_what_is_no_loss_is_refused() -> None:
         run(_own, [nn.Linear(4, 4, dtype=F), Own("none")], SCHEMES[0], "none")
     with pytest.raises(ConfigError, match=r"the loss is a tensor of shape \(5, 4\)"):
         run(_flushed, layers_of(SCHEMES[0]), SCHEMES[0], lambda output, _: output)
-
-
-@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
-def test_what_torch_divides_by_is_the_weight(kind: Any) -> None:
-    output = torch.randn(6, 3, 4, dtype=torch.float64).log_softmax(1)
-    target = torch.randint(0, 3, (6, 4))
-    target[:2] = 9
-    loss = kind(weight=torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64), ignore_index=9)
-    counted: Any = normalised(loss)
-    found = [counted(output[i : i + 2], target[i : i + 2]) for i in (0, 2, 4)]
-    assert found[0].weight == 0
-    torch.testing.assert_close(sum(f.sum for f in found) / sum(f.weight for f in found), loss(output, target))
-    shares = output.exp()  # targets that are shares of classes: every sample counts
-    if kind is nn.CrossEntropyLoss:
-        plain = kind()
-        assert normalised(plain)(output, shares) == plain(output, shares)  # type: ignore[misc]

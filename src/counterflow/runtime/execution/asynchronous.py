@@ -163,6 +163,7 @@ class AsynchronousRunner:
         index = min(number, self.segments.last)
         tasks = self._tasks(batch is None, index, number - index)
         self.weights.attach()
+        self.weights.note_parameters()
         try:
             self.interpreter.run(tasks, batch, period_offset=number - index, drains=batch is None)
         finally:
@@ -227,7 +228,7 @@ class AsynchronousRunner:
                     "in the same order"
                 )
         for index, batch in enumerate(batches):
-            its = slice(2 + 6 * index, 8 + 6 * index)
+            its = slice(2 + 8 * index, 10 + 8 * index)
             self._heard.append((batch, [row[its] for row in rows]))
 
     # -- what the interpreter asks for (``Owner``)

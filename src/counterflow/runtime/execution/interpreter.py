@@ -609,13 +609,15 @@ class Interpreter:
             batch.outputs[unit] = mapped(_kept, output)
         if not batch.has_loss:
             return None, []
+        assert task.copy is not None
+        rows = batch.rows[unit]
         if self.loss_function is not None:
             assert batch.targets is not None
-            assert task.copy is not None
             target = _part(batch.targets[unit.micro_batch], unit, batch, batch.target_dims)
-            rows = batch.rows[unit]
             output = task.copy.loss(self.loss_function, output, target, batch.step, rows)
-        loss, weight, metrics = read_loss(output)
+        means = task.copy.means
+        found = read_loss(output) if means is None else means.read(output, rows.stop - rows.start)
+        loss, weight, metrics, counts = found
         share = batch.share(unit)
         if weight is not None and self.schedule.synchronous:
             share = 1.0 / batch.total
@@ -628,7 +630,7 @@ class Interpreter:
             loss, metrics = loss / weight, {name: value / weight for name, value in metrics.items()}
             weight = None
         if not again:
-            batch.losses.entries.append(Entry(unit, loss.detach(), share, weight, metrics))
+            batch.losses.entries.append(Entry(unit, loss.detach(), share, weight, metrics, counts))
         return None, [loss * share]
 
     def _backward(self, task: Task) -> None:

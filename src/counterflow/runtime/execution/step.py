@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from counterflow.errors import ConfigError, WorkerError
 
-from ..mini_batch.losses import Losses, added
+from ..mini_batch.losses import Losses, added, refuse_other_counts
 from ..transport import Transport
 
 
@@ -149,8 +149,10 @@ class Workers:
             step: the step's number.
 
         Raises:
+            ConfigError: parts of the losses are divided by what counts in each micro-batch, and that differs.
             WorkerError: nothing in the mini-batch counts.
         """
+        refuse_other_counts(rows)
         if not any(row[1] for row in rows):
             return None
         found = math.fsum(row[0] for row in rows)

@@ -34,7 +34,7 @@ from .interpreter import Interpreter
 from .step import StepStatistics, Workers
 from .synchronous import SynchronousRunner
 
-_COLUMNS = 6
+_COLUMNS = 8
 """Of loss and norm: loss, squared norm, what is not finite, and what ``Losses.weighed`` gives."""
 
 

@@ -6,14 +6,14 @@ one factor, the same for all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import fsum, isfinite
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 from counterflow.errors import ConfigError
 from counterflow.loss_sum import LossSum
@@ -21,7 +21,7 @@ from counterflow.loss_sum import LossSum
 from .. import later
 from ..mesh.dtensors import is_dtensor, whole
 from ..messages.values import Unit
-from ..torch_private import hooks_of_module, is_loss
+from ..torch_private import is_loss
 
 LossFunction = Callable[[Any, Any], Any]
 """Output of the last stage and target to the mean loss over the samples, this and a dict of metrics, or a
@@ -29,21 +29,31 @@ LossFunction = Callable[[Any, Any], Any]
 
 
 class Entry(NamedTuple):
-    """A unit's loss: its mean and its share in the mini-batch, or its sum and one over all samples."""
+    """A unit's loss: its mean and its share in the mini-batch, or its sum and one over all samples.
+
+    ``counts`` is as in ``Found``.
+    """
 
     unit: Unit
     loss: Tensor | float
     share: float
     weight: Tensor | float | None
     metrics: Mapping[str, Tensor | float]
+    counts: Tensor | float | None = None
 
 
 class Found(NamedTuple):
-    """A loss, what it weighs if it is a sum, and metrics without a graph."""
+    """A loss, what it weighs if it is a sum, and metrics without a graph.
+
+    Attributes:
+        counts: of a loss that has means of what counts among its parts: a number that is the same for all
+            units if as much of a sample counts in each; None: it has none.
+    """
 
     loss: Tensor
     weight: Tensor | float | None = None
     metrics: Mapping[str, Tensor | float] = {}
+    counts: Tensor | None = None
 
 
 def read_loss(found: Any) -> Found:
@@ -86,50 +96,20 @@ def refuse_no_mean(function: object) -> None:
         )
 
 
-def normalised(function: LossFunction | None) -> LossFunction | None:
-    """A loss function by which micro-batches give the mean of the whole mini-batch.
+def refuse_other_counts(rows: Sequence[Sequence[float]]) -> None:
+    """Refuse a loss that is no mean over what counts in the mini-batch; ``rows`` as ``weighed`` gives.
 
-    torch's cross entropy and negative log-likelihood divide by the targets that count: those of a micro-
-    batch, where the mini-batch's are meant. So they give their sum, and what it is divided by.
+    Raises:
+        ConfigError: in some micro-batches other shares of the targets count.
     """
-    if function is functional.cross_entropy:
-        return _CountedLoss(nn.CrossEntropyLoss())
-    if function is functional.nll_loss:
-        return _CountedLoss(nn.NLLLoss())
-    if isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)) and not hooks_of_module(function):
-        return _CountedLoss(function) if type(function) in (nn.CrossEntropyLoss, nn.NLLLoss) else function
-    return function
-
-
-class _CountedLoss:
-    """Cross entropy or negative log-likelihood as a ``LossSum``, where targets are numbers of classes."""
-
-    def __init__(self, loss: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
-        self._loss = loss
-
-    def __call__(self, output: Any, target: Any) -> Any:
-        """The sum of the losses, and of the weights of the targets that count."""
-        loss = self._loss
-        if not isinstance(target, Tensor) or target.is_floating_point():
-            return loss(output, target)
-        counts = target != loss.ignore_index
-        weight: Tensor = counts.sum()
-        if loss.weight is not None:
-            weight = (loss.weight[target.where(counts, 0)] * counts).sum()
-        if isinstance(loss, nn.CrossEntropyLoss):
-            found = functional.cross_entropy(
-                output,
-                target,
-                loss.weight,
-                ignore_index=loss.ignore_index,
-                reduction="sum",
-                label_smoothing=loss.label_smoothing,
-            )
-        else:
-            found = functional.nll_loss(
-                output, target, loss.weight, ignore_index=loss.ignore_index, reduction="sum"
-            )
-        return LossSum(found, weight)
+    least, most = min(row[3] for row in rows), max(row[4] for row in rows)
+    if most - least > 1e-9 * abs(most):
+        raise ConfigError(
+            "the loss has a cross entropy (or negative log-likelihood) among its parts, and micro-batches "
+            "have other shares of targets that count (ignore_index), or other class weights: each would "
+            "divide by its own; return a cf.LossSum of sums (reduction='sum') and of what counts, or the "
+            "cross entropy alone"
+        )
 
 
 def _plain(value: Tensor | float) -> Tensor | float:
@@ -152,8 +132,9 @@ def _with_numbers(entry: Entry, arrived: Iterator[float]) -> Entry:
     def number(value: Any) -> Any:
         return next(arrived) if _travels(value) else value
 
-    loss, weight = number(entry.loss), number(entry.weight)
-    return Entry(entry.unit, loss, entry.share, weight, {k: number(v) for k, v in entry.metrics.items()})
+    loss, weight, counts = (number(value) for value in (entry.loss, entry.weight, entry.counts))
+    metrics = {name: number(value) for name, value in entry.metrics.items()}
+    return Entry(entry.unit, loss, entry.share, weight, metrics, counts)
 
 
 def added(values: Iterable[float]) -> float:
@@ -178,7 +159,7 @@ class Losses:
     def ask(self) -> None:
         """All are made: let a device's begin their way, so that who reads them waits for no later op."""
         if self.told:
-            every = (n for e in self.entries for n in (e.loss, e.weight, *e.metrics.values()))
+            every = (n for e in self.entries for n in (e.loss, e.weight, e.counts, *e.metrics.values()))
             there = [number.double().reshape(()) for number in every if _travels(number)]
             self._later = later.Later(torch.stack(there)) if there else None
 
@@ -192,7 +173,7 @@ class Losses:
         """The worker's part of the mini-batch's loss; the first micro-batch whose is not finite, or -1."""
         if not (self.entries and self.told):
             return 0.0, -1
-        self._arrive()
+        refuse_other_counts([self.weighed()])
         losses = [entry.loss for entry in self.entries]
         if any(isinstance(loss, Tensor) for loss in losses):
             losses = torch.stack(cast("list[Tensor]", losses)).tolist()  # from a GPU all at once
@@ -202,17 +183,25 @@ class Losses:
         ]
         return added(v * e.share for e, v in zip(self.entries, values, strict=True)), min(odd, default=-1)
 
-    def weighed(self) -> tuple[float, float, float]:
-        """Sum of the weights; how many losses have one; whether there are metrics."""
+    def weighed(self) -> tuple[float, ...]:
+        """Sum of the weights; how many losses have one; whether there are metrics; extremes of ``counts``."""
         if not self.told:
-            return 0.0, 0, 0.0
+            return 0.0, 0, 0.0, math.inf, -math.inf
         self._arrive()
         weights = [float(entry.weight) for entry in self.entries if entry.weight is not None]
         if len(weights) not in (0, len(self.entries)):
             raise ConfigError(
                 "the loss function returned a LossSum for some micro-batches, a mean for others"
             )
-        return fsum(weights), len(weights), float(any(entry.metrics for entry in self.entries))
+        counts = [float(entry.counts) for entry in self.entries if entry.counts is not None]
+        some = float(any(entry.metrics for entry in self.entries))
+        return (
+            fsum(weights),
+            len(weights),
+            some,
+            min(counts, default=math.inf),
+            max(counts, default=-math.inf),
+        )
 
     def metrics(self) -> dict[str, float]:
         """The worker's part of the mini-batch's metrics."""

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 
 from counterflow.errors import ConfigError
@@ -109,6 +109,7 @@ class Weights:
             if parameters:
                 made = optimizer(parameters if named else [parameter for _, parameter in parameters])
                 _refuse_mixed(made, stage)
+                _refuse_sparse(made, stage)
                 _refuse_arguments(made, f"the optimizer of stage {stage}", "an optimizer")
                 self.optimizers[stage] = made
                 if scheduler is not None:
@@ -255,8 +256,19 @@ class Weights:
         Raises:
             ConfigError: there is one.
         """
-        for stage, place, name in self._changed_weights():
+        for stage, place, name, full in self._changed_weights():
             group = self._groups.get(stage)
+            if self.stages[stage].versions is not None:
+                raise ConfigError(
+                    f"{place} changes its weight {name!r} in training, and a schedule without a flush keeps "
+                    "several versions of it, of which one would be changed; let only the optimizer change it "
+                    "(in a hook after its step, say), or take a scheme with a flush"
+                )
+            if full in shared_names(self.names):
+                raise ConfigError(
+                    f"{place} changes its weight {name!r} in training, which is one of other stages too, "
+                    "where it would stay; let only the optimizer change it (in a hook after its step, say)"
+                )
             if group is not None:
                 raise ConfigError(
                     f"{place} changes its weight {name!r} in training (max_norm of an embedding does), and "
@@ -284,21 +296,23 @@ class Weights:
         Raises:
             ConfigError: one did.
         """
-        for _, place, name in self._changed_weights():
+        for _, place, name, _ in self._changed_weights():
             raise ConfigError(
                 f"{place} changes its weight {name!r} in training, and the backwards of the micro-batches "
                 "before need it as it was; let only the optimizer change it (in a hook after its step, say)"
             )
 
-    def _changed_weights(self) -> Iterator[tuple[int, str, str]]:
-        """Stage, layer and name of the weights that were changed since ``note_parameters``."""
+    def _changed_weights(self) -> Iterator[tuple[int, str, str, str]]:
+        """Of weights that were changed since ``note_parameters``: stage, layer, name in it, first name."""
         for stage, noted in self._unchanged.items():
             for changed, version in zip(self._watched[stage], noted, strict=True):
                 if changed._version != version:  # noqa: SLF001 - documented as it
+                    firsts = {id(p): n for n, p in named_parameters(self.stages[stage], self.names).items()}
                     for layer in self.stages[stage].with_weights:
+                        place = f"layer {layer.index} ({type(layer.module).__name__})"
                         for name, parameter in layer.module.named_parameters():
                             if parameter is changed:
-                                yield stage, f"layer {layer.index} ({type(layer.module).__name__})", name
+                                yield stage, place, name, firsts[id(changed)]
 
     def detach(self) -> None:
         """Keep the gradients from whoever is not a backward or an update."""
@@ -605,6 +619,15 @@ def _refuse_arguments(made: Any, place: str, kind: str) -> None:
         raise ConfigError(
             f"{place}, a {type(made).__name__}, wants {' and '.join(wanted)} at each step, and a pipeline "
             f"has none to give; take {kind} that steps without, or change pipeline.optimizers between steps"
+        )
+
+
+def _refuse_sparse(optimizer: Optimizer, stage: int) -> None:
+    """Refuse, before its first step, an optimiser for sparse gradients: those of a pipeline are dense."""
+    if isinstance(optimizer, SparseAdam):
+        raise ConfigError(
+            f"the optimizer of stage {stage} is a SparseAdam, which takes sparse gradients alone, and a "
+            "pipeline adds them to dense ones; take Adagrad, SGD or Adam"
         )
 
 

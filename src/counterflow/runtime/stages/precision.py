@@ -7,7 +7,7 @@ changed weight is cast anew before anything computes with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -183,10 +183,20 @@ class Cast(Precision):
                         cast = casts[id(parameter)] = parameter.to(self._dtype)
                 held[name] = cast
             yield
+            self._refuse_changed(casts)
         finally:
             for held, name, parameter in self._places:
                 held[name] = parameter
             self._shown = False
+
+    def _refuse_changed(self, casts: Mapping[int, Tensor]) -> None:
+        for _, name, parameter in self._places:
+            if casts[id(parameter)]._version:  # noqa: SLF001 - documented as it
+                raise ConfigError(
+                    f"a layer changes its weight {name!r} in training, and with compute_dtype what it "
+                    "changes is a copy; let only the optimizer change it (in a hook after its step, say), or "
+                    "take autocast"
+                )
 
     @property
     def masters(self) -> list[nn.Parameter]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from counterflow.schedule.modes import Recompute
 from ..execution.meters import graph_of
 from ..mesh.parallel import StageModule, fsdp_modules, gathered_parameters
 from ..messages.values import Keyworded, Value
+from ..mini_batch.counted import Means
 from ..mini_batch.losses import refuse_no_mean
 from ..parameters.versions import Versions
 from ..torch_private import buffers_of, hooks_of
@@ -49,6 +50,7 @@ class NamedLayer:
     module: nn.Module
 
 
+_NOTHING = nullcontext()
 _NOWHERE: frozenset[int] = frozenset()
 
 LOSS = -1
@@ -86,6 +88,7 @@ class StageCopy:
         last: whether it is the last one.
         precision: makes, of the stage, the precision in which its layers run.
         skips: what its layers save and load.
+        means: watches what gives the loss; None: nothing is watched.
     """
 
     def __init__(
@@ -99,8 +102,10 @@ class StageCopy:
         last: bool = False,
         precision: Callable[[StageCopy], Precision] = lambda _: Precision(),
         skips: StageSkips | None = None,
+        means: Means | None = None,
     ) -> None:
         self.stage = stage
+        self.means = means
         self.last = last
         self.skips = skips
         modules = {layer.index: layer.module for layer in layers}
@@ -296,10 +301,11 @@ class StageCopy:
         self, function: Callable[[Any, Any], Any], output: Any, target: Any, step: int, rows: Rows
     ) -> Any:
         """What a loss function makes of the last stage's output; it draws as a layer does."""
-        if self._evaluates:
-            return function(output, target)
         run = partial(_of_pair, function)
-        return self.streams.run(run, (output, target), index=LOSS, step=step, rows=rows)
+        with _NOTHING if self.means is None else self.means.watching():
+            if self._evaluates:
+                return function(output, target)
+            return self.streams.run(run, (output, target), index=LOSS, step=step, rows=rows)
 
     def _run(self, layer: NamedLayer, value: Value, step: int, rows: Rows) -> Value:
         module: Any = layer.module
@@ -308,9 +314,11 @@ class StageCopy:
         if self._skip_runner is not None:
             module = partial(self._skip_runner.run, layer.index, module)
         value = self.precision.entering(value)
-        if self._evaluates:
-            return module(value)
-        return self.streams.run(module, value, index=layer.index, step=step, rows=rows)
+        watched = self.means is not None and self.means.in_layer == layer.index
+        with self.means.watching() if watched and self.means is not None else _NOTHING:
+            if self._evaluates:
+                return module(value)
+            return self.streams.run(module, value, index=layer.index, step=step, rows=rows)
 
     def _forward_by_layer(self, value: Value, step: int, rows: Rows) -> Value:
         """The same with the input alone kept of each layer."""

@@ -1,0 +1,129 @@
+"""Cross entropies and negative log-likelihoods, which torch divides by the targets that count.
+
+One process divides by those of the whole mini-batch; a micro-batch knows its own. So a loss that is such a
+mean, times a number perhaps, is taken as its sum and what it is divided by, wherever it is called: by a
+loss function or the last layer. What else such means become part of is not known. There, micro-batches in
+which as many targets a sample count give the same as one process; others are refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from ..mesh.dtensors import whole
+from .losses import Found, read_loss
+
+_MEANS: dict[Any, inspect.Signature] = {
+    function: inspect.signature(function) for function in (functional.cross_entropy, functional.nll_loss)
+}
+_SCALING = frozenset(
+    {"mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "true_divide", "divide"}
+)
+
+
+class _Counted(NamedTuple):
+    """Of a mean: what it is made of."""
+
+    sum: Tensor
+    weight: Tensor
+
+
+class Means:
+    """Finds such means in what makes a unit's loss, and what they are divided by.
+
+    Args:
+        in_layer: the number of the layer that gives the loss; None: a loss function does.
+    """
+
+    def __init__(self, *, in_layer: int | None = None) -> None:
+        self.in_layer = in_layer
+        self._watch = _Watch()
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Around what makes a unit's loss."""
+        self._watch.weights.clear()
+        return self._watch
+
+    def read(self, output: Any, samples: int) -> Found:
+        """A unit's loss, of what was given by that which was watched last.
+
+        Args:
+            output: what it gave.
+            samples: of the unit.
+
+        Raises:
+            ConfigError: it is no loss.
+        """
+        found, weights = read_loss(output), list(self._watch.weights)
+        self._watch.weights.clear()
+        counted: _Counted | None = getattr(found.loss, _NAME, None)
+        if found.weight is not None or not weights:
+            return found
+        if counted is None:
+            return found._replace(counts=_one_of(weights) / samples)
+        weight = counted.weight
+        metrics = {
+            name: torch.where(weight > 0, torch.as_tensor(value, device=weight.device) * weight, 0)
+            for name, value in found.metrics.items()
+        }
+        return Found(counted.sum, weight, metrics)
+
+
+_NAME = "counterflow_counted"
+
+
+def _one_of(weights: list[Tensor]) -> Tensor:
+    """One number that tells some weights from others: their multiples by these factors never add up alike."""
+    return torch.stack([w.double() * math.exp(1 / number) for number, w in enumerate(weights, 1)]).sum()
+
+
+class _Watch(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if func in _MEANS:
+            return self._mean(func, _MEANS[func].bind(*args, **kwargs))
+        if len(args) == 2 and not kwargs and getattr(func, "__name__", "") in _SCALING:
+            return _scaled(func, args)
+        return func(*args, **kwargs)
+
+    def _mean(self, func: Any, given: inspect.BoundArguments) -> Any:
+        given.apply_defaults()
+        its = given.arguments
+        target, classes = its["target"], its["weight"]
+        as_mean = its["reduction"] == "mean" and its["size_average"] is None and its["reduce"] is None
+        if not as_mean or target.is_floating_point():
+            return func(*given.args, **given.kwargs)
+        counts = target != its["ignore_index"]
+        if classes is None:
+            weight = counts.sum()
+        else:
+            weight = (classes.detach().double()[target.where(counts, 0)] * counts).sum()
+        its["reduction"] = "sum"
+        total, weight = whole(func(*given.args, **given.kwargs)), whole(weight)
+        mean = total / weight.to(total.dtype)
+        setattr(mean, _NAME, _Counted(total, weight))
+        self.weights.append(weight)
+        return mean
+
+
+def _scaled(func: Any, args: Any) -> Any:
+    """A mean times, or divided by, a number is one too."""
+    result = func(*args)
+    first, second = args
+    counted: _Counted | None = getattr(first, _NAME, None)
+    if counted is not None and isinstance(second, (int, float)):
+        setattr(result, _NAME, _Counted(func(counted.sum, second), counted.weight))
+    return result

@@ -1,0 +1,250 @@
+"""Cross entropies are divided by what counts in the whole mini-batch, wherever a user calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from counterflow import LossSum
+from counterflow.errors import ConfigError, WorkerError
+from counterflow.runtime.mini_batch.counted import Means
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.workers.launch import launch
+from counterflow.schedule import schemes
+from counterflow.schedule.ir import Schedule
+from counterflow.verify.agreement import verify
+
+F = torch.float64
+SCHEMES = [
+    schemes.dapple(2, 4),
+    schemes.chimera(2, 8, concat="forward-doubling"),
+    schemes.chimera(2, 8, concat="backward-halving"),
+    schemes.zb_v(2, 4),
+]
+CLASSES, LENGTH = 5, 3
+WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 3.0, 1.5], dtype=F)
+
+
+def run(work: Callable[..., Any], *args: object, workers: int = 2) -> list[Any]:
+    return launch(work, *args, workers=workers, transport="local", strict=True, timeout_seconds=30)
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(16, LENGTH, 4, generator=generator, dtype=F)
+    y = torch.randint(0, CLASSES, (16, LENGTH), generator=generator)
+    y[:3] = -100  # nothing of the first micro-batch counts
+    y[5, 1:] = -100
+    return x, y
+
+
+def plain(output: Tensor, target: Tensor) -> Any:
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def by_classes(output: Tensor, target: Tensor) -> Any:
+    """With a metric, half of it."""
+    logits = output.movedim(-1, 1).log_softmax(1)
+    found = 0.5 * functional.nll_loss(logits, target, WEIGHTS.to(output.dtype)) / 2
+    return found, {"half": found.detach() * 2}
+
+
+class Smoothed(nn.Module):
+    """A module of the user's own that has one of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entropy = nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.1)
+
+    def forward(self, output: Tensor, target: Tensor) -> Any:
+        return {"loss": self.entropy(output.flatten(0, 1), target.flatten()), "more": output.mean()}
+
+
+def last_token(output: Tensor, target: Tensor) -> Any:
+    """With a part of another kind; as much counts in each sample."""
+    target = torch.where(target < 0, 0, target)
+    target = torch.cat([target[:, 1:], torch.full_like(target[:, :1], -100)], 1)
+    return plain(output, target) + output.square().mean()
+
+
+def value(found: Any) -> Tensor:
+    if isinstance(found, dict):
+        found = found["loss"]
+    return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(4, 4, dtype=F), nn.Tanh(), nn.Linear(4, 4, dtype=F), nn.Linear(4, CLASSES, dtype=F)]
+
+
+def alone(loss: Any) -> tuple[list[float], dict[str, Tensor]]:
+    model = nn.Sequential(*layers())
+    optimizer, losses = sgd(list(model.parameters())), []
+    for number in range(2):
+        x, y = batch(number)
+        found = value(loss(model(x), y))
+        optimizer.zero_grad()
+        found.backward()
+        optimizer.step()
+        losses.append(found.item())
+    x, y = batch(0)
+    losses.append(value(loss(model(x), y)).item())
+    return losses, model.state_dict()
+
+
+def piped(schedule: Schedule, loss: Any, mode: str) -> tuple[list[float], dict[str, Tensor], list[float]]:
+    pipeline = Pipeline(nn.Sequential(*layers()), loss, schedule, optimizer=sgd, recompute=mode)
+    rows = slice(None)
+    if pipeline.replicas == 2:
+        rows = slice(0, 10) if pipeline.replica == 0 else slice(10, 16)
+    steps = [pipeline.step(*(t[rows] for t in batch(number))) for number in range(2)]
+    losses = [step.loss for step in steps]
+    evaluated = pipeline.evaluate(*(t[rows] for t in batch(0)))
+    return [*losses, evaluated], pipeline.state_dict(), [s.metrics.get("half", 0.0) for s in steps]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("mode", ["none", "stage", "layer"])
+@pytest.mark.parametrize("schedule", SCHEMES, ids=str)
+@pytest.mark.parametrize("loss", [plain, by_classes, Smoothed(), last_token])
+def test_what_counts_in_the_mini_batch_divides(
+    loss: Any, schedule: Schedule, mode: str, replicas: int
+) -> None:
+    losses, state = alone(loss)
+    for ours, after, metrics in run(piped, schedule, loss, mode, workers=2 * replicas):
+        assert ours == pytest.approx(losses, rel=1e-9)
+        if loss is by_classes:
+            assert metrics == pytest.approx([2 * found for found in losses[:2]], rel=1e-9)
+        for name, tensor in state.items():
+            torch.testing.assert_close(after[name], tensor, rtol=1e-9, atol=1e-11)
+
+
+class Own(nn.Module):
+    """A last layer that gives the loss, as models of transformers do with labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, CLASSES, dtype=F)
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> Any:
+        logits = self.head(given[0])
+        return {"loss": plain(logits, given[1]), "logits": logits}
+
+
+class Passes(nn.Linear):
+    """A layer that hands labels on."""
+
+    def forward(self, given: Any) -> Any:
+        return super().forward(given[0]).tanh(), given[1]
+
+
+@pytest.mark.parametrize("mode", ["none", "stage", "layer"])
+@pytest.mark.parametrize("schedule", SCHEMES, ids=str)
+def test_a_model_that_computes_its_own_loss(schedule: Schedule, mode: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Passes(4, 4, dtype=F) for _ in range(3)), Own())
+    found = model(batch(0))
+    found["loss"].backward()
+
+    def work() -> Any:
+        options: dict[str, Any] = {"recompute": mode, "output_dims": {"loss": None, "logits": 0}}
+        pipeline = Pipeline(model, None, schedule, optimizer=sgd, **options)
+        pipeline.keeps_gradients = True
+        step = pipeline.step(batch(0), outputs=True)
+        return step.loss, pipeline.gradients, step.outputs
+
+    for loss, gradients, outputs in run(work):
+        assert loss == pytest.approx(found["loss"].item(), rel=1e-9)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+        assert outputs is None or torch.equal(outputs["logits"].sign(), found["logits"].sign())
+
+
+def together(output: Tensor, target: Tensor) -> Any:
+    return plain(output, target) + output.square().mean()
+
+
+@pytest.mark.parametrize("barrier", [True, False])
+@pytest.mark.parametrize("schedule", SCHEMES, ids=str)
+def test_parts_of_a_loss_that_cannot_be_right_are_refused(schedule: Schedule, barrier: bool) -> None:
+    def work() -> None:
+        pipeline = Pipeline(layers(), together, schedule, optimizer=sgd, barrier=barrier)
+        x, y = batch(0)
+        y[:3] = 1  # something counts in each
+        pipeline.step(x, y)
+        pipeline.flush()
+
+    with pytest.raises(ConfigError, match=r"other shares of targets that count .* return a cf\.LossSum"):
+        run(work)
+
+
+@pytest.mark.parametrize("barrier", [True, False])
+def test_replicas_that_differ_are_refused_too(barrier: bool) -> None:
+    def work() -> None:
+        options: dict[str, Any] = {"optimizer": sgd, "barrier": barrier}
+        pipeline = Pipeline(layers(), together, schemes.dapple(2, 4), **options)
+        x, y = (t[:8] for t in batch(0))
+        y[:] = 1
+        if pipeline.replica:
+            y[:, 0] = -100
+        pipeline.step(x, y)
+
+    with pytest.raises(ConfigError, match="other shares of targets that count"):
+        run(work, workers=4)
+
+
+def test_nothing_that_counts_is_an_error() -> None:
+    def work() -> None:
+        x, y = batch(0)
+        Pipeline(layers(), plain, schemes.dapple(2, 4), optimizer=sgd).step(x, y * 0 - 100)
+
+    with pytest.raises(WorkerError, match="the weights of all losses of the mini-batch sum to 0"):
+        run(work)
+
+
+@pytest.mark.parametrize("loss", [plain, by_classes])
+def test_verify_compares_with_the_same(loss: Any) -> None:
+    given = [[batch(n)] for n in range(2)]
+    found = verify(SCHEMES[0], layers(), loss, given, optimizer=sgd, cuts=(2,), strict=True)
+    assert found.ok, found
+
+
+@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
+def test_what_torch_divides_by_is_the_weight(kind: Any) -> None:
+    output = torch.randn(6, 3, 4, dtype=F).log_softmax(1)
+    target = torch.randint(0, 3, (6, 4))
+    target[:2] = 9
+    loss, means = kind(weight=WEIGHTS[:3], ignore_index=9), Means()
+    found = []
+    for i in (0, 2, 4):
+        with means.watching():
+            output_loss = loss(output[i : i + 2], target[i : i + 2])
+        found.append(means.read(output_loss, 2))
+    assert found[0].weight == 0
+    total = torch.stack([f.loss for f in found]).sum() / sum(float(f.weight or 0) for f in found)
+    torch.testing.assert_close(total, loss(output, target))
+
+
+def test_what_is_no_mean_over_targets_stays() -> None:
+    output, target = torch.randn(6, 3, dtype=F), torch.tensor([0, 1, 2, -100, 1, 0])
+    shares, means = output.softmax(1), Means()
+    for loss in (
+        lambda: functional.cross_entropy(output, shares),  # targets that are shares of classes: all count
+        lambda: functional.cross_entropy(output, target, reduction="sum"),
+        lambda: LossSum(functional.cross_entropy(output, target), 3.0),
+    ):
+        with means.watching():
+            given: Any = loss()
+        found = means.read(given, 6)
+        assert found.counts is None
+        assert found.loss is (given.sum if isinstance(given, LossSum) else given)

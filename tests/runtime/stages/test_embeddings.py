@@ -1,0 +1,147 @@
+"""Embeddings with sparse gradients, and with a largest norm: as in one process, or refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from counterflow.errors import ConfigError
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.workers.launch import launch
+from counterflow.schedule import schemes
+from counterflow.schedule.ir import Schedule
+from counterflow.verify.agreement import verify
+
+F = torch.float64
+WIDTH, TOKENS = 4, 9
+FLUSHING = [
+    schemes.dapple(2, 4),
+    schemes.chimera(2, 8, concat="backward-halving"),
+    schemes.zb_v(2, 4),
+]
+CONTINUOUS = [schemes.pipedream(2), schemes.pipedream_2bw(2, 2)]
+
+
+def run(work: Callable[..., Any], *args: object, workers: int = 2) -> list[Any]:
+    return launch(work, *args, workers=workers, transport="local", strict=True, timeout_seconds=30)
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, TOKENS - 2, (16,), generator=generator)
+    return x, torch.randn(16, WIDTH, generator=generator, dtype=F)
+
+
+def layers(**options: Any) -> list[nn.Module]:
+    torch.manual_seed(0)
+    embedding = nn.Embedding(TOKENS, WIDTH, dtype=F, **options)
+    return [embedding, *(nn.Linear(WIDTH, WIDTH, dtype=F) for _ in range(3))]
+
+
+class Tied(nn.Module):
+    """Ends with the embedding's weight."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x @ self.weight[:WIDTH].t()  # type: ignore[index]
+        return found
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
+@pytest.mark.parametrize("schedule", [*FLUSHING, *CONTINUOUS], ids=str)
+def test_sparse_gradients_are_right(schedule: Schedule, recompute: str) -> None:
+    found = verify(
+        schedule,
+        layers(sparse=True),
+        nn.functional.mse_loss,
+        [[batch(n)] for n in range(6)],
+        optimizer=sgd,
+        clip_norm=0.1,
+        strict=True,
+        recompute=recompute,
+    )
+    assert found.ok, found
+
+
+@pytest.mark.parametrize(
+    ("options", "schedule", "more", "message"),
+    [
+        ({"max_norm": 1.0}, CONTINUOUS[0], {}, "max_norm=1, which .* pipedream keeps several versions"),
+        ({"max_norm": 1.0}, FLUSHING[1], {}, "each of the 2 copies of stage 0 would change its own"),
+        ({"max_norm": 1.0}, FLUSHING[0], {"tied": True}, r"0\.weight is a weight of other stages too"),
+        ({"max_norm": 1.0}, FLUSHING[0], {"compute_dtype": torch.bfloat16}, "compute_dtype puts a copy"),
+        ({"sparse": True}, FLUSHING[0], {"compute_dtype": torch.bfloat16}, "sparse=True, whose gradients"),
+        ({"sparse": True}, FLUSHING[0], {"optimizer": torch.optim.SparseAdam}, "stage . is a SparseAdam"),
+    ],
+)
+def test_what_would_not_be_right_is_refused_at_once(
+    options: dict[str, Any], schedule: Schedule, more: dict[str, Any], message: str
+) -> None:
+    def work() -> None:
+        model = layers(**options)
+        given = {"optimizer": sgd, **more}
+        if given.pop("tied", False):
+            model.append(Tied(model[0]))
+        Pipeline(model, nn.functional.mse_loss, schedule, **given)
+
+    with pytest.raises(ConfigError, match=message):
+        run(work)
+
+
+def test_replicas_are_copies_too() -> None:
+    def work() -> None:
+        Pipeline(layers(max_norm=1.0), nn.functional.mse_loss, FLUSHING[0], optimizer=sgd)
+
+    with pytest.raises(ConfigError, match="each of the 2 copies of stage 0 would change its own"):
+        run(work, workers=4)
+
+
+class Shrinks(nn.Linear):
+    """Changes its weight as ``max_norm`` does, by a function that no option tells of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.99)
+        return super().forward(x.detach()) + 0 * x
+
+
+@pytest.mark.parametrize(
+    ("schedule", "more", "message"),
+    [
+        (CONTINUOUS[0], {}, "changes its weight 'weight' in training, and a schedule without a flush keeps"),
+        (CONTINUOUS[1], {}, "changes its weight 'weight' in training, and a schedule without a flush keeps"),
+        (
+            FLUSHING[0],
+            {"tied": True},
+            "changes its weight 'weight' .* which is one of other stages",
+        ),
+        (FLUSHING[0], {"compute_dtype": torch.bfloat16}, "with compute_dtype what it changes is a copy"),
+    ],
+)
+def test_a_forward_that_changes_weights_is_refused(
+    schedule: Schedule, more: dict[str, Any], message: str
+) -> None:
+    def work() -> None:
+        torch.manual_seed(0)
+        model: list[nn.Module] = [Shrinks(WIDTH, WIDTH, dtype=F), nn.Linear(WIDTH, WIDTH, dtype=F)]
+        options = {"optimizer": sgd, **more}
+        if options.pop("tied", False):
+            model.append(Tied(model[0]))
+        pipeline = Pipeline(model, nn.functional.mse_loss, schedule, **options)
+        for number in range(3):
+            y = batch(number)[1]
+            pipeline.step(y, y)
+
+    with pytest.raises(ConfigError, match=message):
+        run(work)
