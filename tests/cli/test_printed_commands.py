@@ -37,7 +37,7 @@ EXCUSED = {
     "make test": "it runs this test",
     "pip install": "it needs the network",
     "counterflow explore": "it serves until Ctrl-C; tests/explore/test_command.py runs it",
-    "torchrun --nnodes 2": "it needs two machines",
+    "torchrun --nnodes": "it needs several machines",
     "python benchmarks/convergence.py --keep": "45 minutes, and it writes kept results",
 }
 """Commands that are not run, and why."""

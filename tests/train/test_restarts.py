@@ -16,6 +16,7 @@ from counterflow.checkpoints.memory import Memory, choose
 from counterflow.data.batches import NextByte
 from counterflow.errors import WorkerError
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.workers import world
 from counterflow.runtime.workers.world import current_transport
 from counterflow.train.events import FAILED, GAVE_UP, RESTARTED, STARTED, note, read
 from counterflow.train.folder import METRICS, read_metrics
@@ -176,11 +177,11 @@ def test_the_newest_step_that_every_stage_has() -> None:
         [(7, "rank-0.0", {0: "a", 1: "b"}, []), (6, "rank-0.1", {0: "c", 1: "d"}, [{"step": 6.0}])],
         [(6, "rank-1.0", {1: "d", 2: "e"}, [])],
     ]
-    found = choose(rows, 3)
+    found = choose(rows, [1, 2])
     assert found is not None
     assert (found.step, found.records) == (6, [{"step": 6.0}])
     assert found.sources[1] == [(0, "rank-0.1"), (1, "rank-1.0")]
-    assert choose(rows, 4) is None
+    assert choose(rows, [1, 2, 3]) is None
 
 
 def test_copies_that_differ_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
@@ -188,7 +189,7 @@ def test_copies_that_differ_are_not_used(caplog: pytest.LogCaptureFixture) -> No
         [(7, "rank-0.0", {0: "a", 1: "b"}, []), (6, "rank-0.1", {0: "c", 1: "d"}, [])],
         [(7, "rank-1.0", {0: "a", 1: "x"}, []), (6, "rank-1.1", {0: "c", 1: "d"}, [])],
     ]
-    found = choose(rows, 2)
+    found = choose(rows, [1])
     assert found is not None
     assert found.step == 6
     assert "the copies of stage 1 in memory differ after step 7" in caplog.text
@@ -201,9 +202,12 @@ def test_copies_of_a_step_are_equal(train: Train, monkeypatch: pytest.MonkeyPatc
     def kept_(self: Memory, pipeline: Pipeline, records: Any) -> None:
         keep(self, pipeline, records)
         for path in kept.glob(f"*/rank-{pipeline.transport.rank}.*"):
-            for step, _, its, _ in memory._holding(path, self.layout):
-                for stage, digest in its.items():
-                    digests.setdefault((step, stage), set()).add(digest)
+            held = memory._holding(path)
+            assert held is not None
+            assert held[0] == self.layout
+            step, _, its, _ = held[1]
+            for stage, digest in its.items():
+                digests.setdefault((step, stage), set()).add(digest)
 
     monkeypatch.setattr(Memory, "keep", kept_)
     train("run", train__memory_every=1, train__steps=4)
@@ -265,12 +269,33 @@ def test_a_run_that_failed_twice_does_not_begin_again_under_torchrun(
     for _ in range(2):
         note(folder, FAILED, step=6, worker=1, message="worker 1: ValueError", lost=False)
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    again = {"TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_MAX_RESTARTS": "9"}
-    for name, value in (place | again).items():
+    for name, value in (place | {"TORCHELASTIC_MAX_RESTARTS": "9"}).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(world, "attempt", lambda _: 2)
     with pytest.raises(WorkerError, match="step 6 failed twice in the same way"):
         run(config(pipeline__transport="gloo"), Watcher())
     assert json.loads((folder / "events.jsonl").read_text().splitlines()[0])["worker"] == 1
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_run_that_is_finished_ends_well_when_it_is_begun_again(  # noqa: PLR0917
+    config: Configure, train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, attempt: int, kept: Path
+) -> None:
+    train("run", train__steps=2)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").glob("*.*")}
+    more: dict[str, Any] = {"train__steps": 2}
+    if attempt:
+        place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(world, "attempt", lambda _: attempt)
+        more["pipeline__transport"] = "gloo"
+    else:
+        more["train__resume"] = "auto"
+    watcher = Watcher()
+    assert run(config(**more), watcher) is None
+    assert watcher.events == [f"{tmp_path / 'run'}: all 2 steps are made"]
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def test_a_worker_says_what_nobody_else_can(
@@ -284,6 +309,7 @@ def test_a_worker_says_what_nobody_else_can(
         raise error
 
     monkeypatch.setattr("counterflow.train.run.Trainer", lost)
+    monkeypatch.setattr(world, "attempt", lambda _: 0)
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)

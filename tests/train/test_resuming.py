@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from counterflow.checkpoints.index import complete
 from counterflow.checkpoints.reader import Checkpoint
 from counterflow.errors import CounterflowError, WorkerError
 from counterflow.train import load_config, loop
-from counterflow.train.folder import folder_of, read_metrics
+from counterflow.train.appending import Appending
+from counterflow.train.folder import folder_of, lines_of, read_metrics
 from counterflow.train.lock import Lock
 from counterflow.train.run import run
 
@@ -101,9 +103,9 @@ def test_auto_begins_where_nothing_is(train: Train, config: Configure, die: Any,
     assert train(train__steps=3, train__resume="auto").steps == 3
     assert [line["step"] for line in read_metrics(tmp_path / "run") if "loss" in line] == [1, 2, 3]
     with pytest.raises(
-        ConfigError, match=r"it has made 3 steps, and train\.steps = 3; give train\.steps = 4"
+        ConfigError, match=r"it has made 3 steps, and train\.steps = 2; give train\.steps = 4"
     ):
-        train(train__steps=3, train__resume="auto")
+        train(train__steps=2, train__resume="auto")
     with pytest.raises(ConfigError, match=r'train\.resume = "auto": goes on in the folder train\.out; give'):
         config(train__resume="auto", train__out=None)
 
@@ -259,29 +261,62 @@ def test_metrics_wait_for_room_on_the_disk(
     (tmp_path / "metrics.jsonl").touch()
     first, second, third = ({"step": step, "seconds": 0.1} for step in (1, 2, 3))
     folder.record(first)
-    monkeypatch.setattr(Path, "open", _full(Path.open))
+    write = os.pwrite
+
+    def full(handle: int, data: bytes, at: int) -> int:
+        if data.endswith(b"}\n") and data.startswith(b"{"):
+            return write(handle, data[: len(data) // 2], at)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
     folder.record(second)
     monkeypatch.undo()
     assert read_metrics(tmp_path) == [first]
+    assert [line["step"] for line in lines_of(folder.history)] == [1, 2]
     folder.record(third)
     assert read_metrics(tmp_path) == [first, second, third]
 
 
-def _full(opened: Any) -> Any:
-    class Full:
-        def __init__(self, file: Any) -> None:
-            self.file = file
+def test_storage_that_hangs_holds_up_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, write, comes_back = tmp_path / "metrics.jsonl", os.pwrite, threading.Event()
+    path.touch()
+    metrics = Appending(path, patience_seconds=0.05)
+    metrics.add(b"1\n")
 
-        def __enter__(self) -> Full:
-            return self
+    def hang(handle: int, data: bytes, at: int) -> int:
+        assert comes_back.wait(60)
+        return write(handle, data, at)
 
-        def __exit__(self, *_: object) -> None:
-            self.file.close()
+    monkeypatch.setattr(os, "pwrite", hang)
+    metrics.add(b"2\n")
+    until_now = metrics.size
+    began = time.monotonic()
+    for number in range(3, 103):
+        metrics.add(f"{number}\n".encode())
+    assert time.monotonic() - began < 60
+    assert caplog.messages == [f"{path} cannot be written: it takes more than 0.05 s; training goes on"]
+    assert path.read_bytes() == b"1\n"
+    assert metrics.all()[:until_now] == b"1\n2\n"
+    comes_back.set()
+    metrics.settle()
+    assert path.read_bytes() == b"".join(b"%d\n" % number for number in range(1, 103)) == metrics.all()
 
-        def write(self, data: bytes) -> int:
-            return int(self.file.write(data[: len(data) // 2]))
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.file, name)
+def test_a_folder_that_cannot_be_written_costs_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, opened = tmp_path / "metrics.jsonl", os.open
+    path.touch()
+    metrics = Appending(path)
 
-    return lambda path, *rest, **options: Full(opened(path, *rest, **options))
+    def stale(*arguments: Any) -> int:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(os, "open", stale)
+    metrics.add(b"1\n")
+    assert caplog.messages == [f"{path} cannot be written: Stale file handle; training goes on"]
+    monkeypatch.setattr(os, "open", opened)
+    metrics.add(b"2\n")
+    assert path.read_bytes() == b"1\n2\n"

@@ -15,11 +15,12 @@ import contextlib
 import hashlib
 import io
 import logging
+import math
 import mmap
 import os
 import shutil
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -60,7 +61,7 @@ class Memory:
     Args:
         transport: the workers'.
         run: what this run's copies are called, on all machines.
-        layout: where stages begin; copies of another layout do not count.
+        layout: the layers with which stages 1, 2, … begin.
         root: where files are in memory.
     """
 
@@ -107,24 +108,25 @@ class Memory:
             return
         self._turn = 1 - self._turn
 
-    def find(self, stages: int) -> Found | None:
+    def find(self) -> Found | None:
         """What all can go on from; all workers call it, before they keep anything.
 
-        Args:
-            stages: of the model.
+        Copies of another layout count too: they were made when there were more workers, or fewer.
         """
         machine = _machine(self.folder)
         machines = cast("list[str]", self._transport.gather_objects(machine))
         here = [rank for rank, other in enumerate(machines) if other == machine]
         files = sorted(self.folder.glob("rank-*"))[here.index(self._transport.rank) :: len(here)]
-        mine = [holding for path in files for holding in _holding(path, self.layout)]
-        rows = cast("list[list[Holding]]", self._transport.gather_objects(mine))
-        found = choose(rows, stages)
+        mine = [held for path in files if (held := _holding(path)) is not None]
+        rows = cast("list[list[tuple[list[int], Holding]]]", self._transport.gather_objects(mine))
+        layouts = sorted({tuple(layout) for row in rows for layout, _ in row})
+        every = [
+            choose([[h for its, h in row if tuple(its) == cuts] for row in rows], cuts) for cuts in layouts
+        ]
+        found = max(filter(None, every), key=lambda one: (one.step, one.layout == self.layout), default=None)
         if found is not None:
             found.machines, found.folder = machines, self.folder
-        if found is not None:  # the other slot is the one to write to
-            own = self._slots
-            self._turn = int(own[0].step() == found.step)
+            self._turn = int(self._slots[0].step() == found.step)  # the other one is the one to write to
         return found
 
     def clear(self) -> None:
@@ -133,6 +135,12 @@ class Memory:
             slot.remove()
         with contextlib.suppress(OSError):
             self.folder.rmdir()
+
+    def forget(self) -> None:
+        """Give back all that the run has on this machine, of workers that are gone too; all call it."""
+        self._transport.gather([])
+        self.clear()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @dataclass(slots=True)
@@ -143,6 +151,7 @@ class Found:
         step: updates made.
         records: the metrics of that step.
         sources: by stage, the rank that looked at a file with it, and the file's name.
+        layout: the layers with which these stages begin, after the first.
         machines: by rank.
         folder: of the files.
     """
@@ -150,13 +159,20 @@ class Found:
     step: int
     records: Records
     sources: dict[int, list[tuple[int, str]]]
+    layout: list[int]
     machines: list[str] = field(default_factory=list)
     folder: Path = Path()
 
-    def restore(self, pipeline: Pipeline) -> None:
-        """Put a pipeline where the training was; all workers call it."""
+    def restore(self, pipeline: Pipeline, layout: Sequence[int]) -> None:
+        """Put a pipeline where the training was; all workers call it.
+
+        Args:
+            pipeline: of any scheme.
+            layout: the layers with which its stages begin, after the first.
+        """
         transport = pipeline.transport
-        needs = cast("list[list[int]]", transport.gather_objects(sorted(pipeline.stages)))
+        mine = overlapping(pipeline.stages, layout, self.layout)
+        needs = cast("list[list[int]]", transport.gather_objects(mine))
         tensors: dict[str, Tensor] = {}
         objects: dict[str, Any] = {}
         for stage, holders in sorted(self.sources.items()):
@@ -183,12 +199,34 @@ class Found:
         transport.gather([])  # nobody writes before all have read
 
 
-def choose(rows: Sequence[Sequence[Holding]], stages: int) -> Found | None:
+def overlapping(stages: Iterable[int], layout: Sequence[int], other: Sequence[int]) -> list[int]:
+    """The stages of another layout that have layers of these.
+
+    >>> overlapping([0, 2], [2, 4], [3])
+    [0, 1]
+
+    Args:
+        stages: of the first layout.
+        layout: the layers with which its stages begin, after the first.
+        other: those of the other one.
+    """
+    ours, theirs = ((0, *cuts, math.inf) for cuts in (layout, other))
+    return sorted(
+        {
+            stage
+            for mine in stages
+            for stage in range(len(other) + 1)
+            if max(ours[mine], theirs[stage]) < min(ours[mine + 1], theirs[stage + 1])
+        }
+    )
+
+
+def choose(rows: Sequence[Sequence[Holding]], layout: Sequence[int]) -> Found | None:
     """The newest step of which every stage is there, the same on all ranks.
 
     Args:
-        rows: what each rank found.
-        stages: of the model.
+        rows: what each rank found, all of one layout.
+        layout: the layers with which its stages begin, after the first.
     """
     steps = sorted({holding[0] for row in rows for holding in row}, reverse=True)
     for step in steps:
@@ -208,8 +246,8 @@ def choose(rows: Sequence[Sequence[Holding]], stages: int) -> Found | None:
             _LOG.warning(
                 "the copies of stage %d in memory differ after step %d: not used", differing[0], step
             )
-        elif len(held) == stages:
-            return Found(step, records, held)
+        elif len(held) == len(layout) + 1:
+            return Found(step, records, held, list(layout))
     return None
 
 
@@ -295,11 +333,11 @@ def _view(mapped: mmap.mmap, begin: int, dtype: torch.dtype, shape: Sequence[int
     return torch.frombuffer(mapped, dtype=dtype, count=count, offset=begin).view(tuple(shape))
 
 
-def _holding(path: Path, layout: Sequence[int]) -> list[Holding]:
-    """What a file has, if it is whole and of this layout."""
+def _holding(path: Path) -> tuple[list[int], Holding] | None:
+    """The layout of a file and what it has, if it is whole."""
     found = _opened(path)
-    if found is None or found[1]["layout"] != list(layout):
-        return []
+    if found is None:
+        return None
     step, about, tensors = found
     digests = {}
     for stage, keys in about["stages"].items():
@@ -312,7 +350,7 @@ def _holding(path: Path, layout: Sequence[int]) -> list[Holding]:
                 digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
                 digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         digests[stage] = digest.hexdigest()
-    return [(step, path.name, digests, about["records"])]
+    return about["layout"], (step, path.name, digests, about["records"])
 
 
 def _opened(path: Path) -> tuple[int, dict[str, Any], dict[str, Tensor]] | None:
@@ -365,15 +403,23 @@ def _stages(pipeline: Pipeline, *tables: Mapping[str, Any]) -> dict[int, list[st
 
 
 def _put(pipeline: Pipeline, tensors: Mapping[str, Tensor], objects: Mapping[str, Any]) -> None:
-    """Fill a pipeline's weights, and what its optimisers keep."""
+    """Fill a pipeline's weights, and what its optimisers keep; of other layers nothing is taken."""
+    first = first_names(pipeline)
+    names = {
+        first.get(layer.names[name], layer.names[name])
+        for copy in pipeline.stages.values()
+        for layer in copy.with_weights
+        for name in layer.module.state_dict()
+    }
     state = {key.partition("/")[2]: t for key, t in tensors.items() if key.startswith(f"{MODEL}/")}
     state |= {key.partition("/")[2]: v for key, v in objects.items() if key.startswith(f"{EXTRA}/")}
-    state |= {name: state[its] for name, its in first_names(pipeline).items() if its in state}
+    state = {name: value for name, value in state.items() if name in names}
+    state |= {name: state[its] for name, its in first.items() if its in state}
     pipeline.weights.load_state_dict(state)
     optimizer = {}
     for key, kept in objects.items():
         kind, _, name = key.partition("/")
-        if kind == OPTIONS:
+        if kind == OPTIONS and name in names:
             slots = {slot: tensors[f"{OPTIMIZER}/{name}/{slot}"] for slot in kept["slots"]}
             optimizer[name] = {"state": {**kept["numbers"], **slots}, "options": kept["options"]}
     pipeline.weights.load_training_state({"optimizer": optimizer, "scheduler": {}}, options=False)

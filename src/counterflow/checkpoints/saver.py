@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
+Extra = bytes | Callable[[], bytes]
+"""A further file of a checkpoint, or who makes it."""
+
 _LOOK_SECONDS = 1.0
 """How often those who have written look for the others, while all wait."""
 
@@ -84,12 +87,12 @@ class Saver:
             remove_drafts(root)
         self._transport.gather([])  # drafts of before are gone
 
-    def start(self, about: Mapping[str, Any], extras: Mapping[str, bytes] | None = None) -> None:
+    def start(self, about: Mapping[str, Any], extras: Mapping[str, Extra] | None = None) -> None:
         """Begin a checkpoint of the pipeline as it is, with nothing under way; all workers call it.
 
         Args:
             about: what the index says of it; rank 0's counts.
-            extras: further files; rank 0's count.
+            extras: further files, or who makes them while the pipeline goes on; rank 0's count.
 
         Raises:
             ConfigError: gradients or another checkpoint are under way, or something cannot be written down.
@@ -254,7 +257,7 @@ class Saver:
 
 
 def _write(
-    draft: Path, rank: int, part: Part, packed: bytes, extras: Mapping[str, bytes]
+    draft: Path, rank: int, part: Part, packed: bytes, extras: Mapping[str, Extra]
 ) -> dict[str, Written]:
     """Write one worker's files."""
     draft.mkdir(parents=True, exist_ok=True)
@@ -266,7 +269,7 @@ def _write(
     if packed:
         found[f"objects-{rank}.pt"] = files.write(draft / f"objects-{rank}.pt", [packed])
     for name, data in extras.items():
-        found[name] = files.write(draft / name, [data])
+        found[name] = files.write(draft / name, [data() if callable(data) else data])
     files.settle(draft)
     return found
 

@@ -556,6 +556,14 @@ class TrainSection(Section):
         _MANY,
         least=0,
     )
+    fewer_after: float | None = _key(
+        None,
+        "restarts: go on with fewer workers, as the planner chooses, when one does not come back within so "
+        "many seconds; where not given all are waited for",
+        "a number of seconds, 0 or more, at most 1000000",
+        ge=0,
+        le=1e6,
+    )
     keep_last: int = _count(2, "checkpoints that are kept, the last ones", _MANY)
     keep_best: bool = _key(
         True, "whether the checkpoint of the least validation loss is kept too", "true or false"
@@ -682,6 +690,11 @@ class RunConfig(Section):
             ConfigError: the schedule file was changed or removed after the config was read.
         """
         return self.schedule.build()
+
+    @property
+    def processes(self) -> int:
+        """Workers of all replicas."""
+        return self.build_schedule().workers * self.pipeline.replicas
 
     def expect_processes(self, processes: int) -> None:
         """Refuse a number of processes that is not workers times replicas.

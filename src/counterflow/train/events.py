@@ -28,12 +28,14 @@ Event = dict[str, Any]
   known; ``message``; ``lost``, whether a worker, a device or a link was gone, and not the run's own doing.
 * ``restarted``: ``attempt``; ``step`` that it goes on from; ``source``: ``memory``, ``checkpoint`` or
   ``beginning``.
+* ``fewer``: ``workers`` that are left, of all replicas together; ``runs``, what they run, in words.
 * ``gave up``: ``message``.
 * ``stopped``: ``signal``, ``step``.
 """
 
 BEGAN, STARTED, FAILED = "began", "started", "failed"
 RESTARTED, GAVE_UP, STOPPED = "restarted", "gave up", "stopped"
+FEWER = "fewer"
 
 
 def note(folder: Path, event: str, **more: Any) -> Event:
@@ -60,6 +62,13 @@ def read(folder: Path) -> list[Event]:
     return found
 
 
+def of_this_start(folder: Path) -> list[Event]:
+    """The events since the command that allows restarts was given."""
+    events = read(folder)
+    starts = [index for index, event in enumerate(events) if event["event"] == STARTED]
+    return events[starts[-1] if starts else 0 :]
+
+
 def run_of(folder: Path) -> str:
     """The name of the run in a folder; it is given one where it has none."""
     names = [str(event["run"]) for event in read(folder) if event["event"] == BEGAN]
@@ -67,7 +76,7 @@ def run_of(folder: Path) -> str:
 
 
 def in_words(event: Event) -> str:
-    """A failure or a restart in a sentence; empty for other events."""
+    """A failure, a restart or that workers are fewer, in a sentence; empty for other events."""
     if event["event"] == FAILED:
         action = f" (in {event['action']})" if event.get("action") else ""
         return f"step {event['step']} failed: {event['message']}{action}"
@@ -76,4 +85,7 @@ def in_words(event: Event) -> str:
         where = source.get(event["source"])
         place = f"after step {event['step']}, {where}" if where else "from the beginning"
         return f"restart {event['attempt']}: going on {place}"
+    if event["event"] == FEWER:
+        left = f"{event['workers']} worker{'s are' if event['workers'] > 1 else ' is'} left"
+        return f"{left}: going on with {event['runs']}"
     return ""

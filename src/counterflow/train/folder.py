@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import json
-import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -24,12 +22,11 @@ from counterflow.errors import ConfigError, CounterflowError
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule
 
+from .appending import Appending
 from .config import AUTO, RunConfig
 from .lock import Lock
 from .report import Numbers, Summary
 from .timeline import Timeline, timeline_from
-
-_LOG = logging.getLogger(__name__)
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
@@ -73,8 +70,8 @@ class RunFolder:
         self._last = 0
         """The file that was read last, and the last step in it."""
         self._lock: Lock | None = None
-        self._unwritten = b""
-        """Metrics that found no room on the disk."""
+        self._metrics: Appending | None = None
+        """Whoever writes has it."""
 
     @classmethod
     def open(
@@ -127,18 +124,23 @@ class RunFolder:
             )
         for name in (SUMMARY, TIMELINE, PICTURE):  # of the end before
             (self.path / name).unlink(missing_ok=True)
+        self.put_config(config, schedule)
+        if not goes_on or not taken:  # who goes on knows only with the others from where
+            self.rewind(history)
+        self._last = last_step(history)
+
+    def put_config(self, config: RunConfig, schedule: Schedule) -> None:
+        """Write what is run."""
         with whole(self.path / CONFIG) as file:
             file.write(config.to_toml().encode())
         with whole(self.path / SCHEDULE) as file:
             file.write(dumps(schedule).encode())
-        if not goes_on or not taken:  # who goes on knows only with the others from where
-            self.rewind(history)
-        self._last = last_step(history)
 
     def rewind(self, history: bytes) -> None:
         """Let the metrics be those until where the run goes on, so that they will have each step once."""
         with whole(self.path / METRICS) as file:
             file.write(history)
+        self._metrics = None
 
     def close(self) -> None:
         """Let other processes write there."""
@@ -164,30 +166,28 @@ class RunFolder:
     # -- writing
 
     def record(self, line: Numbers) -> None:
-        """Add a line to the metrics; it is in the file at once, whatever happens next to this process.
+        """Add a line to the metrics, without waiting long for storage that is full, slow or hangs."""
+        self._appending().add((json.dumps(line) + "\n").encode())
 
-        Where there is no room for it, it is told, and the line waits for the next one.
-        """
-        waits = bool(self._unwritten)
-        self._unwritten += (json.dumps(line) + "\n").encode()
-        with contextlib.suppress(FileNotFoundError), (self.path / METRICS).open("ab", buffering=0) as file:
-            end = file.tell()
-            try:
-                written = file.write(self._unwritten)
-                if written < len(self._unwritten):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                self._unwritten = b""
-            except OSError as error:
-                file.truncate(end)
-                if not waits:
-                    _LOG.warning(
-                        "%s cannot be written: %s; training goes on", self.path / METRICS, error.strerror
-                    )
+    def settle(self) -> None:
+        """Wait for lines of the metrics that are not in the file yet."""
+        self._appending().settle()
 
     @property
     def history(self) -> bytes:
         """The metrics as they are."""
-        return (self.path / METRICS).read_bytes()
+        return (self.path / METRICS).read_bytes() if self._metrics is None else self._metrics.all()
+
+    def history_until_now(self) -> Callable[[], bytes]:
+        """The metrics as they are now, read when it is called, perhaps by a thread."""
+        metrics = self._appending()
+        size = metrics.size
+        return lambda: metrics.all()[:size]
+
+    def _appending(self) -> Appending:
+        if self._metrics is None:
+            self._metrics = Appending(self.path / METRICS)
+        return self._metrics
 
     def put_timeline(self, timeline: Timeline) -> None:
         """Write the timeline and its picture."""
@@ -218,6 +218,14 @@ class RunFolder:
         found = [line for line in lines_of(lines) if known < 0 or line["step"] > known]
         self._last = max([self._last, *(int(line["step"]) for line in found)])
         return found
+
+    def finished(self, steps: int) -> bool:
+        """Whether a run of so many steps has come to its end here."""
+        try:
+            found = json.loads((self.path / SUMMARY).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return False
+        return isinstance(found, dict) and found.get("steps") == steps and found.get("stopped") is False
 
     def steps(self) -> int:
         """Updates made, as the metrics tell."""

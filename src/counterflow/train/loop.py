@@ -113,7 +113,7 @@ class Trainer:
         self.memory = self._memory(job, transport)
         """Where weights are kept for a restart; None: nowhere."""
         goes_on = attempt or config.train.resume == AUTO
-        kept = self.memory.find(job.schedule.stages) if self.memory is not None and goes_on else None
+        kept = self.memory.find() if self.memory is not None and goes_on else None
         if kept is not None and not job.first_step <= kept.step < config.train.steps:
             kept = None
         if kept is not None:
@@ -143,7 +143,7 @@ class Trainer:
             timeout_seconds=config.pipeline.timeout_seconds,
         )
         if kept is not None:
-            kept.restore(self.pipeline)
+            kept.restore(self.pipeline, job.cuts)
         elif job.start is not None:
             read(job.start, self.pipeline, auto=config.train.resume == AUTO)
         self.event: Event | None = None
@@ -187,8 +187,7 @@ class Trainer:
     def _forget(self) -> None:
         """Give the memory back, once all is on the disk."""
         if self.memory is not None:
-            self.pipeline.transport.gather([])
-            self.memory.clear()
+            self.memory.forget()
 
     def _begin_metrics(self, kept: Found | None, attempt: int) -> None:
         """Put the metrics back to where the run goes on, and say from where that is."""
@@ -426,7 +425,7 @@ class Trainer:
         }
         if validated == self.pipeline.steps:
             about["validation_loss"] = loss
-        extras = {HISTORY: self.folder.history} if self.folder is not None else {}
+        extras = {HISTORY: self.folder.history_until_now()} if self.folder is not None else {}
         self.saver.start(about, extras)
         self.saved = self.pipeline.steps
 
@@ -496,6 +495,7 @@ class Trainer:
                 for rank, peak in zip(self.pipeline.ranks[0], peaks, strict=True)
             ),
         )
+        self.folder.settle()
         self.folder.put_timeline(middle)
         self.folder.put_summary(summary)
         return summary

@@ -18,7 +18,7 @@ from counterflow.runtime.workers import world
 from counterflow.runtime.workers.failures import failed_by
 
 from .config import RunConfig
-from .events import FAILED, STARTED, Event, note, read
+from .events import FAILED, Event, note, of_this_start
 from .folder import RunFolder
 
 
@@ -40,7 +40,7 @@ class Restarts:
         A failure that is the run's own doing (an error in its code or data, a loss that is not finite) is
         tried once more: the same in the same step is no accident.
         """
-        failures = self._of_this_start()
+        failures = [event for event in of_this_start(self.folder) if event["event"] == FAILED]
         if len(failures) > 1 and _same(*failures[-2:]):
             return f"step {failures[-1]['step']} failed twice in the same way, so that it is not tried again"
         if len(failures) > self.most:
@@ -48,12 +48,6 @@ class Restarts:
                 self.most
             )
         return None
-
-    def _of_this_start(self) -> list[Event]:
-        """Failures since the command was given."""
-        events = read(self.folder)
-        starts = [index for index, event in enumerate(events) if event["event"] == STARTED]
-        return [event for event in events[starts[-1] if starts else 0 :] if event["event"] == FAILED]
 
 
 def _same(one: Event, other: Event) -> bool:

@@ -26,7 +26,7 @@ _AUTO = 'train.resume = "auto"'
 HISTORY = "metrics.jsonl"
 """In a checkpoint: the metrics until then."""
 
-_OWN = {("train", "resume"), ("train", "out"), ("train", "memory_every")}
+_OWN = {("train", "resume"), ("train", "out"), ("train", "memory_every"), ("train", "fewer_after")}
 """Keys of a run that do not change what it trains."""
 
 

@@ -7,6 +7,8 @@ folder. It prints nothing; whoever watches is told by the one process that all w
 from __future__ import annotations
 
 import itertools
+import logging
+import tomllib
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Literal, cast
@@ -21,7 +23,8 @@ from counterflow.runtime.workers.launch import launch
 
 from .callbacks import Callbacks, loggers
 from .config import AUTO, RunConfig
-from .events import GAVE_UP, STARTED, STOPPED, in_words, note, read, run_of
+from .events import FEWER, GAVE_UP, STARTED, STOPPED, in_words, note, read, run_of
+from .fewer import Absence, leave_out, wait_for_others, with_fewer
 from .folder import RunFolder, folder_of
 from .job import Job, prepare
 from .loop import Trainer, work
@@ -29,6 +32,8 @@ from .report import Reporter, Summary
 from .restarts import Restarts, note_failure, telling, with_memory
 from .resuming import history
 from .stopping import STOP, Children, block, listening
+
+_LOG = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
 """How often whoever watches is told what is new."""
@@ -45,7 +50,7 @@ def run(config: RunConfig, *callbacks: Reporter, max_restarts: int = 0) -> tuple
 
     Returns:
         What came of it, and the run's folder; None on the workers of torchrun or Slurm but rank 0, where
-        ``STOP`` tells whether it was ended early.
+        ``STOP`` tells whether it was ended early, and where a run had come to its end before.
 
     Raises:
         ConfigError: the run cannot be started.
@@ -59,10 +64,21 @@ def run(config: RunConfig, *callbacks: Reporter, max_restarts: int = 0) -> tuple
         _check_gpus(config)
     else:
         _fit(config, placed, max_restarts)
-        attempt, max_restarts = world.restarts()
+        attempt, max_restarts = world.attempt(config.pipeline.timeout_seconds), world.most_restarts()
+    if attempt or config.train.resume == AUTO:
+        folder = RunFolder(folder_of(config))
+        if folder.finished(config.train.steps):
+            if not world.rank():
+                reporter.happened(f"{folder.path}: all {config.train.steps:,} steps are made")
+            return None
+    fewer = config
+    if placed is not None:
+        if attempt:
+            _refuse_again(config, max_restarts)
+        fewer = _of_those_here(config)
     if attempt:
-        config = _begun_again(config, max_restarts)
-    asked, config = config, with_memory(config, max_restarts)
+        fewer = _again(fewer, folder_of(fewer))
+    asked, config = fewer, with_memory(fewer, max_restarts)
     job = prepare(config, again=bool(attempt))
     if placed is not None and world.rank():
         with listening(), telling(folder_of(config), attempt):
@@ -75,17 +91,37 @@ def run(config: RunConfig, *callbacks: Reporter, max_restarts: int = 0) -> tuple
     return _in_folder(asked, job, reporter, attempt, max_restarts)
 
 
-def _begun_again(config: RunConfig, max_restarts: int) -> RunConfig:
-    """The config of workers that torchrun started again.
+def _refuse_again(config: RunConfig, max_restarts: int) -> None:
+    """As a worker that torchrun started again.
 
     Raises:
         WorkerError: trying again makes no sense.
     """
-    folder = folder_of(config)
-    refusal = Restarts(folder, max_restarts).refusal()
+    refusal = Restarts(folder_of(config), max_restarts).refusal()
     if refusal is not None:
         raise WorkerError(refusal)
-    return _again(config, folder)
+
+
+def _of_those_here(config: RunConfig) -> RunConfig:
+    """A config for as many workers as were started, if that may be fewer."""
+    processes, after = world.world_size() or 1, config.train.fewer_after
+    if after is None or processes >= config.processes:
+        return config
+    wait_for_others(folder_of(config), after)
+
+    def plan() -> str:
+        return with_fewer(config, processes).to_toml()
+
+    limit = config.pipeline.timeout_seconds
+    planned = RunConfig.model_validate(tomllib.loads(world.told_by_first(plan, limit)))
+    if not world.rank():
+        _LOG.warning(
+            "%d of %d workers are here: going on with %s",
+            processes,
+            config.processes,
+            planned.build_schedule(),
+        )
+    return planned
 
 
 def _in_folder(
@@ -124,6 +160,7 @@ def _in_folder(
 
 def _supervised(job: Job, folder: RunFolder, reporter: Reporter, restarts: Restarts) -> Summary:
     """With workers of its own, started again after a failure as often as is allowed and makes sense."""
+    absence = Absence(folder.path, job.config.train.fewer_after)
     for attempt in itertools.count():
         try:
             return _launched(job, folder, reporter, attempt)
@@ -139,8 +176,26 @@ def _supervised(job: Job, folder: RunFolder, reporter: Reporter, restarts: Resta
                     raise _with_place(error, refusal) from error
                 raise
             reporter.happened(in_words(failed))
-        job = prepare(_again(job.config, folder.path), again=True)
+        config = job.config
+        if job.about.processes > 1 and absence.over(failed):
+            config = _without(failed["worker"], job, folder, reporter)
+        job = prepare(_again(config, folder.path), again=True)
     raise AssertionError  # a count has no end
+
+
+def _without(worker: int | None, job: Job, folder: RunFolder, reporter: Reporter) -> RunConfig:
+    """The config that goes on without a worker; told and written."""
+    left = job.about.processes - 1
+    if job.config.pipeline.transport == "nccl":
+        left = min(left, torch.cuda.device_count())
+        leave_out(worker, left)
+    config = with_fewer(job.config, left)
+    schedule = config.build_schedule()
+    replicas = f", {config.pipeline.replicas} replicas" if config.pipeline.replicas > 1 else ""
+    event = note(folder.path, FEWER, workers=left, runs=f"{schedule}{replicas}")
+    folder.put_config(config, schedule)
+    reporter.happened(in_words(event))
+    return config
 
 
 def _again(config: RunConfig, folder: Path) -> RunConfig:
@@ -171,7 +226,7 @@ def _fit(config: RunConfig, placed: str, max_restarts: int) -> None:
             f"--max-restarts {max_restarts}: {placed} started these workers, and only it can start them "
             "again; give it to torchrun, or resubmit the job"
         )
-    if world.restarts()[1] and config.train.out is None:
+    if world.most_restarts() and config.train.out is None:
         raise ConfigError(
             "torchrun --max-restarts: workers that are started again have to find their run; give its "
             "folder as --out"
@@ -181,7 +236,9 @@ def _fit(config: RunConfig, placed: str, max_restarts: int) -> None:
             f'pipeline.transport = "local": runs in one process, but {placed} started several; '
             "choose gloo or nccl, or start it without"
         )
-    config.expect_processes(world.world_size() or 1)
+    processes, after = world.world_size() or 1, config.train.fewer_after
+    if after is None or processes >= config.processes:
+        config.expect_processes(processes)
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
 

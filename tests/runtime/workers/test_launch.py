@@ -323,3 +323,21 @@ def test_a_launch_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     with pytest.raises(ConfigError, match="already a worker"):
         launch(os.getpid, workers=2)
+
+
+def listening() -> list[str]:
+    """In which networks the store of this launch is reached: /proc's words for addresses."""
+    current_transport().gather([])
+    port = f":{int(os.environ['MASTER_PORT']):04X}"
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            if state == "0A" and local.endswith(port):
+                found.append(local.removesuffix(port))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_store_of_one_machine_is_reached_from_there_alone() -> None:
+    assert launch(listening, workers=1) == [["0100007F"]]  # 127.0.0.1

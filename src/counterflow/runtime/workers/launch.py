@@ -1,4 +1,4 @@
-"""Starts workers on this machine: processes under torch's elastic agent, or threads of this process.
+"""Starts workers on this machine: processes, or threads of this process.
 
 Invariant: whatever happens, ``launch`` returns or raises with nothing left running but, for threads, those
 that do not come back; and what it raises is the cause, not what follows from it. It does not restart
@@ -13,19 +13,19 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from counterflow.errors import ConfigError, WorkerError
 
@@ -41,11 +41,14 @@ _T = TypeVar("_T")
 _MOST_WORKERS = 1_024
 """On one machine, whatever it is."""
 
+_HERE = "127.0.0.1"
+"""Where workers that are processes meet: only this machine reaches it."""
+
 _POLL_SECONDS = 0.1
-"""How soon the agent sees that a worker ended."""
+"""How soon it is seen that a worker ended."""
 
 _LINGER_SECONDS = 0.4
-"""How long a worker that failed stays, so that the agent sees first who died without a word."""
+"""How long a worker that failed stays, so that it is seen first who died without a word."""
 
 _CONSEQUENCE_SECONDS = 1.0
 """How long one stays that failed only because another did, so that the cause is told first."""
@@ -224,15 +227,16 @@ class _Processes:
             (directory / "task").write_bytes(self.task)
             others = set(multiprocessing.active_children())
             try:
-                self._elastic(directory)
-                results = [_read(directory / f"result-{rank}") for rank in range(self.workers)]
+                failures = self._run(directory)
+                if failures:
+                    failed = cause(_told(directory), failures)
+                else:
+                    results = [_read(directory / f"result-{rank}") for rank in range(self.workers)]
             except SignalException as error:
                 stopped = error.sigval
                 for child in set(multiprocessing.active_children()) - others:
-                    child.kill()  # the agent does not know workers that it was just starting
+                    child.kill()  # that were just being started
                     child.join()
-            except ChildFailedError as error:
-                failed = cause(_told(directory), error.failures)
         if stopped is not None:  # again, now that all is cleaned up, to whoever handles it
             signal.raise_signal(stopped)
             raise KeyboardInterrupt
@@ -243,23 +247,59 @@ class _Processes:
             raise raised
         return results
 
-    def _elastic(self, directory: Path) -> None:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=self.workers,
-            run_id=uuid.uuid4().hex,
-            role="counterflow",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",  # the agent's store chooses a free port, and keeps it
-            local_addr="localhost",
-            max_restarts=0,
-            monitor_interval=_POLL_SECONDS,
-            start_method=start_method(self.defaults),
-            logs_specs=DefaultLogsSpecs(log_dir=str(directory / "logs")),
-            shutdown_timeout=_SHUTDOWN_SECONDS,
-        )
-        elastic_launch(config, _work)(str(directory), Surroundings(), self.defaults, self.threads)
+    def _run(self, directory: Path) -> Mapping[int, ProcessFailure]:
+        """Start workers and wait for them; those that failed, by rank."""
+        sent = (str(directory), Surroundings(), self.defaults, self.threads)
+        death = signal.SIGTERM
+        with _store() as port:
+            context = start_processes(
+                "counterflow",
+                _work,
+                args=dict.fromkeys(range(self.workers), sent),
+                envs={rank: self._place(rank, port) for rank in range(self.workers)},
+                logs_specs=DefaultLogsSpecs(log_dir=str(directory / "logs")),
+                start_method=start_method(self.defaults),
+            )
+            try:
+                found = context.wait(period=_POLL_SECONDS)
+            except SignalException as error:
+                death = error.sigval
+                raise
+            finally:
+                context.close(death, timeout=_SHUTDOWN_SECONDS)
+        assert found is not None  # it waits without a limit
+        return found.failures
+
+    def _place(self, rank: int, port: int) -> dict[str, str]:
+        """The variables by which a worker knows its place; those of torchrun."""
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.workers),
+            "LOCAL_WORLD_SIZE": str(self.workers),
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "MASTER_ADDR": _HERE,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        }
+
+
+@contextlib.contextmanager
+def _store() -> Iterator[int]:
+    """The port of a store where workers meet, which nobody on another machine reaches."""
+    listening = socket.create_server((_HERE, 0))
+    port = listening.getsockname()[1]
+    store = dist.TCPStore(
+        _HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+    try:
+        yield port
+    finally:
+        del store
 
 
 def _work(folder: str, _: Surroundings, defaults: world.Defaults, threads: int) -> None:
@@ -343,9 +383,7 @@ def _pickled(value: object, function: Callable[..., object] | None) -> bytes:
 
 @contextlib.contextmanager
 def _as_it_was() -> Iterator[None]:
-    """Leave signal handlers and the environment as they were; the agent changes both."""
-    variable = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # the agent sets it
-    given = os.environ.get(variable)
+    """Leave signal handlers as they were; torch sets its own."""
     on_main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     handlers = {number: signal.getsignal(number) for number in numbers} if on_main else {}
@@ -354,15 +392,11 @@ def _as_it_was() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        if given is None:
-            os.environ.pop(variable, None)
-        else:
-            os.environ[variable] = given
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the agent's log off the terminal: what it would tell is in the error that is raised."""
+    """Keep torch's log off the terminal: what it would tell is in the error that is raised."""
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
     silent = logging.NullHandler()
     before = [logger.propagate for logger in loggers]

@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -28,6 +29,7 @@ from ..transport.control import DistributedTransport
 from ..transport.gloo import GlooTransport
 from ..transport.nccl import NcclTransport
 from . import interface
+from .meeting import Meeting, meet
 
 _FIRST_PORT, _PORTS = 15_000, 15_000
 """Slurm's jobs meet at a port below those that systems hand out by themselves."""
@@ -80,6 +82,8 @@ class _Process:
         self.transports: list[DistributedTransport] = []
         self.world: object = None  # the process group they are of
         self.began_world = False
+        self.met: tuple[dist.Store, Meeting] | None = None
+        self.begun = 0  # process groups of that meeting
 
 
 _thread = _Thread()
@@ -180,9 +184,38 @@ def started_by() -> Literal["torchrun", "slurm"] | None:
     return here.by if here else None
 
 
-def restarts() -> tuple[int, int]:
-    """How often torchrun has started these workers again, and how often it may."""
-    return _number("TORCHELASTIC_RESTART_COUNT", 0), _number("TORCHELASTIC_MAX_RESTARTS", 0)
+def most_restarts() -> int:
+    """How often torchrun may start these workers again."""
+    return _number("TORCHELASTIC_MAX_RESTARTS", 0)
+
+
+def attempt(timeout_seconds: float) -> int:
+    """How often these workers were started before, as all of them agree; each one calls it.
+
+    torchrun starts them again after a failure, and when a machine comes or goes.
+
+    Raises:
+        WorkerError: not all workers came within the timeout.
+    """
+    here = place()
+    return 0 if here is None else _met(here, timeout_seconds)[1].attempt
+
+
+def told_by_first(make: Callable[[], str], timeout_seconds: float) -> str:
+    """What rank 0 makes, on all workers that were started; each one calls it, and once.
+
+    Raises:
+        WorkerError: rank 0 does not tell it within the timeout.
+    """
+    here = place()
+    if here is None:
+        return make()
+    store, meeting = _met(here, timeout_seconds)
+    key = f"{meeting.name}/told"
+    if here.rank == 0:
+        store.set(key, make())
+    with _told_who_is_missing(here, timeout_seconds):
+        return str(store.get(key).decode())
 
 
 def world_size() -> int | None:
@@ -328,19 +361,35 @@ def _begin(kind: TransportKind, here: Place | None, timeout_seconds: float) -> N
         return
     if here.machines > 1:
         interface.choose(here.address)
-    limit = timedelta(seconds=timeout_seconds)
-    where = f"tcp://{_in_url(here.address)}:{here.port}"
-    try:
-        store, _, _ = next(rendezvous(where, here.rank, here.world_size, timeout=limit))
-        store.set_timeout(limit)
+    store, meeting = _met(here, timeout_seconds)
+    _process.begun += 1
+    with _told_who_is_missing(here, timeout_seconds):
         dist.init_process_group(
             backend,
-            # torchrun's store outlives workers that it starts again, with all that they wrote there.
-            store=PrefixStore(f"attempt {restarts()[0]}", store),
+            store=PrefixStore(f"{meeting.name}/{_process.begun}", store),
             rank=here.rank,
             world_size=here.world_size,
             timeout=limit,
         )
+    _process.began_world = True
+
+
+def _met(here: Place, timeout_seconds: float) -> tuple[dist.Store, Meeting]:
+    """The store of these workers, and what they agreed on there."""
+    if _process.met is None:
+        limit = timedelta(seconds=timeout_seconds)
+        where = f"tcp://{_in_url(here.address)}:{here.port}"
+        with _told_who_is_missing(here, timeout_seconds):
+            store, _, _ = next(rendezvous(where, here.rank, here.world_size, timeout=limit))
+            restarts = _number("TORCHELASTIC_RESTART_COUNT", 0)
+            _process.met = store, meet(store, here.rank, here.world_size, restarts, timeout_seconds)
+    return _process.met
+
+
+@contextlib.contextmanager
+def _told_who_is_missing(here: Place, timeout_seconds: float) -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:
         raise WorkerError(
             f"not all {here.world_size} workers came to {here.address}, port {here.port}, within "
@@ -350,7 +399,6 @@ def _begin(kind: TransportKind, here: Place | None, timeout_seconds: float) -> N
                 * (here.machines > 1)
             )
         ) from error
-    _process.began_world = True
 
 
 def _in_url(host: str) -> str:

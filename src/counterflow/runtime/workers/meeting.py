@@ -1,0 +1,93 @@
+"""How workers that were started together find each other at a store which outlives them.
+
+torchrun keeps one store for all attempts: what earlier workers wrote is still there, its count of restarts is
+one machine's own, and does not rise when a machine comes or goes. So rank 0 makes a name for the attempt, and
+counts in those that answer it now.
+
+Invariant: workers that return have the same name and number of the attempt, and no others have that name.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+_OFFER, _COUNT = "counterflow/attempt", "counterflow/attempts"
+
+_SHORTEST_SECONDS, _LONGEST_SECONDS = 0.005, 0.2
+"""How often the store is looked at: the longer it takes, the less often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What workers agreed on.
+
+    Attributes:
+        name: of this attempt; no other one has it.
+        attempt: how often workers were started before, as far as anybody knows.
+    """
+
+    name: str
+    attempt: int
+
+
+def meet(store: Store, rank: int, world_size: int, restarts: int, timeout_seconds: float) -> Meeting:
+    """Agree with the workers that were started at the same time; all of them call it.
+
+    Args:
+        store: that all reach; there may be in it what earlier workers wrote.
+        rank: of this worker.
+        world_size: how many there are.
+        restarts: how often they were started again, as this one was told.
+        timeout_seconds: how long to wait for the others.
+
+    Raises:
+        RuntimeError: they did not come.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    store.set_timeout(timedelta(seconds=timeout_seconds))
+    if rank == 0:
+        return _invite(store, world_size, restarts, deadline)
+    return _join(store, rank, restarts, deadline)
+
+
+def _invite(store: Store, world_size: int, restarts: int, deadline: float) -> Meeting:
+    name, met = uuid.uuid4().hex, store.add(_COUNT, 1)
+    store.set(_OFFER, name)
+    keys = [f"{name}/{rank}" for rank in range(1, world_size)]
+    pause = _SHORTEST_SECONDS
+    while keys and not store.check(keys):
+        pause = _wait(pause, deadline, f"{name}: some did not come")
+    answers = {str(rank): json.loads(store.get(key)) for rank, key in enumerate(keys, 1)}
+    attempt = max([met - 1, restarts, *(answer["restarts"] for answer in answers.values())])
+    store.set(
+        f"{name}/all",
+        json.dumps({"attempt": attempt, "marks": {rank: answer["mark"] for rank, answer in answers.items()}}),
+    )
+    return Meeting(name, attempt)
+
+
+def _join(store: Store, rank: int, restarts: int, deadline: float) -> Meeting:
+    mark, answered, pause = uuid.uuid4().hex, "", _SHORTEST_SECONDS
+    while True:
+        name = store.get(_OFFER).decode() if store.check([_OFFER]) else ""
+        if name != answered:  # the first one may be of workers that are gone
+            store.set(f"{name}/{rank}", json.dumps({"mark": mark, "restarts": restarts}))
+            answered = name
+        if name and store.check([f"{name}/all"]):
+            agreed = json.loads(store.get(f"{name}/all"))
+            if agreed["marks"].get(str(rank)) == mark:
+                return Meeting(name, agreed["attempt"])
+        pause = _wait(pause, deadline, "rank 0 did not come")
+
+
+def _wait(pause: float, deadline: float, missing: str) -> float:
+    if time.monotonic() > deadline:
+        raise RuntimeError(missing)
+    time.sleep(pause)
+    return min(1.5 * pause, _LONGEST_SECONDS)

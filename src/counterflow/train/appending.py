@@ -1,0 +1,117 @@
+"""A file that grows by whole lines while storage may be full, slow or hang: who adds a line goes on.
+
+Invariant: the file has the lines in their order, each one whole or not at all; what it does not have yet
+waits here. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from pathlib import Path
+
+_LOG = logging.getLogger(__name__)
+
+_PATIENCE_SECONDS = 1.0
+"""How long a line is waited for, so that it is in the file whatever happens next to this process."""
+
+_SETTLE_SECONDS = 60.0
+
+
+class Appending:
+    """Adds to a file by a thread of its own.
+
+    Args:
+        path: of a file that is there; if it is gone, nothing is written.
+        patience_seconds: how long whoever adds a line waits for it.
+    """
+
+    def __init__(self, path: Path, patience_seconds: float = _PATIENCE_SECONDS) -> None:
+        self.path, self.patience_seconds = path, patience_seconds
+        self._changed = threading.Condition()
+        self._written = path.stat().st_size
+        self._waiting = b""
+        self._busy = False
+        self._told = False
+        """Whether somebody knows that lines wait."""
+
+    def add(self, line: bytes) -> None:
+        """Add a line; returns when it is in the file, or when that takes long or cannot be done now.
+
+        What waits is told once, and tried again with the next line.
+        """
+        with self._changed:
+            self._waiting += line
+            patience = 0.0 if self._told else self.patience_seconds
+            self._begin()
+            self._changed.wait_for(lambda: not self._busy, patience)
+            if self._busy and not self._told:
+                self._tell(f"it takes more than {self.patience_seconds:g} s")
+
+    def settle(self, seconds: float = _SETTLE_SECONDS) -> None:
+        """Try once more, and wait for it so long at most."""
+        with self._changed:
+            self._begin()
+            self._changed.wait_for(lambda: not self._busy, seconds)
+
+    def all(self) -> bytes:
+        """What is in the file and what waits."""
+        with self._changed:
+            written, waiting = self._written, self._waiting
+        with self.path.open("rb") as file:
+            return file.read(written) + waiting
+
+    @property
+    def size(self) -> int:
+        """Bytes of that; storage is not asked."""
+        with self._changed:
+            return self._written + len(self._waiting)
+
+    def _begin(self) -> None:
+        if self._waiting and not self._busy:
+            self._busy = True
+            # A thread that waits for a lost mount must not keep the process from ending.
+            threading.Thread(target=self._run, name="counterflow metrics", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                lines = self._waiting
+            problem = self._append(lines)
+            with self._changed:
+                if not problem:
+                    self._written += len(lines)
+                    self._waiting = self._waiting[len(lines) :]
+                    self._told = False
+                elif not self._told:
+                    self._tell(problem)
+                if problem or not self._waiting:
+                    self._busy = False
+                    self._changed.notify_all()
+                    return
+
+    def _append(self, lines: bytes) -> str:
+        """Write at the end of what is there; what went wrong, if anything."""
+        try:
+            handle = os.open(self.path, os.O_WRONLY)
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            return str(error.strerror)
+        try:
+            done = os.pwrite(handle, lines, self._written)
+            if done < len(lines):
+                done += os.pwrite(handle, lines[done:], self._written + done)  # says what is wrong
+            return "" if done == len(lines) else "it takes a part of a line only"
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.truncate(handle, self._written)
+            return str(error.strerror)
+        finally:
+            os.close(handle)
+
+    def _tell(self, problem: str) -> None:
+        self._told = True
+        _LOG.warning("%s cannot be written: %s; training goes on", self.path, problem)
