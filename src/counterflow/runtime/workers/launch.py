@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -293,9 +293,7 @@ def _store() -> Iterator[int]:
     """The port of a store where workers meet, which nobody on another machine reaches."""
     listening = socket.create_server((_HERE, 0))
     port = listening.getsockname()[1]
-    store = dist.TCPStore(
-        _HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-    )
+    store = TCPStore(_HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
     try:
         yield port
     finally:

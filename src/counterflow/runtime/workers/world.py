@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -82,7 +82,7 @@ class _Process:
         self.transports: list[DistributedTransport] = []
         self.world: object = None  # the process group they are of
         self.began_world = False
-        self.met: tuple[dist.Store, Meeting] | None = None
+        self.met: tuple[Store, Meeting] | None = None
         self.begun = 0  # process groups of that meeting
 
 
@@ -374,7 +374,7 @@ def _begin(kind: TransportKind, here: Place | None, timeout_seconds: float) -> N
     _process.began_world = True
 
 
-def _met(here: Place, timeout_seconds: float) -> tuple[dist.Store, Meeting]:
+def _met(here: Place, timeout_seconds: float) -> tuple[Store, Meeting]:
     """The store of these workers, and what they agreed on there."""
     if _process.met is None:
         limit = timedelta(seconds=timeout_seconds)
