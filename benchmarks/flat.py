@@ -1,0 +1,210 @@
+"""Memory, files and threads stay flat: over many pipelines in one process, and over many steps of one run.
+
+    python benchmarks/flat.py pipelines [--count 500] [--keep]
+    python benchmarks/flat.py steps [--count 10000] [--keep]
+
+``pipelines`` makes, runs and closes one pipeline after another in two worker processes: three steps each, of
+four schemes in turn. ``steps`` makes one run of many steps, with a checkpoint and a copy to memory every
+100, as ``counterflow train`` does, and counts its workers from outside.
+
+Counted are, by worker: resident memory without what files have in it (MiB), open files, threads, and bytes in
+/dev/shm. Memory is compared between the second fifth and the last: before, caches of torch and of the
+allocator fill. The command fails if files or threads grow at all, or memory by more than 5 MiB
+(``pipelines``) or 8 MiB (``steps``), and tells how much a thousand more would take at that rate. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from kills import processes
+from machine import machine, shown
+from torch import Tensor, nn
+
+import counterflow as cf
+from counterflow.runtime.workers.world import current_transport
+
+RESULTS = Path(__file__).parent / "results" / "flat.txt"
+
+MOST_MIB = {"pipelines": 5.0, "steps": 8.0}
+
+Row = tuple[float, int, int, float]
+"""MiB of memory, open files, threads, MiB in shared memory."""
+
+
+def look(pid: int | str = "self", *, trimmed: bool = False) -> Row:
+    """What a process has."""
+    if trimmed:
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    own = Path("/proc") / str(pid)
+    status = dict(line.split(":", 1) for line in (own / "status").read_text().splitlines())
+    private = int(status["RssAnon"].split()[0]) / 1024
+    shared = sum(path.stat().st_size for path in Path("/dev/shm").rglob("*") if path.is_file()) / 2**20
+    return private, len(list((own / "fd").iterdir())), int(status["Threads"]), shared
+
+
+# -- pipelines
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def many(count: int) -> list[Row]:
+    """What a worker does: pipelines one after another."""
+    made = (
+        lambda: cf.schemes.chimera(2, 4),
+        lambda: cf.schemes.dapple(2, 4),
+        lambda: cf.schemes.zb_h1(2, 4),
+        lambda: cf.schemes.pipedream_2bw(2, 4),
+    )
+    found = []
+    for number in range(count):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)]
+        with cf.Pipeline(layers, loss, made[number % len(made)](), optimizer=torch.optim.AdamW) as pipeline:
+            for _ in range(3):
+                pipeline.step(*torch.randn(2, 8, 64))
+            pipeline.flush()
+        if (number + 1) % max(1, count // 50) == 0:
+            current_transport().gather([])
+            found.append(look(trimmed=True))
+    return found
+
+
+def pipelines(count: int) -> list[list[Row]]:
+    return cf.launch(many, count, workers=2, threads=1)
+
+
+# -- steps
+
+
+def steps(count: int) -> list[list[Row]]:
+    """One run, its workers looked at about 100 times."""
+    with tempfile.TemporaryDirectory(prefix="flat-") as root:
+        folder = Path(root) / "run"
+        keys = {
+            "model.layers": 2,
+            "model.hidden": 16,
+            "model.heads": 2,
+            "model.positions": 16,
+            "schedule.stages": 2,
+            "train.samples": 8,
+            "train.threads": 1,
+            "train.evaluate_every": 1000,
+            "train.checkpoint_every": 100,
+            "train.memory_every": 100,
+        }
+        command = [
+            *(sys.executable, "-m", "counterflow", "train", "--scheme", "chimera", "--steps", str(count)),
+            *("--out", str(folder)),
+            *(part for key, value in keys.items() for part in ("--set", f"{key}={value}")),
+        ]
+        log = Path(root) / "log"
+        with log.open("wb") as file:
+            run = subprocess.Popen(command, stdout=file, stderr=file)
+        rows: dict[int, list[Row]] = {}
+        seen = 0
+        while run.poll() is None:
+            time.sleep(0.1)
+            made = made_of(folder)
+            if made < seen + max(1, count // 100):
+                continue
+            seen = made
+            for pid in workers_of(folder):
+                try:
+                    rows.setdefault(pid, []).append(look(pid))
+                except (OSError, KeyError):
+                    continue
+        if run.returncode:
+            sys.exit(f"the run failed: {log.read_text()}")
+    return [found for found in rows.values() if len(found) > 10]
+
+
+def made_of(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    lines = path.read_bytes().splitlines()[-1:] if path.exists() else []
+    try:
+        return max((int(json.loads(line)["step"]) for line in lines), default=0)
+    except ValueError:
+        return 0
+
+
+def workers_of(folder: Path) -> list[int]:
+    """The processes that have copies of this run's weights mapped, or a worker's name."""
+    events = folder / "events.jsonl"
+    lines = events.read_text().splitlines() if events.exists() else []
+    names = [event["run"] for line in lines if (event := json.loads(line))["event"] == "began"]
+    found = []
+    for process in processes():
+        try:
+            if names and f"{os.getuid()}-{names[0]}/rank-" in (process / "maps").read_text():
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+def table(mode: str, count: int, rows: Sequence[Sequence[Row]]) -> tuple[str, bool]:
+    """What is kept, and whether all is flat."""
+    lines = [
+        f"{count:,} {mode}",
+        f"{'worker':6} {'memory, MiB: early':>18} {'late':>7} {'grown':>6} {'a 1000 more':>11}  "
+        f"{'files':>8} {'threads':>8} {'shared, MiB':>12}",
+    ]
+    flat = True
+    for worker, found in enumerate(rows):
+        fifth = len(found) // 5
+        early, late = found[fifth : 2 * fifth], found[-fifth:]
+        memory = [statistics.median(row[0] for row in part) for part in (early, late)]
+        grown = memory[1] - memory[0]
+        rate = grown / (0.6 * count) * 1000
+        most = [[max(row[at] for row in part) for part in (early, late)] for at in (1, 2, 3)]
+        flat &= grown <= MOST_MIB[mode] and all(after <= before for before, after in most[:2])
+        lines.append(
+            f"{worker:6} {memory[0]:18.1f} {memory[1]:7.1f} {grown:6.1f} {rate:11.2f}  "
+            + " ".join(
+                f"{f'{before:g}–{after:g}':>{width}}"
+                for (before, after), width in zip(most, (8, 8, 12), strict=True)
+            )
+        )
+    lines.append("flat" if flat else "NOT flat")
+    return "\n".join(lines) + "\n", flat
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("mode", choices=("pipelines", "steps"))
+    parser.add_argument("--count", type=int)
+    parser.add_argument("--keep", action="store_true")
+    options = parser.parse_args()
+    about, began = machine(), time.perf_counter()
+    count = options.count or {"pipelines": 500, "steps": 10_000}[options.mode]
+    rows = {"pipelines": pipelines, "steps": steps}[options.mode](count)
+    text, flat = table(options.mode, count, rows)
+    text = f"{shown(about)}, {time.perf_counter() - began:.0f} s\n{text}"
+    print(text)
+    if options.keep:
+        kept = RESULTS.read_text().split("\n\n") if RESULTS.exists() else []
+        kept = [part.strip() for part in kept if part.strip() and f" {options.mode}\n" not in part]
+        RESULTS.write_text("\n\n".join([*kept, text.strip()]) + "\n")
+    sys.exit(not flat)
+
+
+if __name__ == "__main__":
+    main()
