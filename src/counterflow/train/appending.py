@@ -44,7 +44,7 @@ class Appending:
         """
         with self._changed:
             self._waiting += line
-            patience = 0.0 if self._told else self.patience_seconds
+            patience = 0.0 if self._busy else self.patience_seconds  # who hangs is not waited for twice
             self._begin()
             self._changed.wait_for(lambda: not self._busy, patience)
             if self._busy and not self._told:

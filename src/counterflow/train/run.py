@@ -23,7 +23,7 @@ from counterflow.runtime.workers.launch import launch
 
 from .callbacks import Callbacks, loggers
 from .config import AUTO, RunConfig
-from .events import FEWER, GAVE_UP, STARTED, STOPPED, in_words, note, read, run_of
+from .events import FEWER, GAVE_UP, STARTED, STOPPED, Event, in_words, note, read, run_of
 from .fewer import Absence, leave_out, wait_for_others, with_fewer
 from .folder import RunFolder, folder_of
 from .job import Job, prepare
@@ -115,12 +115,10 @@ def _of_those_here(config: RunConfig) -> RunConfig:
     limit = config.pipeline.timeout_seconds
     planned = RunConfig.model_validate(tomllib.loads(world.told_by_first(plan, limit)))
     if not world.rank():
-        _LOG.warning(
-            "%d of %d workers are here: going on with %s",
-            processes,
-            config.processes,
-            planned.build_schedule(),
-        )
+        left = _left(planned, processes)
+        _LOG.warning("%s", in_words(left))
+        if folder_of(config).is_dir():
+            note(folder_of(config), **left)
     return planned
 
 
@@ -190,12 +188,15 @@ def _without(worker: int | None, job: Job, folder: RunFolder, reporter: Reporter
         left = min(left, torch.cuda.device_count())
         leave_out(worker, left)
     config = with_fewer(job.config, left)
-    schedule = config.build_schedule()
-    replicas = f", {config.pipeline.replicas} replicas" if config.pipeline.replicas > 1 else ""
-    event = note(folder.path, FEWER, workers=left, runs=f"{schedule}{replicas}")
-    folder.put_config(config, schedule)
-    reporter.happened(in_words(event))
+    folder.put_config(config, config.build_schedule())
+    reporter.happened(in_words(note(folder.path, **_left(config, left))))
     return config
+
+
+def _left(config: RunConfig, workers: int) -> Event:
+    """That so many workers are left, which run a config."""
+    replicas = f", {config.pipeline.replicas} replicas" if config.pipeline.replicas > 1 else ""
+    return {"event": FEWER, "workers": workers, "runs": f"{config.build_schedule()}{replicas}"}
 
 
 def _again(config: RunConfig, folder: Path) -> RunConfig:
