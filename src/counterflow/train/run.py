@@ -69,7 +69,7 @@ def run(config: RunConfig, *callbacks: Reporter, max_restarts: int = 0) -> tuple
         folder = RunFolder(folder_of(config))
         if folder.finished(config.train.steps):
             if not world.rank():
-                reporter.happened(f"{folder.path}: all {config.train.steps:,} steps are made")
+                Callbacks(callbacks).happened(f"{folder.path}: all {config.train.steps:,} steps are made")
             return None
     fewer = config
     if placed is not None:
