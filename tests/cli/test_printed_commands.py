@@ -1,12 +1,14 @@
 """Every command that is printed for users runs: in the help, in the README and in docs/.
 
 Those of one page run in their order in one new folder, so that each finds what those before it made; a page's
-files are there, and nothing else. What would take minutes is made smaller by words after it (``SMALLER``);
-``profile`` starts threads here. What is not run at all has its reason in ``EXCUSED``.
+files are there, and nothing else. What would take minutes is made smaller by words after it (``SMALLER``),
+torchrun by fewer processes (``FEWER``); ``profile`` starts threads here, and one figure stands for all that
+``reproduce`` draws. What is not run at all has its reason in ``EXCUSED``.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
@@ -19,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from counterflow.papers.figures import FIGURES, reproduction
 from counterflow.runtime.workers.launch import launch
 
 from .conftest import ENVIRONMENT, Run
@@ -52,7 +55,8 @@ ELSEWHERE = {
 _MODEL = "--set model.layers=6 --set model.hidden=16 --set model.heads=2 --set model.positions=16"
 _SMALL = f"{_MODEL} --set train.samples=16 --set train.threads=1"
 SMALLER = {
-    r"torchrun .* counterflow train": f"{_SMALL} --steps 1",  # processes
+    r"torchrun .* counterflow train my.toml": f"{_SMALL} --set pipeline.replicas=1 --steps 1",  # processes
+    r"torchrun .* counterflow train": f"{_SMALL} --workers 2 --steps 1",
     r"counterflow train --scheme wpipe": f"{_SMALL} --set pipeline.transport=local --steps 8",
     r"counterflow train --set train.resume": f"{_SMALL} --set pipeline.transport=local --steps 3",
     r"counterflow train --max-restarts .*resume": f"{_SMALL} --set pipeline.transport=local --steps 3",
@@ -70,12 +74,22 @@ WPipe plays 8 periods.
 """
 
 
+FEWER = {"--nproc-per-node 4": "--nproc-per-node 2", "stages=4": "stages=2"}
+"""What commands of torchrun, and the programs on their pages, say here: a process takes long to start."""
+
+
 def commands_of(text: str) -> list[str]:
     """The commands in the code blocks of a page; a line that goes on ends with a backslash."""
     blocks = re.findall(r"^```(?:console|bash|sh)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     found = [line.removeprefix("$ ") for line in lines]
     return [line for line in found if re.match(r"(counterflow|torchrun|python|make|pip) ", line)]
+
+
+def _fewer(text: str) -> str:
+    for printed, here in FEWER.items():
+        text = text.replace(printed, here)
+    return text
 
 
 def examples_of(shown: str) -> list[str]:
@@ -95,16 +109,20 @@ def words_of(line: str) -> list[str]:
     return words + more.split()
 
 
-_REPRODUCED: set[str] = set()
-"""What was reproduced before: it depends on no file."""
+@functools.cache
+def _a_figure() -> Any:
+    """A quick one; ``tests/papers`` has them all."""
+    return reproduction.reproduce(FIGURES["hanayo-fig11"])
 
 
 @pytest.fixture(autouse=True)
-def _profile_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quicker(monkeypatch: pytest.MonkeyPatch) -> None:
     def threads(*arguments: Any, **options: Any) -> Any:
         return launch(*arguments, **options | {"transport": "local"})
 
     monkeypatch.setattr("counterflow.train.profiling.launch", threads)
+    found = _a_figure()
+    monkeypatch.setattr("counterflow.papers.figures.reproduction.reproduce", lambda *_: found)
 
 
 def run_all(run: Run, lines: Sequence[str], folder: Path) -> None:
@@ -112,11 +130,7 @@ def run_all(run: Run, lines: Sequence[str], folder: Path) -> None:
     for line in dict.fromkeys(line.partition("#")[0].strip() for line in lines):
         if any(line.startswith(excused) for excused in EXCUSED):
             continue
-        program, *arguments = words_of(line)
-        if program == "counterflow" and arguments[0] == "reproduce":
-            if line in _REPRODUCED:
-                continue
-            _REPRODUCED.add(line)
+        program, *arguments = words_of(_fewer(line) if line.startswith("torchrun") else line)
         if program == "counterflow":
             answer = run("", *arguments)
             assert answer.code == 0, f"{line}\n{answer.err}"
@@ -161,7 +175,7 @@ def test_commands_on_the_pages(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
         (config,) = re.findall(r"^```toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
         (tmp_path / "my.toml").write_text(config, encoding="utf-8")
     for name, program in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        (tmp_path / name).write_text(program, encoding="utf-8")
+        (tmp_path / name).write_text(_fewer(program), encoding="utf-8")
     run_all(run, lines, tmp_path)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import transformers as tf
 
+import counterflow as cf
 from counterflow.checkpoints.convert import convert
 from counterflow.train import load_config, load_weights
 from counterflow.train.folder import read_metrics
@@ -72,14 +72,14 @@ def test_a_run_from_folder_to_folder(folder: Path, monkeypatch: pytest.MonkeyPat
     assert sum(p.requires_grad for layer in job.layers for p in layer.parameters()) == 2 * 2 * 4
 
 
-def test_the_program(folder: Path) -> None:
-    (folder / "tune.py").write_text(blocks(PAGE, "python")[1])
-    done = subprocess.run(
-        [sys.executable, "tune.py"], cwd=folder, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = re.fullmatch(r"loss ([\d.]+) -> ([\d.]+)\n", done.stdout)
-    assert found, done.stdout
+def test_the_program(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(cf, "launch", partial(cf.launch, transport="local"))
+    exec(blocks(PAGE, "python")[1], {"__name__": "__main__"})
+    found = re.search(r"^loss ([\d.]+) -> ([\d.]+)\n", capsys.readouterr().out, re.MULTILINE)
+    assert found
     assert float(found[2]) < float(found[1])
     model = tf.AutoModelForCausalLM.from_pretrained(folder / "from-python")
     base = tf.AutoModelForCausalLM.from_pretrained(folder / "base")

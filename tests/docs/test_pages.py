@@ -18,8 +18,13 @@ import counterflow as cf
 from counterflow.cli import application
 from counterflow.plan import files
 from counterflow.runtime.stages.skips import links_of, stage_skips
+from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import registry
 from counterflow.schedule.ir import Schedule
+
+from ..cli.conftest import Run, run
+
+__all__ = ["run"]
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -95,17 +100,20 @@ def test_the_table_of_schemes() -> None:
     assert rows == expected
 
 
-def test_training_without_a_flush(tmp_path: Path) -> None:
+def test_training_without_a_flush(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (program,) = blocks("choosing-a-scheme.md", "python")
-    script = tmp_path / "train.py"
-    script.write_text(program)
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = re.fullmatch(r"loss ([\d.]+) -> ([\d.]+)\n", done.stdout)
-    assert found, done.stdout
+    monkeypatch.setattr(cf, "launch", on_threads)
+    exec(program, {"__name__": "__main__"})
+    found = re.fullmatch(r"loss ([\d.]+) -> ([\d.]+)\n", capsys.readouterr().out)
+    assert found
     assert float(found[2]) < 0.5 * float(found[1])
+
+
+def on_threads(*arguments: Any, **options: Any) -> Any:
+    """``cf.launch`` with threads of this process."""
+    return launch(*arguments, **options | {"transport": "local"})
 
 
 SMALLER = {
@@ -114,11 +122,13 @@ SMALLER = {
         "--sizes 1,2 --repeats 1"
     ),
     "--synthesize": "--moves 0",
+    "train": "--set pipeline.transport=local --set train.threads=1",
 }
 """What is put behind a command of the page on planning, which takes the last of two values."""
 
 
-def test_from_a_profile_to_a_plan_to_a_run(tmp_path: Path) -> None:
+def test_from_a_profile_to_a_plan_to_a_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     commands = [
         " ".join([line, *(more for word, more in SMALLER.items() if word in line.split())]).removeprefix(
             "$ counterflow "
@@ -128,20 +138,13 @@ def test_from_a_profile_to_a_plan_to_a_run(tmp_path: Path) -> None:
     ]
     assert [command.split()[0] for command in commands] == ["profile", "plan", "plan", "train"]
     for command in commands:
-        done = subprocess.run(
-            [sys.executable, "-m", "counterflow", *command.split()],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        done = run(command)
+        assert done.code == 0, done.err
     assert {path.name for path in (tmp_path / "here").iterdir()} == {
         *("model.toml", "profile.toml", "cluster.toml"),
     }
-    assert "Trained 20 steps" in done.stdout
-    assert "by the plan" in done.stdout
+    assert "Trained 20 steps" in done.out
+    assert "by the plan" in done.out
 
 
 def test_planning(tmp_path: Path) -> None:
@@ -252,6 +255,6 @@ def test_logging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         "2 steps",
     ]
     assert list(Path("runs/chimera-1/tensorboard").iterdir())
-    monkeypatch.setattr(cf, "launch", partial(cf.launch, transport="local"))
+    monkeypatch.setattr(cf, "launch", on_threads)
     exec(loop, {"__name__": "__main__"})
     assert list(Path("board").iterdir())
