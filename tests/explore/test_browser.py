@@ -20,6 +20,8 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from counterflow.explore.app import application
 from counterflow.explore.serve import listening
 
+from .test_runs import run_at, timeline
+
 CHROMIUM = Path(os.environ.get("CHROMIUM", "/usr/bin/chromium"))
 
 pytestmark = pytest.mark.skipif(
@@ -28,9 +30,18 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[str]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs, the second with a slow worker."""
+    place = tmp_path_factory.mktemp("runs")
+    run_at(place / "even", live__json=timeline().dumps())
+    run_at(place / "slow", steps=2, live__json=timeline(slower=2).dumps())
+    return place
+
+
+@pytest.fixture(scope="module")
+def server(runs: Path) -> Iterator[str]:
     with listening("127.0.0.1", 0) as taken:
-        served = uvicorn.Server(uvicorn.Config(application(), log_level="error"))
+        served = uvicorn.Server(uvicorn.Config(application(places=[runs]), log_level="error"))
         thread = threading.Thread(target=served.run, kwargs={"sockets": [taken]}, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -132,9 +143,56 @@ def test_by_keyboard_alone(page: Page, server: str) -> None:
     expect(page.get_by_role("tooltip")).to_contain_text("Forward of micro-batch 0")
     page.keyboard.press("Control+z")
     expect(page.locator("main")).not_to_contain_text("1 op moved")
+    expect(page.locator("main")).to_contain_text("As its scheme makes it.")
     _tab_to(page, "BUTTON", "Check it")
     page.keyboard.press("Enter")
     expect(page.locator("main")).to_contain_text("Correct: every rule holds.")
+
+
+def test_runs_look_right(page: Page, server: str, runs: Path) -> None:
+    looks(page, f"{server}/runs?run={runs / 'slow'}")
+    expect(page.locator("main")).to_contain_text("2.00, slow")
+    expect(page.get_by_role("img", name="Training loss")).to_be_visible()
+
+
+def test_a_run_is_followed_and_compared_by_keys(page: Page, server: str, runs: Path) -> None:
+    """A step that is written is on the page at the next look; then the other run beside it."""
+    opened(page, f"{server}/runs?run={runs / 'even'}")
+    expect(page.get_by_role("status")).to_contain_text("step 3")
+    with (runs / "even" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "loss": 0.25, "seconds": 0.4}\n')
+    expect(page.get_by_role("status")).to_contain_text("step 4")
+    expect(page.locator("figure").first).to_contain_text("0.25 at step 4")
+    for _ in range(9):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.type === 'checkbox' && !document.activeElement.checked"):
+            break
+    page.keyboard.press("Space")
+    expect(page.locator("canvas")).to_have_count(2)
+    expect(page.get_by_role("heading", name="slow: measured, step 3")).to_be_visible()
+
+
+def test_a_plan_is_made_and_looked_at_by_keys(page: Page, server: str) -> None:
+    """A small mini-batch plans in a second; each scheme has its picture."""
+    looks(page, f"{server}/plans?example=hanayo-bert64&mini_batch=2")
+    _tab_to(page, "BUTTON", "Plan")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("region", name="The best plan of every scheme")).to_be_visible(timeout=60_000)
+    expect(page.locator("canvas")).to_have_count(1)
+    seen(page)
+    first = page.locator("h3").last.inner_text()
+    _tab_to(page, "BUTTON", "2")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name=first)).to_have_count(0)
+
+
+def test_an_order_is_computed_beside_its_schedule(page: Page, server: str) -> None:
+    opened(page, server + DAPPLE)
+    page.get_by_label("backwards").select_option("yes")
+    page.get_by_role("button", name="Compute the best order").click()
+    expect(page.locator("canvas")).to_have_count(2, timeout=60_000)
+    expect(page.get_by_role("group", name="Best order")).to_contain_text("none: no order is better")
+    assert "b.file=" in page.url
 
 
 def _tab_to(page: Page, tag: str, text: str = "") -> None:

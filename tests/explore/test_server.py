@@ -15,7 +15,7 @@ from counterflow.explore.serve import listening
 
 from .conftest import ASKS, refused
 
-PATHS = ("/api/look", "/api/check", "/api/file", "/api/download")
+PATHS = ("/api/look", "/api/check", "/api/file", "/api/download", "/api/run", "/api/job")
 
 
 def test_pages_load_nothing_from_elsewhere(client: TestClient) -> None:
@@ -151,6 +151,10 @@ def _body(chance: random.Random, path: str) -> bytes:
     body: dict[str, Any] = {"subjects": [subject], "costs": costs}
     if path == "/api/check":
         body = {"subject": subject}
+    if path == "/api/run":
+        body = {"runs": [{"name": chance.choice(ODD), "metrics": chance.choice(ODD)}]}
+    if path == "/api/job":
+        body = {"job": chance.choice(ODD), "stop": chance.choice(ODD)}
     if path == "/api/download":
         body["form"] = chance.choice(("csv", "schedule", *ODD))
     if path == "/api/file":

@@ -23,10 +23,11 @@ from counterflow.errors import WorkerError
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.formats import loads
-from counterflow.train import load_config, load_weights, loop
+from counterflow.train import live, load_config, load_weights, loop
 from counterflow.train.folder import FILES, RunFolder, read_metrics, read_timeline
 from counterflow.train.job import Job, prepare
 from counterflow.train.run import run
+from counterflow.train.timeline import Timeline
 
 from .conftest import Configure, Train, Watcher, losses
 
@@ -175,6 +176,31 @@ def test_timeline(train: Train, tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(ConfigError, match=r"this run has no timeline\.json: it is still under way, or ended"):
         read_timeline(tmp_path / "run")
+
+
+def test_a_timeline_while_the_run_goes_on(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every step but the last, and of none that was evaluated; it is gone in the end."""
+    shown: list[Timeline] = []
+    put = RunFolder.put_live
+
+    def kept(self: RunFolder, timeline: Timeline) -> None:
+        put(self, timeline)
+        shown.append(read_timeline(self.path))
+
+    monkeypatch.setattr(RunFolder, "put_live", kept)
+    monkeypatch.setattr(loop, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(live, "EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(live, "_SHARE", 1e9)
+    train(train__steps=5, train__evaluate_every=3)
+    assert [timeline.step for timeline in shown] == [1, 2, 4]
+    assert all(timeline.measured().makespan > 0 for timeline in shown)
+    assert not (tmp_path / "run" / "live.json").exists()
+    shown.clear()
+    monkeypatch.setattr(live, "EVERY_SECONDS", 1e9)
+    train("rare", train__steps=5)
+    assert [timeline.step for timeline in shown] == [1]
 
 
 OTHERS: list[dict[str, Any]] = [

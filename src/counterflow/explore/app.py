@@ -8,7 +8,8 @@ that is this machine, or, where the server listens to others, the token that its
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -23,16 +24,21 @@ from starlette.routing import Route
 
 from counterflow.draw.page import asset
 from counterflow.errors import CounterflowError
+from counterflow.schedule.formats import dumps
 
 from . import schedules as of_schedules
-from .asked import Asked, Check, Download, File, Look
+from .asked import Asked, Check, Download, File, JobAsked, Look, Order, PlanAsked, RunsAsked, Work
+from .jobs import Jobs
+from .plans import known as example_records
+from .plans import task_of
+from .runs import Runs
 from .schedules import Schedules
 
 STATIC = Path(__file__).parent / "static"
 HEADER = "X-Counterflow"
 """Sent with every request to ``/api``, with the token in it where there is one."""
 
-PAGES = ("schedules",)
+PAGES = ("schedules", "plans", "runs")
 MOST_BYTES = 8_000_000
 """Of a request."""
 
@@ -62,13 +68,14 @@ class RefusedError(Exception):
         self.status = status
 
 
-def application(token: str | None = None) -> Starlette:
+def application(token: str | None = None, places: Sequence[Path] = (Path("runs"),)) -> Starlette:
     """The server's application.
 
     Args:
         token: what requests must carry; None: the server listens to this machine alone.
+        places: folders of runs, or of several runs, that may be looked at.
     """
-    known = Schedules()
+    known, runs, jobs = Schedules(), Runs(places), Jobs()
 
     def answers(model: type[_Model], answer: Callable[[_Model], Any]) -> _Handler:
         """A handler that reads a body of this form and answers it in a thread."""
@@ -88,17 +95,50 @@ def application(token: str | None = None) -> Starlette:
     async def schemes(_request: Request) -> Response:
         return JSONResponse({"schemes": of_schedules.records()})
 
+    def order(asked: Order) -> dict[str, str]:
+        """Begin to look for an order; what is wrong with the costs is told at once."""
+        asked.costs.costs()
+        return jobs.start(Work(order=asked, schedule=dumps(known.find(asked.subject).schedule)))
+
+    def plan(asked: PlanAsked) -> dict[str, str]:
+        """Begin to plan; what is wrong with the files is told at once."""
+        task_of(asked)
+        return jobs.start(Work(plan=asked))
+
+    async def examples(_request: Request) -> Response:
+        return JSONResponse({"examples": await run_in_threadpool(example_records)})
+
+    async def list_runs(_request: Request) -> Response:
+        return JSONResponse(await run_in_threadpool(runs.listed))
+
     routes = [
         *_pages(),
         Route("/api/schemes", schemes),
         Route("/api/look", answers(Look, known.look), methods=["POST"]),
         Route("/api/check", answers(Check, known.check), methods=["POST"]),
         Route("/api/file", answers(File, lambda file: known.add(file.text, file.name)), methods=["POST"]),
+        Route("/api/order", answers(Order, order), methods=["POST"]),
+        Route("/api/plan", answers(PlanAsked, plan), methods=["POST"]),
+        Route("/api/job", answers(JobAsked, jobs.look), methods=["POST"]),
+        Route("/api/examples", examples),
+        Route("/api/runs", list_runs),
+        Route("/api/run", answers(RunsAsked, runs.look), methods=["POST"]),
         Route("/api/download", download, methods=["POST"]),
     ]
-    app = Starlette(routes=routes, exception_handlers=_SAID)
+    app = Starlette(routes=routes, exception_handlers=_SAID, lifespan=_ending(jobs))
     app.add_middleware(_Guard, token=token)
     return app
+
+
+def _ending(jobs: Jobs) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
+    """Searches end with the server."""
+
+    @asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        yield
+        jobs.end()
+
+    return lifespan
 
 
 def _pages() -> list[Route]:

@@ -136,6 +136,13 @@ class PlanAsked(Asked):
     memory: Annotated[float, Field(gt=0, le=1e6)] = 1.0
 
 
+class JobAsked(Asked):
+    """A search that was begun; ``stop`` has it end with what it found."""
+
+    job: Annotated[str, Field(max_length=100)]
+    stop: bool = False
+
+
 class RunSeen(Asked):
     """A run, and what of it the page has."""
 

@@ -63,7 +63,7 @@ def load_cluster(path: Path | str) -> Cluster:
     Raises:
         ConfigError: it cannot be read, or is not of the form; the message says where.
     """
-    return _value(path, _CLUSTER)
+    return read_cluster(_text(path), str(path))
 
 
 def load_profile(path: Path | str) -> Profile:
@@ -72,7 +72,7 @@ def load_profile(path: Path | str) -> Profile:
     Raises:
         ConfigError: it cannot be read, or is not of the form; the message says where.
     """
-    return _value(path, _PROFILE)
+    return read_profile(_text(path), str(path))
 
 
 def load_model(path: Path | str) -> Model:
@@ -81,11 +81,30 @@ def load_model(path: Path | str) -> Model:
     Raises:
         ConfigError: it cannot be read, or is not of the form; the message says where.
     """
-    found = _value(path, _MODEL)
+    return read_model(_text(path), str(path))
+
+
+def read_cluster(text: str, name: str) -> Cluster:
+    """The cluster that a file's text says; TOML, or JSON where its name ends so.
+
+    Raises:
+        ConfigError: it is not of the form; the message says where, and begins with the name.
+    """
+    return _value(text, name, _CLUSTER)
+
+
+def read_profile(text: str, name: str) -> Profile:
+    """Likewise a profile."""
+    return _value(text, name, _PROFILE)
+
+
+def read_model(text: str, name: str) -> Model:
+    """Likewise a model."""
+    found = _value(text, name, _MODEL)
     try:
         return found.value()
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def dumps(value: Cluster | Profile | Model) -> str:
@@ -109,18 +128,18 @@ def as_data(value: Cluster | Profile | Model | LayerProfile | Link | LayerSkip |
     return {name: part for name, part in data.items() if part or not isinstance(part, (Mapping, list))}
 
 
-def _value(path: Path | str, form: TypeAdapter[_T]) -> _T:
+def _value(text: str, name: str, form: TypeAdapter[_T]) -> _T:
     """What a file says."""
     try:
         # As JSON, because a strict form takes a table of a file for a data type only from there.
-        return form.validate_json(json.dumps(_read(Path(path)), default=_no_json))
+        return form.validate_json(json.dumps(_read(text, name), default=_no_json))
     except ValidationError as error:
         # A misspelt key first: it explains the one that is missing.
         problems = sorted(error.errors(), key=lambda e: e["type"] not in _UNKNOWN_KEY)
-        lines = [f"{path}: {_told(problem)}" for problem in problems[:5]]
+        lines = [f"{name}: {_told(problem)}" for problem in problems[:5]]
         raise ConfigError("\n".join(lines)) from None
     except (TypeError, RecursionError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def _no_json(value: object) -> Any:
@@ -145,16 +164,19 @@ def _told(problem: Any) -> str:
     return f"{where}{message}, got {shown if len(shown) <= 60 else shown[:57] + '…'}"
 
 
-def _read(path: Path) -> Any:
-    text = read_text(path, "is a folder, not a file")
-    is_json = path.suffix == ".json"
+def _text(path: Path | str) -> str:
+    return read_text(Path(path), "is a folder, not a file")
+
+
+def _read(text: str, name: str) -> Any:
+    is_json = name.endswith(".json")
     try:
         found = json.loads(text) if is_json else tomllib.loads(text)
         legal = toml.has_only_legal_numbers(found)
     except (json.JSONDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: not {'JSON' if is_json else 'TOML'}: {error}") from None
+        raise ConfigError(f"{name}: not {'JSON' if is_json else 'TOML'}: {error}") from None
     except ValueError:  # Python's limit on the digits of a number
-        raise ConfigError(f"{path}: a number of thousands of digits; is the file damaged?") from None
+        raise ConfigError(f"{name}: a number of thousands of digits; is the file damaged?") from None
     if not legal:
-        raise ConfigError(f"{path}: a whole number has more than 64 bits; is the file damaged?")
+        raise ConfigError(f"{name}: a whole number has more than 64 bits; is the file damaged?")
     return found

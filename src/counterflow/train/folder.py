@@ -32,6 +32,9 @@ CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 SCHEDULE = "schedule.json"
 TIMELINE = "timeline.json"
+LIVE = "live.json"
+"""A step's timeline while the run goes on; gone when it has ended well."""
+
 PICTURE = "timeline.png"
 SUMMARY = "summary.json"
 EVENTS = "events.jsonl"
@@ -122,7 +125,7 @@ class RunFolder:
                 f"{self.path}: holds a run already ({taken[0]}); name another folder, remove this one, or go "
                 f"on with that run: train.resume = {toml.shown(str(self.path))}"
             )
-        for name in (SUMMARY, TIMELINE, PICTURE):  # of the end before
+        for name in (SUMMARY, TIMELINE, PICTURE, LIVE):  # of the end before
             (self.path / name).unlink(missing_ok=True)
         self.put_config(config, schedule)
         if not goes_on or not taken:  # who goes on knows only with the others from where
@@ -152,7 +155,7 @@ class RunFolder:
         """Take away a run that did not make a single step, and none before."""
         if (self.path / METRICS).stat().st_size or self.has_checkpoint:
             return
-        for name in FILES | _OF_SOME:
+        for name in (*FILES, *_OF_SOME, LIVE):
             if name in (CHECKPOINT, MODEL, ADAPTER, TENSORBOARD):
                 shutil.rmtree(self.path / name, ignore_errors=True)
             else:
@@ -189,8 +192,14 @@ class RunFolder:
             self._metrics = Appending(self.path / METRICS)
         return self._metrics
 
+    def put_live(self, timeline: Timeline) -> None:
+        """Write a timeline for those who look at the run while it goes on; a full disk stops nobody."""
+        with contextlib.suppress(CounterflowError), whole(self.path / LIVE) as file:
+            file.write(timeline.dumps().encode())
+
     def put_timeline(self, timeline: Timeline) -> None:
         """Write the timeline and its picture."""
+        (self.path / LIVE).unlink(missing_ok=True)
         with whole(self.path / TIMELINE) as file:
             file.write(timeline.dumps().encode())
         from counterflow.draw import draw_charts  # noqa: PLC0415  (matplotlib takes a while)
@@ -304,13 +313,14 @@ def is_run(path: Path) -> bool:
 
 
 def read_timeline(path: Path) -> Timeline:
-    """The timeline of a run.
+    """The timeline of a run; of one that is under way, that of a step now and then.
 
     Raises:
         ConfigError: there is none, or it is damaged.
     """
     texts = []
-    for name in (SCHEDULE, TIMELINE):
+    timeline = LIVE if (path / LIVE).exists() and not (path / TIMELINE).exists() else TIMELINE
+    for name in (SCHEDULE, timeline):
         try:
             texts.append((path / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -320,7 +330,7 @@ def read_timeline(path: Path) -> Timeline:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path / name}: cannot be read: {error}") from None
     schedule = loads(texts[0], str(path / SCHEDULE))
-    return timeline_from(texts[1], schedule, str(path / TIMELINE))
+    return timeline_from(texts[1], schedule, str(path / timeline))
 
 
 def read_metrics(path: Path) -> list[Numbers]:

@@ -37,6 +37,7 @@ from .config import AUTO, RunConfig
 from .events import RESTARTED, Event, note, run_of
 from .folder import ADAPTER, CHECKPOINT, MODEL, RunFolder, read_metrics, with_records
 from .job import Job, prepare
+from .live import Live
 from .report import Numbers, Pair, Summary
 from .resuming import HISTORY, history, read
 from .same_run import check_same_run
@@ -214,7 +215,8 @@ class Trainer:
 
     def run(self) -> Summary | None:
         """Train; rank 0 gives what came of it."""
-        costs = self._measure()
+        costs = self.costs = self._measure()
+        self.live = Live()
         forget_peak_bytes(self.pipeline.device)
         self.began = time.perf_counter()
         train, first = self.config.train, self.job.first_step
@@ -371,9 +373,12 @@ class Trainer:
                 self.watch(line)
 
     def _sample(self, step: Step) -> None:
+        self.samples.append((step, self._spans()))
+
+    def _spans(self) -> tuple[Span, ...]:
+        """The ops of the last step, on all workers of replica 0; every worker calls it."""
         rows = self.pipeline.timeline()
-        spans = (Span(w, *ran) for w, row in enumerate(rows) for ran in row)
-        self.samples.append((step, tuple(spans)))
+        return tuple(Span(w, *ran) for w, row in enumerate(rows) for ran in row)
 
     def _evaluate(self) -> None:
         """The loss on a fixed set of samples, mini-batch by mini-batch."""
@@ -391,15 +396,34 @@ class Trainer:
         self._record(step=self.pipeline.steps, validation_loss=self.validation[1])
 
     def _stops(self, done: int) -> bool:
-        """Whether anybody was asked to end the run; looked at now and then, by all at the same step."""
+        """Whether anybody was asked to end the run; looked at now and then, by all at the same step.
+
+        Also the time for a timeline of the last step, for whoever looks at the run.
+        """
         if done < self.next_look:
             return False
         self.saver.poll()
         mean = self.training_seconds / (done - self.job.first_step)
-        rows = self.pipeline.transport.gather([float(STOP.signal or 0), mean])
+        rows = self.pipeline.transport.gather(
+            [float(STOP.signal or 0), mean, float(self.writes and self.live.due())]
+        )
         self.next_look = done + max(1, int(_LOOK_SECONDS / max(row[1] for row in rows)))
         STOP.signal = int(max(row[0] for row in rows)) or STOP.signal
+        evaluated = self.validation[0] == self.pipeline.steps  # whose ops are now the last ones
+        if rows[0][2] and self.job.schedule.synchronous and not evaluated:
+            self._show()
         return any(row[0] for row in rows)
+
+    def _show(self) -> None:
+        """Write the last step's timeline while the run goes on."""
+        began = time.perf_counter()
+        self._flush()
+        spans = self._spans()
+        found = self.pipeline.transport.gather([float(self.pipeline.peak_saved_bytes)])
+        if self.folder is not None:
+            saved = tuple(int(found[rank][0]) for rank in self.pipeline.ranks[0])
+            self.folder.put_live(Timeline(self.job.schedule, self.costs, self.pipeline.steps, spans, saved))
+        self.live.made(began)
 
     # -- after
 

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from counterflow.errors import ConfigError
 from counterflow.extras import imported
 
 from ..output.console import note
 
 
 def explore(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RUN_DIR…]",
+            help="Folders of runs, or of several runs, to look at. Default: runs.",
+            show_default=False,
+        ),
+    ] = None,
     *,
     host: Annotated[
         str,
@@ -27,10 +37,19 @@ def explore(
         typer.Option("--open/--no-open", help="Whether a browser is opened.", rich_help_panel="Server"),
     ] = True,
 ) -> None:
-    """Look at schedules in a browser: change, time, prove and compare them."""
+    """Look at schedules and runs in a browser: change, time, prove and compare, follow a training."""
+    for path in runs or ():
+        if not path.is_dir():
+            raise ConfigError(f"{path}: there is no such folder")
     for package in ("starlette", "uvicorn"):
         imported(package, "explore")
     from counterflow.explore.app import application  # noqa: PLC0415  (an extra)
     from counterflow.explore.serve import serve  # noqa: PLC0415
 
-    serve(application, host, port, opens=opens, told=lambda address: note(f"Open {address} (Ctrl-C ends)"))
+    serve(
+        lambda token: application(token, runs or [Path("runs")]),
+        host,
+        port,
+        opens=opens,
+        told=lambda address: note(f"Open {address} (Ctrl-C ends)"),
+    )

@@ -23,9 +23,9 @@ export function keepToken() {
   history.replaceState(null, "", address);
 }
 
-async function sent(path, body, signal) {
+async function sent(path, body, signal, keepalive = false) {
   const headers = { "X-Counterflow": sessionStorage.getItem("token") || "page", "Content-Type": "application/json" };
-  const request = body === undefined ? { headers, signal } : { method: "POST", headers, body: JSON.stringify(body), signal };
+  const request = body === undefined ? { headers, signal } : { method: "POST", headers, body: JSON.stringify(body), signal, keepalive };
   let answer;
   try {
     answer = await fetch(path, request);
@@ -39,7 +39,7 @@ async function sent(path, body, signal) {
   throw new Error(told);
 }
 
-export async function ask(path, body, signal) { return (await sent(path, body, signal)).json(); }
+export async function ask(path, body, signal, keepalive) { return (await sent(path, body, signal, keepalive)).json(); }
 
 export async function download(path, body) {
   const answer = await sent(path, body);

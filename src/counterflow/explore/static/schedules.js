@@ -45,9 +45,12 @@ export async function show(place) {
     if (subject) { subject.moves.pop(); changedAll(); }
   }
   function changedAll() { build(); changed(); }
-  function changed() {
+  function noted() {
     history.replaceState(null, "", toAddress(state));
     document.getElementById("undo").disabled = !state.subjects.some(one => one.moves.length);
+  }
+  function changed() {
+    noted();
     clearTimeout(timer);
     timer = setTimeout(look, 40);
   }
@@ -104,8 +107,8 @@ export async function show(place) {
     if ((event.ctrlKey || event.metaKey) && event.key === "z" && !/INPUT|SELECT|TEXTAREA/.test(event.target.tagName)) { event.preventDefault(); undo(); }
   });
   build();
+  noted();
   await look();
-  changed();
 }
 
 function rules(report) {

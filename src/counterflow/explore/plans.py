@@ -1,0 +1,148 @@
+"""Plans for the page: what ``counterflow plan`` finds, also on other links and with more memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from counterflow.draw import chart_of
+from counterflow.draw.page import page_data
+from counterflow.draw.units import bytes_text, compact, time_unit
+from counterflow.errors import ConfigError
+from counterflow.papers import examples
+from counterflow.plan import files
+from counterflow.plan.cluster import Cluster, Link
+from counterflow.plan.report import choices
+from counterflow.plan.search import Plan, search
+from counterflow.plan.space import Constraints
+from counterflow.plan.why import why
+
+from .asked import PlanAsked
+
+_MOST_OPS = 8_000
+"""Ops of a plan whose picture is sent."""
+
+
+def known() -> list[dict[str, Any]]:
+    """The examples."""
+    found = (examples.example(name) for name in examples.EXAMPLES)
+    return [{"name": e.name, "about": e.about, "mini_batch": e.mini_batch, "source": e.source} for e in found]
+
+
+def task_of(asked: PlanAsked) -> examples.Example:
+    """What is planned: an example, with the user's files in place of its own.
+
+    Raises:
+        ConfigError: an unknown example, a damaged file, or something is missing.
+    """
+    readers = {"model": files.read_model, "profile": files.read_profile, "cluster": files.read_cluster}
+    given: dict[str, Any] = {}
+    for name, read in readers.items():
+        file = getattr(asked, name)
+        if file is not None:
+            given[name] = read(file.text, file.name)
+    if asked.mini_batch is not None:
+        given["mini_batch"] = asked.mini_batch
+    if asked.example is not None:
+        return replace(examples.example(asked.example), **given)
+    if missing := [name for name in (*readers, "mini_batch") if name not in given]:
+        raise ConfigError(f"nothing to plan: choose an example, or also give {', '.join(missing)}")
+    return examples.Example("", "", source="", **given)
+
+
+def changed(cluster: Cluster, *, link_speed: float, memory: float) -> Cluster:
+    """The cluster with links and memory so many times as fast and as large.
+
+    Raises:
+        ConfigError: less memory than is reserved.
+    """
+
+    def faster(link: Link | None) -> Link | None:
+        if link is None:
+            return None
+        return Link(link.latency_seconds / link_speed, link.seconds_per_byte / link_speed)
+
+    names = ("inside", "between", "allreduce_inside", "allreduce_between")
+    links: dict[str, Any] = {name: faster(getattr(cluster, name)) for name in names}
+    return replace(cluster, memory_bytes=cluster.memory_bytes * memory, **links)
+
+
+def plan(asked: PlanAsked, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """The best plan of every scheme, what limits each, and its picture.
+
+    Args:
+        asked: what is planned.
+        tell: told of progress.
+
+    Raises:
+        ConfigError: what is asked makes no sense.
+        PlanError: nothing fits.
+    """
+    task = task_of(asked)
+    cluster = changed(task.cluster, link_speed=asked.link_speed, memory=asked.memory)
+    found = search(
+        task.model,
+        task.profile,
+        cluster,
+        task.mini_batch,
+        Constraints(stale=asked.stale),
+        count=1,
+        progress=lambda done, of, what: tell({"done": done, "of": of, "doing": what}),
+    )
+    explained = why(found)
+    larger = explained.in_more_memory
+    return {
+        "heading": f"{task.model.name} on {cluster.name}",
+        "about": f"{cluster.nodes:,} nodes of {cluster.devices}, mini-batch {task.mini_batch:,}, "
+        f"{bytes_text(cluster.usable_bytes)} a device",
+        "plans": [_row(each) for each in found.of_schemes],
+        "changes": [
+            f"{explained.second.play.configuration.scheme} wins if {change.what} take "
+            f"{compact(change.times, 3)} times as long"
+            for change in explained.break_evens
+            if explained.second is not None
+        ],
+        "more_memory": larger
+        and f"{larger.play.schedule.scheme} with {bytes_text(explained.needed_bytes or 0.0)} a device "
+        f"would take {_seconds(larger.seconds)}",
+        "rejected": [
+            [scheme, str(r.candidates), str(r.too_large), str(r.slower), str(r.simulated)]
+            for scheme, r in found.rejections.items()
+        ],
+        "omitted": [f"{omission.what}: {omission.reason}" for omission in found.omissions],
+    }
+
+
+def _row(found: Plan) -> dict[str, Any]:
+    prediction, parts = found.play.prediction(), found.play.parts()
+    configuration = prediction.configuration
+    limits = {name: getattr(parts, name) for name in type(parts).__slots__}
+    schedule = found.play.schedule
+    return {
+        "scheme": configuration.scheme,
+        "schedule": prediction.schedule,
+        "choices": choices(configuration),
+        "workers": prediction.workers,
+        "replicas": configuration.replicas,
+        "samples": configuration.samples,
+        "micro_batches": prediction.micro_batches,
+        "recompute": configuration.recompute.value,
+        "sync": configuration.sync.value,
+        "step": _seconds(prediction.step_seconds),
+        "throughput": compact(prediction.samples_per_second),
+        "bubbles": f"{100 * prediction.bubble_ratio:.1f} %",
+        "memory": bytes_text(max(prediction.peak_bytes)),
+        "notes": list(prediction.notes),
+        "parts": [
+            [name.replace("_", " "), max(0.0, seconds) / (found.seconds or 1.0), _seconds(seconds)]
+            for name, seconds in limits.items()
+        ],
+        "picture": page_data([chart_of(found.play.simulation, memory=True)])
+        if sum(map(len, schedule.orders)) <= _MOST_OPS
+        else None,
+    }
+
+
+def _seconds(seconds: float) -> str:
+    return time_unit(seconds).text(seconds)

@@ -1,0 +1,36 @@
+// Curves over steps, as SVG: several runs in one picture, each with a hue and a dash of its own.
+import { el } from "./page.js";
+
+const DASHES = ["", "7 4", "2 3", "9 3 2 3", "", "7 4", "2 3", "9 3 2 3"];
+const WIDTH = 560, HEIGHT = 220, LEFT = 58, BOTTOM = 26, TOP = 10, RIGHT = 12;
+const short = value => String(Number(value.toPrecision(4)));
+
+// `curves` are { name, steps, values }; those without a point are left out.
+export function lines(title, curves) {
+  const known = curves.map((curve, i) => ({ ...curve, i })).filter(curve => curve.steps.length);
+  const last = known.map(c => `${c.name}: ${short(c.values.at(-1))} at step ${c.steps.at(-1)}`).join("; ");
+  const box = el("figure", {}, el("figcaption", {}, el("h3", {}, title)));
+  if (!known.length) { box.append(el("p", { class: "soft" }, "nothing yet")); return box; }
+  const all = known.flatMap(c => c.values);
+  let low = Math.min(...all), high = Math.max(...all);
+  if (high - low < 1e-12 * Math.abs(high) || high === low) { low -= Math.abs(low) * 0.05 || 1; high += Math.abs(high) * 0.05 || 1; }
+  const most = Math.max(...known.map(c => c.steps.at(-1)), 1);
+  const x = step => LEFT + (WIDTH - LEFT - RIGHT) * step / most;
+  const y = value => TOP + (HEIGHT - TOP - BOTTOM) * (high - value) / (high - low);
+  const drawing = el("svg", { class: "lines", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${title}: ${last}` });
+  for (let i = 0; i <= 4; i++) {
+    const value = low + (high - low) * i / 4;
+    drawing.append(el("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }),
+      el("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, short(value)));
+  }
+  for (let i = 0; i <= 4; i++)
+    drawing.append(el("text", { x: x(most * i / 4), y: HEIGHT - 8, "text-anchor": i === 4 ? "end" : "middle" }, String(Math.round(most * i / 4))));
+  for (const c of known)
+    drawing.append(el("path", { class: `line hue${c.i % 8}`, "stroke-dasharray": DASHES[c.i % 8], fill: "none",
+      d: c.steps.map((step, k) => `${k ? "L" : "M"}${x(step).toFixed(1)} ${y(c.values[k]).toFixed(1)}`).join("") + (c.steps.length === 1 ? "h1" : "") }));
+  box.append(drawing);
+  box.append(el("ul", { class: "keys" }, ...known.map(c => el("li", {},
+    el("svg", { viewBox: "0 0 10 10", "aria-hidden": "true" }, el("line", { class: `line hue${c.i % 8}`, x1: 0, x2: 10, y1: 5, y2: 5 })),
+    `${c.name}: ${short(c.values.at(-1))} at step ${c.steps.at(-1)}`))));
+  return box;
+}

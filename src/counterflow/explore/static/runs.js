@@ -1,0 +1,102 @@
+// Runs: which there are, and of those chosen the curves, the last step above its prediction, workers and events.
+// Asked again while any of them is running, so that what is written is seen within a second.
+import { Timeline } from "./timeline.js";
+import { lines } from "./lines.js";
+import { Errors, ask, el, facts, table, tick } from "./page.js";
+
+const EVERY = 700;
+
+export async function show(place) {
+  const errors = new Errors(), list = el("div"), picture = el("div"), curves = el("div", { class: "sides" });
+  const told = el("div"), known = new Map(), status = el("p", { class: "soft", role: "status" });
+  let chosen = new URLSearchParams(location.search).getAll("run"), timeline = null, version = "", shown = "", timer = 0;
+  place.append(el("h1", {}, "Runs"), errors.place, el("div", { class: "split-page" }, list,
+    el("div", {}, status, curves, picture, told)));
+
+  async function refresh() {
+    try {
+      const { runs, places } = await ask("/api/runs");
+      if (!chosen.length && runs.length) chosen = [runs[0].name];
+      chosen = chosen.filter(name => runs.some(run => run.name === name));
+      listed(runs, places);
+      if (chosen.length) await look();
+      errors.say(null);
+      document.documentElement.dataset.shown = String(Number(document.documentElement.dataset.shown || 0) + 1);
+    } catch (error) { errors.say(error); }
+  }
+
+  function listed(runs, places) {
+    const key = JSON.stringify([runs, chosen]);
+    if (key === shown) return;
+    shown = key;
+    const focused = list.contains(document.activeElement) ? document.activeElement.id : null;
+    list.replaceChildren(el("fieldset", {}, el("legend", {}, "Choose runs"),
+      runs.length ? null : el("p", {}, `There is no run in ${places.join(", ")}. Begin one: counterflow train`),
+      ...runs.map((run, i) => {
+        const box = tick(`${run.name}, ${run.state}, step ${run.steps}${run.loss ? `, loss ${run.loss}` : ""}`, chosen.includes(run.name), on => {
+          chosen = on ? [...chosen, run.name].slice(-8) : chosen.filter(name => name !== run.name);
+          history.replaceState(null, "", `/runs?${new URLSearchParams(chosen.map(name => ["run", name]))}`);
+          version = "";
+          refresh();
+        });
+        box.querySelector("input").id = `run-${i}`;
+        return box;
+      })));
+    if (focused) document.getElementById(focused)?.focus();
+  }
+
+  async function look() {
+    const asked = chosen;
+    const found = await ask("/api/run", { runs: asked.map(name => ({ name, metrics: known.get(name)?.metrics || "" })), timeline: version });
+    if (asked !== chosen) return;
+    let fresh = false;
+    for (const run of found.runs) {
+      if (run.curves) fresh = true; else run.curves = known.get(run.name).curves;
+      known.set(run.name, run);
+    }
+    const key = asked.join("\n");
+    if (fresh || curves.dataset.of !== key) {
+      curves.dataset.of = key;
+      const curve = kind => found.runs.map(run => ({ name: run.name, steps: run.curves[kind][0], values: run.curves[kind][1] }));
+      curves.replaceChildren(lines("Training loss", curve("loss")), lines("Validation loss", curve("validation_loss")),
+        lines("Samples a second", curve("samples_per_second")));
+    }
+    if (found.timeline) { version = found.version; drawn(found.timeline); }
+    said(found.runs);
+  }
+
+  let measured = [];
+  function drawn(found) {
+    if (found.picture) {
+      if (timeline) timeline.update(found.picture); else timeline = new Timeline(picture, found.picture, { level: "h2" });
+      picture.hidden = false;
+    } else picture.hidden = true;
+    measured = [];
+    for (const problem of found.problems) measured.push(el("p", { class: "soft" }, problem));
+    if (found.parts) measured.push(
+      el("h2", {}, `Step ${found.step}: measured and predicted`), facts(found.figures),
+      table("Where the difference is, the mean of all workers", [["mean of all workers", 0, true], ["measured", 1], ["predicted", 2], ["difference", 3]], found.parts),
+      el("h3", {}, "Workers"),
+      table("Workers", [["worker", "worker"], ["computing", "busy"], ["predicted", "predicted"],
+        ["times", row => row.slow ? el("strong", { class: "wrong" }, `${row.times}, slow`) : row.times],
+        ["saved for backward", "saved"], ["predicted", "saved_predicted"]], found.rows));
+  }
+
+  let before = "";
+  function said(runs) {
+    const states = runs.map(run => `${run.name}: ${run.state}, step ${run.curves.loss[0].at(-1) ?? 0} of ${run.about.steps ?? "?"}`).join("; ");
+    if (status.textContent !== states) status.textContent = states;
+    const key = JSON.stringify([version, runs.map(run => [run.name, run.events])]);
+    if (key === before) return;
+    before = key;
+    told.replaceChildren(...measured, ...runs.map(run => el("section", {}, el("h3", {}, `Events of ${run.name}`),
+      run.events.length ? el("ul", { class: "plain" }, ...run.events.map(event => el("li", { class: event.kind === "wrong" ? "wrong" : null },
+        `${event.time ? `${new Date(event.time).toLocaleTimeString()}  ` : ""}${event.text}`))) : el("p", { class: "soft" }, "none"))));
+  }
+
+  async function again() {
+    if (!document.hidden) await refresh();
+    timer = setTimeout(again, EVERY);
+  }
+  await again();
+}

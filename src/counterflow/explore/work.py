@@ -1,0 +1,66 @@
+"""A search in a process of its own: what to do comes on stdin as JSON, what there is to tell goes to stdout.
+
+That is a line of JSON each: ``progress`` as it changes, ``result`` or ``error`` in the end. An interrupt ends
+an order with the best so far, and a plan without a result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from counterflow.errors import CounterflowError
+
+from .asked import Work
+
+Tell = Callable[[dict[str, Any]], None]
+
+_TELL_SECONDS = 0.2
+"""How often progress is told at most."""
+
+
+def main() -> None:
+    """Read, work, tell."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as told:
+        os.dup2(2, 1)  # whatever else is printed
+        try:
+            _work(Work.model_validate_json(sys.stdin.read()), told)
+        except CounterflowError as error:
+            _write(told, {"error": str(error)})
+        except (KeyboardInterrupt, BrokenPipeError):
+            os._exit(0)  # nobody waits for a result
+        except Exception as error:
+            _write(told, {"error": f"{type(error).__name__}: {error}. This is a bug in Counterflow."})
+
+
+def _write(told: TextIO, line: dict[str, Any]) -> None:
+    told.write(json.dumps(line, allow_nan=False) + "\n")
+    told.flush()
+
+
+def _work(work: Work, told: TextIO) -> None:
+    due = 0.0
+
+    def tell(progress: dict[str, Any]) -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + _TELL_SECONDS
+            _write(told, {"progress": progress})
+
+    if work.order is not None:
+        from .orders import order  # noqa: PLC0415 - each needs another room
+
+        assert work.schedule is not None
+        _write(told, {"result": order(work.order, work.schedule, tell)})
+    if work.plan is not None:
+        from .plans import plan  # noqa: PLC0415
+
+        _write(told, {"result": plan(work.plan, tell)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Searches in processes of their own: told, stopped, refused; and what they find."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from counterflow.errors import ConfigError
+from counterflow.explore.asked import Order, PlanAsked, Subject, Work
+from counterflow.explore.jobs import Jobs
+from counterflow.explore.orders import order, workload_of
+from counterflow.explore.plans import changed, known, plan, task_of
+from counterflow.papers.examples import example
+from counterflow.plan import files
+from counterflow.schedule import schemes
+from counterflow.schedule.formats import dumps, loads
+
+from .conftest import asked, refused
+
+DAPPLE: dict[str, Any] = {"scheme": "dapple", "options": {"stages": 2, "micro_batches": 4}}
+
+
+def ended(client: TestClient, job: dict[str, str], stop: bool = False) -> Any:
+    """What is said of a search once it has ended; two minutes are much more than it takes."""
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        found = asked(client, "/api/job", job | {"stop": stop})
+        if found["state"] != "running":
+            return found
+        time.sleep(0.05)
+    raise AssertionError("the search did not end")
+
+
+def test_an_order_is_computed_in_a_process(client: TestClient) -> None:
+    """Four split micro-batches on two stages: ZB-H1's order, proved at once, is no longer than 1F1B's."""
+    job = asked(client, "/api/order", {"subject": DAPPLE, "split": True, "seconds": 5, "peak": "2"})
+    found = ended(client, job)
+    assert found["state"] == "done", found
+    computed = loads(found["result"]["schedule"], "computed")
+    assert computed.workload == workload_of(schemes.dapple(stages=2, micro_batches=4), split=True)
+    told = dict(found["result"]["facts"])
+    assert told["gap"] == "none: no order is better"
+    assert told["makespan"] == told["lower bound"]
+
+
+def test_one_that_fails_says_why_and_one_that_is_stopped_ends(client: TestClient) -> None:
+    free = {"subject": {"scheme": "pipedream", "options": {"stages": 2}}}
+    failed = ended(client, asked(client, "/api/order", free))
+    assert failed["state"] == "failed"
+    assert "flush" in failed["error"]
+    job = asked(client, "/api/plan", {"example": "mixpipe-bert48"})
+    assert ended(client, job, stop=True)["state"] == "stopped"
+
+
+def test_no_more_than_two_at_a_time() -> None:
+    jobs = Jobs()
+    work = Work(plan=PlanAsked(example="chimera-bert48"))
+    try:
+        names = [jobs.start(work)["job"] for _ in range(2)]
+        with pytest.raises(ConfigError, match="2 searches are running already"):
+            jobs.start(work)
+        assert [jobs.find(name).state for name in names] == ["running", "running"]
+    finally:
+        jobs.end()
+
+
+def test_what_is_wrong_is_told_at_once(client: TestClient) -> None:
+    assert "forward=x" in refused(client, "/api/order", {"subject": DAPPLE, "costs": {"forward": "x"}})
+    assert "unknown example" in refused(client, "/api/plan", {"example": "nothing"})
+    assert "also give model, profile, cluster, mini_batch" in refused(client, "/api/plan", {})
+    damaged = {"example": "chimera-bert48", "cluster": {"name": "mine.toml", "text": "name = 3"}}
+    assert refused(client, "/api/plan", damaged).startswith("mine.toml: ")
+    assert "is not known" in refused(client, "/api/job", {"job": "x"})
+
+
+def test_the_order_is_told_in_the_words_of_the_commands() -> None:
+    told: list[dict[str, Any]] = []
+    schedule = schemes.dapple(stages=2, micro_batches=2)
+    wanted = Order(subject=Subject(scheme="dapple"), seconds=0.0)
+    found = order(wanted, dumps(schedule), told.append)
+    assert dict(found["facts"])["makespan"] == "9 F"
+    assert loads(found["schedule"], "x").workload == schedule.workload
+    assert told[-1]["best"] == "9 F"
+
+
+def test_a_plan_is_that_of_the_planner(client: TestClient) -> None:
+    """Each scheme's best, with what limits it; a device with little memory leaves fewer."""
+    small = example("hanayo-bert64")
+    text = files.dumps(small.model)
+    asked_ = PlanAsked.model_validate(
+        {"example": "hanayo-bert64", "model": {"name": "m.toml", "text": text}, "mini_batch": 2}
+    )
+    assert task_of(asked_).model == small.model
+    seen: list[dict[str, Any]] = []
+    found = plan(asked_, seen.append)
+    best = found["plans"][0]
+    assert [scheme for scheme, *_ in found["rejected"]].count(best["scheme"]) == 1
+    assert (
+        sum(share for _, share, _ in best["parts"]) == 1
+        or abs(sum(s for _, s, _ in best["parts"]) - 1) < 1e-6
+    )
+    assert best["picture"]["charts"][0]["workers"] == best["workers"]
+    assert seen[-1]["done"] == seen[-1]["of"]
+
+
+def test_other_links_and_memory() -> None:
+    cluster = example("mixpipe-bert48").cluster
+    other = changed(cluster, link_speed=4.0, memory=2.0)
+    assert other.between.seconds(1e6) == cluster.between.seconds(1e6) / 4
+    assert other.inside.seconds(1e6) == cluster.inside.seconds(1e6) / 4
+    assert other.memory_bytes == 2 * cluster.memory_bytes
+    assert changed(cluster, link_speed=1.0, memory=1.0) == cluster
+    assert {"mixpipe-bert48", "chimera-bert48"} <= {one["name"] for one in known()}

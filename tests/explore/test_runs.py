@@ -1,0 +1,149 @@
+"""What the server says of runs: what their folders say, while they are written and after."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from counterflow.explore.app import application
+from counterflow.explore.runs import difference, state_of
+from counterflow.schedule import schemes
+from counterflow.schedule.formats import dumps
+from counterflow.simulate import ByteCosts, Costs, Span, simulate
+from counterflow.train import events
+from counterflow.train.timeline import Timeline
+
+from .conftest import ASKS, asked, refused
+
+
+def timeline(slower: float = 1.0) -> Timeline:
+    """DAPPLE of two workers, the second ``slower`` than predicted."""
+    schedule = schemes.dapple(stages=2, micro_batches=2)
+    costs = Costs(memory=ByteCosts(activations=100.0))
+    ran = simulate(schedule, Costs(forward=(1, slower), backward=(2, 2 * slower), memory=costs.memory))
+    spans = tuple(Span(s.worker, s.op, s.start, s.end) for s in ran.timeline)
+    return Timeline(schedule, costs, 3, spans, (200, 100))
+
+
+def run_at(path: Path, steps: int = 3, **files: str) -> Path:
+    """A folder as a run writes it."""
+    path.mkdir(parents=True)
+    lines = [
+        {"step": n, "loss": 3.0 / n, "samples_per_second": 8.0, "seconds": 0.1 * n}
+        for n in range(1, steps + 1)
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (path / "schedule.json").write_text(dumps(timeline().schedule))
+    for name, text in files.items():
+        (path / name.replace("__", ".")).write_text(text)
+    return path
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def server(place: Path) -> TestClient:
+    return TestClient(application(places=[place]), base_url="http://localhost", headers=ASKS)
+
+
+def look(server: TestClient, *runs: Path, **more: Any) -> Any:
+    return asked(server, "/api/run", {"runs": [{"name": str(run)} for run in runs], **more})
+
+
+def test_no_run_yet(server: TestClient, place: Path) -> None:
+    assert server.get("/api/runs").json() == {"runs": [], "places": [str(place)]}
+
+
+def test_a_run_that_goes_on(server: TestClient, place: Path) -> None:
+    """What is added is there at the next look; what the page has is not sent again."""
+    run = run_at(place / "one", live__json=timeline().dumps())
+    (run / ".lock").write_text(f"process {os.getpid()} on {platform.node()}\n")
+    (row,) = server.get("/api/runs").json()["runs"]
+    assert (row["name"], row["state"], row["steps"], row["loss"]) == (str(run), "running", 3, "1")
+    first = look(server, run)
+    assert first["runs"][0]["curves"]["loss"] == [[1, 2, 3], [3, 1.5, 1]]
+    assert first["timeline"]["step"] == 3
+    seen = {"name": str(run), "metrics": first["runs"][0]["metrics"]}
+    again = asked(server, "/api/run", {"runs": [seen], "timeline": first["version"]})
+    assert again["runs"][0]["curves"] is None
+    assert again["timeline"] is None
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "loss": 0.5, "seconds": 0.4}\n{"step": 5, "lo')
+    assert look(server, run)["runs"][0]["curves"]["loss"] == [[1, 2, 3, 4], [3, 1.5, 1, 0.5]]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('ss": 0.25, "seconds": 0.5}\n')
+    assert look(server, run)["runs"][0]["curves"]["loss"][1][-1] == 0.25
+    (run / "metrics.jsonl").unlink()  # put back to where it goes on
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "seconds": 0.1}\n')
+    assert look(server, run)["runs"][0]["curves"]["loss"] == [[1], [3]]
+
+
+def test_long_runs_are_thinned_and_keep_their_end(server: TestClient, place: Path) -> None:
+    run = run_at(place / "long", steps=5000)
+    steps, losses = look(server, run)["runs"][0]["curves"]["loss"]
+    assert len(steps) <= 1001
+    assert (steps[0], steps[-1], losses[-1]) == (1, 5000, 3.0 / 5000)
+
+
+def test_where_the_difference_is(server: TestClient, place: Path) -> None:
+    """Worker 1 takes twice as long: its ops are slow, and worker 0 waits for it."""
+    run = run_at(place / "one", timeline__json=timeline(slower=2).dumps(), summary__json="{}")
+    assert state_of(run) == "ended"
+    found = look(server, run)["timeline"]
+    assert found["figures"] == [["measured", "15 s"], ["predicted", "9 s"], ["difference", "6 s"]]
+    assert found["parts"][0] == ["computing", "9 s", "6 s", "3 s"]
+    assert [row["slow"] for row in found["rows"]] == [False, True]
+    assert [row["saved"] for row in found["rows"]] == ["200 B", "100 B"]
+    assert [chart["makespan"] for chart in found["picture"]["charts"]] == [15, 9]
+
+
+def test_the_parts_add_up_to_the_difference() -> None:
+    shown = timeline(slower=1.7)
+    told = difference(shown)["parts"]
+    sums = [sum(float(part[i].split()[0]) for part in told) for i in (1, 2, 3)]
+    measured, predicted = shown.measured().makespan, shown.predicted().makespan
+    assert sums == pytest.approx([measured, predicted, measured - predicted], rel=1e-3)
+
+
+def test_events_and_checkpoints(server: TestClient, place: Path) -> None:
+    run = run_at(place / "one")
+    events.note(
+        run, events.FAILED, attempt=0, step=2, message="worker 1 died", lost=True, worker=1, action=""
+    )
+    events.note(run, events.RESTARTED, attempt=1, step=1, source="memory")
+    (run / "checkpoint" / "step-2").mkdir(parents=True)
+    (run / "checkpoint" / "step-2" / "checkpoint.json").touch()
+    assert state_of(run) == "stopped"
+    (shown,) = look(server, run)["runs"]
+    assert [(event["text"], event["kind"]) for event in shown["events"]] == [
+        ("step 2 failed: worker 1 died", "wrong"),
+        ("restart 1: going on after step 1, from the workers' memory", ""),
+        ("checkpoint step-2", "kept"),
+    ]
+
+
+def test_several_runs_side_by_side(server: TestClient, place: Path) -> None:
+    runs = [run_at(place / name, timeline__json=timeline(n).dumps()) for n, name in ((1, "a"), (2, "b"))]
+    found = look(server, *runs)
+    charts = found["timeline"]["picture"]["charts"]
+    assert [chart["heading"].split(":")[0] for chart in charts] == [str(run) for run in runs]
+    assert [chart["makespan"] for chart in charts] == [9, 15]
+
+
+def test_what_is_damaged_is_told(server: TestClient, place: Path, tmp_path: Path) -> None:
+    run = run_at(place / "one", timeline__json="{", config__toml="=", events__jsonl="[1]\nx\n{}\n")
+    (run / ".lock").write_text("process 99999999999999999999 on " + platform.node() + "\n")
+    found = look(server, run)
+    assert "timeline.json: not the timeline of a run, or damaged" in found["timeline"]["problems"][0]
+    assert "problem" in found["runs"][0]["about"]
+    other = run_at(tmp_path / "other")
+    assert "is not among those" in refused(server, "/api/run", {"runs": [{"name": str(other)}]})
