@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, WorkerError
 from counterflow.schedule.program.actions import StartSync, WaitSync
 from counterflow.schedule.program.segments import Segments
 
@@ -166,6 +166,10 @@ class AsynchronousRunner:
         self.weights.note_parameters()
         try:
             self.interpreter.run(tasks, batch, period_offset=number - index, drains=batch is None)
+        except WorkerError as error:
+            if isinstance(error.__cause__, RuntimeError):
+                self.weights.check_buffers()
+            raise
         finally:
             self.weights.hooks.give_back()
         self.weights.detach()
