@@ -527,7 +527,7 @@ class Pipeline:
             given = self._given(inputs, targets, kwargs, micro_batches)
             batch = self._batch(given, _STEP if update else _KEEP, outputs=outputs)
             interpreter = self._run.interpreter
-            interpreter.counting = self.steps < self.counted_steps
+            interpreter.way.counting = self.steps < self.counted_steps
             told = self._run.step(batch, update=update)
             self._remember(batch)
             of_last = self._outputs(batch) if outputs else None

@@ -99,7 +99,7 @@ class BarrierFreeRunner(SynchronousRunner):
         self._begun += 1
         self._told = None
         self._run(batch, update, number, drains=False)
-        self.interpreter.release(batch)  # it stays itself until its slot is needed
+        self.interpreter.way.release(batch)  # it stays itself until its slot is needed
         return self._told
 
     def flush(self) -> list[StepStatistics]:

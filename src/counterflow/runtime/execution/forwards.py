@@ -1,0 +1,292 @@
+"""Runs the forwards of a worker's stages.
+
+Invariant: what a forward leaves for its backward is in its stash; what it gives is ``outputs.py``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from counterflow.schedule.modes import Recompute
+
+from ..messages.message_queue import Taken
+from ..messages.values import Unit, Value, put_together, take_apart, takes_gradient
+from ..mini_batch.batch import Batch
+from ..stages.randomness import Rows, versions
+from ..stages.recomputation import copied, mapped
+from ..stages.skips import Carried
+from ..stages.split_backward import Joints
+from ..stages.stage import StageCopy
+from .meters import Kept
+from .outputs import Outputs, layout, part
+from .skips import Came, Output
+from .stash import Again, Given, Stash, tensors_in
+from .tasks import Task
+from .under_way import NOTHING, UnderWay, joined, joining
+
+
+class Forwards:
+    """One worker's.
+
+    Args:
+        way: what is under way.
+        outputs: what becomes of their outputs.
+    """
+
+    def __init__(self, way: UnderWay, outputs: Outputs) -> None:
+        self._way, self._outputs = way, outputs
+        self._transport, self._clock = way.transport, way.clock
+        self._last_stage = way.last_stage
+        self._batches, self._handed, self._stashes, self._over = (
+            way.batches,
+            way.handed,
+            way.stashes,
+            way.over,
+        )
+        self._messages, self._skips = way.messages, way.skips
+
+    def forward(self, task: Task) -> None:
+        """Run a forward, and lay ready what it gives."""
+        op, copy = task.op, task.copy
+        assert op is not None
+        assert copy is not None
+        self._transport.stay_near()
+        if self._over:
+            self._way.end_ops()
+        batch = self._batches[task.slot]
+        given = self._inputs(task, copy, batch)
+        begin = self._clock.begin()
+        if copy.versions is not None and batch.training:
+            copy.versions.use(op.version + self._way.period_offset)
+        if not copy.precision.plain or (batch.training and copy.recompute is Recompute.STAGE):
+            found = self._forward_in_context(task, copy, batch, given)
+        else:
+            found = [self._forward_unit(task, copy, batch, each) for each in given]
+        self._clock.end(op, self._way.period_offset, begin)
+        self._transport.computed()
+        if task.stage != self._last_stage:
+            self._outputs.hand_on(task, batch, found)
+        elif task.ends_losses:
+            batch.losses.ask()
+
+    def _forward_in_context(
+        self, task: Task, copy: StageCopy, batch: Batch, given: Sequence[Given]
+    ) -> Sequence[Output]:
+        """The units' forwards with another precision, or without a graph where that is made later."""
+        without_graph = batch.training and copy.recompute is Recompute.STAGE
+        with torch.no_grad() if without_graph else NOTHING, copy.precision.computing():
+            if without_graph and len(given) > 1 and copy.joins is not False:
+                found = self._forward_together(task, copy, batch, given)
+                if found is not None:
+                    return found
+            return [self._forward_unit(task, copy, batch, each) for each in given]
+
+    def _inputs(self, task: Task, copy: StageCopy, batch: Batch) -> list[Given]:
+        """The op's inputs by unit, as leaves."""
+        units = task.units
+        rows = list(map(batch.rows.__getitem__, units))
+        none: list[Tensor] = []
+        if task.stage == 0:
+            found = []
+            for unit, its in zip(units, rows, strict=True):
+                value = self._first_input(unit, batch)
+                found.append(Given(unit, None, tensors_in(value), value, none, its))
+            return found
+        if task.number < 0:
+            taken: list[Taken] = []
+            leaf = _leaf if copy.entry.changes is False else copied  # the stage before may need it as it is
+            for unit in units:
+                structure, handed = self._handed.pop((task.stage, unit))
+                taken.append((structure, [leaf(tensor) for tensor in handed], none))
+        else:
+            taken = self._messages.take(task.number, len(units), as_leaves=batch.training)
+            if batch.known is None:
+                for unit, (structure, tensors, _) in zip(units, taken, strict=True):
+                    batch.learnt[task.stage - 1, unit.shape] = layout(structure, tensors)
+        found = [
+            Given(unit, structure, tensors, put_together(structure, tensors), buffers, its)
+            for unit, (structure, tensors, buffers), its in zip(units, taken, rows, strict=True)
+        ]
+        if task.takes:
+            leaf = _leaf if copy.entry.changes is False else copied
+            found = list(map(_with_skips, found, self._skips.take(task, batch, leaf)))
+        return found
+
+    def _first_input(self, unit: Unit, batch: Batch) -> Any:
+        assert batch.inputs is not None
+        own = part(batch.inputs[unit.micro_batch], unit, batch, batch.input_dims)
+        if isinstance(own, Tensor):
+            return own
+        return pytree.tree_map(lambda leaf: leaf, own)  # a layer may take things out of its dicts
+
+    def _forward_unit(self, task: Task, copy: StageCopy, batch: Batch, given: Given) -> Output:
+        """One unit's forward; gives what later stages take."""
+        unit, _, inputs, value, buffers, rows, by_skips = given
+        if rows.start == rows.stop:
+            return self._without_samples(task, batch, unit, buffers)
+        held: list[Kept] = []
+        if not batch.training:
+            output: Any = copy.forward(value, batch.step, rows)
+            found, tensors = self._outputs.with_loss(task, batch, output, unit)
+            self._messages.give_back(buffers)
+            return found, self._outputs.handed_on(tensors)
+        if copy.recompute is Recompute.STAGE:
+            return self._forward_to_recompute(task, copy, batch, given)
+        copy.hold = self._way.holds(held) if self._way.counting else None
+        joints: Joints | None = None
+        if copy.entry.changes is not False:
+            with joined(task, copy) as joints:
+                output = self._first_run(copy, copy.entry.given(value), batch.step, rows)
+        elif task.splits and copy.may_be_joined:
+            with joining(copy) as joints:
+                output = copy.forward(value, batch.step, rows)
+        else:
+            output = copy.forward(value, batch.step, rows)
+        found, tensors = self._outputs.with_loss(task, batch, output, unit)
+        if self._way.counting or joints is not None or not copy.checked:
+            self._way.graph_made(task, copy, inputs, tensors, held, joints=joints)
+        stash = Stash(inputs, tensors, (), buffers, held, None, by_skips, joints)
+        self._over.append(stash)
+        self._stashes[task.stage, unit] = stash
+        return found, self._outputs.handed_on(tensors)
+
+    def _without_samples(self, task: Task, batch: Batch, unit: Unit, buffers: Sequence[Tensor]) -> Output:
+        """What has no samples runs as nothing: it hands on None and gets no gradient."""
+        self._messages.give_back(buffers)
+        if batch.training:
+            self._stashes[task.stage, unit] = Stash([], [], (), (), [])
+        return self._outputs.apart(task, batch, None, unit)
+
+    def _forward_to_recompute(self, task: Task, copy: StageCopy, batch: Batch, given: Given) -> Output:
+        """The same without a graph: the input is kept."""
+        unit, value, rows = given.unit, given.value, given.rows
+        contents = copy.buffers.now()
+        same = mapped(_itself, value)  # a layer may change what its tensors are in
+        kept, before = copy.entry.kept(same), versions(same)
+        output: Any = self._first_run(copy, copy.entry.given(value), batch.step, rows)
+        if copy.entry.changes:
+            before = versions(kept)
+        else:
+            kept = same
+        found, tensors = self._outputs.with_loss(task, batch, output, unit)
+        again = Again(kept, before, contents, [])
+        if not copy.compared:
+            copy.compared = True
+            again = again._replace(first=[tensor.detach().clone() for tensor in tensors])
+        return found, self._stashed(task, copy, given, again, tensors)
+
+    def _first_run(self, copy: StageCopy, value: Value, step: int, rows: Rows) -> Any:
+        """A stage's output; the first one tells whether it changes its input in place."""
+        if copy.entry.changes is not None:
+            return copy.forward(value, step, rows)
+        before = versions(value)
+        output = copy.forward(value, step, rows)
+        copy.entry.learn(value, before)
+        return output
+
+    def _stashed(
+        self, task: Task, copy: StageCopy, given: Given, again: Again, tensors: list[Tensor]
+    ) -> list[Tensor]:
+        """Keep what a stage is computed again from; its outputs, marked as they would be with a graph."""
+        inputs, held = tensors_in(again.value), list[Kept]()
+        trained = copy.trains or any(t.requires_grad for t in inputs)
+        if trained:
+            self._way.hold(inputs, held)
+            tensors = [t.detach().requires_grad_(takes_gradient(t)) for t in tensors]
+            again.marked.extend(t.requires_grad for t in tensors)
+        self._stashes[task.stage, given.unit] = Stash(
+            inputs,
+            [],
+            None if trained else (),
+            given.buffers,
+            held,
+            again if trained else None,
+            given.by_skips,
+        )
+        return self._outputs.handed_on(tensors)
+
+    def _forward_together(
+        self, task: Task, copy: StageCopy, batch: Batch, given: Sequence[Given]
+    ) -> list[Output] | None:
+        """A doubled forward whose graph is made later, unit by unit: all units in one run.
+
+        None where they have to run one by one: a stage that draws, say, draws for each as it will again. The
+        first time they run both ways, to see whether the samples' outputs depend on each other.
+        """
+        sizes = [each.rows.stop - each.rows.start for each in given]
+        if not _joins([each.value for each in given], sizes, batch):
+            return None
+        contents = copy.buffers.now()
+        output = copy.forward_joined(torch.cat([each.value for each in given]))
+        if output is None:
+            copy.joins = False
+            return None
+        structure, whole = take_apart(output, f"stage {task.stage}")
+        if any(not t.dim() or t.shape[0] % sum(sizes) for t in whole):  # not all are its samples'
+            return None
+        pieces = [t.split([t.shape[0] // sum(sizes) * size for size in sizes]) for t in whole]
+        joined = [[piece[index] for piece in pieces] for index in range(len(given))]
+        if copy.joins is None:
+            apart = [self._forward_unit(task, copy, batch, each) for each in given]
+            if task.stage == self._last_stage:
+                values = [put_together(structure, tensors) for tensors in joined]
+                joined = [
+                    self._outputs.with_loss(task, batch, value, each.unit, again=True)[1]
+                    for each, value in zip(given, values, strict=True)
+                ]
+            copy.joins = all(map(_alike, joined, [tensors for _, tensors in apart]))
+            return apart
+        outputs: list[Output] = []
+        for each, tensors in zip(given, joined, strict=True):
+            if task.stage == self._last_stage:
+                self._outputs.with_loss(task, batch, put_together(structure, tensors), each.unit)
+            again = Again(each.value, versions(each.value), contents, [])
+            outputs.append((structure, self._stashed(task, copy, each, again, tensors)))
+        return outputs
+
+
+def _with_skips(given: Given, came: Came) -> Given:
+    """What a forward runs on with what came by skips."""
+    value, held = given.value if type(given.value) is Carried else (given.value, {})
+    return given._replace(
+        tensors=[*given.tensors, *came.tensors],
+        value=Carried(value, {**held, **came.skips}),
+        buffers=[*given.buffers, *came.buffers],
+        by_skips=came.gradients,
+    )
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _joins(values: Sequence[Any], sizes: Sequence[int], batch: Batch) -> bool:
+    """Whether values of several units are one of all their samples: lone tensors with these before all."""
+    return batch.input_dims == 0 and all(
+        size > 0 and isinstance(value, Tensor) and value.dim() > 0 and not value.shape[0] % size
+        for value, size in zip(values, sizes, strict=True)
+    )
+
+
+def _alike(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """Whether tensors are the same but for rounding."""
+    for one, other in zip(ours, theirs, strict=True):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        if not takes_gradient(one):
+            if not torch.equal(one, other):
+                return False
+        elif one.numel():
+            error = 8 * torch.finfo(one.dtype).eps ** 0.5
+            if not bool((one - other).abs().max() <= error * other.abs().max()):  # nor is what is not finite
+                return False
+    return True

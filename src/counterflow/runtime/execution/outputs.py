@@ -1,0 +1,125 @@
+"""What becomes of a stage's output: it goes to the next stage, or the loss is made of it.
+
+Invariant: it runs no layer of a stage but the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from counterflow.errors import ConfigError
+from counterflow.schedule.ir import Schedule
+
+from ..mesh.dtensors import whole
+from ..messages.values import Layout, Structure, TensorSpec, Unit, take_apart
+from ..mini_batch.batch import Batch
+from ..mini_batch.losses import Entry, LossFunction, read_loss
+from ..mini_batch.samples import Dims, cut
+from ..stages.recomputation import mapped
+from .skips import Output
+from .tasks import Task
+from .under_way import UnderWay
+
+
+class Outputs:
+    """One worker's.
+
+    Args:
+        way: what is under way.
+        schedule: what is run.
+        loss_function: gives the loss of the last layer's output and target; None: the output is the loss.
+    """
+
+    def __init__(self, way: UnderWay, schedule: Schedule, loss_function: LossFunction | None) -> None:
+        self._loss_function = loss_function
+        self._scheme, self._synchronous = schedule.scheme, schedule.synchronous
+        self._last_stage = way.last_stage
+        self._saved = way.saved
+        self._handed = way.handed
+        self._messages, self._skips = way.messages, way.skips
+
+    def hand_on(self, task: Task, batch: Batch, found: Sequence[Output]) -> None:
+        """Lay ready for the next stage what a forward gave."""
+        outputs: Any = self._skips.give(task, batch, found) if task.gives else found
+        if task.sent_as >= 0:
+            flat = outputs[0][1] if len(outputs) == 1 else [t for _, tensors in outputs for t in tensors]
+            self._messages.put(
+                task.sent_as, flat, [(structure, len(tensors)) for structure, tensors in outputs]
+            )
+        if batch.known is None:
+            for unit, output in zip(task.units, outputs, strict=True):
+                batch.learnt[task.stage, unit.shape] = layout(*output)
+        if task.hands_over:
+            for unit, output in zip(task.units, outputs, strict=True):
+                self._handed[task.stage + 1, unit] = output
+
+    def apart(self, task: Task, batch: Batch, output: Any, unit: Unit, *, again: bool = False) -> Output:
+        """What a stage that is not the last gives for a unit; None: it has no samples."""
+        assert task.copy is not None
+        place, skips = f"stage {task.stage}", task.copy.skips
+        if skips is None or not skips.gives:
+            return take_apart(output, place)
+        if not again:
+            self._skips.give_once(task, skips, batch, unit, output and output.skips)
+        return self._skips.apart(skips, output, place)
+
+    def handed_on(self, tensors: list[Tensor]) -> list[Tensor]:
+        """What a stage gives, and copies of what its weights and buffers are: these change in place."""
+        saved = self._saved
+        if saved is None or not any(map(saved.is_constant, tensors)):
+            return tensors
+        return [
+            t.detach().clone().requires_grad_(t.requires_grad) if saved.is_constant(t) else t for t in tensors
+        ]
+
+    def with_loss(self, task: Task, batch: Batch, output: Any, unit: Unit, *, again: bool = False) -> Output:
+        """A stage's output taken apart; after the last stage, the unit's share of the loss."""
+        if task.stage != self._last_stage:
+            return self.apart(task, batch, output, unit, again=again)
+        if batch.outputs is not None and not again:
+            batch.outputs[unit] = mapped(_kept, output)
+        if not batch.has_loss:
+            return None, []
+        assert task.copy is not None
+        rows = batch.rows[unit]
+        if self._loss_function is not None:
+            assert batch.targets is not None
+            target = part(batch.targets[unit.micro_batch], unit, batch, batch.target_dims)
+            output = task.copy.loss(self._loss_function, output, target, batch.step, rows)
+        means = task.copy.means
+        found = read_loss(output) if means is None else means.read(output, rows.stop - rows.start)
+        loss, weight, metrics, counts = found
+        share = batch.share(unit)
+        if weight is not None and self._synchronous:
+            share = 1.0 / batch.total
+        elif weight is not None:
+            if share < 1.0:
+                raise ConfigError(
+                    f"{self._scheme} updates weights before the LossSum of all micro-batches is "
+                    "known; return the mean loss of each, or take a scheme with a flush"
+                )
+            loss, metrics = loss / weight, {name: value / weight for name, value in metrics.items()}
+            weight = None
+        if not again:
+            batch.losses.entries.append(Entry(unit, loss.detach(), share, weight, metrics, counts))
+        return None, [loss * share]
+
+
+def part(tree: Any, unit: Unit, batch: Batch, dims: Dims) -> Any:
+    """A unit's samples of its micro-batch."""
+    if unit.parts == 1:
+        return tree
+    return cut(tree, unit.rows(batch.samples[unit.micro_batch]), dims)
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """Its content as it is now: the user's loss, or an update, may change it."""
+    return whole(tensor.detach()).clone()
+
+
+def layout(structure: Structure | None, tensors: Sequence[Tensor]) -> Layout:
+    """How an output looks."""
+    return Layout(structure, [TensorSpec.of(tensor) for tensor in tensors])

@@ -1,0 +1,106 @@
+"""What an op leaves for a later one of the same unit: a forward for its backward, that for its second half.
+
+Invariant: nothing here is run; who puts it down and who takes it up are ``forwards.py`` and ``backwards.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from ..messages.values import Structure, Unit, Value
+from ..stages.randomness import Rows
+from ..stages.recomputation import Contents
+from ..stages.split_backward import Joints, SplitBackward
+from .meters import Kept
+
+
+class Given(NamedTuple):
+    """What a forward runs on, for one unit.
+
+    ``buffers`` are those of the inputs that are given back; ``by_skips`` tells how many tensors with a
+    gradient came by each skip.
+    """
+
+    unit: Unit
+    structure: Structure | None
+    tensors: list[Tensor]
+    value: Value
+    buffers: Sequence[Tensor]
+    rows: Rows
+    by_skips: Sequence[int] = ()
+
+
+class Again(NamedTuple):
+    """What a stage is computed again from.
+
+    Attributes:
+        value: its input.
+        versions: of the input's tensors.
+        buffers: what the stage's buffers held.
+        marked: whether each output tensor was said to need a gradient.
+        first: copies of the output, if the second one is compared with it.
+    """
+
+    value: Value
+    versions: list[int]
+    buffers: Contents
+    marked: list[bool]
+    first: list[Tensor] | None = None
+
+
+@dataclass(slots=True)
+class Stash:
+    """What a forward leaves for the backward of one unit.
+
+    Attributes:
+        inputs: the tensors of what it ran on.
+        outputs: its own, until ``edges`` are made of them.
+        edges: where the backward begins; None if it has to recompute the outputs first.
+        by_skips: how many inputs with a gradient came by each skip.
+        reused: buffers to give back after the backward.
+        done: those to give back as soon as there is time.
+        held: what is counted as saved for the backward.
+        again: what that needs.
+        joints: where the graph of a split backward is joined.
+    """
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    edges: Sequence[GradientEdge] | None
+    reused: Sequence[Tensor]
+    held: list[Kept]
+    again: Again | None = None
+    by_skips: Sequence[int] = ()
+    joints: Joints | None = None
+    done: Sequence[Tensor] = ()
+
+    def release_outputs(self) -> None:
+        """Keep of the outputs where the backward begins, and let them go."""
+        self.edges = [get_gradient_edge(t) for t in self.outputs if t.requires_grad]
+        self.outputs = []
+
+
+class Waiting(NamedTuple):
+    """What an input gradient leaves for the weights' gradients of its unit.
+
+    Attributes:
+        split: the backward, half done.
+        held: what is counted as kept for it.
+    """
+
+    split: SplitBackward
+    held: list[Kept]
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Each tensor of a value once."""
+    if isinstance(value, Tensor):
+        return [value]
+    found = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+    return list({id(tensor): tensor for tensor in found}.values())

@@ -1,0 +1,147 @@
+"""What of a worker's mini-batches is under way, and what is counted of it.
+
+Invariant: it is empty whenever the pipeline is. It runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..messages.compression import Compression
+from ..messages.message_queue import MessageQueue
+from ..messages.values import Structure
+from ..mini_batch.batch import Batch, Key
+from ..stages.recomputation import Hold
+from ..stages.split_backward import Joints
+from ..stages.stage import StageCopy
+from ..transport import Transport
+from .meters import Clock, Kept, SavedBytes, graph_of, pointers
+from .skips import SkipTraffic
+from .stash import Stash, Waiting, tensors_in
+from .tasks import Task
+
+
+class UnderWay:
+    """One worker's.
+
+    Args:
+        transport: how messages travel.
+        slots: mini-batches that are under way at once.
+        last_stage: the one that gives the loss.
+        clock: notes when ops run.
+        compression: makes messages smaller; None: they go as they are.
+        saved: counts what is saved for backward.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        slots: int,
+        last_stage: int,
+        clock: Clock,
+        compression: Compression | None,
+        saved: SavedBytes | None,
+    ) -> None:
+        self.transport = transport
+        self.last_stage = last_stage
+        self.clock = clock
+        self.saved = saved
+        self.counting = False
+        """Whether what is saved for backward is counted, if it can be."""
+        self.period_offset = 0
+        """Periods that the list at hand is run later than it says."""
+        self.batches: list[Batch] = []
+        """By slot."""
+        self.handed: dict[Key, tuple[Structure | None, list[Tensor]]] = {}
+        """Outputs that a stage of this worker gave to another one of it."""
+        self.gradients: dict[Key, list[Tensor | None]] = {}
+        self.stashes: dict[Key, Stash] = {}
+        self.waiting: dict[Key, Waiting] = {}
+        self.over: list[Stash] = []
+        """Of ops that are over: what has time until the next op, after the send, is not done yet."""
+        self.messages = MessageQueue(transport, self.batches, compression)
+        self.skips = SkipTraffic(self.messages)
+        self._slots = slots
+        self._newest = 0
+
+    def take_in(self, batch: Batch) -> None:
+        """Give a mini-batch the slot after the last one's, in place of one that is over."""
+        batches = self.batches
+        if len(batches) < self._slots:
+            self._newest = len(batches)
+            batches.append(batch)
+        else:
+            self._newest = (self._newest + 1) % self._slots
+            batches[self._newest] = batch
+        if self.saved is not None and self.counting:
+            trees = [(one.inputs, one.targets) for one in batches]
+            self.saved.leave_out(t for t in pytree.tree_leaves(trees) if isinstance(t, Tensor))
+
+    def release(self, batch: Batch) -> None:
+        """Let go of the inputs and targets of a mini-batch whose ops are over: the user may change them."""
+        if batch.inputs is not None or batch.targets is not None:
+            given = pytree.tree_leaves((batch.inputs, batch.targets))
+            batch.inputs = batch.targets = None
+            self.messages.release(pointers(leaf for leaf in given if isinstance(leaf, Tensor)))
+
+    def end_ops(self) -> None:
+        """Do what the last op left to be done; graphs that were gone through go as well."""
+        for stash in self.over:
+            if stash.outputs:
+                stash.release_outputs()
+            if stash.done:
+                self.messages.give_back(stash.done)
+        self.over.clear()
+
+    def graph_made(
+        self,
+        task: Task,
+        copy: StageCopy,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        held: list[Kept],
+        *,
+        joints: Joints | None,
+    ) -> None:
+        """Count what a graph keeps for its backward, if that is counted; look at a stage's first graph."""
+        if self.saved is not None and self.counting:
+            self.saved.note(graph_of(outputs, more=joints.ends if joints is not None else ()), held)
+        if joints is not None:
+            joints.learn(outputs, inputs)
+        if not copy.checked:
+            targets = self.batches[task.slot].targets
+            copy.check_graph(outputs, [*inputs, *tensors_in(targets)], joints)
+
+    def holds(self, held: list[Kept]) -> Hold | None:
+        """Counts what is kept for a backward, if that is counted, and notes it in ``held``."""
+        return partial(self.saved.hold, collected=held) if self.saved is not None and self.counting else None
+
+    def hold(self, tensors: Sequence[Tensor], held: list[Kept]) -> None:
+        """Count what is kept for a backward, if that is counted."""
+        if self.saved is not None and self.counting:
+            for tensor in tensors:
+                self.saved.hold(tensor, held)
+
+
+NOTHING = nullcontext()
+
+
+def joined(task: Task, copy: StageCopy) -> AbstractContextManager[Joints | None]:
+    """Around a forward with a graph: notes where this is joined, if its backward is split."""
+    return joining(copy) if task.splits else NOTHING
+
+
+@contextmanager
+def joining(copy: StageCopy) -> Iterator[Joints]:
+    """Around a forward: notes where its graph is joined."""
+    copy.joints = joints = Joints(copy.splitting)
+    try:
+        yield joints
+    finally:
+        copy.joints = None
