@@ -155,6 +155,12 @@ def test_two_directions_hold_two_copies_and_no_flush_holds_versions() -> None:
     stashed = predict(MODEL, PROFILE, CLUSTER, configured("pipedream", stages=4))
     assert [w.weights for w in stashed.memory] == [200 * (4 + 3 - s) for s in range(4)]
     assert [w.activations for w in stashed.memory] == [80, 60, 40, 20]
+    layers = {
+        kind: replace(layer, cast_bytes=layer.weights_bytes / 2) for kind, layer in PROFILE.layers.items()
+    }
+    cast = predict(MODEL, replace(PROFILE, layers=layers), CLUSTER, configured("pipedream", stages=4))
+    assert [w.weights for w in cast.memory] == [200 * (4 + 3 - s) + 100 * (4 - s) for s in range(4)]
+    assert [w.activations for w in cast.memory] == [80, 60, 40, 20]
 
 
 def test_recomputation_keeps_less_and_takes_longer() -> None:

@@ -114,6 +114,9 @@ def test_memory_of_weight_versions() -> None:
     grouped = simulate(schemes.wpipe(4, 4), costs).memory
     assert grouped is not None
     assert [use.peak for use in grouped] == [300] * 4
+    cast = simulate(schemes.pipedream(4), Costs(memory=ByteCosts(weights=100, gradients=0, casts=50))).memory
+    assert cast is not None
+    assert [use.peak for use in cast] == [600, 450, 300, 150]  # each version is cast, and no gradient is
 
 
 def test_a_deadlocked_schedule_cannot_be_simulated() -> None:

@@ -38,7 +38,7 @@ class LayerProfile:
         input_gradient_seconds: the first half of a split backward at each size; none: half of the backward.
         weight_gradients_seconds: the other half; none: what the backward takes beyond the first.
         kept_bytes: what is kept between the two at each size; none: all that the forward keeps.
-        cast_bytes: what its weights are cast to in another precision, once for all micro-batches.
+        cast_bytes: what one version of its weights is cast to in another precision, for all micro-batches.
         frozen_bytes: of its weights, those that are not trained: without gradients and optimiser state.
 
     Raises:

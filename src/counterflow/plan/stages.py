@@ -238,10 +238,8 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
     held = ByteCosts(
         weights=weights,
         gradients=trained,
-        optimizer=tuple(
-            model.optimizer_states * w + cast
-            for w, cast in zip(trained, total(lambda layer: layer.cast_bytes), strict=True)
-        ),
+        casts=total(lambda layer: layer.cast_bytes),
+        optimizer=tuple(model.optimizer_states * w for w in trained),
         activations=saved,
         beyond_inputs=tuple(max(s - into[0], 0.0) for s, into in zip(saved, entering, strict=True)),
         kept_for_weights=total(lambda layer: layer.kept(samples)),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import TYPE_CHECKING, Protocol
 
 from counterflow.errors import ConfigError
@@ -69,6 +70,7 @@ class ByteCosts:
             are two ops; None means all of it.
         inputs: the stage's input for one micro-batch: all that is kept with ``recompute="stage"``. If the
             backward needs it, it is a part of ``activations``.
+        casts: what one version of the weights is cast to in another precision, once for all micro-batches.
         beyond_inputs: what a forward saves beyond it, there while the stage is computed again; None means
             ``activations`` less ``inputs``.
         layers: layers in the stage; with ``recompute="layer"`` one input a layer is kept.
@@ -87,6 +89,7 @@ class ByteCosts:
     layer_inputs: PerStage | None = None
     largest_layer: PerStage | None = None
     beyond_inputs: PerStage | None = None
+    casts: PerStage = 0.0
 
 
 def per_stage(name: str, value: PerStage, stages: int) -> list[float]:
@@ -109,7 +112,7 @@ class StageBytes:
     """Bytes by stage.
 
     Attributes:
-        weights: one version of the weights.
+        weights: one version of the weights, and what it is cast to.
         fixed: gradients and optimiser state.
         stash: of one micro-batch, what is kept from its forward to its backward.
         working: what is there besides while the backward, or its input gradient, runs.
@@ -138,7 +141,9 @@ class StageBytes:
 
 def stage_bytes(costs: ByteCosts, recompute: Recompute, stages: int) -> StageBytes:
     """What a kind of recomputation makes of byte costs."""
-    weights = per_stage("weights", costs.weights, stages)
+    weights = list(
+        map(add, per_stage("weights", costs.weights, stages), per_stage("casts", costs.casts, stages))
+    )
     gradients = costs.weights if costs.gradients is None else costs.gradients
     full = per_stage("activations", costs.activations, stages)
     inputs = per_stage("inputs", costs.inputs, stages)
