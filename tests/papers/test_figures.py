@@ -37,6 +37,9 @@ PUBLISHED = {
     "mixpipe-fig8": {"GPipe": 1.46, "GEMS": 2.39, "DAPPLE": 1.34, "Chimera": 1.16},
     "mixpipe-fig9": {"GPipe": 1.38, "GEMS": 2.25, "DAPPLE": 1.33, "Chimera": 1.12},
     "wpipe-fig8": {"PipeDream": 7.1, "GPipe": 2.1, "PipeDream-2BW": 1.4},
+    "chimera-fig16": {"PipeDream": 1.89, "PipeDream-2BW": 1.05, "GEMS": 2.39, "DAPPLE": 1.10},
+    "mixpipe-fig10a": {"GPipe": 1.22, "GEMS": 2.01, "DAPPLE": 1.09, "Chimera": 1.18},
+    "mixpipe-fig10b": {"GPipe": 1.10, "GEMS": 2.65, "DAPPLE": 1.16, "Chimera": 1.0},
 }
 """The papers' headline ratios; in Figure 15 the last is the parallel efficiency."""
 

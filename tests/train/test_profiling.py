@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,8 @@ from counterflow.errors import ConfigError
 from counterflow.measure.links import Travel, measure_allreduces, measure_messages
 from counterflow.plan import Configuration, files, predict
 from counterflow.runtime.workers.launch import launch
-from counterflow.runtime.workers.world import current_transport
-from counterflow.train.profiling import fitted, measure
+from counterflow.runtime.workers.world import Place, current_transport
+from counterflow.train.profiling import _pairs, _workers_of_each_node, fitted, measure
 
 from .conftest import Configure
 
@@ -71,15 +73,34 @@ def test_sizes_below_one_are_refused(config: Configure) -> None:
         measure(config(), sizes=(2, 0))
 
 
-def _links() -> tuple[tuple[Travel, ...], tuple[Travel, ...]]:
+def _links(
+    pair: tuple[int, int] = (0, 1), ranks: tuple[int, ...] | None = None
+) -> tuple[tuple[Travel, ...], tuple[Travel, ...]]:
     transport = current_transport()
     sizes = (4, 4096)
-    return measure_messages(transport, sizes, repeats=3), measure_allreduces(transport, sizes, repeats=3)
+    return (
+        measure_messages(transport, sizes, repeats=3, pair=pair),
+        measure_allreduces(transport, sizes, repeats=3, ranks=ranks),
+    )
 
 
 def test_links_are_measured_between_workers() -> None:
-    for found in launch(_links, workers=3, transport="local"):
+    all_three = launch(_links, workers=3, transport="local")
+    for found in chain(all_three, launch(_links, (0, 2), (0, 2), workers=3, transport="local")):
         for travels in found:
             assert [travel.size_bytes for travel in travels] == [4, 4096]
             assert all(travel.seconds > 0 for travel in travels)
             assert fitted(travels).latency_seconds >= 0
+
+
+def test_two_of_one_node_and_two_of_different_nodes_are_measured() -> None:
+    assert _pairs(2, 2) == ((0, 1), (0, 2))
+    assert _pairs(1, 4) == ((0, 1),)
+    assert _pairs(4, 1) == ((0, 1),)
+    assert _pairs(1, 1) == ()
+    placed = Place("torchrun", 0, 8, 0, "node0", 1, machines=2)
+    assert _workers_of_each_node(placed, None) == 4
+    with pytest.raises(ConfigError, match="workers=3: torchrun has started 4 on each machine; leave it out"):
+        _workers_of_each_node(placed, 3)
+    with pytest.raises(ConfigError, match="8 workers on 3 machines: a cluster's nodes have as many each"):
+        _workers_of_each_node(replace(placed, machines=3), None)

@@ -23,26 +23,32 @@ class Travel:
     seconds: float
 
 
-def measure_messages(transport: Transport, sizes: Sequence[int], *, repeats: int = 15) -> tuple[Travel, ...]:
-    """One message between ranks 0 and 1, half of what there and back takes; all workers call it.
+def measure_messages(
+    transport: Transport, sizes: Sequence[int], *, repeats: int = 15, pair: tuple[int, int] = (0, 1)
+) -> tuple[Travel, ...]:
+    """One message between two ranks, half of what there and back takes; all workers call it.
 
     Args:
         transport: of 2 workers or more.
         sizes: of messages, in bytes, multiples of 4.
         repeats: of each size; twice as many of it come before, uncounted, as pages are new.
+        pair: the two ranks.
     """
     return tuple(
-        _measured(transport, size, repeats, lambda t: _there_and_back(transport, t)) for size in sizes
+        _measured(transport, size, repeats, lambda t: _there_and_back(transport, t, pair)) for size in sizes
     )
 
 
 def measure_allreduces(
-    transport: Transport, sizes: Sequence[int], *, repeats: int = 15
+    transport: Transport, sizes: Sequence[int], *, repeats: int = 15, ranks: Sequence[int] | None = None
 ) -> tuple[Travel, ...]:
-    """One all-reduce over all workers; all of them call it. Arguments as in ``measure_messages``."""
-    group = transport.group(range(transport.world_size))
+    """One all-reduce over some ranks, or all; all workers call it. Arguments as in ``measure_messages``."""
+    ranks = range(transport.world_size) if ranks is None else ranks
+    group = transport.group(ranks)
 
-    def reduce(tensor: torch.Tensor) -> float:
+    def reduce(tensor: torch.Tensor) -> float | None:
+        if transport.rank not in ranks:
+            return None
         begin = time.perf_counter()
         transport.all_reduce(tensor, group).wait()
         _finish(transport)
@@ -65,19 +71,20 @@ def _measured(
     return Travel(size, max(row[0] for row in transport.gather([mine])))
 
 
-def _there_and_back(transport: Transport, tensor: torch.Tensor) -> float | None:
-    if transport.rank > 1:
+def _there_and_back(transport: Transport, tensor: torch.Tensor, pair: tuple[int, int]) -> float | None:
+    if transport.rank not in pair:
         return None
+    one, other = pair
     begin = time.perf_counter()
-    if transport.rank == 0:
-        sent = transport.send([tensor], 1, 0)
-        transport.receive([tensor], 1, 1).wait()
+    if transport.rank == one:
+        sent = transport.send([tensor], other, 0)
+        transport.receive([tensor], other, 1).wait()
         sent.wait()
     else:
-        transport.receive([tensor], 0, 0).wait()
-        transport.send([tensor], 0, 1).wait()
+        transport.receive([tensor], one, 0).wait()
+        transport.send([tensor], one, 1).wait()
     _finish(transport)
-    return (time.perf_counter() - begin) / 2 if transport.rank == 0 else None
+    return (time.perf_counter() - begin) / 2 if transport.rank == one else None
 
 
 def _finish(transport: Transport) -> None:

@@ -36,7 +36,7 @@ from counterflow.measure.machine import cores, device_name, memory_bytes
 from counterflow.measure.stage_costs import StageCost
 from counterflow.plan import AllReduce, Cluster, LayerProfile, LayerSkip, LayerTie, Link, Model, Profile
 from counterflow.runtime.workers.launch import launch
-from counterflow.runtime.workers.world import current_transport
+from counterflow.runtime.workers.world import Place, current_transport, place
 
 from .config import RunConfig
 from .job import Job, prepare
@@ -64,6 +64,8 @@ class Measured:
     cluster: Cluster
     messages: tuple[Travel, ...]
     allreduces: tuple[Travel, ...]
+    between: tuple[tuple[Travel, ...], tuple[Travel, ...]] = ((), ())
+    """Messages and all-reduces of two workers on different nodes."""
 
 
 def measure(
@@ -93,19 +95,34 @@ def measure(
     subject = subject_of(job)
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
+    placed = place()
+    nodes = 1 if placed is None else placed.machines
     here = workers or (torch.cuda.device_count() if on_gpu else cores())
+    if placed is not None:
+        here = _workers_of_each_node(placed, workers)
     threads = config.train.threads or max(1, cores() // here)
     about = device_name(device, threads)
     carrier: Literal["local", "gloo", "nccl"] = "local" if here == 1 else "nccl" if on_gpu else "gloo"
     run = partial(launch, transport=carrier, device=device, threads=threads)
     parts = [("layers", len(sizes)), ("steps", 1), ("links", 1)]
+    between: _Travels = (), ()
     with _reported(parts, progress) as done:
-        # One launch for all: a worker takes seconds to start, and a model of transformers many.
-        by_size, (gap, around), (messages, sums) = run(
-            _measured, subject, sizes, repeats, done, links=here == 2, workers=here
-        )[0]
-        if here > 2:
-            messages, sums = run(_links, repeats, workers=2)[0]
+        if placed is not None:
+            current_transport("nccl" if on_gpu else "gloo", device=device)
+            torch.set_num_threads(threads)
+            pairs = _pairs(here, nodes)
+            by_size, (gap, around), found = _measured(subject, sizes, repeats, done, pairs=pairs)
+            messages, sums = found[0] if here > 1 else ((), ())
+            between = found[-1] if nodes > 1 else between
+        else:
+            # One launch for all: a worker takes seconds to start, and a model of transformers many.
+            alone = _pairs(here, 1) if here == 2 else ()
+            by_size, (gap, around), found = run(
+                _measured, subject, sizes, repeats, done, pairs=alone, workers=here
+            )[0]
+            if here > 2:
+                found = [run(_links, repeats, (0, 1), workers=2)[0]]
+            messages, sums = found[0] if found else ((), ())
     profile = profile_of(job, about, by_size, gap, around, how=f"measured, median of {repeats}")
     inputs, _ = job.batches.batch(0, 1, replica=0, replicas=1)
     model = Model(
@@ -119,25 +136,48 @@ def measure(
         skips=skips_of(by_size[-1]),
         ties=ties_of(job.layers),
     )
-    link = fitted(messages)
+    link, other = fitted(messages), fitted(between[0] or messages)
     cluster = Cluster(
         name=f"{platform.node() or 'this machine'}",
-        nodes=1,
+        nodes=nodes,
         devices=here,
         memory_bytes=memory_bytes(device, here),
         inside=link,
-        between=link,
+        between=other,
         allreduce_inside=fitted(sums, begins=2) if sums else None,
+        allreduce_between=fitted(between[1], begins=2) if between[1] else None,
+        shared_adapter=nodes > 1,
         allreduce=AllReduce.HIERARCHICAL if on_gpu else AllReduce.RING,
         cores=None if on_gpu else cores(),
         sources={
             "memory_bytes": "as the machine tells, divided among its workers",
             "inside": f"fitted to messages of {_range(messages)}" if messages else "one worker: not used",
-            "between": "one node: not used",
+            "between": f"fitted to messages of {_range(between[0])}" if between[0] else "one node: not used",
             "allreduce_inside": f"fitted to all-reduces of 2 workers of {_range(sums)}" if sums else "",
+            "allreduce_between": f"fitted to all-reduces of 2 workers of {_range(between[1])}"
+            if between[1]
+            else "",
+            "shared_adapter": "taken: the workers of a node have one way out" if nodes > 1 else "",
         },
     )
-    return Measured(model, profile, cluster, messages, sums)
+    return Measured(model, profile, cluster, messages, sums, between)
+
+
+def _pairs(here: int, nodes: int) -> tuple[tuple[int, int], ...]:
+    """Ranks that are measured: two of one node, then two of different nodes."""
+    inside = ((0, 1),) if here > 1 else ()
+    return (*inside, (0, here)) if nodes > 1 else inside
+
+
+def _workers_of_each_node(placed: Place, wanted: int | None) -> int:
+    here, rest = divmod(placed.world_size, placed.machines)
+    if rest:
+        raise ConfigError(
+            f"{placed.world_size} workers on {placed.machines} machines: a cluster's nodes have as many each"
+        )
+    if wanted not in (None, here):
+        raise ConfigError(f"workers={wanted}: {placed.by} has started {here} on each machine; leave it out")
+    return here
 
 
 def subject_of(job: Job) -> Subject:
@@ -263,16 +303,21 @@ _Travels = tuple[tuple[Travel, ...], tuple[Travel, ...]]
 
 
 def _measured(
-    subject: Subject, sizes: Sequence[int], repeats: int, done: Path, *, links: bool
-) -> tuple[list[AtSize], tuple[float, float], _Travels]:
-    """What a worker runs: layers at all sizes, steps, and links if it is one of two.
+    subject: Subject,
+    sizes: Sequence[int],
+    repeats: int,
+    done: Path,
+    *,
+    pairs: Sequence[tuple[int, int]],
+) -> tuple[list[AtSize], tuple[float, float], list[_Travels]]:
+    """What a worker runs: layers at all sizes, steps, and links.
 
     Args:
         subject: what is timed.
         sizes: samples of a micro-batch.
         repeats: of each measurement.
         done: gets a byte whenever a part is done.
-        links: whether links are measured.
+        pairs: ranks between which links are measured.
     """
 
     def finished(what: Any) -> Any:
@@ -283,7 +328,7 @@ def _measured(
 
     by_size = [finished(timed(LayerTimer, subject, size, repeats)) for size in sizes]
     steps = finished(timed(StepTimer, subject, sizes[len(sizes) // 2], repeats))
-    return by_size, steps, _links(repeats) if links else ((), ())
+    return by_size, steps, [_links(repeats, pair) for pair in pairs]
 
 
 @contextmanager
@@ -324,13 +369,13 @@ def _reported(parts: Sequence[tuple[str, int]], progress: Progress) -> Iterator[
         tell(before)
 
 
-def _links(repeats: int) -> _Travels:
-    """What messages and all-reduces of two workers take."""
+def _links(repeats: int, pair: tuple[int, int]) -> _Travels:
+    """What messages and all-reduces of two workers take; all call it."""
     transport = current_transport()
     times = 3 * repeats
     return (
-        measure_messages(transport, MESSAGES, repeats=times),
-        measure_allreduces(transport, MESSAGES, repeats=times),
+        measure_messages(transport, MESSAGES, repeats=times, pair=pair),
+        measure_allreduces(transport, MESSAGES, repeats=times, ranks=pair),
     )
 
 

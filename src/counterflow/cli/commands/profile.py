@@ -46,13 +46,19 @@ def profile(
     ] = Path("profile"),
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure layers against micro-batch size, messages and all-reduces, for 'plan' to choose with."""
+    """Measure layers against micro-batch size, messages and all-reduces, for 'plan' to choose with.
+
+    Under torchrun all workers measure, on all nodes, links between nodes too; the first writes.
+    """
     from counterflow.plan import files  # noqa: PLC0415  (torch and pydantic take a while)
+    from counterflow.runtime.workers.world import place  # noqa: PLC0415
     from counterflow.train import load_config  # noqa: PLC0415
     from counterflow.train.profiling import SIZES, measure  # noqa: PLC0415
 
     resolved = load_config(config, sets or ())
-    with _progress(shown=not as_json) as report:
+    placed = place()
+    first = placed is None or placed.rank == 0
+    with _progress(shown=first and not as_json) as report:
         found = measure(
             resolved,
             sizes=SIZES if sizes is None else _numbers(sizes),
@@ -60,6 +66,8 @@ def profile(
             repeats=repeats,
             progress=report,
         )
+    if not first:
+        return
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
     for name in NAMES:
@@ -134,13 +142,15 @@ def _print(found: Measured) -> None:
     for travels, link, begins, name in (
         (found.messages, cluster.inside, 1, "message"),
         (found.allreduces, cluster.allreduce_inside or cluster.inside, 2, "all-reduce of 2"),
+        (found.between[0], cluster.between, 1, "between nodes"),
+        (found.between[1], cluster.allreduce_between or cluster.between, 2, "all-reduce of 2 nodes"),
     ):
         for row, travel in enumerate(travels):
             fit = begins * link.latency_seconds + link.seconds_per_byte * travel.size_bytes
             links.add_row(
                 name if not row else "", byte_size(travel.size_bytes), shown(travel.seconds), shown(fit)
             )
-    if found.messages:
+    if found.messages or found.between[0]:
         out.print(links)
     out.print(
         f"beside its layers an op takes {shown(found.profile.op_overhead_seconds)}, "
