@@ -150,13 +150,19 @@ def test_chimera_figure_14() -> None:
     assert chimera is not None
     assert bars["GEMS"].published == (None, None, chimera / 2.41)
     assert bars["PipeDream-2BW"].texts[-1] == "D=4\nB=16\nR"
+    _every_miss_has_a_reason(found)
 
 
-@pytest.mark.parametrize("name", ["chimera-fig14", "chimera-fig17", "mixpipe-fig9", "hanayo-fig11"])
+@pytest.mark.parametrize("name", ["chimera-fig17", "mixpipe-fig9", "hanayo-fig11"])
 def test_every_miss_has_a_reason_and_only_misses_have(name: str) -> None:
     figure = FIGURES[name]
     needed = {run for value in figure.published for run in value.runs}
-    found = reproduce(replace(figure, runs=tuple(run for run in figure.runs if run.label in needed)))
+    _every_miss_has_a_reason(
+        reproduce(replace(figure, runs=tuple(run for run in figure.runs if run.label in needed)))
+    )
+
+
+def _every_miss_has_a_reason(found: Reproduction) -> None:
     for row in found.rows:
         assert row.holds == (row.published.miss == ""), row.published.label
         assert row.holds == (row.difference is not None and abs(row.difference) <= TOLERANCE)
