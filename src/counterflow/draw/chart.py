@@ -137,7 +137,8 @@ class Memory:
 class Chart:
     """One timeline. ``makespan`` in seconds; ``steady`` is each worker's (start, end) of its steady part.
 
-    ``in_forwards``: times are no seconds but in units of a forward. The page alone shows what follows:
+    ``in_forwards``: times are no seconds but in units of a forward. ``playable``: false of orders that
+    deadlock, whose ops stand one after another. The page alone shows what follows:
     ``slack`` of the first boxes, in seconds; ``circle``, pairs of boxes of which the first waits for the
     second, where workers wait in a circle; ``limit``, the most that each worker may have of ``memory``.
     """
@@ -153,6 +154,7 @@ class Chart:
     bubbles: tuple[Bubble, ...] = ()
     messages: tuple[Arrow, ...] = ()
     in_forwards: bool = False
+    playable: bool = True
     slack: tuple[float, ...] | None = None
     circle: tuple[tuple[int, int], ...] = ()
     limit: tuple[float, ...] | None = None
@@ -169,6 +171,8 @@ class Chart:
         >>> Chart("", "", 2, 10.0, (), (), bubbles=(Bubble(1, 0.0, 1.0, "warm-up"),)).split
         'bubbles 5 %: warm-up 5 %'
         """
+        if not self.playable:
+            return ""
         sums = {cause.value: 0.0 for cause in Cause}
         for bubble in self.bubbles:
             sums[bubble.cause] = sums.get(bubble.cause, 0.0) + bubble.end - bubble.start
@@ -303,6 +307,7 @@ def order_chart(schedule: Schedule, costs: Costs) -> Chart:
         lanes=lanes,
         boxes=tuple(_op_box(schedule, lane_of, span, ()) for span in spans),
         in_forwards=costs.in_forwards,
+        playable=False,
     )
 
 

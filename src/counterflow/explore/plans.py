@@ -94,7 +94,8 @@ def plan(asked: PlanAsked, tell: Callable[[dict[str, Any]], None]) -> dict[str, 
     larger = explained.in_more_memory
     return {
         "heading": f"{task.model.name} on {cluster.name}",
-        "about": f"{cluster.nodes:,} nodes of {cluster.devices}, mini-batch {task.mini_batch:,}, "
+        "about": f"{cluster.nodes:,} node{'' if cluster.nodes == 1 else 's'} of {cluster.devices} "
+        f"device{'' if cluster.devices == 1 else 's'}, mini-batch {task.mini_batch:,}, "
         f"{bytes_text(cluster.usable_bytes)} a device",
         "plans": [_row(each) for each in found.of_schemes],
         "changes": [

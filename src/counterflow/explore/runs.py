@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import platform
 import re
@@ -166,10 +167,14 @@ class Runs:
 
 
 def state_of(path: Path) -> str:
-    """``running``, ``ended`` or ``stopped``: whether somebody writes there, else whether it has a summary."""
+    """``running``: somebody writes there. ``ended``: all steps were made. ``stopped``: neither."""
     if _is_written(path):
         return "running"
-    return "ended" if (path / SUMMARY).exists() else "stopped"
+    try:
+        summary = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return "stopped"
+    return "stopped" if isinstance(summary, dict) and summary.get("stopped") else "ended"
 
 
 def _is_written(path: Path) -> bool:

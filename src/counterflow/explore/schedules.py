@@ -28,6 +28,7 @@ from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import Op, Schedule
 from counterflow.schedule.scheme import DEPTH
 from counterflow.simulate import Cause, Costs, Simulation, simulate
+from counterflow.simulate.kernel import load_numba
 
 from .asked import Check, Download, Look, Move, Subject, limits_of
 
@@ -181,6 +182,12 @@ _FORMS = {
     "html": (".html", "text/html"),
     "trace": (".trace.json", "application/json"),
 }
+
+
+def warm() -> None:
+    """Load what the first picture needs, so that it comes as quickly as the next ones."""
+    load_numba()
+    Schedules().look(Look(subjects=[Subject(scheme="dapple", options={"stages": 2, "micro_batches": 2})]))
 
 
 def records() -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Thread
 from typing import Annotated
 
 import typer
@@ -44,8 +45,10 @@ def explore(
     for package in ("starlette", "uvicorn"):
         imported(package, "explore")
     from counterflow.explore.app import application  # noqa: PLC0415  (an extra)
+    from counterflow.explore.schedules import warm  # noqa: PLC0415
     from counterflow.explore.serve import serve  # noqa: PLC0415
 
+    Thread(target=warm, daemon=True).start()
     serve(
         lambda token: application(token, runs or [Path("runs")]),
         host,
