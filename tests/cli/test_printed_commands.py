@@ -39,6 +39,7 @@ COMMANDS = [
 EXCUSED = {
     "make test": "it runs this test",
     "pip install": "it needs the network",
+    "make explore": "it serves until Ctrl-C",
     "counterflow explore": "it serves until Ctrl-C; tests/explore/test_command.py runs it",
     "torchrun --nnodes": "it needs several machines",
     "python benchmarks/convergence.py --keep": "45 minutes, and it writes kept results",
