@@ -8,20 +8,22 @@ import signal
 import subprocess
 import sys
 from http.client import HTTPConnection
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("uvicorn", reason="needs the extra counterflow[explore]")
 
 
-def test_it_serves_until_it_is_interrupted() -> None:
-    command = [sys.executable, "-m", "counterflow", "explore", "--no-open", "--port", "0"]
+def test_it_serves_until_it_is_interrupted(tmp_path: Path) -> None:
+    """Where runs are named, their page is the first."""
+    command = [sys.executable, "-m", "counterflow", "explore", "--no-open", "--port", "0", str(tmp_path)]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stderr is not None
             told = re.fullmatch(
-                r"Open http://127\.0\.0\.1:(\d+)/ \(Ctrl-C ends\)\n", process.stderr.readline()
+                r"Open http://127\.0\.0\.1:(\d+)/runs \(Ctrl-C ends\)\n", process.stderr.readline()
             )
             assert told is not None
             connection = HTTPConnection("127.0.0.1", int(told[1]), timeout=60)

@@ -52,7 +52,13 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    make: Callable[[str | None], Starlette], host: str, port: int, *, opens: bool, told: Callable[[str], None]
+    make: Callable[[str | None], Starlette],
+    host: str,
+    port: int,
+    *,
+    page: str = "",
+    opens: bool,
+    told: Callable[[str], None],
 ) -> None:
     """Serve until Ctrl-C.
 
@@ -60,6 +66,7 @@ def serve(
         make: the application, from the token that requests must carry; None: this machine alone is heard.
         host: where to listen.
         port: on which port.
+        page: which page is opened; the first where none is named.
         opens: whether a browser is opened.
         told: told the address.
 
@@ -69,7 +76,7 @@ def serve(
     token = None if is_here(host) else secrets.token_urlsafe(24)
     with listening(host, port) as taken:
         name = f"[{host}]" if ":" in host else host
-        address = f"http://{name}:{taken.getsockname()[1]}/" + (f"?token={token}" if token else "")
+        address = f"http://{name}:{taken.getsockname()[1]}/{page}" + (f"?token={token}" if token else "")
         told(address)
         if opens:
             Thread(target=webbrowser.open, args=(address,), daemon=True).start()

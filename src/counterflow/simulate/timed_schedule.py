@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from itertools import accumulate
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +39,8 @@ KEPT_MODELS = 8
 """Models kept, so that trying many costs on a few schedules builds each of them once."""
 
 _kept: list[TimedSchedule] = []
+_keeping = Lock()
+"""Held while that list is looked at or changed: threads may simulate at one time."""
 
 
 class Played(NamedTuple):
@@ -362,11 +365,13 @@ def _equal(one: Floats, other: Floats, third: Floats, fourth: Floats) -> bool:
 
 def timed(schedule: Schedule) -> TimedSchedule:
     """The schedule's model; those of the last few schedules are kept."""
-    for place, kept in enumerate(_kept):
-        if kept.schedule is schedule:
-            _kept.append(_kept.pop(place))
-            return kept
+    with _keeping:
+        for place, kept in enumerate(_kept):
+            if kept.schedule is schedule:
+                _kept.append(_kept.pop(place))
+                return kept
     model = TimedSchedule(schedule)
-    _kept.append(model)
-    del _kept[:-KEPT_MODELS]
+    with _keeping:
+        _kept.append(model)
+        del _kept[:-KEPT_MODELS]
     return model

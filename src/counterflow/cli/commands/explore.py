@@ -53,6 +53,7 @@ def explore(
         lambda token: application(token, runs or [Path("runs")]),
         host,
         port,
+        page="runs" if runs else "",
         opens=opens,
         told=lambda address: note(f"Open {address} (Ctrl-C ends)"),
     )
