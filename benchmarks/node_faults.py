@@ -121,7 +121,11 @@ class Run:
             *("--steps", str(STEPS), "--out", str(self.folder), *self.more),
             *(part for key, value in KEYS.items() for part in ("--set", f"{key}={value}")),
         ]
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": "cf0", "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {
+            "GLOO_SOCKET_IFNAME": "cf0",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else torch 2.13 tells a new node of no store
+        }
         with (self.folder.parent / f"{self.folder.name}.{node}.log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=environment)
 
@@ -263,7 +267,7 @@ def one(fault: str, root: Path, whole: list[tuple[float, float, float]] | None) 
             if any(codes):
                 problem = f"exit codes {codes}"
             if fault == "cut":
-                run.until("the end of the other node", lambda: run.agents[1].poll() is not None, 60)
+                run.until("the end of the other node", lambda: run.agents[1].poll() is not None, 180)
         except (TimeoutError, IndexError) as error:
             problem = str(error) or type(error).__name__
         curve = run.curve()
@@ -304,6 +308,15 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def keep(row: Row, about: dict[str, object]) -> None:
+    """Add a row to the kept ones, and write their table."""
+    path = RESULTS / "node_faults.json"
+    kept = [*(json.loads(path.read_text()) if path.exists() else []), asdict(row)]
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+    text = table([Row(**each) for each in kept])
+    (RESULTS / "node_faults.txt").write_text(f"{shown(about)}\n\n{text}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -315,6 +328,7 @@ def main() -> None:
     options = parser.parse_args()
     if sys.platform != "linux" or os.getuid():
         sys.exit("nodes are network namespaces: this needs root on Linux")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # nodes are taken away then too
     random.seed(options.seed)
     about = machine()
     root = Path(tempfile.mkdtemp(prefix="node-faults-"))
@@ -327,13 +341,8 @@ def main() -> None:
             row, _run = one(fault, root, whole.curve())
             print(json.dumps(asdict(row)), flush=True)
             rows.append(row)
-    if options.keep:
-        path = RESULTS / "node_faults.json"
-        kept = json.loads(path.read_text()) if path.exists() else []
-        kept += [asdict(row) for row in rows]
-        path.write_text(json.dumps(kept, indent=1) + "\n")
-        kept_rows = [Row(**row) for row in kept]
-        (RESULTS / "node_faults.txt").write_text(f"{shown(about)}\n\n{table(kept_rows)}")
+            if options.keep:
+                keep(row, about)
     print(table(rows))
     if any(row.problem for row in rows):
         sys.exit(f"logs are in {root}")
