@@ -416,12 +416,19 @@ def main() -> None:
             raise SystemExit("network namespaces and tun devices need root, and Linux")
         data: dict[str, Any] = {"machine": machine(), "clusters": []}
         for layout, megabits, delay in product(given.layout, given.megabits, given.delays):
-            data["clusters"].append(one(layout, megabits, delay, quick=given.quick))
+            try:
+                data["clusters"].append(one(layout, megabits, delay, quick=given.quick))
+            except SystemExit as error:  # the others are measured all the same, and this is told
+                data.setdefault("failed", []).append(f"{layout}, {megabits:g} Mbit/s, {delay:g} ms: {error}")
+                print(data["failed"][-1], file=sys.stderr, flush=True)
+                continue
             print(report(data)[-1], f"load {load():.1f}", file=sys.stderr, flush=True)
-        print("\n".join(report(data)))
-        if given.keep:
-            (RESULTS / "cluster.txt").write_text("\n".join(report(data)) + "\n")
-            (RESULTS / "cluster.json").write_text(json.dumps(data, indent=1) + "\n")
+            if given.keep:
+                (RESULTS / "cluster.txt").write_text("\n".join(report(data)) + "\n")
+                (RESULTS / "cluster.json").write_text(json.dumps(data, indent=1) + "\n")
+        print("\n".join([*report(data), *data.get("failed", [])]))
+        if data.get("failed"):
+            raise SystemExit(1)
 
 
 if __name__ == "__main__":
