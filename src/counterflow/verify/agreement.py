@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -26,6 +27,10 @@ Transports = Literal["local", "gloo", "nccl", "strict-nccl"]
 
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-10}
 """The largest relative error at which numbers agree, by the dtype they are computed in."""
+
+HALVED_TOLERANCE = 0.1
+"""That where layers compute in bfloat16 and halves of micro-batches have backwards of their own: a half's
+gradients are rounded by themselves, to numbers that are 2^-8 apart."""
 
 SMALL = 1e-3
 """Errors of a tensor are relative to its own largest value, or to this share of that of all tensors:
@@ -106,31 +111,37 @@ def verify(
         device: where to compute.
         flush_after: the steps after which the pipeline is flushed; it always is after the last.
         reference: what ``one_process`` gave for the same arguments, if it is at hand.
-        options: further options of ``Pipeline``.
+        options: further options of ``Pipeline``; one process computes in the same precision.
 
     Raises:
         ConfigError: the pipeline cannot run this.
         WorkerError: a worker failed.
     """
     replicas = len(batches[0])
+    lower = options.get("autocast") or options.get("compute_dtype")
+    # Sums in bfloat16 depend on how many threads share them.
+    threads = 1 if lower else None
     if reference is None:
         modules = layers_of(list(layers))
         cuts = options.get("cuts") or balance(
             options.get("costs") or estimated_costs(modules), schedule.stages
         )
-        reference = one_process(
-            layers,
-            loss_function,
-            schedule.micro_batches,
-            batches,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            seed=seed,
-            clip_norm=clip_norm,
-            device=device,
-            staleness=Staleness.of(schedule, cuts),
-            flush_after=flush_after,
-        )
+        with _threads(threads):
+            reference = one_process(
+                layers,
+                loss_function,
+                schedule.micro_batches,
+                batches,
+                optimizer=optimizer,
+                scheduler=scheduler,
+                seed=seed,
+                clip_norm=clip_norm,
+                device=device,
+                staleness=Staleness.of(schedule, cuts),
+                flush_after=flush_after,
+                autocast=options.get("autocast"),
+                compute_dtype=options.get("compute_dtype"),
+            )
     found: list[Trained] = launch(
         _train,
         schedule,
@@ -152,8 +163,23 @@ def verify(
         strict=strict,
         device=device,
         timeout_seconds=timeout_seconds,
+        threads=threads,
     )
-    return compare(reference, found)
+    agreement = compare(reference, found)
+    if lower and any(op.parts > 1 for op in schedule.ops()):
+        agreement = replace(agreement, tolerance=HALVED_TOLERANCE)
+    return agreement
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Around what torch runs on so many threads; None: on as many as it likes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def one_process(

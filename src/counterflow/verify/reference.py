@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.execution.step import Step
@@ -27,6 +28,7 @@ from counterflow.runtime.parameters.hooks import Hooks, called
 from counterflow.runtime.parameters.weights import MakeOptimizer, MakeScheduler
 from counterflow.runtime.stages.layers import state_names
 from counterflow.runtime.stages.randomness import RandomStreams, Rows
+from counterflow.runtime.stages.recomputation import mapped
 from counterflow.runtime.stages.stage import LOSS, NamedLayer, evaluating, loss_layer, materialised
 from counterflow.schedule import registry
 from counterflow.schedule.ir import Schedule
@@ -78,6 +80,8 @@ class Reference:
             by its own norm, to ``clip_norm / sqrt(stages)``.
         device: where to compute.
         staleness: which weights each stage computes with; None: the latest.
+        autocast: layers and loss run under torch's autocast to it.
+        compute_dtype: layers run with weights and inputs cast to it; the loss is of a float32 output.
     """
 
     def __init__(
@@ -93,6 +97,8 @@ class Reference:
         clip_norm: float | None = None,
         device: torch.device | str = "cpu",
         staleness: Staleness | None = None,
+        autocast: torch.dtype | None = None,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.streams = RandomStreams(seed, self.device)
@@ -117,6 +123,7 @@ class Reference:
         self.scheduler = scheduler(self.optimizer) if scheduler else None
         self.steps = 0
         self.staleness = staleness
+        self._autocast, self._compute_dtype = autocast, compute_dtype
         self._hooks = Hooks(self.parameters)
         self._hooks.take()
         """They are called on the gradients of the whole mini-batch."""
@@ -241,18 +248,35 @@ class Reference:
         return found
 
     def _loss(self, inputs: Any, targets: Any, drawn: tuple[int, int] | None) -> Found:
-        value: Any = inputs
+        with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
+            return self._loss_within(inputs, targets, drawn)
+
+    def _loss_within(self, inputs: Any, targets: Any, drawn: tuple[int, int] | None) -> Found:
+        lower = self._compute_dtype
+        value: Any = inputs if lower is None else mapped(partial(_in_place_of, dtype=lower), inputs)
         run: Callable[..., Any] = _plainly
         if drawn is not None:
             run = partial(self.streams.run, step=self.steps, rows=Rows(drawn[0], drawn[1], 0, drawn[1]))
         for layer in self.layers:
-            value = run(layer.module, value, index=layer.index)
+            module = layer.module if lower is None else partial(_lowered, layer.module, lower)
+            value = run(module, value, index=layer.index)
+        value = value if lower is None else mapped(Tensor.float, value)
         with self._means.watching():
             output = run(lambda given: self.loss_function(given, targets), value, index=LOSS)
         if self.staleness is None:
             return self._means.read(output, samples_in(inputs))
         found = read_loss(output)
         return found if found.weight is None else Found(found.loss / found.weight)
+
+
+def _in_place_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _lowered(layer: nn.Module, dtype: torch.dtype, value: Any) -> Any:
+    """What a layer gives with weights cast to a lower precision."""
+    weights = {name: _in_place_of(weight, dtype) for name, weight in layer.named_parameters()}
+    return functional_call(layer, weights, (value,))
 
 
 def _plainly(layer: Callable[[Any], Any], value: Any, *, index: int) -> Any:

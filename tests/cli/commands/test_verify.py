@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from ..conftest import Run
+
+BFLOAT16 = [
+    ("autocast", "zb-v --stages 4 --micro-batches 4", 1e-5),
+    ("compute-dtype", "chimera --stages 2 --micro-batches 2", 1e-5),
+    ("compute-dtype", "dapple --stages 1 --micro-batches 2", 1e-5),
+    ("compute-dtype", "pipedream --stages 2", 1e-5),
+    ("autocast", "chimera --stages 2 --micro-batches 4 --concat backward-halving", 0.1),
+]
 
 
 @pytest.mark.parametrize("scheme", ["dapple --stages 2", "chimera --stages 2"])
@@ -12,3 +22,18 @@ def test_steps_without_a_barrier_agree(run: Run, scheme: str) -> None:
     found = run(f"verify {scheme} --micro-batches 2 --no-barrier --json").json
     assert found["ok"]
     assert found["weight_error"] < 1e-10
+
+
+@pytest.mark.parametrize(("how", "scheme", "tolerance"), BFLOAT16)
+def test_it_compares_with_one_process_in_the_same_precision(
+    run: Run, how: str, scheme: str, tolerance: float
+) -> None:
+    found = run(f"verify {scheme} --bfloat16 {how} --json").json
+    assert found["ok"]
+    assert found["tolerance"] == tolerance
+
+
+def test_full_precision_is_another_one(refused: Callable[..., str]) -> None:
+    assert "leave out --dtype float64" in refused(
+        "verify dapple --stages 2 --micro-batches 2 --bfloat16 autocast --dtype float64"
+    )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from counterflow.errors import ConfigError
 from counterflow.schedule.check import checked_program
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute, Sync
@@ -27,6 +28,13 @@ class Dtype(Enum):
 
     FLOAT32 = "float32"
     FLOAT64 = "float64"
+
+
+class Bfloat16(Enum):
+    """How layers compute in bfloat16."""
+
+    AUTOCAST = "autocast"
+    COMPUTE_DTYPE = "compute-dtype"
 
 
 class Where(Enum):
@@ -67,7 +75,19 @@ def verify(
             rich_help_panel=_PANEL,
         ),
     ] = Where.LOCAL,
-    dtype: Annotated[Dtype, typer.Option(help="Precision.", rich_help_panel=_PANEL)] = Dtype.FLOAT64,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(
+            help="Precision of weights. Default float64; with --bfloat16 float32.", rich_help_panel=_PANEL
+        ),
+    ] = None,
+    bfloat16: Annotated[
+        Bfloat16 | None,
+        typer.Option(
+            help="Let layers compute in bfloat16, by either option of a Pipeline; one process does likewise.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None,
     steps: Annotated[
         int | None,
         typer.Option(
@@ -82,6 +102,9 @@ def verify(
 ) -> None:
     """Train a small model with one process and with the pipeline, and compare the numbers."""
     schedule = schedule_of(subject, options)
+    if bfloat16 is not None and dtype is Dtype.FLOAT64:
+        raise ConfigError("--bfloat16 is for weights in float32; leave out --dtype float64")
+    dtype = dtype or (Dtype.FLOAT64 if bfloat16 is None else Dtype.FLOAT32)
     refuse_what_cannot_run(schedule)
     if schedule.synchronous:
         checked_program(schedule, replicas=replicas, sync=sync_mode)
@@ -101,6 +124,7 @@ def verify(
         dtype=dtype,
         recompute=recompute,
         sync=sync_mode,
+        bfloat16=bfloat16,
         **({} if barrier else {"barrier": False, "clip_norm": None}),
     )
     if as_json:
@@ -115,7 +139,7 @@ def verify(
         )
         print_json(shown)
     else:
-        _print(schedule, workers, found, dtype)
+        _print(schedule, workers, found, dtype.value if bfloat16 is None else f"bfloat16 by {bfloat16.value}")
     if not found.ok:
         raise typer.Exit(1)
 
@@ -128,11 +152,17 @@ def _compared(
     steps: int,
     seed: int,
     dtype: Dtype,
+    bfloat16: Bfloat16 | None,
     **options: Any,
 ) -> Agreement:
     from counterflow.train.trial import small_trial  # noqa: PLC0415  (imports torch)
 
-    trial = small_trial(schedule, replicas=replicas, steps=steps, seed=seed, dtype=dtype.value)
+    tied: bool | None = None
+    if bfloat16 is not None:
+        options[bfloat16.value.replace("-", "_")] = "bfloat16"
+        if schedule.stages == 1:
+            tied = False  # one cast of a weight would have the gradients of both its uses, rounded
+    trial = small_trial(schedule, replicas=replicas, steps=steps, seed=seed, dtype=dtype.value, tied=tied)
     return trial.verify(
         transport=transport.value,
         strict=transport is Where.LOCAL,
@@ -142,13 +172,13 @@ def _compared(
     )
 
 
-def _print(schedule: Schedule, workers: int, found: Agreement, dtype: Dtype) -> None:
+def _print(schedule: Schedule, workers: int, found: Agreement, precision: str) -> None:
     from rich import box  # noqa: PLC0415  (not for --json)
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
     out = console(WIDE)
-    out.print(Text(f"{schedule}: {workers:,} workers against one process, {dtype.value}", style="bold"))
+    out.print(Text(f"{schedule}: {workers:,} workers against one process, {precision}", style="bold"))
     table = Table("", "largest relative error", box=box.SIMPLE_HEAD)
     table.columns[1].justify = "right"
     rows = {
