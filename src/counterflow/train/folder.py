@@ -127,15 +127,15 @@ class RunFolder:
             )
         for name in (SUMMARY, TIMELINE, PICTURE, LIVE):  # of the end before
             (self.path / name).unlink(missing_ok=True)
-        self.put_config(config, schedule)
+        with whole(self.path / CONFIG) as file:
+            file.write(config.to_toml().encode())
+        self.put_schedule(schedule)
         if not goes_on or not taken:  # who goes on knows only with the others from where
             self.rewind(history)
         self._last = last_step(history)
 
-    def put_config(self, config: RunConfig, schedule: Schedule) -> None:
+    def put_schedule(self, schedule: Schedule) -> None:
         """Write what is run."""
-        with whole(self.path / CONFIG) as file:
-            file.write(config.to_toml().encode())
         with whole(self.path / SCHEDULE) as file:
             file.write(dumps(schedule).encode())
 

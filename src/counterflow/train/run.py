@@ -71,14 +71,13 @@ def run(config: RunConfig, *callbacks: Reporter, max_restarts: int = 0) -> tuple
             if not world.rank():
                 Callbacks(callbacks).happened(f"{folder.path}: all {config.train.steps:,} steps are made")
             return None
-    fewer = config
-    if placed is not None:
-        if attempt:
-            _refuse_again(config, max_restarts)
-        fewer = _of_those_here(config)
     if attempt:
-        fewer = _again(fewer, folder_of(fewer))
-    asked, config = fewer, with_memory(fewer, max_restarts)
+        _refuse_again(config, max_restarts)
+        config = _again(config, folder_of(config))
+    asked = config  # what is written: the same command may go on later, with all workers
+    if placed is not None:
+        config = _of_those_here(config)
+    config = with_memory(config, max_restarts)
     job = prepare(config, again=bool(attempt))
     if placed is not None and world.rank():
         with listening(), telling(folder_of(config), attempt):
@@ -188,7 +187,7 @@ def _without(worker: int | None, job: Job, folder: RunFolder, reporter: Reporter
         left = min(left, torch.cuda.device_count())
         leave_out(worker, left)
     config = with_fewer(job.config, left)
-    folder.put_config(config, config.build_schedule())
+    folder.put_schedule(config.build_schedule())
     reporter.happened(in_words(note(folder.path, **_left(config, left))))
     return config
 
