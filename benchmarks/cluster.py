@@ -414,6 +414,7 @@ def main() -> None:
     else:
         if os.geteuid() != 0 or not Path("/dev/net/tun").exists():
             raise SystemExit("network namespaces and tun devices need root, and Linux")
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is taken down
         data: dict[str, Any] = {"machine": machine(), "clusters": []}
         for layout, megabits, delay in product(given.layout, given.megabits, given.delays):
             try:
