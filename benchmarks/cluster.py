@@ -84,6 +84,11 @@ def nodes(count: int, megabits: float, delay_seconds: float) -> Iterator[list[st
             relay.kill()
             relay.wait()
         for name in names:
+            # torchrun's workers are of sessions of their own.
+            left = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True)
+            for process in map(int, left.stdout.split()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
