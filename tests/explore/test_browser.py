@@ -144,6 +144,7 @@ def test_by_keyboard_alone(page: Page, server: str) -> None:
     expect(page.get_by_role("tooltip")).to_contain_text("Forward of micro-batch 0")
     page.keyboard.press("]")
     expect(page.locator("main")).to_contain_text("1 op moved")
+    expect(page.locator("html")).to_have_attribute("data-checked", "1")  # what was moved is checked by itself
     expect(page.get_by_role("tooltip")).to_contain_text("Forward of micro-batch 0")
     page.keyboard.press("Control+z")
     expect(page.locator("main")).not_to_contain_text("1 op moved")

@@ -187,9 +187,9 @@ def test_what_is_profiled_is_planned_and_trained(base: Path, tmp_path: Path) -> 
     found = measure(given, sizes=(1,), workers=1, repeats=1)
     adapters = 3 * 2 * (32 + 32)  # three layers, rank 2
     whole = sum(p.numel() for p in tiny.llama().parameters()) + adapters
-    assert found.model.optimizer_states == pytest.approx(
-        2 * adapters / whole
-    )  # Adam's two, of adapters alone
+    assert found.model.optimizer_states == pytest.approx(2)  # Adam's, of what is trained
+    frozen = sum(found.profile.layer(kind).frozen_bytes for kind in found.model.layers)
+    assert frozen == 4 * (whole - adapters)
     (tmp_path / "model.toml").write_text(files.dumps(found.model))
     model = files.load_model(tmp_path / "model.toml")
     assert model == found.model

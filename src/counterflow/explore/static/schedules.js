@@ -63,7 +63,9 @@ export async function show(place) {
       errors.say(null);
       if (timeline) timeline.update(found.picture);
       else timeline = new Timeline(picture, found.picture, { level: "h2", onMove: move });
+      const kept = memoryOf(told);
       told.replaceChildren(...found.subjects.map((one, index) => said(one, index)));
+      kept();
       status.textContent = found.picture.charts.map(c => `${c.heading}: ${c.summary}`).join("; ");
       document.documentElement.dataset.shown = String(Number(document.documentElement.dataset.shown || 0) + 1);
     } catch (error) {
@@ -120,7 +122,7 @@ function rules(report) {
     unseen.length ? el("p", { class: "soft" }, `Not looked at, because of that: ${unseen.map(rule => rule.rule).join(", ")}`) : null, list);
 }
 
-// What was open and where the focus was in a form that is built anew; to be called once it is.
+// What was open and where the focus was in a part of the page that is built anew; to be called once it is.
 function memoryOf(form) {
   const name = element => [[...form.children].indexOf(element.closest("fieldset, .bar")), element.tagName,
     element.labels?.[0]?.textContent || element.getAttribute("aria-label") || element.textContent].join("|");
