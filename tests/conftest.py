@@ -27,3 +27,10 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _no_world_is_left() -> Iterator[None]:
+    """A process group of one test would be another one's world."""
+    yield
+    assert not torch.distributed.is_initialized()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -33,6 +33,13 @@ State = dict[str, Tensor]
 
 def run(work: Callable[..., Any], *args: object, workers: int = 2) -> list[Any]:
     return launch(work, *args, workers=workers, transport="local", strict=True, timeout_seconds=30)
+
+
+@pytest.fixture
+def in_this_process() -> Iterator[None]:
+    """Pipelines of one worker without a launch, whose layers are the model's own."""
+    yield
+    torch.distributed.destroy_process_group()
 
 
 def clamped(gradient: Tensor) -> Tensor:
@@ -175,6 +182,7 @@ def test_gradients_of_several_steps_are_seen_once() -> None:
     torch.testing.assert_close(gradient, expected[4].weight.grad)
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_hook_may_remove_itself_and_the_user_a_hook() -> None:
     model = nn.Sequential(nn.Linear(4, 4, dtype=F))
     calls: list[str] = []
@@ -199,6 +207,7 @@ def test_a_hook_may_remove_itself_and_the_user_a_hook() -> None:
     assert calls[3:] == ["third"] * 2
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_the_first_hook_after_the_pipeline_was_made_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4, dtype=F))
     with Pipeline(model, mean_square, schemes.dapple(1, 4), optimizer=adamw) as pipeline:
@@ -223,6 +232,7 @@ def test_hooks_draw_the_same_on_all_copies(schedule: Schedule) -> None:
     assert all(torch.equal(state[name], states[0][name]) for state in states for name in state)
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_gradient_of_another_shape_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(4, 4, dtype=F))
     model.get_parameter("0.weight").register_hook(lambda gradient: gradient[:2])
