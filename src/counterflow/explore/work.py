@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ _TELL_SECONDS = 0.2
 
 def main() -> None:
     """Read, work, tell."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a server in the background ignores it
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as told:
         os.dup2(2, 1)  # whatever else is printed
         try:
