@@ -228,12 +228,7 @@ def build(name: str, options: dict[str, int | str | bool]) -> Schedule:
         if given not in names and given not in DEPTH:
             raise ConfigError(f"{scheme.name} has no option {given!r}; its options: {', '.join(names)}")
     told = {scheme.depth if option in DEPTH else option for option in options}
-    if missing := scheme.missing(told):
-        wanted = "; ".join(f"{o.name} ({o.help}: {o.legal})" for o in missing)
-        raise ConfigError(f"{scheme.name} needs {wanted}")
-    for option in scheme.options:
-        if option.name in options:
-            option.refuse(options[option.name])
+    scheme.refuse_missing_or_illegal(options, told)
     for depth in DEPTH:
         if depth in options and type(options[depth]) is not int:
             raise ConfigError(f"{depth}={options[depth]!r}: must be a whole number")

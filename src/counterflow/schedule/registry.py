@@ -123,12 +123,7 @@ def build(name: str, options: Mapping[str, OptionValue]) -> Schedule:
             swapped = found.in_place_of(given)
             hint = f" (use {swapped} instead)" if swapped else ""
             raise ConfigError(f"{found.name} has no option {given!r}{hint}; its options: {', '.join(names)}")
-    if missing := found.missing(options):
-        wanted = "; ".join(f"{o.name} ({o.help}: {o.legal})" for o in missing)
-        raise ConfigError(f"{found.name} needs {wanted}")
-    for option in found.options:
-        if option.name in options:
-            option.refuse(options[option.name])
+    found.refuse_missing_or_illegal(options)
     found.refuse_too_large(options)
     return found.build(**options)
 

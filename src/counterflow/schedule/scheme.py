@@ -252,6 +252,25 @@ class Scheme:
         """The options that must be given, and are not."""
         return [option for option in self.options if option.required and option.name not in given]
 
+    def refuse_missing_or_illegal(
+        self, options: Mapping[str, OptionValue], given: Iterable[str] | None = None
+    ) -> None:
+        """Refuse what lacks an option that must be given, or has one with an illegal value.
+
+        Args:
+            options: as they were given.
+            given: the names that count as given, where that is another's words for the depth; None: theirs.
+
+        Raises:
+            ConfigError: an option is missing or illegal.
+        """
+        if missing := self.missing(options if given is None else given):
+            wanted = "; ".join(f"{o.name} ({o.help}: {o.legal})" for o in missing)
+            raise ConfigError(f"{self.name} needs {wanted}")
+        for option in self.options:
+            if option.name in options:
+                option.refuse(options[option.name])
+
     def refuse_too_large(self, options: Mapping[str, OptionValue], most: int = MOST_OPS) -> None:
         """Refuse, before anything is built, what has more ops than can be built.
 
