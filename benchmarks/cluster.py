@@ -1,394 +1,440 @@
-"""A cluster of several nodes on this machine: what is found of its links, and steps predicted with that.
+"""Clusters of several nodes on this machine: links found, steps predicted and measured, and plans chosen.
 
-    python benchmarks/cluster.py [--layout 2x2 ...] [--megabits 1000 100] [--delays 0.1 5] [--quick] [--keep]
+    python benchmarks/cluster.py [--layout 2x2 ...] [--megabits 1000 100] [--delays 0.1 5] [--keep]
 
-Needs root, and Linux. Each node is a network namespace whose only way out is a tun device; a relay in user
-space takes packets from one and gives them to another, at a rate and after a delay (netem is not in every
-kernel). The relay's own rate and delay are measured first, with a socket. Inside a node messages go by
-loopback. torchrun starts the workers of each node in its namespace. All namespaces and processes are taken
-down whatever happens.
+Needs root, and Linux: each node is a network namespace behind a relay with a rate and a delay
+(``namespaces.py``), whose own rate and delay a socket measures first. Inside a node messages go by loopback.
+torchrun starts the workers of each node in its namespace. All namespaces and processes are taken down
+whatever happens.
 
-Stages sleep, so that many workers run on two cores. Links are measured by the functions that
-`counterflow profile` uses; with these and the sleeps every configuration is predicted, and measured as the
-median of some steps.
+Stages sleep, so that many workers run on two cores; they send real tensors and sum real gradients. Links are
+measured by the functions that `counterflow profile` uses. With these and the sleeps
+
+* some configurations of each cluster, drawn at random with a fixed seed over schemes, depths, widths, sync
+  modes, arrangements and compression, are predicted and measured: the median of some steps;
+* one task a cluster is planned by the search, over all schemes with a flush; its five best plans and every
+  scheme's default (all workers in one pipeline, two micro-batches a worker) are measured. The planner is
+  right where its first choice is as quick as the quickest of these.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
-import heapq
 import json
 import os
-import select
+import random
 import signal
-import socket
 import statistics
-import struct
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+from emulated_device import precise_sleep, undisturbed
 from machine import load, machine, shown
+from namespaces import all_done, inside, nodes, probe
+from torch import Tensor, nn
+
+import counterflow as cf
+from counterflow.plan import (
+    AllReduce,
+    Arrangement,
+    Cluster,
+    Configuration,
+    LayerProfile,
+    Link,
+    Model,
+    Predictor,
+    Profile,
+)
+from counterflow.plan.device_placement import devices
+from counterflow.plan.search import search
+from counterflow.plan.space import Constraints
+from counterflow.runtime.workers.world import current_transport, place
+from counterflow.schedule import registry
+from counterflow.schedule.modes import Recompute, Sync
+from counterflow.train.profiling import _links, _pairs, fitted
 
 RESULTS = Path(__file__).parent / "results"
-MTU = 64_000
-FORWARD_SECONDS = 0.010
-WEIGHTS, WIDTH, SAMPLES = 250_000, 16_384, 2  # floats of a layer; of its output, for one sample
-SCHEMES: dict[str, dict[str, Any]] = {
-    "gpipe": {},
-    "dapple": {},
-    "chimera": {"stages": True},
-    "hanayo": {"waves": 1},
-    "interleaved": {"chunks": 2},
-}
+SAMPLES = 2  # of a micro-batch, in what is not planned
+BEST = 5  # plans that are measured
+STEPS = 5  # the first of them is not counted
+MORE = {"hanayo": {"waves": 1}, "interleaved": {"chunks": 2}}
+"""Options without which these schemes are another one."""
 
 
-def name_of(node: int) -> str:
-    """The namespace of a node; of this process alone."""
-    return f"cfb{os.getpid() % 10_000}n{node}"
+@dataclass(frozen=True)
+class Task:
+    """What is trained: two layers a worker.
+
+    Attributes:
+        name: what to call it.
+        weights: floats of a layer.
+        width: floats of its output, for one sample.
+    """
+
+    name: str
+    weights: int
+    width: int
 
 
-def run(*words: str) -> None:
-    """A command that has to work."""
-    subprocess.run(words, check=True, capture_output=True, text=True)
+TASKS = Task("large weights", 1_000_000, 4_096), Task("large messages", 250_000, 16_384)
 
 
-@contextlib.contextmanager
-def nodes(count: int, megabits: float, delay_seconds: float) -> Iterator[list[str]]:
-    """Namespaces with a way to each other, and the relay between them."""
-    names = [name_of(node) for node in range(count)]
-    relay = None
-    try:
-        for name in names:
-            run("ip", "netns", "add", name)
-            run("ip", "-n", name, "link", "set", "lo", "up")
-        words = [sys.executable, __file__, "--relay", *names]
-        words += ["--rate", str(megabits), "--delay", str(delay_seconds)]
-        relay = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-        assert relay.stdout is not None
-        if relay.stdout.readline() != "ready\n":
-            raise SystemExit("the relay did not start; is this root?")
-        for node, name in enumerate(names):
-            run("ip", "-n", name, "addr", "add", f"10.77.0.{node + 1}/24", "dev", "cf0")
-            run("ip", "-n", name, "link", "set", "cf0", "mtu", str(MTU), "up")
-        yield names
-    finally:
-        if relay is not None:
-            relay.kill()
-            relay.wait()
-        for name in names:
-            # torchrun's workers are of sessions of their own.
-            left = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True)
-            for process in map(int, left.stdout.split()):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+@dataclass(frozen=True)
+class Row:
+    """A configuration on a cluster, in seconds a step."""
+
+    name: str
+    predicted: float
+    measured: float
 
 
-def relay(names: list[str], megabits: float, delay_seconds: float) -> None:
-    """Packets from one namespace to another: out of each one at a time, at the rate, and after the delay."""
-    devices = [_tun(name) for name in names]
-    by_device = {device: node for node, device in enumerate(devices)}
-    print("ready", flush=True)
-    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-    seconds_per_byte = 8 / (megabits * 1e6)
-    free = [0.0] * len(names)
-    due: list[tuple[float, int, int, bytes]] = []
-    count = 0
-    while True:
-        now = time.perf_counter()
-        while due and due[0][0] <= now:
-            _, _, node, packet = heapq.heappop(due)
-            with contextlib.suppress(OSError):
-                os.write(devices[node], packet)
-        wait = max(0.0, due[0][0] - time.perf_counter()) if due else 1.0
-        # Who has more than its share under way is not read from: its packets wait where they are.
-        ready = [device for device in devices if free[by_device[device]] < now + 0.02]
-        readable, _, _ = select.select(ready, [], [], min(wait, 0.001 if len(ready) < len(devices) else wait))
-        for device in readable:
-            packet = os.read(device, MTU + 100)
-            sender, taker = by_device[device], packet[19] - 1
-            if packet[0] >> 4 != 4 or not 0 <= taker < len(devices):
-                continue
-            free[sender] = max(free[sender], time.perf_counter()) + len(packet) * seconds_per_byte
-            count += 1
-            heapq.heappush(due, (free[sender] + delay_seconds, count, taker, packet))
+class Input(torch.autograd.Function):
+    """Sleeps backward, for the input's gradient; what goes on from it is a single number."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, seconds: float) -> Tensor:
+        ctx.seconds, ctx.shape = seconds, value.shape
+        return value.new_zeros(1, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return gradients[0].new_zeros(ctx.shape), None
 
 
-def _tun(namespace: str) -> int:
-    """A tun device in a namespace, which this process reads and writes."""
-    import ctypes  # noqa: PLC0415
+class Weight(torch.autograd.Function):
+    """Sleeps backward, for the weight's gradient."""
 
-    libc = ctypes.CDLL(None, use_errno=True)
-    with Path("/proc/self/ns/net").open() as here, Path(f"/run/netns/{namespace}").open() as there:
-        if libc.setns(there.fileno(), 0):
-            raise OSError(ctypes.get_errno(), "setns")
-        try:
-            device = os.open("/dev/net/tun", os.O_RDWR)
-            fcntl.ioctl(
-                device, 0x400454CA, struct.pack("16sH22x", b"cf0", 0x1001)
-            )  # TUNSETIFF: tun, no header
-        finally:
-            libc.setns(here.fileno(), 0)
-    return device
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:
+        ctx.seconds, ctx.shape = seconds, weight.shape
+        return weight.new_zeros(1, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return gradients[0].new_zeros(ctx.shape), None
 
 
-def inside(name: str, *words: str, **more: Any) -> subprocess.Popen[str]:
-    """A command in a namespace; its processes are a group of their own."""
-    return subprocess.Popen(["ip", "netns", "exec", name, *words], text=True, start_new_session=True, **more)
+class Output(torch.autograd.Function):
+    """Sleeps forward."""
+
+    @staticmethod
+    def forward(ctx: Any, product: Tensor, shape: torch.Size, seconds: float) -> Tensor:
+        time.sleep(seconds)
+        return product.new_zeros(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0].new_ones(1, 1), None, None
 
 
-def all_done(started: list[subprocess.Popen[str]], seconds: float) -> None:
-    """Until all have ended well; what is left is ended."""
-    try:
-        until = time.monotonic() + seconds
-        for process in started:
-            if process.wait(max(1.0, until - time.monotonic())):
-                raise SystemExit(f"{process.args!r} ended with {process.returncode}")
-    finally:
-        for process in started:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+class Layer(nn.Module):
+    """Sleeps for a time and a time for each sample, as long for each half of its backward."""
+
+    def __init__(self, task: Task, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(task.weights, 1))
+        self.seconds = seconds
+
+    def at(self, samples: float) -> float:
+        """Seconds of a forward of so many samples."""
+        return self.seconds * (0.2 + 0.8 * samples / SAMPLES)
+
+    def forward(self, value: Tensor) -> Tensor:
+        seconds = self.at(len(value))
+        hidden: Tensor = Input.apply(value, seconds)  # type: ignore[no-untyped-call]
+        weight: Tensor = Weight.apply(self.weight, seconds)  # type: ignore[no-untyped-call]
+        output: Tensor = Output.apply(hidden @ weight, value.shape, seconds)  # type: ignore[no-untyped-call]
+        return output
 
 
-# What a socket finds
+class Work:
+    """What workers do on one cluster: all of them the same."""
 
+    def __init__(self, number: int) -> None:
+        torch.set_num_threads(1)
+        undisturbed()
+        precise_sleep()
+        self.number, self.task = number, TASKS[number % len(TASKS)]
+        self.transport = current_transport("gloo")
+        here = place()
+        assert here is not None
+        self.size, self.nodes = here.world_size, here.machines
+        self.each = self.size // self.nodes
+        self.layers = 2 * self.size
+        self.seconds = 0.08 / self.layers
 
-def probe(names: list[str]) -> tuple[float, float]:
-    """Seconds of a byte one way, and bytes a second, by a socket between the first two nodes."""
-    server = inside(names[0], sys.executable, __file__, "--serve")
-    with tempfile.NamedTemporaryFile("r") as file:
-        all_done([inside(names[1], sys.executable, __file__, "--ask", file.name), server], 60)
-        return tuple(json.load(file))
-
-
-def serve() -> None:
-    """Answer bytes one by one, then one answer for many."""
-    with socket.create_server(("10.77.0.1", 7001)) as listening:
-        connection, _ = listening.accept()
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for _ in range(20):
-            connection.sendall(connection.recv(1))
-        left = 4 << 20
-        while left:
-            left -= len(connection.recv(min(left, 1 << 20)))
-        connection.sendall(b"x")
-
-
-def ask(out: str) -> None:
-    """Time that, as who asks."""
-    until = time.monotonic() + 20
-    while True:
-        with contextlib.suppress(OSError):
-            connection = socket.create_connection(("10.77.0.1", 7001), 5)
-            break
-        if time.monotonic() > until:
-            raise SystemExit("no answer through the relay")
-        time.sleep(0.1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    there_and_back = []
-    for _ in range(20):
-        begin = time.perf_counter()
-        connection.sendall(b"x")
-        connection.recv(1)
-        there_and_back.append(time.perf_counter() - begin)
-    begin = time.perf_counter()
-    connection.sendall(bytes(4 << 20))
-    connection.recv(1)
-    seconds = time.perf_counter() - begin - min(there_and_back)
-    Path(out).write_text(json.dumps([statistics.median(there_and_back) / 2, (4 << 20) / seconds]))
-
-
-# What workers do
-
-
-def work(out: str, quick: bool) -> None:
-    """Measure links, then predict and measure every configuration; the first worker writes."""
-    import torch  # noqa: PLC0415
-    from emulated_device import precise_sleep, undisturbed  # noqa: PLC0415
-
-    import counterflow as cf  # noqa: PLC0415
-    from counterflow.plan import (  # noqa: PLC0415  # noqa: PLC0415
-        AllReduce,
-        Arrangement,
-        Cluster,
-        Configuration,
-        LayerProfile,
-        Link,
-        Model,
-        Predictor,
-        Profile,
-    )
-    from counterflow.plan.device_placement import devices  # noqa: PLC0415
-    from counterflow.runtime.workers.world import current_transport, place  # noqa: PLC0415
-    from counterflow.schedule import registry  # noqa: PLC0415
-    from counterflow.schedule.modes import Sync  # noqa: PLC0415
-    from counterflow.train.profiling import _links, _pairs, fitted  # noqa: PLC0415
-
-    class Sleep(torch.autograd.Function):
-        """Takes a forward's time, and twice of it backward."""
-
-        @staticmethod
-        def forward(ctx: Any, value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            ctx.size = weight.shape
-            time.sleep(FORWARD_SECONDS)
-            return value + 0.0
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            time.sleep(2 * FORWARD_SECONDS)
-            return gradients[0], torch.zeros(ctx.size)
-
-    class Layer(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(WEIGHTS))
-
-        def forward(self, value: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = Sleep.apply(value, self.weight)  # type: ignore[no-untyped-call]
-            return found
-
-    torch.set_num_threads(1)
-    undisturbed()
-    precise_sleep()
-    transport = current_transport("gloo")
-    here = place()
-    assert here is not None
-    each = here.world_size // here.machines
-    links = [_links(3, pair) for pair in _pairs(each, here.machines)]
-    near, far = links[0], links[-1]
-    cluster = Cluster(
-        "emulated", here.machines, each, 1e12,
-        inside=fitted(near[0]) if each > 1 else Link(0.0, 0.0),
-        between=fitted(far[0]),
-        allreduce_inside=fitted(near[1], begins=2) if each > 1 else None,
-        allreduce_between=fitted(far[1], begins=2),
-        allreduce=AllReduce.RING, shared_adapter=each > 1,
-    )  # fmt: skip
-    bytes_of_layer, bytes_of_sample = 4.0 * WEIGHTS, 4.0 * WIDTH
-    beside = _overhead(Layer)
-    forward, backward = FORWARD_SECONDS + beside, 2 * FORWARD_SECONDS + beside
-    layer = LayerProfile(
-        (1.0, 64.0), (forward,) * 2, (backward,) * 2, (0.0, 0.0), bytes_of_layer, bytes_of_sample
-    )
-    model = Model("sleeping", ("layer",) * 8, 0.0, config={"pipeline": {"clip_norm": 0}})
-    profile = Profile("p", "a sleep", "", {"layer": layer})
-    predictor = Predictor(model, profile, cluster)
-    rows = []
-    size = here.world_size
-    depths = (2, 4) if size > 2 else (2,)
-    choices = list(product(SCHEMES, depths, ("end", "eager"), ("pipeline-inside", "replicas-inside")))
-    for scheme, depth, sync, side in choices[:: 5 if quick else 1]:
-        if depth > size or (size == depth and (sync, side) != ("end", "pipeline-inside")):
-            continue
-        known = registry.scheme(scheme)
-        more = {k: v for k, v in SCHEMES[scheme].items() if v is not True}
-        options = {known.depth: depth, "micro_batches": 2 * depth, **more}
-        replicas, arrangement = size // depth, Arrangement(side)
-        schedule = registry.build(scheme, options)
-        said = Configuration.of(scheme, options, replicas, SAMPLES, sync=Sync(sync), arrangement=arrangement)
-        predicted = predictor.predict(said)
-        pipeline = cf.Pipeline(
-            [Layer() for _ in range(8)], lambda output, _: output.mean(), schedule, sync=sync,
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), digest_every=0,
-            cuts=tuple(map(int, predicted.configuration.cuts)),
-            mesh=devices(schedule.placement, replicas, arrangement),
+    @cached_property
+    def cluster(self) -> Cluster:
+        """As the functions behind ``profile`` find it; what the first worker found."""
+        links = [_links(3, pair) for pair in _pairs(self.each, self.nodes)]
+        near, far = links[0], links[-1]
+        found = [fitted(near[0]), fitted(near[1], begins=2), fitted(far[0]), fitted(far[1], begins=2)]
+        flat = [x for link in found for x in (link.latency_seconds, link.seconds_per_byte)]
+        flat = list(self.transport.gather(flat)[0])
+        near, near_sums, far, far_sums = (Link(*flat[i : i + 2]) for i in range(0, 8, 2))
+        several = self.each > 1
+        return Cluster(
+            "emulated", self.nodes, self.each, 1e12,
+            inside=near if several else Link(0.0, 0.0), between=far,
+            allreduce_inside=near_sums if several else None, allreduce_between=far_sums,
+            allreduce=AllReduce.RING, shared_adapter=several,
         )  # fmt: skip
-        inputs = torch.zeros(SAMPLES * 2 * depth, WIDTH)
+
+    @cached_property
+    def profile(self) -> Profile:
+        """Of a layer: its sleeps, and what it takes beside them, alone on this worker; the first one's."""
+        layer, beside = Layer(self.task, self.seconds), []
+        for _ in range(8):
+            value = torch.zeros(SAMPLES, self.task.width, requires_grad=True)
+            begin = time.perf_counter()
+            layer(value).mean().backward()
+            beside.append((time.perf_counter() - begin - 3 * layer.at(SAMPLES)) / 3)
+        more = max(0.0, self.transport.gather([statistics.median(beside)])[0][0])
+        sizes = (1.0, 64.0)
+        forward = tuple(layer.at(n) + more for n in sizes)
+        kind = LayerProfile(
+            sizes, forward, tuple(2 * s for s in forward), (0.0, 0.0), 4.0 * self.task.weights,
+            4.0 * self.task.width, input_gradient_seconds=forward, weight_gradients_seconds=forward,
+        )  # fmt: skip
+        return Profile("p", "a sleep", "", {"layer": kind})
+
+    def predictor(self, *, compress: bool) -> Predictor:
+        """Predicts on this cluster."""
+        model = Model(
+            "sleeping", ("layer",) * self.layers, 0.0,
+            config={"pipeline": {"clip_norm": 0, "compress": compress}},
+        )  # fmt: skip
+        return Predictor(model, self.profile, self.cluster)
+
+    def row(self, configuration: Configuration, *, compress: bool = False, name: str = "") -> Row:
+        """A configuration, predicted and measured."""
+        predicted = self.predictor(compress=compress).predict(configuration)
+        chosen = predicted.configuration
+        schedule = registry.build(chosen.scheme, dict(chosen.options))
+        mesh = devices(schedule.placement, chosen.replicas, chosen.arrangement)
+        pipeline = cf.Pipeline(
+            [Layer(self.task, self.seconds) for _ in range(self.layers)],
+            lambda output, _: output.mean(), schedule, sync=chosen.sync, recompute=chosen.recompute,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), digest_every=0,
+            cuts=tuple(map(int, chosen.cuts)), mesh=mesh, compress=compress,
+        )  # fmt: skip
+        inputs = torch.zeros(chosen.samples * schedule.micro_batches, self.task.width)
         taken = []
-        for _ in range(4 if quick else 6):
-            transport.gather([0.0])
+        for _ in range(STEPS):
+            self.transport.gather([0.0])
             begin = time.perf_counter()
             pipeline.step(inputs, torch.zeros(len(inputs)))
-            taken.append(max(row[0] for row in transport.gather([time.perf_counter() - begin])))
+            taken.append(max(row[0] for row in self.transport.gather([time.perf_counter() - begin])))
         pipeline.close()
-        name = f"{scheme} D={depth} W={replicas} {sync} {side}"
-        rows.append((name, predicted.step_seconds, statistics.median(taken[1:])))
-    found = {"inside": each > 1 and _link(cluster.inside), "between": _link(cluster.between), "rows": rows}
-    if transport.rank == 0:
+        said = name or f"{shown_options(chosen)} {chosen.sync} {chosen.arrangement}"
+        said += " compressed" if compress else ""
+        return Row(said, predicted.step_seconds, statistics.median(taken[1:]))
+
+    def drawn(self, count: int) -> list[tuple[Configuration, bool]]:
+        """Some configurations: each of another scheme, the rest of it drawn."""
+        draw = random.Random(self.number)
+        found: list[tuple[Configuration, bool]] = []
+        for scheme in draw.sample(with_a_flush(), len(with_a_flush())):
+            depth = draw.choice([d for d in (2, 4, 8) if d <= self.size])
+            options = default(scheme, depth)
+            copies = self.size // depth > 1
+            configuration = Configuration.of(
+                scheme, options, self.size // depth, SAMPLES, sync=draw.choice(list(Sync)),
+                arrangement=draw.choice([*Arrangement][: 2 if copies else 1]),
+            )  # fmt: skip
+            compress = draw.random() < 0.25
+            if self.builds(scheme, options):
+                found.append((configuration, compress))
+        return found[:count]
+
+    def builds(self, scheme: str, options: dict[str, Any]) -> bool:
+        """Whether there is such a schedule with a layer for each of its stages."""
+        try:
+            return registry.build(scheme, options).stages <= self.layers
+        except cf.ConfigError:
+            return False
+
+    def planned(self) -> tuple[list[Row], list[Row]]:
+        """The best plans of a task, best first, and what every scheme does by default."""
+        mini_batch = 2 * SAMPLES * self.size
+        constraints = Constraints(schemes=tuple(with_a_flush()), recompute=(Recompute.NONE,))
+        predictor = self.predictor(compress=False)
+        best = search(predictor.model, self.profile, self.cluster, mini_batch, constraints, count=BEST).best
+        plans = [self.row(plan.play.prediction().configuration) for plan in best]
+        defaults = []
+        for scheme in with_a_flush():
+            options = default(scheme, self.size)
+            if self.builds(scheme, options):
+                defaults.append(self.row(Configuration.of(scheme, options, 1, SAMPLES), name=scheme))
+        return plans, defaults
+
+
+def with_a_flush() -> list[str]:
+    """Schemes by name."""
+    return [name for name, known in registry.SCHEMES.items() if known.synchronous]
+
+
+def default(scheme: str, depth: int) -> dict[str, Any]:
+    """Options of a scheme that nobody has looked into."""
+    known = registry.scheme(scheme)
+    return {known.depth: depth, "micro_batches": 2 * depth, **MORE.get(scheme, {})}
+
+
+def shown_options(configuration: Configuration) -> str:
+    """Scheme, depth, width, micro-batch and what else it has."""
+    options = dict(configuration.options)
+    known = registry.scheme(configuration.scheme)
+    words = [f"D={options.pop(known.depth)}", f"W={configuration.replicas}"]
+    words += [f"N={options.pop('micro_batches')}", f"B={configuration.samples}"]
+    return " ".join([known.name, *words, *(f"{name}={value}" for name, value in options.items())])
+
+
+def work(out: str, number: int, count: int) -> None:
+    """A worker; the first one writes."""
+    self = Work(number)
+    plans, defaults = self.planned()
+    rows = [self.row(configuration, compress=compress) for configuration, compress in self.drawn(count)]
+    cluster = self.cluster
+    found = {
+        "task": self.task.name,
+        "inside": self.each > 1 and _link(cluster.inside),
+        "between": _link(cluster.between),
+        **{
+            key: [asdict(r) for r in each]
+            for key, each in (("rows", rows), ("plans", plans), ("defaults", defaults))
+        },
+    }
+    if self.transport.rank == 0:
         Path(out).write_text(json.dumps(found))
 
 
-def _link(link: Any) -> tuple[float, float]:
+def _link(link: Link) -> tuple[float, float]:
     return link.latency_seconds, 1 / link.seconds_per_byte if link.seconds_per_byte else 0.0
 
 
-def _overhead(layer: Any) -> float:
-    """What a forward or backward of a sleeping layer takes beside its sleep, alone on this worker."""
-    import torch  # noqa: PLC0415
-
-    module, taken = layer(), []
-    for _ in range(8):
-        value = torch.zeros(SAMPLES, WIDTH)
-        begin = time.perf_counter()
-        module(value).mean().backward()
-        taken.append((time.perf_counter() - begin - 3 * FORWARD_SECONDS) / 2)
-    return max(0.0, statistics.median(taken))
-
-
-# The benchmark
-
-
-def one(layout: str, megabits: float, delay: float, *, quick: bool) -> dict[str, Any]:
-    """A cluster of one kind: what its relay does, what is found of its links, and steps."""
-    count, each = map(int, layout.split("x"))
-    with nodes(count, megabits, delay / 1000) as names, tempfile.NamedTemporaryFile("r") as file:
+def one(layout: str, megabits: float, delay: float, number: int, count: int) -> dict[str, Any]:
+    """A cluster of one kind: what its relay does, what is found of its links, steps and plans."""
+    machines, each = map(int, layout.split("x"))
+    with nodes(machines, megabits, delay / 1000) as names, tempfile.NamedTemporaryFile("r") as file:
         reached = probe(names)
         environment = os.environ | {"GLOO_SOCKET_IFNAME": "cf0", "OMP_NUM_THREADS": "1"}
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(count)]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(machines)]
         torchrun += ["--nproc-per-node", str(each), "--master-addr", "10.77.0.1", "--master-port", "29501"]
-        program = [__file__, "--work", file.name, *(["--quick"] if quick else [])]
+        program = [__file__, "--work", file.name, "--number", str(number), "--configurations", str(count)]
         started = [
             inside(name, *torchrun, "--node-rank", str(node), *program, env=environment)
             for node, name in enumerate(names)
         ]
-        all_done(started, 540)
+        all_done(started, 900)
         found: dict[str, Any] = json.load(file)
     return found | {"layout": layout, "megabits": megabits, "delay_ms": delay, "socket": reached}
 
 
 def report(data: dict[str, Any]) -> list[str]:
     """What is printed."""
+    clusters = data["clusters"]
     lines = [shown(data["machine"]), ""]
     lines.append("| nodes x workers | Mbit/s, ms set | by a socket | found between nodes | found inside |")
     lines.append("|---|---|---|---|---|")
-    for each in data["clusters"]:
+    for each in clusters:
         near = _said(each["inside"]) if each["inside"] else ""
+        lines.append(f"| {kind(each)} | {_said(each['socket'])} | {_said(each['between'])} | {near} |")
+    lines += ["", "| nodes x workers | Mbit/s, ms | configuration | predicted ms | measured ms | ratio |"]
+    lines.append("|---|---|---|--:|--:|--:|")
+    for each in clusters:
+        lines += [f"| {kind(each)} {said(Row(**row))}" for row in each["rows"]]
+    lines += ["", "Plans, by rank, and every scheme's default:", ""]
+    lines += ["| nodes x workers | Mbit/s, ms | task | what | predicted ms | measured ms | ratio |"]
+    lines.append("|---|---|---|---|--:|--:|--:|")
+    for each in clusters:
+        task = f"| {kind(each)} | {each['task']} "
+        lines += [f"{task}{said(Row(**r), f'{n}. ')}" for n, r in enumerate(each["plans"], 1)]
+        lines += [f"{task}{said(Row(**r))}" for r in each["defaults"]]
+    lines += [
+        "",
+        "| nodes x workers | Mbit/s, ms | task | first choice | ms | quickest measured | ms | ratio |",
+    ]
+    lines.append("|---|---|---|---|--:|---|--:|--:|")
+    behind = []
+    for each in clusters:
+        first, *others = (Row(**row) for row in (*each["plans"], *each["defaults"]))
+        quickest = min((first, *others), key=lambda row: row.measured)
+        behind.append(first.measured / quickest.measured)
         lines.append(
-            f"| {each['layout']} | {each['megabits']:g}, {each['delay_ms']:g} | {_said(each['socket'])} | "
-            f"{_said(each['between'])} | {near} |"
+            f"| {kind(each)} | {each['task']} | {first.name} | {1e3 * first.measured:.1f} | "
+            f"{quickest.name} | {1e3 * quickest.measured:.1f} | {behind[-1]:.3f} |"
         )
-    lines += [
-        "",
-        "| cluster | configuration | predicted ms | measured ms | predicted / measured |",
-        "|---|---|--:|--:|--:|",
-    ]
-    ratios = []
-    for each in data["clusters"]:
-        for name, predicted, measured in each["rows"]:
-            ratios.append(predicted / measured)
-            lines.append(
-                f"| {each['layout']}, {each['megabits']:g} Mbit/s, {each['delay_ms']:g} ms | {name} | "
-                f"{1000 * predicted:.1f} | {1000 * measured:.1f} | {ratios[-1]:.3f} |"
-            )
-    off = sorted(abs(ratio - 1) for ratio in ratios)
-    lines += [
-        "",
-        f"{len(off)} configurations: off by {statistics.median(off):.1%} in the median, "
-        f"{off[-1]:.1%} at most.",
-    ]
-    return lines
+    drawn = off([row for each in clusters for row in each["rows"]])
+    all_rows = off([row for each in clusters for key in ("rows", "plans", "defaults") for row in each[key]])
+    return [
+        *lines, "",
+        f"{len(drawn)} configurations: off by {statistics.median(drawn):.1%} in the median, "
+        f"{drawn[-1]:.1%} at most.",
+        f"With plans and defaults {len(all_rows)}: {statistics.median(all_rows):.1%} and {all_rows[-1]:.1%}.",
+        f"First choices of {len(behind)} tasks: {sum(b <= 1.05 for b in behind)} within 5 % of the quickest "
+        f"measured, {max(behind) - 1:.1%} behind it at most.",
+    ]  # fmt: skip
+
+
+def off(rows: Sequence[dict[str, Any]]) -> list[float]:
+    """By how much predictions are off, ascending."""
+    return sorted(abs(row["predicted"] / row["measured"] - 1) for row in rows)
+
+
+def kind(cluster: dict[str, Any]) -> str:
+    """A cluster in two columns."""
+    return f"{cluster['layout']} | {cluster['megabits']:g}, {cluster['delay_ms']:g}"
+
+
+def said(row: Row, before: str = "") -> str:
+    """A row's last columns."""
+    return (
+        f"| {before}{row.name} | {1000 * row.predicted:.1f} | {1000 * row.measured:.1f} | "
+        f"{row.predicted / row.measured:.3f} |"
+    )
 
 
 def _said(link: tuple[float, float]) -> str:
     return f"{8e-6 * link[1]:,.0f} Mbit/s, {1000 * link[0]:.2f} ms"
+
+
+def picture(data: dict[str, Any]) -> None:
+    """Predicted and measured, by kind of cluster."""
+    import matplotlib as mpl  # noqa: PLC0415
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    figure, axes = plt.subplots(figsize=(6, 6), layout="constrained")
+    markers = dict(zip(dict.fromkeys(each["layout"] for each in data["clusters"]), "os^Dv", strict=False))
+    ends = []
+    for layout, marker in markers.items():
+        rows = [
+            row
+            for each in data["clusters"] if each["layout"] == layout
+            for key in ("rows", "plans", "defaults") for row in each[key]
+        ]  # fmt: skip
+        x, y = ([1e3 * row[key] for row in rows] for key in ("predicted", "measured"))
+        axes.scatter(x, y, marker=marker, label=f"{layout}: nodes x workers", s=16, alpha=0.7)
+        ends += x + y
+    low, high = 0.9 * min(ends), 1.1 * max(ends)
+    axes.plot([low, high], [low, high], color="0.5", linewidth=1)
+    band = [0.95 * low, 0.95 * high], [1.05 * low, 1.05 * high]
+    axes.fill_between([low, high], *band, color="0.9", label="within 5 %", zorder=0)
+    axes.set(xscale="log", yscale="log", xlabel="predicted, ms a step", ylabel="measured, ms a step")
+    axes.set_title("Emulated clusters: predicted and measured")
+    axes.legend()
+    figure.savefig(RESULTS / "cluster.png", dpi=120)
 
 
 def main() -> None:
@@ -399,42 +445,35 @@ def main() -> None:
     parser.add_argument("--layout", nargs="+", default=["2x2", "4x1", "2x4"])
     parser.add_argument("--megabits", nargs="+", type=float, default=[1000.0, 100.0])
     parser.add_argument("--delays", nargs="+", type=float, default=[0.1, 5.0])
-    parser.add_argument("--quick", action="store_true", help="a fifth of the configurations, fewer steps")
-    parser.add_argument("--keep", action="store_true", help="write results/cluster.txt and .json")
-    for hidden in ("--work", "--ask"):
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--relay", nargs="+", help=argparse.SUPPRESS)
-    for number in ("--rate", "--delay"):
-        parser.add_argument(number, type=float, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--configurations", type=int, default=4, help="of each cluster, beside the planned ones"
+    )
+    parser.add_argument("--keep", action="store_true", help="write results/cluster.txt, .json and .png")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--number", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.relay:
-        relay(given.relay, given.rate, given.delay)
-    elif given.serve:
-        serve()
-    elif given.ask:
-        ask(given.ask)
-    elif given.work:
-        work(given.work, given.quick)
-    else:
-        if os.geteuid() != 0 or not Path("/dev/net/tun").exists():
-            raise SystemExit("network namespaces and tun devices need root, and Linux")
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is taken down
-        data: dict[str, Any] = {"machine": machine(), "clusters": []}
-        for layout, megabits, delay in product(given.layout, given.megabits, given.delays):
-            try:
-                data["clusters"].append(one(layout, megabits, delay, quick=given.quick))
-            except SystemExit as error:  # the others are measured all the same, and this is told
-                data.setdefault("failed", []).append(f"{layout}, {megabits:g} Mbit/s, {delay:g} ms: {error}")
-                print(data["failed"][-1], file=sys.stderr, flush=True)
-                continue
-            print(report(data)[-1], f"load {load():.1f}", file=sys.stderr, flush=True)
-            if given.keep:
-                (RESULTS / "cluster.txt").write_text("\n".join(report(data)) + "\n")
-                (RESULTS / "cluster.json").write_text(json.dumps(data, indent=1) + "\n")
-        print("\n".join([*report(data), *data.get("failed", [])]))
-        if data.get("failed"):
-            raise SystemExit(1)
+    if given.work:
+        work(given.work, given.number, given.configurations)
+        return
+    if os.geteuid() != 0 or not Path("/dev/net/tun").exists():
+        raise SystemExit("network namespaces and tun devices need root, and Linux")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is taken down
+    data: dict[str, Any] = {"machine": machine(), "clusters": []}
+    for number, (delay, megabits, layout) in enumerate(product(given.delays, given.megabits, given.layout)):
+        try:
+            data["clusters"].append(one(layout, megabits, delay, number, given.configurations))
+        except SystemExit as error:  # the others are measured all the same, and this is told
+            data.setdefault("failed", []).append(f"{layout}, {megabits:g} Mbit/s, {delay:g} ms: {error}")
+            print(data["failed"][-1], file=sys.stderr, flush=True)
+            continue
+        print(*report(data)[-3:], f"load {load():.1f}", sep="\n", file=sys.stderr, flush=True)
+        if given.keep:
+            (RESULTS / "cluster.txt").write_text("\n".join(report(data)) + "\n")
+            (RESULTS / "cluster.json").write_text(json.dumps(data, indent=1) + "\n")
+            picture(data)
+    print("\n".join([*report(data), *data.get("failed", [])]))
+    if data.get("failed"):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

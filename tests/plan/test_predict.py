@@ -69,6 +69,30 @@ def test_messages_and_the_sum_of_gradients() -> None:
     assert found.step_seconds == pytest.approx(4 * 3 + 6 * (0.25 + 2) + 2 * 0.25 + 0.5 * 200)
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "share"),
+    [
+        ({}, 1.0),
+        ({"compress": True}, 0.5),
+        ({"compress": True, "autocast": "bfloat16"}, 1.0),  # such floats are not compressed
+        ({"compress": True, "compute_dtype": "bfloat16"}, 1.0),
+    ],
+)
+def test_compressed_messages_are_half_as_long(pipeline: dict[str, Any], share: float) -> None:
+    slow = replace(CLUSTER, between=Link(0.25, 0.5))
+    model = replace(
+        MODEL, config={"pipeline": pipeline}, skips=(LayerSkip(1, (2,), 4.0), LayerSkip(0, (7,), 60.0))
+    )
+    one = configured("dapple", stages=4, micro_batches=1)
+    play = Predictor(model, PROFILE, slow).play(one)
+    assert play.costs.message_bytes == (8 * share, 4 * share, 4 * share, 4 * share)
+    assert play.costs.skip_bytes == (60 * share,)
+    assert play.buffers == Predictor(replace(model, config={}), PROFILE, slow).play(one).buffers
+    plain = replace(model, skips=())
+    found = predict(plain, PROFILE, slow, one)
+    assert found.step_seconds == pytest.approx(4 * 3 + 6 * (0.25 + 0.5 * 4 * share))
+
+
 def test_skips_travel_beside_the_stages_and_are_kept_for_their_users() -> None:
     slow = replace(CLUSTER, between=Link(0.0, 0.5))
     one = configured("dapple", stages=4, micro_batches=1, recompute="stage")

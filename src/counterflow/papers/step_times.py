@@ -79,7 +79,7 @@ def beside(play: Play) -> ClosedForm | None:
     forward = list(stages.forward)
     backward = [b + a if again else b for b, a in zip(stages.backward, stages.again, strict=True)]
     message = max(
-        latency + per_byte * max(play.stages.output_bytes[:-1], default=0.0)
+        latency + per_byte * max(play.stages.message_bytes[:-1], default=0.0)
         for latencies, per_bytes in zip(
             play.network.latency_seconds, play.network.seconds_per_byte, strict=True
         )

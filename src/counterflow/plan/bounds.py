@@ -368,7 +368,7 @@ class _Path:
         share = 1 / parts  # of a micro-batch, in a gradient
         up, down = [], []
         for stage, (one, other) in enumerate(pairwise(holders)):
-            size = stages.output_bytes[stage]
+            size = stages.message_share * stages.output_bytes[stage]
             if one == other:
                 up.append(0.0)
                 down.append(0.0)

@@ -129,6 +129,13 @@ class Model:
         return self._pipeline.get("clip_norm", 1.0) != 0
 
     @property
+    def message_share(self) -> float:
+        """Bytes of a message for each byte of activations: half where its config compresses 32-bit floats."""
+        pipeline = self._pipeline
+        narrow = pipeline.get("autocast") or pipeline.get("compute_dtype")
+        return 0.5 if pipeline.get("compress", False) is True and not narrow else 1.0
+
+    @property
     def _pipeline(self) -> Mapping[str, ConfigValue]:
         return self.config.get("pipeline", {})
 

@@ -59,6 +59,7 @@ class StageCosts:
         trained: bytes of the stage's weights that are trained.
         summed: of these, those that only copies of the stage have, so that their gradients are summed alone.
         ties: weights that several stages have.
+        message_share: bytes of a message for each byte of what it carries: less than 1 if compressed.
     """
 
     samples: int
@@ -80,6 +81,12 @@ class StageCosts:
     trained: tuple[float, ...] = ()
     summed: tuple[float, ...] = ()
     ties: tuple[StageTie, ...] = ()
+    message_share: float = 1.0
+
+    @property
+    def message_bytes(self) -> tuple[float, ...]:
+        """Bytes in which each stage's output travels."""
+        return tuple(self.message_share * size for size in self.output_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +280,7 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
         trained=trained,
         summed=_less(trained, own),
         ties=ties,
+        message_share=model.message_share,
     )
 
 
