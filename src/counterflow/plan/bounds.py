@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement
 from counterflow.schedule.scheme import Scheme
-from counterflow.simulate.op_costs import StageBytes, stage_bytes
+from counterflow.simulate.op_costs import stage_bytes
 
 from .cluster import Cluster
 from .device_placement import Network
@@ -49,6 +48,11 @@ class Shape:
     split: bool
     most_stashed: int | None
     synchronous: bool
+
+    @property
+    def without_promise(self) -> tuple[object, ...]:
+        """All of it but what the scheme promises of its order."""
+        return self.placement, self.passes, self.together, self.parts, self.split, self.synchronous
 
 
 def shape_of(scheme: Scheme, options: Options) -> Shape:
@@ -127,102 +131,188 @@ def bounds(
         step_overhead_seconds: what an update takes beside ops, syncs and the optimiser.
         barrier: whether a step begins when the one before has ended on all workers.
     """
+    return common(
+        shape,
+        stages,
+        network,
+        cluster,
+        recompute,
+        update_seconds_per_byte=update_seconds_per_byte,
+        step_overhead_seconds=step_overhead_seconds,
+        barrier=barrier,
+    ).bounds(shape.most_stashed)
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What the bounds of all candidates have in common that differ in the peak they promise alone.
+
+    Attributes:
+        least: seconds of an update, without what the order's promise says.
+        after: seconds that follow the last op whatever the order: a sum, and the update.
+        stored: seconds, without ``after``, for which the memory has place.
+        update: seconds of the update.
+        workers: what a promise is reckoned with; empty where none helps.
+        together: the most micro-batches that go through a pipe together.
+        least_bytes: of the fullest worker.
+        fullest: that worker.
+    """
+
+    least: float
+    after: float
+    stored: float
+    update: float
+    workers: tuple[_Worker, ...]
+    together: int
+    least_bytes: float
+    fullest: int
+
+    def bounds(self, most_stashed: int | None) -> Bounds:
+        """The bounds, if no worker stashes more micro-batches (of a stage) than that; None: not known."""
+        at_all = self.least
+        if most_stashed is not None:
+            for worker in self.workers:
+                at_all = max(at_all, worker.promised(most_stashed, self.together) + self.after)
+        at_all += self.update
+        stored = self.stored + self.after + self.update
+        return Bounds(max(at_all, stored), at_all, self.least_bytes, self.fullest)
+
+
+def common(
+    shape: Shape,
+    stages: StageCosts,
+    network: Network,
+    cluster: Cluster,
+    recompute: Recompute,
+    *,
+    update_seconds_per_byte: float = 0.0,
+    step_overhead_seconds: float = 0.0,
+    barrier: bool = True,
+) -> Common:
+    """What ``bounds`` says, but for the peak that the shape promises; the same arguments."""
     times = _least_times(shape, stages, recompute)
     held = stage_bytes(stages.bytes, recompute, len(stages.forward))
     pipes = shape.placement.pipes_stages
-    paths = [_Path.of(holders, times, stages, network, shape.parts) for holders in pipes]
+    paths = _paths(pipes, times, stages, network, shape.parts)
     owned = owned_stages(shape.placement)
-    fixed = [
-        sum(held.fixed[s] + held.weights[s] for _, s in mine) - twice
-        for mine, twice in zip(owned, counted_twice(shape.placement, stages), strict=True)
-    ]
+    each = [fixed + weights for fixed, weights in zip(held.fixed, held.weights, strict=True)]
+    fixed = [sum([each[s] for _, s in mine]) for mine in owned]
+    if stages.ties:
+        twice = counted_twice(shape.placement, stages)
+        fixed = [all_ - more for all_, more in zip(fixed, twice, strict=True)]
     buffers = message_buffers(pipes, max(shape.together), stages)
     # Least memory: what is there throughout, and one stash of the worker's largest stage.
-    stash = [max((_largest_stash(shape, held, p, s) for p, s in mine), default=0.0) for mine in owned]
+    stashes = [
+        [together * size for size in held.stash] if count else [0.0] * len(held.stash)
+        for together, count in zip(shape.together, shape.passes, strict=True)
+    ]
+    stash = [max([stashes[p][s] for p, s in mine], default=0.0) for mine in owned]
     needed = [f + b + s for f, b, s in zip(fixed, buffers, stash, strict=True)]
     fullest = max(range(len(needed)), key=needed.__getitem__)
-    work = [sum(shape.passes[p] * times.both[s] for p, s in mine) for mine in owned]
-    update = update_seconds_per_byte * max(sum(stages.trained[s] for _, s in mine) for mine in owned)
+    passes, both, trained = shape.passes, times.both, stages.trained
+    work = [sum([passes[p] * both[s] for p, s in mine]) for mine in owned]
+    update = update_seconds_per_byte * max([sum([trained[s] for _, s in mine]) for mine in owned])
     update += step_overhead_seconds
     if (shape.split and shape.parts > 1) or not shape.synchronous or not barrier:
         # Whatever the order, and in the steady state too, a worker runs every op of an update.
-        least = max(work) + update
-        return Bounds(least, least, needed[fullest], fullest)
+        return Common(max(work), 0.0, 0.0, update, (), 1, needed[fullest], fullest)
     free = [cluster.usable_bytes - f - b for f, b in zip(fixed, buffers, strict=True)]
     syncs = sync_seconds(stages, network) if network.copies > 1 else (0.0,) * len(held.weights)
     ops = stored = alone = 0.0
+    workers = []
     for mine, busy, room in zip(owned, work, free, strict=True):
-        used = [(p, s) for p, s in mine if shape.passes[p]]
+        used = [(p, s) for p, s in mine if passes[p]]
         if used:
-            ordered, kept = _of_worker(shape, used, times, paths, room=room, stash=held.stash)
-            ops, stored = max(ops, ordered), max(stored, kept)
+            worker = _Worker.of(shape, used, times, paths)
+            workers.append(worker)
+            ops = max(ops, worker.around + worker.through)
+            if room > 0:
+                stored = max(stored, worker.around + worker.occupied(held.stash) / room)
             if shape.split:
                 # (1b) Split, weight gradients may come last of all, and a sum of its stages after them.
-                first = min(paths[p].before[s] for p, s in used)
-                alone = max(alone, first + busy + min(syncs[s] for _, s in used))
+                first = min([paths[p].before[s] for p, s in used])
+                alone = max(alone, first + busy + min([syncs[s] for _, s in used]))
     summed = all_summed(owned, stages, network, _ready(shape, times, paths)) if network.copies > 1 else 0.0
     # (3) The op that ends last is a backward of stage 0 (every other backward has one to follow it), and the
     # sum of stage 0's gradients cannot start before: whatever the sync mode, it comes on top. Split, likewise
     # of input gradients, which weight gradients follow.
-    at_all = max(ops + syncs[0], alone, summed)
-    return Bounds(max(at_all, stored + syncs[0]) + update, at_all + update, needed[fullest], fullest)
+    least = max(ops + syncs[0], alone, summed)
+    together = max(shape.together)
+    return Common(least, syncs[0], stored, update, tuple(workers), together, needed[fullest], fullest)
 
 
-def _of_worker(
-    shape: Shape,
-    used: list[tuple[int, int]],
-    times: _Times,
-    paths: list[_Path],
-    *,
-    room: float,
-    stash: list[float],
-) -> tuple[float, float]:
-    """Until the input gradient of stage 0 that ends last: whatever memory there is, and in ``room``.
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """A worker's part in the bounds: until the input gradient of stage 0 that ends last.
 
-    Args:
-        shape: of the schedule.
-        used: the (pipe, stage) pairs of a worker that micro-batches pass.
-        times: of the stages.
-        paths: of the pipes.
-        room: bytes that the worker has for stashes.
-        stash: bytes of one, by stage.
+    Attributes:
+        around: before its first op, and from the end of its last input gradient to that of stage 0.
+        through: seconds of all its forwards and of all that makes input gradients.
+        count: micro-batches that pass its stages.
+        stays: of each of its stages the micro-batches and how long the stash of one stays.
+        apart: the least seconds of weight gradients, where they may be ops of their own; else 0.
+        slope: the least seconds of a forward and a backward.
     """
-    # (1) Work. A worker's first op is a forward of one of its stages, whose input has come down the pipe; the
-    # last to make an input gradient is a backward of one of its stages, whose gradient has to go down to
-    # stage 0; between them it runs all its forwards and all that makes input gradients, one at a time.
-    first = min(paths[p].before[s] for p, s in used)
-    last = min(paths[p].after[s] for p, s in used)
-    count = sum(shape.passes[p] for p, _ in used)
-    through = sum(shape.passes[p] * times.through[s] for p, s in used)
-    if shape.split and shape.most_stashed is not None:
-        # Where a scheme promises a peak of k stashes, at the start of the last forward all but k have had
-        # their weight gradients.
-        through += max(count - shape.most_stashed, 0) * min(times.both[s] - times.through[s] for _, s in used)
-    ops, stored = first + through + last, 0.0
-    # (2) Memory over time. A stash stays from the start of its forward to the end of its backward, and
-    # between these the micro-batch goes up to the last stage and back: ``stay``. None is there before the
-    # worker's first op and after its last. What all stashes occupy, in byte-seconds, has to find place in the
-    # free memory between these two.
-    around = first + last
-    if room > 0:
-        occupied = sum(shape.passes[p] * stash[s] * paths[p].stay[s] for p, s in used)
-        stored = around + occupied / room
-    # (2b) The same in micro-batches where a scheme promises a peak. There the number of stashes grows by one
-    # in a forward's time and falls by one in a backward's, so below a peak of k stashes at both ends
-    # k(k−1)/2 · (F + B) is left empty, k(k−2)/2 · (F + B) where two begin at once; the worker runs k forwards
-    # and backwards or more one at a time, so that the two ends do not meet.
-    if shape.most_stashed is not None:
-        most = min(shape.most_stashed, count)
-        occupied = sum(shape.passes[p] * paths[p].stay[s] for p, s in used)
-        slope = min(times.forward[s] for _, s in used) + min(times.backward_op[s] for _, s in used)
-        ops = max(ops, around + occupied / most + (most - max(shape.together)) / 2 * slope)
-    return ops, stored
+
+    around: float
+    through: float
+    count: int
+    stays: tuple[tuple[int, float], ...]
+    apart: float
+    slope: float
+
+    @classmethod
+    def of(cls, shape: Shape, used: list[tuple[int, int]], times: _Times, paths: list[_Path]) -> _Worker:
+        """That of a worker that holds these (pipe, stage) pairs, which micro-batches pass."""
+        # (1) Work. A worker's first op is a forward of one of its stages, whose input has come down the pipe;
+        # the last to make an input gradient is a backward of one of its stages, whose gradient has to go down
+        # to stage 0; between them it runs all its forwards and all that makes input gradients, one at a time.
+        passes, through, both = shape.passes, times.through, times.both
+        first = min([paths[p].before[s] for p, s in used])
+        last = min([paths[p].after[s] for p, s in used])
+        return cls(
+            first + last,
+            sum([passes[p] * through[s] for p, s in used]),
+            sum([passes[p] for p, _ in used]),
+            tuple([(s, passes[p] * paths[p].stay[s]) for p, s in used]),
+            min([both[s] - through[s] for _, s in used]) if shape.split else 0.0,
+            min([times.forward[s] for _, s in used]) + min([times.backward_op[s] for _, s in used]),
+        )
+
+    def occupied(self, stash: Sequence[float]) -> float:
+        """(2) Memory over time, in byte-seconds, by the bytes of a stash of each stage.
+
+        A stash stays from the start of its forward to the end of its backward, and between these the
+        micro-batch goes up to the last stage and back: ``stay``. None is there before the worker's first op
+        and after its last. What all stashes occupy has to find place in the free memory between these two.
+        """
+        return sum([stash[stage] * stay for stage, stay in self.stays])
+
+    def promised(self, most_stashed: int, together: int) -> float:
+        """What follows where a scheme promises a peak of k stashes.
+
+        Split, all but k have had their weight gradients at the start of the last forward.
+
+        (2b) Memory over time, as above, in micro-batches. The number of stashes grows by one in a forward's
+        time and falls by one in a backward's, so below a peak of k stashes at both ends k(k−1)/2 · (F + B) is
+        left empty, k(k−2)/2 · (F + B) where two begin at once; the worker runs k forwards and backwards or
+        more one at a time, so that the two ends do not meet.
+        """
+        made = max(self.count - most_stashed, 0) * self.apart
+        most = min(most_stashed, self.count)
+        occupied = sum([stay for _, stay in self.stays])
+        filled = occupied / most + (most - together) / 2 * self.slope
+        return self.around + max(self.through + made, filled)
 
 
 @lru_cache(maxsize=256)
 def owned_stages(placement: Placement) -> list[list[tuple[int, int]]]:
     """The (pipe, stage) pairs of each worker."""
-    return [list(placement.held(worker)) for worker in range(placement.workers)]
+    owned: list[list[tuple[int, int]]] = [[] for _ in range(placement.workers)]
+    for pipe, stages in enumerate(placement.pipes_stages):
+        for stage, worker in enumerate(stages):
+            owned[worker].append((pipe, stage))
+    return owned
 
 
 def _ready(shape: Shape, times: _Times, paths: list[_Path]) -> list[float]:
@@ -285,11 +375,6 @@ def _summed(together: Sequence[Collection[int]], syncs: tuple[float, ...], ready
             lasts += syncs[stage]
             latest = max(latest, ready[stage] + lasts)
     return latest
-
-
-def _largest_stash(shape: Shape, held: StageBytes, pipe: int, stage: int) -> float:
-    """What the largest forward of a stage keeps: at some time it is there."""
-    return shape.together[pipe] * held.stash[stage] if shape.passes[pipe] else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,27 +450,31 @@ class _Path:
         network: Network,
         parts: int,
     ) -> _Path:
-        share = 1 / parts  # of a micro-batch, in a gradient
-        up, down = [], []
-        for stage, (one, other) in enumerate(pairwise(holders)):
-            size = stages.message_share * stages.output_bytes[stage]
-            if one == other:
-                up.append(0.0)
-                down.append(0.0)
-                continue
-            up.append(network.latency_seconds[one][other] + network.seconds_per_byte[one][other] * size)
-            back = network.latency_seconds[other][one]
-            down.append(back + network.seconds_per_byte[other][one] * size * share)
+        """The way along a pipe whose stages these workers hold; a gradient is of a part of a micro-batch."""
+        latency, per_byte, sizes = network.latency_seconds, network.seconds_per_byte, stages.message_bytes
+        forward, backward = times.forward, times.backward_op
         count = len(holders)
-        before, after = [0.0] * count, [0.0] * count
+        before, after, stay = [0.0] * count, [0.0] * count, [0.0] * count
+        ways = [0.0] * count  # of each stage from the one before and back
         for stage in range(1, count):
-            before[stage] = before[stage - 1] + times.forward[stage - 1] + up[stage - 1]
-            after[stage] = after[stage - 1] + times.backward_op[stage - 1] + down[stage - 1]
-        stay = [0.0] * count
+            one, other = holders[stage - 1], holders[stage]
+            up = down = 0.0
+            if one != other:
+                size = sizes[stage - 1]
+                up = latency[one][other] + per_byte[one][other] * size
+                down = latency[other][one] + per_byte[other][one] * size / parts
+            before[stage] = before[stage - 1] + forward[stage - 1] + up
+            after[stage] = after[stage - 1] + backward[stage - 1] + down
+            ways[stage] = up + down
         beyond = 0.0
         for stage in reversed(range(count)):
-            beyond += times.forward[stage] + times.backward_op[stage]
+            beyond += forward[stage] + backward[stage]
             stay[stage] = beyond
-            if stage:
-                beyond += up[stage - 1] + down[stage - 1]
+            beyond += ways[stage]
         return cls(before, after, stay)
+
+
+def _paths(
+    pipes: tuple[tuple[int, ...], ...], times: _Times, stages: StageCosts, network: Network, parts: int
+) -> list[_Path]:
+    return [_Path.of(holders, times, stages, network, parts) for holders in pipes]

@@ -87,6 +87,7 @@ class Predictor:
         )
         self._cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._balanced: dict[tuple[Placement, int, int, bool], tuple[int, ...]] = {}
+        self._sums: dict[tuple[int, bool], Any] = {}
         self._stages: dict[tuple[tuple[int, ...], int], StageCosts] = {}
         self._networks: dict[tuple[Placement, int, Arrangement, tuple[SkipLink, ...]], Network] = {}
 
@@ -164,7 +165,8 @@ class Predictor:
             found = self._cuts[rule]
             if cuts is Cutting.BALANCED:
                 usable = self.cluster.usable_bytes
-                balance = Balance(self.model, self.profile, placement, passes, samples, recompute, usable)
+                judged = placement, passes, samples, recompute, usable, self._sums
+                balance = Balance(self.model, self.profile, *judged)
                 alike = (placement, passes, samples, recompute is Recompute.NONE)
                 if alike not in self._balanced:
                     self._balanced[alike] = balance.balanced(found)

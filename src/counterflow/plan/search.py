@@ -7,6 +7,7 @@ refused for memory is refused with its bytes. A schedule is built once for all c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -15,7 +16,7 @@ from counterflow.errors import PlanError
 from counterflow.html import titled
 from counterflow.schedule.modes import Recompute, Sync
 
-from .bounds import Bounds, Shape, bounds
+from .bounds import Bounds, Common, Shape, common
 from .cluster import Cluster
 from .device_placement import Arrangement, Network
 from .model import Model
@@ -165,10 +166,14 @@ class _Best:
 
     def needs(self, scheme: str, bound: float) -> bool:
         """Whether a candidate of that bound may be among the best: it may also be as good as its bound."""
-        if len(self.plans) < self.count or bound <= self.plans[-1].seconds * _ROUNDING:
-            return True
+        return bound <= self.limit(scheme)
+
+    def limit(self, scheme: str) -> float:
+        """The longest step that may still be among the best."""
         kept = self.of_schemes.get(scheme)
-        return kept is None or bound <= kept.seconds * _ROUNDING
+        if kept is None or len(self.plans) < self.count:
+            return math.inf
+        return max(kept.seconds, self.plans[-1].seconds) * _ROUNDING
 
 
 def search(
@@ -219,7 +224,7 @@ class _Search:
         self.progress = progress or (lambda _done, _of, _what: None)
         self.decided = 0
         self.networks: dict[tuple[object, ...], list[tuple[Arrangement, Network]]] = {}
-        self.known_bounds: dict[tuple[object, ...], Bounds] = {}
+        self.known: dict[tuple[object, ...], Common] = {}
 
     def run(self, groups: list[Group], omissions: list[Omission]) -> Found:
         ordered = self._by_bound(groups)
@@ -270,10 +275,10 @@ class _Search:
     def _bounds(
         self, group: Group, shape: Shape, arrangement: Arrangement, links: Network, recompute: Recompute
     ) -> Bounds:
-        """They depend on the shape, not on all options; so many groups share them."""
-        key = (shape, group.replicas, group.samples, arrangement, recompute)
-        if key not in self.known_bounds:
-            self.known_bounds[key] = bounds(
+        """Most of them depends on the shape, not on all options; so many groups share it."""
+        key = (*shape.without_promise, group.replicas, group.samples, arrangement, recompute)
+        if key not in self.known:
+            self.known[key] = common(
                 shape,
                 self.predictor.stages(
                     self.constraints.cuts,
@@ -289,19 +294,30 @@ class _Search:
                 step_overhead_seconds=self.predictor.profile.step_overhead_seconds,
                 barrier=self.predictor.model.barrier,
             )
-        return self.known_bounds[key]
+        return self.known[key].bounds(shape.most_stashed)
 
     def _networks(self, shape: Shape, replicas: int) -> list[tuple[Arrangement, Network]]:
         """The arrangements that differ in what messages and all-reduces find."""
         key = (shape.placement, replicas)
         if key not in self.networks:
             found: dict[object, tuple[Arrangement, Network]] = {}
-            for arrangement in self.constraints.arrangements:
+            arrangements = self.constraints.arrangements
+            if self._alike(shape, replicas):
+                arrangements = arrangements[:1]
+            for arrangement in arrangements:
                 links = self.predictor.network(shape.placement, replicas, arrangement)
                 # Skips, which depend on the cuts, may find other links where other messages find the same.
                 found.setdefault(arrangement if self.predictor.model.skips else links, (arrangement, links))
             self.networks[key] = list(found.values())
         return self.networks[key]
+
+    def _alike(self, shape: Shape, replicas: int) -> bool:
+        """Whether all arrangements are one: a device is a node, or all are, and no way out is shared."""
+        predictor = self.predictor
+        if predictor.model.skips or 1 < predictor.cluster.devices < predictor.cluster.size:
+            return False
+        links = predictor.network(shape.placement, replicas, self.constraints.arrangements[0])
+        return not any(links.crossed)
 
     def _decide(self, members: list[_Candidate]) -> list[_Candidate]:
         """Refuse, prune or simulate each; those that memory refuses are given back."""
@@ -328,7 +344,7 @@ class _Search:
                     fullest = max(range(len(needed)), key=needed.__getitem__)
                     tally.refuse(TooLarge(scheme, play.configuration, needed[fullest], fullest))
                     refused.append(candidate)
-                elif not self.best.needs(scheme, least_seconds(play)):
+                elif not self.best.needs(scheme, least_seconds(play, self.best.limit(scheme))):
                     tally.slower += 1
                 else:
                     tally.simulated += 1
@@ -365,7 +381,7 @@ class _Search:
                 break
             self.progress(self.total, self.total, "more memory")
             play = self.predictor.play(self._configuration(candidate), self.mini_batch)
-            if least_seconds(play) >= limit * _ROUNDING:
+            if least_seconds(play, limit * _ROUNDING) >= limit * _ROUNDING:
                 continue
             plan = self._quickest(play, candidate.place)
             if plan.seconds < limit:

@@ -10,8 +10,8 @@ the same cuts. The measure is an estimate: how long an order takes with them, an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -51,16 +51,18 @@ class Balance:
     samples: int
     recompute: Recompute
     usable_bytes: float
+    known: dict[tuple[int, bool], dict[str, Floats]] = field(default_factory=dict, compare=False, repr=False)
+    """Sums over layers, of the same model and profile, by ``samples`` and whether anything runs again."""
 
     def balanced(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
         """Cuts that begin as these, better for the slowest worker, whatever its memory."""
-        if any(len(held) > 1 for held in self._held):
+        if any(len(held) > 1 for held in self._table.held):
             return self._moved(cuts, by_memory=False)
         return cuts
 
     def fitting(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
         """Cuts that begin as these, better for memory if all fit in the end."""
-        if self._excess(cuts) == 0:
+        if self._excess(cuts) == 0 or not self._may_fit:
             return cuts
         fitting = self._moved(cuts, by_memory=True)
         return fitting if self._excess(fitting) == 0 else cuts
@@ -111,7 +113,7 @@ class Balance:
         """The cuts as they are, then a layer moved from each stage of a worker to each other stage; those
         between move up by one.
         """
-        may = [stage for stage in self._held[worker] if ends[0, stage + 1] - ends[0, stage] > 1]
+        may = [stage for stage in self._table.held[worker] if ends[0, stage + 1] - ends[0, stage] > 1]
         return np.concatenate((ends, *(ends + _shifts(self.placement.stages, stage) for stage in may)))
 
     def _ends(self, cuts: tuple[int, ...]) -> Ints:
@@ -122,7 +124,7 @@ class Balance:
 
     def _seconds(self, ends: Ints) -> Floats:
         """When each worker is done at the earliest: its first input, all of its work, its last gradient."""
-        first = self._sums["seconds"][ends[:, self._first]]
+        first = self._sums["seconds"][ends[:, self._table.first]]
         return self.passes * self._by_worker(self._of_stages("seconds", ends)) + first
 
     def _bytes(self, ends: Ints) -> Floats:
@@ -136,8 +138,8 @@ class Balance:
         elif self.recompute is Recompute.LAYER:
             kept = inputs
         else:
-            kept, working = self._inputs[ends[:, :-1]], saved.max(axis=1, keepdims=True)
-        buffers = 2 * float(self._inputs[1:].max(initial=0.0))
+            kept, working = self._sums["each input"][ends[:, :-1]], saved.max(axis=1, keepdims=True)
+        buffers = 2 * float(self._sums["each input"][1:].max(initial=0.0))
         found: Floats = self._by_worker(fixed + ahead * kept) + working + buffers
         return found
 
@@ -152,36 +154,38 @@ class Balance:
 
     def _by_worker(self, stages: Floats) -> Floats:
         """A number of each stage, summed over what each worker holds."""
-        found: Floats = stages @ self._holds
+        found: Floats = stages @ self._table.holds
         return found
 
-    @cached_property
-    def _held(self) -> list[list[int]]:
-        return [[s for _, s in self.placement.held(worker)] for worker in range(self.placement.workers)]
+    @property
+    def _may_fit(self) -> bool:
+        """Whether any cuts may: all workers together have no less than one stash of each stage they hold."""
+        sums, copies = self._sums, self.placement.pipes
+        kept = 0.0
+        if self.recompute is Recompute.NONE:
+            kept = sums["saved"][-1]
+        elif self.recompute is Recompute.LAYER:
+            kept = sums["inputs"][-1]
+        least = copies * (sums["fixed"][-1] + kept)
+        return bool(least <= self.placement.workers * self.usable_bytes * (1 + _ROUNDING))
 
-    @cached_property
-    def _first(self) -> list[int]:
-        return [min(held) for held in self._held]
+    @property
+    def _table(self) -> _Held:
+        return _held(self.placement)
 
-    @cached_property
-    def _holds(self) -> Floats:
-        table = np.zeros((self.placement.stages, self.placement.workers))
-        for worker, held in enumerate(self._held):
-            for stage in held:
-                table[stage, worker] += 1
-        return table
-
-    @cached_property
-    def _inputs(self) -> Floats:
-        """Bytes that each layer takes."""
-        outputs = [self.profile.layer(kind).output_bytes for kind in self.model.layers[:-1]]
-        return self.samples * np.array([self.model.input_bytes, *outputs])
-
-    @cached_property
+    @property
     def _sums(self) -> dict[str, Floats]:
-        """Of all layers before each."""
+        """Of all layers before each; and what each takes."""
+        key = self.samples, self.recompute is not Recompute.NONE
+        if key not in self.known:
+            self.known[key] = self._summed()
+        return self.known[key]
+
+    def _summed(self) -> dict[str, Floats]:
         samples, again = self.samples, self.recompute is not Recompute.NONE
-        rows: dict[str, Any] = {"inputs": self._inputs}
+        outputs = [self.profile.layer(kind).output_bytes for kind in self.model.layers[:-1]]
+        inputs = samples * np.array([self.model.input_bytes, *outputs])
+        rows: dict[str, Any] = {"inputs": inputs}
         for name, of in (
             ("seconds", lambda layer: (1 + again) * layer.forward(samples) + layer.backward(samples)),
             ("fixed", self._fixed),
@@ -189,7 +193,28 @@ class Balance:
         ):
             each = {kind: of(self.profile.layer(kind)) for kind in set(self.model.layers)}
             rows[name] = [each[kind] for kind in self.model.layers]
-        return {name: np.concatenate(([0.0], np.cumsum(row))) for name, row in rows.items()}
+        found = {name: np.concatenate(([0.0], np.cumsum(row))) for name, row in rows.items()}
+        return found | {"each input": inputs}
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a placement's workers hold: the stages of each, its first one, and how many of each stage."""
+
+    held: list[list[int]]
+    first: list[int]
+    holds: Floats
+
+
+@lru_cache(maxsize=256)
+def _held(placement: Placement) -> _Held:
+    held: list[list[int]] = [[] for _ in range(placement.workers)]
+    holds = np.zeros((placement.stages, placement.workers))
+    for stages in placement.pipes_stages:
+        for stage, worker in enumerate(stages):
+            held[worker].append(stage)
+            holds[stage, worker] += 1
+    return _Held(held, [min(stages) for stages in held], holds)
 
 
 @lru_cache(maxsize=1024)

@@ -6,6 +6,7 @@ from counterflow.schedule.ir import Schedule
 from counterflow.schedule.program import lowering
 from counterflow.schedule.program.actions import Matching, Program
 
+from .alone import may_play, ops_alone
 from .costs import Costs, Link
 from .memory import MemoryUse, peaks_of
 from .op_costs import ByteCosts, OpCosts, Piece
@@ -27,6 +28,8 @@ __all__ = [
     "Span",
     "SyncSpan",
     "lower",
+    "may_play",
+    "ops_alone",
     "peak_bytes",
     "simulate",
 ]
