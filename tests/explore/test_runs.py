@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from counterflow.schedule.formats import dumps
 from counterflow.simulate import ByteCosts, Costs, Span, simulate
 from counterflow.train import events
 from counterflow.train.timeline import Timeline
+from counterflow.train.window import Window
 
 from .conftest import ASKS, asked, refused
 
@@ -106,6 +108,38 @@ def test_where_the_difference_is(server: TestClient, place: Path) -> None:
     assert [chart["makespan"] for chart in found["picture"]["charts"]] == [15, 9]
 
 
+def window(slower: float = 1.0) -> Window:
+    """PipeDream of three workers, two steps as they are predicted with the second worker ``slower``."""
+    schedule = schemes.pipedream(stages=3)
+    costs = Costs(memory=ByteCosts(activations=100.0))
+    ran = Costs(forward=(1, slower, 1), backward=(2, 2 * slower, 2), memory=costs.memory)
+    rows = Window(schedule, ran, 9, (), ()).predicted_times().rows
+    return Window(schedule, costs, 9, tuple(span for row in rows for span in row), (300, 200, 100))
+
+
+def test_without_a_flush_two_steps_that_follow_each_other(server: TestClient, place: Path) -> None:
+    """A forward takes 1 and a backward 2, so that a step takes 3; twice that where the second worker does."""
+    shown = window(slower=2)
+    run = run_at(place / "one", live__json=shown.dumps(), schedule__json=dumps(shown.schedule))
+    found = look(server, run)["timeline"]
+    assert found["problems"] == []
+    assert found["figures"] == [["measured", "6 s"], ["predicted", "3 s"], ["difference", "3 s"]]
+    assert found["parts"] == [
+        ["computing", "4 s", "3 s", "1 s"],
+        ["waiting for others' ops and messages", "2 s", "0 s", "2 s"],
+    ]
+    assert [row["slow"] for row in found["rows"]] == [False, True, False]
+    charts = found["picture"]["charts"]
+    assert [len(chart["start"]) for chart in charts] == [12, 12]
+    assert charts[0]["heading"].startswith("measured, steps 8 and 9: pipedream")
+    assert charts[0]["texts"] == charts[1]["texts"]
+    whole = json.loads(shown.dumps())
+    whole["measured"].pop()
+    (run / "live.json").write_text(json.dumps(whole))
+    (problem,) = look(server, run)["timeline"]["problems"]
+    assert "worker 2: 3 ops that are not 2 steps of the schedule" in problem
+
+
 def test_the_parts_add_up_to_the_difference() -> None:
     shown = timeline(slower=1.7)
     told = difference(shown)["parts"]
@@ -137,6 +171,43 @@ def test_several_runs_side_by_side(server: TestClient, place: Path) -> None:
     charts = found["timeline"]["picture"]["charts"]
     assert [chart["heading"].split(":")[0] for chart in charts] == [str(run) for run in runs]
     assert [chart["makespan"] for chart in charts] == [9, 15]
+
+
+DAMAGED = (
+    *(b"", b"{", b"[]", b"null", b"\xff\xfe", b"\0" * 100, b"[" * 100_000, b"1" * 10_000, b"\n" * 1000),
+    *(b'{"format": "counterflow-timeline"}\n', b'{"format": "counterflow-schedule", "orders": [[1e999]]}\n'),
+    *(b'{"step": 4, "loss": NaN, "seconds": 1}\n', b'{"step": 1e308, "loss": -Infinity, "seconds": 1}\n'),
+    b'{"step": 4, "loss": 1%s, "seconds": 1}\n' % (b"0" * 400),
+    *(b'{"event": "failed"}\n', b'{"event": "stopped", "time": [], "step": {}, "signal": null}\n'),
+)
+
+
+def test_whatever_a_runs_files_hold_there_is_an_answer(server: TestClient, place: Path) -> None:
+    """Another program, a full disk or a user wrote them; the other run beside it is there as it was."""
+    names = ("metrics.jsonl", "schedule.json", "live.json", "timeline.json", "config.toml")
+    good = run_at(place / "good", timeline__json=timeline().dumps())
+    for name in (*names, "events.jsonl", "summary.json", ".lock"):
+        run = run_at(place / f"bad-{name}", live__json=timeline().dumps())
+        for text in DAMAGED:
+            (run / name).write_bytes(text)
+            rows = server.get("/api/runs").json()["runs"]
+            assert [row["loss"] for row in rows if row["name"] == str(good)] == ["1"]
+            found = look(server, run, good)
+            assert found["runs"][1]["curves"]["loss"] == [[1, 2, 3], [3, 1.5, 1]]
+
+
+def test_a_run_that_is_removed_while_it_is_watched(server: TestClient, place: Path) -> None:
+    """Of what was asked for it is said; the list has the others; a new one of its name is another run."""
+    run, other = run_at(place / "one"), run_at(place / "two")
+    seen = {"name": str(run), "metrics": look(server, run, other)["runs"][0]["metrics"]}
+    shutil.rmtree(run)
+    assert [row["name"] for row in server.get("/api/runs").json()["runs"]] == [str(other)]
+    assert "is not among those" in refused(server, "/api/run", {"runs": [seen]})
+    run_at(run, steps=2)
+    again = asked(server, "/api/run", {"runs": [seen]})["runs"][0]
+    assert again["curves"]["loss"] == [[1, 2], [3, 1.5]]
+    shutil.rmtree(place)
+    assert server.get("/api/runs").json()["runs"] == []
 
 
 def test_what_is_damaged_is_told(server: TestClient, place: Path, tmp_path: Path) -> None:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import random
 import re
+import socket
+import threading
+from http.client import HTTPConnection
 from typing import Any
 
 import pytest
+
+pytest.importorskip("uvicorn", reason="needs the extra counterflow[explore]")
+
+import uvicorn
 from starlette.testclient import TestClient
 
 from counterflow.errors import ConfigError
@@ -71,6 +78,31 @@ def test_a_taken_port_is_told() -> None:
             listening("127.0.0.1", port)
     with pytest.raises(ConfigError, match=r"--host no\.such\.host\.invalid"):
         listening("no.such.host.invalid", 0)
+
+
+def test_slow_clients_stop_nobody() -> None:
+    """Fifty that have begun a request and send nothing more, and one that is answered meanwhile."""
+    with listening("127.0.0.1", 0) as taken:
+        served = uvicorn.Server(uvicorn.Config(application(), log_level="error"))
+        thread = threading.Thread(target=served.run, kwargs={"sockets": [taken]}, daemon=True)
+        thread.start()
+        try:
+            address = taken.getsockname()
+            head = (
+                f"POST /api/look HTTP/1.1\r\nHost: {address[0]}\r\n{HEADER}: page\r\nContent-Length: 999\r\n"
+            )
+            slow = [socket.create_connection(address, timeout=60) for _ in range(50)]
+            for number, one in enumerate(slow):
+                one.sendall(head.encode() + b"\r\n" * (number % 2) + b"{" * (number % 2))
+            connection = HTTPConnection(*address, timeout=60)
+            connection.request("GET", "/api/schemes", headers=ASKS)
+            assert connection.getresponse().status == 200
+            connection.close()
+            for one in slow:
+                one.close()
+        finally:
+            served.should_exit = True
+            thread.join(60)
 
 
 def test_sentences(client: TestClient) -> None:

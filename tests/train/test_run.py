@@ -28,6 +28,7 @@ from counterflow.train.folder import FILES, RunFolder, read_metrics, read_timeli
 from counterflow.train.job import Job, prepare
 from counterflow.train.run import run
 from counterflow.train.timeline import Timeline
+from counterflow.train.window import Window
 
 from .conftest import Configure, Train, Watcher, losses
 
@@ -156,13 +157,13 @@ def test_without_a_barrier_the_metrics_are_the_same(train: Train, clip_norm: flo
 def test_timeline(train: Train, tmp_path: Path) -> None:
     summary = train(train__steps=4, schedule__scheme="dapple")
     timeline = read_timeline(tmp_path / "run")
+    assert isinstance(timeline, Timeline)
     assert timeline.step in summary.sampled_steps
     measured, predicted = timeline.measured(), timeline.predicted()
     assert measured.schedule == predicted.schedule
     assert 0 < measured.bubble_ratio < 1
     assert predicted.makespan == summary.ops_seconds.predicted
     assert measured.start.min() == 0
-    assert type(timeline).__name__ == "Timeline"
     path = tmp_path / "run" / "timeline.json"
     text = path.read_text()
     assert timeline.dumps() == text
@@ -182,10 +183,23 @@ def test_a_timeline_while_the_run_goes_on(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every step but the last, and of none that was evaluated; it is gone in the end."""
-    shown: list[Timeline] = []
+    shown = seen_live(monkeypatch)
+    train(train__steps=5, train__evaluate_every=3)
+    assert [timeline.step for timeline in shown] == [1, 2, 4]
+    assert all(isinstance(one, Timeline) and one.measured().makespan > 0 for one in shown)
+    assert not (tmp_path / "run" / "live.json").exists()
+    shown.clear()
+    monkeypatch.setattr(live, "EVERY_SECONDS", 1e9)
+    train("rare", train__steps=5)
+    assert [timeline.step for timeline in shown] == [1]
+
+
+def seen_live(monkeypatch: pytest.MonkeyPatch) -> list[Timeline | Window]:
+    """What is written for those who look, as often as it can be, and is read as they do."""
+    shown: list[Timeline | Window] = []
     put = RunFolder.put_live
 
-    def kept(self: RunFolder, timeline: Timeline) -> None:
+    def kept(self: RunFolder, timeline: Timeline | Window) -> None:
         put(self, timeline)
         shown.append(read_timeline(self.path))
 
@@ -193,14 +207,32 @@ def test_a_timeline_while_the_run_goes_on(
     monkeypatch.setattr(loop, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(live, "EVERY_SECONDS", 0.0)
     monkeypatch.setattr(live, "_SHARE", 1e9)
-    train(train__steps=5, train__evaluate_every=3)
-    assert [timeline.step for timeline in shown] == [1, 2, 4]
-    assert all(timeline.measured().makespan > 0 for timeline in shown)
-    assert not (tmp_path / "run" / "live.json").exists()
-    shown.clear()
-    monkeypatch.setattr(live, "EVERY_SECONDS", 1e9)
-    train("rare", train__steps=5)
-    assert [timeline.step for timeline in shown] == [1]
+    return shown
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"schedule__scheme": "pipedream", "schedule__micro_batches": None},
+        {"schedule__scheme": "wpipe", "schedule__micro_batches": 2},
+    ],
+)
+def test_two_steps_while_a_run_without_a_flush_goes_on(
+    train: Train, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    """All workers' ops of two steps, in the order in which the schedule has them."""
+    shown = seen_live(monkeypatch)
+    same = {"train__samples": 4, "model__layers": 4, "schedule__periods": 6}
+    summary = train(train__steps=16, train__evaluate_every=13, **(same | changes))
+    assert summary.steps == 16
+    assert shown
+    assert all(one.step <= 13 for one in shown)  # 16 is too near to where the pipeline was empty
+    for one in shown:
+        assert isinstance(one, Window)
+        for times in one.times():
+            assert 0 < times.computing < times.step
+            assert all(row[i].end <= row[i + 1].start for row in times.rows for i in range(len(row) - 1))
+        assert [chart.workers for chart in one.charts()] == [2, 2]
 
 
 OTHERS: list[dict[str, Any]] = [
@@ -363,6 +395,7 @@ def test_without_a_flush(train: Train, tmp_path: Path, changes: dict[str, Any]) 
     for pair in summary.saved_bytes:
         assert pair.measured == pytest.approx(pair.predicted, rel=0.02)
     timeline = read_timeline(tmp_path / "run")
+    assert isinstance(timeline, Timeline)
     assert {span.op for span in timeline.spans} == set(timeline.schedule.ops())
 
 

@@ -10,12 +10,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from counterflow.schedule import registry
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement
 from counterflow.simulate import Cause, Costs, MemoryUse, MessageSpan, Piece, Simulation, Span, SyncSpan
+from counterflow.simulate.timed_schedule import TimedSchedule
 
 from .palette import HUES, Shade
 from .units import AmountUnit, TimeUnit, compact, time_unit
@@ -265,10 +268,7 @@ def chart_of(simulation: Simulation, *, memory: bool = False, messages: bool = F
     unit, uses = _memory(simulation)
     peak = Memory(unit, uses).peak
     lanes, lane_of = _lanes(schedule)
-    boxes = [
-        _op_box(schedule, lane_of, span, needs)
-        for span, needs in zip(simulation.timeline, simulation.needs, strict=True)
-    ]
+    boxes = list(_op_boxes(simulation, lane_of))
     boxes += [_sync_box(schedule, span) for span in simulation.syncs]
     return Chart(
         heading=_heading(schedule, simulation.costs),
@@ -305,7 +305,7 @@ def order_chart(schedule: Schedule, costs: Costs) -> Chart:
         workers=schedule.workers,
         makespan=max((span.end for span in spans), default=0.0),
         lanes=lanes,
-        boxes=tuple(_op_box(schedule, lane_of, span, ()) for span in spans),
+        boxes=tuple(Box(s.worker, s.start, s.end, *_name(schedule, lane_of, s.op)) for s in spans),
         in_forwards=costs.in_forwards,
         playable=False,
     )
@@ -322,17 +322,39 @@ def _memory(simulation: Simulation) -> tuple[AmountUnit, tuple[MemoryUse, ...]]:
     return AmountUnit.ACTIVATIONS, simulation.activations_over_time
 
 
-def _op_box(
-    schedule: Schedule, lane_of: dict[tuple[int, int], int], span: Span, needs: tuple[int, ...]
-) -> Box:
-    op = span.op
+class _Named(NamedTuple):
+    """Of an op's box what no cost changes, in the order of ``Box``."""
+
+    kind: BoxKind
+    label: str
+    stage: int
+    lane: int
+    pipe: int
+    micro_batches: tuple[int, ...]
+    detail: str
+    op: str
+    needs: tuple[int, ...] = ()
+
+
+_kept: WeakKeyDictionary[TimedSchedule, list[_Named]] = WeakKeyDictionary()
+"""By schedule as the simulator keeps it, so that another cost names nothing again."""
+
+
+def _op_boxes(simulation: Simulation, lane_of: dict[tuple[int, int], int]) -> Iterator[Box]:
+    model, schedule = simulation.model, simulation.schedule
+    named = _kept.get(model)
+    if named is None:
+        ops = zip(model.graph.ops, simulation.needs, strict=True)
+        named = _kept[model] = [_name(schedule, lane_of, op)._replace(needs=needs) for op, needs in ops]
+    times = zip(model.graph.worker, simulation.start.tolist(), simulation.end.tolist(), strict=True)
+    return (Box(*time, *name) for time, name in zip(times, named, strict=True))
+
+
+def _name(schedule: Schedule, lane_of: dict[tuple[int, int], int], op: Op) -> _Named:
     label = ",".join(map(str, op.micro_batches))
     if op.parts > 1:
         label += chr(ord("a") + op.part) if op.parts <= 26 else f".{op.part}"
-    return Box(
-        worker=span.worker,
-        start=span.start,
-        end=span.end,
+    return _Named(
         kind=_KINDS[op.kind],
         label=label,
         stage=op.stage,
@@ -341,7 +363,6 @@ def _op_box(
         micro_batches=op.micro_batches,
         detail=_detail(schedule, op),
         op=str(op),
-        needs=needs,
     )
 
 

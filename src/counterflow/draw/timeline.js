@@ -2,7 +2,16 @@
 // It draws what `page_data` of draw/page.py gives, and computes no time.
 const LEFT = 46, TICKS = 24, GAP = 30;
 
-const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+// A colour of timeline.css as canvases take it; looked up once a drawing.
+const probe = document.createElement("i"), colours = new Map();
+function css(name) {
+  if (!colours.size) { probe.hidden = true; document.body.append(probe); }
+  if (!colours.has(name)) {
+    probe.style.color = `var(${name})`;
+    colours.set(name, getComputedStyle(probe).color);
+  }
+  return colours.get(name);
+}
 const short = (value, digits = 6) => String(Number(value.toPrecision(digits)));
 function bytes(value) {
   const names = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -290,7 +299,7 @@ class Picture {
   steady() {
     if (!this.chart.steady) return;
     const g = this.g;
-    g.strokeStyle = css("--steady");
+    g.strokeStyle = css("--ink");
     g.lineWidth = 2;
     g.setLineDash([5, 3]);
     for (const side of [0, 1]) {
@@ -584,6 +593,6 @@ export class Timeline {
   redraw() {
     if (this.queued) return;
     this.queued = true;
-    requestAnimationFrame(() => { this.queued = false; for (const p of this.pictures) p.draw(); });
+    requestAnimationFrame(() => { this.queued = false; colours.clear(); for (const p of this.pictures) p.draw(); });
   }
 }

@@ -21,7 +21,7 @@ from typing import Any
 
 from counterflow.checkpoints.index import complete
 from counterflow.draw.page import page_data
-from counterflow.draw.units import bytes_text, time_unit
+from counterflow.draw.units import TimeUnit, bytes_text, time_unit
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.simulate import Cause, Simulation
 from counterflow.train import events
@@ -41,6 +41,7 @@ from counterflow.train.folder import (
 from counterflow.train.load import load_config
 from counterflow.train.lock import LOCK
 from counterflow.train.timeline import Timeline
+from counterflow.train.window import Window
 
 from .asked import RunsAsked
 
@@ -49,30 +50,43 @@ _POINTS = 1000
 
 _LATELY_SECONDS = 120.0
 
+_WAITING = "waiting for others' ops and messages"
+
 SLOW = 1.15
 """A worker whose ops take so many times what is predicted, measured by the middle worker, is told as slow."""
 
 
+_LARGEST = 1e300
+"""Of a number in a line of metrics; what is larger, or none, is left out: JSON and curves have none such."""
+
+
 @dataclass(slots=True)
 class _Metrics:
-    """The lines of a file, and how far it was read."""
+    """The lines of a file, what stands in a row of the last ones, and how far it was read."""
 
     file: int = -1
     read: int = 0
     rest: bytes = b""
     lines: list[dict[str, float]] = field(default_factory=list)
+    step: float = 0
+    loss: float | None = None
 
     def update(self, path: Path) -> None:
         """Read what was added; all of it where the file is another one."""
         with path.open("rb") as file:
             about = os.fstat(file.fileno())
             if about.st_ino != self.file or about.st_size < self.read:
-                self.file, self.read, self.rest, self.lines = about.st_ino, 0, b"", []
+                self.file, self.read, self.rest = about.st_ino, 0, b""
+                self.lines, self.step, self.loss = [], 0, None
             file.seek(self.read)
             text = self.rest + file.read()
             self.read = file.tell()
         whole, _, self.rest = text.rpartition(b"\n")
-        self.lines += lines_of(whole)
+        for line in lines_of(whole):
+            if all(-_LARGEST < value < _LARGEST for value in line.values()):
+                self.lines.append(line)
+                self.step = max(self.step, line["step"])
+                self.loss = line.get("loss", self.loss)
 
     @property
     def version(self) -> str:
@@ -87,6 +101,7 @@ class Runs:
         self._places = tuple(places)
         self._metrics: dict[Path, _Metrics] = {}
         self._timelines: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {}
+        self._abouts: dict[Path, tuple[str, dict[str, Any]]] = {}
         self._lock = Lock()
 
     def paths(self) -> dict[str, Path]:
@@ -99,16 +114,18 @@ class Runs:
 
     def listed(self) -> dict[str, Any]:
         """All of them, with what fits in a row."""
-        shown = []
-        for name, path in self.paths().items():
-            lines = self._lines(path).lines
-            losses = [line for line in lines if "loss" in line]
+        shown, paths = [], self.paths()
+        with self._lock:
+            for gone in self._metrics.keys() - set(paths.values()):
+                del self._metrics[gone]
+        for name, path in paths.items():
+            metrics = self._lines(path)
             shown.append(
                 {
                     "name": name,
                     "state": state_of(path),
-                    "steps": int(max((line["step"] for line in lines), default=0)),
-                    "loss": _short(losses[-1]["loss"]) if losses else "",
+                    "steps": int(metrics.step),
+                    "loss": "" if metrics.loss is None else f"{metrics.loss:.4g}",
                     "changed": _changed(path / METRICS),
                 }
             )
@@ -137,7 +154,7 @@ class Runs:
         return {
             "name": name,
             "state": state_of(path),
-            "about": _about(path),
+            "about": self._about(path),
             "events": list(_events(path)),
             "metrics": metrics.version,
             "curves": None if metrics.version == seen else _curves(metrics.lines),
@@ -151,6 +168,14 @@ class Runs:
             except OSError:  # the run has been removed
                 return _Metrics()
             return metrics
+
+    def _about(self, path: Path) -> dict[str, Any]:
+        """Of its config."""
+        version = _stamp(path / CONFIG)
+        kept = self._abouts.get(path)
+        if kept is None or kept[0] != version:
+            kept = self._abouts[path] = version, _about(path)
+        return kept[1]
 
     def _timeline(self, paths: dict[str, Path]) -> tuple[str, dict[str, Any]]:
         """The last step of one run measured and predicted; of several, measured."""
@@ -266,7 +291,7 @@ def _curves(lines: Sequence[dict[str, float]]) -> dict[str, list[list[float]]]:
 
 
 def _pictured(paths: dict[str, Path]) -> dict[str, Any]:
-    timelines: dict[str, Timeline] = {}
+    timelines: dict[str, Timeline | Window] = {}
     problems = []
     for name, path in paths.items():
         try:
@@ -287,27 +312,38 @@ def _pictured(paths: dict[str, Path]) -> dict[str, Any]:
     return {"picture": page_data(charts), "problems": problems}
 
 
-def difference(timeline: Timeline) -> dict[str, Any]:
+def difference(timeline: Timeline | Window) -> dict[str, Any]:
     """What a step took beyond its prediction, by cause, and by worker.
 
-    Every worker's makespan is what it computes and its bubbles, so the means over workers add up to it.
+    Every worker's step is what it computes and its bubbles, so the means over workers add up to it.
     """
-    measured, predicted = timeline.measured(), timeline.predicted()
-    unit = time_unit(measured.makespan)
-    parts = zip(_parts(measured).items(), _parts(predicted).values(), strict=True)
-    rows = list(_workers(timeline, measured, predicted))
+    if isinstance(timeline, Window):
+        was, should = timeline.times()
+        whole, busy = (was.step, should.step), (was.busy, should.busy)
+        parts = [
+            {"computing": each.computing, _WAITING: each.step - each.computing} for each in (was, should)
+        ]
+        peaks = timeline.predicted().memory or ()
+    else:
+        measured, predicted = timeline.measured(), timeline.predicted()
+        whole, busy = (measured.makespan, predicted.makespan), (measured.busy, predicted.busy)
+        parts, peaks = [_parts(measured), _parts(predicted)], predicted.memory or ()
+    unit = time_unit(whole[0])
     return {
         "step": timeline.step,
+        "title": f"Step {timeline.step}: measured and predicted"
+        if isinstance(timeline, Timeline)
+        else f"Steps {timeline.step - 1} and {timeline.step}, without a flush: measured and predicted",
         "figures": [
-            ["measured", unit.text(measured.makespan)],
-            ["predicted", unit.text(predicted.makespan)],
-            ["difference", unit.text(measured.makespan - predicted.makespan)],
+            ["measured", unit.text(whole[0])],
+            ["predicted", unit.text(whole[1])],
+            ["difference", unit.text(whole[0] - whole[1])],
         ],
         "parts": [
-            [name, unit.text(was), unit.text(should), unit.text(was - should)]
-            for (name, was), should in parts
+            [name, unit.text(took), unit.text(parts[1][name]), unit.text(took - parts[1][name])]
+            for name, took in parts[0].items()
         ],
-        "rows": rows,
+        "rows": list(_workers(unit, busy, timeline.saved_bytes, [use.peak for use in peaks])),
     }
 
 
@@ -318,27 +354,26 @@ def _parts(result: Simulation) -> dict[str, float]:
     return {
         "computing": sum(result.busy) / workers,
         "warm-up": idle[Cause.WARM_UP],
-        "waiting for others' ops and messages": idle[Cause.DEPENDENCY] + idle[Cause.MESSAGE],
+        _WAITING: idle[Cause.DEPENDENCY] + idle[Cause.MESSAGE],
         "drain": idle[Cause.DRAIN],
     }
 
 
-def _workers(timeline: Timeline, measured: Simulation, predicted: Simulation) -> Iterator[dict[str, Any]]:
-    unit = time_unit(measured.makespan)
-    ratios = [was / (should or 1.0) for was, should in zip(measured.busy, predicted.busy, strict=True)]
+def _workers(
+    unit: TimeUnit,
+    busy: tuple[Sequence[float], Sequence[float]],
+    saved: Sequence[int],
+    peaks: Sequence[float],
+) -> Iterator[dict[str, Any]]:
+    ratios = [was / (should or 1.0) for was, should in zip(*busy, strict=True)]
     middle = sorted(ratios)[(len(ratios) - 1) // 2] or 1.0
-    peaks = [use.peak for use in predicted.memory or ()] or [0.0] * len(ratios)
     for worker, ratio in enumerate(ratios):
         yield {
             "worker": f"P{worker}",
-            "busy": unit.text(measured.busy[worker]),
-            "predicted": unit.text(predicted.busy[worker]),
+            "busy": unit.text(busy[0][worker]),
+            "predicted": unit.text(busy[1][worker]),
             "times": f"{ratio:.2f}",
             "slow": ratio > SLOW * middle,
-            "saved": bytes_text(timeline.saved_bytes[worker]) if worker < len(timeline.saved_bytes) else "",
-            "saved_predicted": bytes_text(peaks[worker]),
+            "saved": bytes_text(saved[worker]) if worker < len(saved) else "",
+            "saved_predicted": bytes_text(peaks[worker] if worker < len(peaks) else 0.0),
         }
-
-
-def _short(value: float) -> str:
-    return f"{value:.4g}"

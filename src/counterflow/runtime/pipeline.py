@@ -929,6 +929,11 @@ class Pipeline:
         ]
 
     @property
+    def warm_up_steps(self) -> int:
+        """Steps from an empty pipeline until all steps are alike; 0 with a flush."""
+        return self._run.warm_up_steps
+
+    @property
     def counted_steps(self) -> int:
         """First steps in which bytes are counted: as asked for, and those until all periods are alike."""
         return self.count_memory_steps + self._run.warm_up_steps

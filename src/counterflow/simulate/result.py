@@ -106,7 +106,8 @@ class Simulation:
         """Start of each op, worker by worker in order, in seconds."""
         self.end = played.end
         """End of each op, worker by worker in order, in seconds."""
-        self._model = model
+        self.model = model
+        """The schedule made ready to be timed, which simulations of one schedule share."""
         self._played = played
         self._measured = measured
         self._syncs = played.syncs
@@ -133,7 +134,7 @@ class Simulation:
     @property
     def _ended(self) -> Floats:
         """When each worker has its last op and its stages' gradients."""
-        first = self._model.graph.first
+        first = self.model.graph.first
         found = np.array([self.end[stop - 1] if stop > begin else 0.0 for begin, stop in pairwise(first)])
         for _, stage, _, until in self._syncs.tolist():
             members = [worker for _, worker in self.schedule.placement.copies(int(stage))]
@@ -143,10 +144,10 @@ class Simulation:
     @cached_property
     def gradients_made(self) -> tuple[float, ...]:
         """By stage of a schedule with a flush, when the last of its copies has its gradients."""
-        first, released = self._model.graph.first, self._released
+        first, released = self.model.graph.first, self._released
         return tuple(
             max((float(released[first[w] + last]) for w, last in sync.last if last is not None), default=0.0)
-            for sync in self._model.gradient_syncs
+            for sync in self.model.gradient_syncs
         )
 
     @cached_property
@@ -157,7 +158,7 @@ class Simulation:
     @property
     def needs(self) -> tuple[tuple[int, ...], ...]:
         """Of each op those whose products it takes, by place among all ops, worker by worker in order."""
-        return self._model.needs
+        return self.model.needs
 
     @cached_property
     def slack(self) -> tuple[float, ...] | None:
@@ -165,14 +166,14 @@ class Simulation:
 
         None where it is not known: of a measured timeline, or where ops wait for gradient syncs.
         """
-        found = None if self._measured else slack_of(self._model, self.costs, self._played)
+        found = None if self._measured else slack_of(self.model, self.costs, self._played)
         return None if found is None else tuple(found.tolist())
 
     @cached_property
     def spans(self) -> tuple[float, ...]:
         """From each worker's first start to its last end, in seconds."""
         spans = []
-        for first, stop in pairwise(self._model.graph.first):
+        for first, stop in pairwise(self.model.graph.first):
             spans.append(float(self.end[stop - 1] - self.start[first]) if stop > first else 0.0)
         return tuple(spans)
 
@@ -181,7 +182,7 @@ class Simulation:
         """When each worker has no op to run, and why, by worker and time."""
         pieces = (
             Gap(worker, start, end, cause)
-            for worker, (first, stop) in enumerate(pairwise(self._model.graph.first))
+            for worker, (first, stop) in enumerate(pairwise(self.model.graph.first))
             for start, end, cause in self._pieces(first, stop)
         )
         return tuple(gap for gap in pieces if gap.end > gap.start)
@@ -209,7 +210,7 @@ class Simulation:
     @cached_property
     def _taken(self) -> tuple[Floats, Floats]:
         """Of each op, when what it takes by messages was made and when it came; 0 where it takes none."""
-        messages = self._model.messages
+        messages = self.model.messages
         made, come = np.zeros(len(self.start)), np.zeros(len(self.start))
         np.maximum.at(made, messages.takers, self.end[messages.makers])
         np.maximum.at(come, messages.takers, self._arrived)
@@ -226,7 +227,7 @@ class Simulation:
     @cached_property
     def messages(self) -> tuple[MessageSpan, ...]:
         """Every message between two workers, in the order of the ops that make them."""
-        messages, ops = self._model.messages, self._model.graph.ops
+        messages, ops = self.model.messages, self.model.graph.ops
         rows = zip(
             messages.makers.tolist(),
             messages.takers.tolist(),
@@ -242,7 +243,7 @@ class Simulation:
     def busy(self) -> tuple[float, ...]:
         """Seconds each worker computes."""
         seconds = np.bincount(
-            self._model.worker, weights=self.end - self.start, minlength=self.schedule.workers
+            self.model.worker, weights=self.end - self.start, minlength=self.schedule.workers
         )
         return tuple(seconds.tolist())
 
@@ -266,7 +267,7 @@ class Simulation:
         """
         if self.schedule.steady is None:
             return None
-        first = self._model.graph.first
+        first = self.model.graph.first
         idle = total = 0.0
         if self.steady_step is not None and not self._measured:
             for worker, (begin, _) in enumerate(self.schedule.steady):
@@ -293,8 +294,8 @@ class Simulation:
         if not self.schedule.synchronous:
             if self._measured:
                 return measured_period_seconds(self.schedule, self.start)
-            return period_seconds(self._model, self.costs, self._played)
-        return steady_step_seconds(self._model, self.costs, self._played)
+            return period_seconds(self.model, self.costs, self._played)
+        return steady_step_seconds(self.model, self.costs, self._played)
 
     @cached_property
     def steady_step_clipped(self) -> float | None:
@@ -304,7 +305,7 @@ class Simulation:
         """
         if not self.schedule.synchronous:
             return self.steady_step
-        return steady_step_seconds(self._model, self.costs, self._played, norm=True)
+        return steady_step_seconds(self.model, self.costs, self._played, norm=True)
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
@@ -320,7 +321,7 @@ class Simulation:
     def timeline(self) -> tuple[Span, ...]:
         """Every op with its times, worker by worker in order."""
         start, end = self.start.tolist(), self.end.tolist()
-        graph = self._model.graph
+        graph = self.model.graph
         return tuple(
             Span(graph.worker[node], op, start[node], end[node]) for node, op in enumerate(graph.ops)
         )
@@ -346,7 +347,7 @@ class Simulation:
         """Each worker's largest memory in bytes; None when no byte costs were given."""
         if self.costs.memory is None:
             return None
-        return peaks_of(self._model.first, self._model.changes(self.costs))
+        return peaks_of(self.model.first, self.model.changes(self.costs))
 
     @cached_property
     def activations_over_time(self) -> tuple[MemoryUse, ...]:
@@ -355,5 +356,5 @@ class Simulation:
         return self._memory_use(units)
 
     def _memory_use(self, costs: Costs) -> tuple[MemoryUse, ...]:
-        changes = self._model.changes(costs)
-        return memory_use(self._model.graph, changes, self.start.tolist(), self.end.tolist())
+        changes = self.model.changes(costs)
+        return memory_use(self.model.graph, changes, self.start.tolist(), self.end.tolist())

@@ -27,6 +27,7 @@ from .config import AUTO, RunConfig
 from .lock import Lock
 from .report import Numbers, Summary
 from .timeline import Timeline, timeline_from
+from .window import Window, window_from
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
@@ -192,7 +193,7 @@ class RunFolder:
             self._metrics = Appending(self.path / METRICS)
         return self._metrics
 
-    def put_live(self, timeline: Timeline) -> None:
+    def put_live(self, timeline: Timeline | Window) -> None:
         """Write a timeline for those who look at the run while it goes on; a full disk stops nobody."""
         with contextlib.suppress(CounterflowError), whole(self.path / LIVE) as file:
             file.write(timeline.dumps().encode())
@@ -312,8 +313,8 @@ def is_run(path: Path) -> bool:
     return path.is_dir() and (path / METRICS).exists()
 
 
-def read_timeline(path: Path) -> Timeline:
-    """The timeline of a run; of one that is under way, that of a step now and then.
+def read_timeline(path: Path) -> Timeline | Window:
+    """The timeline of a run; of one that is under way, of a step now and then, or of two without a flush.
 
     Raises:
         ConfigError: there is none, or it is damaged.
@@ -330,6 +331,8 @@ def read_timeline(path: Path) -> Timeline:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path / name}: cannot be read: {error}") from None
     schedule = loads(texts[0], str(path / SCHEDULE))
+    if not schedule.synchronous and timeline == LIVE:
+        return window_from(texts[1], schedule, str(path / timeline))
     return timeline_from(texts[1], schedule, str(path / timeline))
 
 

@@ -1,4 +1,7 @@
-"""A run's timeline while it goes on: that of a step now and then, where whoever looks finds it.
+"""A run's timeline while it goes on, written now and then where whoever looks finds it.
+
+With a flush it is that of the step just made. Without one it is that of the next two, where all steps are
+alike: workers agree on it at some step, and what that changes is over after the two that follow.
 
 Invariant: all workers are asked at the same step, and rank 0 alone decides; what is shown costs no more than
 one part in a hundred of the time, whatever a timeline takes to be gathered and written.
@@ -7,6 +10,18 @@ one part in a hundred of the time, whatever a timeline takes to be gathered and 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.schedule.ir import Op, Schedule
+from counterflow.simulate import Costs, Span
+
+from .folder import RunFolder
+from .timeline import Timeline
+from .window import STEPS, Window
+
+Rows = Sequence[Sequence[tuple[Op, float, float]]]
+"""By worker its ops in their order, with start and end in seconds."""
 
 EVERY_SECONDS = 1.0
 """How often at most."""
@@ -14,18 +29,86 @@ EVERY_SECONDS = 1.0
 _SHARE = 0.01
 """Of a run's time, at most."""
 
+_SETTLING = 2
+"""Steps without a flush between the one at which workers agree and those that are shown."""
+
 
 class Live:
-    """When the next timeline is due; made on every worker, asked on rank 0 alone."""
+    """When the next timeline is due, and writing it; made on every worker, rank 0's decides.
 
-    def __init__(self) -> None:
+    Args:
+        pipeline: what runs it.
+        schedule: what is run.
+        costs: of its stages, from which a timeline is predicted.
+        folder: where rank 0 writes; None elsewhere.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, schedule: Schedule, costs: Costs, folder: RunFolder | None
+    ) -> None:
+        self._pipeline = pipeline
+        self._schedule = schedule
+        self._costs = costs
+        self._folder = folder
         self._due = 0.0
+        self._in_a_row = 0
+        """Steps since the pipeline was empty."""
+        self._timed_until = 0
+        """Without a flush the second step that is shown; 0: none is timed."""
 
     def due(self) -> bool:
         """Whether it is time for one."""
         return time.perf_counter() >= self._due
 
-    def made(self, began: float) -> None:
-        """One that was begun then (``perf_counter``) is made."""
+    def went_on(self) -> None:
+        """A step more is made."""
+        self._in_a_row += 1
+
+    def emptied(self) -> None:
+        """Nothing is under way: steps are not alike for a while."""
+        self._in_a_row = 0
+        self._end_timing()
+
+    def show_soon(self, done: int) -> None:
+        """Write the timeline of the step just made; or begin to time the next ones. All workers call it.
+
+        Args:
+            done: steps of the run.
+        """
+        if self._schedule.synchronous:
+            self._show(lambda rows: rows)
+        elif not self._timed_until and self._in_a_row > self._pipeline.warm_up_steps:
+            self._timed_until = done + _SETTLING + STEPS
+            self._pipeline.whole_timeline = True
+
+    def show_if_timed(self, done: int) -> None:
+        """Write what was timed, if this was the last step of it; all workers call it."""
+        if done == self._timed_until:
+            self._show(_last_steps)
+            self._end_timing()
+
+    def _end_timing(self) -> None:
+        self._timed_until = 0
+        self._pipeline.whole_timeline = False
+
+    def _show(self, chosen: Callable[[Rows], Rows]) -> None:
+        began = time.perf_counter()
+        pipeline = self._pipeline
+        rows = pipeline.timeline()
+        found = pipeline.transport.gather([float(pipeline.peak_saved_bytes)])
+        if self._folder is not None:
+            saved = tuple(int(found[rank][0]) for rank in pipeline.ranks[0])
+            about = self._schedule, self._costs, pipeline.steps, spans_of(chosen(rows)), saved
+            self._folder.put_live(Timeline(*about) if self._schedule.synchronous else Window(*about))
         now = time.perf_counter()
         self._due = now + max(EVERY_SECONDS, (now - began) / _SHARE)
+
+
+def spans_of(rows: Rows) -> tuple[Span, ...]:
+    """Ops as they ran, by worker of a replica."""
+    return tuple(Span(worker, *ran) for worker, row in enumerate(rows) for ran in row)
+
+
+def _last_steps(rows: Rows) -> Rows:
+    """What is shown of what was timed, which begins with the step at which workers agreed."""
+    return [row[-len(row) * STEPS // (1 + _SETTLING + STEPS) :] for row in rows]

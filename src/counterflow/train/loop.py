@@ -37,7 +37,7 @@ from .config import AUTO, RunConfig
 from .events import RESTARTED, Event, note, run_of
 from .folder import ADAPTER, CHECKPOINT, MODEL, RunFolder, read_metrics, with_records
 from .job import Job, prepare
-from .live import Live
+from .live import Live, spans_of
 from .report import Numbers, Pair, Summary
 from .resuming import HISTORY, history, read
 from .same_run import check_same_run
@@ -216,7 +216,7 @@ class Trainer:
     def run(self) -> Summary | None:
         """Train; rank 0 gives what came of it."""
         costs = self.costs = self._measure()
-        self.live = Live()
+        self.live = Live(self.pipeline, self.job.schedule, costs, self.folder)
         forget_peak_bytes(self.pipeline.device)
         self.began = time.perf_counter()
         train, first = self.config.train, self.job.first_step
@@ -308,6 +308,7 @@ class Trainer:
         if self.memory is not None and done < train.steps and done % (train.memory_every or 1) == 0:
             self.memory.keep(self.pipeline, self.recent)
             self.recent = []
+        self.live.show_if_timed(done)
         return done < train.steps and self._stops(done)
 
     # -- before
@@ -332,6 +333,7 @@ class Trainer:
 
     def _step(self, number: int) -> Step:
         step = self._made(number)
+        self.live.went_on()
         self.took_seconds[number] = step.seconds
         self._told(step)
         return step
@@ -339,6 +341,7 @@ class Trainer:
     def _flush(self) -> None:
         for step in self.pipeline.flush():
             self._told(step)
+        self.live.emptied()
 
     def _told(self, step: Step) -> None:
         """Note what came of a step; without a flush or a barrier that is known only by a later one."""
@@ -373,12 +376,7 @@ class Trainer:
                 self.watch(line)
 
     def _sample(self, step: Step) -> None:
-        self.samples.append((step, self._spans()))
-
-    def _spans(self) -> tuple[Span, ...]:
-        """The ops of the last step, on all workers of replica 0; every worker calls it."""
-        rows = self.pipeline.timeline()
-        return tuple(Span(w, *ran) for w, row in enumerate(rows) for ran in row)
+        self.samples.append((step, spans_of(self.pipeline.timeline())))
 
     def _evaluate(self) -> None:
         """The loss on a fixed set of samples, mini-batch by mini-batch."""
@@ -410,20 +408,11 @@ class Trainer:
         self.next_look = done + max(1, int(_LOOK_SECONDS / max(row[1] for row in rows)))
         STOP.signal = int(max(row[0] for row in rows)) or STOP.signal
         evaluated = self.validation[0] == self.pipeline.steps  # whose ops are now the last ones
-        if rows[0][2] and self.job.schedule.synchronous and not evaluated:
-            self._show()
+        if rows[0][2] and not evaluated:
+            if self.job.schedule.synchronous:
+                self._flush()
+            self.live.show_soon(done)
         return any(row[0] for row in rows)
-
-    def _show(self) -> None:
-        """Write the last step's timeline while the run goes on."""
-        began = time.perf_counter()
-        self._flush()
-        spans = self._spans()
-        found = self.pipeline.transport.gather([float(self.pipeline.peak_saved_bytes)])
-        if self.folder is not None:
-            saved = tuple(int(found[rank][0]) for rank in self.pipeline.ranks[0])
-            self.folder.put_live(Timeline(self.job.schedule, self.costs, self.pipeline.steps, spans, saved))
-        self.live.made(began)
 
     # -- after
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from counterflow.measure.stage_costs import StageCost
 
 FORMAT = "counterflow-timeline"
-_WAITING = "dependency or message"  # how long messages took was not measured
+WAITING = "dependency or message"  # how long messages took was not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Timeline:
         """What to draw: measured above predicted."""
         measured = _chart(self.measured(), f"measured, step {self.step}", max(self.saved_bytes), memory)
         bubbles = (
-            dataclasses.replace(bubble, cause=_WAITING) if bubble.cause == Cause.DEPENDENCY.value else bubble
+            dataclasses.replace(bubble, cause=WAITING) if bubble.cause == Cause.DEPENDENCY.value else bubble
             for bubble in measured.bubbles
         )
         predicted = self.predicted()
@@ -82,8 +82,8 @@ class Timeline:
             "costs": dataclasses.asdict(self.costs),
         }
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-        lines.append(_rows("measured", self.spans))
-        lines.append(_rows("predicted", self.predicted().timeline))
+        lines.append(rows("measured", self.spans))
+        lines.append(rows("predicted", self.predicted().timeline))
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
@@ -102,16 +102,14 @@ def timeline_from(text: str, schedule: Schedule, name: str) -> Timeline:
         data = json.loads(text)
         if data["format"] != FORMAT:
             raise ValueError(f'"format" is {data["format"]!r}')
-        costs = dict(data["costs"])
-        costs["memory"] = ByteCosts(**costs["memory"])
         timeline = Timeline(
             schedule=schedule,
-            costs=Costs(**costs),
+            costs=costs_from(data),
             step=data["step"],
             spans=tuple(
-                Span(w, parse_op(op), _number(start), _number(end)) for w, op, start, end in data["measured"]
+                Span(w, parse_op(op), number(start), number(end)) for w, op, start, end in data["measured"]
             ),
-            saved_bytes=tuple(map(_number, data["saved_bytes"])),
+            saved_bytes=tuple(map(number, data["saved_bytes"])),
         )
         timeline.measured()
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -119,7 +117,18 @@ def timeline_from(text: str, schedule: Schedule, name: str) -> Timeline:
     return timeline
 
 
-def _number(value: Any) -> Any:
+def costs_from(data: dict[str, Any]) -> Costs:
+    """The costs in what ``Timeline.dumps`` wrote.
+
+    Raises:
+        KeyError: there are none; or a TypeError or ValueError.
+    """
+    costs = dict(data["costs"])
+    costs["memory"] = ByteCosts(**costs["memory"])
+    return Costs(**costs)
+
+
+def number(value: Any) -> Any:
     """``value``, which a file says, if it is a finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MOST_COST:
         raise ValueError(f"{str(value)[:60]!r} is no number of a timeline")
@@ -179,9 +188,10 @@ def _chart(result: Simulation, how: str, peak: float, memory: bool) -> Chart:
     )
 
 
-def _rows(key: str, spans: Sequence[Span]) -> str:
-    rows = [[s.worker, str(s.op), _rounded(s.start), _rounded(s.end)] for s in spans]
-    return f"  {json.dumps(key)}: [\n" + ",\n".join(f"    {json.dumps(row)}" for row in rows) + "\n  ]"
+def rows(key: str, spans: Sequence[Span]) -> str:
+    """Ops with their times, a line each, as a value of JSON with its key."""
+    lines = [[s.worker, str(s.op), _rounded(s.start), _rounded(s.end)] for s in spans]
+    return f"  {json.dumps(key)}: [\n" + ",\n".join(f"    {json.dumps(line)}" for line in lines) + "\n  ]"
 
 
 def _rounded(seconds: float) -> float:

@@ -40,6 +40,6 @@ export function search(text, begin, told, found, errors) {
       stop.disabled = true;
     }
   }
-  addEventListener("pagehide", () => { if (!stop.disabled) ask("/api/job", { job, stop: true }, undefined, true).catch(() => {}); });
+  addEventListener("pagehide", () => { if (!stop.disabled) ask("/api/job", { job, stop: true }, true).catch(() => {}); });
   return el("div", {}, el("div", { class: "bar" }, start, stop), shown);
 }

@@ -3,6 +3,11 @@ import { el } from "./page.js";
 
 const DASHES = ["", "7 4", "2 3", "9 3 2 3", "", "7 4", "2 3", "9 3 2 3"];
 const WIDTH = 560, HEIGHT = 220, LEFT = 58, BOTTOM = 26, TOP = 10, RIGHT = 12;
+// The next of 1, 2, 5, 10, 20, …
+function whole(value) {
+  const power = 10 ** Math.max(0, Math.floor(Math.log10(value)));
+  return [1, 2, 5, 10].map(one => one * power).find(one => one >= value);
+}
 const short = value => String(Number(value.toPrecision(4)));
 
 // `curves` are { name, steps, values }; those without a point are left out.
@@ -23,8 +28,9 @@ export function lines(title, curves) {
     drawing.append(el("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }),
       el("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, short(value)));
   }
-  for (let i = 0; i <= 4; i++)
-    drawing.append(el("text", { x: x(most * i / 4), y: HEIGHT - 8, "text-anchor": i === 4 ? "end" : "middle" }, String(Math.round(most * i / 4))));
+  const every = whole(most / 5);
+  for (let step = 0; step <= most; step += every)
+    drawing.append(el("text", { x: x(step), y: HEIGHT - 8, "text-anchor": x(step) > WIDTH - 3 * RIGHT ? "end" : "middle" }, String(step)));
   for (const c of known)
     drawing.append(el("path", { class: `line hue${c.i % 8}`, "stroke-dasharray": DASHES[c.i % 8], fill: "none",
       d: c.steps.map((step, k) => `${k ? "L" : "M"}${x(step).toFixed(1)} ${y(c.values[k]).toFixed(1)}`).join("") + (c.steps.length === 1 ? "h1" : "") }));

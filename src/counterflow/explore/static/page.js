@@ -23,14 +23,13 @@ export function keepToken() {
   history.replaceState(null, "", address);
 }
 
-async function sent(path, body, signal, keepalive = false) {
+async function sent(path, body, keepalive = false) {
   const headers = { "X-Counterflow": sessionStorage.getItem("token") || "page", "Content-Type": "application/json" };
-  const request = body === undefined ? { headers, signal } : { method: "POST", headers, body: JSON.stringify(body), signal, keepalive };
+  const request = body === undefined ? { headers } : { method: "POST", headers, body: JSON.stringify(body), keepalive };
   let answer;
   try {
     answer = await fetch(path, request);
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
+  } catch {
     throw new Error("The server does not answer: is counterflow explore still running?");
   }
   if (answer.ok) return answer;
@@ -39,7 +38,7 @@ async function sent(path, body, signal, keepalive = false) {
   throw new Error(told);
 }
 
-export async function ask(path, body, signal, keepalive) { return (await sent(path, body, signal, keepalive)).json(); }
+export async function ask(path, body, keepalive) { return (await sent(path, body, keepalive)).json(); }
 
 export async function download(path, body) {
   const answer = await sent(path, body);
@@ -53,7 +52,6 @@ export async function download(path, body) {
 export class Errors {
   constructor() { this.place = el("div", { role: "alert" }); }
   say(error) {
-    if (error?.name === "AbortError") return;
     this.place.replaceChildren(...(error ? [el("div", { class: "error" }, error.message)] : []));
   }
 }

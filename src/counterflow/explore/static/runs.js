@@ -74,7 +74,7 @@ export async function show(place) {
     measured = [];
     for (const problem of found.problems) measured.push(el("p", { class: "soft" }, problem));
     if (found.parts) measured.push(
-      el("h2", {}, `Step ${found.step}: measured and predicted`), facts(found.figures),
+      el("h2", {}, found.title), facts(found.figures),
       table("Where the difference is, the mean of all workers", [["mean of all workers", 0, true], ["measured", 1], ["predicted", 2], ["difference", 3]], found.parts),
       el("h3", {}, "Workers"),
       table("Workers", [["worker", "worker"], ["computing", "busy"], ["predicted", "predicted"],

@@ -5,6 +5,7 @@ import { fromAddress, subjectOf, toAddress } from "./choices.js";
 import { costForm, limitForm, subjectForm } from "./forms.js";
 import { orderForm } from "./orders.js";
 
+const NOTED_EVERY = 200; // milliseconds
 const FORMS = [["schedule", "Schedule file"], ["csv", "CSV of all ops"], ["png", "PNG"], ["svg", "SVG"], ["pdf", "PDF"],
   ["html", "Offline page"], ["trace", "Perfetto trace"]];
 
@@ -16,7 +17,7 @@ export async function show(place) {
   const status = el("div", { class: "unseen", role: "status" });
   place.append(el("h1", {}, "Schedules"), el("div", { class: "split-page" }, side,
     el("div", {}, errors.place, bar, picture, help(), told, status)));
-  let timeline = null, under_way = null, timer = 0, checks = 0;
+  let timeline = null, asking = false, stale = false, checks = 0, proved = [], noting = 0;
 
   const request = () => ({ subjects: state.subjects.map(subjectOf), costs: state.costs, peak: state.peak || null,
     memory: state.memory || null, messages: state.messages });
@@ -44,33 +45,39 @@ export async function show(place) {
     const subject = state.subjects.findLast(one => one.moves.length);
     if (subject) { subject.moves.pop(); changedAll(); }
   }
-  function changedAll() { build(); changed(); }
+  function changedAll() { build(); noted(); return look(); }
+  function changed() {
+    // Browsers refuse an address that changes with every step of a slider.
+    noting ||= setTimeout(noted, NOTED_EVERY);
+    return look();
+  }
   function noted() {
+    noting = clearTimeout(noting) ?? 0;
     history.replaceState(null, "", toAddress(state));
     document.getElementById("undo").disabled = !state.subjects.some(one => one.moves.length);
   }
-  function changed() {
-    noted();
-    clearTimeout(timer);
-    timer = setTimeout(look, 40);
-  }
 
+  // Ask at once; what changes while an answer is under way is asked for when it is here.
   async function look() {
-    under_way?.abort();
-    under_way = new AbortController();
+    stale = asking;
+    if (asking) return;
+    asking = true;
     try {
-      const found = await ask("/api/look", request(), under_way.signal);
+      const wanted = request(), found = await ask("/api/look", wanted);
       errors.say(null);
       if (timeline) timeline.update(found.picture);
       else timeline = new Timeline(picture, found.picture, { level: "h2", onMove: move });
       const kept = memoryOf(told);
-      told.replaceChildren(...found.subjects.map((one, index) => said(one, index)));
+      told.replaceChildren(...found.subjects.map((one, index) => said(one, index, { subject: wanted.subjects[index], peak: wanted.peak })));
       kept();
       status.textContent = found.picture.charts.map(c => `${c.heading}: ${c.summary}`).join("; ");
       document.documentElement.dataset.shown = String(Number(document.documentElement.dataset.shown || 0) + 1);
     } catch (error) {
       errors.say(error);
+    } finally {
+      asking = false;
     }
+    if (stale) await look();
   }
 
   function move(index, worker, start, stop) {
@@ -79,18 +86,21 @@ export async function show(place) {
   }
 
   // What there is to say of a schedule beside its picture.
-  function said(one, index) {
-    const verdict = el("div", { "aria-live": "polite" });
+  function said(one, index, asked) {
+    const verdict = el("div", { "aria-live": "polite" }), key = JSON.stringify(asked);
+    const known = proved[index]?.key === key;
     const prove = async () => {
-      const mine = ++checks;
       verdict.replaceChildren(el("p", { class: "soft" }, "checking …"));
+      if (proved[index]?.key !== key) proved[index] = { key, report: ask("/api/check", asked) };
       try {
-        const report = await ask("/api/check", { subject: subjectOf(state.subjects[index]), peak: state.peak || null });
-        verdict.replaceChildren(rules(report));
-        document.documentElement.dataset.checked = String(mine);
-      } catch (error) { verdict.replaceChildren(el("p", { class: "wrong" }, error.message)); }
+        verdict.replaceChildren(rules(await proved[index].report));
+        document.documentElement.dataset.checked = String(++checks);
+      } catch (error) {
+        proved[index] = null;
+        verdict.replaceChildren(el("p", { class: "wrong" }, error.message));
+      }
     };
-    if (one.own) verdict.append(el("p", { class: "soft" }, "As its scheme makes it. "), el("button", { type: "button", onclick: prove }, "Check it"));
+    if (one.own && !known) verdict.append(el("p", { class: "soft" }, "As its scheme makes it. "), el("button", { type: "button", onclick: prove }, "Check it"));
     else prove();
     const columns = [["worker", "worker"], ["busy", "busy"], ["idle", "idle"], ["bubbles", "bubbles"],
       ["peak activations", "activations"], ["weight copies", "copies"]];
@@ -108,9 +118,7 @@ export async function show(place) {
   document.addEventListener("keydown", event => {
     if ((event.ctrlKey || event.metaKey) && event.key === "z" && !/INPUT|SELECT|TEXTAREA/.test(event.target.tagName)) { event.preventDefault(); undo(); }
   });
-  build();
-  noted();
-  await look();
+  await changedAll();
 }
 
 function rules(report) {
