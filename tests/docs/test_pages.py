@@ -19,7 +19,7 @@ from counterflow.cli import application
 from counterflow.plan import files
 from counterflow.runtime.stages.skips import links_of, stage_skips
 from counterflow.runtime.workers.launch import launch
-from counterflow.schedule import registry
+from counterflow.schedule import formats, registry
 from counterflow.schedule.ir import Schedule
 
 from ..cli.conftest import Run, run
@@ -183,6 +183,31 @@ def test_your_own_scheme() -> None:
         assert cf.simulate(schedule).makespan == (8 + 3) * 1 + 8 * 2 + 3 * 1
     finally:
         del registry.SCHEMES["queue"]
+
+
+def test_the_schedule_file() -> None:
+    """The file is what is written, each key has its row, and each op is read."""
+    (file,) = blocks("schedule-file.md", "json")
+    assert file == formats.dumps(cf.schemes.dapple(stages=2, micro_batches=2))
+    rows = re.findall(r"^\| (`.*`) \|", (DOCS / "schedule-file.md").read_text(), re.MULTILINE)
+    words = [word for row in rows for word in re.findall(r"`(.+?)`", row)]
+    keys = [word for word in words if word.islower()]
+    assert sorted(keys) == sorted(formats.KEYS)
+    ops = [word for word in words if not word.islower()]
+    assert [str(formats.parse_op(op)) for op in ops] == ops
+    assert len(ops) == 8
+
+
+def test_what_is_tested_is_there() -> None:
+    """Each folder and each kept table that the page names."""
+    root = DOCS.parent
+    text = (DOCS / "testing.md").read_text()
+    places = re.findall(r"`(tests/[\w/]+)`", text)
+    assert len(places) > 15
+    assert all((root / place).is_dir() for place in places)
+    tables = set(re.findall(r"`(\w+\.txt)`", text))
+    assert len(tables) > 15
+    assert all((root / "benchmarks" / "results" / table).exists() for table in tables)
 
 
 def test_computed_orders(

@@ -88,14 +88,15 @@ def seen(page: Page) -> None:
 
 def looks(page: Page, address: str) -> None:
     """Wide and narrow, light and dark; pictures of it are kept where EXPLORE_PICTURES names a folder."""
-    for width, scheme in ((1280, "light"), (420, "dark")):
+    for width in (1280, 420):
         page.set_viewport_size({"width": width, "height": 900})
-        page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
         opened(page, address)
-        seen(page)
-        if folder := os.environ.get("EXPLORE_PICTURES"):
-            name = re.sub(r"[^a-z]+", "-", address.partition("?")[0].rpartition("/")[2])
-            page.screenshot(path=f"{folder}/{name}-{scheme}-{width}.png", full_page=True)
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
+            seen(page)
+            if folder := os.environ.get("EXPLORE_PICTURES"):
+                name = re.sub(r"[^a-z]+", "-", address.partition("?")[0].rpartition("/")[2])
+                page.screenshot(path=f"{folder}/{name}-{scheme}-{width}.png", full_page=True)
 
 
 DAPPLE = "/schedules?a.scheme=dapple&a.stages=2&a.micro_batches=2"

@@ -132,12 +132,11 @@ def test_without_a_flush_two_steps_that_follow_each_other(server: TestClient, pl
     charts = found["picture"]["charts"]
     assert [len(chart["start"]) for chart in charts] == [12, 12]
     assert charts[0]["heading"].startswith("measured, steps 8 and 9: pipedream")
-    assert charts[0]["texts"] == charts[1]["texts"]
     whole = json.loads(shown.dumps())
     whole["measured"].pop()
     (run / "live.json").write_text(json.dumps(whole))
     (problem,) = look(server, run)["timeline"]["problems"]
-    assert "worker 2: 3 ops that are not 2 steps of the schedule" in problem
+    assert "worker 2: its 3 ops are not 2 steps of the schedule" in problem
 
 
 def test_the_parts_add_up_to_the_difference() -> None:

@@ -94,7 +94,7 @@ def test_slow_clients_stop_nobody() -> None:
             slow = [socket.create_connection(address, timeout=60) for _ in range(50)]
             for number, one in enumerate(slow):
                 one.sendall(head.encode() + b"\r\n" * (number % 2) + b"{" * (number % 2))
-            connection = HTTPConnection(*address, timeout=60)
+            connection = HTTPConnection(address[0], address[1], timeout=60)
             connection.request("GET", "/api/schemes", headers=ASKS)
             assert connection.getresponse().status == 200
             connection.close()

@@ -214,7 +214,7 @@ def seen_live(monkeypatch: pytest.MonkeyPatch) -> list[Timeline | Window]:
     "changes",
     [
         {"schedule__scheme": "pipedream", "schedule__micro_batches": None},
-        {"schedule__scheme": "wpipe", "schedule__micro_batches": 2},
+        {"schedule__scheme": "wpipe", "schedule__stages": None, "schedule__workers": 2},
     ],
 )
 def test_two_steps_while_a_run_without_a_flush_goes_on(
@@ -222,7 +222,7 @@ def test_two_steps_while_a_run_without_a_flush_goes_on(
 ) -> None:
     """All workers' ops of two steps, in the order in which the schedule has them."""
     shown = seen_live(monkeypatch)
-    same = {"train__samples": 4, "model__layers": 4, "schedule__periods": 6}
+    same = {"train__samples": 4, "model__layers": 4, "schedule__micro_batches": 2, "schedule__periods": 6}
     summary = train(train__steps=16, train__evaluate_every=13, **(same | changes))
     assert summary.steps == 16
     assert shown

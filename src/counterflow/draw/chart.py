@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from counterflow.schedule import registry
@@ -322,19 +321,8 @@ def _memory(simulation: Simulation) -> tuple[AmountUnit, tuple[MemoryUse, ...]]:
     return AmountUnit.ACTIVATIONS, simulation.activations_over_time
 
 
-class _Named(NamedTuple):
-    """Of an op's box what no cost changes, in the order of ``Box``."""
-
-    kind: BoxKind
-    label: str
-    stage: int
-    lane: int
-    pipe: int
-    micro_batches: tuple[int, ...]
-    detail: str
-    op: str
-    needs: tuple[int, ...] = ()
-
+_Named = tuple[BoxKind, str, int, int, int, tuple[int, ...], str, str, tuple[int, ...]]
+"""Of an op's box what no cost changes: what comes after its times in ``Box``."""
 
 _kept: WeakKeyDictionary[TimedSchedule, list[_Named]] = WeakKeyDictionary()
 """By schedule as the simulator keeps it, so that another cost names nothing again."""
@@ -345,25 +333,19 @@ def _op_boxes(simulation: Simulation, lane_of: dict[tuple[int, int], int]) -> It
     named = _kept.get(model)
     if named is None:
         ops = zip(model.graph.ops, simulation.needs, strict=True)
-        named = _kept[model] = [_name(schedule, lane_of, op)._replace(needs=needs) for op, needs in ops]
+        named = _kept[model] = [_name(schedule, lane_of, op, needs) for op, needs in ops]
     times = zip(model.graph.worker, simulation.start.tolist(), simulation.end.tolist(), strict=True)
     return (Box(*time, *name) for time, name in zip(times, named, strict=True))
 
 
-def _name(schedule: Schedule, lane_of: dict[tuple[int, int], int], op: Op) -> _Named:
+def _name(
+    schedule: Schedule, lane_of: dict[tuple[int, int], int], op: Op, needs: tuple[int, ...] = ()
+) -> _Named:
     label = ",".join(map(str, op.micro_batches))
     if op.parts > 1:
         label += chr(ord("a") + op.part) if op.parts <= 26 else f".{op.part}"
-    return _Named(
-        kind=_KINDS[op.kind],
-        label=label,
-        stage=op.stage,
-        lane=lane_of[op.pipe, op.stage],
-        pipe=op.pipe,
-        micro_batches=op.micro_batches,
-        detail=_detail(schedule, op),
-        op=str(op),
-    )
+    lane, detail = lane_of[op.pipe, op.stage], _detail(schedule, op)
+    return _KINDS[op.kind], label, op.stage, lane, op.pipe, op.micro_batches, detail, str(op), needs
 
 
 def _detail(schedule: Schedule, op: Op) -> str:

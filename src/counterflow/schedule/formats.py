@@ -59,6 +59,10 @@ class _File(BaseModel):
     orders: Annotated[list[list[str]], Field(min_length=1)]
 
 
+KEYS = tuple(_File.model_fields)
+"""Of the JSON object."""
+
+
 def dumps(schedule: Schedule) -> str:
     """The schedule as text, to be read by ``loads`` or by a person.
 

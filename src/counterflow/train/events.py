@@ -57,7 +57,7 @@ def read(folder: Path) -> list[Event]:
     found = []
     with contextlib.suppress(FileNotFoundError):
         for line in (folder / EVENTS).read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 found.append(json.loads(line))
     return found
 

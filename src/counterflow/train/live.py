@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule.ir import Op, Schedule
 from counterflow.simulate import Costs, Span
+from counterflow.simulate.periods import period_ops
 
 from .folder import RunFolder
 from .timeline import Timeline
@@ -84,8 +85,13 @@ class Live:
     def show_if_timed(self, done: int) -> None:
         """Write what was timed, if this was the last step of it; all workers call it."""
         if done == self._timed_until:
-            self._show(_last_steps)
+            self._show(self._last_steps)
             self._end_timing()
+
+    def _last_steps(self, rows: Rows) -> Rows:
+        """What is shown of what was timed, which begins before that."""
+        counts = [STEPS * period_ops(self._schedule, worker) for worker in range(len(rows))]
+        return [row[-count:] for row, count in zip(rows, counts, strict=True)]
 
     def _end_timing(self) -> None:
         self._timed_until = 0
@@ -107,8 +113,3 @@ class Live:
 def spans_of(rows: Rows) -> tuple[Span, ...]:
     """Ops as they ran, by worker of a replica."""
     return tuple(Span(worker, *ran) for worker, row in enumerate(rows) for ran in row)
-
-
-def _last_steps(rows: Rows) -> Rows:
-    """What is shown of what was timed, which begins with the step at which workers agreed."""
-    return [row[-len(row) * STEPS // (1 + _SETTLING + STEPS) :] for row in rows]
