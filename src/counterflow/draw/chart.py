@@ -334,8 +334,9 @@ def _op_boxes(simulation: Simulation, lane_of: dict[tuple[int, int], int]) -> It
     if named is None:
         ops = zip(model.graph.ops, simulation.needs, strict=True)
         named = _kept[model] = [_name(schedule, lane_of, op, needs) for op, needs in ops]
-    times = zip(model.graph.worker, simulation.start.tolist(), simulation.end.tolist(), strict=True)
-    return (Box(*time, *name) for time, name in zip(times, named, strict=True))
+    start, end = simulation.start.tolist(), simulation.end.tolist()
+    times = zip(model.graph.worker, start, end, named, strict=True)
+    return (Box(worker, begins, ends, *name) for worker, begins, ends, name in times)
 
 
 def _name(

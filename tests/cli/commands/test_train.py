@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -87,6 +88,18 @@ def test_then_what_came_of_it(trained: Path) -> None:
     summary = json.loads((trained / "summary.json").read_text())
     assert speed == [f"{16 / summary['step_seconds']:.4g}", "5"]
     assert f"counterflow show {trained}" in out
+
+
+def test_the_readme_shows_the_same_rows(trained: Path) -> None:
+    """But for that of a plan, and whichever workers share one."""
+
+    def rows(text: str) -> list[str]:
+        table = text.partition("measured   predicted")[2].strip().partition("\n")[2].partition("\n\n")[0]
+        found = [re.split(r",? workers? \d|  ", line.strip())[0] for line in table.splitlines()]
+        return list(dict.fromkeys(row for row in found if "by the plan" not in row and row))
+
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    assert rows((trained / "stdout").read_text()) == rows(readme)
 
 
 def test_progress_is_on_stderr(trained: Path) -> None:
