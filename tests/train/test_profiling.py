@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
 
 from counterflow.errors import ConfigError
 from counterflow.measure.links import Travel, measure_allreduces, measure_messages
@@ -66,6 +67,15 @@ def test_what_was_measured_is_what_is_predicted_with(config: Configure) -> None:
     profile = found.profile
     update = profile.update_seconds_per_byte * weights + profile.step_overhead_seconds
     assert step.step_seconds == pytest.approx(ops + 2 * profile.op_overhead_seconds + update)
+
+
+def test_what_is_timed_is_what_will_run(config: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[object] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compiled.append(type(self)))
+    measure(config(model__layers=2), sizes=(1,), workers=1, repeats=1)
+    assert not compiled
+    measure(config(model__layers=2, pipeline__compile=True), sizes=(1,), workers=1, repeats=1)
+    assert len(compiled) == 3 * 4  # embedding, two blocks and head: as one stage, as stages, and between ops
 
 
 def test_sizes_below_one_are_refused(config: Configure) -> None:

@@ -40,6 +40,7 @@ class Subject:
         seed: of weights and random draws.
         autocast: the dtype that ops compute in; None: that of the weights.
         compute_dtype: the dtype that weights are cast to; None: their own.
+        compile_layers: as in ``Pipeline``.
     """
 
     layers: list[nn.Module]
@@ -49,6 +50,7 @@ class Subject:
     seed: int
     autocast: torch.dtype | None
     compute_dtype: torch.dtype | None = None
+    compile_layers: bool | str = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,5 +222,6 @@ def _pipeline(subject: Subject, schedule: Schedule) -> Pipeline:
         seed=subject.seed,
         autocast=subject.autocast,
         compute_dtype=subject.compute_dtype,
+        compile_layers=subject.compile_layers,
         digest_every=0,
     )

@@ -190,6 +190,7 @@ def subject_of(job: Job) -> Subject:
         seed=job.config.train.seed,
         autocast=torch.bfloat16 if job.config.pipeline.autocast else None,
         compute_dtype=torch.bfloat16 if job.config.pipeline.compute_dtype else None,
+        compile_layers=job.config.pipeline.compile,
     )
 
 
