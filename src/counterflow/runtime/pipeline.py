@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, Self, cast
 
 import torch
@@ -24,10 +25,11 @@ from torch.optim import Optimizer
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.schedule.check import checked_program
 from counterflow.schedule.cuts import balance, explicit
+from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.modes import Recompute, Sync, parse_mode
 from counterflow.schedule.program.actions import Matching, Program
-from counterflow.schedule.program.lowering import OpTimes, Shared, lower_evaluation
+from counterflow.schedule.program.lowering import OpTimes, Shared, lower_evaluation, unit_times
 from counterflow.schedule.program.segments import segments
 from counterflow.schedule.runnable import refuse_what_cannot_run
 
@@ -44,7 +46,8 @@ from .messages.compression import Compression
 from .messages.values import Unit
 from .mini_batch.batch import Batch, Shapes, rows_of
 from .mini_batch.counted import Means
-from .mini_batch.given import NOT_GIVEN, Agreed, Given, even, ready, whole
+from .mini_batch.expected import Expected, Others
+from .mini_batch.given import NOT_GIVEN, Agreed, Given, even, ready, whole, with_samples
 from .mini_batch.losses import Losses, LossFunction
 from .mini_batch.samples import Dims, joined, moved
 from .parameters.alike import start_alike
@@ -266,6 +269,8 @@ class Pipeline:
         barrier: bool,
     ) -> SynchronousRunner | AsynchronousRunner:
         """What runs the schedule, with its lists as they are proved."""
+        self._losses = _losses(self.schedule)
+        """Who makes those of which micro-batches; first the one that waits for no other."""
         workers = Workers(self.ranks, self.replica, self.worker, self.transport)
         matching, shared = self.transport.matching, Shared(self.weights.ties, self._statistics)
         if not self.schedule.synchronous:
@@ -719,7 +724,7 @@ class Pipeline:
         its_inputs, its_targets = given.cut(
             agreed.sizes, self.device, inputs=takes_inputs, targets=takes_targets, copied=copied
         )
-        return Batch(
+        batch = Batch(
             step=self.steps,
             inputs=its_inputs,
             targets=its_targets,
@@ -737,6 +742,47 @@ class Pipeline:
             losses=Losses(told=self._tells_loss),
             outputs={} if outputs else None,
         )
+        if call == _STEP + _WITH_OUTPUTS * outputs:
+            batch.expected = self._expected(given, batch)
+        return batch
+
+    def _expected(self, given: Given, batch: Batch) -> Expected | None:
+        """What counts in a mini-batch of one update; None where its gradients are divided by the samples.
+
+        It is where weights change before all losses are made, where gradients of other steps wait for the
+        same update, or where the last layer makes the loss: of targets that came through the stages.
+        """
+        run = self._run
+        if isinstance(run, AsynchronousRunner) or self.loss_function is None or run.waiting:
+            return None
+        last = self.stages.get(self.schedule.stages - 1)
+        means = None if last is None else last.means
+        its = batch.targets
+
+        def targets() -> list[Any] | None:
+            return None if its is None else with_samples(its, batch.samples)
+
+        if len(self._holders[-1]) * self.replicas == 1:
+            return Expected(means, targets, batch.total, None)
+        if run.counts is False:
+            return None
+        called = batch.called if run.under_way else ()
+        width = run.columns if isinstance(run, BarrierFreeRunner) and run.under_way else 1
+
+        def start(count: float) -> Gathering:
+            row = [*called, count]
+            return self.transport.start_gather([*row, *[0.0] * (width - len(row))])
+
+        def read(gathering: Gathering) -> list[float]:
+            rows = gathering.wait()
+            if called:
+                self._agree_on_call(rows, called[3])
+            return [row[len(called)] for row in rows]
+
+        first = next(worker for worker, numbers in self._losses if any(batch.samples[n] for n in numbers))
+        where_given = partial(given.targets_where_given, batch.samples)
+        others = Others(start, read, self._alike, self.worker == first, where_given)
+        return Expected(means, targets, batch.total, others)
 
     def _compare_calls(self, call: float, total: int, rows: list[list[float]]) -> None:
         """See that all told of the same call, with ``Batch.called``, and of the same mini-batches."""
@@ -1152,6 +1198,17 @@ def _transport(
 def _version_of(copy: StageCopy) -> int:
     """The version of its weights that a stage computes with."""
     return 0 if copy.versions is None else copy.versions.shown
+
+
+def _losses(schedule: Schedule) -> list[tuple[int, list[int]]]:
+    """Who makes the losses of which micro-batches, in the order of their times."""
+    graph, last = OpGraph(schedule), schedule.stages - 1
+    pairs = zip(unit_times(graph)[0], graph.ops, strict=True)
+    found = [(start, op) for start, op in pairs if op.stage == last and op.kind.makes_output]
+    return [
+        (schedule.placement.worker(op.pipe, last), [n % schedule.micro_batches for n in op.micro_batches])
+        for _, op in sorted(found, key=itemgetter(0))
+    ]
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

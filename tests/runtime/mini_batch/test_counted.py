@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -168,6 +169,58 @@ def test_a_model_that_computes_its_own_loss(schedule: Schedule, mode: str) -> No
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, model.get_parameter(name).grad)
         assert outputs is None or torch.equal(outputs["logits"].sign(), found["logits"].sign())
+
+
+class Clamps(nn.Linear):
+    """What it does to gradients is not linear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient.clamp(-0.004, 0.004))
+        return y
+
+
+def by_sum(output: Tensor, target: Tensor) -> Any:
+    """As users write it: a mask made in place, a weight on the host."""
+    counts = torch.ones(target.shape, dtype=output.dtype)
+    counts[target < 0] = 0
+    losses = functional.cross_entropy(output.movedim(-1, 1), target.clamp(min=0), reduction="none")
+    return LossSum((losses * counts).sum(), (target != -100).sum().item())
+
+
+@pytest.mark.parametrize("schedule", [SCHEMES[0], SCHEMES[2], schemes.gems(2, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("loss", "replicas", "barrier"),
+    [(plain, 1, True), (plain, 2, False), (by_classes, 2, True), (by_sum, 1, False), (by_sum, 2, True)],
+)
+def test_hooks_of_activations_see_the_gradients_of_one_process(
+    loss: Any, schedule: Schedule, replicas: int, barrier: bool
+) -> None:
+    torch.manual_seed(0)
+    layers = [*(Clamps(4, 4, dtype=F) for _ in range(3)), nn.Linear(4, CLASSES, dtype=F)]
+    model = nn.Sequential(*copy.deepcopy(layers))
+    optimizer = sgd(list(model.parameters()))
+    for number in range(3):
+        x, y = batch(number)
+        found = loss(model(x), y)
+        found = found.sum / found.weight if isinstance(found, LossSum) else value(found)
+        optimizer.zero_grad()
+        found.backward()
+        optimizer.step()
+
+    def work() -> Any:
+        pipeline = Pipeline(layers, loss, schedule, optimizer=sgd, barrier=barrier)
+        rows = slice(None)
+        if pipeline.replicas == 2:
+            rows = slice(0, 10) if pipeline.replica == 0 else slice(10, 16)
+        for number in range(3):
+            pipeline.step(*(t[rows] for t in batch(number)))
+        return pipeline.state_dict()
+
+    for after in run(work, workers=2 * replicas):
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(after[name], tensor, rtol=1e-9, atol=1e-11)
 
 
 def together(output: Tensor, target: Tensor) -> Any:

@@ -30,7 +30,7 @@ from ..parameters.versions import Versions
 from ..parameters.weights import Weights
 from ..transport import Gathering
 from .interpreter import Interpreter
-from .step import StepStatistics, Workers
+from .step import COLUMNS, StepStatistics, Workers
 from .tasks import Tasks
 
 TOLD_TOGETHER = 8
@@ -232,7 +232,8 @@ class AsynchronousRunner:
                     "in the same order"
                 )
         for index, batch in enumerate(batches):
-            its = slice(2 + 8 * index, 10 + 8 * index)
+            first = 2 + COLUMNS * index
+            its = slice(first, first + COLUMNS)
             self._heard.append((batch, [row[its] for row in rows]))
 
     # -- what the interpreter asks for (``Owner``)

@@ -92,9 +92,13 @@ class Outputs:
         means = task.copy.means
         found = read_loss(output) if means is None else means.read(output, rows.stop - rows.start)
         loss, weight, metrics, counts = found
-        share = batch.share(unit)
+        share = by = batch.share(unit)
+        divisor: Tensor | float | None = None
         if weight is not None and self._synchronous:
-            share = 1.0 / batch.total
+            share = by = 1.0 / batch.total
+            divisor = None if batch.expected is None else batch.expected.divisor()
+            if divisor is not None:
+                by = 1.0 / divisor
         elif weight is not None:
             if share < 1.0:
                 raise ConfigError(
@@ -104,8 +108,8 @@ class Outputs:
             loss, metrics = loss / weight, {name: value / weight for name, value in metrics.items()}
             weight = None
         if not again:
-            batch.losses.entries.append(Entry(unit, loss.detach(), share, weight, metrics, counts))
-        return None, [loss * share]
+            batch.losses.entries.append(Entry(unit, loss.detach(), share, weight, metrics, counts, divisor))
+        return None, [loss * (by.to(loss.dtype) if isinstance(by, Tensor) else by)]
 
 
 def part(tree: Any, unit: Unit, batch: Batch, dims: Dims) -> Any:

@@ -20,6 +20,9 @@ from .interpreter import Interpreter
 from .step import StepStatistics, Workers
 from .tasks import Tasks
 
+_ROUNDING = 1e-14
+"""What counts, summed in another order, differs by less."""
+
 
 class SynchronousRunner:
     """One worker's part.
@@ -58,6 +61,8 @@ class SynchronousRunner:
         self._statistics: StepStatistics  # every list agrees once
         self._updates = True
         self._weight = 0.0  # of the losses since the last update, if they have weights
+        self.counts: bool | None = None
+        """Whether gradients are divided by what counts, as all workers know; None: no update was made."""
         self.waiting = 0
         """Samples whose gradients wait for an update, of steps without one."""
 
@@ -138,6 +143,7 @@ class SynchronousRunner:
             WorkerError: the loss or a gradient is not finite.
         """
         self.weights.check_buffers()
+        self._settle()
         losses = self._batch.losses
         mine, odd = losses.summed()
         hooked = self._updates and self.weights.hooked
@@ -168,6 +174,11 @@ class SynchronousRunner:
             step, loss * this_step, norm, total - self.waiting, metrics, self._skipped
         )
 
+    def _settle(self) -> None:
+        """Hear what counts, where no loss of this worker waited for it."""
+        if self._batch.expected is not None:
+            self._batch.expected.settle()
+
     def _call_hooks(self, rows: Sequence[Sequence[float]]) -> float:
         """Let hooks see the mini-batch's gradients; as ``_weigh``, whose first number is 1 then."""
         scale, this_step = self._weigh(rows)
@@ -184,16 +195,19 @@ class SynchronousRunner:
         """Heed the weights of the losses, if they have any; ``rows`` as for ``Workers.weight``.
 
         Returns:
-            What makes the mini-batch's of gradients that were divided by ``total``, and what makes the
-            step's own of sums that were.
+            What makes the mini-batch's of its gradients as they were divided, and what makes the step's own
+            of sums that were divided by ``total``.
         """
         total, scale = self._batch.total, 1.0
         weight = self.workers.weight(rows, self._batch.step)
+        divisor = max(row[5] for row in rows)
         if weight is not None:
             self._weight += weight
-            scale = total / self._weight
+            scale = (divisor or total) / self._weight
+            if abs(scale - 1.0) < _ROUNDING:
+                scale = 1.0
         if self._updates:
-            self._weight = 0.0
+            self._weight, self.counts = 0.0, divisor > 0.0
         return scale, total / (total - self.waiting if weight is None else weight)
 
     def _metrics(self, rows: Sequence[Sequence[float]], scale: float) -> dict[str, float]:

@@ -31,11 +31,8 @@ from ..parameters.gradients import OwnNorm
 from ..parameters.weights import Weights
 from ..transport import Gathering
 from .interpreter import Interpreter
-from .step import StepStatistics, Workers
+from .step import COLUMNS, StepStatistics, Workers
 from .synchronous import SynchronousRunner
-
-_COLUMNS = 8
-"""Of loss and norm: loss, squared norm, what is not finite, and what ``Losses.weighed`` gives."""
 
 
 class _Untold(NamedTuple):
@@ -91,7 +88,7 @@ class BarrierFreeRunner(SynchronousRunner):
     @property
     def columns(self) -> int:
         """Of what every worker tells of a step's loss: a row has as many numbers on each."""
-        return len(self._batch.called) + _COLUMNS + 1 + 2 * len(self._names)
+        return len(self._batch.called) + COLUMNS + 1 + 2 * len(self._names)
 
     def step(self, batch: Batch, *, update: bool = True) -> StepStatistics | None:
         """Run the order once, and update; what is known by now: of the step before, or of this one."""
@@ -120,6 +117,8 @@ class BarrierFreeRunner(SynchronousRunner):
 
     def tell_loss(self) -> None:
         """Begin to tell everybody this worker's part of the loss, and of the norm of the step before."""
+        if self._batch.expected is not None:
+            self._batch.expected.tell()
         mine, odd = self._batch.losses.summed()
         row = [mine, self._own_square(), odd, *self._batch.losses.weighed()]
         self._telling = self.workers.transport.start_gather(self._row(row))
@@ -136,6 +135,7 @@ class BarrierFreeRunner(SynchronousRunner):
             self._told = self._statistics
             return
         self.weights.check_buffers()
+        self._settle()
         rows = self._read(self._telling.wait())
         if self._untold is not None:
             self._told = self._hear(self._untold, [row[1] for row in rows])
@@ -209,8 +209,8 @@ class BarrierFreeRunner(SynchronousRunner):
         assert self._batch.compare is not None
         self._batch.compare(rows)
         first = len(self._batch.called)
-        self._columns = [row[first + _COLUMNS :] for row in rows]
-        return [row[first : first + _COLUMNS] for row in rows]
+        self._columns = [row[first + COLUMNS :] for row in rows]
+        return [row[first : first + COLUMNS] for row in rows]
 
     def _metrics(self, rows: Sequence[Sequence[float]], scale: float) -> dict[str, float]:
         if any(columns[0] for columns in self._columns):  # names that not everybody knows

@@ -14,6 +14,7 @@ from counterflow.schedule.ir import SkipLink
 
 from ..messages.values import Layout, Unit
 from ..stages.randomness import Rows
+from .expected import Expected
 from .losses import Losses
 from .samples import Dims
 
@@ -65,6 +66,7 @@ class Batch:
         called: what this worker tells of the call with the loss, where nothing was agreed upon before.
         compare: looks at what all told of it.
         await_total: waits for what the others were given, before anything they see; gives ``total``.
+        expected: what counts in it, where that is asked for.
         losses: of its micro-batches, as they come.
         outputs: of the last stage by unit, if they are wanted.
         has_loss: whether losses are wanted.
@@ -84,6 +86,7 @@ class Batch:
     called: Sequence[float] = ()
     compare: Callable[[Sequence[Sequence[float]]], object] | None = None
     await_total: Callable[[], int] | None = None
+    expected: Expected | None = None
     losses: Losses = field(default_factory=Losses)
     outputs: dict[Unit, Any] | None = None
     has_loss: bool = True

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -18,8 +19,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from counterflow.loss_sum import LossSum
+
 from ..mesh.dtensors import whole
 from .losses import Found, read_loss
+from .tape import Recorder, Tape
 
 _MEANS: dict[Any, inspect.Signature] = {
     function: inspect.signature(function) for function in (functional.cross_entropy, functional.nll_loss)
@@ -46,11 +50,28 @@ class Means:
     def __init__(self, *, in_layer: int | None = None) -> None:
         self.in_layer = in_layer
         self._watch = _Watch()
+        self._tried = in_layer is not None  # a layer's targets come through the stages
+        self._rule: Tape | None = None
 
-    def watching(self) -> AbstractContextManager[object]:
-        """Around what makes a unit's loss."""
+    @property
+    def has_rule(self) -> bool:
+        """Whether it is known how what counts comes of the targets."""
+        return self._rule is not None
+
+    def watching(self, output: Any = None, target: Any = None) -> AbstractContextManager[object]:
+        """Around what makes a unit's loss; ``output`` and ``target`` are the loss function's."""
         self._watch.weights.clear()
+        self._watch.recorder = None if self._tried else Recorder(output, target)
         return self._watch
+
+    def count(self, targets: Sequence[Any] | None) -> Tensor | float | None:
+        """What counts in some units, from their targets; None if that is not known."""
+        if self._rule is None or not targets:
+            return None
+        try:
+            return self._rule.of(targets)
+        except Exception:
+            return None
 
     def read(self, output: Any, samples: int) -> Found:
         """A unit's loss, of what was given by that which was watched last.
@@ -65,6 +86,11 @@ class Means:
         found, weights = read_loss(output), list(self._watch.weights)
         self._watch.weights.clear()
         counted: _Counted | None = getattr(found.loss, _NAME, None)
+        recorder, self._watch.recorder = self._watch.recorder, None
+        if recorder is not None:
+            self._tried = True
+            weight = output.weight if isinstance(output, LossSum) else counted and counted.weight
+            self._rule = None if weight is None else recorder.tape(weight)
         if found.weight is not None or not weights:
             return found
         if counted is None:
@@ -89,15 +115,20 @@ class _Watch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.weights: list[Tensor] = []
+        self.recorder: Recorder | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
         if func in _MEANS:
-            return self._mean(func, _MEANS[func].bind(*args, **kwargs))
-        if len(args) == 2 and not kwargs and getattr(func, "__name__", "") in _SCALING:
-            return _scaled(func, args)
-        return func(*args, **kwargs)
+            result = self._mean(func, _MEANS[func].bind(*args, **kwargs))
+        elif len(args) == 2 and not kwargs and getattr(func, "__name__", "") in _SCALING:
+            result = _scaled(func, args)
+        else:
+            result = func(*args, **kwargs)
+        if self.recorder is not None:
+            self.recorder.note(func, args, kwargs, result)
+        return result
 
     def _mean(self, func: Any, given: inspect.BoundArguments) -> Any:
         given.apply_defaults()
@@ -106,17 +137,22 @@ class _Watch(TorchFunctionMode):
         as_mean = its["reduction"] == "mean" and its["size_average"] is None and its["reduce"] is None
         if not as_mean or target.is_floating_point():
             return func(*given.args, **given.kwargs)
-        counts = target != its["ignore_index"]
-        if classes is None:
-            weight = counts.sum()
-        else:
-            weight = (classes.detach().double()[target.where(counts, 0)] * counts).sum()
+        by = target, its["ignore_index"], classes if classes is None else classes.detach()
+        weight = _count(*by)
         its["reduction"] = "sum"
         total, weight = whole(func(*given.args, **given.kwargs)), whole(weight)
+        if self.recorder is not None:
+            self.recorder.note(_count, by, {}, weight)
         mean = total / weight.to(total.dtype)
         setattr(mean, _NAME, _Counted(total, weight))
         self.weights.append(weight)
         return mean
+
+
+def _count(target: Tensor, ignored: int, classes: Tensor | None) -> Tensor:
+    """How much of the targets counts."""
+    counts = target != ignored
+    return counts.sum() if classes is None else (classes.double()[target.where(counts, 0)] * counts).sum()
 
 
 def _scaled(func: Any, args: Any) -> Any:

@@ -11,6 +11,7 @@ from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
 
@@ -84,6 +85,15 @@ class Given:
         first = self.inputs[0]
         names = sorted(first.kwargs) if isinstance(first, Keyworded) else ()
         return signature(self.inputs, *names, *more)
+
+    def targets_where_given(self, sizes: Sequence[int]) -> list[Any] | None:
+        """Those of the micro-batches that have samples, on no other device; ``sizes`` as for ``cut``."""
+        if self.targets is None:
+            return None
+        first = next((t for t in pytree.tree_leaves(self.targets) if isinstance(t, torch.Tensor)), None)
+        device = torch.device("cpu") if first is None else first.device
+        _, found = self.cut(sizes, device, inputs=False, targets=True, copied=False)
+        return None if found is None else with_samples(found, sizes)
 
     def digests(self) -> tuple[float, float]:
         """Of the contents of inputs and targets."""
@@ -174,6 +184,11 @@ def ready(
         input_dims=_input_dims(dims, keyworded=keyworded),
         target_dims=dims[1],
     )
+
+
+def with_samples(pieces: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+    """The pieces of micro-batches that have samples."""
+    return [piece for piece, size in zip(pieces, sizes, strict=True) if size]
 
 
 def even(samples: int, micro_batches: int) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ LossFunction = Callable[[Any, Any], Any]
 class Entry(NamedTuple):
     """A unit's loss: its mean and its share in the mini-batch, or its sum and one over all samples.
 
-    ``counts`` is as in ``Found``.
+    ``counts`` is as in ``Found``; ``divisor`` is what gradients were divided by, if not by all samples.
     """
 
     unit: Unit
@@ -40,6 +40,7 @@ class Entry(NamedTuple):
     weight: Tensor | float | None
     metrics: Mapping[str, Tensor | float]
     counts: Tensor | float | None = None
+    divisor: Tensor | float | None = None
 
 
 class Found(NamedTuple):
@@ -132,9 +133,9 @@ def _with_numbers(entry: Entry, arrived: Iterator[float]) -> Entry:
     def number(value: Any) -> Any:
         return next(arrived) if _travels(value) else value
 
-    loss, weight, counts = (number(value) for value in (entry.loss, entry.weight, entry.counts))
+    loss, weight, counts, divisor = map(number, (entry.loss, entry.weight, entry.counts, entry.divisor))
     metrics = {name: number(value) for name, value in entry.metrics.items()}
-    return Entry(entry.unit, loss, entry.share, weight, metrics, counts)
+    return Entry(entry.unit, loss, entry.share, weight, metrics, counts, divisor)
 
 
 def added(values: Iterable[float]) -> float:
@@ -159,7 +160,11 @@ class Losses:
     def ask(self) -> None:
         """All are made: let a device's begin their way, so that who reads them waits for no later op."""
         if self.told:
-            every = (n for e in self.entries for n in (e.loss, e.weight, e.counts, *e.metrics.values()))
+            every = (
+                number
+                for e in self.entries
+                for number in (e.loss, e.weight, e.counts, e.divisor, *e.metrics.values())
+            )
             there = [number.double().reshape(()) for number in every if _travels(number)]
             self._later = later.Later(torch.stack(there)) if there else None
 
@@ -184,9 +189,13 @@ class Losses:
         return added(v * e.share for e, v in zip(self.entries, values, strict=True)), min(odd, default=-1)
 
     def weighed(self) -> tuple[float, ...]:
-        """Sum of the weights; how many losses have one; whether there are metrics; extremes of ``counts``."""
+        """What is told of the losses beside their sum.
+
+        Sum of the weights; how many losses have one; whether there are metrics; extremes of ``counts``; what
+        gradients were divided by, 0 if by the samples.
+        """
         if not self.told:
-            return 0.0, 0, 0.0, math.inf, -math.inf
+            return 0.0, 0, 0.0, math.inf, -math.inf, 0.0
         self._arrive()
         weights = [float(entry.weight) for entry in self.entries if entry.weight is not None]
         if len(weights) not in (0, len(self.entries)):
@@ -201,6 +210,7 @@ class Losses:
             some,
             min(counts, default=math.inf),
             max(counts, default=-math.inf),
+            max((float(e.divisor) for e in self.entries if e.divisor is not None), default=0.0),
         )
 
     def metrics(self) -> dict[str, float]:

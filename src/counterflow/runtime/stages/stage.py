@@ -302,7 +302,7 @@ class StageCopy:
     ) -> Any:
         """What a loss function makes of the last stage's output; it draws as a layer does."""
         run = partial(_of_pair, function)
-        with _NOTHING if self.means is None else self.means.watching():
+        with _NOTHING if self.means is None else self.means.watching(output, target):
             if self._evaluates:
                 return function(output, target)
             return self.streams.run(run, (output, target), index=LOSS, step=step, rows=rows)
