@@ -92,7 +92,8 @@ class Outputs:
         means = task.copy.means
         found = read_loss(output) if means is None else means.read(output, rows.stop - rows.start)
         loss, weight, metrics, counts = found
-        share = by = batch.share(unit)
+        share = batch.share(unit)
+        by: Tensor | float = share
         divisor: Tensor | float | None = None
         if weight is not None and self._synchronous:
             share = by = 1.0 / batch.total

@@ -102,9 +102,9 @@ class Recorder:
             self._others.add(id(tensors[0]))
         elif any(id(t) in self._known for t in tensors):
             self._sound = self._sound and not any(word in name for word in _RANDOM)
-            noted = pytree.tree_map(self._placed, (args, kwargs), is_leaf=_is_value)
+            args, kwargs = pytree.tree_map(self._placed, (args, kwargs), is_leaf=_is_value)
             given = tuple(self._note(leaf) for leaf in pytree.tree_leaves(result))
-            self._steps.append(_Step(function, *noted, given, writes))
+            self._steps.append(_Step(function, args, kwargs, given, writes))
 
     def tape(self, weight: Tensor | float) -> Tape | None:
         """How ``weight`` comes of the targets; None if it comes of something else, too."""
