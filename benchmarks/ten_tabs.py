@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,22 +70,33 @@ class Tabs:
         connection = HTTPConnection(self._host, timeout=60)
         time.sleep(EVERY_SECONDS * number / TABS)
         while self._shown.wait():
-            connection.request("GET", "/api/runs", headers=headers)
-            connection.getresponse().read()
-            body = {"runs": [{"name": self._run, "metrics": metrics}], "timeline": timeline}
-            connection.request("POST", "/api/run", body=json.dumps(body), headers=headers)
-            found = json.loads(connection.getresponse().read())
-            if "error" in found:
-                raise SystemExit(found["error"])
-            metrics, timeline = found["runs"][0]["metrics"], found["version"]
-            self.asked += 1
+            try:
+                self._ask(connection, "GET", "/api/runs", headers)
+                body = {"runs": [{"name": self._run, "metrics": metrics}], "timeline": timeline}
+                found = self._ask(connection, "POST", "/api/run", headers, json.dumps(body))
+                metrics, timeline = found["runs"][0]["metrics"], found["version"]
+                self.asked += 1
+            except (ConnectionError, HTTPException):  # the server closes what is silent for some seconds
+                connection.close()
             time.sleep(EVERY_SECONDS)
+
+    @staticmethod
+    def _ask(
+        connection: HTTPConnection, method: str, path: str, headers: Any, body: str | None = None
+    ) -> Any:
+        connection.request(method, path, body=body, headers=headers)
+        answer = connection.getresponse()
+        found = json.loads(answer.read())
+        assert answer.status == 200, found
+        return found
 
 
 @contextlib.contextmanager
 def clients(address: str, run: str) -> Iterator[Callable[[bool], None]]:
     """Ten of them."""
-    yield Tabs(address, run).show
+    tabs = Tabs(address, run)
+    yield tabs.show
+    assert tabs.asked, "nothing was asked"
 
 
 @contextlib.contextmanager

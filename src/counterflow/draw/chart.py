@@ -199,8 +199,9 @@ class Chart:
     @property
     def kinds(self) -> tuple[BoxKind, ...]:
         """The kinds of op in it; forward and backward where there is none."""
-        found = {box.kind for box in self.boxes}
-        kinds = tuple(kind for kind in BoxKind if kind in found and kind.shade is not None)
+        kinds = tuple(
+            kind for kind in BoxKind if kind.shade is not None and any(box.kind is kind for box in self.boxes)
+        )
         return kinds or (BoxKind.FORWARD, BoxKind.BACKWARD)
 
     @property

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from counterflow.schedule.ir import Op, Schedule
-from counterflow.schedule.residency import peak_activations, weight_copies
+from counterflow.schedule.residency import weight_copies
 
 from .costs import Costs
 from .kernel import Floats
@@ -307,10 +307,10 @@ class Simulation:
             return self.steady_step
         return steady_step_seconds(self.model, self.costs, self._played, norm=True)
 
-    @cached_property
+    @property
     def peak_activations(self) -> tuple[float, ...]:
         """Most forwards stashed at once on each worker, in (stage x micro-batch) units."""
-        return peak_activations(self.schedule)
+        return self.model.peak_activations
 
     @cached_property
     def weight_copies(self) -> tuple[int, ...]:

@@ -87,7 +87,12 @@ class _Border:
         for number, (first, _) in enumerate(self.links):
             begins[self.ops + first] = [nodes + schedule.workers + number]
         borders: list[list[tuple[int, float]]] = [[] for _ in range(schedule.workers + len(self.links))]
-        self.edges, self.delay = with_nodes(ready.edges, ready.delay, begins, borders)
+        known = model.border
+        if known is None or known[0] is not ready.edges:
+            counted = np.arange(1.0, len(ready.delay) + 1)  # each edge's number, where its delay will stand
+            edges, numbers = with_nodes(ready.edges, counted, begins, borders)
+            known = model.border = ready.edges, edges, numbers.astype(np.int64)
+        self.edges, self.delay = known[1], np.concatenate(([0.0], ready.delay))[known[2]]
         self.lasts = ready.lasts
         self.synced = per_stage("sync", costs.sync, schedule.stages)
         self.planned: Sequence[PlannedSync] = ()

@@ -26,7 +26,7 @@ from counterflow.schedule.program.sync import (
     needs_sync,
     plan_syncs,
 )
-from counterflow.schedule.residency import version_lives
+from counterflow.schedule.residency import peak_activations, version_lives
 
 from .costs import Costs, Link, PerLink
 from .edges import Edges, Messages, edges_of, messages_of, with_nodes
@@ -95,6 +95,13 @@ class TimedSchedule:
         """Each worker's first op, and one past the last of all."""
         self._lanes: dict[object, Edges] = {}
         self._before: tuple[Edges, Floats, Floats, Floats, Floats] | None = None
+        self.border: tuple[Edges, Edges, Ints] | None = None
+        """For ``steady``: edges, the same with what is before and after a step, and whose delay each has."""
+
+    @cached_property
+    def peak_activations(self) -> tuple[float, ...]:
+        """Most forwards stashed at once on each worker, in (stage x micro-batch) units."""
+        return peak_activations(self.schedule)
 
     @cached_property
     def graph(self) -> OpGraph:
