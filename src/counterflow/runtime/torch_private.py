@@ -183,3 +183,8 @@ def flight_record() -> bytes | None:
 def has_backend(name: str) -> bool:
     """Whether a backend of that name was registered. ``register_backend`` again does no harm, but warns."""
     return name.upper() in torch.distributed.Backend._plugins  # noqa: SLF001
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether gradients of what a module takes or gives go through hooks of it."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)  # noqa: SLF001

@@ -223,6 +223,47 @@ def test_hooks_of_activations_see_the_gradients_of_one_process(
             torch.testing.assert_close(after[name], tensor, rtol=1e-9, atol=1e-11)
 
 
+class OwnClamped(Own):
+    """The same with a hook, on a loss whose weight no targets tell."""
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> Any:
+        if given[0].requires_grad:
+            given[0].register_hook(self.hooked)
+        return super().forward(given)
+
+    def hooked(self, gradient: Tensor) -> Tensor | None:
+        return gradient.clamp(-0.004, 0.004)
+
+
+class OwnWatched(OwnClamped):
+    """A hook that looks only."""
+
+    def hooked(self, gradient: Tensor) -> Tensor | None:
+        del gradient
+        return None
+
+
+@pytest.mark.parametrize(("last", "told"), [(OwnClamped, True), (OwnWatched, False)])
+@pytest.mark.parametrize("mode", ["none", "stage"])
+def test_hooks_that_see_gradients_of_another_size_are_told(
+    last: type[Own], told: bool, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(Passes(4, 4, dtype=F), Passes(4, 4, dtype=F), last())
+
+    def work() -> None:
+        pipeline = Pipeline(model, None, SCHEMES[0], optimizer=sgd, recompute=mode)
+        for number in range(2):
+            pipeline.step(batch(number))
+
+    run(work)
+    found = [r.getMessage() for r in caplog.records if "go through a hook" in r.getMessage()]
+    assert len(found) == told
+    if told:
+        assert found[0].startswith(
+            "gradients of activations in stage 1 go through a hook and are 2.3125 times"
+        )
+
+
 def together(output: Tensor, target: Tensor) -> Any:
     return plain(output, target) + output.square().mean()
 

@@ -206,6 +206,9 @@ class SynchronousRunner:
             scale = (divisor or total) / self._weight
             if abs(scale - 1.0) < _ROUNDING:
                 scale = 1.0
+        if scale != 1.0 and weight is not None:
+            for stage, copy in self.weights.stages.items():
+                copy.gradient_hooks.tell(stage, 1 / scale)
         if self._updates:
             self._weight, self.counts = 0.0, divisor > 0.0
         return scale, total / (total - self.waiting if weight is None else weight)

@@ -28,6 +28,7 @@ from ..mini_batch.counted import Means
 from ..mini_batch.losses import refuse_no_mean
 from ..parameters.versions import Versions
 from ..torch_private import buffers_of, hooks_of
+from .gradient_hooks import GradientHooks
 from .precision import Precision
 from .randomness import RandomStreams, Rows, versions
 from .recomputation import Buffers, Entry, Hold, Replay, mapped, tensors_of
@@ -126,6 +127,7 @@ class StageCopy:
         """Of its weights, in schemes without a flush."""
         self.checked = False
         """Whether ``check_graph`` has seen the stage's graph."""
+        self.gradient_hooks = GradientHooks((layer.module for layer in layers), streams)
         self.trains = any(p.requires_grad for p in self.parameters())
         self.module: StageModule | None = None
         """Has the hooks of a stage whose weights are sharded over further dimensions of the mesh."""
@@ -238,6 +240,12 @@ class StageCopy:
 
         Where it takes or gives skips, its input or output is ``Carried``.
         """
+        if not self.checked and self.gradient_hooks.can_look:
+            with self.gradient_hooks:
+                return self._forward_hooked(value, step, rows)
+        return self._forward_hooked(value, step, rows)
+
+    def _forward_hooked(self, value: Value, step: int, rows: Rows) -> Value:
         if self.module is None:
             return self._with_skips(value, step, rows)
         return self.module.output(partial(self._with_skips, step=step, rows=rows), value)
