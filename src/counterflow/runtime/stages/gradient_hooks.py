@@ -1,9 +1,9 @@
-"""Hooks through which gradients of activations go, found in a stage's first forwards.
+"""Hooks through which gradients of activations go, looked for where these are of another size.
 
 What they do may depend on how large gradients are (clamping, signs are not linear), and where it is not known
 before the last forward what a loss is divided by, they are of another size than in one process.
 
-What it does not find: custom functions, hooks that are registered later, and those of compiled layers.
+What it does not find: custom functions, hooks that only later steps register, and those of compiled layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class GradientHooks(TorchFunctionMode):
-    """Around a stage's first forwards.
+    """Around a stage's forwards while it looks.
 
     Args:
         modules: its layers.
@@ -33,18 +33,26 @@ class GradientHooks(TorchFunctionMode):
     def __init__(self, modules: Iterable[nn.Module], streams: RandomStreams) -> None:
         super().__init__()
         self._modules, self._streams = tuple(modules), streams
-        self._changes = self._told = False
+        self._changes = False
+        self.looks = False
+        """Whether forwards are looked at: in the step after the first one that ``tell`` was called in."""
+        self._begun = self._over = False
 
     def tell(self, stage: int, factor: float) -> None:
         """Warn, once, if a hook gave another gradient than it got, or, as one of a module, may have.
+
+        The first call begins to look, the next one tells what was found.
 
         Args:
             stage: whose hooks.
             factor: how much larger the gradients were than in one process.
         """
-        if self._told or not (self._changes or self._has_modules()):
+        if not self._begun:
+            self._begun, self.looks = True, not self._streams.compiled
             return
-        self._told = True
+        over, self._over, self.looks = self._over, True, False
+        if over or not (self._changes or self._has_modules()):
+            return
         _LOG.warning(
             "gradients of activations in stage %d go through a hook and are %g times as large as in one "
             "process: what the loss is divided by (tokens that count) does not come of the targets alone, "
@@ -56,11 +64,6 @@ class GradientHooks(TorchFunctionMode):
 
     def _has_modules(self) -> bool:
         return any(has_backward_hooks(layer) for module in self._modules for layer in module.modules())
-
-    @property
-    def can_look(self) -> bool:
-        """Whether tensors' hooks can be looked at: not those of what torch compiles."""
-        return not self._streams.compiled
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types

@@ -240,7 +240,7 @@ class StageCopy:
 
         Where it takes or gives skips, its input or output is ``Carried``.
         """
-        if not self.checked and self.gradient_hooks.can_look:
+        if self.gradient_hooks.looks:
             with self.gradient_hooks:
                 return self._forward_hooked(value, step, rows)
         return self._forward_hooked(value, step, rows)
