@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from counterflow import LossSum
 from counterflow.errors import ConfigError, WorkerError
+from counterflow.runtime import later
 from counterflow.runtime.mini_batch.counted import Means
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
@@ -221,6 +222,12 @@ def test_hooks_of_activations_see_the_gradients_of_one_process(
     for after in run(work, workers=2 * replicas):
         for name, tensor in model.state_dict().items():
             torch.testing.assert_close(after[name], tensor, rtol=1e-9, atol=1e-11)
+
+
+def test_a_device_divides_without_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(later, "holds_host", lambda _: True)
+    test_hooks_of_activations_see_the_gradients_of_one_process(by_classes, SCHEMES[0], 1, barrier=True)
+    test_hooks_of_activations_see_the_gradients_of_one_process(plain, SCHEMES[0], 1, barrier=False)
 
 
 class OwnClamped(Own):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import later
 from ..transport import Gathering
 from .counted import Means
 
@@ -93,6 +94,6 @@ class Expected:
     def _own(self) -> Tensor | float | None:
         self._known = True
         count = None if self._means is None else self._means.count(self._targets())
-        if isinstance(count, Tensor) and count.device.type != "cpu":
+        if isinstance(count, Tensor) and later.holds_host(count.device):
             return torch.where(count > 0, count, float(self._total))  # read later, to hold up nothing
         return None if count is None or not float(count) > 0 else float(count)
