@@ -16,7 +16,10 @@ from .search import Found, Plan
 _MOST = 64.0
 """How many times slower or faster links and all-reduces are tried."""
 
-_HALVINGS = 30
+_NEAR = 1e-8
+"""A gap is gone where so small a part of it is left."""
+
+_MOST_CHORDS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +102,26 @@ _CHANGES: dict[str, Callable[[Play, float], Play]] = {
 
 
 def _crossing(gap: Callable[[float], float], end: float) -> float | None:
-    """A factor between 1 and ``end`` at which the gap is 0, if it is gone at the end; found by halving."""
-    if gap(1.0) <= 0 or gap(end) > 0:
+    """A factor between 1 and ``end`` at which the gap is 0, if it is gone at the end.
+
+    By chords; an end that stays twice has its value halved (the Illinois rule). Gaps are straight in pieces.
+    """
+    inner, outer, moved = 1.0, end, 0
+    over, under = gap(inner), gap(outer)
+    if over <= 0 or under > 0:
         return None
-    inner, outer = 1.0, end
-    for _ in range(_HALVINGS):
-        middle = (inner * outer) ** 0.5
-        if gap(middle) > 0:
-            inner = middle
+    near = _NEAR * over
+    for _ in range(_MOST_CHORDS):
+        middle = inner + (outer - inner) * over / (over - under)
+        here = gap(middle)
+        if abs(here) <= near:
+            return middle
+        if here > 0:
+            inner, over = middle, here
+            under /= 2 if moved > 0 else 1
+            moved = 1
         else:
-            outer = middle
+            outer, under = middle, here
+            over /= 2 if moved < 0 else 1
+            moved = -1
     return outer

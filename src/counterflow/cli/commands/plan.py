@@ -15,7 +15,7 @@ from counterflow.schedule.modes import Recompute, Sync, parse_mode
 from ..options.flags import JsonFlag
 from ..options.wanted import wanted_cuts, wanted_options
 from ..output.console import note, print_json, writing
-from ..output.search_bar import order_bar, search_bar, without_collections
+from ..output.search_bar import order_bar, search_bar
 
 if TYPE_CHECKING:
     from counterflow.papers.examples import Example
@@ -200,7 +200,7 @@ def plan(
         options=wanted_options(option or ()),
         more_updates=more_updates,
     )
-    with search_bar("planning") as report, without_collections():
+    with search_bar("planning") as report:
         found = search(
             task.model,
             task.profile,

@@ -1,8 +1,7 @@
-"""Around a search of plans or orders: a bar on stderr, and no garbage collections."""
+"""Around a search of plans or orders: a bar on stderr."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -62,15 +61,3 @@ def order_bar(seconds: float | None) -> Iterator[Callable[[float, float, str], N
             bar.update(task, completed=done, what=what)
 
         yield report
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Collections look for cycles in all that a search keeps: a seventh of its time, and there are none."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
