@@ -227,7 +227,12 @@ def common(
             workers.append(worker)
             ops = max(ops, worker.around + worker.through)
             if room > 0:
-                stored = max(stored, worker.around + worker.occupied(held.stash) / room)
+                # (2) Memory over time. A stash stays from the start of its forward to the end of its
+                # backward, and between these the micro-batch goes up to the last stage and back: ``stay``.
+                # None is there before the worker's first op and after its last. What all stashes occupy, in
+                # byte-seconds, has to find place in the free memory between these two.
+                occupied = sum([passes[p] * held.stash[s] * paths[p].stay[s] for p, s in used])
+                stored = max(stored, worker.around + occupied / room)
             if shape.split:
                 # (1b) Split, weight gradients may come last of all, and a sum of its stages after them.
                 first = min([paths[p].before[s] for p, s in used])
@@ -249,7 +254,7 @@ class _Worker:
         around: before its first op, and from the end of its last input gradient to that of stage 0.
         through: seconds of all its forwards and of all that makes input gradients.
         count: micro-batches that pass its stages.
-        stays: of each of its stages the micro-batches and how long the stash of one stays.
+        stay: how long the stashes of all of them stay, one after the other.
         apart: the least seconds of weight gradients, where they may be ops of their own; else 0.
         slope: the least seconds of a forward and a backward.
     """
@@ -257,7 +262,7 @@ class _Worker:
     around: float
     through: float
     count: int
-    stays: tuple[tuple[int, float], ...]
+    stay: float
     apart: float
     slope: float
 
@@ -274,34 +279,24 @@ class _Worker:
             first + last,
             sum([passes[p] * through[s] for p, s in used]),
             sum([passes[p] for p, _ in used]),
-            tuple([(s, passes[p] * paths[p].stay[s]) for p, s in used]),
+            sum([passes[p] * paths[p].stay[s] for p, s in used]),
             min([both[s] - through[s] for _, s in used]) if shape.split else 0.0,
             min([times.forward[s] for _, s in used]) + min([times.backward_op[s] for _, s in used]),
         )
-
-    def occupied(self, stash: Sequence[float]) -> float:
-        """(2) Memory over time, in byte-seconds, by the bytes of a stash of each stage.
-
-        A stash stays from the start of its forward to the end of its backward, and between these the
-        micro-batch goes up to the last stage and back: ``stay``. None is there before the worker's first op
-        and after its last. What all stashes occupy has to find place in the free memory between these two.
-        """
-        return sum([stash[stage] * stay for stage, stay in self.stays])
 
     def promised(self, most_stashed: int, together: int) -> float:
         """What follows where a scheme promises a peak of k stashes.
 
         Split, all but k have had their weight gradients at the start of the last forward.
 
-        (2b) Memory over time, as above, in micro-batches. The number of stashes grows by one in a forward's
+        (2b) Memory over time, as in (2), in micro-batches. The number of stashes grows by one in a forward's
         time and falls by one in a backward's, so below a peak of k stashes at both ends k(k−1)/2 · (F + B) is
         left empty, k(k−2)/2 · (F + B) where two begin at once; the worker runs k forwards and backwards or
         more one at a time, so that the two ends do not meet.
         """
         made = max(self.count - most_stashed, 0) * self.apart
         most = min(most_stashed, self.count)
-        occupied = sum([stay for _, stay in self.stays])
-        filled = occupied / most + (most - together) / 2 * self.slope
+        filled = self.stay / most + (most - together) / 2 * self.slope
         return self.around + max(self.through + made, filled)
 
 
