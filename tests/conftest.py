@@ -7,6 +7,8 @@ that are the same in every run, however long one takes.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -19,6 +21,33 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": _CACHE.name}
 
 settings.register_profile("counterflow", deadline=None, derandomize=True)
 settings.load_profile("counterflow")
+
+
+_COMPILE = """
+import counterflow as cf
+from counterflow.schedule.placement import wave
+from counterflow.schedule.workload import plain
+work = plain(wave(workers=4, waves=1), micro_batches=4, split=True)
+cf.synthesize(work, cf.Costs(forward=3), peak=3, moves=300)
+"""
+_COMPILING = pytest.StashKey[subprocess.Popen[bytes]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile the loops of ``synthesize`` once, before several workers of pytest-xdist each do so."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        silent = subprocess.DEVNULL
+        config.stash[_COMPILING] = subprocess.Popen(
+            [sys.executable, "-c", _COMPILE], stdin=silent, stdout=silent, stderr=silent
+        )
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End it with the tests, however far it is."""
+    compiling = config.stash.get(_COMPILING, None)
+    if compiling is not None:
+        compiling.kill()
+        compiling.wait()
 
 
 @pytest.fixture(autouse=True, scope="session")
