@@ -97,8 +97,8 @@ def alone(case: Case) -> Told:
             found = found.sum / found.weight
         if isinstance(found, tuple):
             found = found[0]
-        if isinstance(found, dict):
-            found = found["loss"]
+        if not isinstance(found, Tensor):
+            found = found["loss"] if isinstance(found, dict) else found.loss
         optimizer.zero_grad()
         found.backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
-from typing import Any, Self, cast
+from typing import Any, Never, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,8 @@ from .mini_batch.losses import Losses, LossFunction
 from .mini_batch.samples import Dims, joined, moved
 from .parameters.alike import start_alike
 from .parameters.names import shared_names
-from .parameters.weights import MakeOptimizer, MakeScheduler, Weights
+from .parameters.optimizers import MakeOptimizer, MakeScheduler
+from .parameters.weights import Weights
 from .stages.embeddings import Setting
 from .stages.estimates import estimated_costs
 from .stages.layers import aliases_of, layers_of, state_names
@@ -61,7 +62,7 @@ from .stages.randomness import RandomStreams
 from .stages.skips import links_of, stage_skips
 from .stages.stage import LOSS, NamedLayer, StageCopy, have_statistics, loss_layer, materialised
 from .transport import Gathering, Transport
-from .transport.turns import elsewhere
+from .transport.turns import elsewhere, my_worker
 from .workers import lease
 from .workers.watch import worker_error
 
@@ -185,7 +186,7 @@ class Pipeline:
         self.transport = _transport(transport, device, timeout_seconds, schedule)
         rank, further = self.transport.rank, further_mesh(mesh, parallelize, self.transport)
         layout = layout_of(rank, self.transport.world_size, schedule, mesh)
-        self.worker = layout.place(rank)[WORKER]
+        self.worker, self._thread = layout.place(rank)[WORKER], my_worker()
         self._parts = max(op.parts for op in schedule.ops())
         self.device = self.transport.device
         self.digest_every = digest_every
@@ -475,6 +476,10 @@ class Pipeline:
             self.flush()
             with self._reported():
                 self._lease.close()
+
+    def __reduce__(self) -> Never:
+        """It is neither copied nor pickled."""
+        raise ConfigError("a pipeline cannot be copied or pickled; keep its training_state_dict()")
 
     def __enter__(self) -> Self:
         """Itself."""
@@ -1144,6 +1149,11 @@ class Pipeline:
         What is made meanwhile is used in later steps: none of it is made in the user's inference mode.
         """
         try:
+            if my_worker() is not self._thread:
+                raise ConfigError(
+                    "workers are threads, and one's pipeline was called in another thread, for which that "
+                    "worker may wait; call it where it was made, or launch processes (transport='gloo')"
+                )
             with elsewhere(), torch.inference_mode(mode=False):
                 yield
         except CounterflowError as error:

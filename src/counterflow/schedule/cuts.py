@@ -16,6 +16,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import SupportsIndex
 
 from counterflow.errors import ConfigError
 
@@ -57,6 +58,8 @@ def explicit(cuts: Sequence[int], layers: int, stages: int) -> tuple[int, ...]:
     (2, 3)
     """
     _refuse_too_few(layers, stages)
+    if not all(isinstance(cut, SupportsIndex) for cut in cuts):
+        raise ConfigError(f"cuts={list(cuts)}: cuts are numbers of layers; give whole numbers")
     if len(cuts) != stages - 1:
         raise ConfigError(
             f"cuts={list(cuts)}: {len(cuts)} cuts make {len(cuts) + 1} stages, not {stages}; "

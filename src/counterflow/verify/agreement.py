@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from counterflow.runtime.execution.step import Step
 from counterflow.runtime.mini_batch.losses import LossFunction
 from counterflow.runtime.parameters.gradients import real
-from counterflow.runtime.parameters.weights import MakeOptimizer, MakeScheduler
+from counterflow.runtime.parameters.optimizers import MakeOptimizer, MakeScheduler
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.estimates import estimated_costs
 from counterflow.runtime.stages.layers import layers_of

@@ -25,7 +25,7 @@ from counterflow.runtime.mini_batch.losses import Found, LossFunction, read_loss
 from counterflow.runtime.mini_batch.samples import cut, samples_in, split_points
 from counterflow.runtime.parameters.gradients import clip_factor, real, unique
 from counterflow.runtime.parameters.hooks import Hooks, called
-from counterflow.runtime.parameters.weights import MakeOptimizer, MakeScheduler
+from counterflow.runtime.parameters.optimizers import MakeOptimizer, MakeScheduler
 from counterflow.runtime.stages.layers import state_names
 from counterflow.runtime.stages.randomness import RandomStreams, Rows
 from counterflow.runtime.stages.recomputation import mapped

@@ -258,6 +258,17 @@ def test_the_gradient_is_that_of_the_loss_told(kind: str, schedule: Schedule) ->
         assert gradient == pytest.approx(slope, rel=1e-6, abs=1e-6), recompute
 
 
+def decides(x: Tensor, y: Tensor) -> Tensor:
+    return y if float(x.detach().sum()) > 0 else 2 * y
+
+
+def test_what_decides_by_its_samples_runs_for_each_micro_batch_by_itself() -> None:
+    """The first mini-batch, by which it is seen whether two may run together, decides all alike."""
+    batches = numbers()
+    batches[0] = [(batches[0][0][0].abs(), batches[0][0][1])]
+    agree(seeded(lambda: [Does(decides), *(nn.Linear(8, 8) for _ in range(3))]), (DOUBLING,), batches)
+
+
 def test_complex_activations_have_gradients() -> None:
     agree(seeded(lambda: [Spectrum(8, 8), Back(8, 8), Spectrum(8, 8), Back(8, 8)]), ALL, cuts=[1])
 

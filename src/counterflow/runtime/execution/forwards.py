@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from counterflow.errors import ConfigError
 from counterflow.schedule.modes import Recompute
 
 from ..messages.message_queue import Taken
@@ -28,6 +29,9 @@ from .skips import Came, Output
 from .stash import Again, Given, Stash, tensors_in
 from .tasks import Task
 from .under_way import NOTHING, UnderWay, joined, joining
+
+_NO_GRAPH = "does not require grad and does not have a grad_fn"
+"""torch's word for a gradient of what has no graph."""
 
 
 class Forwards:
@@ -80,11 +84,20 @@ class Forwards:
         """The units' forwards with another precision, or without a graph where that is made later."""
         without_graph = batch.training and copy.recompute is Recompute.STAGE
         with torch.no_grad() if without_graph else NOTHING, copy.precision.computing():
-            if without_graph and len(given) > 1 and copy.joins is not False:
-                found = self._forward_together(task, copy, batch, given)
-                if found is not None:
-                    return found
-            return [self._forward_unit(task, copy, batch, each) for each in given]
+            try:
+                if without_graph and len(given) > 1 and copy.joins is not False:
+                    found = self._forward_together(task, copy, batch, given)
+                    if found is not None:
+                        return found
+                return [self._forward_unit(task, copy, batch, each) for each in given]
+            except RuntimeError as error:
+                if without_graph and _NO_GRAPH in str(error):
+                    raise ConfigError(
+                        f"stage {task.stage}, or the loss, makes gradients in its forward "
+                        "(torch.autograd.grad), and recompute='stage' runs that without a graph first; take "
+                        "recompute='none', or make the graph that it needs under torch.enable_grad()"
+                    ) from error
+                raise
 
     def _inputs(self, task: Task, copy: StageCopy, batch: Batch) -> list[Given]:
         """The op's inputs by unit, as leaves."""
@@ -184,9 +197,10 @@ class Forwards:
         """A stage's output; the first one tells whether it changes its input in place."""
         if copy.entry.changes is not None:
             return copy.forward(value, step, rows)
-        before = versions(value)
+        same = mapped(_itself, value)  # a layer may change what its tensors are in
+        before = versions(same)
         output = copy.forward(value, step, rows)
-        copy.entry.learn(value, before)
+        copy.entry.learn(same, before)
         return output
 
     def _stashed(
@@ -226,7 +240,13 @@ class Forwards:
         if output is None:
             copy.joins = False
             return None
-        structure, whole = take_apart(output, f"stage {task.stage}")
+        try:
+            structure, whole = take_apart(output, f"stage {task.stage}")
+        except ConfigError:  # an object, which a loss function may take
+            if task.stage != self._last_stage:
+                raise
+            copy.joins = False
+            return None
         if any(not t.dim() or t.shape[0] % sum(sizes) for t in whole):  # not all are its samples'
             return None
         pieces = [t.split([t.shape[0] // sum(sizes) * size for size in sizes]) for t in whole]
@@ -239,7 +259,8 @@ class Forwards:
                     self._outputs.with_loss(task, batch, value, each.unit, again=True)[1]
                     for each, value in zip(given, values, strict=True)
                 ]
-            copy.joins = all(map(_alike, joined, [tensors for _, tensors in apart]))
+            alike = task.stage == self._last_stage or all(found == structure for found, _ in apart)
+            copy.joins = alike and all(map(_alike, joined, [tensors for _, tensors in apart]))
             return apart
         outputs: list[Output] = []
         for each, tensors in zip(given, joined, strict=True):

@@ -64,9 +64,9 @@ def read_loss(found: Any) -> Found:
         ConfigError: it is no loss.
     """
     if isinstance(found, LossSum):
-        read = Found(found.sum, _plain(found.weight), {k: _plain(v) for k, v in found.metrics.items()})
+        read = Found(found.sum, _plain(found.weight), _numbers(found.metrics))
     elif isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping):
-        read = Found(found[0], None, {name: _plain(value) for name, value in found[1].items()})
+        read = Found(found[0], None, _numbers(found[1]))
     else:
         other = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)
         read = Found(found if isinstance(found, Tensor) else cast("Tensor", other))
@@ -77,6 +77,8 @@ def read_loss(found: Any) -> Found:
             f"the loss is {shown}; a loss function (or, without one, the last layer) gives one number as a "
             "tensor: the mean loss over the samples, (loss, dict of metrics), or a LossSum"
         )
+    if not loss.is_floating_point():
+        raise ConfigError(f"the loss is of dtype {loss.dtype}; give a real floating-point number")
     if is_dtensor(loss):
         loss = whole(loss)
         read = read._replace(loss=loss)
@@ -111,6 +113,26 @@ def refuse_other_counts(rows: Sequence[Sequence[float]]) -> None:
             "divide by its own; return a cf.LossSum of sums (reduction='sum') and of what counts, or the "
             "cross entropy alone"
         )
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, Tensor | float]:
+    """Metrics without a graph.
+
+    Raises:
+        ConfigError: one is no number.
+    """
+    for name, value in metrics.items():
+        if isinstance(value, Tensor):
+            fits = value.numel() == 1 and not value.is_complex()
+            shown = f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+        else:
+            fits, shown = hasattr(value, "__float__"), repr(value)
+        if not fits:
+            raise ConfigError(
+                f"the metric {name!r} is {shown}; give real numbers, or tensors of one, in the dict beside "
+                "the loss"
+            )
+    return {name: _plain(value) for name, value in metrics.items()}
 
 
 def _plain(value: Tensor | float) -> Tensor | float:

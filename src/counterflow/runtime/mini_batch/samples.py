@@ -49,7 +49,7 @@ def samples_in(tree: object, dims: Dims = 0, name: str = "inputs") -> int:
     option = f"{name.removesuffix('s')}_dims"
     with_paths, spec = pytree.tree_flatten_with_path(tree, is_leaf=_is_leaf)
     by_leaf = _spread(dims, spec)
-    if by_leaf is None:
+    if by_leaf is None or not all(dim is None or isinstance(dim, int) for dim in by_leaf):
         raise ConfigError(
             f"{option}={dims!r} does not fit the {name}, which are {_shown(spec)}; give an int, None, or a "
             "tree of them like it"

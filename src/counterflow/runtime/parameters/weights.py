@@ -6,7 +6,6 @@ micro-batches.
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer, SparseAdam
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from counterflow.errors import ConfigError
@@ -32,11 +31,7 @@ from .alike import Digests, compare, digest, tensors_of
 from .gradients import GradientGroup, OwnNorm, SquaredNorms, squared_norm_there, unique
 from .hooks import Hooks
 from .names import Names, named_parameters, shared_names
-
-MakeOptimizer = Callable[[Any], Optimizer]
-"""Of a list of parameters, or of (name, parameter)."""
-
-MakeScheduler = Callable[[Optimizer], LRScheduler]
+from .optimizers import MakeOptimizer, MakeScheduler, optimizer_of, refuse_others, scheduler_of
 
 _Average = tuple[list[Tensor], Tensor, Pending, int]
 """An average under way: the buffers, all of them in one tensor, the sum of it, and how many are summed."""
@@ -106,15 +101,11 @@ class Weights:
             parameters = [
                 pair for gradients in self._updated_with(stage) for pair in gradients.parameters.items()
             ]
-            if parameters:
-                made = optimizer(parameters if named else [parameter for _, parameter in parameters])
-                _refuse_mixed(made, stage)
-                _refuse_sparse(made, stage)
-                _refuse_arguments(made, f"the optimizer of stage {stage}", "an optimizer")
+            made = optimizer_of(stage, optimizer, parameters, named=named) if parameters else None
+            if made is not None:
                 self.optimizers[stage] = made
                 if scheduler is not None:
-                    self.schedulers[stage] = planned = scheduler(made)
-                    _refuse_arguments(planned, f"the scheduler of stage {stage}", "a scheduler")
+                    self.schedulers[stage] = scheduler_of(stage, scheduler, made)
 
     # -- who holds what
 
@@ -212,9 +203,11 @@ class Weights:
 
     def updated_names(self, stage: int) -> dict[int, str]:
         """By identity, the names of the parameters that a stage's update updates."""
-        return {
-            id(p): name for gradients in self._updated_with(stage) for name, p in gradients.parameters.items()
-        }
+        groups = self._updated_with(stage)
+        names = {id(p): name for gradients in groups for name, p in gradients.parameters.items()}
+        if stage in self.optimizers:
+            refuse_others(self.optimizers[stage], names, stage)
+        return names
 
     # -- gradients and updates
 
@@ -605,42 +598,6 @@ class Weights:
                     "stages it was saved with"
                 )
             scheduler.load_state_dict(given)
-
-
-def _refuse_arguments(made: Any, place: str, kind: str) -> None:
-    """Refuse, before its first step, what wants to be told something at each (LBFGS, ReduceLROnPlateau)."""
-    wanted = [
-        name
-        for name, parameter in inspect.signature(made.step).parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    if wanted:
-        raise ConfigError(
-            f"{place}, a {type(made).__name__}, wants {' and '.join(wanted)} at each step, and a pipeline "
-            f"has none to give; take {kind} that steps without, or change pipeline.optimizers between steps"
-        )
-
-
-def _refuse_sparse(optimizer: Optimizer, stage: int) -> None:
-    """Refuse, before its first step, an optimiser for sparse gradients: those of a pipeline are dense."""
-    if isinstance(optimizer, SparseAdam):
-        raise ConfigError(
-            f"the optimizer of stage {stage} is a SparseAdam, which takes sparse gradients alone, and a "
-            "pipeline adds them to dense ones; take Adagrad, SGD or Adam"
-        )
-
-
-def _refuse_mixed(optimizer: Optimizer, stage: int) -> None:
-    """Refuse, before its first step, an optimiser that changes parameters of several kinds at once."""
-    for group in optimizer.param_groups:
-        kinds = {cast("Any", p).device_mesh if is_dtensor(p) else None for p in group["params"]}
-        at_once = next((name for name in ("foreach", "fused") if group.get(name)), None)
-        if at_once is not None and len(kinds) > 1:
-            raise ConfigError(
-                f"the optimizer of stage {stage} has {at_once}=True, and its parameters are plain ones and "
-                f"DTensors, or of several meshes; leave {at_once} away, or give it groups of each kind"
-            )
 
 
 def _schedule(

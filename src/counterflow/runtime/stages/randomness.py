@@ -135,7 +135,8 @@ class RandomStreams:
         if self.compiled and index >= 0:
             with self._seeded(number_of(key, rows.start)):
                 return layer(value)
-        before = _versions(layer, value)
+        watched = pytree.tree_leaves((value, list(layer.buffers()) if isinstance(layer, nn.Module) else ()))
+        before = versions(watched)  # of these tensors, whatever the layer puts in their place
         if self._quiet.get(index):
             with self._seeded(key):
                 states = self._states()
@@ -143,7 +144,7 @@ class RandomStreams:
                 if self._drew_nothing(states):
                     return output
             self._quiet[index] = False  # it draws on some inputs only
-            if _versions(layer, value) != before:
+            if versions(watched) != before:
                 raise ConfigError(
                     f"layer {index} ({type(layer).__name__}) begins to draw random numbers and to change its "
                     "input or its buffers in place in one forward of half a micro-batch; let it do so from "
@@ -153,7 +154,7 @@ class RandomStreams:
             output = layer(value)
         if index not in self._quiet:
             modules = layer.modules() if isinstance(layer, nn.Module) else ()
-            changes = any(map(keeps_statistics, modules)) or _versions(layer, value) != before
+            changes = any(map(keeps_statistics, modules)) or versions(watched) != before
             self._quiet[index] = not draws.drew and not changes
         elif draws.drew:
             self._quiet[index] = False
@@ -240,11 +241,6 @@ def versions(tree: object) -> list[int]:
     """How often each tensor was changed in place; those of inference mode do not count it."""
     tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]  # noqa: SLF001
-
-
-def _versions(layer: object, value: Value) -> list[int]:
-    """What changes when the layer's input or buffers are changed in place."""
-    return versions((value, list(layer.buffers()) if isinstance(layer, nn.Module) else ()))
 
 
 _draws: dict[Any, bool] = {}

@@ -31,6 +31,7 @@ from ..torch_private import buffers_of, hooks_of
 from .gradient_hooks import GradientHooks
 from .precision import Precision
 from .randomness import RandomStreams, Rows, versions
+from .reading import Reads
 from .recomputation import Buffers, Entry, Hold, Replay, mapped, tensors_of
 from .skips import Carried, SkipRunner, StageSkips
 from .split_backward import Joints, Splitting
@@ -287,7 +288,8 @@ class StageCopy:
     def forward_joined(self, value: Value) -> Value | None:
         """The output for the samples of several units; None if it is not theirs one by one.
 
-        It is not if it draws, keeps statistics or changes a buffer.
+        It is not if it draws, keeps statistics or changes a buffer; nor where Python reads what is in a
+        tensor, as it may decide by it.
         """
         if self.buffers.norms:
             return None
@@ -299,11 +301,12 @@ class StageCopy:
                 joined = layer.module(joined)
             return self.left(joined)
 
-        output = self.streams.unless_drawn(run)
+        with _NOTHING if self.joins else Reads() as reads:
+            output = self.streams.unless_drawn(run)
         if self.buffers.now() is not before:
             self.buffers.restore(before)
             return None
-        return output
+        return None if reads is not None and reads.any else output
 
     def loss(
         self, function: Callable[[Any, Any], Any], output: Any, target: Any, step: int, rows: Rows

@@ -172,6 +172,11 @@ def settle() -> None:
         wait()
 
 
+def my_worker() -> object:
+    """The worker that the thread is; None: it is none, or a process."""
+    return getattr(_thread, "turn", None)
+
+
 def has_turn() -> bool:
     """Whether the thread that asks has the turn outside of the engine."""
     turn: _Turn | None = getattr(_thread, "turn", None)

@@ -1,0 +1,138 @@
+"""A stage's optimiser and scheduler, made by the user's functions.
+
+Invariant: what cannot be stepped by a pipeline is refused before the first step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Container, Sequence
+from typing import Any, cast
+
+from torch import nn
+from torch.optim import Optimizer, SparseAdam
+from torch.optim.lr_scheduler import LRScheduler
+
+from counterflow.errors import ConfigError
+
+from ..mesh.dtensors import is_dtensor
+
+MakeOptimizer = Callable[[Any], Optimizer]
+"""Of a list of parameters, or of (name, parameter)."""
+
+MakeScheduler = Callable[[Optimizer], LRScheduler]
+
+_NO_PARAMETERS = "optimizer got an empty parameter list"
+"""torch's word for it."""
+
+
+def optimizer_of(
+    stage: int, make: MakeOptimizer, parameters: Sequence[tuple[str, nn.Parameter]], *, named: bool
+) -> Optimizer | None:
+    """What ``make`` gives for a stage's parameters; None if it chooses none of them.
+
+    Raises:
+        ConfigError: it is no function, fails, or gives no optimiser that a pipeline can step.
+    """
+    try:
+        given = parameters if named else [parameter for _, parameter in parameters]
+        made = _made(make, given, "optimizer", "parameters", stage)
+    except ConfigError as error:
+        if _NO_PARAMETERS in str(error.__cause__):  # it leaves out what is frozen, say
+            return None
+        raise
+    if not hasattr(made, "param_groups") or not callable(getattr(made, "step", None)):
+        raise ConfigError(
+            f"optimizer gives a {type(made).__name__} for stage {stage}; let it give a torch.optim.Optimizer"
+        )
+    refuse_others(made, {id(parameter) for _, parameter in parameters}, stage)
+    _refuse_mixed(made, stage)
+    _refuse_sparse(made, stage)
+    _refuse_arguments(made, f"the optimizer of stage {stage}", "an optimizer")
+    return cast("Optimizer", made)
+
+
+def scheduler_of(stage: int, make: MakeScheduler, optimizer: Optimizer) -> LRScheduler:
+    """What ``make`` gives for a stage's optimiser.
+
+    Raises:
+        ConfigError: it is no function, fails, or gives no scheduler that a pipeline can step.
+    """
+    made = _made(make, optimizer, "scheduler", "an optimizer", stage)
+    if not callable(getattr(made, "step", None)):
+        raise ConfigError(
+            f"scheduler gives a {type(made).__name__} for stage {stage}; let it give one of "
+            "torch.optim.lr_scheduler"
+        )
+    _refuse_arguments(made, f"the scheduler of stage {stage}", "a scheduler")
+    return cast("LRScheduler", made)
+
+
+def _made(make: Any, given: Any, name: str, of: str, stage: int) -> Any:
+    if not callable(make):
+        kind, argument = type(make).__name__, of.rsplit(maxsplit=1)[-1]
+        raise ConfigError(
+            f"{name} is no function, but of class {kind}; give a function of {of} that makes one for each "
+            f"stage: lambda {argument}: {kind}({argument}, ...)"
+        )
+    try:
+        return make(given)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{name} raised {type(error).__name__} for stage {stage}: {error}. It is called once a stage, "
+            "with what that stage has: leave out groups of parameters that are empty there"
+        ) from error
+
+
+def refuse_others(optimizer: Optimizer, given: Container[int], stage: int) -> None:
+    """Refuse an optimiser of parameters that are not the stage's: nobody makes gradients for them.
+
+    Raises:
+        ConfigError: it has one.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in given:
+                raise ConfigError(
+                    f"the optimizer of stage {stage} has a parameter of shape {tuple(parameter.shape)} that "
+                    "its function was not given; let it have those alone (the stage's, which may be copies "
+                    "of the model's), and make any others parameters of the model"
+                )
+
+
+def _refuse_arguments(made: Any, place: str, kind: str) -> None:
+    """Refuse, before its first step, what wants to be told something at each (LBFGS, ReduceLROnPlateau)."""
+    wanted = [
+        name
+        for name, parameter in inspect.signature(made.step).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if wanted:
+        raise ConfigError(
+            f"{place}, a {type(made).__name__}, wants {' and '.join(wanted)} at each step, and a pipeline "
+            f"has none to give; take {kind} that steps without, or change pipeline.optimizers between steps"
+        )
+
+
+def _refuse_sparse(optimizer: Optimizer, stage: int) -> None:
+    """Refuse, before its first step, an optimiser for sparse gradients: those of a pipeline are dense."""
+    if isinstance(optimizer, SparseAdam):
+        raise ConfigError(
+            f"the optimizer of stage {stage} is a SparseAdam, which takes sparse gradients alone, and a "
+            "pipeline adds them to dense ones; take Adagrad, SGD or Adam"
+        )
+
+
+def _refuse_mixed(optimizer: Optimizer, stage: int) -> None:
+    """Refuse, before its first step, an optimiser that changes parameters of several kinds at once."""
+    for group in optimizer.param_groups:
+        kinds = {cast("Any", p).device_mesh if is_dtensor(p) else None for p in group["params"]}
+        at_once = next((name for name in ("foreach", "fused") if group.get(name)), None)
+        if at_once is not None and len(kinds) > 1:
+            raise ConfigError(
+                f"the optimizer of stage {stage} has {at_once}=True, and its parameters are plain ones and "
+                f"DTensors, or of several meshes; leave {at_once} away, or give it groups of each kind"
+            )
