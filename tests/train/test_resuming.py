@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from counterflow.checkpoints.reader import Checkpoint
 from counterflow.errors import CounterflowError, WorkerError
 from counterflow.train import load_config, loop
 from counterflow.train.appending import Appending
-from counterflow.train.folder import folder_of, lines_of, read_metrics
+from counterflow.train.folder import RunFolder, folder_of, lines_of, read_metrics
 from counterflow.train.lock import Lock
 from counterflow.train.run import run
 
@@ -253,8 +254,6 @@ def test_metrics_wait_for_room_on_the_disk(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A line that is written in part is taken back, and written with the next one."""
-    from counterflow.train.folder import RunFolder
-
     folder = RunFolder(tmp_path)
     (tmp_path / "metrics.jsonl").touch()
     first, second, third = ({"step": step, "seconds": 0.1} for step in (1, 2, 3))
@@ -296,10 +295,28 @@ def test_storage_that_hangs_holds_up_no_step(
     assert time.monotonic() - began < 60
     assert caplog.messages == [f"{path} cannot be written: it takes more than 0.05 s; training goes on"]
     assert path.read_bytes() == b"1\n"
-    assert metrics.all()[:until_now] == b"1\n2\n"
+    assert b"".join(metrics.pieces(until_now)) == b"1\n2\n"
     comes_back.set()
     metrics.settle()
-    assert path.read_bytes() == b"".join(b"%d\n" % number for number in range(1, 103)) == metrics.all()
+    assert path.read_bytes() == b"".join(b"%d\n" % number for number in range(1, 103))
+    assert b"".join(metrics.pieces(metrics.size)) == path.read_bytes()
+
+
+def test_a_checkpoint_takes_no_more_memory_the_longer_the_run(tmp_path: Path) -> None:
+    """A copy of the history at each checkpoint, in threads, was kept by as many of the allocator's arenas."""
+    folder = RunFolder(tmp_path)
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' * 400_000)
+    folder.record({"step": 2})
+    history = folder.history_until_now()
+    folder.record({"step": 3})
+    tracemalloc.start()
+    try:
+        files.write(tmp_path / "copy", history())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**20
+    assert (tmp_path / "copy").read_bytes() == b'{"step": 1}\n' * 400_000 + b'{"step": 2}\n'
 
 
 def test_a_folder_that_cannot_be_written_costs_no_step(

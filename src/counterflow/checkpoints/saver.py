@@ -15,7 +15,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-Extra = bytes | Callable[[], bytes]
-"""A further file of a checkpoint, or who makes it."""
+Extra = bytes | Callable[[], Iterable[bytes]]
+"""A further file of a checkpoint, or who makes it piece by piece."""
 
 _LOOK_SECONDS = 1.0
 """How often those who have written look for the others, while all wait."""
@@ -269,7 +269,7 @@ def _write(
     if packed:
         found[f"objects-{rank}.pt"] = files.write(draft / f"objects-{rank}.pt", [packed])
     for name, data in extras.items():
-        found[name] = files.write(draft / name, [data() if callable(data) else data])
+        found[name] = files.write(draft / name, data() if callable(data) else [data])
     files.settle(draft)
     return found
 

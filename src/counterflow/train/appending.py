@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 _LOG = logging.getLogger(__name__)
@@ -18,6 +19,9 @@ _PATIENCE_SECONDS = 1.0
 """How long a line is waited for, so that it is in the file whatever happens next to this process."""
 
 _SETTLE_SECONDS = 60.0
+
+_PIECE_BYTES = 65_536
+"""What of the file is read at once."""
 
 
 class Appending:
@@ -56,12 +60,20 @@ class Appending:
             self._begin()
             self._changed.wait_for(lambda: not self._busy, seconds)
 
-    def all(self) -> bytes:
-        """What is in the file and what waits."""
+    def pieces(self, size: int) -> Iterator[bytes]:
+        """The first bytes of what is in the file and what waits, piece by piece.
+
+        A run's history grows with its steps, and whoever copies it in a thread would keep as much memory.
+        """
         with self._changed:
             written, waiting = self._written, self._waiting
-        with self.path.open("rb") as file:
-            return file.read(written) + waiting
+        left = min(size, written)
+        with self.path.open("rb", buffering=0) as file:
+            while left and (piece := file.read(min(left, _PIECE_BYTES))):
+                left -= len(piece)
+                yield piece
+        if size > written:
+            yield waiting[: size - written]
 
     @property
     def size(self) -> int:

@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -180,13 +181,14 @@ class RunFolder:
     @property
     def history(self) -> bytes:
         """The metrics as they are."""
-        return (self.path / METRICS).read_bytes() if self._metrics is None else self._metrics.all()
+        if self._metrics is None:
+            return (self.path / METRICS).read_bytes()
+        return b"".join(self.history_until_now()())
 
-    def history_until_now(self) -> Callable[[], bytes]:
-        """The metrics as they are now, read when it is called, perhaps by a thread."""
+    def history_until_now(self) -> Callable[[], Iterator[bytes]]:
+        """The metrics as they are now, read piece by piece when it is called, perhaps by a thread."""
         metrics = self._appending()
-        size = metrics.size
-        return lambda: metrics.all()[:size]
+        return partial(metrics.pieces, metrics.size)
 
     def _appending(self) -> Appending:
         if self._metrics is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from counterflow.errors import ConfigError
@@ -93,7 +94,13 @@ def test_a_closed_pipeline_says_so() -> None:
 
 
 def _many(layers: list[nn.Module], closes: bool) -> list[int]:
-    found = []
+    found, made, new_group = [], [0], dist.new_group
+
+    def counted(*args: Any, **options: Any) -> Any:
+        made[0] += 1
+        return new_group(*args, **options)
+
+    dist.new_group = counted
     x = torch.ones(8, 4)
     for number in range(4):
         pipeline = Pipeline(
@@ -106,14 +113,16 @@ def _many(layers: list[nn.Module], closes: bool) -> list[int]:
         gc.collect()
         if number in (1, 3):
             found += [len(list(Path("/proc/self", name).iterdir())) for name in ("fd", "task")]
+            found += made  # torch keeps something of each
     return found
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
 @pytest.mark.parametrize("closes", [False, True])
 def test_pipelines_that_are_gone_leave_nothing(closes: bool) -> None:
-    for files, threads, then_files, then_threads in run(
+    for files, threads, groups, then_files, then_threads, then_groups in run(
         _many, models()[0], closes, workers=2, transport="gloo"
     ):
         assert then_files <= files
         assert then_threads <= threads
+        assert then_groups == groups > 0

@@ -5,14 +5,15 @@ Gloo matches messages by tag, and connects all workers when a group is made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from counterflow.schedule.program.actions import Matching
 
-from .base import TransportKind
+from .base import Group, TransportKind
 from .control import DistributedTransport
 from .pending import Receiving, Sending, in_place_of
 from .tags import PAYLOAD, lane_tag
@@ -26,6 +27,20 @@ class GlooTransport(DistributedTransport):
 
     def make_data_plane(self) -> None:
         """See ``DistributedTransport``: the control plane's group carries all."""
+        self._spare: dict[tuple[int, ...], list[Group]] = defaultdict(list)
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """See ``Transport.group``. One that was given back is taken again.
+
+        Torch keeps a name, a list and keys in its store for each group that a process ever made.
+        """
+        spare = self._spare[tuple(ranks)]
+        return spare.pop() if spare else super().group(ranks)
+
+    def release(self, groups: Iterable[Group]) -> None:
+        """See ``Transport.release``."""
+        for group in groups:
+            self._spare[group.ranks].append(group)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Sending:
         """See ``Transport.send``."""
