@@ -23,6 +23,7 @@ from counterflow.schedule.schemes import dapple, gpipe, interleaved
 
 from .op_times import WARM_UP_STEPS, OpTimer, least
 from .stage_costs import StageCost, measure_stages
+from .workspace import UpdateMemory, measure_update
 
 MICRO_BATCHES = 4
 """Of a step that is timed, on each stage."""
@@ -68,6 +69,7 @@ class AtSize:
     overhead_seconds: float
     part_overhead_seconds: tuple[float, ...] | None
     update_seconds_per_byte: float
+    update: UpdateMemory
 
 
 class LayerTimer:
@@ -109,6 +111,7 @@ class LayerTimer:
             (in_forward + in_backward) / 2,
             self._part_overhead() if self.size > 1 else None,
             _typical(self._updates, quietest) / max(1, trained_bytes(self._one.pipeline)),
+            measure_update(self._one.pipeline, self._each.pipeline),
         )
 
     def close(self) -> None:
@@ -161,13 +164,16 @@ class StepTimer:
 
 
 def _update_seconds(pipeline: Pipeline) -> float:
-    """One update of this worker's weights."""
+    """One update of this worker's weights, with gradients of zero: without any, nothing is updated."""
+    pipeline.weights.attach()
     begin = time.perf_counter()
     for optimizer in pipeline.optimizers.values():
         optimizer.step()
     if pipeline.device.type == "cuda":
         torch.cuda.synchronize(pipeline.device)
-    return time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
+    pipeline.weights.detach()
+    return seconds
 
 
 def trained_bytes(pipeline: Pipeline) -> int:

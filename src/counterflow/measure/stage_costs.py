@@ -28,6 +28,8 @@ from counterflow.runtime.stages.split_backward import Joints, SplitBackward
 from counterflow.runtime.stages.stage import StageCopy
 from counterflow.schedule.ir import SkipLink
 
+from .workspace import NO_WORKSPACE, Workspace, measure_workspace
+
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
@@ -50,6 +52,7 @@ class StageCost:
         beyond_input_bytes: what autograd saves beyond the stage's input.
         output_bytes: what the next stage takes, without skips.
         skips: what it saves for later stages.
+        workspace: what its ops hold while they run.
     """
 
     forward_seconds: float
@@ -67,6 +70,7 @@ class StageCost:
     cast_bytes: int = 0
     output_bytes: int = 0
     skips: tuple[SkipCost, ...] = ()
+    workspace: Workspace = NO_WORKSPACE
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +287,13 @@ def _measured(
         halves, kept = _split(
             pipeline, copy, given, lambda: loss(_forward(pipeline, copy, value, rows)), repeats
         )
+        workspace = measure_workspace(
+            copy,
+            pipeline.device,
+            given,
+            lambda: loss(_forward(pipeline, copy, value, rows)),
+            lambda: copy.precision.backward() or nullcontext(),
+        )
         beyond, layer_inputs, output = _by_layer(pipeline, copy, value, rows, constant)
         if target is not None:  # the loss is not computed again
             layer_inputs += _saved(constant, lambda: loss(output))
@@ -308,6 +319,7 @@ def _measured(
         weight_gradients_seconds=scale * statistics.median(second for _, second in halves),
         beyond_input_bytes=round(scale * beyond_input),
         cast_bytes=_held([], cast_to),
+        workspace=workspace.scaled(scale),
     )
 
 

@@ -200,7 +200,9 @@ def common(
     if stages.ties:
         twice = counted_twice(shape.placement, stages)
         fixed = [all_ - more for all_, more in zip(fixed, twice, strict=True)]
-    buffers = message_buffers(pipes, max(shape.together), stages)
+    # Where messages are walked, those that the list has where a worker holds most may be none.
+    walked = stages.bytes.workspace is not None
+    buffers = (0.0,) * len(owned) if walked else message_buffers(pipes, max(shape.together), stages)
     # Least memory: what is there throughout, and one stash of the worker's largest stage.
     stashes = [
         [together * size for size in held.stash] if count else [0.0] * len(held.stash)

@@ -23,12 +23,15 @@ from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule, SkipLink
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.placement import Placement
+from counterflow.schedule.program.actions import Matching
 from counterflow.simulate import Costs, Simulation, peak_bytes, simulate
-from counterflow.simulate.op_costs import stage_bytes
+from counterflow.simulate.op_costs import per_stage, stage_bytes
 from counterflow.simulate.periods import whole_periods
+from counterflow.simulate.timed_schedule import timed
 
 from .cluster import Cluster
 from .device_placement import Arrangement, Network, network, sum_over
+from .memory import walked
 from .model import Model
 from .prediction import Configuration, Parts, Prediction, WorkerMemory
 from .profile import Profile
@@ -39,6 +42,9 @@ STEADY_PERIODS = 4
 """Whole periods in the steady state of an asynchronous schedule: two alike, and those that they wait for."""
 
 _KEPT_SCHEDULES = 8
+
+_MOST_MESSAGES = 4
+"""So many times the largest message to send and to receive are no worker's buffers more than."""
 
 
 def predict(
@@ -313,17 +319,53 @@ class Play:
 
     @cached_property
     def memory(self) -> tuple[WorkerMemory, ...]:
-        """Each worker's memory at its peak."""
+        """Each worker's memory at its peak, with messages as its list has them."""
+        if self.stages.bytes.workspace is None:
+            return self._memory_without_peaks
+        schedule, stages, recompute = self.schedule, self.stages, self.configuration.recompute
+        held = stages.bytes
+        each = stage_bytes(held, recompute, schedule.stages)
+        gradients, optimizer, casts = (
+            _held(schedule, per_stage("bytes", of, schedule.stages))
+            for of in (stages.trained, held.optimizer, held.casts)
+        )
+        once = timed(schedule).changes(self.costs)
+        bases = self._without_ties(tuple(once.base))
+        by_tag = self.predictor.cluster.cores is not None  # workers are processes of this machine, over Gloo
+        peaks = walked(
+            *(schedule, stages, each, recompute),
+            versions=once.versions.tolist(),
+            updating=self._updating(gradients),
+            matching=Matching.TAG if by_tag else Matching.ORDER,
+        )
+        skips = self._skips
+        return tuple(
+            WorkerMemory(
+                weights=base + peak.versions,
+                activations=peak.activations,
+                buffers=peak.buffers + skip,
+                workspace=peak.workspace,
+                gradients=gradient,
+                optimizer=states,
+                casts=cast,
+            )
+            for base, peak, skip, gradient, states, cast in zip(
+                bases, peaks, skips, gradients, optimizer, casts, strict=True
+            )
+        )
+
+    @cached_property
+    def _memory_without_peaks(self) -> tuple[WorkerMemory, ...]:
+        """The same by a profile that has no peaks of ops: for messages there is an allowance."""
         peaks = self._peaks
         held = self.stages.bytes
         each = stage_bytes(held, Recompute.NONE, self.schedule.stages)
         fixed = _held(self.schedule, [w + rest for w, rest in zip(each.weights, each.fixed, strict=True)])
         fixed = [f - twice for f, twice in zip(fixed, self._counted_twice, strict=True)]
         versions = self._further_versions(fixed, peaks)
-        buffers = self.buffers
         return tuple(
             WorkerMemory(fixed_ + more, peak - fixed_ - more, buffer)
-            for fixed_, more, peak, buffer in zip(fixed, versions, peaks, buffers, strict=True)
+            for fixed_, more, peak, buffer in zip(fixed, versions, peaks, self.buffers, strict=True)
         )
 
     def _further_versions(self, fixed: list[float], peaks: tuple[float, ...]) -> list[float]:
@@ -337,22 +379,45 @@ class Play:
         bare = self._without_ties(peak_bytes(self.schedule, Costs(memory=idle)))
         return [min(b - f, p - f) for b, f, p in zip(bare, fixed, peaks, strict=True)]
 
+    def _updating(self, gradients: Sequence[float]) -> list[float]:
+        """Bytes that each worker needs for the gradient norm, or for its largest stage's update."""
+        profile, placement = self.predictor.profile, self.schedule.placement
+        return [
+            max(
+                min(profile.norm_bytes_per_byte * mine, profile.norm_peak_bytes),
+                *(self.stages.update_peaks[stage] for _, stage in placement.held(worker)),
+            )
+            for worker, mine in enumerate(gradients)
+        ]
+
     @cached_property
     def buffers(self) -> tuple[float, ...]:
         """Of each worker's largest message, once to send and once to receive; and skips on their way."""
         placed = self.schedule.placement.pipes_stages
         together = max(len(one.micro_batches) for one in self.schedule.workload.passes)
         buffers = message_buffers(placed, together, self.stages)
+        return tuple(map(sum, zip(buffers, self._skips, strict=True)))
+
+    @cached_property
+    def _skips(self) -> list[float]:
+        """Of skips on their way."""
+        placed = self.schedule.placement.pipes_stages
         if not self.stages.skips:
-            return buffers
-        waiting = skips_on_their_way(placed, together, self.schedule.micro_batches, self.stages)
-        return tuple(map(sum, zip(buffers, waiting, strict=True)))
+            return [0.0] * self.schedule.workers
+        together = max(len(one.micro_batches) for one in self.schedule.workload.passes)
+        return skips_on_their_way(placed, together, self.schedule.micro_batches, self.stages)
 
     @cached_property
     def fits(self) -> bool:
-        """Whether every worker's memory is there, without looking at the parts of it."""
+        """Whether every worker's memory is there; its list is looked at only where messages decide."""
         usable = self.predictor.cluster.usable_bytes
-        return all(p + b <= usable for p, b in zip(self._peaks, self.buffers, strict=True))
+        if self.stages.bytes.workspace is None:
+            return all(p + b <= usable for p, b in zip(self._peaks, self.buffers, strict=True))
+        trained = _held(self.schedule, self.stages.trained)
+        beside = zip(self._peaks, self.buffers, self._updating(trained), strict=True)
+        if all(peak + updating + _MOST_MESSAGES * buffer <= usable for peak, buffer, updating in beside):
+            return True
+        return all(worker.total <= usable for worker in self.memory)
 
     @cached_property
     def _peaks(self) -> tuple[float, ...]:

@@ -51,19 +51,43 @@ class WorkerMemory:
     """What a worker holds when it holds most, in bytes.
 
     Attributes:
-        weights: weights, gradients and optimiser state of every copy and version.
-        activations: what forwards keep for their backwards, and what recomputation needs besides.
-        buffers: for a message under way in each direction.
+        weights: weights, gradients and optimiser state of every copy and version, casts too.
+        activations: what forwards keep for their backwards.
+        buffers: of messages that are received ahead or on their way.
+        workspace: what the op that needs most needs beside that while it runs; or the update.
+        gradients: of ``weights``, the gradients.
+        optimizer: of ``weights``, the optimiser's state.
+        casts: of ``weights``, what weights are cast to in another precision.
     """
 
     weights: float
     activations: float
     buffers: float
+    workspace: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    casts: float = 0.0
 
     @property
     def total(self) -> float:
         """All of it, without the cluster's reserve."""
-        return self.weights + self.activations + self.buffers
+        return self.weights + self.activations + self.workspace + self.buffers
+
+    def parts(self) -> dict[str, float]:
+        """All of it by part, by a profile that has the peaks of ops.
+
+        >>> sum(WorkerMemory(10.0, 5.0, 2.0, 1.0, 3.0, 6.0).parts().values())
+        18.0
+        """
+        return {
+            "weights": self.weights - self.gradients - self.optimizer - self.casts,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "casts": self.casts,
+            "activations": self.activations,
+            "workspace": self.workspace,
+            "messages": self.buffers,
+        }
 
 
 @dataclass(frozen=True, slots=True)

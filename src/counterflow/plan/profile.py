@@ -17,8 +17,29 @@ from counterflow.errors import ConfigError
 from .cluster import FORM, require_number
 
 _AT_SIZES = "forward_seconds", "backward_seconds", "saved_bytes"
-_ALONE = "weights_bytes", "output_bytes", "part_overhead_seconds", "cast_bytes", "frozen_bytes"
-_OF_HALVES = "input_gradient_seconds", "weight_gradients_seconds", "kept_bytes"
+_ALONE = (
+    "weights_bytes",
+    "output_bytes",
+    "part_overhead_seconds",
+    "cast_bytes",
+    "frozen_bytes",
+    "update_peak_bytes",
+)
+_PEAKS = (
+    "forward_peak_bytes",
+    "backward_peak_bytes",
+    "input_gradient_peak_bytes",
+    "weight_gradients_peak_bytes",
+)
+_IF_THERE = (
+    "input_gradient_seconds",
+    "weight_gradients_seconds",
+    "kept_bytes",
+    "kept_input_bytes",
+    "kept_output_bytes",
+    "kept_gradient_bytes",
+    *_PEAKS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +61,16 @@ class LayerProfile:
         kept_bytes: what is kept between the two at each size; none: all that the forward keeps.
         cast_bytes: what one version of its weights is cast to in another precision, for all micro-batches.
         frozen_bytes: of its weights, those that are not trained: without gradients and optimiser state.
+        kept_input_bytes: of ``saved_bytes`` at each size, the layer's input; none: all of the input.
+        kept_output_bytes: of ``saved_bytes`` at each size, the layer's output: the next one's input.
+        forward_peak_bytes: the most that a forward holds beside its input, at each size: what it saves, its
+            output, and what its kernels need; none: what it saves.
+        backward_peak_bytes: the most that a backward holds beside what was there when it began, its
+            gradients of the input and of the weights as well; none: nothing.
+        input_gradient_peak_bytes: the same of the first half of a split backward.
+        weight_gradients_peak_bytes: of the other half.
+        kept_gradient_bytes: gradients that the first half keeps for the other, with that of the output.
+        update_peak_bytes: what the optimiser needs while it updates the layer, beside its state.
 
     Raises:
         ConfigError: no sizes, sizes that do not rise, a number for a size missing or negative.
@@ -64,15 +95,23 @@ class LayerProfile:
     kept_bytes: tuple[float, ...] = ()
     cast_bytes: float = 0.0
     frozen_bytes: float = 0.0
+    kept_input_bytes: tuple[float, ...] = ()
+    kept_output_bytes: tuple[float, ...] = ()
+    forward_peak_bytes: tuple[float, ...] = ()
+    backward_peak_bytes: tuple[float, ...] = ()
+    input_gradient_peak_bytes: tuple[float, ...] = ()
+    weight_gradients_peak_bytes: tuple[float, ...] = ()
+    kept_gradient_bytes: tuple[float, ...] = ()
+    update_peak_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.samples or self.samples[0] <= 0 or any(a >= b for a, b in pairwise(self.samples)):
             raise ConfigError(
                 f"samples={list(self.samples)}: must be one size or more, above 0, each more than the last"
             )
-        for name in (*_AT_SIZES, *_OF_HALVES):
+        for name in (*_AT_SIZES, *_IF_THERE):
             values = getattr(self, name)
-            if name in _OF_HALVES and not values:
+            if name in _IF_THERE and not values:
                 continue
             if len(values) != len(self.samples):
                 raise ConfigError(
@@ -121,6 +160,26 @@ class LayerProfile:
         """Bytes that are kept between the halves of a split backward."""
         return self._bytes(self.kept_bytes or self.saved_bytes, samples)
 
+    def kept_input(self, samples: float, size: float) -> float:
+        """Of what its forward keeps, the layer's input, which is of that size."""
+        if not self.kept_input_bytes:
+            return min(size, self.saved(samples))
+        return self._bytes(self.kept_input_bytes, samples)
+
+    def kept_output(self, samples: float) -> float:
+        """Of what its forward keeps, the layer's output."""
+        return self._bytes(self.kept_output_bytes or (0.0,) * len(self.samples), samples)
+
+    def forward_peak(self, samples: float, size: float) -> float:
+        """The most that its forward holds beside its input, which is of that size."""
+        if not self.forward_peak_bytes:
+            return self.saved(samples) - self.kept_input(samples, size)
+        return self._bytes(self.forward_peak_bytes, samples)
+
+    def peak(self, values: tuple[float, ...], samples: float) -> float:
+        """One of the curves of bytes; none: 0."""
+        return self._bytes(values, samples) if values else 0.0
+
     def _bytes(self, values: tuple[float, ...], samples: float) -> float:
         if samples < self.samples[0]:
             return values[0] * samples / self.samples[0]
@@ -152,6 +211,11 @@ class Profile:
         op_overhead_seconds: what an op takes beside its layers: the engine's own code, and to post messages.
         step_overhead_seconds: what an update takes beside ops, syncs and the optimiser: to begin together,
             and to agree on loss and gradient norm.
+        update_together: whether the optimiser updates all weights of a stage at once, so that what it needs
+            meanwhile adds up over the layers.
+        norm_bytes_per_byte: what the gradient norm needs for each byte of gradients, up to
+            ``norm_peak_bytes``.
+        norm_peak_bytes: what it needs at most.
 
     Raises:
         ConfigError: no kinds, or a negative number.
@@ -167,11 +231,20 @@ class Profile:
     sources: Mapping[str, str] = field(default_factory=dict)
     op_overhead_seconds: float = 0.0
     step_overhead_seconds: float = 0.0
+    update_together: bool = False
+    norm_bytes_per_byte: float = 0.0
+    norm_peak_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ConfigError(f"profile {self.name}: has no layers; give one kind or more")
-        for name in ("update_seconds_per_byte", "op_overhead_seconds", "step_overhead_seconds"):
+        for name in (
+            "update_seconds_per_byte",
+            "op_overhead_seconds",
+            "step_overhead_seconds",
+            "norm_bytes_per_byte",
+            "norm_peak_bytes",
+        ):
             require_number(name, getattr(self, name))
 
     def layer(self, kind: str) -> LayerProfile:

@@ -22,6 +22,7 @@ from counterflow.simulate.op_costs import StageBytes, stage_bytes
 
 from .model import Model
 from .profile import LayerProfile, Profile
+from .stage_memory import StageMemory, stage_memory, workspace_of
 
 
 class Cutting(StrEnum):
@@ -60,6 +61,8 @@ class StageCosts:
         summed: of these, those that only copies of the stage have, so that their gradients are summed alone.
         ties: weights that several stages have.
         message_share: bytes of a message for each byte of what it carries: less than 1 if compressed.
+        kept_outputs: bytes of each stage's output that its own forward keeps.
+        update_peaks: what the optimiser needs while it updates a stage.
     """
 
     samples: int
@@ -82,6 +85,8 @@ class StageCosts:
     summed: tuple[float, ...] = ()
     ties: tuple[StageTie, ...] = ()
     message_share: float = 1.0
+    kept_outputs: tuple[float, ...] = ()
+    update_peaks: tuple[float, ...] = ()
 
     @property
     def message_bytes(self) -> tuple[float, ...]:
@@ -242,13 +247,18 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
     weights = _less(total(lambda layer: layer.weights_bytes), [row[0] for row in within])
     trained = _less(total(lambda layer: layer.trained_bytes), [row[1] for row in within])
     saved = total(lambda layer: layer.saved(samples))
+    beyond = tuple(max(s - into[0], 0.0) for s, into in zip(saved, entering, strict=True))
+    found: list[StageMemory] = []
+    if any(layer.forward_peak_bytes for layer in of_kind.values()):
+        found = [stage_memory(stage, into, samples) for stage, into in zip(stages, entering, strict=True)]
+        saved, beyond = tuple(one.saved for one in found), tuple(one.beyond_input for one in found)
     held = ByteCosts(
         weights=weights,
         gradients=trained,
         casts=total(lambda layer: layer.cast_bytes),
         optimizer=tuple(model.optimizer_states * w for w in trained),
         activations=saved,
-        beyond_inputs=tuple(max(s - into[0], 0.0) for s, into in zip(saved, entering, strict=True)),
+        beyond_inputs=beyond,
         kept_for_weights=total(lambda layer: layer.kept(samples)),
         inputs=tuple(into[0] + more for into, more in zip(entering, came, strict=True)),
         layers=tuple(len(stage) for stage in stages),
@@ -257,6 +267,7 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
             max(max(layer.saved(samples) - size, 0.0) for layer, size in zip(stage, into, strict=True))
             for stage, into in zip(stages, entering, strict=True)
         ),
+        workspace=workspace_of(found) if found else None,
     )
     return StageCosts(
         samples=samples,
@@ -281,6 +292,11 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
         summed=_less(trained, own),
         ties=ties,
         message_share=model.message_share,
+        kept_outputs=tuple(one.kept_output for one in found),
+        update_peaks=tuple(
+            float((sum if profile.update_together else max)(layer.update_peak_bytes for layer in stage))
+            for stage in stages
+        ),
     )
 
 

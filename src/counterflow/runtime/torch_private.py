@@ -14,6 +14,9 @@ from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C._profiler import ProfilerConfig as _ProfilerConfig
+from torch._C._profiler import ProfilerState as _ProfilerState
+from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.variable import Variable
 from torch.distributed import ProcessGroup
@@ -51,6 +54,29 @@ def without_modes() -> Iterator[None]:
     """Around what no mode of torch shall see. Without: leave and enter the modes one knows."""
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # noqa: SLF001
         yield
+
+
+# -- memory
+
+
+def start_allocations() -> None:
+    """From here on what this thread allocates and frees of host memory for tensors is noted.
+
+    ``torch.profiler`` with ``profile_memory`` notes that of all threads, without telling them apart. Without:
+    no measured peak of bytes on the CPU.
+    """
+    torch._C._autograd._enable_profiler_legacy(  # noqa: SLF001
+        _ProfilerConfig(_ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+    )
+
+
+def allocations() -> Iterator[int]:
+    """What was noted since ``start_allocations`` in this thread: bytes in their order, below 0 if freed."""
+    found: Any = torch._C._autograd._disable_profiler_legacy()  # noqa: SLF001
+    for events in found:
+        for event in events:
+            if event.kind() == "memory_alloc" and (size := event.cpu_memory_usage()):
+                yield size
 
 
 # -- tensors and modules

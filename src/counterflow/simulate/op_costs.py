@@ -58,6 +58,27 @@ class OpCosts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Workspace:
+    """Bytes that ops of one micro-batch hold at most; each a number for all stages, or one a stage.
+
+    Attributes:
+        forward: a forward, beside its input, with what it saves.
+        forward_alone: one that saves nothing, as the stage is computed again later.
+        backward: a backward, beside what there was when it began.
+        layer_backward: one that computes each layer again.
+        input_gradient: the first half of a split backward.
+        weight_gradients: the other half.
+    """
+
+    forward: PerStage
+    forward_alone: PerStage
+    backward: PerStage
+    layer_backward: PerStage
+    input_gradient: PerStage
+    weight_gradients: PerStage
+
+
+@dataclass(frozen=True, slots=True)
 class ByteCosts:
     """Bytes of one stage; each a number for all stages or one a stage.
 
@@ -77,6 +98,7 @@ class ByteCosts:
         layer_inputs: those inputs together; None means ``layers`` times ``inputs``.
         largest_layer: most that a layer saves beyond its input, for one micro-batch; None means that all
             layers of the stage save the same.
+        workspace: what ops hold while they run, beside what they were given and what they leave.
     """
 
     weights: PerStage = 0.0
@@ -90,6 +112,7 @@ class ByteCosts:
     largest_layer: PerStage | None = None
     beyond_inputs: PerStage | None = None
     casts: PerStage = 0.0
+    workspace: Workspace | None = None
 
 
 def per_stage(name: str, value: PerStage, stages: int) -> list[float]:
@@ -117,6 +140,9 @@ class StageBytes:
         stash: of one micro-batch, what is kept from its forward to its backward.
         working: what is there besides while the backward, or its input gradient, runs.
         between: what is there between input gradient and weight gradients, where these are two ops.
+        forward: what is there besides while a forward runs.
+        split: the same as ``working`` of an input gradient.
+        weights_working: while the weight gradients are made.
     """
 
     weights: list[float]
@@ -124,19 +150,23 @@ class StageBytes:
     stash: list[float]
     working: list[float]
     between: list[float]
+    forward: list[float]
+    split: list[float]
+    weights_working: list[float]
 
     def changes(self, kind: OpKind, stage: int) -> tuple[float, float]:
         """What an op on one micro-batch adds when it starts and when it has ended."""
         stash, working, between = self.stash[stage], self.working[stage], self.between[stage]
         match kind:
             case OpKind.FORWARD:
-                return stash, 0.0
+                return stash + self.forward[stage], -self.forward[stage]
             case OpKind.BACKWARD:
                 return working, -stash - working
             case OpKind.INPUT_GRADIENT:
+                working = self.split[stage]
                 return working, between - stash - working
             case OpKind.WEIGHT_GRADIENTS:
-                return 0.0, -between
+                return self.weights_working[stage], -between - self.weights_working[stage]
 
 
 def stage_bytes(costs: ByteCosts, recompute: Recompute, stages: int) -> StageBytes:
@@ -174,7 +204,44 @@ def stage_bytes(costs: ByteCosts, recompute: Recompute, stages: int) -> StageByt
         if costs.kept_for_weights is None
         else per_stage("kept_for_weights", costs.kept_for_weights, stages)
     )
-    return StageBytes(weights, fixed, stash, working, between)
+    none = [0.0] * stages
+    forward, split, weights_working = none, working, none
+    if costs.workspace is not None:
+        kept = [max(s - i, 0.0) for s, i in zip(stash, inputs, strict=True)]  # an input is there before
+        forward, working, split, weights_working = _with_workspace(
+            costs.workspace, recompute, stages, kept, working
+        )
+    return StageBytes(weights, fixed, stash, working, between, forward, split, weights_working)
+
+
+def _with_workspace(
+    space: Workspace,
+    recompute: Recompute,
+    stages: int,
+    kept: list[float],
+    again: list[float],
+) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Of forwards, backwards, input and weight gradients what is there besides.
+
+    ``kept`` is what a forward leaves beside its input, ``again`` what is made by computing it again.
+    """
+    forward = per_stage("forward", space.forward, stages)
+    backward = per_stage("backward", space.backward, stages)
+    first = per_stage("input_gradient", space.input_gradient, stages)
+    second = per_stage("weight_gradients", space.weight_gradients, stages)
+    if recompute is Recompute.NONE:
+        besides = [max(f - k, 0.0) for f, k in zip(forward, kept, strict=True)]
+        return besides, backward, first, second
+    alone = per_stage("forward_alone", space.forward_alone, stages)
+    besides = [max(f - k, 0.0) for f, k in zip(alone, kept, strict=True)]
+    if recompute is Recompute.LAYER:
+        layer = per_stage("layer_backward", space.layer_backward, stages)
+        return besides, layer, layer, second
+
+    def run_again(then: list[float]) -> list[float]:
+        return [max(f, a + b) for f, a, b in zip(forward, again, then, strict=True)]
+
+    return besides, run_again(backward), run_again(first), second
 
 
 @dataclass(frozen=True, slots=True)

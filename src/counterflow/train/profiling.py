@@ -128,7 +128,7 @@ def measure(
     model = Model(
         name=job.about.model,
         layers=tuple(kinds_of(job.layers)),
-        optimizer_states=_states(job),
+        optimizer_states=round(by_size[-1].update.states, 3),
         input_bytes=float(sum(t.nbytes for t in _tensors(inputs))),
         train=config.model.given(),
         source="counterflow profile",
@@ -218,17 +218,21 @@ def profile_of(
         machine=machine,
         date=today,
         layers={
-            kind: _layer([i for i, other in enumerate(kinds) if other == kind], by_size, job.layers)
+            kind: layer_profile([i for i, other in enumerate(kinds) if other == kind], by_size, job.layers)
             for kind in dict.fromkeys(kinds)
         },
         update_seconds_per_byte=statistics.median(each.update_seconds_per_byte for each in by_size),
         op_overhead_seconds=gap + statistics.median(each.overhead_seconds for each in by_size),
         step_overhead_seconds=around,
+        update_together=by_size[-1].update.together,
+        norm_bytes_per_byte=by_size[-1].update.norm_bytes_per_byte,
+        norm_peak_bytes=float(by_size[-1].update.norm_peak_bytes),
         sources={
             "layers": f"{how}; layers of one kind: median over them; halves of split backwards in proportion",
             "update_seconds_per_byte": f"{job.config.optimizer.name}: measured, median",
             "op_overhead_seconds": "measured: between two ops, and what a stage more adds to its layers",
             "step_overhead_seconds": "measured: a step without its ops and the optimiser",
+            "norm_peak_bytes": "measured, like all peaks: what torch's allocator gave",
         },
     )
 
@@ -380,7 +384,9 @@ def _links(repeats: int, pair: tuple[int, int]) -> _Travels:
     )
 
 
-def _layer(members: Sequence[int], by_size: Sequence[AtSize], layers: Sequence[nn.Module]) -> LayerProfile:
+def layer_profile(
+    members: Sequence[int], by_size: Sequence[AtSize], layers: Sequence[nn.Module]
+) -> LayerProfile:
     """A kind's curves, from the layers of that kind."""
 
     def median(of: Callable[[AtSize, int], float]) -> tuple[float, ...]:
@@ -412,17 +418,21 @@ def _layer(members: Sequence[int], by_size: Sequence[AtSize], layers: Sequence[n
         kept_bytes=median(lambda one, i: one.costs[i].kept_bytes),
         cast_bytes=float(largest.costs[members[0]].cast_bytes),
         frozen_bytes=float(sum(p.nbytes for p in layers[members[0]].parameters() if not p.requires_grad)),
+        kept_input_bytes=median(
+            lambda one, i: one.costs[i].activation_bytes - one.costs[i].beyond_input_bytes
+        ),
+        kept_output_bytes=median(lambda one, i: one.costs[i].workspace.kept_output_bytes),
+        forward_peak_bytes=median(lambda one, i: one.costs[i].workspace.forward_peak_bytes),
+        backward_peak_bytes=median(lambda one, i: one.costs[i].workspace.backward_peak_bytes),
+        input_gradient_peak_bytes=median(lambda one, i: one.costs[i].workspace.input_gradient_peak_bytes),
+        weight_gradients_peak_bytes=median(lambda one, i: one.costs[i].workspace.weight_gradients_peak_bytes),
+        kept_gradient_bytes=median(lambda one, i: one.costs[i].workspace.kept_gradient_bytes),
+        update_peak_bytes=float(max(largest.update.layers[i] for i in members)),
     )
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _states(job: Job) -> float:
-    """Bytes of optimiser state for each byte of trained weights."""
-    optimizer = job.config.optimizer
-    return 2.0 if optimizer.name != "sgd" else 1.0 if optimizer.momentum else 0.0
 
 
 def _range(travels: Sequence[Travel]) -> str:

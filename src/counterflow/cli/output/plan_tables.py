@@ -133,6 +133,11 @@ def _of_best(found: Plan) -> Iterator[str]:
             runs.append((worker, worker, size))
     shown = (f"{a}–{b}: {size}" if a != b else f"{a}: {size}" for a, b, size in runs)
     yield "  peak memory by worker   " + ", ".join(shown)
+    fullest = max(best.memory, key=lambda worker: worker.total)
+    if fullest.workspace:  # the profile has what ops need
+        parts = fullest.parts().items()
+        told = ", ".join(f"{name} {byte_size(size)}" for name, size in parts if size >= 0.5)
+        yield f"  of the fullest worker   {told}"
     if best.steady_step_seconds < best.step_seconds * (1 - _TELLING):
         steady = _seconds(best.steady_step_seconds)
         yield f"  without a barrier       {steady} a step (Pipeline(barrier=False))"

@@ -1,0 +1,233 @@
+"""Predicted against measured peaks of memory, worker by worker.
+
+    python benchmarks/memory.py [--keep]
+
+Claim: a worker's predicted peak is within 5 % of the most bytes that torch's allocator gave it in a step.
+
+Each model's layers are measured as `counterflow profile` does it, in one process. From that the planner
+predicts what each of two workers holds at most; then two processes over Gloo run the schedule, and every
+allocation and every free of theirs is noted. All state counts: weights, gradients, optimiser, messages. The
+mini-batch, which is the user's, does not. The runs were chosen before the first of them was measured: schemes
+of every kind, all recomputations, SGD, its momentum and Adam, float32, autocast and cast weights, a GPT and a
+stack of linear layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import machine, shown
+from torch import nn
+
+from counterflow.measure.allocations import allocated
+from counterflow.measure.layer_times import AtSize
+from counterflow.measure.stage_costs import measure_stages
+from counterflow.measure.workspace import measure_update
+from counterflow.models.gpt import GPTConfig
+from counterflow.plan import Cluster, Configuration, Link, Model, Predictor, Profile
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.workers.launch import launch
+from counterflow.schedule import registry, schemes
+from counterflow.schedule.modes import Recompute
+from counterflow.train.profiling import kinds_of, layer_profile
+
+GOAL = 0.05
+RESULTS = Path(__file__).parent / "results"
+GPT = GPTConfig(layers=6, hidden=96, heads=4, vocabulary=256, positions=64, dropout=0.0)
+DTYPES = {"": {}, "autocast": {"autocast": torch.bfloat16}, "cast": {"compute_dtype": torch.bfloat16}}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What is predicted and measured."""
+
+    model: str
+    scheme: str
+    options: dict[str, Any]
+    recompute: str = "none"
+    optimizer: str = "adam"
+    precision: str = ""
+    samples: int = 4
+
+    @property
+    def subject(self) -> tuple[str, str, str, int]:
+        """What is profiled once for all runs that share it."""
+        return self.model, self.optimizer, self.precision, self.samples
+
+
+def runs() -> Iterator[Run]:
+    """Twenty."""
+    two = {"stages": 2, "micro_batches": 4}
+    by_worker = {"workers": 2, "micro_batches": 4}
+    yield Run("gpt", "gpipe", two)
+    yield Run("gpt", "gpipe", two, recompute="stage")
+    yield Run("gpt", "gpipe", two, recompute="layer")
+    yield Run("gpt", "dapple", two)
+    yield Run("gpt", "dapple", two, recompute="layer")
+    yield Run("gpt", "interleaved", {**by_worker, "chunks": 2})
+    yield Run("gpt", "hanayo", {**by_worker, "waves": 1})
+    yield Run("gpt", "chimera", two)
+    yield Run("gpt", "chimera", {**two, "concat": "forward-doubling"}, recompute="stage")
+    yield Run("gpt", "mixpipe", {**two, "injected": 2})
+    yield Run("gpt", "zb-h1", two)
+    yield Run("gpt", "zb-v", by_worker)
+    yield Run("gpt", "pipedream-2bw", two)
+    yield Run("gpt", "wpipe", by_worker)
+    yield Run("gpt", "dapple", two, optimizer="sgd")
+    yield Run("gpt", "dapple", two, precision="autocast")
+    yield Run("gpt", "gpipe", two, precision="cast", optimizer="momentum")
+    yield Run("linear", "gpipe", two, optimizer="momentum", samples=256)
+    yield Run("linear", "dapple", {"stages": 2, "micro_batches": 8}, samples=256, optimizer="momentum")
+    yield Run("linear", "hanayo", {**by_worker, "waves": 1}, samples=256, optimizer="momentum")
+
+
+def layers_of(model: str) -> list[nn.Module]:
+    if model == "gpt":
+        return GPT.build()
+    sizes = [(64, 256), *[(256, 256)] * 5]
+    found: list[nn.Module] = []
+    for wide, to in sizes:
+        found += [nn.Linear(wide, to), nn.ReLU()]
+    return [*found, nn.Linear(256, 16)]
+
+
+def batch(model: str, samples: int) -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(1)
+    if model == "gpt":
+        return GPT.sample(samples, generator=generator)
+    return torch.randn(samples, 64, generator=generator), torch.randn(samples, 16, generator=generator)
+
+
+def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
+    if name == "adam":
+        return torch.optim.Adam(parameters, lr=1e-3)
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9 if name == "momentum" else 0.0)
+
+
+def pipeline(subject: tuple[str, str, str, int], schedule: Any, **more: Any) -> Pipeline:
+    model, optimizer, precision, _ = subject
+    loss = GPT.loss if model == "gpt" else nn.functional.mse_loss
+    with torch.device("meta"):  # else the layers that were given are there too
+        layers = layers_of(model)
+    return Pipeline(
+        layers,
+        loss,
+        schedule,
+        optimizer=partial(optimizer_of, optimizer),
+        digest_every=0,
+        **DTYPES[precision],
+        **more,
+    )
+
+
+def profiled(subject: tuple[str, str, str, int]) -> tuple[Model, Profile]:
+    """What a worker runs: bytes alone, no times."""
+    name, _, _, samples = subject
+    layers = layers_of(name)
+    whole = pipeline(subject, schemes.dapple(1, 1))
+    each = pipeline(subject, schemes.interleaved(1, 1, chunks=len(layers)))
+    for one in (whole, each):
+        one.step(*batch(name, samples))
+    costs = measure_stages(each, *batch(name, samples), repeats=1)
+    update = measure_update(whole, each)
+    ones = (1.0,) * len(layers)
+    found = AtSize(samples, ones, ones, tuple(costs), 0.0, None, 0.0, update)
+    kinds = kinds_of(layers)
+    kind_of = {kind: [i for i, one in enumerate(kinds) if one == kind] for kind in kinds}
+    profile = Profile(
+        name,
+        "",
+        "",
+        {kind: layer_profile(members, [found], layers) for kind, members in kind_of.items()},
+        update_together=update.together,
+        norm_bytes_per_byte=update.norm_bytes_per_byte,
+        norm_peak_bytes=float(update.norm_peak_bytes),
+    )
+    inputs, _ = batch(name, 1)
+    return Model(name, tuple(kinds), update.states, float(inputs.nbytes)), profile
+
+
+def measured(every: list[tuple[Run, tuple[int, ...]]]) -> list[int]:
+    """What a worker runs: its peak of each run, with everything from the pipeline's making on."""
+    found = []
+    for run, cuts in every:
+        print(run, flush=True)
+        schedule = registry.build(run.scheme, run.options)
+        inputs, targets = batch(run.model, run.samples * schedule.micro_batches)
+        gc.collect()  # what goes later would go from this run's bytes
+        gc.disable()
+        with allocated() as now:
+            one = pipeline(run.subject, schedule, cuts=list(cuts), recompute=run.recompute)
+        peak = 0
+        for step in range(4):
+            with allocated(since=now.current) as now:
+                one.step(inputs, targets)
+            if step:  # the first learns shapes, and makes the optimiser's state
+                peak = max(peak, now.peak)
+        found.append(peak)
+        one.flush()
+        one.close()
+        del one
+        gc.enable()
+    return found
+
+
+def predicted(run: Run, model: Model, profile: Profile) -> Any:
+    quick = Link(0.0, 0.0)
+    cluster = Cluster("two workers", 1, 2, memory_bytes=1e15, inside=quick, between=quick, cores=2)
+    configuration = Configuration.of(
+        run.scheme, run.options, 1, run.samples, recompute=Recompute(run.recompute)
+    )
+    return Predictor(model, profile, cluster).play(configuration)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--keep", action="store_true", help="write the table to benchmarks/results")
+    parser.add_argument("--local", action="store_true", help="threads in place of processes")
+    given = parser.parse_args()
+    every = list(runs())
+    known: dict[Any, Any] = {}
+    plays = []
+    for run in every:
+        if run.subject not in known:
+            print(run.subject, flush=True)
+            (known[run.subject],) = launch(profiled, run.subject, workers=1, transport="local")
+        plays.append(predicted(run, *known[run.subject]))
+    pairs = [(run, play.stages.cuts) for run, play in zip(every, plays, strict=True)]
+    how: dict[str, Any] = {"transport": "local", "strict": True} if given.local else {"transport": "gloo"}
+    peaks = launch(measured, pairs, workers=2, threads=1, **how)
+    lines = [shown(machine()), "", f"{'run':<58}{'worker':>7}{'predicted':>11}{'measured':>11}{'error':>8}"]
+    errors = []
+    for number, (run, play) in enumerate(zip(every, plays, strict=True)):
+        name = " ".join(
+            filter(None, (run.model, str(play.schedule), run.recompute, run.optimizer, run.precision))
+        )
+        for worker, expected in enumerate(play.memory):
+            found = peaks[worker][number]
+            errors.append(expected.total / found - 1)
+            head = name if not worker else ""
+            mib = f"{expected.total / 2**20:>7.2f} MiB{found / 2**20:>7.2f} MiB"
+            lines.append(f"{head:<58}{worker:>7}{mib}{errors[-1]:>+8.1%}")
+    absolute = sorted(map(abs, errors))
+    within = sum(error <= GOAL for error in absolute)
+    median = absolute[len(absolute) // 2]
+    lines += [
+        "",
+        f"{within} of {len(errors)} workers within {GOAL:.0%}; median {median:.1%}, worst {absolute[-1]:.1%}",
+    ]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if given.keep:
+        (RESULTS / "memory.txt").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""What a stage's ops hold at most while they run, in bytes that were allocated.
+
+Each op is run once more and its allocations are noted (``allocations.py``): what it saves for later, what it
+gives, and what its kernels need meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from counterflow.runtime.execution.meters import graph_of, pointers, saved_by
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.stages.split_backward import Joints, SplitBackward, accumulate
+from counterflow.runtime.stages.stage import StageCopy
+
+from .allocations import allocated
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Bytes of one micro-batch that a stage's ops hold, beside what there was before.
+
+    Attributes:
+        forward_peak_bytes: a forward at most, with its output and what it saves.
+        kept_output_bytes: of its output, what it saves itself.
+        backward_peak_bytes: a backward at most; what it frees meanwhile makes room for the rest.
+        input_gradient_peak_bytes: the first half of a split backward, likewise.
+        weight_gradients_peak_bytes: the other half.
+    """
+
+    forward_peak_bytes: int = 0
+    kept_output_bytes: int = 0
+    backward_peak_bytes: int = 0
+    input_gradient_peak_bytes: int = 0
+    weight_gradients_peak_bytes: int = 0
+    kept_gradient_bytes: int = 0
+
+    def scaled(self, factor: float) -> Workspace:
+        """Of so many times the samples."""
+        return replace(self, **{one.name: round(factor * getattr(self, one.name)) for one in fields(self)})
+
+
+NO_WORKSPACE = Workspace()
+
+
+def measure_workspace(
+    copy: StageCopy,
+    device: torch.device,
+    given: Sequence[Tensor],
+    run: Callable[[], list[Tensor]],
+    around_backward: Callable[[], AbstractContextManager[Any]],
+) -> Workspace:
+    """Runs a forward and its backward, then again with a split one.
+
+    Args:
+        copy: the stage, whose split backward has been run before.
+        device: where.
+        given: the tensors of its input; their gradients are dropped.
+        run: the forward; gives the outputs that take a gradient, or the loss.
+        around_backward: what a backward runs in.
+    """
+    with allocated(device) as forward:
+        outputs = run()
+    if not outputs:
+        return Workspace(forward.peak)
+    size = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in outputs}.values())
+    edges, gradients = [get_gradient_edge(t) for t in outputs], [torch.ones_like(t) for t in outputs]
+    with allocated(device, since=forward.current) as left:
+        outputs.clear()
+    with allocated(device) as backward, around_backward():
+        accumulate(edges, gradients, into=None, direct=device.type == "cpu")
+    _drop(given)
+    copy.joints = joints = Joints(copy.splitting)
+    try:
+        outputs = run()
+    finally:
+        copy.joints = None
+    joints.learn(outputs, list(given))
+    split = SplitBackward(copy.splitting, list(given), joints)
+    gradients = [torch.ones_like(t) for t in outputs]
+    edges = [get_gradient_edge(t) for t in outputs]
+    saved = pointers(saved_by(graph_of(outputs, more=joints.ends))) | pointers(given)
+    outputs.clear()
+    with allocated(device) as first, around_backward():
+        split.input_gradient(edges, gradients, look=False)
+    _drop(given)
+    kept = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in split.kept()}
+    with allocated(device) as second, around_backward():
+        split.weight_gradients()
+    return Workspace(
+        forward_peak_bytes=forward.peak,
+        kept_output_bytes=max(0, size - (forward.current - left.current)),
+        backward_peak_bytes=backward.peak,
+        input_gradient_peak_bytes=first.peak,
+        weight_gradients_peak_bytes=second.peak,
+        kept_gradient_bytes=sum(size for pointer, size in kept.items() if pointer not in saved),
+    )
+
+
+def _drop(given: Sequence[Tensor]) -> None:
+    for tensor in given:
+        tensor.grad = None
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateMemory:
+    """What the optimiser and the gradient norm need of memory.
+
+    Attributes:
+        layers: bytes that the optimiser needs while it updates a layer alone, beside its state.
+        together: whether it updates all at once, so that what it needs for the layers adds up.
+        states: bytes of state for each byte of trained weights.
+        norm_bytes_per_byte: what the norm needs for each byte of gradients, up to ``norm_peak_bytes``.
+        norm_peak_bytes: what it needs at most.
+    """
+
+    layers: tuple[int, ...]
+    together: bool
+    states: float
+    norm_bytes_per_byte: float
+    norm_peak_bytes: int
+
+
+def measure_update(whole: Pipeline, layers: Pipeline) -> UpdateMemory:
+    """Runs updates and norms of gradients that are zero.
+
+    Args:
+        whole: the model as one stage.
+        layers: the same with each layer a stage of this worker.
+    """
+    (together,) = _updates(whole)
+    found = _updates(layers)
+    norms = {stage: _norm(layers, stage) for stage in layers.stages}
+    trained = {stage: _trained(copy) for stage, copy in layers.stages.items()}
+    states = [
+        value.nbytes
+        for optimizer in whole.weights.optimizers.values()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.dim()  # not counts of steps
+    ]
+    return UpdateMemory(
+        layers=tuple(found),
+        # At once is their sum, one after another the largest of them: nearer to which?
+        together=together > (sum(found) + max(found)) / 2 and len(found) > 1,
+        states=sum(states) / max(1, sum(trained.values())),
+        norm_bytes_per_byte=max((norms[s] / size for s, size in trained.items() if size), default=0.0),
+        norm_peak_bytes=_norm(whole, 0),
+    )
+
+
+def _trained(copy: StageCopy) -> int:
+    return sum(p.nbytes for p in copy.parameters() if p.requires_grad)
+
+
+def _updates(pipeline: Pipeline) -> list[int]:
+    """By stage, the most that its optimiser allocates in an update."""
+    found = []
+    pipeline.weights.attach()
+    for stage in pipeline.stages:
+        optimizer = pipeline.weights.optimizers.get(stage)
+        with allocated(pipeline.device) as update:
+            if optimizer is not None:
+                optimizer.step()
+        found.append(update.peak)
+    pipeline.weights.detach()
+    return found
+
+
+def _norm(pipeline: Pipeline, stage: int) -> int:
+    """The most that the norm of a stage's gradients allocates."""
+    pipeline.weights.attach()
+    with allocated(pipeline.device) as norm:
+        pipeline.weights.squared_norm_of(stage)
+    pipeline.weights.clear()
+    pipeline.weights.detach()
+    return norm.peak

@@ -1,0 +1,146 @@
+"""What a stage's ops hold at most, from what each of its layers does.
+
+Invariant: a tensor that two layers keep, one as its output and the next as its input, counts once. Layers run
+one after another: in a forward what was saved stays, in a backward it goes layer by layer, from the last one.
+A split backward drops layer by layer what only the input gradient needed, and adds what the weights wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from counterflow.simulate.op_costs import Workspace
+
+from .profile import LayerProfile
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes of a stage, for one micro-batch; the fields are those of ``Workspace`` but for three.
+
+    Attributes:
+        saved: what a forward saves, its input if that is saved.
+        beyond_input: the same without its input.
+        kept_output: of it, the stage's output.
+    """
+
+    saved: float
+    beyond_input: float
+    kept_output: float
+    forward: float
+    forward_alone: float
+    backward: float
+    layer_backward: float
+    input_gradient: float
+    weight_gradients: float
+
+
+def stage_memory(layers: Sequence[LayerProfile], inputs: Sequence[float], samples: float) -> StageMemory:
+    """A stage's bytes.
+
+    Args:
+        layers: of the stage.
+        inputs: bytes of each layer's input, for the micro-batch.
+        samples: of it.
+
+    >>> one = LayerProfile((1,), (0,), (0,), (30,), weights_bytes=0, output_bytes=10,
+    ...     kept_input_bytes=(10,), forward_peak_bytes=(35,), backward_peak_bytes=(25,))
+    >>> found = stage_memory([one, one], [10, 10], 1)  # 20 and its output, 20 and 15 more of the next
+    >>> found.saved, found.beyond_input, found.forward, found.backward
+    (60.0, 50.0, 65.0, 25.0)
+    """
+    gone = forward = alone = 0.0  # gone: what layers before this one left, beside the stage's input
+    own: list[float] = []
+    between: list[float] = []
+    first_kept = layers[0].kept_input(samples, inputs[0])
+    for number, (layer, size) in enumerate(zip(layers, inputs, strict=True)):
+        entering = kept = 0.0
+        if number:
+            made = min(layers[number - 1].kept_output(samples), size)  # counted with the layer before
+            entering = size - made
+            kept = max(0.0, layer.kept_input(samples, size) - made)
+        rise = layer.forward_peak(samples, size)
+        forward = max(forward, gone + entering + rise)
+        alone = max(alone, entering + rise)
+        mine = max(0.0, layer.saved(samples) - layer.kept_input(samples, size))
+        own.append(mine)
+        between.append(kept)
+        gone += kept + mine
+    return StageMemory(
+        saved=float(gone + first_kept),
+        beyond_input=float(gone),
+        kept_output=float(layers[-1].kept_output(samples)),
+        forward=float(forward),
+        forward_alone=float(alone),
+        backward=_backward(layers, inputs, samples, own, between),
+        layer_backward=max(
+            _computed_again(layer, size, samples) for layer, size in _with_sizes(layers, inputs)
+        ),
+        input_gradient=_input_gradient(layers, inputs, samples, own, between),
+        weight_gradients=max(layer.peak(layer.weight_gradients_peak_bytes, samples) for layer in layers),
+    )
+
+
+def _with_sizes(layers: Sequence[LayerProfile], inputs: Sequence[float]) -> list[tuple[LayerProfile, float]]:
+    return list(zip(layers, inputs, strict=True))
+
+
+def _backward(
+    layers: Sequence[LayerProfile],
+    inputs: Sequence[float],
+    samples: float,
+    own: Sequence[float],
+    between: Sequence[float],
+) -> float:
+    """The most that a backward holds beside what there was; ``own`` and ``between`` go layer by layer."""
+    most = freed = 0.0
+    for number in reversed(range(len(layers))):
+        layer = layers[number]
+        given = inputs[number + 1] if number + 1 < len(layers) else 0.0  # the gradient of its output
+        most = max(most, given - freed + layer.peak(layer.backward_peak_bytes, samples))
+        freed += own[number] + between[number]
+    return float(most)
+
+
+def _computed_again(layer: LayerProfile, size: float, samples: float) -> float:
+    """The most of a layer that is run forward and backward; its gradient, like its output, is there too."""
+    if not layer.forward_peak_bytes:
+        return max(0.0, layer.saved(samples) - size)
+    output = layer.output_bytes * samples
+    saved = layer.saved(samples) - layer.kept_input(samples, size) - layer.kept_output(samples)
+    return output + max(
+        layer.forward_peak(samples, size), output + saved + layer.peak(layer.backward_peak_bytes, samples)
+    )
+
+
+def _input_gradient(
+    layers: Sequence[LayerProfile],
+    inputs: Sequence[float],
+    samples: float,
+    own: Sequence[float],
+    between: Sequence[float],
+) -> float:
+    """The same of the first half of a split backward."""
+    most = held = 0.0
+    for number in reversed(range(len(layers))):
+        layer, last = layers[number], number + 1 == len(layers)
+        given = 0.0 if last else inputs[number + 1]  # the last one's is somebody else's
+        most = max(most, held + given + layer.peak(layer.input_gradient_peak_bytes, samples))
+        gradients = layer.peak(layer.kept_gradient_bytes, samples)
+        kept = max(0.0, layer.kept(samples) - gradients)  # of what the forward saved
+        held -= max(0.0, own[number] + between[number] - kept)
+        held += max(0.0, gradients - layer.output_bytes * samples) if last else gradients
+    return float(most)
+
+
+def workspace_of(stages: Sequence[StageMemory]) -> Workspace:
+    """Of all stages, for the simulator."""
+    return Workspace(
+        forward=tuple(one.forward for one in stages),
+        forward_alone=tuple(one.forward_alone for one in stages),
+        backward=tuple(one.backward for one in stages),
+        layer_backward=tuple(one.layer_backward for one in stages),
+        input_gradient=tuple(one.input_gradient for one in stages),
+        weight_gradients=tuple(one.weight_gradients for one in stages),
+    )

@@ -1,0 +1,105 @@
+"""Predicted against measured peaks of allocated bytes; ``benchmarks/memory.py`` has more runs."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from counterflow.measure.allocations import allocated
+from counterflow.measure.layer_times import AtSize
+from counterflow.measure.stage_costs import measure_stages
+from counterflow.measure.workspace import measure_update
+from counterflow.models.gpt import GPTConfig
+from counterflow.plan import Cluster, Configuration, Link, Model, Profile
+from counterflow.plan.predict import Predictor
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.workers.launch import launch
+from counterflow.schedule import registry, schemes
+from counterflow.schedule.ir import Schedule
+from counterflow.schedule.modes import Recompute
+from counterflow.train.profiling import kinds_of, layer_profile
+
+GPT = GPTConfig(layers=4, hidden=32, heads=2, vocabulary=64, positions=64, dropout=0.0)
+SAMPLES = 2
+
+
+def _adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-3)
+
+
+def _batch(samples: int) -> tuple[Any, Any]:
+    return GPT.sample(samples, generator=torch.Generator().manual_seed(1))
+
+
+def _pipeline(schedule: Schedule, **more: Any) -> Pipeline:
+    with torch.device("meta"):  # else the layers that were given are there too
+        layers = GPT.build()
+    return Pipeline(layers, GPT.loss, schedule, optimizer=_adam, digest_every=0, **more)
+
+
+def _profiled() -> tuple[Model, Profile]:
+    layers = GPT.build()
+    whole, each = _pipeline(schemes.dapple(1, 1)), _pipeline(schemes.interleaved(1, 1, chunks=len(layers)))
+    for one in (whole, each):
+        one.step(*_batch(SAMPLES))
+    costs = measure_stages(each, *_batch(SAMPLES), repeats=1)
+    update, ones = measure_update(whole, each), (1.0,) * len(layers)
+    found = AtSize(SAMPLES, ones, ones, tuple(costs), 0.0, None, 0.0, update)
+    kinds = kinds_of(layers)
+    members = {kind: [i for i, one in enumerate(kinds) if one == kind] for kind in kinds}
+    profile = Profile(
+        "p",
+        "",
+        "",
+        {kind: layer_profile(its, [found], layers) for kind, its in members.items()},
+        update_together=update.together,
+        norm_bytes_per_byte=update.norm_bytes_per_byte,
+        norm_peak_bytes=float(update.norm_peak_bytes),
+    )
+    assert update.states == 2.0
+    return Model("gpt", tuple(kinds), update.states, _batch(1)[0].nbytes), profile
+
+
+@pytest.fixture(scope="module")
+def predictor() -> Predictor:
+    ((model, profile),) = launch(_profiled, workers=1, transport="local")
+    link = Link(0.0, 0.0)
+    return Predictor(model, profile, Cluster("c", 1, 2, 1e12, inside=link, between=link, cores=2))
+
+
+def _peak(schedule: Schedule, cuts: tuple[int, ...], recompute: str) -> int:
+    inputs, targets = _batch(SAMPLES * schedule.micro_batches)
+    with allocated() as now:
+        pipeline = _pipeline(schedule, cuts=list(cuts), recompute=recompute)
+    for _ in range(2):  # the first step learns shapes, and makes the optimiser's state
+        with allocated(since=now.current) as now:
+            pipeline.step(inputs, targets)
+    return now.peak
+
+
+@pytest.mark.parametrize(("scheme", "recompute"), [("gpipe", "none"), ("dapple", "stage"), ("zb-h1", "none")])
+def test_peaks_are_as_predicted(predictor: Predictor, scheme: str, recompute: str) -> None:
+    options = {"stages": 2, "micro_batches": 4}
+    plan = Configuration.of(scheme, options, 1, SAMPLES, recompute=Recompute(recompute))
+    play = predictor.play(plan)
+    gc.collect()  # what goes later would go from these bytes
+    gc.disable()
+    try:
+        work = partial(_peak, registry.build(scheme, options), play.stages.cuts, recompute)
+        peaks = launch(work, workers=2, transport="local", strict=True)
+    finally:
+        gc.enable()
+    assert [worker.total for worker in play.memory] == pytest.approx(peaks, rel=0.05)
+
+
+def test_allocations_are_counted_with_scratch() -> None:
+    with allocated() as found:
+        kept = torch.ones(100) + torch.ones(100)
+    assert (found.current, found.peak, kept.nbytes) == (400, 1200, 400)
+    with allocated(since=found.current) as after:
+        del kept
+    assert (after.current, after.peak) == (0, 400)

@@ -1,0 +1,66 @@
+"""A worker's peak: from the peaks of its layers' ops, and by walking its messages."""
+
+from __future__ import annotations
+
+import pytest
+
+from counterflow.plan import Cluster, Configuration, LayerProfile, Link, Model, Profile, predict
+from counterflow.plan.stage_memory import stage_memory
+
+LAYER = LayerProfile(
+    samples=(1,),
+    forward_seconds=(1.0,),
+    backward_seconds=(2.0,),
+    saved_bytes=(30.0,),
+    kept_input_bytes=(10.0,),
+    forward_peak_bytes=(35.0,),
+    backward_peak_bytes=(25.0,),
+    weights_bytes=100.0,
+    output_bytes=10.0,
+    update_peak_bytes=7.0,
+)
+CLUSTER = Cluster("c", 2, 1, memory_bytes=1e6, inside=Link(0, 0), between=Link(0, 0))
+
+
+def _predicted(layer: LayerProfile) -> tuple[object, ...]:
+    model = Model("m", ("block",) * 2, optimizer_states=0.0, input_bytes=10.0)
+    plan = Configuration.of("gpipe", {"stages": 2, "micro_batches": 2}, replicas=1, samples=1)
+    return predict(model, Profile("p", "", "", {"block": layer}), CLUSTER, plan).memory
+
+
+def test_a_worker_holds_its_state_stashes_messages_and_what_its_op_needs() -> None:
+    first, second = _predicted(LAYER)
+    # Worker 0 holds most in its first backward: 20 of each forward beside the user's input, the last output
+    # that was sent, buffers for two gradients.
+    assert (first.weights, first.gradients, first.activations) == (200.0, 100.0, 40.0)  # type: ignore[attr-defined]
+    assert (first.workspace, first.buffers, first.total) == (25.0, 30.0, 295.0)  # type: ignore[attr-defined]
+    # Worker 1: two inputs in their buffers belong to the activations; nothing else is under way.
+    assert (second.activations, second.workspace) == (60.0, 25.0)  # type: ignore[attr-defined]
+
+
+def test_without_measured_peaks_messages_have_an_allowance() -> None:
+    plain = LayerProfile((1,), (1.0,), (2.0,), (30.0,), weights_bytes=100.0, output_bytes=10.0)
+    first, _ = _predicted(plain)
+    assert (first.workspace, first.buffers) == (0.0, 20.0)  # type: ignore[attr-defined]
+
+
+def test_an_output_that_its_layer_keeps_counts_once() -> None:
+    relu = LayerProfile(
+        (1,), (0,), (0,), (10,), 0.0, 10.0, kept_input_bytes=(0,), kept_output_bytes=(10,),
+        forward_peak_bytes=(10,),
+    )  # fmt: skip
+    linear = LayerProfile((1,), (0,), (0,), (10,), 0.0, 10.0, forward_peak_bytes=(10,))
+    found = stage_memory([linear, relu, linear], [10.0] * 3, 1)
+    assert (found.saved, found.beyond_input) == (20.0, 10.0)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_an_update_needs_its_largest_layer_or_all_at_once(together: bool) -> None:
+    layer = LayerProfile(
+        (1,), (1.0,), (2.0,), (1.0,), 100.0, 0.0, forward_peak_bytes=(1.0,), update_peak_bytes=70.0
+    )
+    model = Model("m", ("block",) * 4, optimizer_states=0.0)
+    plan = Configuration.of("gpipe", {"stages": 2, "micro_batches": 2}, replicas=1, samples=1)
+    profile = Profile("p", "", "", {"block": layer}, update_together=together)
+    first, _ = predict(model, profile, CLUSTER, plan).memory
+    assert first.workspace == (140.0 if together else 70.0)
