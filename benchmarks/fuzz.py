@@ -51,6 +51,7 @@ RESULTS = Path(__file__).parent / "results" / "fuzz.txt"
 MOST_SECONDS = 5.0
 MOST_BYTES = 500 * 2**20
 MOST_CHARACTERS = 2_500
+LONG_CHARACTERS = 1_000
 
 _PATIENCE_SECONDS = 60.0
 
@@ -452,7 +453,7 @@ def tried(name: str, kind: Kind, inputs: int, seed: int, folder: Path) -> tuple[
     draw = random.Random(f"{name} {seed}")
     codes: Counter[str] = Counter()
     most = [0.0, 0.0, 0]
-    slowest = ""
+    slowest = longest = ""
     for number in range(inputs):
         given = kind(draw)
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
@@ -462,6 +463,8 @@ def tried(name: str, kind: Kind, inputs: int, seed: int, folder: Path) -> tuple[
         wrong = found.broken()
         if seconds > max(most[0], MOST_SECONDS / 3):
             slowest = f"{name} {number} took {seconds:.1f} s: {shlex.join(given.line)[:300]}"
+        if len(found.text) > max(most[2], LONG_CHARACTERS):
+            longest = f"{name} {number} says, in {len(found.text):,} characters: {found.text}"
         codes["broken" if wrong else "done" if found.code == 0 else "refused"] += 1
         most = [max(a, b) for a, b in zip(most, (seconds, more_bytes, len(found.text)), strict=True)]
         if wrong:
@@ -471,8 +474,7 @@ def tried(name: str, kind: Kind, inputs: int, seed: int, folder: Path) -> tuple[
             for file, content in given.files.items():
                 if file.startswith("x."):
                     print(f"{content[:1500]!r}", flush=True)
-    if slowest:
-        print(slowest)
+    print(*filter(None, (slowest, longest)), sep="\n")
     cells = (name, inputs, codes["done"], codes["refused"], codes["broken"], f"{most[0]:.1f}")
     return "| " + " | ".join(map(str, (*cells, f"{most[1] / 2**20:.0f}", int(most[2])))) + " |", codes[
         "broken"

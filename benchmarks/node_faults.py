@@ -1,29 +1,37 @@
 """Two nodes that lose each other: runs go on by themselves, or end with the reason in time.
 
-    python benchmarks/node_faults.py [--fault NAME ...] [--times 1] [--keep]
+    python benchmarks/node_faults.py [--run "NAME, NAME" ...] [--times 1] [--keep]
 
 Nodes are network namespaces of this machine, joined by a link of their own (``ip netns``, ``veth``,
 ``tc``): it needs root on Linux, and says so otherwise. On each torchrun starts two workers of a chimera of
-four stages; a message's timeout is 10 s. Without a word more the run is to end with 0 and the undisturbed
-curve, bit for bit, or within 1e-6 relative where fewer workers went on.
+four stages; a message's timeout is 10 s. A run meets one fault or several, each some steps after it went on
+from the one before. Without a word more it is to end with 0 and the undisturbed curve, bit for bit, or within
+1e-6 relative where fewer workers went on.
 
-* ``lost``: a node is gone, with its memory; ``train.fewer_after`` lets the other one go on alone;
-* ``replaced``: a node is gone, and a new one comes after 3 s;
 * ``cut 5 s``: the link is cut for 5 s;
-* ``cut``: for good; the node without torchrun's store has to end with a reason, the other one goes on alone;
+* ``cut``: for good; the workers of the node without torchrun's store have to end with a reason, and then its
+  torchrun, once TCP gives the connection up; the other node goes on alone;
+* ``frozen``: all processes of a node are stopped (SIGSTOP) until the run has ended; the other one goes on
+  alone, and the node that thaws has to end and to write nothing;
+* ``stopped``: one worker is stopped for good;
+* ``lost``: a node is gone, with its memory; the other one goes on alone;
+* ``replaced``: a node is gone, and a new one comes after 3 s;
 * ``slow``: 20 ms more each way, and 1 % of packets lost, from then on;
-* ``frozen``: a worker is stopped (SIGSTOP) for good;
 * ``full``: the disk of the run's folder is full for 10 s.
 
-Seconds are from the fault to the first line of events.jsonl about it ("told"), and to the next step after
-that. ``--keep`` adds the rows to benchmarks/results/node_faults.json and writes its table.
+Seconds are from the fault to the first line of events.jsonl about it ("told"), to the next step after that,
+and to the end of the last worker on a node that is cut off or thaws. ``--keep`` adds the rows to
+benchmarks/results/node_faults.json and writes its table; what is kept already counts for ``--times``. Several
+may run side by side.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
+import math
 import os
 import random
 import shutil
@@ -32,9 +40,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +55,11 @@ from machine import machine, shown
 RESULTS = Path(__file__).parent / "results"
 
 STEPS, TIMEOUT_SECONDS, PATIENCE_SECONDS = 60, 10, 240
+
+Curve = list[tuple[float, float, float]]
+
+TCP_TRIES = "6"
+"""How often TCP sends again before it gives up, about 25 s; with Linux's 15 torchrun waits for 15 minutes."""
 
 ADDRESSES = "10.213.77.1", "10.213.77.2"
 
@@ -74,6 +90,7 @@ class Row:
     workers: int
     largest: float
     problem: str
+    ended_seconds: float | None = None
 
 
 def ip(*words: str) -> None:
@@ -88,6 +105,7 @@ def nodes() -> Iterator[tuple[str, str]]:
         for name in names:
             ip("netns", "add", name)
             ip("-n", name, "link", "set", "lo", "up")
+            ip("netns", "exec", name, "sysctl", "-qw", f"net.ipv4.tcp_retries2={TCP_TRIES}")
         ip("link", "add", "cf0", "netns", names[0], "type", "veth", "peer", "name", "cf0", "netns", names[1])
         for name, address in zip(names, ADDRESSES, strict=True):
             ip("-n", name, "address", "add", f"{address}/24", "dev", "cf0")
@@ -137,7 +155,7 @@ class Run:
                 found.append(json.loads(line))
         return found
 
-    def curve(self) -> list[tuple[float, float, float]]:
+    def curve(self) -> Curve:
         return [
             (line["step"], line["loss"], line["grad_norm"])
             for line in self.lines("metrics.jsonl")
@@ -167,15 +185,18 @@ class Run:
 
     def kill(self, node: int) -> None:
         """Let a node be gone, and its memory: the copies of its two ranks."""
-        for pid in self.of_node(node):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self.signal(node, signal.SIGKILL)
         for rank in (2 * node, 2 * node + 1):
             for path in Path("/dev/shm").glob(f"counterflow-{os.getuid()}-{self.name()}/rank-{rank}.*"):
                 path.unlink(missing_ok=True)
 
     def name(self) -> str:
         return next((event["run"] for event in self.lines("events.jsonl") if event["event"] == "began"), "-")
+
+    def signal(self, node: int, what: signal.Signals) -> None:
+        for pid in self.of_node(node):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, what)
 
     def until(self, what: str, condition: Callable[[], Any], seconds: float = PATIENCE_SECONDS) -> bool:
         """Wait; False if all agents ended before."""
@@ -190,9 +211,7 @@ class Run:
 
     def end(self) -> None:
         for node in (0, 1):
-            for pid in self.of_node(node):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            self.signal(node, signal.SIGKILL)
         for agent in self.agents:
             agent.wait()
         shutil.rmtree(f"/dev/shm/counterflow-{os.getuid()}-{self.name()}", ignore_errors=True)
@@ -219,6 +238,8 @@ def do(fault: str, run: Run) -> None:
             words = ("tc", "qdisc", "add", "dev", "cf0", "root", "netem", "delay", "20ms", "loss", "1%")
             subprocess.run(["ip", "netns", "exec", name, *words], check=True)
     elif fault == "frozen":
+        run.signal(1, signal.SIGSTOP)
+    elif fault == "stopped":
         os.kill(random.choice(run.workers(1)), signal.SIGSTOP)
     elif fault == "full":
         filler = run.folder / "filler"
@@ -229,122 +250,197 @@ def do(fault: str, run: Run) -> None:
         filler.unlink()
 
 
-FAULTS = "lost", "replaced", "cut 5 s", "cut", "slow", "frozen", "full"
-GOES_ON_ALONE = "lost", "cut"
+FAULTS = "cut 5 s", "cut", "frozen", "stopped", "lost", "replaced", "slow", "full"
+GOES_ON_ALONE = {"lost", "cut", "frozen"}
 
 
-def one(fault: str, root: Path, whole: list[tuple[float, float, float]] | None) -> tuple[Row, Run]:
-    """A run with a fault; without one where ``whole`` is not known."""
-    folder = root / f"{fault.replace(' ', '-')}-{time.monotonic_ns()}"
+def one(faults: Sequence[str], root: Path, whole: Curve) -> tuple[list[Row], Curve]:
+    """A run that meets faults, and its curve.
+
+    Args:
+        faults: one after the other.
+        root: where the run's folder and its logs go.
+        whole: the undisturbed curve; empty: not known.
+    """
+    folder = root / f"{'-'.join(faults).replace(' ', '-') or 'none'}-{time.monotonic_ns()}"
     folder.mkdir()
+    rows: list[Row] = []
     with contextlib.ExitStack() as stack:
         names = stack.enter_context(nodes())
-        if fault == "full":
+        if "full" in faults:
             subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(folder)], check=True)
             stack.callback(subprocess.run, ["umount", "-l", str(folder)], check=False)
-        run = Run(folder, names, fewer_after=5 if fault in GOES_ON_ALONE else None)
+        alone = not GOES_ON_ALONE.isdisjoint(faults)
+        run = Run(folder, names, fewer_after=5 if alone else None)
         stack.callback(run.end)
-        told = after = None
-        step, source, problem = 0, "", ""
+        problem, gone = "", None
         try:
-            if whole is not None:
-                at = random.randrange(8, STEPS // 2)
-                run.until("a step", lambda: run.step() >= at and run.workers(1))
-                step, known, began = run.step(), len(run.lines("events.jsonl")), time.monotonic()
-                do(fault, run)
-                events = lambda: run.lines("events.jsonl")[known:]  # noqa: E731
-                restarted = lambda: [e for e in events() if e["event"] == "restarted"]  # noqa: E731
-                if run.until("the end or a failure", lambda: events() or run.step() == STEPS) and events():
-                    told = time.monotonic() - began
-                    run.until("a restart", restarted)
-                    source, reached = restarted()[-1]["source"], restarted()[-1]["step"]
-                    run.until("the next step", lambda: run.step() > reached)
-                    after = time.monotonic() - began
+            for number, fault in enumerate(faults):
+                row, gone = met(fault, run, STEPS * number // len(faults), STEPS // 2 // len(faults))
+                rows.append(row)
             # A node that is cut off or gone is not waited for.
-            waited = run.agents[:1] if fault in GOES_ON_ALONE else run.agents
+            waited = run.agents[:1] if alone else run.agents
             run.until("the end", lambda: all(agent.poll() is not None for agent in waited))
             codes = [agent.returncode for agent in waited]
-            if any(codes):
-                problem = f"exit codes {codes}"
-            if fault == "cut":
-                run.until("the end of the other node", lambda: run.agents[1].poll() is not None, 180)
+            problem = f"exit codes {codes}" if any(codes) else ""
+            curve = run.curve()
+            if "frozen" in faults:
+                run.signal(1, signal.SIGCONT)
+                gone = Gone(run)
+            if gone:
+                rows[-1] = replace(rows[-1], ended_seconds=gone.join())
         except (TimeoutError, IndexError) as error:
             problem = str(error) or type(error).__name__
-        curve = run.curve()
-        workers = next((e["workers"] for e in run.lines("events.jsonl")[::-1] if e["event"] == "fewer"), 4)
+            curve = run.curve()
+        events = run.lines("events.jsonl")
         largest = 0.0
-        if whole is not None and not problem:
-            if [row[0] for row in curve] != [row[0] for row in whole]:
-                problem = "other steps"
-            else:
-                largest = max(abs(a[1] - b[1]) / abs(b[1]) for a, b in zip(curve, whole, strict=True))
-                if largest > (1e-6 if fault in GOES_ON_ALONE else 0):
-                    problem = "another curve"
+        if whole and not problem:
+            largest, problem = compared(curve, whole, 1e-6 if alone else 0)
         if folder.is_dir() and not problem:
-            drafts = [str(path) for path in folder.rglob(".*")]
-            problem = f"left: {drafts[0]}" if drafts else ""
-        saved = run.curve()
-    run.curve = lambda: saved  # type: ignore[method-assign]
-    return Row(fault, step, told, after, source, workers, largest, problem), run
+            problem = next((f"left: {path}" for path in folder.rglob(".*")), "")
+        if not problem and run.curve() != curve:
+            problem = "written to after the end"
+    workers = next((event["workers"] for event in events[::-1] if event["event"] == "fewer"), 4)
+    return [replace(row, workers=workers, largest=largest, problem=problem) for row in rows], curve
+
+
+def met(fault: str, run: Run, first: int, within: int) -> tuple[Row, Gone | None]:
+    """What came of a fault in a run, at one of so many steps from the first one on."""
+    at = max(8, first) + random.randrange(within)
+    run.until("a step", lambda: run.step() >= at and run.workers(1))
+    if run.step() == STEPS:
+        raise TimeoutError(f"{fault} comes too late")
+    step, known, began = run.step(), len(run.lines("events.jsonl")), time.monotonic()
+    do(fault, run)
+    gone = Gone(run) if fault == "cut" else None
+
+    def events(name: str = "") -> list[dict[str, Any]]:
+        return [event for event in run.lines("events.jsonl")[known:] if name in event["event"]]
+
+    told = next_seconds = None
+    source = ""
+    moved = run.step()
+    # A short cut may pass without a word: the run goes on from where it was.
+    passed = lambda: run.step() == STEPS or (fault == "cut 5 s" and run.step() > moved + 1)  # noqa: E731
+    if run.until("the end or a failure", lambda: events() or passed()) and events():
+        told = datetime.fromisoformat(events()[0]["time"]).timestamp() - time.time()
+        told += time.monotonic() - began
+        run.until("a restart", lambda: events("restarted"))
+        source, reached = events("restarted")[-1]["source"], events("restarted")[-1]["step"]
+        run.until("the next step", lambda: run.step() > reached)
+        next_seconds = time.monotonic() - began
+    elif fault == "cut 5 s":
+        next_seconds = time.monotonic() - began
+    return Row(fault, step, told, next_seconds, source, 4, 0.0, ""), gone
+
+
+class Gone:
+    """When the last worker of the second node was gone, seen from a thread of its own."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._began, self.seconds = run, time.monotonic(), math.inf
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while self._run.workers(1):
+            time.sleep(0.5)
+        self.seconds = time.monotonic() - self._began
+
+    def join(self) -> float:
+        """Wait for it, and then for the node's torchrun."""
+        self._thread.join(PATIENCE_SECONDS)
+        agent = self._run.agents[1]
+        self._run.until("the end of the other node", lambda: agent.poll() is not None)
+        return self.seconds
+
+
+def compared(curve: Curve, whole: Curve, tolerance: float) -> tuple[float, str]:
+    """The largest relative difference of the losses, and what is wrong with it."""
+    if [row[0] for row in curve] != [row[0] for row in whole]:
+        return 0.0, "other steps"
+    largest = max(abs(a[1] - b[1]) / abs(b[1]) for a, b in zip(curve, whole, strict=True))
+    return largest, "another curve" if largest > tolerance else ""
 
 
 def table(rows: list[Row]) -> str:
     lines = [
-        f"{'fault':9} {'times':>5} {'right':>5}  {'s to told':>9} {'s to next step':>14}  went on from",
+        f"{'fault':8} {'times':>5} {'right':>5}  {'s to told':>9} {'longest':>7}  {'s to next step':>14}"
+        f" {'longest':>7}  {'s to end':>8} {'longest':>7}  went on from",
     ]
     for fault in FAULTS:
         found = [row for row in rows if row.fault == fault]
         if not found:
             continue
-        told = [row.told_seconds for row in found if row.told_seconds is not None]
-        after = [row.next_seconds for row in found if row.next_seconds is not None]
-        sources = sorted({row.source or "no restart" for row in found})
+        sources = Counter(row.source or "without a restart" for row in found)
         lines.append(
-            f"{fault:9} {len(found):5} {sum(not row.problem for row in found):5}  "
-            f"{f'{statistics.median(told):.1f}' if told else '–':>9} "
-            f"{f'{statistics.median(after):.1f}' if after else '–':>14}  {', '.join(sources)}"
+            f"{fault:8} {len(found):5} {sum(not row.problem for row in found):5}  "
+            f"{_of([row.told_seconds for row in found], 9)}  {_of([row.next_seconds for row in found], 14)}  "
+            f"{_of([row.ended_seconds for row in found], 8)}  "
+            + ", ".join(f"{source} {times}" for source, times in sources.most_common())
         )
     lines += [f"{row.fault} at step {row.step}: {row.problem}" for row in rows if row.problem]
     return "\n".join(lines) + "\n"
 
 
-def keep(row: Row, about: dict[str, object]) -> None:
-    """Add a row to the kept ones, and write their table."""
+def _of(seconds: list[float | None], width: int) -> str:
+    """The median and the longest."""
+    known = [one for one in seconds if one is not None]
+    cells = (f"{statistics.median(known):.1f}", f"{max(known):.1f}") if known else ("–", "–")
+    return f"{cells[0]:>{width}} {cells[1]:>7}"
+
+
+@contextlib.contextmanager
+def kept_rows() -> Iterator[list[Row]]:
+    """The kept rows, for one process at a time; those that are there at the end are kept."""
     path = RESULTS / "node_faults.json"
-    kept = [*(json.loads(path.read_text()) if path.exists() else []), asdict(row)]
-    path.write_text(json.dumps(kept, indent=1) + "\n")
-    text = table([Row(**each) for each in kept])
-    (RESULTS / "node_faults.txt").write_text(f"{shown(about)}\n\n{text}")
+    with (Path(tempfile.gettempdir()) / "node_faults.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        rows = [Row(**row) for row in json.loads(path.read_text())] if path.exists() else []
+        before = len(rows)
+        yield rows
+        if len(rows) > before:
+            path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+            (RESULTS / "node_faults.txt").write_text(f"{shown(machine())}\n\n{table(rows)}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--fault", action="append", choices=FAULTS)
-    parser.add_argument("--times", type=int, default=1)
+    parser.add_argument("--run", action="append", help="the faults of a run, with commas between them")
+    parser.add_argument("--times", type=int, default=1, help="so many of each fault")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
     if sys.platform != "linux" or os.getuid():
         sys.exit("nodes are network namespaces: this needs root on Linux")
+    runs = [[fault.strip() for fault in run.split(",")] for run in options.run or FAULTS]
+    if unknown := {fault for run in runs for fault in run} - set(FAULTS):
+        sys.exit(f"no fault {', '.join(unknown)}; there are {', '.join(FAULTS)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # nodes are taken away then too
     random.seed(options.seed)
-    about = machine()
     root = Path(tempfile.mkdtemp(prefix="node-faults-"))
-    row, whole = one("none", root, None)
-    if row.problem:
-        sys.exit(f"the undisturbed run: {row.problem}; see {root}")
-    rows = []
-    for _ in range(options.times):
-        for fault in options.fault or FAULTS:
-            row, _run = one(fault, root, whole.curve())
-            print(json.dumps(asdict(row)), flush=True)
-            rows.append(row)
+    _, whole = one((), root, [])
+    if len(whole) != STEPS:
+        sys.exit(f"the undisturbed run made {len(whole)} steps; see {root}")
+    made: list[Row] = []
+    while True:
+        with kept_rows() as rows:
+            counted = Counter(row.fault for row in (rows if options.keep else made) if not row.problem)
+        due = [run for run in runs if any(counted[fault] < options.times for fault in run)]
+        if not due or sum(bool(row.problem) for row in made) > options.times:
+            break
+        for run in due:
+            found, _ = one(run, root, whole)
+            made += found
+            for row in found:
+                print(json.dumps(asdict(row)), flush=True)
             if options.keep:
-                keep(row, about)
-    print(table(rows))
-    if any(row.problem for row in rows):
+                with kept_rows() as rows:
+                    rows.extend(found)
+    print(table(made))
+    if any(row.problem for row in made):
         sys.exit(f"logs are in {root}")
     shutil.rmtree(root)
 

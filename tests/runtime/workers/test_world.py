@@ -9,17 +9,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from counterflow.errors import ConfigError
-from counterflow.runtime.transport import Status, TransportKind
+from counterflow.runtime.transport import Status, Transport, TransportKind
 from counterflow.runtime.workers import watch, world
 from counterflow.runtime.workers.launch import launch
-from counterflow.runtime.workers.watch import Failure, Watch, blame
+from counterflow.runtime.workers.watch import Failure, Watch, blame, culprit
 from counterflow.runtime.workers.world import current_transport, first_host, started_by
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -266,6 +267,11 @@ def test_blame_of_a_collective() -> None:
 def test_blame_of_one_that_was_never_heard_of() -> None:
     found = blame([waiting(0, 1, since=3.0), None], 0)
     assert found == Status(1, "starting", None, 3.0)
+
+
+def test_culprit_of_whom_nothing_is_heard_does_nothing_that_is_known() -> None:
+    cut_off = SimpleNamespace(rank=0, statuses=lambda: [waiting(0, 1), None])
+    assert culprit(cast("Transport", cut_off)) == "nothing is heard of worker 1"
 
 
 class Ended:

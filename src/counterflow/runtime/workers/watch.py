@@ -77,9 +77,12 @@ def blame(statuses: Sequence[Status | None], me: int) -> Status | None:
 
 def culprit(transport: Transport) -> str:
     """A clause about the worker that this one finally waits for; empty if none can be named."""
-    found = blame(transport.statuses(), transport.rank)
+    statuses = transport.statuses()
+    found = blame(statuses, transport.rank)
     if found is None or found.rank == transport.rank:
         return ""
+    if statuses[found.rank] is None:  # it never came, or the store is cut off
+        return f"nothing is heard of worker {found.rank}"
     return f"worker {found.rank} has been in {found.doing} for {time.monotonic() - found.since:.1f} s"
 
 
