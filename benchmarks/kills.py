@@ -1,6 +1,6 @@
 """Runs that are killed at random moments go on by themselves, and end with the same numbers.
 
-    python benchmarks/kills.py [--kills 20] [--minutes 8] [--seed 0] [--keep]
+    python benchmarks/kills.py [--kills 20] [--minutes 8] [--seed 0] [--beside] [--keep]
 
 Six schemes, three whose stages have several holders (twins) and three without. Each run is killed several
 times, at moments and in ways that a seed draws:
@@ -14,7 +14,9 @@ times, at moments and in ways that a seed draws:
 A run counts if it ends with 0, has the metrics of an undisturbed run bit for bit and each step once, and
 leaves no process, no draft of a checkpoint and no memory behind. Seconds are from the signal to the next line
 of the metrics after the run went on; with them: from where it went on, and how many steps were made again.
-``--keep`` adds the rows to benchmarks/results/kills.json and writes its table, kills.txt. Linux only.
+``--beside`` compares twins and the checkpoint instead: runs of a small and a larger model, in which a
+worker's machine is gone with its copies, in turn with that of its twin (``both``). ``--keep`` adds the rows
+to benchmarks/results/kills.json and writes its table, kills.txt. Linux only.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,13 @@ KINDS = {"worker": 4, "machine": 5, "saving": 2, "launcher": 1}
 """What is killed, and how often beside the others."""
 
 
+BESIDE: dict[str, dict[str, Any]] = {
+    "80 thousand": {},
+    "13 million": {"model.hidden": 512, "train.samples": 8},
+}
+"""Models by their weights, in chimera."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kill:
     """A row: what was killed, and how the run went on."""
@@ -80,13 +89,17 @@ class Kill:
     seconds: float
     run: int
     right: bool = False
+    whole_seconds: float = 0.0
+    """To the step after the one at which it was killed."""
+    weights: str = ""
+    """Of the model, where twins are compared with the checkpoint."""
 
 
 class Run:
     """A command that trains, and what is seen of it from outside."""
 
-    def __init__(self, name: str, folder: Path, *, restarts: int = 0) -> None:
-        keys = COMMON | SCHEMES[name][1]
+    def __init__(self, name: str, folder: Path, *, restarts: int = 0, weights: str = "") -> None:
+        keys = COMMON | SCHEMES[name][1] | BESIDE.get(weights, {})
         scheme = keys.pop("schedule.scheme", name)
         self.folder = folder
         self.command = [
@@ -200,7 +213,8 @@ def kill(run: Run, name: str, kind: str, drawn: random.Random, number: int) -> K
     else:
         if kind != "worker":
             os.kill(ranks[rank], signal.SIGSTOP)
-            for path in (Path("/dev/shm") / run.memory()).glob(f"rank-{rank}.*"):
+            gone = "*" if kind == "both" else str(rank)  # of chimera's two workers each is the other's twin
+            for path in (Path("/dev/shm") / run.memory()).glob(f"rank-{gone}.*"):
                 path.unlink()
         os.kill(ranks[rank], signal.SIGKILL)
     if not until(run, "a restart", lambda: len(run.restarted()) > after):
@@ -208,22 +222,69 @@ def kill(run: Run, name: str, kind: str, drawn: random.Random, number: int) -> K
     event = run.restarted()[-1]
     until(run, "the next step", lambda: run.step() > event["step"])
     seconds = time.monotonic() - began
+    until(run, "the step after the kill", lambda: run.step() > before)
+    whole = round(time.monotonic() - began, 2)
     again = max(0, before - event["step"])
-    return Kill(name, SCHEMES[name][0], kind, before, event["source"], again, round(seconds, 2), number)
+    return Kill(
+        name, SCHEMES[name][0], kind, before, event["source"], again, round(seconds, 2), number, False, whole
+    )
 
 
 def curve(run: Run) -> list[tuple[float, float, float]]:
     return [(line["step"], line["loss"], line["grad_norm"]) for line in run.metrics()]
 
 
-def undisturbed(name: str, folder: Path) -> list[tuple[float, float, float]]:
-    run = Run(name, folder / f"whole {name}")
+def undisturbed(name: str, folder: Path, weights: str = "") -> list[tuple[float, float, float]]:
+    run = Run(name, folder / f"whole {name} {weights}".strip(), weights=weights)
     if run.process.wait():
         sys.exit(f"{name}: the undisturbed run failed; see {run.log}")
     return curve(run)
 
 
+def beside(folder: Path, each: int, drawn: random.Random, seed: int) -> list[Kill]:
+    """Kills of a twin, in turn with kills of both: the first goes on from memory, the second cannot."""
+    rows = []
+    for weights in BESIDE:
+        whole = undisturbed("chimera", folder, weights)
+        run = Run("chimera", folder / weights, restarts=2 * each, weights=weights)
+        until(run, "a checkpoint", lambda run=run: run.step() > CHECKPOINT_EVERY)
+        found = []
+        for number in range(each):
+            row = kill(run, "chimera", ("machine", "both")[number % 2], drawn, seed)
+            if row is None:
+                break
+            found.append(row)
+            print(f"{weights}: {row}", flush=True)
+        right = run.process.wait() == 0 and curve(run) == whole and not left(run)
+        rows += [replace(row, right=right, weights=weights) for row in found]
+    return rows
+
+
+def table_beside(rows: list[Kill]) -> str:
+    lines = [
+        f"{len(rows)} kills of chimera to compare twins and the checkpoint, "
+        f"{sum(row.right for row in rows)} in runs that ended with the undisturbed curve; medians",
+        "",
+        f"{'weights':12} {'went on from':12} {'kills':>5} {'made again':>10} {'s to next step':>14}  "
+        "s to the step after the kill",
+    ]
+    for weights in BESIDE:
+        for source in ("memory", "checkpoint"):
+            found = [row for row in rows if (row.weights, row.source) == (weights, source)]
+            if found:
+                again, seconds, whole = (
+                    statistics.median(getattr(row, name) for row in found)
+                    for name in ("again", "seconds", "whole_seconds")
+                )
+                lines.append(
+                    f"{weights:12} {source:12} {len(found):5} {again:10.1f} {seconds:14.1f}  {whole:28.1f}"
+                )
+    return "\n".join(lines) + "\n"
+
+
 def table(rows: list[Kill]) -> str:
+    compared = [row for row in rows if row.weights]
+    rows = [row for row in rows if not row.weights]
     lines = [
         f"{len(rows)} kills in {len({(row.scheme, row.run) for row in rows})} runs of {STEPS} steps, a "
         f"checkpoint every {CHECKPOINT_EVERY}; {sum(row.right for row in rows)} of them in runs that ended "
@@ -241,12 +302,11 @@ def table(rows: list[Kill]) -> str:
                 median = statistics.median(row.seconds for row in found)
                 lines.append(f"{scheme:20} {kind:9} {len(found):5}  {source:12} {again:>10}  {median:14.1f}")
     for source in ("memory", "checkpoint"):
-        found = [row.seconds for row in rows if row.source == source and row.kind != "launcher"]
-        if found:
-            lines.append(
-                f"from {source}: {statistics.median(found):.1f} s to the next step, median of {len(found)}"
-            )
-    return "\n".join(lines) + "\n"
+        seconds = [row.seconds for row in rows if row.source == source and row.kind != "launcher"]
+        if seconds:
+            median = statistics.median(seconds)
+            lines.append(f"from {source}: {median:.1f} s to the next step, median of {len(seconds)}")
+    return "\n".join(lines) + "\n" + (f"\n{table_beside(compared)}" if compared else "")
 
 
 def main() -> None:
@@ -257,13 +317,17 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8, help="begin no other run after so many")
     parser.add_argument("--each", type=int, default=6, help="kills of a run")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--beside", action="store_true", help="compare twins and the checkpoint")
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
     drawn, rows, wrong = random.Random(options.seed), [], 0
     about, began = machine(), time.monotonic()
     curves: dict[str, list[tuple[float, float, float]]] = {}
     folder = Path(tempfile.mkdtemp(prefix="kills-"))
-    for number in range(10**6):
+    if options.beside:
+        rows = beside(folder, options.each, drawn, options.seed)
+        wrong = sum(not row.right for row in rows)
+    for number in range(0 if options.beside else 10**6):
         name = list(SCHEMES)[(number + options.seed) % len(SCHEMES)]
         if len(rows) >= options.kills or time.monotonic() - began > 60 * options.minutes:
             break
@@ -290,7 +354,7 @@ def main() -> None:
         wrong += bool(problems)
         told = ", ".join(f"{r.kind} at {r.step}: {r.source} {r.seconds:.1f} s" for r in found)
         print(f"{name}: {told or 'no kill'}: {'; '.join(problems) or 'right'}", flush=True)
-        rows += [Kill(**{**asdict(row), "right": not problems}) for row in found]
+        rows += [replace(row, right=not problems) for row in found]
     if options.keep:
         path = RESULTS / "kills.json"
         kept = json.loads(path.read_text()) if path.exists() else {"machines": [], "kills": []}
