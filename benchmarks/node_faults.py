@@ -276,8 +276,11 @@ def one(faults: Sequence[str], root: Path, whole: Curve) -> tuple[list[Row], Cur
         problem, gone = "", None
         try:
             for number, fault in enumerate(faults):
-                row, gone = met(fault, run, STEPS * number // len(faults), STEPS // 2 // len(faults))
-                rows.append(row)
+                found = met(fault, run, STEPS * number // len(faults), STEPS // 2 // len(faults))
+                if found is None:
+                    break
+                rows.append(found[0])
+                gone = found[1]
             # A node that is cut off or gone is not waited for.
             waited = run.agents[:1] if alone else run.agents
             run.until("the end", lambda: all(agent.poll() is not None for agent in waited))
@@ -304,12 +307,15 @@ def one(faults: Sequence[str], root: Path, whole: Curve) -> tuple[list[Row], Cur
     return [replace(row, workers=workers, largest=largest, problem=problem) for row in rows], curve
 
 
-def met(fault: str, run: Run, first: int, within: int) -> tuple[Row, Gone | None]:
-    """What came of a fault in a run, at one of so many steps from the first one on."""
+def met(fault: str, run: Run, first: int, within: int) -> tuple[Row, Gone | None] | None:
+    """What came of a fault in a run, at one of so many steps from the first one on.
+
+    None: the run ended before.
+    """
     at = max(8, first) + random.randrange(within)
     run.until("a step", lambda: run.step() >= at and run.workers(1))
     if run.step() == STEPS:
-        raise TimeoutError(f"{fault} comes too late")
+        return None
     step, known, began = run.step(), len(run.lines("events.jsonl")), time.monotonic()
     do(fault, run)
     gone = Gone(run) if fault == "cut" else None
@@ -320,8 +326,11 @@ def met(fault: str, run: Run, first: int, within: int) -> tuple[Row, Gone | None
     told = next_seconds = None
     source = ""
     moved = run.step()
-    # A short cut may pass without a word: the run goes on from where it was.
-    passed = lambda: run.step() == STEPS or (fault == "cut 5 s" and run.step() > moved + 1)  # noqa: E731
+
+    def passed() -> bool:
+        """Without a word: a short cut may."""
+        return run.step() == STEPS or (fault == "cut 5 s" and run.step() > moved + 1)
+
     if run.until("the end or a failure", lambda: events() or passed()) and events():
         told = datetime.fromisoformat(events()[0]["time"]).timestamp() - time.time()
         told += time.monotonic() - began
