@@ -5,7 +5,7 @@
 Right inputs are changed at random places: numbers without end, other types, texts with NUL, missing parts,
 cut or flipped bytes. Each is given to a command in a process forked from one that has run each command
 before; those of the kind ``fresh`` to a new Python. Held: exit code 0, 1 or 2, no traceback and no "bug", at
-most 2,500 characters of errors, 5 s of processor time, 500 MiB more than a command that does nothing takes.
+most 1,500 characters of errors, 5 s of processor time, 500 MiB more than a command that does nothing takes.
 ``train``, ``profile`` and ``verify`` end where workers would start, but for the kind ``resume``. What breaks
 a rule is printed with its input, and the command fails. ``--keep`` puts the rows of these kinds into
 benchmarks/results/fuzz.txt.
@@ -50,7 +50,7 @@ RESULTS = Path(__file__).parent / "results" / "fuzz.txt"
 
 MOST_SECONDS = 5.0
 MOST_BYTES = 500 * 2**20
-MOST_CHARACTERS = 2_500
+MOST_CHARACTERS = 1_500
 LONG_CHARACTERS = 1_000
 
 _PATIENCE_SECONDS = 60.0

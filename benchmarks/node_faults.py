@@ -3,10 +3,10 @@
     python benchmarks/node_faults.py [--run "NAME, NAME" ...] [--times 1] [--keep]
 
 Nodes are network namespaces of this machine, joined by a link of their own (``ip netns``, ``veth``,
-``tc``): it needs root on Linux, and says so otherwise. On each torchrun starts two workers of a chimera of
-four stages; a message's timeout is 10 s. A run meets one fault or several, each some steps after it went on
-from the one before. Without a word more it is to end with 0 and the undisturbed curve, bit for bit, or within
-1e-6 relative where fewer workers went on.
+``tc``): it needs root on Linux, and says so otherwise. On each torchrun starts two workers (``--a-node``) of
+a chimera that has as many stages as workers; a message's timeout is 10 s. A run meets one fault or several,
+each some steps after it went on from the one before. Without a word more it is to end with 0 and the
+undisturbed curve, bit for bit, or within 1e-6 relative where fewer workers went on.
 
 * ``cut 5 s``: the link is cut for 5 s;
 * ``cut``: for good; the workers of the node without torchrun's store have to end with a reason, and then its
@@ -68,7 +68,6 @@ KEYS: dict[str, Any] = {
     "model.hidden": 32,
     "model.heads": 2,
     "model.positions": 32,
-    "schedule.stages": 4,
     "train.samples": 16,
     "train.threads": 1,
     "train.evaluate_every": 0,
@@ -91,6 +90,7 @@ class Row:
     largest: float
     problem: str
     ended_seconds: float | None = None
+    a_node: int = 2
 
 
 def ip(*words: str) -> None:
@@ -120,8 +120,10 @@ def nodes() -> Iterator[tuple[str, str]]:
 class Run:
     """A run on two nodes."""
 
-    def __init__(self, folder: Path, names: tuple[str, str], *, fewer_after: float | None) -> None:
-        self.folder, self.names = folder, names
+    def __init__(
+        self, folder: Path, names: tuple[str, str], a_node: int, *, fewer_after: float | None
+    ) -> None:
+        self.folder, self.names, self.a_node = folder, names, a_node
         self.more = [] if fewer_after is None else ["--set", f"train.fewer_after={fewer_after:g}"]
         self.began = time.monotonic()
         self.agents = [self.start(0), self.start(1)]
@@ -129,7 +131,14 @@ class Run:
     def start(self, node: int) -> subprocess.Popen[bytes]:
         command = [
             *("ip", "netns", "exec", self.names[node], sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", "1:2" if self.more else "2", "--nproc-per-node", "2", "--max-restarts", "5"),
+            *(
+                "--nnodes",
+                "1:2" if self.more else "2",
+                "--nproc-per-node",
+                str(self.a_node),
+                "--max-restarts",
+                "5",
+            ),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29400", "--rdzv-id", "faults"),
             *(
                 "--rdzv-conf",
@@ -137,6 +146,7 @@ class Run:
             ),
             *("--local-addr", ADDRESSES[node], "-m", "counterflow", "train", "--scheme", "chimera"),
             *("--steps", str(STEPS), "--out", str(self.folder), *self.more),
+            *("--stages", str(2 * self.a_node)),
             *(part for key, value in KEYS.items() for part in ("--set", f"{key}={value}")),
         ]
         environment = os.environ | {
@@ -186,7 +196,7 @@ class Run:
     def kill(self, node: int) -> None:
         """Let a node be gone, and its memory: the copies of its two ranks."""
         self.signal(node, signal.SIGKILL)
-        for rank in (2 * node, 2 * node + 1):
+        for rank in range(self.a_node * node, self.a_node * (node + 1)):
             for path in Path("/dev/shm").glob(f"counterflow-{os.getuid()}-{self.name()}/rank-{rank}.*"):
                 path.unlink(missing_ok=True)
 
@@ -254,11 +264,12 @@ FAULTS = "cut 5 s", "cut", "frozen", "stopped", "lost", "replaced", "slow", "ful
 GOES_ON_ALONE = {"lost", "cut", "frozen"}
 
 
-def one(faults: Sequence[str], root: Path, whole: Curve) -> tuple[list[Row], Curve]:
+def one(faults: Sequence[str], a_node: int, root: Path, whole: Curve) -> tuple[list[Row], Curve]:
     """A run that meets faults, and its curve.
 
     Args:
         faults: one after the other.
+        a_node: workers of each node.
         root: where the run's folder and its logs go.
         whole: the undisturbed curve; empty: not known.
     """
@@ -271,7 +282,7 @@ def one(faults: Sequence[str], root: Path, whole: Curve) -> tuple[list[Row], Cur
             subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(folder)], check=True)
             stack.callback(subprocess.run, ["umount", "-l", str(folder)], check=False)
         alone = not GOES_ON_ALONE.isdisjoint(faults)
-        run = Run(folder, names, fewer_after=5 if alone else None)
+        run = Run(folder, names, a_node, fewer_after=5 if alone else None)
         stack.callback(run.end)
         problem, gone = "", None
         try:
@@ -303,8 +314,10 @@ def one(faults: Sequence[str], root: Path, whole: Curve) -> tuple[list[Row], Cur
             problem = next((f"left: {path}" for path in folder.rglob(".*")), "")
         if not problem and run.curve() != curve:
             problem = "written to after the end"
-    workers = next((event["workers"] for event in events[::-1] if event["event"] == "fewer"), 4)
-    return [replace(row, workers=workers, largest=largest, problem=problem) for row in rows], curve
+    workers = next((event["workers"] for event in events[::-1] if event["event"] == "fewer"), 2 * a_node)
+    return [
+        replace(row, workers=workers, largest=largest, problem=problem, a_node=a_node) for row in rows
+    ], curve
 
 
 def met(fault: str, run: Run, first: int, within: int) -> tuple[Row, Gone | None] | None:
@@ -419,6 +432,7 @@ def main() -> None:
     )
     parser.add_argument("--run", action="append", help="the faults of a run, with commas between them")
     parser.add_argument("--times", type=int, default=1, help="so many of each fault")
+    parser.add_argument("--a-node", type=int, default=2, help="workers of each node")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
@@ -430,7 +444,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # nodes are taken away then too
     random.seed(options.seed)
     root = Path(tempfile.mkdtemp(prefix="node-faults-"))
-    _, whole = one((), root, [])
+    _, whole = one((), options.a_node, root, [])
     if len(whole) != STEPS:
         sys.exit(f"the undisturbed run made {len(whole)} steps; see {root}")
     made: list[Row] = []
@@ -441,7 +455,7 @@ def main() -> None:
         if not due or sum(bool(row.problem) for row in made) > options.times:
             break
         for run in due:
-            found, _ = one(run, root, whole)
+            found, _ = one(run, options.a_node, root, whole)
             made += found
             for row in found:
                 print(json.dumps(asdict(row)), flush=True)

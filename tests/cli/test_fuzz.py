@@ -52,7 +52,7 @@ def test_schedules(run: Run, tmp_path_factory: pytest.TempPathFactory, place: An
     answer = run("check", str(path))
     assert answer.code in (0, 1, 2)
     assert "bug" not in answer.err
-    assert len(answer.err) < 2_500
+    assert len(answer.err) < 1_500
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -76,8 +76,12 @@ def test_a_config_of_many_cuts(refused: Refused, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", ["simulate {0} --stages 2", "train --set {0}=1", "check dapple --{0} 2"])
 def test_messages_are_short(refused: Refused, line: str) -> None:
-    shown = refused(line.format("x" * 30_000))
-    assert len(shown) < 2_500
+    assert len(shown := refused(line.format("x" * 30_000))) < 500
+    assert " more) …xxxxx" in shown
+
+
+def test_messages_of_many_words_are_short(refused: Refused) -> None:
+    assert len(shown := refused(f"simulate {'x ' * 15_000!r} --stages 2")) < 1_200
     assert " characters are left out) … " in shown
 
 

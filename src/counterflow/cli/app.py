@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -89,16 +90,26 @@ def _unforeseen(error: Exception) -> tuple[str, int]:
     return f"{message}\nThis is a bug in Counterflow; run again with --debug and report what it shows.", 1
 
 
-_LONGEST = 2_000
-"""Characters of a message: twenty lines."""
+_LONGEST, _LONGEST_WORD = 1_000, 200
+"""Characters of a message, about ten lines, and of a word in it: what was given, most often, or a path."""
 
 
 def _shortened(message: str) -> str:
-    """A message with its beginning and its end, where it is too long to be read."""
+    """A message with its beginning and its end, and so its words, where they are too long to be read.
+
+    >>> _shortened("no file " + "x" * 500 + ".toml: give one")[90:]
+    'xxxxxxxxxxxxxxxxxx… (381 more) …xxxxxxxxxxxxxxxxxxx.toml: give one'
+    """
+    message = re.sub(rf"\S{{{_LONGEST_WORD + 1},}}", lambda word: _short_word(word.group()), message)
     if len(message) <= _LONGEST:
         return message
-    begin, end = message[: _LONGEST * 3 // 4], message[-_LONGEST // 5 :]
+    begin, end = message[: _LONGEST * 7 // 10], message[-_LONGEST // 5 :]
     return f"{begin} … ({len(message) - len(begin) - len(end):,} characters are left out) … {end}"
+
+
+def _short_word(word: str) -> str:
+    begin, end = word[: _LONGEST_WORD // 2], word[-_LONGEST_WORD // 8 :]
+    return f"{begin}… ({len(word) - len(begin) - len(end):,} more) …{end}"
 
 
 def _is_usage_error(error: Exception) -> bool:
