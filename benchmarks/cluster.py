@@ -56,7 +56,8 @@ from counterflow.plan import (
 from counterflow.plan.device_placement import devices
 from counterflow.plan.search import search
 from counterflow.plan.space import Constraints
-from counterflow.runtime.workers.world import current_transport, place
+from counterflow.runtime.workers.place import place
+from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import registry
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.train.profiling import _links, _pairs, fitted

@@ -146,7 +146,7 @@ class Run:
             ),
             *("--local-addr", ADDRESSES[node], "-m", "counterflow", "train", "--scheme", "chimera"),
             *("--steps", str(STEPS), "--out", str(self.folder), *self.more),
-            *("--stages", str(2 * self.a_node)),
+            *("--set", f"schedule.stages={2 * self.a_node}"),
             *(part for key, value in KEYS.items() for part in ("--set", f"{key}={value}")),
         ]
         environment = os.environ | {

@@ -13,7 +13,8 @@ from counterflow.errors import ConfigError
 from counterflow.measure.links import Travel, measure_allreduces, measure_messages
 from counterflow.plan import Configuration, files, predict
 from counterflow.runtime.workers.launch import launch
-from counterflow.runtime.workers.world import Place, current_transport
+from counterflow.runtime.workers.place import Place
+from counterflow.runtime.workers.world import current_transport
 from counterflow.train.profiling import _pairs, _workers_of_each_node, fitted, measure
 
 from .conftest import Configure

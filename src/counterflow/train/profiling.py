@@ -36,7 +36,8 @@ from counterflow.measure.machine import cores, device_name, memory_bytes
 from counterflow.measure.stage_costs import StageCost
 from counterflow.plan import AllReduce, Cluster, LayerProfile, LayerSkip, LayerTie, Link, Model, Profile
 from counterflow.runtime.workers.launch import launch
-from counterflow.runtime.workers.world import Place, current_transport, place
+from counterflow.runtime.workers.place import Place, place
+from counterflow.runtime.workers.world import current_transport
 
 from .config import RunConfig
 from .job import Job, prepare

@@ -20,8 +20,9 @@ from counterflow.errors import ConfigError
 from counterflow.runtime.transport import Status, Transport, TransportKind
 from counterflow.runtime.workers import watch, world
 from counterflow.runtime.workers.launch import launch
+from counterflow.runtime.workers.place import Place, first_host, place
 from counterflow.runtime.workers.watch import Failure, Watch, blame, culprit
-from counterflow.runtime.workers.world import current_transport, first_host, started_by
+from counterflow.runtime.workers.world import current_transport, started_by
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM = (
@@ -70,7 +71,7 @@ def test_torchrun(environment: pytest.MonkeyPatch) -> None:
     slurm(environment)  # torchrun may itself run under Slurm
     assert started_by() == "torchrun"
     assert (world.rank(), world.world_size()) == (5, 8)
-    assert world.place() == world.Place("torchrun", 5, 8, 1, "node3", 29500)
+    assert place() == Place("torchrun", 5, 8, 1, "node3", 29500)
 
 
 def test_a_number_that_is_none(environment: pytest.MonkeyPatch) -> None:
@@ -84,12 +85,12 @@ def test_slurm(environment: pytest.MonkeyPatch) -> None:
     assert started_by() == "slurm"
     assert (world.rank(), world.world_size()) == (5, 8)
     port = 15_000 + (123456 + 97 * 2) % 15_000
-    assert world.place() == world.Place("slurm", 5, 8, 1, "gpu007", port)
+    assert place() == Place("slurm", 5, 8, 1, "gpu007", port)
 
 
 def test_slurm_with_an_address(environment: pytest.MonkeyPatch) -> None:
     slurm(environment, MASTER_ADDR="10.0.0.1", MASTER_PORT="4000", SLURM_STEP_NODELIST="a,b")
-    assert world.place() == world.Place("slurm", 5, 8, 1, "10.0.0.1", 4000)
+    assert place() == Place("slurm", 5, 8, 1, "10.0.0.1", 4000)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +162,7 @@ def test_a_process_has_the_gpu_of_its_local_rank(
     environment.setattr(torch.cuda, "is_available", lambda: True)
     environment.setattr(torch.cuda, "device_count", lambda: gpus)
     environment.setattr(torch.cuda, "set_device", current.append)
-    here = world.place()
+    here = place()
     assert here is not None
     given = None if asked is None else torch.device(asked)
     assert str(world._device(kind, given, here.local_rank)) == found

@@ -51,7 +51,7 @@ def profile(
     Under torchrun all workers measure, on all nodes, links between nodes too; the first writes.
     """
     from counterflow.plan import files  # noqa: PLC0415  (torch and pydantic take a while)
-    from counterflow.runtime.workers.world import place  # noqa: PLC0415
+    from counterflow.runtime.workers.place import place  # noqa: PLC0415
     from counterflow.train import load_config  # noqa: PLC0415
     from counterflow.train.profiling import SIZES, measure  # noqa: PLC0415
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,35 +29,7 @@ from ..transport.gloo import GlooTransport
 from ..transport.nccl import NcclTransport
 from . import interface
 from .meeting import Meeting, meet
-
-_FIRST_PORT, _PORTS = 15_000, 15_000
-"""Slurm's jobs meet at a port below those that systems hand out by themselves."""
-
-_FIRST_SPECIAL_STEP = 0xFFFFFF00
-"""Slurm numbers its batch, interactive and external steps from here; srun's count from 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A process's place among those that one command started.
-
-    Attributes:
-        by: what started them.
-        rank: this one's number, from 0.
-        world_size: how many there are.
-        local_rank: its number on its machine.
-        address: the host where they meet.
-        port: the port where they meet.
-        machines: on how many they are, as far as it is told; else 1.
-    """
-
-    by: Literal["torchrun", "slurm"]
-    rank: int
-    world_size: int
-    local_rank: int
-    address: str
-    port: int
-    machines: int = 1
+from .place import Place, number, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +157,7 @@ def started_by() -> Literal["torchrun", "slurm"] | None:
 
 def most_restarts() -> int:
     """How often torchrun may start these workers again."""
-    return _number("TORCHELASTIC_MAX_RESTARTS", 0)
+    return number("TORCHELASTIC_MAX_RESTARTS", 0)
 
 
 def attempt(timeout_seconds: float) -> int:
@@ -266,64 +237,6 @@ def kind_of(name: str) -> TransportKind:
         raise ConfigError(f'unknown transport "{name}"; there are {kinds}') from None
 
 
-def place() -> Place | None:
-    """The place of this process, from torchrun's variables, or else from Slurm's."""
-    of = os.environ
-    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= of.keys():
-        return Place(
-            "torchrun",
-            _number("RANK"),
-            _number("WORLD_SIZE"),
-            _number("LOCAL_RANK", 0),
-            of["MASTER_ADDR"],
-            _number("MASTER_PORT"),
-            _number("GROUP_WORLD_SIZE", 1),
-        )
-    # Slurm sets PROCID and NTASKS also for a batch script itself, which is one process; only a step of srun
-    # has an ordinary step number.
-    if not {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"} <= of.keys():
-        return None
-    step = _number("SLURM_STEP_ID")
-    tasks = _number("SLURM_STEP_NUM_TASKS", _number("SLURM_NTASKS"))
-    if step >= _FIRST_SPECIAL_STEP or tasks == 1:
-        return None
-    nodes = of.get("SLURM_STEP_NODELIST") or of.get("SLURM_JOB_NODELIST") or of.get("SLURM_NODELIST") or ""
-    port = _FIRST_PORT + (_number("SLURM_JOB_ID", 0) + 97 * step) % _PORTS
-    return Place(
-        "slurm",
-        _number("SLURM_PROCID"),
-        tasks,
-        _number("SLURM_LOCALID", 0),
-        of.get("MASTER_ADDR") or first_host(nodes),
-        _number("MASTER_PORT", port),
-        _number("SLURM_STEP_NUM_NODES", _number("SLURM_NNODES", 1)),
-    )
-
-
-def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list.
-
-    >>> first_host("gpu[007-009,12],login1"), first_host("rack3-n[1,4]-ib,x"), first_host("a,b")
-    ('gpu007', 'rack3-n1-ib', 'a')
-
-    Raises:
-        ConfigError: it has none.
-    """
-    # Up to the first comma outside brackets, and of each bracket its first number.
-    found = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes)
-    if found is None:
-        raise ConfigError(f'no host in Slurm\'s node list "{nodes}"; set MASTER_ADDR to the host of rank 0')
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", found.group())
-
-
-def _number(name: str, default: int | None = None) -> int:
-    given = os.environ.get(name, default)
-    try:
-        return int(given)  # type: ignore[arg-type]
-    except ValueError:
-        raise ConfigError(f'{name} is "{given}"; it has to be a whole number') from None
-
-
 def _best(device: torch.device | None, backends: str) -> TransportKind:
     on_gpu = device is None or device.type == "cuda"
     if on_gpu and "nccl" in backends and torch.cuda.is_available() and dist.is_nccl_available():
@@ -381,7 +294,7 @@ def _met(here: Place, timeout_seconds: float) -> tuple[Store, Meeting]:
         where = f"tcp://{_in_url(here.address)}:{here.port}"
         with _told_who_is_missing(here, timeout_seconds):
             store, _, _ = next(rendezvous(where, here.rank, here.world_size, timeout=limit))
-            restarts = _number("TORCHELASTIC_RESTART_COUNT", 0)
+            restarts = number("TORCHELASTIC_RESTART_COUNT", 0)
             _process.met = store, meet(store, here.rank, here.world_size, restarts, timeout_seconds)
     return _process.met
 
