@@ -179,7 +179,7 @@ def left(run: Run) -> list[str]:
     return [*found, str(memory)] if memory.exists() else found
 
 
-def until(run: Run, what: str, condition: Any, seconds: float = 120) -> bool:
+def until(run: Run, what: str, condition: Any, seconds: float = 300) -> bool:
     """Wait; False if the run ended before."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -247,7 +247,7 @@ def beside(folder: Path, each: int, drawn: random.Random, seed: int) -> list[Kil
     for weights in BESIDE:
         whole = undisturbed("chimera", folder, weights)
         run = Run("chimera", folder / weights, restarts=2 * each, weights=weights)
-        until(run, "a checkpoint", lambda run=run: run.step() > CHECKPOINT_EVERY)
+        until(run, "a checkpoint", lambda run=run: run.step() > CHECKPOINT_EVERY, 600)
         found = []
         for number in range(each):
             row = kill(run, "chimera", ("machine", "both")[number % 2], drawn, seed)

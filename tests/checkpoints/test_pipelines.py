@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import counterflow as cf
+from counterflow.checkpoints.saver import Saver
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule.ir import Schedule
@@ -201,3 +202,25 @@ def test_a_limit_on_files_leaves_the_checkpoints_before(tmp_path: Path) -> None:
     run(work, workers=1)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-0"]
     assert cf.load_weights(tmp_path)
+
+
+def one_that_thaws(root: str) -> list[set[str]]:
+    """What is in the folder while a saver of before writes beside the one that came after it, and later."""
+    pipeline = cf.Pipeline(model(), loss, cf.schemes.gpipe(1, 4), optimizer=adamw, scheduler=halved)
+    before, after = (Saver(pipeline, Path(root)) for _ in range(2))
+    for saver in (after, before):
+        saver.start({})
+        assert saver._thread is not None
+        saver._thread.join()
+    during = {path.name for path in Path(root).iterdir()}
+    assert after.wait() is not None
+    then = {path.name for path in Path(root).iterdir()}
+    Saver(pipeline, Path(root))
+    return [during, then, {path.name for path in Path(root).iterdir()}]
+
+
+def test_one_that_thaws_writes_into_no_others_draft(tmp_path: Path) -> None:
+    [(during, then, last)] = run(one_that_thaws, str(tmp_path), workers=1)
+    assert len(during) == 2
+    assert len(then & during) == 1
+    assert then - during == last == {"step-0"}

@@ -22,7 +22,7 @@ INDEX = "checkpoint.json"
 """Written last into the draft of a checkpoint."""
 
 _FOLDER = re.compile(r"step-(\d{1,18})")
-_DRAFT = re.compile(r"\.step-\d{1,18}\.(draft|old)")
+_DRAFT = re.compile(r"\.step-\d{1,18}\.([0-9a-f]+\.)?(draft|old)")
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 FileName = Annotated[str, Field(pattern=r"^[a-z]+(-\d+)?\.[a-z]+$")]
@@ -151,9 +151,9 @@ def name_of(step: int) -> str:
     return f"step-{step}"
 
 
-def draft_of(step: int) -> str:
-    """The folder in which it is written."""
-    return f".step-{step}.draft"
+def draft_of(step: int, mark: str) -> str:
+    """The folder in which workers with a mark of their own write it."""
+    return f".step-{step}.{mark}.draft"
 
 
 def complete(root: Path) -> list[Path]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import logging
+import secrets
 import shutil
 import threading
 import time
@@ -85,7 +86,8 @@ class Saver:
         self._losses: dict[Path, float] = {}
         if self._writes_index:
             remove_drafts(root)
-        self._transport.gather([])  # drafts of before are gone
+        # A worker that was frozen, and thaws when others have gone on, must not write among their files.
+        self._mark = str(self._transport.gather_objects(secrets.token_hex(4))[0])  # drafts of before are gone
 
     def start(self, about: Mapping[str, Any], extras: Mapping[str, Extra] | None = None) -> None:
         """Begin a checkpoint of the pipeline as it is, with nothing under way; all workers call it.
@@ -112,7 +114,7 @@ class Saver:
         part = plan.part()
         mine = {key: value for key, value in objects.items() if plan.objects[key] == self._transport.rank}
         packed = _packed(mine)
-        step, draft = pipeline.steps, self.root / draft_of(pipeline.steps)
+        step, draft = pipeline.steps, self.root / draft_of(pipeline.steps, self._mark)
         if self._writes_index:
             aliases: dict[str, list[str]] = {}
             for name, first in first_names(pipeline).items():
@@ -156,7 +158,7 @@ class Saver:
         if problem is None:
             return self.last
         if self._writes_index:
-            shutil.rmtree(self.root / draft_of(step), ignore_errors=True)
+            shutil.rmtree(self.root / draft_of(step, self._mark), ignore_errors=True)
             _LOG.warning(
                 "the checkpoint of step %d is not written: %s; those before are whole", step, problem
             )
@@ -208,7 +210,7 @@ class Saver:
 
     def _complete(self, step: int, written: Mapping[str, Written]) -> None:
         """Write the index last, and give the draft its name."""
-        draft, folder = self.root / draft_of(step), self.root / name_of(step)
+        draft, folder = self.root / draft_of(step, self._mark), self.root / name_of(step)
         index = Index(**self._index, files=dict(written))
         for name, file in index.files.items():
             problem = files.problem_of(draft / name, file, whole=False)
