@@ -311,7 +311,7 @@ def one(faults: Sequence[str], a_node: int, root: Path, whole: Curve) -> tuple[l
         if whole and not problem:
             largest, problem = compared(curve, whole, 1e-6 if alone else 0)
         if folder.is_dir() and not problem:
-            problem = next((f"left: {path}" for path in folder.rglob(".*")), "")
+            problem = next((f"left: {path.name}" for path in folder.rglob(".*")), "")
         if not problem and run.curve() != curve:
             problem = "written to after the end"
     workers = next((event["workers"] for event in events[::-1] if event["event"] == "fewer"), 2 * a_node)
