@@ -70,7 +70,7 @@ KINDS = {"worker": 4, "machine": 5, "saving": 2, "launcher": 1}
 
 
 BESIDE: dict[str, dict[str, Any]] = {
-    "80 thousand": {},
+    "68 thousand": {},
     "13 million": {"model.hidden": 512, "train.samples": 8},
 }
 """Models by their weights, in chimera."""
