@@ -169,3 +169,43 @@ def with_one_more(pipeline: Pipeline) -> None:
 def test_calls_that_are_not_right_are_refused(call: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         launch(_calls, call, workers=2, transport="local", timeout_seconds=30)
+
+
+def _detached(output: Tensor, target: Tensor) -> Tensor:
+    return functional.mse_loss(output.detach(), target)
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
+@pytest.mark.parametrize("barrier", [True, False])
+def test_a_loss_that_depends_on_no_weight_is_refused(recompute: str, barrier: bool) -> None:
+    def run() -> None:
+        pipeline = Pipeline(
+            seeded(layers)(),
+            _detached,
+            schemes.chimera(2, 4),
+            optimizer=adamw,
+            recompute=recompute,
+            barrier=barrier,
+        )
+        for step in range(3):
+            pipeline.step(plain(step).inputs, plain(step).targets)
+        pipeline.flush()
+
+    with pytest.raises(ConfigError, match="no loss of the mini-batch has a graph"):
+        launch(run, workers=2, transport="local")
+
+
+@pytest.mark.parametrize("schedule", [schemes.dapple(2, 4), schemes.chimera(2, 4), DOUBLING], ids=str)
+def test_some_micro_batches_may_have_nothing_to_learn_from(schedule: Schedule) -> None:
+    def given(step: int) -> Given:
+        sign = torch.tensor([1.0, -1.0]).repeat_interleave(8)[:, None]  # of the first half, and of the other
+        return Given(numbers(step, 16, WIDTH), sign * numbers(step + 100, 16, WIDTH).abs())
+
+    agrees(Case(seeded(layers), given, loss=_some_detached), 2, schedules=[schedule])
+
+
+def _some_detached(output: Tensor, target: Tensor) -> Tensor:
+    counts = (target.sum(1) > 0)[:, None]
+    if not bool(counts.any()):
+        return functional.mse_loss(output.detach(), target)
+    return functional.mse_loss(torch.where(counts, output, output.detach()), target)

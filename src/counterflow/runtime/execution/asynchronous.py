@@ -24,7 +24,7 @@ from counterflow.schedule.program.segments import Segments
 
 from .. import later
 from ..mini_batch.batch import Batch
-from ..mini_batch.losses import Losses
+from ..mini_batch.losses import Losses, refuse_no_graph
 from ..parameters.gradients import clip_factor
 from ..parameters.versions import Versions
 from ..parameters.weights import Weights
@@ -213,6 +213,7 @@ class AsynchronousRunner:
             self._gather()
         batch, rows = self._heard.popleft()
         loss, norm = self.workers.loss_and_norm(rows, batch.step, self._not_finite)
+        refuse_no_graph([row[3:] for row in rows])
         metrics = self.workers.metrics([row[3:] for row in rows], batch.losses, 1.0)
         return StepStatistics(batch.step, loss, norm, batch.samples, metrics)
 

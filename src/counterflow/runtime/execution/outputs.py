@@ -92,6 +92,7 @@ class Outputs:
         means = task.copy.means
         found = read_loss(output) if means is None else means.read(output, rows.stop - rows.start)
         loss, weight, metrics, counts = found
+        batch.losses.note_graph(loss, again=again)
         share = batch.share(unit)
         by: Tensor | float = share
         divisor: Tensor | float | None = None

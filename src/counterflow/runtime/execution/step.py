@@ -16,7 +16,7 @@ from counterflow.errors import ConfigError, WorkerError
 from ..mini_batch.losses import Losses, added, refuse_other_counts
 from ..transport import Transport
 
-COLUMNS = 9
+COLUMNS = 10
 """Of loss and norm: loss, squared norm, what is not finite, and what ``Losses.weighed`` gives."""
 
 

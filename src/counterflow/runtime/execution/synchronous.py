@@ -13,7 +13,7 @@ from counterflow.errors import WorkerError
 from counterflow.schedule.program.actions import Program, StartSync, Summed, WaitSync
 
 from ..mini_batch.batch import Batch
-from ..mini_batch.losses import added
+from ..mini_batch.losses import added, refuse_no_graph
 from ..parameters.gradients import clip_factor
 from ..parameters.weights import Weights
 from .interpreter import Interpreter
@@ -198,6 +198,7 @@ class SynchronousRunner:
             What makes the mini-batch's of its gradients as they were divided, and what makes the step's own
             of sums that were divided by ``total``.
         """
+        refuse_no_graph(rows)
         total, scale = self._batch.total, 1.0
         weight = self.workers.weight(rows, self._batch.step)
         divisor = max(row[5] for row in rows)

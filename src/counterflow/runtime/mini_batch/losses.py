@@ -115,6 +115,19 @@ def refuse_other_counts(rows: Sequence[Sequence[float]]) -> None:
         )
 
 
+def refuse_no_graph(rows: Sequence[Sequence[float]]) -> None:
+    """Refuse losses of which none depends on weights; ``rows`` as ``weighed`` gives.
+
+    Raises:
+        ConfigError: no loss of the mini-batch has a graph.
+    """
+    if not any(row[6] for row in rows):
+        raise ConfigError(
+            "no loss of the mini-batch has a graph, so that nothing would be trained: the loss function, or "
+            "a layer, detaches what it was given (.detach(), .item(), torch.no_grad(), numpy)"
+        )
+
+
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, Tensor | float]:
     """Metrics without a graph.
 
@@ -173,11 +186,23 @@ class Losses:
     Attributes:
         told: whether this worker tells them; not where others were given the same samples and do.
         entries: one a unit.
+        has_graph: whether any of them depends on weights.
+        graphs_to_come: of how many units this is not known yet, as their forwards run again.
     """
 
     told: bool = True
     entries: list[Entry] = field(default_factory=list)
+    has_graph: bool = False
+    graphs_to_come: int = 0
     _later: later.Later | None = None
+
+    def note_graph(self, loss: Tensor, *, again: bool) -> None:
+        """Whether a unit's loss has a graph, which a forward that runs again has the second time."""
+        self.has_graph = self.has_graph or loss.requires_grad
+        if again:
+            self.graphs_to_come -= 1
+        elif not torch.is_grad_enabled():
+            self.graphs_to_come += 1
 
     def ask(self) -> None:
         """All are made: let a device's begin their way, so that who reads them waits for no later op."""
@@ -214,10 +239,10 @@ class Losses:
         """What is told of the losses beside their sum.
 
         Sum of the weights; how many losses have one; whether there are metrics; extremes of ``counts``; what
-        gradients were divided by, 0 if by the samples.
+        gradients were divided by, 0 if by the samples; whether any may have a graph.
         """
         if not self.told:
-            return 0.0, 0, 0.0, math.inf, -math.inf, 0.0
+            return 0.0, 0, 0.0, math.inf, -math.inf, 0.0, 0.0
         self._arrive()
         weights = [float(entry.weight) for entry in self.entries if entry.weight is not None]
         if len(weights) not in (0, len(self.entries)):
@@ -233,6 +258,7 @@ class Losses:
             min(counts, default=math.inf),
             max(counts, default=-math.inf),
             max((float(e.divisor) for e in self.entries if e.divisor is not None), default=0.0),
+            float(self.has_graph or self.graphs_to_come > 0),
         )
 
     def metrics(self) -> dict[str, float]:
