@@ -458,7 +458,7 @@ def main() -> None:
         return
     if os.geteuid() != 0 or not Path("/dev/net/tun").exists():
         raise SystemExit("network namespaces and tun devices need root, and Linux")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is taken down
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs is taken down
     data: dict[str, Any] = {"machine": machine(), "clusters": []}
     for number, (delay, megabits, layout) in enumerate(product(given.delays, given.megabits, given.layout)):
         try:
