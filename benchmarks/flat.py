@@ -8,10 +8,11 @@ four schemes in turn. ``steps`` makes one run of many steps, with a checkpoint a
 100, as ``counterflow train`` does, and counts its workers and who launched them from outside. Each checkpoint
 compares all copies of a stage: the run ends there if two differ in a bit.
 
-Counted are, by process: resident memory without what files have in it (MiB), open files, threads, and bytes
-in the machine's /dev/shm. First, caches of torch and of the allocator fill: torch's flight recorder notes the
-last 2,000 collectives of a process with their stacks; for ``pipelines``, which make few, it is told to note
-200. The command fails if in the last half memory grows by more than ``MOST_RATE``, or files or threads do.
+Counted are, by process: resident memory without what files have in it (MiB), open files, threads, resident
+and shared memory (MiB), in which copies of weights are. First, caches of torch and of the allocator fill: torch's
+flight recorder notes the last 2,000 collectives of a process with their stacks; for ``pipelines``, which make
+few, it is told to note 200. The command fails if in the last half memory grows by more than ``MOST_RATE``, or
+files, threads or shared memory do.
 Linux only.
 """
 
@@ -54,8 +55,7 @@ def look(pid: int | str = "self", *, trimmed: bool = False) -> Row:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     own = Path("/proc") / str(pid)
     status = dict(line.split(":", 1) for line in (own / "status").read_text().splitlines())
-    private = int(status["RssAnon"].split()[0]) / 1024
-    shared = sum(path.stat().st_size for path in Path("/dev/shm").rglob("*") if path.is_file()) / 2**20
+    private, shared = (int(status[name].split()[0]) / 1024 for name in ("RssAnon", "RssShmem"))
     return private, len(list((own / "fd").iterdir())), int(status["Threads"]), shared
 
 
@@ -183,7 +183,7 @@ def table(mode: str, count: int, rows: Mapping[str, Sequence[Row]]) -> tuple[str
         usual = [
             [statistics.median_low(row[at] for row in part) for part in (early, late)] for at in (1, 2, 3)
         ]
-        flat &= rate <= MOST_RATE[mode] and all(after <= before for before, after in usual[:2])
+        flat &= rate <= MOST_RATE[mode] and all(after <= before for before, after in usual)
         lines.append(
             f"{who:8}  {memory[0]:22.1f} {memory[1]:6.1f} {memory[2]:6.1f} {memory[3]:6.1f} {rate:11.2f}  "
             + " ".join(
