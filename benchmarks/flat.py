@@ -8,11 +8,11 @@ four schemes in turn. ``steps`` makes one run of many steps, with a checkpoint a
 100, as ``counterflow train`` does, and counts its workers and who launched them from outside. Each checkpoint
 compares all copies of a stage: the run ends there if two differ in a bit.
 
-Counted are, by process: resident memory without what files have in it (MiB), open files, threads, resident
-and shared memory (MiB), in which copies of weights are. First, caches of torch and of the allocator fill: torch's
-flight recorder notes the last 2,000 collectives of a process with their stacks; for ``pipelines``, which make
-few, it is told to note 200. The command fails if in the last half memory grows by more than ``MOST_RATE``, or
-files, threads or shared memory do.
+Counted are, by process: resident memory without what files have in it (MiB), open files, threads, and shared
+memory that is resident (MiB), in which copies of weights are. First, caches of torch and of the allocator
+fill: torch's flight recorder notes the last 2,000 collectives of a process with their stacks; for
+``pipelines``, which make few, it is told to note 200. The command fails if in the last half memory grows by
+more than ``MOST_RATE``, or files, threads or shared memory do.
 Linux only.
 """
 
