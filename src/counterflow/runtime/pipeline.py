@@ -270,8 +270,6 @@ class Pipeline:
         barrier: bool,
     ) -> SynchronousRunner | AsynchronousRunner:
         """What runs the schedule, with its lists as they are proved."""
-        self._losses = _losses(self.schedule)
-        """Who makes those of which micro-batches; first the one that waits for no other."""
         workers = Workers(self.ranks, self.replica, self.worker, self.transport)
         matching, shared = self.transport.matching, Shared(self.weights.ties, self._statistics)
         if not self.schedule.synchronous:
@@ -291,6 +289,8 @@ class Pipeline:
             shared=shared,
             norm=barrier or waits_for_norm(clip_norm, skips=skips),
         )
+        self._losses = _losses(self.schedule)
+        """Who makes those of which micro-batches; first the one that waits for no other."""
         kind = SynchronousRunner if barrier else BarrierFreeRunner
         return kind(program, make, workers, self.weights, clip_norm, skips=skips)
 

@@ -211,6 +211,6 @@ def has_backend(name: str) -> bool:
     return name.upper() in torch.distributed.Backend._plugins  # noqa: SLF001
 
 
-def has_backward_hooks(module: nn.Module) -> bool:
+def has_hooks_of_backward(module: nn.Module) -> bool:
     """Whether gradients of what a module takes or gives go through hooks of it."""
     return bool(module._backward_hooks or module._backward_pre_hooks)  # noqa: SLF001

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..torch_private import has_backward_hooks
+from ..torch_private import has_hooks_of_backward
 from .randomness import RandomStreams
 
 _LOG = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class GradientHooks(TorchFunctionMode):
 
     def __init__(self, modules: Iterable[nn.Module], streams: RandomStreams) -> None:
         super().__init__()
-        self._modules, self._streams = tuple(modules), streams
+        self._layers, self._streams = tuple(modules), streams
         self._changes = False
         self.looks = False
         """Whether forwards are looked at: in the step after the first one that ``tell`` was called in."""
@@ -63,7 +63,7 @@ class GradientHooks(TorchFunctionMode):
         )
 
     def _has_modules(self) -> bool:
-        return any(has_backward_hooks(layer) for module in self._modules for layer in module.modules())
+        return any(has_hooks_of_backward(layer) for module in self._layers for layer in module.modules())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
