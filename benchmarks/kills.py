@@ -309,6 +309,17 @@ def table(rows: list[Kill]) -> str:
     return "\n".join(lines) + "\n" + (f"\n{table_beside(compared)}" if compared else "")
 
 
+def keep(rows: list[Kill], about: dict[str, Any]) -> None:
+    """Add rows to those that are kept, and write the table of all."""
+    path = RESULTS / "kills.json"
+    kept = json.loads(path.read_text()) if path.exists() else {"machines": [], "kills": []}
+    if about not in kept["machines"]:
+        kept["machines"].append(about)
+    kept["kills"] += [asdict(row) for row in rows]
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+    (RESULTS / "kills.txt").write_text(f"{shown(about)}\n\n{table([Kill(**row) for row in kept['kills']])}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -354,15 +365,12 @@ def main() -> None:
         wrong += bool(problems)
         told = ", ".join(f"{r.kind} at {r.step}: {r.source} {r.seconds:.1f} s" for r in found)
         print(f"{name}: {told or 'no kill'}: {'; '.join(problems) or 'right'}", flush=True)
-        rows += [replace(row, right=not problems) for row in found]
-    if options.keep:
-        path = RESULTS / "kills.json"
-        kept = json.loads(path.read_text()) if path.exists() else {"machines": [], "kills": []}
-        kept["machines"].append(about)
-        kept["kills"] += [asdict(row) for row in rows]
-        path.write_text(json.dumps(kept, indent=1) + "\n")
-        rows = [Kill(**row) for row in kept["kills"]]
-        (RESULTS / "kills.txt").write_text(f"{shown(about)}\n\n{table(rows)}")
+        found = [replace(row, right=not problems) for row in found]
+        rows += found
+        if options.keep:
+            keep(found, about)
+    if options.beside and options.keep:
+        keep(rows, about)
     print(table(rows))
     if wrong:
         sys.exit(f"{wrong} runs were not right; see {folder}")

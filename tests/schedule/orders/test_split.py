@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from counterflow import Costs, Op, OpKind, Schedule, simulate
 from counterflow.errors import DeadlockError
+from counterflow.schedule.orders import fill
 from counterflow.schedule.orders.fill import filled
 from counterflow.schedule.orders.split import split_backwards
 from counterflow.schedule.placement import linear
@@ -135,3 +136,18 @@ def test_a_circle_is_told() -> None:
     schedule = two_stages("I0 W0 F0", "F0 I0 W0", 1)
     with pytest.raises(DeadlockError, match="wait in a circle"):
         filled(schedule, (1, 1), lambda _: False)
+
+
+def test_workers_are_looked_at_only_when_something_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand workers, looked at each moment, took seconds."""
+    looks = 0
+    taken_at = fill._Worker.taken_at
+
+    def counted(worker: fill._Worker, now: float, ended: list[float]) -> int | None:
+        nonlocal looks
+        looks += 1
+        return taken_at(worker, now, ended)
+
+    monkeypatch.setattr(fill._Worker, "taken_at", counted)
+    schedule = dapple(stages=100, micro_batches=3, split=True)
+    assert looks <= 4 * sum(map(len, schedule.orders))

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
+from itertools import pairwise
 from math import inf
 
 from counterflow.errors import DeadlockError
@@ -43,20 +44,21 @@ def filled(
         _Worker(graph, w, needs, limit, movable)
         for w, limit in zip(range(schedule.workers), limits, strict=True)
     ]
-    moments, now = [0.0], -1.0
+    waked = _waked(graph, needs)
+    moments = [(0.0, w) for w in range(schedule.workers)]
     while moments:
-        if (moment := heappop(moments)) == now:
+        now, w = heappop(moments)
+        worker = workers[w]
+        if worker.busy_until > now or worker.looked_at == now:
             continue
-        now = moment
-        for worker in workers:
-            if worker.busy_until > now:
-                continue
-            node = worker.taken_at(now, ended)
-            if node is not None:
-                op = graph.ops[node]
-                end = now + op.work * (2 if op.kind is OpKind.BACKWARD else 1)
-                ended[node] = worker.busy_until = end
-                heappush(moments, end)
+        worker.looked_at = now
+        node = worker.taken_at(now, ended)
+        if node is not None:
+            op = graph.ops[node]
+            end = now + op.work * (2 if op.kind is OpKind.BACKWARD else 1)
+            ended[node] = worker.busy_until = end
+            for other in waked[node]:
+                heappush(moments, (end, other))
     if any(worker.left for worker in workers):
         raise DeadlockError(graph.describe_cycle())
     return replace(schedule, orders=tuple(tuple(worker.done) for worker in workers))
@@ -82,6 +84,17 @@ def _needs(graph: OpGraph) -> list[list[int]]:
     return needs
 
 
+def _waked(graph: OpGraph, needs: list[list[int]]) -> list[set[int]]:
+    """The workers that may have something to run when a node ends: its own, and whoever takes its product."""
+    waked: list[set[int]] = [set() for _ in graph.ops]
+    for worker, (first, end) in enumerate(pairwise(graph.first)):
+        for node in range(first, end):
+            waked[node].add(worker)
+            for need in needs[node]:
+                waked[need].add(worker)
+    return waked
+
+
 class _Worker:
     """What one worker has run, and what is left of its order: nodes, None where one was taken."""
 
@@ -97,6 +110,7 @@ class _Worker:
         self.done: list[Op] = []
         self.left = len(nodes)
         self.busy_until = 0.0
+        self.looked_at = -1.0
         self._ops = graph.ops
         self._needs = needs
         self._order: list[int | None] = list(nodes)

@@ -254,7 +254,7 @@ class _Side:
         """What one micro-batch holds of a store, times how long, at least."""
         letters, rest = self._problem.letters, self._of_stage(forward)
         own = letters[forward].seconds
-        started = self._windows.later(forward)
+        started = self._windows.later(forward, rest)
         ended = [own, *(started[n] + letters[n].seconds for n in rest)]
         area = min(store.at_start[forward], held[0][0]) * own
         for (size, _), begin, end in zip(held, ended, ended[1:], strict=False):

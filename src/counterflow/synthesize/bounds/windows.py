@@ -11,7 +11,7 @@ Invariant: every schedule of the problem keeps the rules once its micro-batches 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from graphlib import TopologicalSorter
@@ -136,11 +136,22 @@ class Windows:
         """The letters, each after those that it needs for the same micro-batch."""
         return in_order(self.problem)
 
-    def later(self, letter: int) -> dict[int, float]:
-        """By letter, the least time from an op's start to the ops of its micro-batch that follow from it."""
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        """Where each letter stands in that order."""
+        return {n: place for place, n in enumerate(self._order)}
+
+    def later(self, letter: int, wanted: Collection[int] | None = None) -> dict[int, float]:
+        """By letter, the least time from an op's start to the ops of its micro-batch that follow from it.
+
+        Args:
+            letter: of the op.
+            wanted: those that are asked for, and surely in the result; None: all.
+        """
         found = {letter: 0.0}
-        letters = self.problem.letters
-        for n in self._order:
+        letters, places = self.problem.letters, self._places
+        end = None if wanted is None else 1 + max((places[n] for n in wanted), default=-1)
+        for n in self._order[places[letter] + 1 : end]:
             for need in letters[n].needs:
                 if need.letter in found:
                     waits = self.busy[need.letter] if need.link is None else need.seconds
