@@ -205,6 +205,8 @@ def test_labels_among_the_inputs_are_refused() -> None:
     inputs, labels = tiny.batch("llama")
     with pytest.raises(cf.ConfigError, match="as targets"):
         hf.layers(tiny.made("llama"))[0]({**inputs, "labels": labels})
+    with pytest.raises(cf.ConfigError, match="num_items_in_batch is among the inputs; leave it out"):
+        hf.layers(tiny.made("llama"))[0]({**inputs, "num_items_in_batch": labels.sum()})
 
 
 class _Scaled(nn.Module):

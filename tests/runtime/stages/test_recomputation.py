@@ -454,6 +454,17 @@ class Fading(nn.Linear):
         return y
 
 
+class Late(nn.Linear):
+    """Gives less each time it runs, from its 11th run on: in the second step."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        y: Tensor = super().forward(x) * min(1.0, 0.9 ** (self.runs - 10))
+        return y
+
+
 def _trained(layers: list[nn.Module], recompute: str) -> None:
     pipeline = Pipeline(layers, mean_square, schemes.gpipe(1, 4), optimizer=sgd, recompute=recompute)
     for ((x, y),) in numbers():
@@ -468,6 +479,8 @@ def _trained(layers: list[nn.Module], recompute: str) -> None:
         (Forgetful, "layer", r"layer 0 \(Forgetful\) saved 1 tensors .* and 2 of other"),
         (Fading, "stage", "stage 0 gives other values when it is computed again"),
         (Fading, "layer", r"layer 0 \(Fading\) gives other values when it is computed again"),
+        (Late, "stage", "stage 0 gives other values when it is computed again"),
+        (Late, "layer", r"layer 0 \(Late\) gives other values when it is computed again"),
     ],
 )
 def test_what_cannot_be_computed_again_is_said(layer: type[nn.Linear], recompute: str, message: str) -> None:

@@ -365,6 +365,11 @@ class _First(Layer):
     def forward(self, inputs: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Token ids, or what the model takes, to what all layers take."""
         given = {**_as_kwargs(inputs), **kwargs}
+        if "num_items_in_batch" in given:
+            raise ConfigError(
+                "num_items_in_batch is among the inputs; leave it out: hf.loss divides by what counts in the "
+                "whole mini-batch, over replicas too"
+            )
         if "labels" in given:
             raise ConfigError(
                 "labels are among the inputs; give them to the pipeline's step as targets, for the last stage"

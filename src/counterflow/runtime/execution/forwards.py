@@ -187,10 +187,7 @@ class Forwards:
         else:
             kept = same
         found, tensors = self._outputs.with_loss(task, batch, output, unit)
-        again = Again(kept, before, contents, [])
-        if not copy.compared:
-            copy.compared = True
-            again = again._replace(first=[tensor.detach().clone() for tensor in tensors])
+        again = Again(kept, before, contents, [], copy.first_run(tensors, batch.step))
         return found, self._stashed(task, copy, given, again, tensors)
 
     def _first_run(self, copy: StageCopy, value: Value, step: int, rows: Rows) -> Any:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ..messages.values import Structure, Unit, Value
 from ..stages.randomness import Rows
-from ..stages.recomputation import Contents
+from ..stages.recomputation import Contents, First
 from ..stages.split_backward import Joints, SplitBackward
 from .meters import Kept
 
@@ -44,14 +44,14 @@ class Again(NamedTuple):
         versions: of the input's tensors.
         buffers: what the stage's buffers held.
         marked: whether each output tensor was said to need a gradient.
-        first: copies of the output, if the second one is compared with it.
+        first: the output, if the second one is compared with it.
     """
 
     value: Value
     versions: list[int]
     buffers: Contents
     marked: list[bool]
-    first: list[Tensor] | None = None
+    first: First | None = None
 
 
 @dataclass(slots=True)

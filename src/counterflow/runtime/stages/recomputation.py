@@ -81,13 +81,41 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def refuse_other(again: Sequence[Tensor], first: Sequence[Tensor], place: str) -> None:
+class First:
+    """What a run gave, to be compared with the run of its backward.
+
+    Args:
+        tensors: its output.
+        whole: whether copies are kept; else their norms, which take no memory.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], *, whole: bool) -> None:
+        self.whole = whole
+        self.kept = self.of(tensors)
+
+    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What is compared."""
+        return [_copy(tensor) if self.whole else _norm(tensor) for tensor in tensors]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    counts = (tensor.is_floating_point() or tensor.is_complex()) and not is_dtensor(tensor)
+    return tensor.norm() if counts else torch.zeros(())
+
+
+def refuse_other(output: Sequence[Tensor], first: First, place: str) -> None:
     """Refuse a second run that finds other values than the first; what rounding explains is the same.
 
     Raises:
         ConfigError: it does.
     """
-    for new, old in zip(again, first, strict=True):
+    again = output if first.whole else first.of(output)
+    for new, old in zip(again, first.kept, strict=True):
         if not (old.is_floating_point() or old.is_complex()) or new.shape != old.shape or is_dtensor(new):
             continue
         limit = max(torch.finfo(old.dtype).eps ** 0.5, 1e-2 if old.is_cuda else 0.0)
@@ -207,8 +235,8 @@ class Replay:
         self.kept: set[int] = set()
         """What is kept although a backward asks for it."""
         self._ran = self._runs = False
-        self.first: list[Tensor] | None = None
-        """Of a run that is compared with the next one: copies of its output."""
+        self.first: First | None = None
+        """Of a run that is compared with the next one."""
 
     def keep(self, value: Any, *, changes: bool, hold: Callable[[], None] | None = None) -> None:
         """What to run on.

@@ -32,7 +32,7 @@ from .gradient_hooks import GradientHooks
 from .precision import Precision
 from .randomness import RandomStreams, Rows, versions
 from .reading import Reads
-from .recomputation import Buffers, Entry, Hold, Replay, mapped, tensors_of
+from .recomputation import Buffers, Entry, First, Hold, Replay, mapped, tensors_of
 from .skips import Carried, SkipRunner, StageSkips
 from .split_backward import Joints, Splitting
 
@@ -139,10 +139,8 @@ class StageCopy:
         self.joins: bool | None = None if skips is None else False
         """Whether samples give the same in one run with others; None: not tried."""
         self._entries = [Entry() for _ in layers]
-        self.compared = False
-        """Whether a run of the stage was kept, to be compared with the one of its backward."""
-        self._compared: set[int] = set()
-        """Layers of which one was."""
+        self._compared: dict[int | None, int] = {}
+        """By layer, or None for the stage, the step in which a run was last compared with its backward's."""
         self._layer_buffers = [Buffers([layer.module]) for layer in layers]
         self.precision = precision(self)
 
@@ -348,14 +346,25 @@ class StageCopy:
             replay.keep(entry.kept(same), changes=entry.changes is not False, hold=hold)
             with replay.watch():
                 value = self._run(layer, value, step, rows)
-            if layer.index not in self._compared:
-                self._compared.add(layer.index)
-                replay.first = [tensor.detach().clone() for tensor in tensors_of(value)]
+            replay.first = self.first_run(tensors_of(value), step, layer.index)
         for entry, given, before, replay in watched:
             entry.learn(given, before)
             if not entry.changes:
                 replay.keep(given, changes=False)
         return value
+
+    def first_run(self, tensors: Sequence[Tensor], step: int, layer: int | None = None) -> First | None:
+        """What is compared with the run of the backward: one run a step, whole the first time.
+
+        On a GPU, where comparing waits for the device, in fewer and fewer steps.
+        """
+        last = self._compared.get(layer)
+        if last == step:
+            return None
+        self._compared[layer] = step
+        if last is not None and self.streams.device.type != "cpu" and step & (step - 1):
+            return None
+        return First(tensors, whole=last is None)
 
     def _replay(self, layer: NamedLayer, step: int, rows: Rows, buffers: Buffers) -> Replay:
         then = buffers.now()
