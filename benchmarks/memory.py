@@ -7,9 +7,12 @@ Claim: a worker's predicted peak is within 5 % of the most bytes that torch's al
 Each model's layers are measured as `counterflow profile` does it, in one process. From that the planner
 predicts what each of two workers holds at most; then two processes over Gloo run the schedule, and every
 allocation and every free of theirs is noted. All state counts: weights, gradients, optimiser, messages. The
-mini-batch, which is the user's, does not. The runs were chosen before the first of them was measured: schemes
-of every kind, all recomputations, SGD, its momentum and Adam, float32, autocast and cast weights, a GPT and a
-stack of linear layers.
+mini-batch, which is the user's, does not. The first twenty runs are schemes of every kind, all
+recomputations, SGD, its momentum and Adam, float32, autocast and cast weights, a GPT and a stack of linear
+layers. What they showed was used to mend the model of memory; the runs after them were not measured before.
+
+A message that is sent is held until Gloo has sent it and another one is: which that is depends on how the two
+processes take turns, so a worker's peak differs by a message or two from one call to the next.
 """
 
 from __future__ import annotations
@@ -40,7 +43,10 @@ from counterflow.train.profiling import kinds_of, layer_profile
 
 GOAL = 0.05
 RESULTS = Path(__file__).parent / "results"
-GPT = GPTConfig(layers=6, hidden=96, heads=4, vocabulary=256, positions=64, dropout=0.0)
+GPTS = {
+    "gpt": GPTConfig(layers=6, hidden=96, heads=4, vocabulary=256, positions=64, dropout=0.0),
+    "large": GPTConfig(layers=8, hidden=256, heads=8, vocabulary=1000, positions=96, dropout=0.0),
+}
 DTYPES = {"": {}, "autocast": {"autocast": torch.bfloat16}, "cast": {"compute_dtype": torch.bfloat16}}
 
 
@@ -88,9 +94,18 @@ def runs() -> Iterator[Run]:
     yield Run("linear", "hanayo", {**by_worker, "waves": 1}, samples=256, optimizer="momentum")
 
 
+def later_runs() -> Iterator[Run]:
+    """Those that the model of memory was not mended by."""
+    two = {"stages": 2, "micro_batches": 4}
+    yield Run("gpt", "interleaved", {"workers": 2, "micro_batches": 4, "chunks": 2}, optimizer="sgd")
+    yield Run("gpt", "zb-h1", two, recompute="stage")
+    yield Run("gpt", "gpipe", two, recompute="layer", precision="autocast")
+    yield Run("large", "chimera", two, recompute="layer", samples=2)
+
+
 def layers_of(model: str) -> list[nn.Module]:
-    if model == "gpt":
-        return GPT.build()
+    if model in GPTS:
+        return GPTS[model].build()
     sizes = [(64, 256), *[(256, 256)] * 5]
     found: list[nn.Module] = []
     for wide, to in sizes:
@@ -100,8 +115,8 @@ def layers_of(model: str) -> list[nn.Module]:
 
 def batch(model: str, samples: int) -> tuple[Any, Any]:
     generator = torch.Generator().manual_seed(1)
-    if model == "gpt":
-        return GPT.sample(samples, generator=generator)
+    if model in GPTS:
+        return GPTS[model].sample(samples, generator=generator)
     return torch.randn(samples, 64, generator=generator), torch.randn(samples, 16, generator=generator)
 
 
@@ -113,7 +128,7 @@ def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
 
 def pipeline(subject: tuple[str, str, str, int], schedule: Any, **more: Any) -> Pipeline:
     model, optimizer, precision, _ = subject
-    loss = GPT.loss if model == "gpt" else nn.functional.mse_loss
+    loss = GPTS[model].loss if model in GPTS else nn.functional.mse_loss
     with torch.device("meta"):  # else the layers that were given are there too
         layers = layers_of(model)
     return Pipeline(
@@ -166,7 +181,7 @@ def measured(every: list[tuple[Run, tuple[int, ...]]]) -> list[int]:
         with allocated() as now:
             one = pipeline(run.subject, schedule, cuts=list(cuts), recompute=run.recompute)
         peak = 0
-        for step in range(4):
+        for step in range(3):
             with allocated(since=now.current) as now:
                 one.step(inputs, targets)
             if step:  # the first learns shapes, and makes the optimiser's state
@@ -193,7 +208,8 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="write the table to benchmarks/results")
     parser.add_argument("--local", action="store_true", help="threads in place of processes")
     given = parser.parse_args()
-    every = list(runs())
+    first = len(every := list(runs()))
+    every += later_runs()
     known: dict[Any, Any] = {}
     plays = []
     for run in every:
@@ -204,18 +220,20 @@ def main() -> None:
     pairs = [(run, play.stages.cuts) for run, play in zip(every, plays, strict=True)]
     how: dict[str, Any] = {"transport": "local", "strict": True} if given.local else {"transport": "gloo"}
     peaks = launch(measured, pairs, workers=2, threads=1, **how)
-    lines = [shown(machine()), "", f"{'run':<58}{'worker':>7}{'predicted':>11}{'measured':>11}{'error':>8}"]
+    lines = [shown(machine()), "", f"{'run':<84}{'worker':>7}{'predicted':>11}{'measured':>11}{'error':>8}"]
     errors = []
     for number, (run, play) in enumerate(zip(every, plays, strict=True)):
         name = " ".join(
             filter(None, (run.model, str(play.schedule), run.recompute, run.optimizer, run.precision))
         )
+        if number == first:
+            lines += ["", "not measured before the model of memory was mended:"]
         for worker, expected in enumerate(play.memory):
             found = peaks[worker][number]
             errors.append(expected.total / found - 1)
             head = name if not worker else ""
             mib = f"{expected.total / 2**20:>7.2f} MiB{found / 2**20:>7.2f} MiB"
-            lines.append(f"{head:<58}{worker:>7}{mib}{errors[-1]:>+8.1%}")
+            lines.append(f"{head:<84}{worker:>7}{mib}{errors[-1]:>+8.1%}")
     absolute = sorted(map(abs, errors))
     within = sum(error <= GOAL for error in absolute)
     median = absolute[len(absolute) // 2]

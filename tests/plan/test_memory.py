@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from counterflow.plan import Cluster, Configuration, LayerProfile, Link, Model, Profile, predict
+from counterflow.plan import Cluster, Configuration, LayerProfile, Link, Model, Predictor, Profile, predict
 from counterflow.plan.stage_memory import stage_memory
+from counterflow.schedule.modes import Recompute
 
 LAYER = LayerProfile(
     samples=(1,),
@@ -64,3 +67,37 @@ def test_an_update_needs_its_largest_layer_or_all_at_once(together: bool) -> Non
     profile = Profile("p", "", "", {"block": layer}, update_together=together)
     first, _ = predict(model, profile, CLUSTER, plan).memory
     assert first.workspace == (140.0 if together else 70.0)
+
+
+def test_computed_layer_by_layer_a_stage_holds_its_inputs_its_loss_and_one_layer() -> None:
+    block = replace(LAYER, kept_output_bytes=(0.0,))
+    head = replace(block, saved_bytes=(36.0,), kept_anyway_bytes=(6.0,), forward_peak_bytes=(41.0,))
+    # The last layer's 20, and 25 of its backward; then its input is gone, and its loss.
+    assert stage_memory([block, block], [10.0, 10.0], 1).layer_backward == 45.0
+    assert stage_memory([block, head], [10.0, 10.0], 1).layer_backward == 45.0
+    wide = replace(block, saved_bytes=(130.0,))
+    assert stage_memory([wide, head], [10.0, 10.0], 1).layer_backward == 145.0 - 6.0
+
+
+def test_recomputed_by_layer_the_loss_of_each_micro_batch_stays() -> None:
+    head = replace(LAYER, saved_bytes=(36.0,), kept_anyway_bytes=(6.0,), forward_peak_bytes=(41.0,))
+    plan = Configuration.of(
+        "gpipe", {"stages": 2, "micro_batches": 3}, replicas=1, samples=1, recompute=Recompute.LAYER
+    )
+    model = Model("m", ("block", "head"), optimizer_states=0.0, input_bytes=10.0)
+    profile = Profile("p", "", "", {"block": LAYER, "head": head})
+    last = predict(model, profile, CLUSTER, plan).memory[1]
+    # In the second backward: inputs of 10 in three buffers, two losses, one layer's 45, a gradient of 10.
+    assert last.total == 200.0 + 3 * 10.0 + 2 * 6.0 + 45.0 + 10.0
+
+
+def test_a_plan_fits_with_all_the_messages_that_it_has_under_way() -> None:
+    # Eight micro-batches' inputs wait in buffers, though no layer keeps them for its backward.
+    layer = replace(LAYER, kept_input_bytes=(0.0,))
+    model = Model("m", ("block",) * 16, optimizer_states=0.0, input_bytes=10.0)
+    predictor = Predictor(model, Profile("p", "", "", {"block": layer}), CLUSTER)
+    plan = Configuration.of("wpipe", {"workers": 2, "micro_batches": 8}, 1, 1)
+    needed = max(worker.total for worker in predictor.play(plan).memory)
+    for memory, fits in ((needed, True), (needed - 1, False)):
+        cluster = replace(CLUSTER, memory_bytes=memory)
+        assert Predictor(model, predictor.profile, cluster).play(plan).fits is fits

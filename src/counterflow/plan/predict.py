@@ -43,9 +43,6 @@ STEADY_PERIODS = 4
 
 _KEPT_SCHEDULES = 8
 
-_MOST_MESSAGES = 4
-"""So many times the largest message to send and to receive are no worker's buffers more than."""
-
 
 def predict(
     model: Model,
@@ -409,14 +406,10 @@ class Play:
 
     @cached_property
     def fits(self) -> bool:
-        """Whether every worker's memory is there; its list is looked at only where messages decide."""
+        """Whether every worker's memory is there."""
         usable = self.predictor.cluster.usable_bytes
         if self.stages.bytes.workspace is None:
             return all(p + b <= usable for p, b in zip(self._peaks, self.buffers, strict=True))
-        trained = _held(self.schedule, self.stages.trained)
-        beside = zip(self._peaks, self.buffers, self._updating(trained), strict=True)
-        if all(peak + updating + _MOST_MESSAGES * buffer <= usable for peak, buffer, updating in beside):
-            return True
         return all(worker.total <= usable for worker in self.memory)
 
     @cached_property

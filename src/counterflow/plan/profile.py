@@ -38,6 +38,7 @@ _IF_THERE = (
     "kept_input_bytes",
     "kept_output_bytes",
     "kept_gradient_bytes",
+    "kept_anyway_bytes",
     *_PEAKS,
 )
 
@@ -69,6 +70,8 @@ class LayerProfile:
             gradients of the input and of the weights as well; none: nothing.
         input_gradient_peak_bytes: the same of the first half of a split backward.
         weight_gradients_peak_bytes: of the other half.
+        kept_anyway_bytes: of ``saved_bytes`` at each size, what stays though the layer is computed again: the
+            loss, which is not. None: nothing.
         kept_gradient_bytes: gradients that the first half keeps for the other, with that of the output.
         update_peak_bytes: what the optimiser needs while it updates the layer, beside its state.
 
@@ -102,6 +105,7 @@ class LayerProfile:
     input_gradient_peak_bytes: tuple[float, ...] = ()
     weight_gradients_peak_bytes: tuple[float, ...] = ()
     kept_gradient_bytes: tuple[float, ...] = ()
+    kept_anyway_bytes: tuple[float, ...] = ()
     update_peak_bytes: float = 0.0
 
     def __post_init__(self) -> None:

@@ -74,16 +74,10 @@ def stage_memory(layers: Sequence[LayerProfile], inputs: Sequence[float], sample
         forward=float(forward),
         forward_alone=float(alone),
         backward=_backward(layers, inputs, samples, own, between),
-        layer_backward=max(
-            _computed_again(layer, size, samples) for layer, size in _with_sizes(layers, inputs)
-        ),
+        layer_backward=_layer_by_layer(layers, inputs, samples),
         input_gradient=_input_gradient(layers, inputs, samples, own, between),
         weight_gradients=max(layer.peak(layer.weight_gradients_peak_bytes, samples) for layer in layers),
     )
-
-
-def _with_sizes(layers: Sequence[LayerProfile], inputs: Sequence[float]) -> list[tuple[LayerProfile, float]]:
-    return list(zip(layers, inputs, strict=True))
 
 
 def _backward(
@@ -103,15 +97,23 @@ def _backward(
     return float(most)
 
 
-def _computed_again(layer: LayerProfile, size: float, samples: float) -> float:
-    """The most of a layer that is run forward and backward; its gradient, like its output, is there too."""
-    if not layer.forward_peak_bytes:
-        return max(0.0, layer.saved(samples) - size)
-    output = layer.output_bytes * samples
-    saved = layer.saved(samples) - layer.kept_input(samples, size) - layer.kept_output(samples)
-    return output + max(
-        layer.forward_peak(samples, size), output + saved + layer.peak(layer.backward_peak_bytes, samples)
-    )
+def _layer_by_layer(layers: Sequence[LayerProfile], inputs: Sequence[float], samples: float) -> float:
+    """The same of a backward that computes each layer again, from its input, which goes after it.
+
+    The second run of a layer ends with the last tensor that is saved: its output is not made again
+    (``torch.utils.checkpoint``'s early stop).
+    """
+    most = freed = 0.0
+    for number in reversed(range(len(layers))):
+        layer, size = layers[number], inputs[number]
+        given = inputs[number + 1] if number + 1 < len(layers) else 0.0  # the last one's is somebody else's
+        anyway = layer.peak(layer.kept_anyway_bytes, samples)
+        saved = max(0.0, layer.saved(samples) - layer.kept_input(samples, size) - anyway)
+        again = max(0.0, saved - layer.kept_output(samples)) + layer.peak(layer.backward_peak_bytes, samples)
+        forward = layer.forward_peak(samples, size) - anyway if layer.forward_peak_bytes else 0.0
+        most = max(most, given - freed + max(forward, again))
+        freed += anyway + (size if number else 0.0)  # the stage's own input stays
+    return float(most)
 
 
 def _input_gradient(

@@ -262,7 +262,10 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
         kept_for_weights=total(lambda layer: layer.kept(samples)),
         inputs=tuple(into[0] + more for into, more in zip(entering, came, strict=True)),
         layers=tuple(len(stage) for stage in stages),
-        layer_inputs=tuple(sum(into) + more for into, more in zip(entering, came, strict=True)),
+        layer_inputs=tuple(
+            sum(into) + more + sum(layer.peak(layer.kept_anyway_bytes, samples) for layer in stage)
+            for stage, into, more in zip(stages, entering, came, strict=True)
+        ),
         largest_layer=tuple(
             max(max(layer.saved(samples) - size, 0.0) for layer, size in zip(stage, into, strict=True))
             for stage, into in zip(stages, entering, strict=True)

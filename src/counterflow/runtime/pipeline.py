@@ -762,10 +762,10 @@ class Pipeline:
             return None
         last = self.stages.get(self.schedule.stages - 1)
         means = None if last is None else last.means
-        its = batch.targets
+        its, samples = batch.targets, batch.samples  # a closure over the batch would be a cycle
 
         def targets() -> list[Any] | None:
-            return None if its is None else with_samples(its, batch.samples)
+            return None if its is None else with_samples(its, samples)
 
         if len(self._holders[-1]) * self.replicas == 1:
             return Expected(means, targets, batch.total, None)

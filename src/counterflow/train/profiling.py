@@ -427,6 +427,7 @@ def layer_profile(
         backward_peak_bytes=median(lambda one, i: one.costs[i].workspace.backward_peak_bytes),
         input_gradient_peak_bytes=median(lambda one, i: one.costs[i].workspace.input_gradient_peak_bytes),
         weight_gradients_peak_bytes=median(lambda one, i: one.costs[i].workspace.weight_gradients_peak_bytes),
+        kept_anyway_bytes=median(lambda one, i: one.costs[i].layer_input_bytes - one.costs[i].input_bytes),
         kept_gradient_bytes=median(lambda one, i: one.costs[i].workspace.kept_gradient_bytes),
         update_peak_bytes=float(max(largest.update.layers[i] for i in members)),
     )

@@ -1,0 +1,33 @@
+"""A mini-batch goes with its step, without Python's garbage collector."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+
+import torch
+from torch import nn
+
+from counterflow.runtime.mini_batch.batch import Batch
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.workers.launch import launch
+from counterflow.schedule import schemes
+
+
+def _steps() -> int:
+    """Mini-batches that are there after four steps."""
+    made = partial(torch.optim.SGD, lr=0.1)
+    one = schemes.dapple(1, 2)
+    with Pipeline([nn.Linear(4, 4)], nn.functional.mse_loss, one, optimizer=made) as pipeline:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(4):
+                pipeline.step(torch.ones(4, 4), torch.zeros(4, 4))
+            return sum(type(one) is Batch for one in gc.get_objects())
+        finally:
+            gc.enable()
+
+
+def test_no_mini_batch_but_the_last_is_kept() -> None:
+    assert launch(_steps, workers=1, transport="local") == [1]
