@@ -85,7 +85,8 @@ def main() -> None:
             outs = [Path(folder) / f"out{i}" for i in range(len(where))]
             started = []
             for i, (name, out) in enumerate(zip(where, outs, strict=True)):
-                command = [*NAMED, f"node{i}", *PROGRAMS[program], *words]
+                core = ["taskset", "--cpu-list", str(i % (os.cpu_count() or 1))]
+                command = [*core, *NAMED, f"node{i}", *PROGRAMS[program], *words]
                 with out.open("w") as file:
                     to = {"stdout": file, "stderr": subprocess.STDOUT}
                     started.append(inside(name, *command, env=environment, cwd=folder, **to))
