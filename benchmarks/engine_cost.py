@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 import counterflow as cf
+from counterflow.runtime.execution import synchronous
 from counterflow.runtime.transport import Group, Status, Transport, TransportKind
 from counterflow.schedule.ir import OpKind
 from counterflow.schedule.program.actions import Action, Compute, Matching, Receive, Send
@@ -60,6 +61,9 @@ class Anything(dict[int, bytes]):
 
     def __missing__(self, _: int) -> bytes:
         return b""
+
+
+synchronous.refuse_no_graph = lambda _: None  # the workers with the loss are not there
 
 
 class Alone(Transport):
