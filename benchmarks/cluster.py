@@ -97,27 +97,13 @@ class Row:
     measured: float
 
 
-class Input(torch.autograd.Function):
-    """Sleeps backward, for the input's gradient; what goes on from it is a single number."""
+class Half(torch.autograd.Function):
+    """Sleeps backward, for the gradient of an input or a weight; what goes on from it is a single number."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, seconds: float) -> Tensor:
-        ctx.seconds, ctx.shape = seconds, value.shape
-        return value.new_zeros(1, 1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        time.sleep(ctx.seconds)
-        return gradients[0].new_zeros(ctx.shape), None
-
-
-class Weight(torch.autograd.Function):
-    """Sleeps backward, for the weight's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:
-        ctx.seconds, ctx.shape = seconds, weight.shape
-        return weight.new_zeros(1, 1)
+    def forward(ctx: Any, of: Tensor, seconds: float) -> Tensor:
+        ctx.seconds, ctx.shape = seconds, of.shape
+        return of.new_zeros(1, 1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -152,8 +138,8 @@ class Layer(nn.Module):
 
     def forward(self, value: Tensor) -> Tensor:
         seconds = self.at(len(value))
-        hidden: Tensor = Input.apply(value, seconds)  # type: ignore[no-untyped-call]
-        weight: Tensor = Weight.apply(self.weight, seconds)  # type: ignore[no-untyped-call]
+        hidden: Tensor = Half.apply(value, seconds)  # type: ignore[no-untyped-call]
+        weight: Tensor = Half.apply(self.weight, seconds)  # type: ignore[no-untyped-call]
         output: Tensor = Output.apply(hidden @ weight, value.shape, seconds)  # type: ignore[no-untyped-call]
         return output
 

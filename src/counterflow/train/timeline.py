@@ -74,17 +74,14 @@ class Timeline:
 
     def dumps(self) -> str:
         """The timeline as JSON; ``timeline_from`` reads it back with the schedule."""
-        head = {
-            "format": FORMAT,
-            "format_version": 1,
-            "step": self.step,
-            "saved_bytes": self.saved_bytes,
-            "costs": dataclasses.asdict(self.costs),
-        }
-        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-        lines.append(rows("measured", self.spans))
-        lines.append(rows("predicted", self.predicted().timeline))
-        return "{\n" + ",\n".join(lines) + "\n}\n"
+        return written(
+            FORMAT,
+            self.step,
+            self.saved_bytes,
+            self.costs,
+            measured=self.spans,
+            predicted=self.predicted().timeline,
+        )
 
 
 def timeline_from(text: str, schedule: Schedule, name: str) -> Timeline:
@@ -99,25 +96,42 @@ def timeline_from(text: str, schedule: Schedule, name: str) -> Timeline:
         ConfigError: the text is something else, or does not fit the schedule.
     """
     try:
-        data = json.loads(text)
-        if data["format"] != FORMAT:
-            raise ValueError(f'"format" is {data["format"]!r}')
-        timeline = Timeline(
-            schedule=schedule,
-            costs=costs_from(data),
-            step=data["step"],
-            spans=tuple(
-                Span(w, parse_op(op), number(start), number(end)) for w, op, start, end in data["measured"]
-            ),
-            saved_bytes=tuple(map(number, data["saved_bytes"])),
-        )
+        timeline = Timeline(schedule, *read(text, FORMAT))
         timeline.measured()
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(f"{name}: not the timeline of a run, or damaged: {error}") from None
     return timeline
 
 
-def costs_from(data: dict[str, Any]) -> Costs:
+def written(kind: str, step: int, saved_bytes: Sequence[int], costs: Costs, **ops: Sequence[Span]) -> str:
+    """JSON with a line for each of the ops, which are lists by name; ``read`` reads it back."""
+    head = {
+        "format": kind,
+        "format_version": 1,
+        "step": step,
+        "saved_bytes": saved_bytes,
+        "costs": dataclasses.asdict(costs),
+    }
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    return "{\n" + ",\n".join([*lines, *(_rows(name, spans) for name, spans in ops.items())]) + "\n}\n"
+
+
+def read(text: str, kind: str) -> tuple[Costs, int, tuple[Span, ...], tuple[int, ...]]:
+    """Costs, step, measured ops and saved bytes of what ``written`` wrote.
+
+    Raises:
+        ValueError: it is of another kind, or damaged; or a TypeError, KeyError or RecursionError.
+    """
+    data = json.loads(text)
+    if data["format"] != kind:
+        raise ValueError(f'"format" is {data["format"]!r}')
+    spans = tuple(
+        Span(w, parse_op(op), _number(start), _number(end)) for w, op, start, end in data["measured"]
+    )
+    return _costs_from(data), data["step"], spans, tuple(map(_number, data["saved_bytes"]))
+
+
+def _costs_from(data: dict[str, Any]) -> Costs:
     """The costs in what ``Timeline.dumps`` wrote.
 
     Raises:
@@ -128,7 +142,7 @@ def costs_from(data: dict[str, Any]) -> Costs:
     return Costs(**costs)
 
 
-def number(value: Any) -> Any:
+def _number(value: Any) -> Any:
     """``value``, which a file says, if it is a finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MOST_COST:
         raise ValueError(f"{str(value)[:60]!r} is no number of a timeline")
@@ -188,7 +202,7 @@ def _chart(result: Simulation, how: str, peak: float, memory: bool) -> Chart:
     )
 
 
-def rows(key: str, spans: Sequence[Span]) -> str:
+def _rows(key: str, spans: Sequence[Span]) -> str:
     """Ops with their times, a line each, as a value of JSON with its key."""
     lines = [[s.worker, str(s.op), _rounded(s.start), _rounded(s.end)] for s in spans]
     return f"  {json.dumps(key)}: [\n" + ",\n".join(f"    {json.dumps(line)}" for line in lines) + "\n  ]"

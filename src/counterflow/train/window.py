@@ -8,7 +8,6 @@ one beginning to the next is what a step takes.
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -18,14 +17,12 @@ from counterflow.draw import Chart, chart_of
 from counterflow.draw.chart import Bubble
 from counterflow.draw.units import compact, time_unit
 from counterflow.errors import ConfigError, CounterflowError
-from counterflow.schedule.formats import parse_op
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.program.actions import Compute
 from counterflow.schedule.program.segments import segments
 from counterflow.simulate import Costs, Simulation, Span, simulate
 
-from .timeline import WAITING, costs_from, number
-from .timeline import rows as listed
+from .timeline import WAITING, read, written
 
 FORMAT = "counterflow-window"
 STEPS = 2
@@ -122,15 +119,7 @@ class Window:
 
     def dumps(self) -> str:
         """The window as JSON; ``window_from`` reads it back with the schedule."""
-        head = {
-            "format": FORMAT,
-            "format_version": 1,
-            "step": self.step,
-            "saved_bytes": self.saved_bytes,
-            "costs": dataclasses.asdict(self.costs),
-        }
-        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-        return "{\n" + ",\n".join([*lines, listed("measured", self.spans)]) + "\n}\n"
+        return written(FORMAT, self.step, self.saved_bytes, self.costs, measured=self.spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,17 +157,7 @@ def window_from(text: str, schedule: Schedule, name: str) -> Window:
         ConfigError: the text is something else, or does not fit the schedule.
     """
     try:
-        data = json.loads(text)
-        if data["format"] != FORMAT:
-            raise ValueError(f'"format" is {data["format"]!r}')
-        spans = data["measured"]
-        window = Window(
-            schedule=schedule,
-            costs=costs_from(data),
-            step=data["step"],
-            spans=tuple(Span(w, parse_op(op), number(a), number(b)) for w, op, a, b in spans),
-            saved_bytes=tuple(map(number, data["saved_bytes"])),
-        )
+        window = Window(schedule, *read(text, FORMAT))
         window.times()
     except (ValueError, TypeError, KeyError, RecursionError, CounterflowError) as error:
         raise ConfigError(f"{name}: not two steps of a run, or damaged: {error}") from None
