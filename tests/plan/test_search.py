@@ -25,7 +25,7 @@ from counterflow.plan import (
     Predictor,
     Profile,
 )
-from counterflow.plan.bounds import bounds, shape_of
+from counterflow.plan.bounds import common, shape_of
 from counterflow.plan.device_placement import network
 from counterflow.plan.predict import Play
 from counterflow.plan.search import search
@@ -216,7 +216,7 @@ def test_no_candidate_beats_its_bound(drawn: tuple[Cluster, Configuration]) -> N
     shape = shape_of(registry.scheme(configuration.scheme), configuration.options)
     links = network(cluster, shape.placement, configuration.replicas, configuration.arrangement)
     assert links == play.network
-    bound = bounds(
+    bound = common(
         shape,
         play.stages,
         links,
@@ -224,7 +224,7 @@ def test_no_candidate_beats_its_bound(drawn: tuple[Cluster, Configuration]) -> N
         configuration.recompute,
         update_seconds_per_byte=1e-4,
         step_overhead_seconds=0.3,
-    )
+    ).bounds(shape.most_stashed)
     assert bound.seconds_in_any_memory <= play.seconds * (1 + 1e-9)
     assert least_seconds(play) <= play.seconds * (1 + 1e-9)
     assert bound.least_bytes <= max(w.total for w in play.memory) * (1 + 1e-9)
@@ -427,7 +427,8 @@ def test_no_split_candidate_beats_its_bound(
             play = predictor.play(
                 Configuration(scheme, group.options, group.replicas, samples, recompute=recompute)
             )
-            bound = bounds(group.shape, play.stages, play.network, cluster, recompute)
+            shared = common(group.shape, play.stages, play.network, cluster, recompute)
+            bound = shared.bounds(group.shape.most_stashed)
             assert bound.seconds_in_any_memory <= play.seconds * (1 + 1e-9)
             assert bound.seconds <= play.seconds * (1 + 1e-9) or not play.fits
             assert bound.least_bytes <= max(worker.total for worker in play.memory)

@@ -108,41 +108,6 @@ class Bounds:
     fullest: int
 
 
-def bounds(
-    shape: Shape,
-    stages: StageCosts,
-    network: Network,
-    cluster: Cluster,
-    recompute: Recompute,
-    *,
-    update_seconds_per_byte: float = 0.0,
-    step_overhead_seconds: float = 0.0,
-    barrier: bool = True,
-) -> Bounds:
-    """The bounds of one candidate.
-
-    Args:
-        shape: of its schedule.
-        stages: what its stages cost.
-        network: what its messages and all-reduces find.
-        cluster: for memory.
-        recompute: what is computed again.
-        update_seconds_per_byte: the optimiser's update, for each byte of weights.
-        step_overhead_seconds: what an update takes beside ops, syncs and the optimiser.
-        barrier: whether a step begins when the one before has ended on all workers.
-    """
-    return common(
-        shape,
-        stages,
-        network,
-        cluster,
-        recompute,
-        update_seconds_per_byte=update_seconds_per_byte,
-        step_overhead_seconds=step_overhead_seconds,
-        barrier=barrier,
-    ).bounds(shape.most_stashed)
-
-
 @dataclass(frozen=True, slots=True)
 class Common:
     """What the bounds of all candidates have in common that differ in the peak they promise alone.
@@ -189,7 +154,18 @@ def common(
     step_overhead_seconds: float = 0.0,
     barrier: bool = True,
 ) -> Common:
-    """What ``bounds`` says, but for the peak that the shape promises; the same arguments."""
+    """What bounds a candidate; ``.bounds(shape.most_stashed)`` heeds the peak that the shape promises, too.
+
+    Args:
+        shape: of its schedule.
+        stages: what its stages cost.
+        network: what its messages and all-reduces find.
+        cluster: for memory.
+        recompute: what is computed again.
+        update_seconds_per_byte: the optimiser's update, for each byte of weights.
+        step_overhead_seconds: what an update takes beside ops, syncs and the optimiser.
+        barrier: whether a step begins when the one before has ended on all workers.
+    """
     times = _least_times(shape, stages, recompute)
     held = stage_bytes(stages.bytes, recompute, len(stages.forward))
     pipes = shape.placement.pipes_stages
