@@ -53,6 +53,7 @@ from .mini_batch.samples import Dims, joined, moved
 from .parameters.alike import start_alike
 from .parameters.names import shared_names
 from .parameters.optimizers import MakeOptimizer, MakeScheduler
+from .parameters.sharded_updates import refuse_unsharded
 from .parameters.weights import Weights
 from .stages.embeddings import Setting
 from .stages.estimates import estimated_costs
@@ -118,6 +119,11 @@ class Pipeline:
             Without, a worker goes on as soon as its own stages are updated. Numbers are the same, bit for
             bit; a later step tells loss and norm (``Step.about``), and ``flush`` ends what is under way.
             With ``clip_norm`` or ``skip_non_finite`` updates still wait for the norm of all stages.
+        zero_stage: 1: of all workers that hold a weight (copies of its stage, replicas) one alone has its
+            optimiser state, updates it and sends it to the others when a step ends (ZeRO stage 1). Numbers
+            are the same, bit for bit; each worker's optimiser is made of the weights it updates. 0: all
+            update all they hold. For schemes with a flush, with a barrier, without ``parallelize``, and for
+            optimisers that look at each parameter for itself.
         autocast: a dtype (``torch.bfloat16``) in which layers run where torch deems it safe. A weight is cast
             once for each version, not for each micro-batch.
         compute_dtype: a dtype (``torch.bfloat16``) in which all weights of layers are while these run, and
@@ -168,6 +174,7 @@ class Pipeline:
         clip_norm: float | None = None,
         skip_non_finite: bool = False,
         barrier: bool = True,
+        zero_stage: int = 0,
         autocast: torch.dtype | None = None,
         compute_dtype: torch.dtype | None = None,
         compile_layers: bool | str = False,
@@ -181,8 +188,8 @@ class Pipeline:
         count_memory_steps: int = 2,
         timeout_seconds: float | None = None,
     ) -> None:
-        refuse_what_cannot_run(schedule)
         self.schedule = schedule
+        self._refuse_what_cannot_run(zero_stage, barrier=barrier, further=parallelize is not None)
         self.transport = _transport(transport, device, timeout_seconds, schedule)
         rank, further = self.transport.rank, further_mesh(mesh, parallelize, self.transport)
         layout = layout_of(rank, self.transport.world_size, schedule, mesh)
@@ -230,6 +237,7 @@ class Pipeline:
             scheduler=scheduler,
             named=named_parameters,
             drawing=lambda stage: streams.update(self.steps, stage),
+            sharded=zero_stage > 0,
         )
         self._compile(compile_layers)
         constant = [t for s in self.stages.values() for x in s.with_weights for t in _tensors(x.module)]
@@ -258,6 +266,10 @@ class Pipeline:
         """Of the last ``evaluate(outputs=True)``: as ``Step.outputs``."""
 
     # -- making
+
+    def _refuse_what_cannot_run(self, zero_stage: int, *, barrier: bool, further: bool) -> None:
+        refuse_what_cannot_run(self.schedule)
+        refuse_unsharded(zero_stage, self.schedule, barrier=barrier, further=further)
 
     def _runner(
         self,
@@ -1082,7 +1094,8 @@ class Pipeline:
         the optimiser is the same; a learning-rate scheduler wants as many stages.
 
         Args:
-            local: only what this worker holds, without asking the others.
+            local: only what this worker holds, without asking the others; with ``zero_stage`` 1, of the
+                optimisers what it updates.
 
         Returns:
             ``model`` as ``state_dict`` gives it; in ``optimizer``, by parameter's name, what the optimiser

@@ -97,6 +97,8 @@ class SynchronousRunner:
             raise
         finally:
             self.weights.hooks.give_back()
+        if update and not self._skipped:
+            self.weights.share()
         self.waiting = 0 if update else batch.total
         self._skipped = self._skipped and not update
         self.weights.detach()

@@ -21,7 +21,7 @@ from ..transport import Group, Transport
 from .names import Names, named_parameters, shared_names
 
 _BROADCAST_BYTES = 25 * 1024 * 1024
-"""The size of the pieces in which copies are sent their weights at the start."""
+"""The size of the pieces in which copies are sent weights."""
 
 _DIGEST_BYTES = 16
 
@@ -70,7 +70,7 @@ def start_alike(
             return
         group = transport.group(sorted(found))
         if transport.rank in found:
-            _send(tensors, source, group, transport)
+            send_alike(tensors, source, group, transport)
         transport.gather([])  # a group is not ended while somebody still waits on it
         transport.release([group])
 
@@ -85,19 +85,23 @@ def _is_first(layout: Layout, rank: int, worker: int) -> bool:
     return layout.place(rank)[WORKER] == worker and layout.is_first(rank, (REPLICA, *layout.further))
 
 
-def _send(tensors: Sequence[Tensor], source: int, group: Group, transport: Transport) -> None:
-    """Tensors become those of one rank; as bytes, in pieces."""
+def send_alike(tensors: Sequence[Tensor], source: int, group: Group, transport: Transport) -> None:
+    """Let tensors become those of one rank of a group, bit for bit; as bytes, in pieces."""
     piece: list[Tensor] = []
     for number, tensor in enumerate(tensors, 1):
         piece.append(tensor)
         if number < len(tensors) and sum(t.nbytes for t in piece) < _BROADCAST_BYTES:
             continue
-        flat = torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in piece])
+        sizes = [t.nbytes for t in piece]
+        if transport.rank == source:
+            flat = torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in piece])
+        else:
+            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=piece[0].device)
         transport.broadcast(flat, source, group)
-        parts = flat.split([t.nbytes for t in piece])
-        with torch.no_grad():
-            for target, part in zip(piece, parts, strict=True):
-                target.copy_(part.clone().view(target.dtype).view(target.shape))
+        if transport.rank != source:
+            with torch.no_grad():
+                for target, part in zip(piece, flat.split(sizes), strict=True):
+                    target.copy_(part.clone().view(target.dtype).view(target.shape))
         piece = []
 
 

@@ -32,6 +32,7 @@ from .gradients import GradientGroup, OwnNorm, SquaredNorms, squared_norm_there,
 from .hooks import Hooks
 from .names import Names, named_parameters, shared_names
 from .optimizers import MakeOptimizer, MakeScheduler, optimizer_of, refuse_others, scheduler_of
+from .sharded_updates import Owners, options_of, refuse_changed, refuse_coupled
 
 _Average = tuple[list[Tensor], Tensor, Pending, int]
 """An average under way: the buffers, all of them in one tensor, the sum of it, and how many are summed."""
@@ -51,6 +52,7 @@ class Weights:
         scheduler: a function of an optimiser to a learning-rate scheduler.
         named: whether ``optimizer`` takes (name, parameter), and not parameters alone.
         drawing: around the hooks of parameters of a stage: what these draw is the same on all its copies.
+        sharded: whether of a parameter's holders one alone has its optimiser state (ZeRO stage 1).
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Weights:
         scheduler: MakeScheduler | None,
         named: bool = False,
         drawing: Callable[[int], AbstractContextManager[Any]] = nullcontext,
+        sharded: bool = False,
     ) -> None:
         self.stages = stages
         self.names = names
@@ -97,12 +100,20 @@ class Weights:
             self._watched[stage] = [one for one in copy.parameters() if not is_dtensor(one)]
         self.optimizers: dict[int, Optimizer] = {}
         self.schedulers: dict[int, LRScheduler] = {}
+        self.owners = Owners(self._gradient_groups(), names, transport) if sharded else None
+        """Who has whose optimiser state, if it is sharded."""
+        self._uncoupled: set[int] = set()
         for stage in stages:
             parameters = [
-                pair for gradients in self._updated_with(stage) for pair in gradients.parameters.items()
+                (name, parameter)
+                for gradients in self._updated_with(stage)
+                for name, parameter in gradients.parameters.items()
+                if self.owners is None or self.owners.mine(name)
             ]
             made = optimizer_of(stage, optimizer, parameters, named=named) if parameters else None
             if made is not None:
+                if sharded:
+                    refuse_coupled(made, stage)
                 self.optimizers[stage] = made
                 if scheduler is not None:
                     self.schedulers[stage] = scheduler_of(stage, scheduler, made)
@@ -420,11 +431,25 @@ class Weights:
                     if parameter.grad is not None:
                         self.kept_gradients[name] = parameter.grad.detach().clone()
         if stage in self.optimizers:
-            self.optimizers[stage].step()
+            self._step(stage, self.optimizers[stage])
         if stage in self.schedulers:
             self.schedulers[stage].step()
         for gradients in self._updated_with(stage):
             gradients.clear()
+
+    def _step(self, stage: int, optimizer: Optimizer) -> None:
+        if self.owners is None or stage in self._uncoupled:
+            optimizer.step()
+            return
+        before = options_of(optimizer)
+        optimizer.step()
+        refuse_changed(optimizer, before, stage)
+        self._uncoupled.add(stage)
+
+    def share(self) -> None:
+        """After the updates of all stages: send those made here to the other holders, if they are sharded."""
+        if self.owners is not None:
+            self.owners.share()
 
     def skip(self, stage: int) -> None:
         """Update nothing: clear the gradients that a stage's update would take."""
@@ -560,7 +585,12 @@ class Weights:
         """The same of all stages, on every worker."""
         whole: dict[str, Any] = {"optimizer": {}, "scheduler": {}}
         for stage in range(len(self.holders)):
-            for row in self._gathered(stage, self.training_state):
+            if self.owners is None:
+                rows = self._gathered(stage, self.training_state)
+            else:
+                held = self.training_state(stage) if stage in self.stages else {}
+                rows = cast("list[dict[str, Any]]", self.transport.gather_objects(held))
+            for row in rows:
                 for part, found in row.items():
                     whole[part] |= found
         return whole

@@ -1,0 +1,173 @@
+"""ZeRO stage 1: of the holders of a parameter one keeps its optimiser state, updates it and sends it on.
+
+Invariant: after ``share`` all holders have what the owner's optimiser made, bit for bit; since all had the
+same summed gradient, that is what each optimiser would have made where none is sharded. Gradients and weights
+are whole everywhere. It knows nothing of orders: ``share`` is called where no message is under way.
+
+Source: Rajbhandari et al. 2020, ZeRO, section 5.1.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from counterflow.errors import ConfigError
+from counterflow.schedule.ir import Schedule
+from counterflow.schedule.owners import owners
+
+from ..transport import Group, Transport
+from .alike import send_alike
+from .gradients import GradientGroup
+from .names import Names
+
+_COUPLED = ("dadapt", "prodigy", "lamb")
+"""In the names of optimisers that work out numbers from all their parameters at once."""
+
+
+def refuse_unsharded(zero_stage: int, schedule: Schedule, *, barrier: bool, further: bool) -> None:
+    """Refuse what optimiser state is not sharded for.
+
+    Args:
+        zero_stage: as the user gave it.
+        schedule: what is run.
+        barrier: whether a step ends on all workers before the next one begins.
+        further: whether there is a mesh of further dimensions.
+
+    Raises:
+        ConfigError: it is no stage there is, or does not go with the rest.
+    """
+    if zero_stage not in (0, 1) or isinstance(zero_stage, bool):
+        raise ConfigError(
+            f"zero_stage = {zero_stage!r}: give 1 to shard optimiser state over the copies of a stage, 0 to "
+            "shard none; gradients and weights are sharded by fully_shard, in parallelize"
+        )
+    if not zero_stage:
+        return
+    if not schedule.synchronous:
+        raise ConfigError(
+            f"zero_stage = 1: {schedule.scheme} updates each stage at its own time, and updated weights are "
+            "sent at the end of a step; leave it away, or take a scheme with a flush"
+        )
+    if not barrier:
+        raise ConfigError(
+            "zero_stage = 1: updated weights are sent when a step ends on all workers, and without a barrier "
+            "it does not; leave it or barrier=False away"
+        )
+    if further:
+        raise ConfigError(
+            "zero_stage = 1 does not go with parallelize: fully_shard shards optimiser state already; leave "
+            "one of them away"
+        )
+
+
+class Owners:
+    """Who owns which of this worker's parameters; all workers make it together.
+
+    Args:
+        gradients: of all of this worker's parameters.
+        names: of the parameters of all stages of the model, whose order all workers know.
+        transport: how to reach the others.
+    """
+
+    def __init__(self, gradients: Sequence[GradientGroup], names: Names, transport: Transport) -> None:
+        self._transport = transport
+        rank = transport.rank
+        mine = {
+            name: (
+                parameter.nbytes,
+                parameter.requires_grad,
+                (rank,) if one.group is None else one.group.ranks,
+            )
+            for one in gradients
+            for name, parameter in one.parameters.items()
+        }
+        told: dict[str, tuple[int, bool, tuple[int, ...]]] = {}
+        for row in cast("list[dict[str, Any]]", transport.gather_objects(mine)):
+            told |= row
+        order = dict.fromkeys(first for its in names for _, first in its if first in told)
+        by_use = sorted(order, key=lambda name: not told[name][1])  # what is frozen keeps no state
+        trained = [name for name in by_use if told[name][1]]
+        frozen = [name for name in by_use if not told[name][1]]
+        self._owner: dict[str, int] = {}
+        for part in (trained, frozen):
+            its = owners((told[name][0], told[name][2]) for name in part)
+            self._owner |= dict(zip(part, its, strict=True))
+        held = {name: parameter for one in gradients for name, parameter in one.parameters.items()}
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self._shared: dict[tuple[int, ...], dict[int, list[nn.Parameter]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        """By ranks that hold the same, by owner: the parameters, in an order that all know."""
+        for one in gradients:
+            if one.group is not None:
+                self._groups.setdefault(one.group.ranks, one.group)
+        for name in self._owner:
+            ranks = told[name][2]
+            if name in held and len(ranks) > 1:
+                self._shared[ranks][self._owner[name]].append(held[name])
+
+    def mine(self, name: str) -> bool:
+        """Whether this worker updates a parameter, by its first name in the model."""
+        return self._owner[name] == self._transport.rank
+
+    def of(self, names: Iterable[str]) -> list[int]:
+        """The ranks that update some parameters, ascending."""
+        return sorted({self._owner[name] for name in names})
+
+    def share(self) -> None:
+        """Send what was updated here to the other holders, and take what they updated; all call it.
+
+        Those who hold the same talk at once; a worker goes through its groups in an order that is the same
+        everywhere, so that no two wait for each other.
+        """
+        self._transport.status.now("sending updated weights to the other copies")
+        for ranks in sorted(self._shared):
+            for owner, parameters in sorted(self._shared[ranks].items()):
+                trained = [parameter for parameter in parameters if parameter.requires_grad]
+                if trained:
+                    send_alike(trained, owner, self._groups[ranks], self._transport)
+
+
+def refuse_coupled(optimizer: Optimizer, stage: int) -> None:
+    """Refuse an optimiser known to work out numbers from all its parameters: an owner has some of them.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    name = type(optimizer).__name__
+    if any(part in name.lower() for part in _COUPLED):
+        raise ConfigError(
+            f"zero_stage = 1: the optimizer of stage {stage}, a {name}, looks at all parameters of a stage "
+            "at once, and each worker would have some of them; leave zero_stage away, or take one that looks "
+            "at each for itself (AdamW, Adafactor, SGD)"
+        )
+
+
+def options_of(optimizer: Optimizer) -> list[dict[str, float]]:
+    """The numbers among the options of its groups."""
+    return [
+        {key: float(value) for key, value in group.items() if isinstance(value, float | torch.Tensor)}
+        for group in optimizer.param_groups
+    ]
+
+
+def refuse_changed(optimizer: Optimizer, before: list[dict[str, float]], stage: int) -> None:
+    """Refuse an optimiser that changed its groups' options in a step: it found them from all parameters.
+
+    Raises:
+        ConfigError: it did.
+    """
+    for then, now in zip(before, options_of(optimizer), strict=True):
+        changed = sorted(key for key in now if now[key] != then.get(key))
+        if changed:
+            raise ConfigError(
+                f"zero_stage = 1: the optimizer of stage {stage}, a {type(optimizer).__name__}, changed "
+                f"{changed[0]!r} of a group in its step, as those do that look at all parameters together; "
+                "each worker has some of them; leave zero_stage away"
+            )
