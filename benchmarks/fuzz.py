@@ -197,14 +197,51 @@ SCHEDULES = [
     schemes.chimera(2, 4, concat="backward-halving"),
     schemes.zb_h1(2, 3),
     schemes.wpipe(2, 2),
+    schemes.pipedream(3, 3),
+    schemes.hanayo(2, 4, waves=1),
 ]
+SMALL = (0, 1, 2, 3, 5, 9, 40)
+ENDINGS = ("p1", "p2", "v1", "v9", ":0/2", ":1/2")
+
+
+def other_op(op: str, draw: random.Random) -> str:
+    """An op of another kind, micro-batch, stage, pipe, version or part, there or not."""
+    micro_batch, _, rest = op[1:].partition(".")
+    after = rest.lstrip("0123456789")
+    kind = draw.choice("FBIW") if draw.random() < 0.3 else op[0]
+    if draw.random() < 0.4:
+        micro_batch = str(draw.choice(SMALL))
+    if draw.random() < 0.4:
+        rest = str(draw.choice(SMALL)) + after
+    return f"{kind}{micro_batch}.{rest}" + (draw.choice(ENDINGS) if draw.random() < 0.2 else "")
+
+
+def reordered(text: str, draw: random.Random) -> bytes:
+    """A schedule of the right form with some wrong ops and numbers."""
+    data = json.loads(text)
+    for _ in range(draw.choice((1, 1, 2, 3))):
+        order = draw.choice(data["orders"])
+        at = draw.randrange(len(order))
+        match draw.randrange(6):
+            case 0 | 1 | 2:
+                order[at] = other_op(order[at], draw)
+            case 3:
+                order.insert(draw.randrange(len(order)), order[at])
+            case 4:
+                order.insert(draw.randrange(len(order)), order.pop(at))
+            case _:
+                data[draw.choice(("micro_batches", "periods"))] = draw.choice(SMALL[1:])
+    return as_json(data)
 
 
 def schedule(draw: random.Random) -> Input:
     text = dumps(draw.choice(SCHEDULES))
     command = draw.choice(("check", "check", "simulate", "show", "export", "verify", "train"))
     name = ["--set", "schedule.file=x.json"] if command == "train" else ["x.json"]
-    return Input([command, *name], {"x.json": file_of(text, draw, is_json=True)})
+    if command == "simulate" and draw.random() < 0.5:
+        name += ["--p2p", "0.5", "--weight-bytes", "3", "--activation-bytes", "1", "--sync", "0.1"]
+    changed_text = reordered(text, draw) if draw.random() < 0.5 else file_of(text, draw, is_json=True)
+    return Input([command, *name], {"x.json": changed_text})
 
 
 def config(draw: random.Random) -> Input:

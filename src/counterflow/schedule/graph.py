@@ -28,6 +28,13 @@ _TAKES = {
 """What an op takes: the product, and how many stages further on it is made."""
 
 
+def outside(schedule: Schedule, op: Op) -> ScheduleError:
+    """The error for an op of a stage or pipe that there is none of."""
+    return ScheduleError(
+        f"{schedule}: {op} is of none of its {schedule.pipes} pipes of {schedule.stages} stages; run the checker"
+    )
+
+
 class OpGraph:
     """The ops of a schedule as numbered nodes with their inputs.
 
@@ -36,7 +43,7 @@ class OpGraph:
     it may sit on the same worker (then no message is sent).
 
     Raises:
-        ScheduleError: an op's input is computed nowhere, or an op is there twice.
+        ScheduleError: an op is of no stage or pipe, its input is computed nowhere, or it is there twice.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -53,7 +60,10 @@ class OpGraph:
     def _made(self) -> dict[tuple[str, int, int, tuple[int, ...], int, int], int]:
         """By product, its node."""
         makers: dict[tuple[str, int, int, tuple[int, ...], int, int], int] = {}
+        stages, pipes = range(self.schedule.stages), range(self.schedule.pipes)
         for node, op in enumerate(self.ops):
+            if op.stage not in stages or op.pipe not in pipes:
+                raise outside(self.schedule, op)
             for product in _MAKES[op.kind]:
                 key = product, op.pipe, op.stage, op.micro_batches, op.part, op.parts
                 if makers.setdefault(key, node) != node:

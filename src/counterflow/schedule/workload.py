@@ -108,10 +108,10 @@ class Workload:
         return op.micro_batches[0] // self.micro_batches
 
     def version(self, stage: int, period: int) -> int | None:
-        """The weight version promised to a stage's work of a period; None if nothing is."""
+        """The weight version promised to a stage's work of a period; None if nothing is, as beyond the last."""
         if self.synchronous:
             return 0
-        return None if self.versions is None else self.versions[stage][period]
+        return None if self.versions is None or period >= self.periods else self.versions[stage][period]
 
     # -- ops
 
@@ -159,7 +159,9 @@ class Workload:
             before += [s.source for s in self.skips if s.target == op.stage and not s.once]
             return tuple(other(op.kind, stage, Share(op.micro_batches)) for stage in before)
         key = op.micro_batches, op.part, op.parts
-        share = next(s for s in one.shares if (s.micro_batches, s.part, s.parts) == key)
+        share = next((s for s in one.shares if (s.micro_batches, s.part, s.parts) == key), None)
+        if share is None:
+            raise KeyError(op)
         if not op.kind.makes_input_gradient:
             return (other(OpKind.INPUT_GRADIENT, op.stage, share),)
         needed = [other(OpKind.FORWARD, op.stage, Share(one.micro_batches))]

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from counterflow.errors import ConfigError
-from counterflow.schedule.graph import OpGraph
-from counterflow.schedule.ir import OpKind, Schedule
+from counterflow.schedule.graph import OpGraph, outside
+from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.program.sync import (
     GradientSync,
@@ -139,7 +139,13 @@ class TimedSchedule:
     def needs(self) -> tuple[tuple[int, ...], ...]:
         """Of each op, those whose products it takes and that are there."""
         place = {op: node for node, op in enumerate(self.graph.ops)}
-        needs = self.schedule.workload.needs
+
+        def needs(op: Op) -> tuple[Op, ...]:
+            try:
+                return self.schedule.workload.needs(op)
+            except KeyError:  # of a schedule that is wrong
+                return ()
+
         return tuple(tuple(place[need] for need in needs(op) if need in place) for op in self.graph.ops)
 
     def links(self, costs: Costs) -> Ints:
@@ -162,7 +168,11 @@ class TimedSchedule:
 
     @cached_property
     def pieces(self) -> tuple[list[Piece], Ints]:
-        """The different pieces of work, and of each op which of them it is."""
+        """The different pieces of work, and of each op which of them it is.
+
+        Raises:
+            ScheduleError: an op is of no stage.
+        """
         shares = {m: len(one.shares) for one in self.schedule.workload.passes for m in one.micro_batches}
         numbers: dict[tuple[OpKind, int, int, int, int, int], int] = {}
         which = []
@@ -171,6 +181,8 @@ class TimedSchedule:
             batches = op.micro_batches
             each = shares.get(batches[0], 1) if op.kind is forward else 1
             key = op.kind, op.stage, worker, len(batches), op.parts, each
+            if key not in numbers and op.stage >= self.schedule.stages:
+                raise outside(self.schedule, op)
             which.append(numbers.setdefault(key, len(numbers)))
         return [Piece(*key) for key in numbers], np.array(which, dtype=np.int64)
 

@@ -94,6 +94,7 @@ def verify(
             help="Updates to compare. Default 3; without a flush 3 more than the warm-up, and a flush before "
             "the last 2.",
             min=1,
+            max=1000,
             rich_help_panel=_PANEL,
         ),
     ] = None,

@@ -34,7 +34,18 @@ from counterflow.errors import ConfigError, ScheduleError
 from ..graph import OpGraph
 from ..ir import Schedule
 from ..modes import Sync, parse_mode
-from ..rules import AGREED, COMPUTES, DEADLOCK_RENDEZVOUS, MESSAGES, SYNCS, VERSIONS, Rule, Subject, require
+from ..rules import (
+    AGREED,
+    COMPUTES,
+    DEADLOCK_RENDEZVOUS,
+    MESSAGES,
+    PLACED,
+    SYNCS,
+    VERSIONS,
+    Rule,
+    Subject,
+    require,
+)
 from .actions import (
     Action,
     Agree,
@@ -113,6 +124,8 @@ def lower(
         raise ConfigError(f"replicas={replicas}: must be 1 or more")
     mode = parse_mode(Sync, "sync", sync)
     graph = OpGraph(schedule)
+    if recheck:
+        require(Subject(schedule, graph=graph), (PLACED,))
     unit = unit_times(graph)
     traffic = COMPUTES, MESSAGES, DEADLOCK_RENDEZVOUS
     passes: list[tuple[Callable[[Program], Program], tuple[Rule, ...]]] = [
