@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +47,7 @@ def test_an_op_of_no_stage_or_pipe_is_refused(changes: dict[str, int]) -> None:
 
 def test_nothing_is_promised_beyond_the_last_period() -> None:
     wrong = loads(dumps(schemes.wpipe(2, 2)).replace('"micro_batches": 2,\n', '"micro_batches": 1,\n'), "x")
-    with pytest.raises(ScheduleError, match="F8.0v3 is not one of"):
+    with pytest.raises(ScheduleError, match=r"F8\.0v3 is not one of"):
         check(wrong)
 
 
@@ -87,12 +88,10 @@ def _changed(draw: st.DrawFn) -> Schedule:
 
 @given(_changed())
 def test_no_change_breaks_what_looks_at_it(schedule: Schedule) -> None:
-    def refused(work: Any) -> None:
-        try:
-            work()
-        except CounterflowError:
-            pass
-
-    refused(lambda: check(schedule))
-    refused(lambda: lower(schedule, COSTS))
-    refused(lambda: [getattr(simulate(schedule, COSTS), name) for name in TOLD])
+    with suppress(CounterflowError):
+        check(schedule)
+    with suppress(CounterflowError):
+        lower(schedule, COSTS)
+    with suppress(CounterflowError):
+        played = simulate(schedule, COSTS)
+        assert all(hasattr(played, name) for name in TOLD)

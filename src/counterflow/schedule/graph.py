@@ -31,7 +31,8 @@ _TAKES = {
 def outside(schedule: Schedule, op: Op) -> ScheduleError:
     """The error for an op of a stage or pipe that there is none of."""
     return ScheduleError(
-        f"{schedule}: {op} is of none of its {schedule.pipes} pipes of {schedule.stages} stages; run the checker"
+        f"{schedule}: {op} is of none of its {schedule.pipes} pipes of {schedule.stages} stages; "
+        "run the checker"
     )
 
 
