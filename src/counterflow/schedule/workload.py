@@ -108,7 +108,7 @@ class Workload:
         return op.micro_batches[0] // self.micro_batches
 
     def version(self, stage: int, period: int) -> int | None:
-        """The weight version promised to a stage's work of a period; None: nothing is, or there is no such period."""
+        """The weight version promised to a stage in a period; None: nothing is, or no such period."""
         if self.synchronous:
             return 0
         return None if self.versions is None or period >= self.periods else self.versions[stage][period]
