@@ -8,6 +8,7 @@ moves one of these breaks here, and the comment says what to do then.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeGuard, cast
@@ -21,6 +22,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.variable import Variable
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -54,6 +56,20 @@ def without_modes() -> Iterator[None]:
     """Around what no mode of torch shall see. Without: leave and enter the modes one knows."""
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # noqa: SLF001
         yield
+
+
+def whole_call(function: object, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a call that a mode of torch's functions sees, with what torch keeps from it.
+
+    ``l1_loss`` tells modes nothing of its weights. Without: they would be lost in silence.
+    """
+    code = functional.l1_loss.__code__
+    if function is not functional.l1_loss or "weight" in kwargs or "weight" not in code.co_varnames:
+        return kwargs
+    frame = sys._getframe(1)  # noqa: SLF001
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]
+    return kwargs if frame is None else {**kwargs, "weight": frame.f_locals["weight"]}
 
 
 # -- memory

@@ -71,6 +71,26 @@ class Smoothed(nn.Module):
         return {"loss": self.entropy(output.flatten(0, 1), target.flatten()), "more": output.mean()}
 
 
+def weighted(output: Tensor, target: Tensor) -> Any:
+    """An error that is divided by its weights."""
+    counts = (target >= 0).to(output.dtype)[..., None].expand_as(output) * WEIGHTS.to(output.dtype)
+    error: Any = functional.mse_loss  # torch's stubs know no weight
+    return error(output, torch.sin(output.detach() + target[..., None]), weight=counts)
+
+
+def weighted_absolute(output: Tensor, target: Tensor) -> Any:
+    """torch tells modes nothing of these weights."""
+    counts = (target >= 0).to(output.dtype)[..., None].expand_as(output) * WEIGHTS.to(output.dtype)
+    error: Any = functional.l1_loss
+    return 2 * error(output, target[..., None].expand_as(output).to(output.dtype), weight=counts)
+
+
+def fused(output: Tensor, target: Tensor) -> Any:
+    """The last product and its cross entropy in one."""
+    by = WEIGHTS.to(output.dtype).diag()
+    return functional.linear_cross_entropy(output.flatten(0, 1), by, target.flatten())
+
+
 def last_token(output: Tensor, target: Tensor) -> Any:
     """With a part of another kind; as much counts in each sample."""
     target = torch.where(target < 0, 0, target)
@@ -118,7 +138,9 @@ def piped(schedule: Schedule, loss: Any, mode: str) -> tuple[list[float], dict[s
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("mode", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", SCHEMES, ids=str)
-@pytest.mark.parametrize("loss", [plain, by_classes, Smoothed(), last_token])
+@pytest.mark.parametrize(
+    "loss", [plain, by_classes, Smoothed(), weighted, weighted_absolute, fused, last_token]
+)
 def test_what_counts_in_the_mini_batch_divides(
     loss: Any, schedule: Schedule, mode: str, replicas: int
 ) -> None:

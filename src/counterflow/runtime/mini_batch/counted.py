@@ -1,6 +1,6 @@
-"""Cross entropies and negative log-likelihoods, which torch divides by the targets that count.
+"""Cross entropies, negative log-likelihoods and weighted errors, which torch divides by what counts in them.
 
-One process divides by those of the whole mini-batch; a micro-batch knows its own. So a loss that is such a
+One process divides by that of the whole mini-batch; a micro-batch knows its own. So a loss that is such a
 mean, times a number perhaps, is taken as its sum and what it is divided by, wherever it is called: by a
 loss function or the last layer. What else such means become part of is not known. There, micro-batches in
 which as many targets a sample count give the same as one process; others are refused.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -22,12 +22,10 @@ from torch.overrides import TorchFunctionMode
 from counterflow.loss_sum import LossSum
 
 from ..mesh.dtensors import whole
+from ..torch_private import whole_call
 from .losses import Found, read_loss
 from .tape import Recorder, Tape
 
-_MEANS: dict[Any, inspect.Signature] = {
-    function: inspect.signature(function) for function in (functional.cross_entropy, functional.nll_loss)
-}
 _SCALING = frozenset(
     {"mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "true_divide", "divide"}
 )
@@ -119,9 +117,9 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        kwargs = kwargs or {}
+        kwargs = whole_call(func, kwargs or {})
         if func in _MEANS:
-            result = self._mean(func, _MEANS[func].bind(*args, **kwargs))
+            result = self._mean(func, args, kwargs)
         elif len(args) == 2 and not kwargs and getattr(func, "__name__", "") in _SCALING:
             result = _scaled(func, args)
         else:
@@ -130,23 +128,52 @@ class _Watch(TorchFunctionMode):
             self.recorder.note(func, args, kwargs, result)
         return result
 
-    def _mean(self, func: Any, given: inspect.BoundArguments) -> Any:
+    def _mean(self, func: Any, args: Any, kwargs: Any) -> Any:
+        signature, divisor = _MEANS[func]
+        given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         its = given.arguments
-        target, classes = its["target"], its["weight"]
-        as_mean = its["reduction"] == "mean" and its["size_average"] is None and its["reduce"] is None
-        if not as_mean or target.is_floating_point():
-            return func(*given.args, **given.kwargs)
-        by = target, its["ignore_index"], classes if classes is None else classes.detach()
-        weight = _count(*by)
+        as_mean = its["reduction"] == "mean" and its.get("size_average") is None and its.get("reduce") is None
+        divided = divisor(its) if as_mean else None
+        if divided is None:
+            return func(*args, **kwargs)
+        count, by = divided
+        weight = count(*by)
+        if weight.requires_grad:  # it is no part of a sum's gradient
+            self.weights.append(weight.detach())
+            return func(*args, **kwargs)
         its["reduction"] = "sum"
         total, weight = whole(func(*given.args, **given.kwargs)), whole(weight)
         if self.recorder is not None:
-            self.recorder.note(_count, by, {}, weight)
+            self.recorder.note(count, by, {}, weight)
         mean = total / weight.to(total.dtype)
         setattr(mean, _NAME, _Counted(total, weight))
         self.weights.append(weight)
         return mean
+
+
+_Divisor = Callable[[Mapping[str, Any]], "tuple[Callable[..., Tensor], tuple[Any, ...]] | None"]
+"""Of a mean's arguments to what it is divided by, as a function and its arguments; None: its elements."""
+
+
+def _by_targets(its: Mapping[str, Any]) -> tuple[Callable[..., Tensor], tuple[Any, ...]] | None:
+    target, classes, ignored = its["target"], its["weight"], its["ignore_index"]
+    if target.is_floating_point():
+        return None
+    return _count, (
+        target,
+        -100 if ignored is None else ignored,
+        classes if classes is None else classes.detach(),
+    )
+
+
+def _by_weights(its: Mapping[str, Any]) -> tuple[Callable[..., Tensor], tuple[Any, ...]] | None:
+    weight = its["weight"]
+    return None if weight is None else (_added, (weight,))
+
+
+def _added(weight: Tensor) -> Tensor:
+    return weight.double().sum()
 
 
 def _count(target: Tensor, ignored: int, classes: Tensor | None) -> Tensor:
@@ -163,3 +190,15 @@ def _scaled(func: Any, args: Any) -> Any:
     if counted is not None and isinstance(second, (int, float)):
         setattr(result, _NAME, _Counted(func(counted.sum, second), counted.weight))
     return result
+
+
+def _of(*functions: Any, divisor: _Divisor) -> dict[Any, tuple[inspect.Signature, _Divisor]]:
+    return {function: (inspect.signature(function), divisor) for function in functions}
+
+
+_MEANS = {
+    **_of(
+        functional.cross_entropy, functional.nll_loss, functional.linear_cross_entropy, divisor=_by_targets
+    ),
+    **_of(functional.mse_loss, functional.l1_loss, divisor=_by_weights),
+}

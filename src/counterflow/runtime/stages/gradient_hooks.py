@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..torch_private import has_hooks_of_backward
+from ..torch_private import has_hooks_of_backward, whole_call
 from .randomness import RandomStreams
 
 _LOG = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class GradientHooks(TorchFunctionMode):
         del types
         if func is Tensor.register_hook and len(args) == 2 and not isinstance(args[0], nn.Parameter):
             args = args[0], partial(self._called, args[1])
-        return func(*args, **(kwargs or {}))
+        return func(*args, **whole_call(func, kwargs or {}))
 
     def _called(self, hook: Any, gradient: Tensor) -> Any:
         found = hook(gradient)

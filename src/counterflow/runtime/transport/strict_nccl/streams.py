@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...torch_private import TorchDispatchMode, schema_of, without_modes
+from ...torch_private import TorchDispatchMode, schema_of, whole_call, without_modes
 from .fabric import Launch
 
 Wait = Callable[[Sequence[Launch], str], None]
@@ -161,7 +161,7 @@ class _Calls(TorchFunctionMode):
         stream = _thread.stream
         if stream is not None and stream._pending and func in _HOST_READS:  # noqa: SLF001 - of this module
             stream.synchronize(f"reads {getattr(func, '__name__', func)}")
-        return func(*args, **(kwargs or {}))
+        return func(*args, **whole_call(func, kwargs or {}))
 
 
 @contextmanager
