@@ -43,6 +43,7 @@ from .mesh.layout import WORKER, Layout, Mesh, layout_of
 from .mesh.parallel import Parallelize, StageModule, further_mesh, parallelized
 from .mesh.sharding import Sharding
 from .messages.compression import Compression
+from .messages.once import forget_others
 from .messages.values import Unit
 from .mini_batch.batch import Batch, Shapes, rows_of
 from .mini_batch.counted import Means
@@ -753,6 +754,7 @@ class Pipeline:
             target_dims=given.target_dims,
             known=self._shapes.get(agreed.kind) if agreed.kind else None,
             learnt={},
+            kept=bool(agreed.kind) and not self.dynamic_shapes,
             called=(0.0, 0.0, 0.0, call + _UNDER_WAY, self.steps, *digests),
             compare=partial(self._compare_calls, call + _UNDER_WAY, agreed.total),
             await_total=await_total,
@@ -951,9 +953,10 @@ class Pipeline:
                 )
 
     def _remember(self, batch: Batch) -> None:
-        kind = self._agreed.kind
-        if batch.known is None and kind and not self.dynamic_shapes:
-            self._shapes[kind] = batch.learnt
+        if batch.known is None and batch.kept:
+            if self.schedule.synchronous:  # else not all messages have been seen
+                forget_others(batch.learnt)
+            self._shapes[self._agreed.kind] = batch.learnt
             if len(self._shapes) > _KINDS:  # all workers of a replica forget the same
                 del self._shapes[next(iter(self._shapes))]
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from counterflow.errors import ConfigError
 from counterflow.schedule.modes import Recompute
 
-from ..messages.message_queue import Taken
+from ..messages.arrivals import Taken
 from ..messages.values import Unit, Value, put_together, take_apart, takes_gradient
 from ..mini_batch.batch import Batch
 from ..stages.randomness import Rows, versions
@@ -24,7 +24,7 @@ from ..stages.skips import Carried
 from ..stages.split_backward import Joints
 from ..stages.stage import StageCopy
 from .meters import Kept
-from .outputs import Outputs, layout, part
+from .outputs import Outputs, part
 from .skips import Came, Output
 from .stash import Again, Given, Stash, tensors_in
 from .tasks import Task
@@ -118,9 +118,6 @@ class Forwards:
                 taken.append((structure, [leaf(tensor) for tensor in handed], none))
         else:
             taken = self._messages.take(task.number, len(units), as_leaves=batch.training)
-            if batch.known is None:
-                for unit, (structure, tensors, _) in zip(units, taken, strict=True):
-                    batch.learnt[task.stage - 1, unit.shape] = layout(structure, tensors)
         found = [
             Given(unit, structure, tensors, put_together(structure, tensors), buffers, its)
             for unit, (structure, tensors, buffers), its in zip(units, taken, rows, strict=True)

@@ -14,7 +14,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 
 from ..mesh.dtensors import whole
-from ..messages.values import Layout, Structure, TensorSpec, Unit, take_apart
+from ..messages.values import Layout, Unit, take_apart
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import Entry, LossFunction, read_loss
 from ..mini_batch.samples import Dims, cut
@@ -51,7 +51,7 @@ class Outputs:
             )
         if batch.known is None:
             for unit, output in zip(task.units, outputs, strict=True):
-                batch.learnt[task.stage, unit.shape] = layout(*output)
+                batch.learnt[task.stage, unit.shape] = Layout.of(*output)
         if task.hands_over:
             for unit, output in zip(task.units, outputs, strict=True):
                 self._handed[task.stage + 1, unit] = output
@@ -124,8 +124,3 @@ def part(tree: Any, unit: Unit, batch: Batch, dims: Dims) -> Any:
 def _kept(tensor: Tensor) -> Tensor:
     """Its content as it is now: the user's loss, or an update, may change it."""
     return whole(tensor.detach()).clone()
-
-
-def layout(structure: Structure | None, tensors: Sequence[Tensor]) -> Layout:
-    """How an output looks."""
-    return Layout(structure, [TensorSpec.of(tensor) for tensor in tensors])

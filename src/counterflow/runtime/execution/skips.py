@@ -17,8 +17,9 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.ir import SkipLink
 from counterflow.schedule.program.actions import Compute
 
-from ..messages.message_queue import MessageQueue, Taken
-from ..messages.values import Layout, Structure, TensorSpec, Unit, put_together, take_apart
+from ..messages.arrivals import Taken
+from ..messages.message_queue import MessageQueue
+from ..messages.values import Layout, Structure, Unit, put_together, take_apart
 from ..mini_batch.batch import Batch
 from ..stages.skips import Carried, StageSkips
 from .tasks import HERE, Task
@@ -119,7 +120,7 @@ class SkipTraffic:
                 self._messages.put(number, flat, [(structure, len(tensors)) for structure, tensors in pieces])
             for unit, piece in zip(task.units, pieces, strict=True):
                 if batch.known is None:
-                    batch.learnt[link, unit.shape] = _layout(*piece)
+                    batch.learnt[link, unit.shape] = Layout.of(*piece)
                 if number == HERE:
                     self._handed[link, unit] = piece
         return [parts[0] for parts in by_unit]
@@ -164,7 +165,7 @@ class SkipTraffic:
                 self._come_once[key] = value
                 continue
             if batch.known is None:
-                batch.learnt[link, first.shape] = _layout(structure, tensors)
+                batch.learnt[link, first.shape] = Layout.of(structure, tensors)
             self._messages.put(number, tensors, [(structure, len(tensors))])
 
     def take(self, task: Task, batch: Batch, leaf: Callable[[Tensor], Tensor]) -> list[Came]:
@@ -172,7 +173,7 @@ class SkipTraffic:
         found = [Came() for _ in task.units]
         for link, number in task.takes:
             if link.once:
-                value = self._taken_once(task, batch, link, number)
+                value = self._taken_once(task, link, number)
                 for one, rows in zip(found, map(batch.rows.__getitem__, task.units), strict=True):
                     if value is None and rows.start != rows.stop:
                         raise ConfigError(_NO_SAMPLES.format(link.source))
@@ -194,20 +195,14 @@ class SkipTraffic:
         if number == HERE:
             handed = [self._handed.pop((link, unit)) for unit in task.units]
             return [(structure, [leaf(tensor) for tensor in tensors], ()) for structure, tensors in handed]
-        taken = self._messages.take(number, len(task.units), as_leaves=batch.training)
-        if batch.known is None:
-            for unit, (structure, tensors, _) in zip(task.units, taken, strict=True):
-                batch.learnt[link, unit.shape] = _layout(structure, tensors)
-        return taken
+        return self._messages.take(number, len(task.units), as_leaves=batch.training)
 
-    def _taken_once(self, task: Task, batch: Batch, link: SkipLink, number: int | None) -> Any:
+    def _taken_once(self, task: Task, link: SkipLink, number: int | None) -> Any:
         assert isinstance(task.action, Compute)
         key = link, task.action.op.pipe, task.slot
         if number is not None:
             ((structure, tensors, buffers),) = self._messages.take(number, 1)
             self._messages.give_back(buffers)  # they are used again when nobody has their memory
-            if batch.known is None:
-                batch.learnt[link, task.once[link].shape] = _layout(structure, tensors)
             self._come_once[key] = put_together(structure, tensors)
         return self._come_once[key]
 
@@ -262,7 +257,3 @@ def _split(output: Output) -> list[tuple[Structure | None, list[Tensor]]]:
         found.append((structure, tensors[at : at + count]))
         at += count
     return found
-
-
-def _layout(structure: Structure | None, tensors: Sequence[Tensor]) -> Layout:
-    return Layout(structure, [TensorSpec.of(tensor) for tensor in tensors])

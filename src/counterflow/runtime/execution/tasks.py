@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from counterflow.schedule.ir import Op, OpKind, Schedule, SkipLink
 from counterflow.schedule.program.actions import Action, Compute, Exchange, Message, Program, Receive, Send
 
+from ..messages.once import Link, Sharing
 from ..messages.values import Structure, TensorSpec, Unit
 from ..mini_batch.batch import Shapes
 from ..stages.stage import StageCopy
@@ -41,7 +42,6 @@ class Task:
         takes: the skips that an op takes something from, a backward a gradient, and the number of the message
             (``HERE``: an op of this worker made it; None: it is there already).
         gives: likewise those that it makes something for (None: nothing is made any more).
-        once: of skips that are made once, the unit of the one in the message that is taken.
         splits: whether a backward of what the op runs on is two ops.
         ends_losses: whether the losses of the mini-batch are all there after it.
         known: the shapes that ``specs`` and ``message`` were looked up in.
@@ -49,6 +49,10 @@ class Task:
         specs: of the tensors that travel, by unit.
         message: of the tensors of the message.
         missing: of the gradients that travel, the places of those that there are not.
+        link: that a message of activations goes by; None: nothing of it may go once a step.
+        first: whether it is with the receiver's first micro-batch of a mini-batch.
+        last: whether it is the link's last one of a mini-batch, in this worker's order.
+        sharing: what of it goes once a step, if anything.
     """
 
     action: Action
@@ -67,7 +71,6 @@ class Task:
     hands_over: bool = False
     takes: tuple[tuple[SkipLink, int | None], ...] = ()
     gives: tuple[tuple[SkipLink, int | None], ...] = ()
-    once: dict[SkipLink, Unit] = field(default_factory=dict)
     splits: bool = False
     ends_losses: bool = False
     known: Shapes | None = None
@@ -75,6 +78,10 @@ class Task:
     specs: Sequence[Sequence[TensorSpec]] = ()
     message: list[TensorSpec] = field(default_factory=list)
     missing: frozenset[int] = frozenset()
+    link: Link | None = None
+    first: bool = False
+    last: bool = False
+    sharing: Sharing | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +133,17 @@ class Preparation:
         self._most_parts = max(self._parts.values(), default=1)
         self._skips = schedule.workload.skips
         self._first: dict[tuple[int, int, int], Op] = {}
-        """By pipe, stage and period its first forward, if anything is made with it alone."""
-        if any(skip.once for skip in self._skips):
-            for op in schedule.ops():
-                if op.kind.makes_output:
-                    self._first.setdefault((op.pipe, op.stage, schedule.period_of(op)), op)
+        """By pipe, stage and period its first forward."""
+        self._last: dict[tuple[int, int, int], Op] = {}
+        for op in schedule.ops():
+            if op.kind.makes_output:
+                key = op.pipe, op.stage, schedule.period_of(op)
+                self._first.setdefault(key, op)
+                self._last[key] = op
+        self._begins: dict[tuple[int, int], set[int]] = {}
+        """By pipe and stage the micro-batches that a period begins with there: mostly one for all periods."""
+        for (pipe, stage, _), op in self._first.items():
+            self._begins.setdefault((pipe, stage), set()).add(op.micro_batches[0] % schedule.micro_batches)
         self._split = {
             (op.stage, op.micro_batches[0])
             for op in schedule.ops()
@@ -206,8 +219,8 @@ class Preparation:
                     number = None
                 elif op.stage == after:
                     made = self._first[op.pipe, before, period]
-                    task.once[skip] = self._units(made, period_offset)[1][0]
-                    number = None if here else self._number(made, skip, task.once[skip])
+                    unit = self._units(made, period_offset)[1][0]
+                    number = None if here else self._number(made, skip, unit)
             if op.stage == after:
                 task.takes += ((skip, number),)
             else:
@@ -222,6 +235,13 @@ class Preparation:
         task.activation = op.kind.makes_output
         if message.skip is not None and message.skip.once:
             task.units = task.units[:1]
+        elif task.activation:
+            target = op.stage + 1 if message.skip is None else message.skip.target
+            task.link = message.skip or op.stage, op.pipe, task.slot
+            task.first = self._begins[op.pipe, target] == {op.micro_batches[0] % self.schedule.micro_batches}
+            ends = op.stage if isinstance(message, Send) else target
+            last = self._last[op.pipe, ends, self.schedule.period_of(op)]
+            task.last = last.micro_batches == op.micro_batches
 
     def _worker(self, op: Op, stage: int) -> int | None:
         """Who holds a stage of an op's pipe; None if there is no such stage."""

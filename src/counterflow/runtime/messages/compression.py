@@ -62,8 +62,10 @@ class Compression:
             ),
         ]
 
-    def pack(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The message, and what follows it in full because it cannot be converted."""
+    def pack(
+        self, tensors: Sequence[Tensor], beside: Sequence[Tensor] = ()
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The message, and what follows it in full: what cannot be converted, and then what is ``beside``."""
         head: list[tuple[int, int]] = []
         message: list[Tensor] = []
         full: list[Tensor] = []
@@ -81,9 +83,10 @@ class Compression:
             head.append((exponent is None, exponent or 0))
         device = tensors[0].device if tensors else None
         message.insert(0, torch.tensor(head, dtype=_HEAD, device=device).reshape(-1, 2))
-        self.plain_bytes += sum(tensor.nbytes for tensor in tensors)
-        self.sent_bytes += sum(tensor.nbytes for tensor in (*message, *full))
         self.sent_full += len(full)
+        full += beside
+        self.plain_bytes += sum(tensor.nbytes for tensor in (*tensors, *beside))
+        self.sent_bytes += sum(tensor.nbytes for tensor in (*message, *full))
         return message, full
 
     @staticmethod

@@ -6,12 +6,14 @@ A value that the next stage did not use has no gradient, and what was computed f
 as in one process. In a message of known shapes a tensor stands for it that is read as none (``absent``). To
 read it on a GPU would wait for the message: there the same gradients are missing each time, or an error says
 so.
+
+Tensors that are the same for all micro-batches go with the first one alone (``once.py``).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
@@ -22,92 +24,38 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
-from counterflow.schedule.program.actions import Receive, Send
-from counterflow.schedule.workload import SkipLink
+from counterflow.schedule.program.actions import Receive
 
 from ..execution.meters import pointers
 from ..execution.tasks import Task
 from ..mini_batch.batch import Batch, Shapes
 from ..transport import Crossing, Pending, Transport
-from ..transport.base import Described
 from .absent import absent, is_absent
+from .arrivals import (
+    NONE,
+    PostedDescribed,
+    PostedReceive,
+    Restore,
+    Taken,
+    note_missing,
+    of_gradient,
+    of_outputs,
+)
 from .compression import Compression
-from .values import NUMBER, BufferPool, Structure, TensorSpec, Unit, described, read_description
+from .once import OncePerStep, Sharing
+from .values import (
+    NUMBER,
+    BufferPool,
+    Layout,
+    Same,
+    Structure,
+    TensorSpec,
+    described,
+)
 
-_Of = tuple[int | SkipLink, Unit]
-Taken = tuple[Structure | None, list[Tensor], Sequence[Tensor]]
 _Sized = tuple[Structure | None, int]
-_NONE: Sequence[Tensor] = ()
 _MISSING = torch.empty(0, dtype=torch.bool)
 """Stands for a gradient that there is not: none has this dtype."""
-_Restore = Callable[[list[Tensor], Sequence[TensorSpec]], list[Tensor]]
-
-
-class _PostedReceive:
-    """A posted receive of known shapes; ``restore`` makes tensors of what came in another form."""
-
-    __slots__ = ("buffers", "missing", "pending", "restore", "specs", "structures")
-
-    def __init__(
-        self,
-        pending: Pending,
-        buffers: list[Tensor],
-        task: Task,
-        restore: _Restore | None,
-    ) -> None:
-        self.pending, self.buffers, self.restore = pending, buffers, restore
-        self.structures, self.specs, self.missing = task.structures, task.specs, task.missing
-
-    def take(self, count: int, *, as_leaves: bool) -> list[Taken]:
-        """What came, by unit: structure, tensors, and the buffers of the pool that they are in.
-
-        The tensors are not the buffers: what is asked of a tensor (hooks, a gradient) stays with it.
-        """
-        self.pending.wait()
-        buffers = self.buffers
-        if self.restore is not None:
-            buffers = self.restore(buffers, [spec for unit in self.specs for spec in unit])
-        if count == 1 and len(buffers) == 1:
-            tensor = buffers[0].detach()
-            if as_leaves and self.specs[0][0].requires_grad:
-                tensor.requires_grad_()
-            return [(self.structures[0], [tensor], buffers)]
-        found: list[Taken] = []
-        at = 0
-        for structure, specs in zip(self.structures, self.specs, strict=True):
-            own = buffers if count == 1 else buffers[at : at + len(specs)]
-            at += len(specs)
-            tensors = [buffer.detach() for buffer in own]
-            if as_leaves:
-                for tensor, spec in zip(tensors, specs, strict=True):
-                    if spec.requires_grad:
-                        tensor.requires_grad_()
-            found.append((structure, tensors, own))
-        return found
-
-
-class _PostedDescribed:
-    """A posted receive whose shapes come with it."""
-
-    __slots__ = ("activation", "learnt", "of", "pending")
-
-    def __init__(self, pending: Described, task: Task, learnt: Shapes) -> None:
-        self.pending, self.activation, self.learnt = pending, task.activation, learnt
-        self.of = None if task.activation else _of_gradient(task)
-
-    def take(self, count: int, *, as_leaves: bool) -> list[Taken]:
-        """What came, by unit; in no buffers of the pool."""
-        del as_leaves  # they are as on the sender
-        tensors = self.pending.wait()
-        if not self.activation:
-            return [(None, tensors, _NONE)]
-        structures, counts = read_description(tensors[0], count)
-        found: list[Taken] = []
-        at = 1
-        for structure, own in zip(structures, counts, strict=True):
-            found.append((structure, tensors[at : at + own], _NONE))
-            at += own
-        return found
 
 
 class MessageQueue:
@@ -126,10 +74,11 @@ class MessageQueue:
         self.batches = batches
         self.compression = compression
         self._pool = BufferPool(transport.device)
-        self._arrivals: dict[int, _PostedReceive | _PostedDescribed] = {}
+        self._arrivals: dict[int, PostedReceive | PostedDescribed] = {}
         self._outbox: dict[int, tuple[Sequence[Tensor | None], Sequence[_Sized]]] = {}
         self.reads = transport.device.type == "cpu"
-        """Whether messages are looked into, to see which gradients are missing."""
+        """Whether messages are looked into, to see which gradients are missing and what is the same."""
+        self._once = OncePerStep(self._pool, reads=self.reads)
         self._sending: deque[tuple[Pending, Sequence[Tensor]]] = deque()
 
     def put(self, number: int, tensors: Sequence[Tensor | None], structures: Sequence[_Sized] = ()) -> None:
@@ -155,17 +104,17 @@ class MessageQueue:
         """Wait for the gradients of one unit; None where there is none. And their buffers."""
         self.transport.get_ready()
         arrival = self._arrivals.pop(number)
-        ((_, tensors, buffers),) = arrival.take(1, as_leaves=False)
-        found: list[Any] = tensors
         places: Iterable[int]
-        if isinstance(arrival, _PostedDescribed):
-            places = [place for place, tensor in enumerate(tensors) if tensor.dtype is torch.bool]
-            assert arrival.of is not None
-            _note_missing(arrival.learnt, arrival.of, places)
-        elif self.reads:
-            places = [place for place, tensor in enumerate(tensors) if is_absent(tensor)]
+        buffers: Sequence[Tensor] = NONE
+        if isinstance(arrival, PostedDescribed):
+            tensors, places = arrival.take_gradient()
         else:
-            places = arrival.missing
+            ((_, tensors, buffers),) = arrival.take(1, as_leaves=False)
+            if self.reads:
+                places = [place for place, tensor in enumerate(tensors) if is_absent(tensor)]
+            else:
+                places = arrival.missing
+        found: list[Any] = tensors
         for place in places:
             found[place] = None
         return found, buffers
@@ -186,6 +135,7 @@ class MessageQueue:
         for pending, _ in self._sending:
             pending.wait()
         self._sending.clear()
+        self._once.clear()
 
     # -- handlers
 
@@ -196,10 +146,12 @@ class MessageQueue:
             laid, structures = self._outbox.pop(task.number)
             tensors = [_MISSING if tensor is None else tensor for tensor in laid]
             if task.activation:
-                tensors.insert(0, described(*zip(*structures, strict=True)))
+                same = self._learn(task, tensors, structures)
+                parts, counts = zip(*structures, strict=True)
+                tensors.insert(0, described(parts, counts, same))
             else:
                 places = [place for place, tensor in enumerate(laid) if tensor is None]
-                _note_missing(self.batches[task.slot].learnt, _of_gradient(task), places)
+                note_missing(self.batches[task.slot].learnt, of_gradient(task), places)
             pending = self.transport.send_described(tensors, task.peer, task.number)
             self._keep(pending, tensors)
             return
@@ -211,15 +163,15 @@ class MessageQueue:
     def receive(self, task: Task) -> None:
         """Post a receive."""
         batch = self.batches[task.slot]
-        arrival: _PostedReceive | _PostedDescribed
+        arrival: PostedReceive | PostedDescribed
         if batch.known is None:
             described_ = self.transport.receive_described(task.peer, task.number)
-            arrival = _PostedDescribed(described_, task, batch.learnt)
+            arrival = PostedDescribed(described_, task, batch.learnt)
         else:
             buffers = self._to_receive(task, batch.known)
             pending = self.transport.receive(buffers, task.peer, task.number)
-            restore = None if self.compression is None else self._restore(task)
-            arrival = _PostedReceive(pending, buffers, task, restore)
+            plain = self.compression is None and task.sharing is None
+            arrival = PostedReceive(pending, buffers, task, None if plain else self._restore(task))
         self._arrivals[task.number] = arrival
 
     def exchange(self, task: Task) -> None:
@@ -240,23 +192,23 @@ class MessageQueue:
         if full:
             self._send_full(send, full)
         self._keep(sent, tensors)
-        self._arrivals[receive.number] = _PostedReceive(received, buffers, receive, self._restore(receive))
+        self._arrivals[receive.number] = PostedReceive(received, buffers, receive, self._restore(receive))
 
     # -- their parts
 
     def _look_up(self, task: Task, known: Shapes) -> None:
         """Note on a task in what shapes its message comes."""
         if task.activation:
-            skip = task.action.skip if isinstance(task.action, Send | Receive) else None
-            layouts = [known[skip or task.stage, unit.shape] for unit in task.units]
+            layouts = [known[of] for of in of_outputs(task)]
             task.structures = [layout.structure for layout in layouts]
             task.specs = [layout.tensors for layout in layouts]
+            task.sharing = _sharing(task, layouts)
         else:  # the gradient of what the stage below gave
-            layout = known[_of_gradient(task)]
+            layout = known[of_gradient(task)]
             task.structures = [None]
             task.specs = [[spec for spec in layout.tensors if spec.requires_grad]]
             task.missing = layout.missing
-        message = [spec for unit in task.specs for spec in unit]
+        message = _flat(task.specs) if task.sharing is None else task.sharing.travels
         task.message = message if self.compression is None else self.compression.message(message)
         task.known = known
 
@@ -264,10 +216,14 @@ class MessageQueue:
         """A message whose shapes the receiver knows, and what has to follow it in full."""
         laid, structures = self._outbox.pop(task.number)
         tensors: Any = laid
+        full: Sequence[Tensor] = ()
         if task.activation:
             if task.known is not known:
                 self._look_up(task, known)
             _check(task, tensors, structures)
+            if task.sharing is not None:
+                step = self.batches[task.slot].step
+                tensors, full = self._once.to_send(task.sharing, step, tensors)
         else:
             if not self.reads:
                 if task.known is not known:
@@ -278,8 +234,8 @@ class MessageQueue:
                     tensors = self._filled(task, known, laid)
                     break
         if self.compression is None:
-            return tensors, ()
-        return self.compression.pack([tensor.detach() for tensor in tensors])
+            return tensors, full
+        return self.compression.pack([tensor.detach() for tensor in tensors], full)
 
     def _filled(self, task: Task, known: Shapes, laid: Sequence[Tensor | None]) -> list[Tensor]:
         """Gradients with what stands for those that are missing."""
@@ -305,29 +261,64 @@ class MessageQueue:
             self._look_up(task, known)
         return list(map(self._pool.take, task.message))
 
-    def _restore(self, task: Task) -> _Restore | None:
-        """What makes tensors of a compressed message."""
-        return None if self.compression is None else partial(self._restored, task)
+    def _restore(self, task: Task) -> Restore | None:
+        """What makes tensors of a message that is compressed, or without what goes once a step."""
+        if self.compression is None and task.sharing is None:
+            return None
+        return partial(self._restored, task.peer, task.number, _flat(task.specs), task.sharing)
 
-    def _restored(self, task: Task, message: list[Tensor], specs: list[TensorSpec]) -> list[Tensor]:
-        assert self.compression is not None
+    def _restored(
+        self,
+        peer: int,
+        number: int,
+        specs: Sequence[TensorSpec],
+        sharing: Sharing | None,
+        message: list[Tensor],
+    ) -> list[Tensor]:
+        full: list[Tensor] = []
 
         def rest() -> list[Tensor]:
-            return self.transport.receive_described(task.peer, task.number, aside=True).wait()
+            if not full:  # there is one such message at most, for both
+                full.extend(self.transport.receive_described(peer, number, aside=True).wait())
+            return full
 
-        return self.compression.unpack(message, specs, self._pool, rest)
+        if self.compression is not None:
+            travels = specs if sharing is None else sharing.travels
+            message = self.compression.unpack(message, travels, self._pool, rest)
+        return message if sharing is None else self._once.restored(sharing, message, rest)
+
+    def _learn(self, task: Task, tensors: Sequence[Tensor], structures: Sequence[_Sized]) -> Sequence[Same]:
+        """Note what of a message need not go with every micro-batch from now on."""
+        batch = self.batches[task.slot]
+        if task.link is None or not batch.kept or all(structure is None for structure, _ in structures):
+            return ()
+        rows = [batch.rows[unit] for unit in task.units]
+        units = [(n, its.stop - its.start) for (_, n), its in zip(structures, rows, strict=True)]
+        found = self._once.learn(task.link, batch.step, tensors, units, first=task.first)
+        for of, same in zip(of_outputs(task), found, strict=True):
+            batch.learnt[of] = replace(batch.learnt[of], same=same)
+        return found
 
 
-def _of_gradient(task: Task) -> _Of:
-    """What a message with a gradient is about: what the stage below gave, or what went by a skip."""
-    skip = task.action.skip if isinstance(task.action, Send | Receive) else None
-    return skip or task.stage - 1, task.units[0].shape
+def _flat(by_unit: Sequence[Sequence[TensorSpec]]) -> list[TensorSpec]:
+    return [spec for unit in by_unit for spec in unit]
 
 
-def _note_missing(learnt: Shapes, of: _Of, places: Iterable[int]) -> None:
-    """Note which gradients are missing in a mini-batch whose shapes are learnt."""
-    if places and of in learnt:
-        learnt[of] = replace(learnt[of], missing=frozenset(places))
+def _sharing(task: Task, layouts: Sequence[Layout]) -> Sharing | None:
+    """What of a message goes once a step."""
+    once: dict[int, int] = {}
+    at = 0
+    for layout in layouts:
+        once |= {at + place: place for place in sorted(layout.same.once)}
+        at += len(layout.tensors)
+    kept = sorted(layouts[0].same.kept)
+    if task.link is None or not (kept or once):
+        return None
+    specs = _flat([layout.tensors for layout in layouts])
+    travels = [spec for place, spec in enumerate(specs) if place not in once]
+    if once:
+        travels.append(TensorSpec(torch.Size((len(once),)), torch.uint8, requires_grad=False))
+    return Sharing(task.link, task.last, specs, travels, kept, once)
 
 
 def _check_missing(task: Task, laid: Sequence[Tensor | None]) -> None:

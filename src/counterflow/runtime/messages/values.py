@@ -105,6 +105,21 @@ def _structure(tree: Any, *rest: Any) -> Structure:
     return _flat.setdefault((found.flat, len(found.at)), found)
 
 
+class Same(NamedTuple):
+    """The places of a value's tensors that go once a step.
+
+    Attributes:
+        kept: those that later messages of the link may be without.
+        once: those that are the first message's.
+    """
+
+    kept: frozenset[int] = frozenset()
+    once: frozenset[int] = frozenset()
+
+
+NOTHING_SAME = Same()
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """What a receiver has to know of a value before it comes.
@@ -113,11 +128,18 @@ class Layout:
         structure: None for a lone tensor.
         tensors: of the value.
         missing: of those that take a gradient, the ones that got none.
+        same: those that go once a step.
     """
 
     structure: Structure | None
     tensors: Sequence[TensorSpec]
     missing: frozenset[int] = frozenset()
+    same: Same = NOTHING_SAME
+
+    @classmethod
+    def of(cls, structure: Structure | None, tensors: Sequence[Tensor], same: Same = NOTHING_SAME) -> Layout:
+        """That of a value taken apart."""
+        return cls(structure, [TensorSpec.of(tensor) for tensor in tensors], same=same)
 
 
 _LEAF = torch.empty(0)
@@ -234,7 +256,9 @@ def put_together(structure: Structure | None, tensors: Sequence[Tensor]) -> Any:
     return closed(found) if structure.masks else found
 
 
-def described(structures: Sequence[Structure | None], counts: Sequence[int]) -> Tensor:
+def described(
+    structures: Sequence[Structure | None], counts: Sequence[int], same: Sequence[Same] = ()
+) -> Tensor:
     """What goes ahead of values of unknown structure: nothing if they are lone tensors.
 
     Raises:
@@ -243,7 +267,7 @@ def described(structures: Sequence[Structure | None], counts: Sequence[int]) -> 
     if all(structure is None for structure in structures):
         return torch.empty(0, dtype=torch.uint8)
     try:
-        data = pickle.dumps((tuple(structures), tuple(counts)))
+        data = pickle.dumps((tuple(structures), tuple(counts), tuple(same)))
     except Exception as error:
         raise ConfigError(
             f"a stage gives what cannot go to another worker ({error}); hand on tensors, numbers and texts "
@@ -253,13 +277,16 @@ def described(structures: Sequence[Structure | None], counts: Sequence[int]) -> 
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def read_description(head: Tensor, count: int) -> tuple[Sequence[Structure | None], Sequence[int]]:
-    """Of ``count`` values their structures, and how many tensors each has."""
+def read_description(
+    head: Tensor, count: int
+) -> tuple[Sequence[Structure | None], Sequence[int], Sequence[Same]]:
+    """Of ``count`` values their structures, how many tensors each has, and what goes once a step."""
     if not head.numel():
-        return (None,) * count, (1,) * count
-    found: tuple[Sequence[Structure | None], Sequence[int]]
+        return (None,) * count, (1,) * count, (NOTHING_SAME,) * count
+    found: tuple[Sequence[Structure | None], Sequence[int], Sequence[Same]]
     found = pickle.loads(head.cpu().numpy().tobytes())  # noqa: S301 - from a worker of this run
-    return found
+    structures, counts, same = found
+    return structures, counts, same or (NOTHING_SAME,) * count
 
 
 def takes_gradient(tensor: Tensor) -> bool:

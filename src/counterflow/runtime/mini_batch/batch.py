@@ -63,6 +63,7 @@ class Batch:
         target_dims: likewise of the targets.
         known: the shapes of what travels, by stage and unit, if they were seen before.
         learnt: where they are noted.
+        kept: whether what is learnt is known of later ones.
         called: what this worker tells of the call with the loss, where nothing was agreed upon before.
         compare: looks at what all told of it.
         await_total: waits for what the others were given, before anything they see; gives ``total``.
@@ -83,6 +84,7 @@ class Batch:
     target_dims: Dims
     known: Shapes | None
     learnt: Shapes
+    kept: bool = False
     called: Sequence[float] = ()
     compare: Callable[[Sequence[Sequence[float]]], object] | None = None
     await_total: Callable[[], int] | None = None

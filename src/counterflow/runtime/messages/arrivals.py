@@ -1,0 +1,118 @@
+"""Receives that are posted, and what comes of them by unit.
+
+Invariant: what was received is in a buffer of its own until nothing refers to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from counterflow.schedule.program.actions import Receive, Send
+from counterflow.schedule.workload import SkipLink
+
+from ..execution.tasks import Task
+from ..mini_batch.batch import Shapes
+from ..transport import Pending
+from ..transport.base import Described
+from .values import Layout, Structure, Unit, read_description
+
+Of = tuple[int | SkipLink, Unit]
+Taken = tuple[Structure | None, list[Tensor], Sequence[Tensor]]
+NONE: Sequence[Tensor] = ()
+Restore = Callable[[list[Tensor]], list[Tensor]]
+
+
+class PostedReceive:
+    """A posted receive of known shapes; ``restore`` makes tensors of what came in another form."""
+
+    __slots__ = ("buffers", "missing", "pending", "restore", "specs", "structures")
+
+    def __init__(
+        self,
+        pending: Pending,
+        buffers: list[Tensor],
+        task: Task,
+        restore: Restore | None,
+    ) -> None:
+        self.pending, self.buffers, self.restore = pending, buffers, restore
+        self.structures, self.specs, self.missing = task.structures, task.specs, task.missing
+
+    def take(self, count: int, *, as_leaves: bool) -> list[Taken]:
+        """What came, by unit: structure, tensors, and the buffers of the pool that they are in.
+
+        The tensors are not the buffers: what is asked of a tensor (hooks, a gradient) stays with it.
+        """
+        self.pending.wait()
+        buffers = self.buffers
+        if self.restore is not None:
+            buffers = self.restore(buffers)
+        if count == 1 and len(buffers) == 1:
+            tensor = buffers[0].detach()
+            if as_leaves and self.specs[0][0].requires_grad:
+                tensor.requires_grad_()
+            return [(self.structures[0], [tensor], buffers)]
+        found: list[Taken] = []
+        at = 0
+        for structure, specs in zip(self.structures, self.specs, strict=True):
+            own = buffers if count == 1 else buffers[at : at + len(specs)]
+            at += len(specs)
+            tensors = [buffer.detach() for buffer in own]
+            if as_leaves:
+                for tensor, spec in zip(tensors, specs, strict=True):
+                    if spec.requires_grad:
+                        tensor.requires_grad_()
+            found.append((structure, tensors, own))
+        return found
+
+
+class PostedDescribed:
+    """A posted receive whose shapes come with it."""
+
+    __slots__ = ("learnt", "of", "pending")
+
+    def __init__(self, pending: Described, task: Task, learnt: Shapes) -> None:
+        self.pending, self.learnt = pending, learnt
+        self.of = of_outputs(task) if task.activation else [of_gradient(task)]
+
+    def take(self, count: int, *, as_leaves: bool) -> list[Taken]:
+        """What came, by unit; in no buffers of the pool. Of activations the layouts are noted."""
+        del as_leaves  # they are as on the sender
+        tensors = self.pending.wait()
+        structures, counts, same = read_description(tensors[0], count)
+        found: list[Taken] = []
+        at = 1
+        for of, structure, own, its in zip(self.of, structures, counts, same, strict=True):
+            taken = tensors[at : at + own]
+            at += own
+            self.learnt[of] = Layout.of(structure, taken, its)
+            found.append((structure, taken, NONE))
+        return found
+
+    def take_gradient(self) -> tuple[list[Tensor], Sequence[int]]:
+        """That of one unit, and the places of those that there are not, which are noted."""
+        tensors = self.pending.wait()
+        places = [place for place, tensor in enumerate(tensors) if tensor.dtype is torch.bool]
+        note_missing(self.learnt, self.of[0], places)
+        return tensors, places
+
+
+def of_gradient(task: Task) -> Of:
+    """What a message with a gradient is about: what the stage below gave, or what went by a skip."""
+    skip = task.action.skip if isinstance(task.action, Send | Receive) else None
+    return skip or task.stage - 1, task.units[0].shape
+
+
+def of_outputs(task: Task) -> list[Of]:
+    """What a message of activations is about, by unit: what a stage gives to the next one, or by a skip."""
+    skip = task.action.skip if isinstance(task.action, Send | Receive) else None
+    return [(skip or task.stage, unit.shape) for unit in task.units]
+
+
+def note_missing(learnt: Shapes, of: Of, places: Iterable[int]) -> None:
+    """Note which gradients are missing in a mini-batch whose shapes are learnt."""
+    if places and of in learnt:
+        learnt[of] = replace(learnt[of], missing=frozenset(places))
