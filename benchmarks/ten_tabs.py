@@ -1,13 +1,16 @@
 """What ten tabs on one live run cost the run.
 
-Claim: no measurable time. One training, in whose course windows without a tab and windows with ten take
-turns, so that what drifts meets both; the page's server is a process of its own and runs throughout. Of each
-window's steps the median counts, and of each pair of neighbours the ratio; told is the median ratio and, for
-what can be measured at all, the ratios' spread: windows without tabs against the next such ones.
+Claim: no measurable time. One training, in whose course short windows without tabs and with ten form pairs, in
+an order that turns about from pair to pair, so that what drifts meets both alike. Of each window's steps the
+median counts, of each pair the ratio; told is the median ratio with the interval in which it lies by 95 %
+(order statistics of the pairs: no form of the scatter is assumed). Between these pairs are as many in which
+neither window has tabs: what can be measured at all. No time is measurable where the first interval holds 1
+or lies within the second.
 
-A tab is a client that asks what the page asks, as often (``--pages``: ten pages in chromium, which take
-processor time of their own to draw; a tab that is not seen asks nothing). Beside it the server's processor
-time, which is what the training has to share where it uses all cores.
+A tab is a client that asks what the page asks, at the moments at which it asks. ``--pages``: ten pages in
+chromium, each in a window of its own. They take processor time of their own to draw, and here from the
+training's cores; a user's browser is mostly on another machine. Beside it the processor time of the server,
+which is there throughout, and of the clients.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -25,70 +29,75 @@ from collections.abc import Callable, Iterator, Sequence
 from http.client import HTTPConnection, HTTPException
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote, urlsplit
 
 from machine import machine, shown
 from page_times import chromium, processor_seconds, served
 
 TABS = 10
-EVERY_SECONDS = 0.7
-"""As runs.js asks."""
+EVERY_SECONDS = 0.8
+"""As runs.js asks, at whole multiples by the machine's clock."""
 
-SETTLING_SECONDS = 1.0
+SETTLING_SECONDS = 1.5
 """At the begin of a window, which do not count."""
 
 SMALL = ("model.layers=4", "model.hidden=32", "model.heads=2", "train.evaluate_every=0")
 
 
 class Windowed(NamedTuple):
-    """A window: whether there were tabs, its median step and the processor time of the server, in seconds."""
+    """A window: its median step, in seconds, and the shares of a core of the server and of the clients."""
 
-    tabs: bool
     step: float
     server: float
+    clients: float
+
+
+class Pair(NamedTuple):
+    """Two windows that follow each other; ``tabs``: whether there were ten in ``second``, else in neither."""
+
+    tabs: bool
+    first: Windowed
+    second: Windowed
+
+    @property
+    def ratio(self) -> float:
+        """Of the window with tabs to the other one."""
+        return self.second.step / self.first.step
 
 
 class Tabs:
-    """Ten clients that do what a page does: the list, and of the run what is not known."""
+    """Ten clients that do what a page does: ask for what of the run is not known."""
 
     def __init__(self, address: str, run: str) -> None:
         self._host = urlsplit(address).netloc
         self._run = run
         self._shown = threading.Event()
         self.asked = 0
-        for number in range(TABS):
-            threading.Thread(target=self._follow, args=(number,), daemon=True).start()
+        for _ in range(TABS):
+            threading.Thread(target=self._follow, daemon=True).start()
 
     def show(self, seen: bool) -> None:
         """Open them all, or close them."""
         (self._shown.set if seen else self._shown.clear)()
 
-    def _follow(self, number: int) -> None:
+    def _follow(self) -> None:
         headers = {"X-Counterflow": "page", "Content-Type": "application/json"}
-        metrics = timeline = ""
+        metrics = timeline = listed = ""
         connection = HTTPConnection(self._host, timeout=60)
-        time.sleep(EVERY_SECONDS * number / TABS)
         while self._shown.wait():
             try:
-                self._ask(connection, "GET", "/api/runs", headers)
-                body = {"runs": [{"name": self._run, "metrics": metrics}], "timeline": timeline}
-                found = self._ask(connection, "POST", "/api/run", headers, json.dumps(body))
-                metrics, timeline = found["runs"][0]["metrics"], found["version"]
+                seen = [{"name": self._run, "metrics": metrics}]
+                body = json.dumps({"runs": seen, "timeline": timeline, "listed": listed})
+                connection.request("POST", "/api/run", body=body, headers=headers)
+                answer = connection.getresponse()
+                found = json.loads(answer.read())
+                assert answer.status == 200, found
+                metrics, timeline, listed = found["runs"][0]["metrics"], found["version"], found["listed"]
                 self.asked += 1
             except (ConnectionError, HTTPException):  # the server closes what is silent for some seconds
                 connection.close()
-            time.sleep(EVERY_SECONDS)
-
-    @staticmethod
-    def _ask(
-        connection: HTTPConnection, method: str, path: str, headers: Any, body: str | None = None
-    ) -> Any:
-        connection.request(method, path, body=body, headers=headers)
-        answer = connection.getresponse()
-        found = json.loads(answer.read())
-        assert answer.status == 200, found
-        return found
+            time.sleep(EVERY_SECONDS - time.time() % EVERY_SECONDS)
 
 
 @contextlib.contextmanager
@@ -139,73 +148,84 @@ def times(folder: Path) -> list[float]:
     return [line["seconds"] for line in map(json.loads, lines) if "loss" in line]
 
 
-def measure(given: argparse.Namespace) -> list[Windowed]:
-    """Windows in turn, the first one without tabs."""
+def measure(given: argparse.Namespace) -> list[Pair]:
+    """Pairs with tabs and pairs without in turn; in every other one the window with tabs comes first."""
     found = []
     with tempfile.TemporaryDirectory() as folder, training(Path(folder) / "run", given.set) as run:
         opened = pages if given.pages else clients
         with served(Path(folder)) as (address, server), opened(address, str(run)) as show:
-            for number in range(2 * given.pairs + 1):
-                tabs = number % 2 == 1
-                show(tabs)
-                time.sleep(SETTLING_SECONDS)
-                first, busy = len(times(run)), processor_seconds(server)
-                time.sleep(given.seconds)
-                busy = processor_seconds(server) - busy
-                steps = [b - a for a, b in pairwise(times(run)[first - 1 :])]
-                found.append(Windowed(tabs, statistics.median(steps), busy / given.seconds))
+            for number in range(2 * given.pairs):
+                tabs, turned = number % 2 == 0, number // 2 % 2 == 1
+                windows = []
+                for second in (turned, not turned):
+                    show(tabs and second)
+                    windows.append(_window(run, server, given.seconds))
+                found.append(Pair(tabs, *(windows[::-1] if turned else windows)))
             show(False)
     return found
 
 
-def told(found: Sequence[Windowed]) -> dict[str, Any]:
-    """The ratios: with tabs to the mean of the windows before and after it; and of those to each other."""
-    ratios = [
-        found[i].step / statistics.fmean((found[i - 1].step, found[i + 1].step))
-        for i in range(1, len(found), 2)
-    ]
-    bare = [b.step / a.step for a, b in pairwise(found[::2])]
-    return {
-        "ratio": statistics.median(ratios),
-        "ratios": ratios,
-        "without": bare,
-        "step": [statistics.median(w.step for w in found if w.tabs is tabs) for tabs in (False, True)],
-        "server": [statistics.fmean(w.server for w in found if w.tabs is tabs) for tabs in (False, True)],
-    }
+def _window(run: Path, server: int, seconds: float) -> Windowed:
+    time.sleep(SETTLING_SECONDS)
+    first, busy, own = len(times(run)), processor_seconds(server), time.process_time()
+    time.sleep(seconds)
+    busy, own = processor_seconds(server) - busy, time.process_time() - own
+    steps = [b - a for a, b in pairwise(times(run)[first - 1 :])]
+    return Windowed(statistics.median(steps), busy / seconds, own / seconds)
+
+
+def interval(values: Sequence[float], likely: float = 0.95) -> tuple[float, float]:
+    """Between which of the values the median lies, at least so likely, whatever they are drawn from.
+
+    >>> interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    (1.0, 6.0)
+    """
+    known, count = sorted(values), len(values)
+    cut = 0
+    while 1 - 2 * sum(math.comb(count, k) for k in range(cut + 2)) / 2**count >= likely:
+        cut += 1
+    return known[cut], known[-1 - cut]
+
+
+def told(found: Sequence[Pair]) -> Iterator[str]:
+    """The table."""
+    with_tabs = [pair for pair in found if pair.tabs]
+    columns = [pair.first for pair in with_tabs], [pair.second for pair in with_tabs]
+    yield f"{'':28}{'no tab':>10}{'ten tabs':>10}"
+    for name, times_, get in (
+        ("median step, ms", 1e3, lambda window: window.step),
+        ("server, % of a core", 1e2, lambda window: window.server),
+        ("clients, % of a core", 1e2, lambda window: window.clients),
+    ):
+        values = (statistics.median(times_ * get(window) for window in column) for column in columns)
+        yield f"{name:28}" + "".join(f"{value:>10.2f}" for value in values)
+    yield f"{'ratio of the two windows':40}{'median':>8}{'95 %':>17}   of all pairs"
+    for tabs, name in ((True, "ten tabs to none"), (False, "none to none")):
+        ratios = [pair.ratio for pair in found if pair.tabs is tabs]
+        low, high = interval(ratios)
+        yield (
+            f"{name:40}{statistics.median(ratios):>8.4f}{f'{low:.4f} to {high:.4f}':>17}"
+            f"   {min(ratios):.3f} to {max(ratios):.3f}"
+        )
 
 
 def main() -> None:
     """Measure and print the table."""
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--pairs", type=int, default=8, help="windows with tabs")
-    arguments.add_argument("--seconds", type=float, default=15.0, help="of a window")
+    arguments.add_argument("--pairs", type=int, default=20, help="with tabs, and as many without")
+    arguments.add_argument("--seconds", type=float, default=6.0, help="of a window")
     arguments.add_argument("--pages", action="store_true", help="pages of a browser in place of clients")
     arguments.add_argument("--set", action="append", default=[], help="a key of the training's config")
     given = arguments.parse_args()
     about = machine()
-    result = told(measure(given))
+    found = measure(given)
     print(shown(about))
     kind = "pages of chromium" if given.pages else "clients that ask what a page asks"
     print(
-        f"{TABS} {kind}; {given.pairs} pairs of windows of {given.seconds:g} s in one training of 4 workers"
+        f"{TABS} {kind}; {given.pairs} pairs of windows of {given.seconds:g} s in one training of 4 workers, "
+        f"and {given.pairs} without tabs between them"
     )
-    print(f"{'':28}{'no tab':>10}{'ten tabs':>10}")
-    print(
-        "median step, ms"
-        + "".join(f"{1e3 * step:>{w}.2f}" for step, w in zip(result["step"], (23, 10), strict=True))
-    )
-    print(
-        "server, % of a core"
-        + "".join(f"{100 * busy:>{w}.1f}" for busy, w in zip(result["server"], (19, 10), strict=True))
-    )
-    print(
-        f"ratio of a window with tabs to those around it   {result['ratio']:.4f}, the median of "
-        + ", ".join(f"{ratio:.3f}" for ratio in result["ratios"])
-    )
-    print(
-        "ratio of windows without tabs, in their order    "
-        + ", ".join(f"{ratio:.3f}" for ratio in result["without"])
-    )
+    print("\n".join(told(found)))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,7 +60,8 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
+def page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Page]:
+    """A page of which nothing is said in the console, except, where a test names it, an answer's status."""
     errors: list[str] = []
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     found = context.new_page()
@@ -67,7 +69,7 @@ def page(browser: Browser) -> Iterator[Page]:
     found.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     yield found
     context.close()
-    assert errors == []
+    assert [error for error in errors if f"status of {getattr(request, 'param', 0)} " not in error] == []
 
 
 def opened(page: Page, address: str) -> Page:
@@ -176,6 +178,16 @@ def test_a_run_is_followed_and_compared_by_keys(page: Page, server: str, runs: P
     page.keyboard.press("Space")
     expect(page.locator("canvas")).to_have_count(2)
     expect(page.get_by_role("heading", name="slow: measured, step 3")).to_be_visible()
+
+
+@pytest.mark.parametrize("page", [422], indirect=True)
+def test_a_run_that_is_removed_makes_place_for_another(page: Page, server: str, runs: Path) -> None:
+    gone = run_at(runs / "gone", steps=2)
+    opened(page, f"{server}/runs?run={gone}")
+    expect(page.get_by_role("status")).to_contain_text("gone: stopped, step 2")
+    shutil.rmtree(gone)
+    expect(page.get_by_role("status")).not_to_contain_text("gone")
+    expect(page.get_by_role("checkbox", checked=True)).to_have_count(1)
 
 
 def test_a_plan_is_made_and_looked_at_by_keys(page: Page, server: str) -> None:

@@ -30,6 +30,7 @@ def test_it_serves_until_it_is_interrupted(tmp_path: Path) -> None:
             connection.request("GET", "/schedules")
             assert connection.getresponse().status == 200
             connection.close()
+            assert os.getpriority(os.PRIO_PROCESS, process.pid) > os.getpriority(os.PRIO_PROCESS, 0)
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 0
             assert process.stderr.read() == ""

@@ -13,6 +13,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from counterflow.explore.app import application
+from counterflow.explore.asked import RunsAsked
+from counterflow.explore.follow import AT_ONCE, Pace, Runs
 from counterflow.explore.runs import difference, state_of
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps
@@ -54,7 +56,7 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(place: Path) -> TestClient:
-    return TestClient(application(places=[place]), base_url="http://localhost", headers=ASKS)
+    return TestClient(application(places=[place], pace=AT_ONCE), base_url="http://localhost", headers=ASKS)
 
 
 def look(server: TestClient, *runs: Path, **more: Any) -> Any:
@@ -80,13 +82,58 @@ def test_a_run_that_goes_on(server: TestClient, place: Path) -> None:
     assert again["timeline"] is None
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "loss": 0.5, "seconds": 0.4}\n{"step": 5, "lo')
-    assert look(server, run)["runs"][0]["curves"]["loss"] == [[1, 2, 3, 4], [3, 1.5, 1, 0.5]]
+    (more,) = asked(server, "/api/run", {"runs": [seen]})["runs"]
+    assert more["added"] is True
+    assert more["curves"]["loss"] == [[4], [0.5]]
+    (whole,) = look(server, run)["runs"]
+    assert whole["added"] is False
+    assert whole["curves"]["loss"] == [[1, 2, 3, 4], [3, 1.5, 1, 0.5]]
     with (run / "metrics.jsonl").open("a") as file:
         file.write('ss": 0.25, "seconds": 0.5}\n')
     assert look(server, run)["runs"][0]["curves"]["loss"][1][-1] == 0.25
     (run / "metrics.jsonl").unlink()  # put back to where it goes on
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "seconds": 0.1}\n')
     assert look(server, run)["runs"][0]["curves"]["loss"] == [[1], [3]]
+
+
+@pytest.mark.parametrize(
+    "had", ["", ".", "a.1.1.1", "{}.1", "{}.-1.0.0", "{}.1.1.1.1", "{}.١.0.0", "{}.x.0.0"]
+)
+def test_who_has_something_else_gets_the_whole_curve(server: TestClient, place: Path, had: str) -> None:
+    run = run_at(place / "one")
+    name = look(server, run)["runs"][0]["metrics"].split(".")[0]
+    (again,) = asked(server, "/api/run", {"runs": [{"name": str(run), "metrics": had.format(name)}]})["runs"]
+    assert (again["added"], again["curves"]["loss"]) == (False, [[1, 2, 3], [3, 1.5, 1]])
+
+
+def test_pages_that_ask_alike_share_an_answer(place: Path) -> None:
+    """While it is fresh no file is read for it; the list comes to who has another."""
+    run = run_at(place / "one")
+    runs = Runs([place], Pace(fresh_seconds=3600))
+    body = json.dumps({"runs": [{"name": str(run)}]}).encode()
+    assert runs.kept(body) is None
+    first = runs.answer(body, RunsAsked.model_validate_json(body))
+    shutil.rmtree(run)
+    assert runs.kept(body) == first
+    told = json.loads(first)
+    assert [row["name"] for row in told["list"]] == [str(run)]
+    assert json.loads(runs.listed())["runs"] == told["list"]
+    other = RunsAsked.model_validate({"runs": [{"name": str(run)}], "listed": told["listed"]})
+    assert json.loads(runs.answer(b"other", other))["list"] is None
+
+
+def test_timelines_take_no_more_than_their_share(place: Path) -> None:
+    """The next one waits, and the page has the one before; then it is there."""
+    run = run_at(place / "one", live__json=timeline().dumps())
+    wanted = RunsAsked.model_validate({"runs": [{"name": str(run)}]})
+    for share, makespans in ((1e-9, [9, 9]), (float("inf"), [9, 15])):
+        runs = Runs([place], Pace(0, share))
+        seen = []
+        for slower in (1, 2):
+            (run / "live.json").write_text(timeline(slower=slower).dumps())
+            found = json.loads(runs.answer(b"", wanted))
+            seen.append(found["timeline"]["picture"]["charts"][0]["makespan"])
+        assert seen == makespans
 
 
 def test_long_runs_are_thinned_and_keep_their_end(server: TestClient, place: Path) -> None:

@@ -7,9 +7,11 @@ that is this machine, or, where the server listens to others, the token that its
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -17,6 +19,7 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
@@ -28,10 +31,10 @@ from counterflow.schedule.formats import dumps
 
 from . import schedules as of_schedules
 from .asked import Asked, Check, Download, File, JobAsked, Look, Order, PlanAsked, RunsAsked, Work
+from .follow import Pace, Runs
 from .jobs import Jobs
 from .plans import known as example_records
 from .plans import task_of
-from .runs import Runs
 from .schedules import Schedules
 
 STATIC = Path(__file__).parent / "static"
@@ -54,6 +57,9 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+_SENT = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
+
+_JSON = "application/json"
 
 _Model = TypeVar("_Model", bound=Asked)
 _Scope = dict[str, Any]
@@ -68,14 +74,19 @@ class RefusedError(Exception):
         self.status = status
 
 
-def application(token: str | None = None, places: Sequence[Path] = (Path("runs"),)) -> Starlette:
+def application(
+    token: str | None = None,
+    places: Sequence[Path] = (Path("runs"),),
+    pace: Pace = Pace(),  # noqa: B008 - it is frozen
+) -> Starlette:
     """The server's application.
 
     Args:
         token: what requests must carry; None: the server listens to this machine alone.
         places: folders of runs, or of several runs, that may be looked at.
+        pace: how much may be taken from runs that are followed.
     """
-    known, runs, jobs = Schedules(), Runs(places), Jobs()
+    known, jobs = Schedules(), Jobs()
 
     def answers(model: type[_Model], answer: Callable[[_Model], Any]) -> _Handler:
         """A handler that reads a body of this form and answers it in a thread."""
@@ -108,10 +119,8 @@ def application(token: str | None = None, places: Sequence[Path] = (Path("runs")
     async def examples(_request: Request) -> Response:
         return JSONResponse({"examples": await run_in_threadpool(example_records)})
 
-    async def list_runs(_request: Request) -> Response:
-        return JSONResponse(await run_in_threadpool(runs.listed))
-
     routes = [
+        *_followed(Runs(places, pace)),
         *_pages(),
         Route("/api/schemes", schemes),
         Route("/api/look", answers(Look, known.look), methods=["POST"]),
@@ -121,13 +130,29 @@ def application(token: str | None = None, places: Sequence[Path] = (Path("runs")
         Route("/api/plan", answers(PlanAsked, plan), methods=["POST"]),
         Route("/api/job", answers(JobAsked, jobs.look), methods=["POST"]),
         Route("/api/examples", examples),
-        Route("/api/runs", list_runs),
-        Route("/api/run", answers(RunsAsked, runs.look), methods=["POST"]),
         Route("/api/download", download, methods=["POST"]),
     ]
     app = Starlette(routes=routes, exception_handlers=_SAID, lifespan=_ending(jobs))
     app.add_middleware(_Guard, token=token)
     return app
+
+
+def _followed(runs: Runs) -> list[Route]:
+    one_at_a_time = asyncio.Lock()
+
+    async def listed(_request: Request) -> Response:
+        return Response(await run_in_threadpool(runs.listed), media_type=_JSON)
+
+    async def follow(request: Request) -> Response:
+        """The first page that asks waits for the answer, and the others for the first."""
+        body = await _body(request)
+        async with one_at_a_time:
+            found = runs.kept(body)
+            if found is None:
+                found = await run_in_threadpool(runs.answer, body, _read(RunsAsked, body))
+        return Response(found, media_type=_JSON)
+
+    return [Route("/api/run", follow, methods=["POST"]), Route("/api/runs", listed)]
 
 
 def _ending(jobs: Jobs) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
@@ -223,30 +248,30 @@ class _Guard:
 
         async def sends(message: Any) -> None:
             if message["type"] == "http.response.start":
-                known = [(k.lower().encode(), v.encode()) for k, v in _HEADERS.items()]
-                message["headers"] = [*message["headers"], *known]
+                message["headers"] = [*message["headers"], *_SENT]
             await send(message)
 
-        refusal = self._refusal(Request(scope))
+        refusal = self._refusal(scope["path"], Headers(scope=scope))
         await (self._app if refusal is None else refusal)(scope, receive, sends)
 
-    def _refusal(self, request: Request) -> JSONResponse | None:
-        host = _host(request.headers.get("host", ""))
+    def _refusal(self, path: str, headers: Headers) -> JSONResponse | None:
+        host = _host(headers.get("host", ""))
         if self._token is None and host not in _HERE:
             return _said(403, f"host {host[:100]!r}: this server answers this machine alone")
-        if not request.url.path.startswith("/api"):
+        if not path.startswith("/api"):
             return None
-        given = request.headers.get(HEADER)
+        given = headers.get(HEADER)
         if given is None:
             return _said(403, f"the header {HEADER} is missing; only the page itself may ask")
         if self._token is not None and not hmac.compare_digest(given.encode(), self._token.encode()):
             return _said(401, "wrong token; open the address that counterflow explore printed")
-        origin = request.headers.get("origin")
+        origin = headers.get("origin")
         if origin is not None and _host(urlsplit(origin).netloc) != host:
             return _said(403, f"origin {origin[:100]!r}: only the page itself may ask")
         return None
 
 
+@lru_cache(maxsize=100)
 def _host(text: str) -> str:
     """A host without its port.
 

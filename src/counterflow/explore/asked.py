@@ -151,10 +151,11 @@ class RunSeen(Asked):
 
 
 class RunsAsked(Asked):
-    """Runs to be followed side by side, and the timelines that the page has."""
+    """Runs to be followed side by side, and the timelines and the list of runs that the page has."""
 
     runs: Annotated[list[RunSeen], Field(min_length=1, max_length=8)]
     timeline: Annotated[str, Field(max_length=2000)] = ""
+    listed: Annotated[str, Field(max_length=200)] = ""
 
 
 class Work(Asked):

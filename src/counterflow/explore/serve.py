@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import secrets
 import socket
 import webbrowser
@@ -49,6 +50,16 @@ def listening(host: str, port: int) -> socket.socket:
             f"--host {host} --port {port}: {error.strerror}; --port 0 takes one that is free"
         ) from None
     return found
+
+
+NICE = 10
+"""How far the server, and what it starts, stands back where a training wants the same cores."""
+
+
+def stand_back() -> None:
+    """Let whoever trains on this machine go first: it is a viewer."""
+    if hasattr(os, "nice"):  # not on Windows
+        os.nice(NICE)
 
 
 def serve(

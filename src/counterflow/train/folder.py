@@ -197,7 +197,7 @@ class RunFolder:
 
     def put_live(self, timeline: Timeline | Window) -> None:
         """Write a timeline for those who look at the run while it goes on; a full disk stops nobody."""
-        with contextlib.suppress(CounterflowError), whole(self.path / LIVE) as file:
+        with contextlib.suppress(CounterflowError), whole(self.path / LIVE, lasts=False) as file:
             file.write(timeline.dumps().encode())
 
     def put_timeline(self, timeline: Timeline) -> None:
@@ -315,27 +315,40 @@ def is_run(path: Path) -> bool:
     return path.is_dir() and (path / METRICS).exists()
 
 
-def read_timeline(path: Path) -> Timeline | Window:
-    """The timeline of a run; of one that is under way, of a step now and then, or of two without a flush.
+def read_schedule(path: Path) -> Schedule:
+    """What a run runs.
 
     Raises:
         ConfigError: there is none, or it is damaged.
     """
-    texts = []
-    timeline = LIVE if (path / LIVE).exists() and not (path / TIMELINE).exists() else TIMELINE
-    for name in (SCHEDULE, timeline):
-        try:
-            texts.append((path / name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(
-                f"{path}: this run has no {name}: it is still under way, or ended before it was written"
-            ) from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path / name}: cannot be read: {error}") from None
-    schedule = loads(texts[0], str(path / SCHEDULE))
-    if not schedule.synchronous and timeline == LIVE:
-        return window_from(texts[1], schedule, str(path / timeline))
-    return timeline_from(texts[1], schedule, str(path / timeline))
+    return loads(_text_of(path, SCHEDULE), str(path / SCHEDULE))
+
+
+def read_timeline(path: Path, schedule: Schedule | None = None) -> Timeline | Window:
+    """The timeline of a run; of one that is under way, of a step now and then, or of two without a flush.
+
+    Args:
+        path: its folder.
+        schedule: what it runs; None: what the folder says.
+
+    Raises:
+        ConfigError: there is none, or it is damaged.
+    """
+    schedule = schedule or read_schedule(path)
+    name = LIVE if (path / LIVE).exists() and not (path / TIMELINE).exists() else TIMELINE
+    read = window_from if name == LIVE and not schedule.synchronous else timeline_from
+    return read(_text_of(path, name), schedule, str(path / name))
+
+
+def _text_of(path: Path, name: str) -> str:
+    try:
+        return (path / name).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path}: this run has no {name}: it is still under way, or ended before it was written"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path / name}: cannot be read: {error}") from None
 
 
 def read_metrics(path: Path) -> list[Numbers]:
@@ -344,14 +357,20 @@ def read_metrics(path: Path) -> list[Numbers]:
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file that appears, or replaces what was there, when it is complete."""
+def whole(path: Path, *, lasts: bool = True) -> Iterator[IO[bytes]]:
+    """Write a file that appears, or replaces what was there, when it is complete.
+
+    Args:
+        path: where.
+        lasts: wait until it would outlast the machine's end.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with draft.open("wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            if lasts:
+                file.flush()
+                os.fsync(file.fileno())
         draft.replace(path)
     except OSError as error:
         draft.unlink(missing_ok=True)

@@ -46,8 +46,9 @@ def explore(
         imported(package, "explore")
     from counterflow.explore.app import application  # noqa: PLC0415  (an extra)
     from counterflow.explore.schedules import warm  # noqa: PLC0415
-    from counterflow.explore.serve import serve  # noqa: PLC0415
+    from counterflow.explore.serve import serve, stand_back  # noqa: PLC0415
 
+    stand_back()
     Thread(target=warm, daemon=True).start()
     serve(
         lambda token: application(token, runs or [Path("runs")]),

@@ -1,42 +1,51 @@
 // Runs: which there are, and of those chosen the curves, the last step above its prediction, workers and events.
-// Asked again while any of them is running, so that what is written is seen within a second.
+// A page that is seen asks again and again, so that what is written is seen within a second. All pages of a machine
+// ask at the same moments, so that the server works out one answer for them.
 import { Timeline } from "./timeline.js";
 import { lines } from "./lines.js";
 import { Errors, ask, el, facts, table, tick } from "./page.js";
 
-const EVERY = 700;
+const EVERY = 800, MOST = 2000;
 
 export async function show(place) {
   const errors = new Errors(), list = el("div"), picture = el("div"), curves = el("div", { class: "sides" });
   const told = el("div"), known = new Map(), status = el("p", { class: "soft", role: "status" });
-  let chosen = new URLSearchParams(location.search).getAll("run"), timeline = null, version = "", shown = "", timer = 0;
+  let chosen = new URLSearchParams(location.search).getAll("run"), timeline = null, version = "", shown = "", seen = "", all = [];
   place.append(el("h1", {}, "Runs"), errors.place, el("div", { class: "split-page" }, list,
     el("div", {}, status, curves, picture, told)));
 
   async function refresh() {
     try {
-      const { runs, places } = await ask("/api/runs");
-      if (!chosen.length && runs.length) chosen = [runs[0].name];
-      chosen = chosen.filter(name => runs.some(run => run.name === name));
-      listed(runs, places);
-      if (chosen.length) await look();
+      if (chosen.length) await look().catch(listOnly); else await listOnly();
       errors.say(null);
       document.documentElement.dataset.shown = String(Number(document.documentElement.dataset.shown || 0) + 1);
     } catch (error) { errors.say(error); }
   }
 
-  function listed(runs, places) {
+  // At first, and where a run that is shown has been removed.
+  async function listOnly() {
+    const { runs, places } = await ask("/api/runs"), had = chosen;
+    chosen = chosen.filter(name => runs.some(run => run.name === name));
+    if (!chosen.length && runs.length) chosen = [runs[0].name];
+    if (chosen.length !== had.length) version = "";
+    all = places;
+    listed(runs);
+    if (chosen.length) await look();
+  }
+
+  function listed(runs) {
     const key = JSON.stringify([runs, chosen]);
     if (key === shown) return;
     shown = key;
     const focused = list.contains(document.activeElement) ? document.activeElement.id : null;
     list.replaceChildren(el("fieldset", {}, el("legend", {}, "Choose runs"),
-      runs.length ? null : el("p", {}, `There is no run in ${places.join(", ")}. Begin one: counterflow train`),
+      runs.length ? null : el("p", {}, `There is no run in ${all.join(", ")}. Begin one: counterflow train`),
       ...runs.map((run, i) => {
         const box = tick(`${run.name}, ${run.state}, step ${run.steps}${run.loss ? `, loss ${run.loss}` : ""}`, chosen.includes(run.name), on => {
           chosen = on ? [...chosen, run.name].slice(-8) : chosen.filter(name => name !== run.name);
           history.replaceState(null, "", `/runs?${new URLSearchParams(chosen.map(name => ["run", name]))}`);
           version = "";
+          listed(runs);
           refresh();
         });
         box.querySelector("input").id = `run-${i}`;
@@ -47,11 +56,16 @@ export async function show(place) {
 
   async function look() {
     const asked = chosen;
-    const found = await ask("/api/run", { runs: asked.map(name => ({ name, metrics: known.get(name)?.metrics || "" })), timeline: version });
-    if (asked !== chosen) return;
+    const runs = asked.map(name => ({ name, metrics: known.get(name)?.metrics || "" }));
+    const found = await ask("/api/run", { runs, timeline: version, listed: seen });
+    if (asked !== chosen || runs.some(run => run.metrics !== (known.get(run.name)?.metrics || ""))) return;  // another answer came first
+    seen = found.listed;
+    if (found.list) listed(found.list);
     let fresh = false;
     for (const run of found.runs) {
-      if (run.curves) fresh = true; else run.curves = known.get(run.name).curves;
+      const had = known.get(run.name)?.curves;
+      if (!run.curves) run.curves = had;
+      else { fresh = true; if (run.added) run.curves = longer(had, run.curves); }
       known.set(run.name, run);
     }
     const key = asked.join("\n");
@@ -94,9 +108,22 @@ export async function show(place) {
         `${event.time ? `${new Date(event.time).toLocaleTimeString()}  ` : ""}${event.text}`))) : el("p", { class: "soft" }, "none"))));
   }
 
+  let timer = 0;
   async function again() {
-    if (!document.hidden) await refresh();
-    timer = setTimeout(again, EVERY);
+    clearTimeout(timer);
+    if (document.hidden) return;
+    await refresh();
+    clearTimeout(timer);
+    timer = setTimeout(again, EVERY - Date.now() % EVERY);
   }
+  document.addEventListener("visibilitychange", again);
   await again();
+}
+
+// Curves with what was added; of one that has become long, every other point and the last.
+function longer(had, added) {
+  return Object.fromEntries(Object.entries(added).map(([name, [steps, values]]) => {
+    const curve = [[...had[name][0], ...steps], [...had[name][1], ...values]], last = curve[0].length - 1;
+    return [name, last < MOST ? curve : curve.map(column => column.filter((_, i) => i % 2 === 0 || i === last))];
+  }));
 }
