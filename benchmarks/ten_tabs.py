@@ -154,6 +154,7 @@ def measure(given: argparse.Namespace) -> list[Pair]:
     with tempfile.TemporaryDirectory() as folder, training(Path(folder) / "run", given.set) as run:
         opened = pages if given.pages else clients
         with served(Path(folder)) as (address, server), opened(address, str(run)) as show:
+            _window(run, server, given.seconds)  # in which the server begins, and which does not count
             for number in range(2 * given.pairs):
                 tabs, turned = number % 2 == 0, number // 2 % 2 == 1
                 windows = []

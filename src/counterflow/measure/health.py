@@ -31,6 +31,7 @@ _LEAST_FILES = 1024
 
 REQUIRED = "numpy", "numba", "pydantic", "matplotlib", "safetensors"
 EXTRAS = {
+    "explore": ("starlette", "uvicorn"),
     "hf": ("transformers", "datasets", "tokenizers", "peft"),
     "synthesize": ("ortools",),
     "tensorboard": ("tensorboard",),
