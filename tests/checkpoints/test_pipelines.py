@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,28 @@ def test_a_checkpoint_is_read_under_any_layout(
 
 def _with(options: dict[str, Any], schedule: Schedule, steps: range, start: Path) -> Any:
     return trained(schedule, steps, start, None, **options)
+
+
+def test_sharded_state_is_read_unsharded_and_the_other_way_round(tmp_path: Path) -> None:
+    whole = run(trained, cf.schemes.dapple(2, 4), range(5), None, None)[0]
+    legs = [
+        (cf.schemes.chimera(4, 4), range(2), 1, 1),
+        (cf.schemes.dapple(2, 4), range(2, 3), 1, 0),
+        (cf.schemes.chimera(2, 4), range(3, 4), 1, 1),
+        (cf.schemes.gpipe(1, 2), range(4, 5), 2, 1),
+    ]
+    start, found = None, {}
+    for schedule, steps, replicas, zero_stage in legs:
+        work = partial(trained, schedule, steps, start, tmp_path, zero_stage=zero_stage)
+        found = run(work, workers=schedule.workers * replicas)[0]
+        start = tmp_path / f"step-{steps.stop}"
+        written = [load_file(path).keys() for path in start.glob("optimizer-*")]
+        assert len(written) > 1
+        assert sum(map(len, written)) == len(set().union(*written)) == 3 * len(whole["optimizer"])
+    torch.testing.assert_close(found["model"], whole["model"], rtol=1e-12, atol=1e-12)
+    for name, kept in whole["optimizer"].items():
+        torch.testing.assert_close(found["optimizer"][name]["state"], kept["state"], rtol=1e-11, atol=1e-12)
+        assert found["optimizer"][name]["options"] == kept["options"]
 
 
 def test_names_are_the_models_own(tmp_path: Path) -> None:

@@ -155,6 +155,16 @@ def test_the_number_of_processes() -> None:
             "model.vocabulary = 256: must be 257 or more: the data has 256 bytes and the mask token",
         ),
         (
+            ["pipeline.zero_stage=1", "pipeline.barrier=false"],
+            "pipeline.zero_stage = 1: updated weights are sent when a step ends on all workers, and with no "
+            "barrier it does not; leave one of them out",
+        ),
+        (
+            ["pipeline.zero_stage=1", "schedule.scheme=pipedream-2bw"],
+            "pipeline.zero_stage = 1: updated weights are sent when a step ends on all workers, and with no "
+            "flush in pipedream-2bw it does not; leave one of them out",
+        ),
+        (
             ["model.kind=gtp"],
             "model.kind = \"gtp\": unknown; did you mean 'gpt'? Known: gpt, bert, huggingface, "
             + ", ".join(SHAPES),
@@ -283,7 +293,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "compute_dtype": st.just("bfloat16"),
         "clip_norm": st.floats(0, allow_infinity=False),
         "compile": st.booleans(),
-        "barrier": st.booleans(),
+        "zero_stage": st.sampled_from([0, 1]),
     }
     return {
         "model": {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +78,13 @@ OPTIONS = {"train__steps": STEPS, "train__evaluate_every": 3, "train__checkpoint
 
 
 @pytest.mark.parametrize(
-    ("scheme", "replicas", "dropped", "expected"),
+    ("scheme", "replicas", "dropped", "zero_stage", "expected"),
     [
-        ("chimera", 1, 0, (5, "memory")),  # from its twin: there is no checkpoint
-        ("dapple", 1, 1, (0, "beginning")),  # nobody else has its stage
-        ("dapple", 2, 1, (5, "memory")),  # the other replica has it
+        ("chimera", 1, 0, 0, (5, "memory")),  # from its twin: there is no checkpoint
+        ("chimera", 1, None, 1, (5, "memory")),
+        ("chimera", 1, 0, 1, (0, "beginning")),  # its twin has the weights, and not its optimiser state
+        ("dapple", 1, 1, 0, (0, "beginning")),  # nobody else has its stage
+        ("dapple", 2, 1, 0, (5, "memory")),  # the other replica has it
     ],
 )
 def test_it_goes_on_as_if_nothing_had_been(  # noqa: PLR0917
@@ -92,12 +94,14 @@ def test_it_goes_on_as_if_nothing_had_been(  # noqa: PLR0917
     tmp_path: Path,
     scheme: str,
     replicas: int,
-    dropped: int,
+    dropped: int | None,
+    zero_stage: int,
     expected: tuple[int, str],
 ) -> None:
     more = OPTIONS | {"schedule__scheme": scheme, "pipeline__replicas": replicas, "train__samples": 8}
     train("whole", **more)
-    fails(before=lambda: drop(kept, dropped))
+    fails(before=lambda: None if dropped is None else drop(kept, dropped))
+    more |= {"pipeline__zero_stage": zero_stage}
     watcher = Watcher()
     train("again", watcher, max_restarts=1, train__memory_every=1, **more)
     assert losses(tmp_path / "again") == losses(tmp_path / "whole")
@@ -172,22 +176,29 @@ def test_events_survive_a_line_that_is_not_whole(tmp_path: Path) -> None:
     assert [event["event"] for event in read(tmp_path)] == [STARTED]
 
 
+def holding(
+    step: int, name: str, digests: dict[memory.Part, str], needed: Iterable[memory.Part] = ()
+) -> memory.Holding:
+    return memory.Holding(step, name, digests, [], frozenset(needed))
+
+
 def test_the_newest_step_that_every_stage_has() -> None:
-    rows: list[list[memory.Holding]] = [
-        [(7, "rank-0.0", {0: "a", 1: "b"}, []), (6, "rank-0.1", {0: "c", 1: "d"}, [{"step": 6.0}])],
-        [(6, "rank-1.0", {1: "d", 2: "e"}, [])],
+    rows = [
+        [holding(7, "rank-0.0", {(0,): "a", (1,): "b"}), holding(6, "rank-0.1", {(0,): "c", (1,): "d"})],
+        [holding(6, "rank-1.0", {(1,): "d", (2,): "e"})],
     ]
+    rows[0][1].records.append({"step": 6.0})
     found = choose(rows, [1, 2])
     assert found is not None
     assert (found.step, found.records) == (6, [{"step": 6.0}])
-    assert found.sources[1] == [(0, "rank-0.1"), (1, "rank-1.0")]
+    assert found.sources[1,] == [(0, "rank-0.1"), (1, "rank-1.0")]
     assert choose(rows, [1, 2, 3]) is None
 
 
 def test_copies_that_differ_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    rows: list[list[memory.Holding]] = [
-        [(7, "rank-0.0", {0: "a", 1: "b"}, []), (6, "rank-0.1", {0: "c", 1: "d"}, [])],
-        [(7, "rank-1.0", {0: "a", 1: "x"}, []), (6, "rank-1.1", {0: "c", 1: "d"}, [])],
+    rows = [
+        [holding(7, "rank-0.0", {(0,): "a", (1,): "b"}), holding(6, "rank-0.1", {(0,): "c", (1,): "d"})],
+        [holding(7, "rank-1.0", {(0,): "a", (1,): "x"}), holding(6, "rank-1.1", {(0,): "c", (1,): "d"})],
     ]
     found = choose(rows, [1])
     assert found is not None
@@ -195,8 +206,25 @@ def test_copies_that_differ_are_not_used(caplog: pytest.LogCaptureFixture) -> No
     assert "the copies of stage 1 in memory differ after step 7" in caplog.text
 
 
+def test_sharded_state_counts_only_where_every_part_is_there(caplog: pytest.LogCaptureFixture) -> None:
+    every = {(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)}
+    newer = {(0,): "a", (1,): "b", (0, 0): "c", (1, 0): "d"}
+    older = {(0,): "e", (1,): "f", (0, 0): "g", (1, 0): "h"}
+    twin = {(0,): "e", (1,): "f", (0, 1): "i", (1, 1): "j"}
+    rows = [
+        [holding(7, "rank-0.0", newer, every), holding(6, "rank-0.1", older, every)],
+        [holding(6, "rank-1.1", twin, every)],
+    ]
+    found = choose(rows, [1])
+    assert found is not None
+    assert found.step == 6
+    assert found.sources[1, 1] == [(1, "rank-1.1")]
+    assert choose(rows[:1], [1]) is None
+    assert "after step 7 are in memory, but optimiser state of stage 0, which rank 1 alone had" in caplog.text
+
+
 def test_copies_of_a_step_are_equal(train: Train, monkeypatch: pytest.MonkeyPatch, kept: Path) -> None:
-    digests: dict[tuple[int, int], set[str]] = {}
+    digests: dict[tuple[int, memory.Part], set[str]] = {}
     keep = Memory.keep
 
     def kept_(self: Memory, pipeline: Pipeline, records: Any) -> None:
@@ -205,13 +233,12 @@ def test_copies_of_a_step_are_equal(train: Train, monkeypatch: pytest.MonkeyPatc
             held = memory._holding(path)
             assert held is not None
             assert held[0] == self.layout
-            step, _, its, _ = held[1]
-            for stage, digest in its.items():
-                digests.setdefault((step, stage), set()).add(digest)
+            for part, digest in held[1].digests.items():
+                digests.setdefault((held[1].step, part), set()).add(digest)
 
     monkeypatch.setattr(Memory, "keep", kept_)
     train("run", train__memory_every=1, train__steps=4)
-    assert sorted(digests) == [(step, stage) for step in (1, 2, 3) for stage in (0, 1)]
+    assert sorted(digests) == [(step, (stage,)) for step in (1, 2, 3) for stage in (0, 1)]
     assert all(len(found) == 1 for found in digests.values())
 
 

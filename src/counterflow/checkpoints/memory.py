@@ -4,9 +4,12 @@ After a step each worker copies its weights and what its optimiser keeps into a 
 That outlives the worker's process, and not its machine: of a machine that is gone, the stages come from the
 machines of the other workers that hold them. Of two files one is whole while the other one is written.
 
-Invariant: a file counts only if it is whole, and a step only if every stage has a holder and all holders of a
-stage have equal bytes; a run goes on from the newest such step. It makes no checkpoint: where it finds
-nothing, the last checkpoint counts.
+Optimiser state that is sharded over a stage's holders is there once: if its owner's machine is gone, no step
+of the memory counts, and all comes from a checkpoint.
+
+Invariant: a file counts only if it is whole, and a step only if every part of every stage has a holder and
+all holders of a part have equal bytes; a run goes on from the newest such step. It makes no checkpoint: where
+it finds nothing, the last checkpoint counts.
 """
 
 from __future__ import annotations
@@ -20,13 +23,14 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.mesh.dtensors import is_dtensor
+from counterflow.runtime.parameters.sharded_updates import Owners
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.transport import Transport
 
@@ -39,8 +43,26 @@ ROOT = Path("/dev/shm")  # noqa: S108 - in a folder that only this user reads
 """Where Linux keeps files in memory."""
 
 Records = list[dict[str, float]]
-Holding = tuple[int, str, dict[int, str], Records]
-"""A step, the file that has it, the digests of its stages, and the lines of the metrics of that step."""
+Part = tuple[int, ...]
+"""Of a stage: (stage,) is what all its holders have, (stage, rank) what that rank alone keeps of it."""
+
+
+class Holding(NamedTuple):
+    """What a file has.
+
+    Attributes:
+        step: updates made.
+        name: of the file.
+        digests: of its parts.
+        records: the lines of the metrics of that step.
+        needed: the parts that there are of its stages.
+    """
+
+    step: int
+    name: str
+    digests: dict[Part, str]
+    records: Records
+    needed: frozenset[Part]
 
 
 class Memory:
@@ -76,9 +98,11 @@ class Memory:
         tensors, objects = at_hand(pipeline)
         if any(is_dtensor(tensor) for tensor in tensors.values()):
             raise ConfigError("copies in memory are of whole weights, and this mesh cuts them")
+        parts = _parts(pipeline, tensors, objects)
         about = {
             "objects": objects,
-            "stages": _stages(pipeline, tensors, objects),
+            "parts": parts,
+            "needed": [*parts, *_owned_elsewhere(pipeline)],
             "layout": self.layout,
             "records": records,
         }
@@ -138,7 +162,7 @@ class Found:
     Attributes:
         step: updates made.
         records: the metrics of that step.
-        sources: by stage, the rank that looked at a file with it, and the file's name.
+        sources: by part, the rank that looked at a file with it, and the file's name.
         layout: the layers with which these stages begin, after the first.
         machines: by rank.
         folder: of the files.
@@ -146,7 +170,7 @@ class Found:
 
     step: int
     records: Records
-    sources: dict[int, list[tuple[int, str]]]
+    sources: dict[Part, list[tuple[int, str]]]
     layout: list[int]
     machines: list[str] = field(default_factory=list)
     folder: Path = Path()
@@ -163,25 +187,25 @@ class Found:
         needs = cast("list[list[int]]", transport.gather_objects(mine))
         tensors: dict[str, Tensor] = {}
         objects: dict[str, Any] = {}
-        for stage, holders in sorted(self.sources.items()):
+        for tag, (part, holders) in enumerate(sorted(self.sources.items())):
             for rank, its in enumerate(needs):
-                if stage not in its:
+                if part[0] not in its:
                     continue
                 near = [name for holder, name in holders if self.machines[holder] == self.machines[rank]]
                 if near and rank == transport.rank:
-                    part = _read_stage(self.folder / near[0], stage)
+                    found = _read_part(self.folder / near[0], part)
                 elif near or transport.rank not in (rank, holders[0][0]):
                     continue
                 elif rank == transport.rank:
-                    (blob,) = transport.receive_described(holders[0][0], stage).wait()
-                    part = unpacked(bytes(blob.cpu().numpy().data))
+                    (blob,) = transport.receive_described(holders[0][0], tag).wait()
+                    found = unpacked(bytes(blob.cpu().numpy().data))
                 else:
-                    sent = packed(_read_stage(self.folder / holders[0][1], stage))
+                    sent = packed(_read_part(self.folder / holders[0][1], part))
                     blob = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(transport.device)
-                    transport.send_described([blob], rank, stage).wait()
+                    transport.send_described([blob], rank, tag).wait()
                     continue
-                tensors |= part["tensors"]
-                objects |= part["objects"]
+                tensors |= found["tensors"]
+                objects |= found["objects"]
         _put(pipeline, tensors, objects)
         pipeline.steps = self.step
         transport.gather([])  # nobody writes before all have read
@@ -210,32 +234,42 @@ def overlapping(stages: Iterable[int], layout: Sequence[int], other: Sequence[in
 
 
 def choose(rows: Sequence[Sequence[Holding]], layout: Sequence[int]) -> Found | None:
-    """The newest step of which every stage is there, the same on all ranks.
+    """The newest step of which every part of every stage is there, the same on all ranks.
 
     Args:
         rows: what each rank found, all of one layout.
         layout: the layers with which its stages begin, after the first.
     """
-    steps = sorted({holding[0] for row in rows for holding in row}, reverse=True)
+    steps = sorted({holding.step for row in rows for holding in row}, reverse=True)
     for step in steps:
-        held: dict[int, list[tuple[int, str]]] = {}
-        digests: dict[int, set[str]] = {}
+        held: dict[Part, list[tuple[int, str]]] = {}
+        digests: dict[Part, set[str]] = {}
+        needed: set[Part] = {(stage,) for stage in range(len(layout) + 1)}
         records: Records = []
         for rank, row in enumerate(rows):
-            for at, name, its, lines in row:
-                if at != step:
+            for holding in row:
+                if holding.step != step:
                     continue
-                records = records or lines
-                for stage, digest in its.items():
-                    held.setdefault(stage, []).append((rank, name))
-                    digests.setdefault(stage, set()).add(digest)
-        differing = [stage for stage, found in digests.items() if len(found) > 1]
+                records = records or holding.records
+                needed |= holding.needed
+                for part, digest in holding.digests.items():
+                    held.setdefault(part, []).append((rank, holding.name))
+                    digests.setdefault(part, set()).add(digest)
+        differing = [part for part, found in digests.items() if len(found) > 1]
+        missing = sorted(needed - held.keys())
         if differing:
             _LOG.warning(
-                "the copies of stage %d in memory differ after step %d: not used", differing[0], step
+                "the copies of stage %d in memory differ after step %d: not used", differing[0][0], step
             )
-        elif len(held) == len(layout) + 1:
+        elif not missing:
             return Found(step, records, held, list(layout))
+        elif all(len(part) > 1 for part in missing):
+            _LOG.warning(
+                "the weights after step %d are in memory, but optimiser state of stage %d, which rank %d "
+                "alone had, is gone with its machine: not used",
+                step,
+                *missing[0],
+            )
     return None
 
 
@@ -256,7 +290,7 @@ def _holding(path: Path) -> tuple[list[int], Holding] | None:
         return None
     step, about, tensors = found
     digests = {}
-    for stage, keys in about["stages"].items():
+    for part, keys in about["parts"].items():
         digest = hashlib.blake2b(digest_size=16)
         for key in sorted(keys):
             value = tensors.get(key)
@@ -265,38 +299,65 @@ def _holding(path: Path) -> tuple[list[int], Holding] | None:
             else:
                 digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
                 digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        digests[stage] = digest.hexdigest()
-    return about["layout"], (step, path.name, digests, about["records"])
+        digests[part] = digest.hexdigest()
+    needed = frozenset(about["needed"])
+    return about["layout"], Holding(step, path.name, digests, about["records"], needed)
 
 
-def _read_stage(path: Path, stage: int) -> dict[str, Any]:
+def _read_part(path: Path, part: Part) -> dict[str, Any]:
     found = opened(path)
     assert found is not None, f"{path} was whole before"
     _, about, tensors = found
-    keys = about["stages"][stage]
+    keys = about["parts"][part]
     return {
         "tensors": {key: tensors[key] for key in keys if key in tensors},
         "objects": {key: about["objects"][key] for key in keys if key in about["objects"]},
     }
 
 
-def _stages(pipeline: Pipeline, *tables: Mapping[str, Any]) -> dict[int, list[str]]:
-    """By stage at hand the keys of what belongs to it."""
+def _parts(pipeline: Pipeline, *tables: Mapping[str, Any]) -> dict[Part, list[str]]:
+    """By part of stages the keys of what belongs to it."""
     first = first_names(pipeline)
-    of: dict[str, list[int]] = {}
+    of: dict[str, list[Part]] = {}
     for stage, copy in pipeline.stages.items():
         for layer in copy.with_weights:
             for name in layer.module.state_dict():
                 full = layer.names[name]
-                of.setdefault(first.get(full, full), []).append(stage)
-    found: dict[int, list[str]] = {stage: [] for stage in pipeline.stages}
+                of.setdefault(first.get(full, full), []).append((stage,))
+    updated = of if pipeline.weights.owners is None else _owned(pipeline, pipeline.weights.owners)
+    parts = {OPTIMIZER: updated, OPTIONS: updated, MODEL: of, EXTRA: of}
+    found: dict[Part, list[str]] = {part: [] for its in (of, updated) for row in its.values() for part in row}
+    found |= {(stage,): found.get((stage,), []) for stage in pipeline.stages}
     for key in (key for table in tables for key in table):
         kind, _, name = key.partition("/")
         if kind == OPTIMIZER:
             name = name.rpartition("/")[0]
-        for stage in of.get(name, ()) if kind in (MODEL, OPTIMIZER, OPTIONS, EXTRA) else ():
-            found[stage].append(key)
+        for part in parts.get(kind, {}).get(name, ()):
+            found[part].append(key)
     return found
+
+
+def _owned(pipeline: Pipeline, owners: Owners) -> dict[str, list[Part]]:
+    """By first name of what is updated here, its parts: of a tied weight also for stages of others alone."""
+    found: dict[str, list[Part]] = {}
+    for stage, names in enumerate(pipeline.weights.names):
+        for first in dict.fromkeys(first for _, first in names):
+            if owners.mine(first):
+                found.setdefault(first, []).append((stage, pipeline.transport.rank))
+    return found
+
+
+def _owned_elsewhere(pipeline: Pipeline) -> list[Part]:
+    """The parts of this worker's stages that other ranks alone have."""
+    owners, names = pipeline.weights.owners, pipeline.weights.names
+    if owners is None:
+        return []
+    return [
+        (stage, rank)
+        for stage in pipeline.stages
+        for rank in owners.of(first for _, first in names[stage])
+        if rank != pipeline.transport.rank
+    ]
 
 
 def _put(pipeline: Pipeline, tensors: Mapping[str, Tensor], objects: Mapping[str, Any]) -> None:

@@ -478,6 +478,13 @@ class PipelineSection(Section):
         "whether steps end on all workers; without, updates wait for their own stages, to clip for all",
         "true or false",
     )
+    zero_stage: int = _count(
+        0,
+        "1: of the workers that hold a weight one keeps its optimiser state, updates it and sends it to the "
+        "others (ZeRO stage 1)",
+        1,
+        least=0,
+    )
     timeout_seconds: float = _key(
         300.0,
         "how long a worker waits for a message before the run is ended",
@@ -673,6 +680,7 @@ class RunConfig(Section):
             self._samples_missing(schedule),
             self._too_many_tokens(),
             self._cuts(schedule),
+            self._not_sharded(schedule),
         ):
             if problem:
                 raise ConfigError(problem)
@@ -747,6 +755,16 @@ class RunConfig(Section):
             yield f"\n[{name}]"
             for key, value in given.items():
                 yield f"{key} = {toml.dumps(value)}  # {section.about(key)}"
+
+    def _not_sharded(self, schedule: Schedule) -> str | None:
+        """What is wrong if optimiser state cannot be sharded; ``Pipeline`` refuses the same."""
+        if not self.pipeline.zero_stage or (schedule.synchronous and self.pipeline.barrier):
+            return None
+        why = "no barrier" if schedule.synchronous else f"no flush in {schedule.scheme}"
+        return (
+            f"pipeline.zero_stage = 1: updated weights are sent when a step ends on all workers, and with "
+            f"{why} it does not; leave one of them out"
+        )
 
     def _nowhere_to_resume(self) -> str | None:
         """What is wrong if a run is to go on in a folder that nobody names."""

@@ -139,6 +139,7 @@ class Trainer:
             compile_layers=config.pipeline.compile,
             compress=config.pipeline.compress,
             barrier=config.pipeline.barrier,
+            zero_stage=config.pipeline.zero_stage,
             digest_every=config.pipeline.digest_every,
             count_memory_steps=job.first_step + COUNTED_STEPS,
             timeout_seconds=config.pipeline.timeout_seconds,
