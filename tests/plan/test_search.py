@@ -25,10 +25,12 @@ from counterflow.plan import (
     Predictor,
     Profile,
 )
-from counterflow.plan.bounds import common, shape_of
+from counterflow.plan.bounds import common
 from counterflow.plan.device_placement import network
+from counterflow.plan.least_times import least_work
 from counterflow.plan.predict import Play
 from counterflow.plan.search import search
+from counterflow.plan.shape import shape_of
 from counterflow.plan.sketch import least_seconds
 from counterflow.plan.space import Constraints, space
 from counterflow.plan.stages import Cutting
@@ -226,6 +228,9 @@ def test_no_candidate_beats_its_bound(drawn: tuple[Cluster, Configuration]) -> N
         step_overhead_seconds=0.3,
     ).bounds(shape.most_stashed)
     assert bound.seconds_in_any_memory <= play.seconds * (1 + 1e-9)
+    work = least_work(shape, MODEL, PROFILE, configuration.samples, configuration.recompute)
+    each = work * sum(shape.passes) / shape.placement.workers
+    assert each <= bound.seconds_in_any_memory * (1 + 1e-9)
     assert least_seconds(play) <= play.seconds * (1 + 1e-9)
     assert bound.least_bytes <= max(w.total for w in play.memory) * (1 + 1e-9)
     if play.fits:
@@ -429,6 +434,9 @@ def test_no_split_candidate_beats_its_bound(
             )
             shared = common(group.shape, play.stages, play.network, cluster, recompute)
             bound = shared.bounds(group.shape.most_stashed)
+            work = least_work(group.shape, MODEL, predictor.profile, samples, recompute)
+            each = work * sum(group.shape.passes) / depth
+            assert 0 < each <= bound.seconds_in_any_memory * (1 + 1e-9)
             assert bound.seconds_in_any_memory <= play.seconds * (1 + 1e-9)
             assert bound.seconds <= play.seconds * (1 + 1e-9) or not play.fits
             assert bound.least_bytes <= max(worker.total for worker in play.memory)

@@ -10,85 +10,19 @@ gradients; weight gradients may be made at any time after theirs.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
-from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement
-from counterflow.schedule.scheme import Scheme
 from counterflow.simulate.op_costs import stage_bytes
 
 from .cluster import Cluster
 from .device_placement import Network
+from .least_times import Times, least_times
 from .predict import counted_twice, message_buffers, sync_crossings, sync_seconds
-from .stages import StageCosts, doubled_forward, halved_forward
-
-Options = tuple[tuple[str, OptionValue], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What bounds know of a schedule: its workload, without telling one micro-batch from another.
-
-    Attributes:
-        placement: which worker holds which stage of which pipe.
-        passes: micro-batches of an update on each pipe.
-        together: the most micro-batches that go through each pipe together; 1 where none does.
-        parts: the most parts that a micro-batch's backward is divided into.
-        split: whether input and weight gradients may be ops of their own.
-        most_stashed: micro-batches (of one stage) that a worker never stashes more of; None: not known.
-        synchronous: whether updates flush the pipeline.
-    """
-
-    placement: Placement
-    passes: tuple[int, ...]
-    together: tuple[int, ...]
-    parts: int
-    split: bool
-    most_stashed: int | None
-    synchronous: bool
-
-    @property
-    def without_promise(self) -> tuple[object, ...]:
-        """All of it but what the scheme promises of its order."""
-        return self.placement, self.passes, self.together, self.parts, self.split, self.synchronous
-
-
-def shape_of(scheme: Scheme, options: Options) -> Shape:
-    """The shape of the schedule that a scheme makes.
-
-    Raises:
-        ConfigError: it makes none with these options.
-    """
-    given = dict(options)
-    # Micro-batches that are worked on in no other order make the same workload.
-    needed = tuple(
-        (name, v) for name, v in options if not (known := scheme.option(name)) or not known.order_only
-    )
-    shape = _shape(scheme, needed)
-    if scheme.most_stashed is None:
-        return shape
-    return replace(shape, most_stashed=scheme.most_stashed(**given))
-
-
-@lru_cache(maxsize=1024)
-def _shape(scheme: Scheme, options: Options) -> Shape:
-    single = {"periods": 1} if scheme.option("periods") else {}
-    workload = scheme.workload_of(dict(options) | single)
-    pipes = workload.placement.pipes
-    passes, together, parts, split = [0] * pipes, [1] * pipes, 1, False
-    for one in workload.passes:
-        count = len(one.micro_batches)
-        passes[one.pipe] += count
-        together[one.pipe] = max(together[one.pipe], count)
-        for share in one.shares:
-            parts = max(parts, share.parts)
-            split = split or bool(share.split)
-    promised = None  # see shape_of
-    return Shape(
-        workload.placement, tuple(passes), tuple(together), parts, split, promised, workload.synchronous
-    )
+from .shape import Shape
+from .stages import StageCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +100,7 @@ def common(
         step_overhead_seconds: what an update takes beside ops, syncs and the optimiser.
         barrier: whether a step begins when the one before has ended on all workers.
     """
-    times = _least_times(shape, stages, recompute)
+    times = least_times(shape, stages, recompute)
     held = stage_bytes(stages.bytes, recompute, len(stages.forward))
     pipes = shape.placement.pipes_stages
     paths = _paths(pipes, times, stages, network, shape.parts)
@@ -245,7 +179,7 @@ class _Worker:
     slope: float
 
     @classmethod
-    def of(cls, shape: Shape, used: list[tuple[int, int]], times: _Times, paths: list[_Path]) -> _Worker:
+    def of(cls, shape: Shape, used: list[tuple[int, int]], times: Times, paths: list[_Path]) -> _Worker:
         """That of a worker that holds these (pipe, stage) pairs, which micro-batches pass."""
         # (1) Work. A worker's first op is a forward of one of its stages, whose input has come down the pipe;
         # the last to make an input gradient is a backward of one of its stages, whose gradient has to go down
@@ -288,7 +222,7 @@ def owned_stages(placement: Placement) -> list[list[tuple[int, int]]]:
     return owned
 
 
-def _ready(shape: Shape, times: _Times, paths: list[_Path]) -> list[float]:
+def _ready(shape: Shape, times: Times, paths: list[_Path]) -> list[float]:
     """When the gradients of each stage can be there in all copies, at the earliest.
 
     A stage's last backward follows that of the next stage. Before it, its worker has run one at a time, once
@@ -351,57 +285,6 @@ def _summed(together: Sequence[Collection[int]], syncs: tuple[float, ...], ready
 
 
 @dataclass(frozen=True, slots=True)
-class _Times:
-    """Least seconds by stage: of a forward and a backward a micro-batch, and of a single backward op.
-
-    Split, ``through`` is a forward and an input gradient a micro-batch, ``backward_op`` an input gradient;
-    else ``through`` is ``both``.
-    """
-
-    forward: list[float]
-    both: list[float]
-    through: list[float]
-    backward_op: list[float]
-
-
-def _least_times(shape: Shape, stages: StageCosts, recompute: Recompute) -> _Times:
-    again = recompute is not Recompute.NONE
-    forward, both, through, backward_op = [], [], [], []
-    backwards = stages.backward
-    if shape.split:
-        halves = zip(stages.backward, stages.input_gradient, stages.weight_gradients, strict=True)
-        backwards = tuple(min(whole, first + second) for whole, first, second in halves)
-    for f, layers, b, doubled, in_halves, half, first in zip(
-        stages.forward,
-        stages.again,
-        backwards,
-        doubled_forward(stages, recompute),
-        halved_forward(stages, recompute),
-        stages.half_backward,
-        stages.input_gradient,
-        strict=True,
-    ):
-        backward = b + (layers if again else 0.0)
-        half_op = half + (layers / 2 if again else 0.0)
-        smallest = half_op if shape.parts == 2 else min(half_op, backward / shape.parts)
-        # A doubled forward serves two micro-batches, a half backward half of one, whose forward may then run
-        # in halves.
-        shared = max(shape.together) > 1
-        halved = shape.parts > 1
-        one = min(f, doubled / 2) if shared else min(f, in_halves) if halved else f
-        forward.append(one)
-        both.append(one + (min(backward, 2 * half_op) if halved else backward))
-        if shape.split and not halved:
-            gradient = min(backward, first + (layers if again else 0.0))
-            through.append(one + gradient)
-            backward_op.append(gradient)
-        else:
-            through.append(both[-1])
-            backward_op.append(min(backward, smallest) if halved else backward)
-    return _Times(forward, both, through, backward_op)
-
-
-@dataclass(frozen=True, slots=True)
 class _Path:
     """Least seconds along one pipe, by stage.
 
@@ -418,7 +301,7 @@ class _Path:
     def of(
         cls,
         holders: tuple[int, ...],
-        times: _Times,
+        times: Times,
         stages: StageCosts,
         network: Network,
         parts: int,
@@ -448,6 +331,6 @@ class _Path:
 
 
 def _paths(
-    pipes: tuple[tuple[int, ...], ...], times: _Times, stages: StageCosts, network: Network, parts: int
+    pipes: tuple[tuple[int, ...], ...], times: Times, stages: StageCosts, network: Network, parts: int
 ) -> list[_Path]:
     return [_Path.of(holders, times, stages, network, parts) for holders in pipes]

@@ -1,8 +1,9 @@
 """Which plan is best: every candidate of the space, by rising bound, until no bound is below what is found.
 
 Exact over its space: the plans found are the best ones, of all and of every scheme, and equal ones are told
-apart by their place in the space. What is pruned is pruned by a bound (``bounds.py`` proves each); what is
-refused for memory is refused with its bytes. A schedule is built once for all candidates of its group.
+apart by their place in the space. What is pruned is pruned by the work that it is (``least_times.py``), or,
+once its layers are cut, by a bound (``bounds.py`` proves each); what is refused for memory is refused with
+its bytes. A schedule is built once for all candidates of its group.
 """
 
 from __future__ import annotations
@@ -10,19 +11,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
 from counterflow.errors import PlanError
 from counterflow.html import titled
 from counterflow.schedule.modes import Recompute, Sync
 
-from .bounds import Bounds, Common, Shape, common
+from .bounds import Bounds, Common, common
 from .cluster import Cluster
 from .device_placement import Arrangement, Network
+from .least_times import least_work
 from .model import Model
 from .predict import Play, Predictor
 from .prediction import Configuration, ranking
 from .profile import Profile
+from .shape import Shape
 from .sketch import least_seconds
 from .space import Constraints, Group, Omission, space
 
@@ -74,8 +78,8 @@ class Rejections:
 
     Attributes:
         candidates: all of them.
-        too_large: those that do not fit.
-        slower: those whose bound, or sketch, is above what was found, so that they were never simulated.
+        too_large: those that do not fit, unless they were known to be slower before.
+        slower: those whose work, bound, or sketch is above what was found, so that they were never simulated.
         simulated: those that were, in each sync mode.
         closest: of those that do not fit the one that needs the least memory; None if there is none.
     """
@@ -123,8 +127,11 @@ class _Candidate:
     place: int
     recompute: Recompute
     arrangement: Arrangement
-    bound: Bounds
+    links: Network
     updates: float
+    work: float
+    """Seconds of a step's work, shared out evenly: no bound is below."""
+    bound: Bounds = field(init=False)
 
     @property
     def seconds(self) -> float:
@@ -222,18 +229,30 @@ class _Search:
         self.best = _Best(count)
         self.tallies: dict[str, _Tally] = {}
         self.progress = progress or (lambda _done, _of, _what: None)
-        self.decided = 0
+        self.decided = self.total = 0
         self.networks: dict[tuple[object, ...], list[tuple[Arrangement, Network]]] = {}
         self.known: dict[tuple[object, ...], Common] = {}
+        self.works: dict[tuple[object, ...], float] = {}
 
     def run(self, groups: list[Group], omissions: list[Omission]) -> Found:
-        ordered = self._by_bound(groups)
-        self.total = sum(len(members) for members in ordered)
+        waiting = self._by_work(groups)
         refused: list[_Candidate] = []
-        for members in ordered:
-            refused += self._decide(members)
-            self.decided += len(members)
-            self.progress(self.decided, self.total, members[0].group.scheme)
+        while waiting:
+            _, _, bounded, members = heappop(waiting)
+            scheme = members[0].group.scheme
+            if bounded:
+                refused += self._decide(members)
+                self.decided += len(members)
+            else:
+                left = [one for one in members if self.best.needs(scheme, one.work)]
+                self.tallies[scheme].slower += len(members) - len(left)
+                self.decided += len(members) - len(left)
+                for one in left:
+                    one.bound = self._bounds(one)
+                if left:
+                    left.sort(key=attrgetter("seconds", "place"))
+                    heappush(waiting, (left[0].seconds, left[0].place, True, left))
+            self.progress(self.decided, self.total, scheme)
         if not self.best.plans:
             raise PlanError(self._nothing_fits(omissions))
         key = attrgetter("seconds", "place")
@@ -250,33 +269,45 @@ class _Search:
             usable_bytes=self.predictor.cluster.usable_bytes,
         )
 
-    def _by_bound(self, groups: list[Group]) -> list[list[_Candidate]]:
-        """The candidates of every group, the group with the lowest bound first."""
-        ordered = []
+    def _by_work(self, groups: list[Group]) -> list[tuple[float, int, bool, list[_Candidate]]]:
+        """A heap of the candidates of every group: the least seconds known of any, and whether by bounds."""
+        waiting = []
         place = 0
         for number, group in enumerate(groups):
             members = list(self._members(group, place))
+            waiting.append((min(one.work for one in members), place, False, members))
             place += len(members)
-            ordered.append(sorted(members, key=lambda c: (c.seconds, c.place)))
             self.tallies.setdefault(group.scheme, _Tally()).candidates += len(members)
             if number % 100 == 0:
                 self.progress(0, len(groups), "bounds")
-        return sorted(ordered, key=lambda members: (members[0].seconds, members[0].place))
+        self.total = place
+        heapify(waiting)
+        return waiting
 
     def _members(self, group: Group, place: int) -> Iterator[_Candidate]:
         shape = group.shape
         updates = self.mini_batch / (group.replicas * group.samples * sum(shape.passes))
+        each = updates * sum(shape.passes) / group.depth
+        work = [(recompute, each * self._work(group, recompute)) for recompute in self.constraints.recompute]
         for arrangement, links in self._networks(shape, group.replicas):
-            for recompute in self.constraints.recompute:
-                bound = self._bounds(group, shape, arrangement, links, recompute)
-                yield _Candidate(group, place, recompute, arrangement, bound, updates)
+            for recompute, seconds in work:
+                yield _Candidate(group, place, recompute, arrangement, links, updates, seconds)
                 place += 1
 
-    def _bounds(
-        self, group: Group, shape: Shape, arrangement: Arrangement, links: Network, recompute: Recompute
-    ) -> Bounds:
+    def _work(self, group: Group, recompute: Recompute) -> float:
+        shape = group.shape
+        again = recompute is not Recompute.NONE
+        key = group.samples, again, max(shape.together) > 1, shape.parts, shape.split
+        if key not in self.works:
+            predictor = self.predictor
+            self.works[key] = least_work(shape, predictor.model, predictor.profile, group.samples, recompute)
+        return self.works[key]
+
+    def _bounds(self, candidate: _Candidate) -> Bounds:
         """Most of them depends on the shape, not on all options; so many groups share it."""
-        key = (*shape.without_promise, group.replicas, group.samples, arrangement, recompute)
+        group, recompute = candidate.group, candidate.recompute
+        shape = group.shape
+        key = (*shape.without_promise, group.replicas, group.samples, candidate.arrangement, recompute)
         if key not in self.known:
             self.known[key] = common(
                 shape,
@@ -287,7 +318,7 @@ class _Search:
                     recompute,
                     passes=-(-sum(shape.passes) // len(shape.passes)),
                 ),
-                links,
+                candidate.links,
                 self.predictor.cluster,
                 recompute,
                 update_seconds_per_byte=self.predictor.profile.update_seconds_per_byte,

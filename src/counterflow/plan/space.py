@@ -23,10 +23,10 @@ from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.scheme import DEPTH, PERIODS, Scheme
 
-from .bounds import Options, Shape, shape_of
 from .cluster import Cluster
 from .device_placement import Arrangement
 from .model import Model
+from .shape import Options, Shape, shape_of
 from .stages import Cuts, Cutting, may_cut
 
 MOST_SAMPLES = 100_000

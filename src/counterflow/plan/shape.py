@@ -1,0 +1,76 @@
+"""What bounds know of a schedule that is not built: its workload's shape, and what its scheme promises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from counterflow.schedule.ir import OptionValue
+from counterflow.schedule.placement import Placement
+from counterflow.schedule.scheme import Scheme
+
+Options = tuple[tuple[str, OptionValue], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What bounds know of a schedule: its workload, without telling one micro-batch from another.
+
+    Attributes:
+        placement: which worker holds which stage of which pipe.
+        passes: micro-batches of an update on each pipe.
+        together: the most micro-batches that go through each pipe together; 1 where none does.
+        parts: the most parts that a micro-batch's backward is divided into.
+        split: whether input and weight gradients may be ops of their own.
+        most_stashed: micro-batches (of one stage) that a worker never stashes more of; None: not known.
+        synchronous: whether updates flush the pipeline.
+    """
+
+    placement: Placement
+    passes: tuple[int, ...]
+    together: tuple[int, ...]
+    parts: int
+    split: bool
+    most_stashed: int | None
+    synchronous: bool
+
+    @property
+    def without_promise(self) -> tuple[object, ...]:
+        """All of it but what the scheme promises of its order."""
+        return self.placement, self.passes, self.together, self.parts, self.split, self.synchronous
+
+
+def shape_of(scheme: Scheme, options: Options) -> Shape:
+    """The shape of the schedule that a scheme makes.
+
+    Raises:
+        ConfigError: it makes none with these options.
+    """
+    given = dict(options)
+    # Micro-batches that are worked on in no other order make the same workload.
+    needed = tuple(
+        (name, v) for name, v in options if not (known := scheme.option(name)) or not known.order_only
+    )
+    shape = _shape(scheme, needed)
+    if scheme.most_stashed is None:
+        return shape
+    return replace(shape, most_stashed=scheme.most_stashed(**given))
+
+
+@lru_cache(maxsize=1024)
+def _shape(scheme: Scheme, options: Options) -> Shape:
+    single = {"periods": 1} if scheme.option("periods") else {}
+    workload = scheme.workload_of(dict(options) | single)
+    pipes = workload.placement.pipes
+    passes, together, parts, split = [0] * pipes, [1] * pipes, 1, False
+    for one in workload.passes:
+        count = len(one.micro_batches)
+        passes[one.pipe] += count
+        together[one.pipe] = max(together[one.pipe], count)
+        for share in one.shares:
+            parts = max(parts, share.parts)
+            split = split or bool(share.split)
+    promised = None  # see shape_of
+    return Shape(
+        workload.placement, tuple(passes), tuple(together), parts, split, promised, workload.synchronous
+    )
