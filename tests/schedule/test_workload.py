@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterflow.errors import ConfigError, ScheduleError
-from counterflow.schedule import schemes
+from counterflow.schedule import registry, schemes
 from counterflow.schedule.check import check, inspect
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.graph import OpGraph
@@ -258,3 +258,11 @@ def test_more_periods_go_on_like_the_last() -> None:
     short, long = (schemes.pipedream(3, periods=n).workload for n in (5, 9))
     assert short.of_periods(9) == long
     assert long.of_periods(5) == short
+
+
+@pytest.mark.parametrize(("name", "depth"), [("dualpipe", "stages"), ("dualpipe-v", "workers")])
+def test_what_dualpipe_says_that_it_splits_its_orders_do(name: str, depth: str) -> None:
+    for workers in (2, 4, 6, 10):
+        for micro_batches in (2 * workers, 2 * workers + 2, 3 * workers, 5 * workers):
+            schedule = registry.build(name, {depth: workers, "micro_batches": micro_batches})
+            assert schedule.workload.passes == passes_of(schedule.ops())

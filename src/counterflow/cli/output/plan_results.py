@@ -88,7 +88,7 @@ class RejectedShown(Part):
 
     scheme: str
     candidates: int
-    too_large: Annotated[int, said("that do not fit the memory")]
+    too_large: Annotated[int, said("that do not fit the memory, unless known to be slower")]
     slower_by_bound: Annotated[int, said("that cannot be as fast as what was found, and were not simulated")]
     simulated: int
     closest_too_large: Annotated[TooLargeShown | None, said("the smallest that does not fit")]

@@ -6,6 +6,10 @@ side by side are what DualPipe runs at the same time on devices that can; here o
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
+
+from counterflow.schedule.workload import Pass, Share
+
 
 def dual_order(distance: int, depth: int, micro_batches: int) -> list[str]:
     """The order in words.
@@ -22,7 +26,7 @@ def dual_order(distance: int, depth: int, micro_batches: int) -> list[str]:
     """
     ahead, done = depth - distance - 1, distance + 1
     last = ["1", "0"] * done
-    whole = 2 * (done // 2) + (done % 2)
+    whole = _whole(done)
     return [
         *["F0"] * (2 * ahead),
         *["F0", "F1"] * done,
@@ -33,3 +37,31 @@ def dual_order(distance: int, depth: int, micro_batches: int) -> list[str]:
         *["W", "I0"] * ahead,
         *["W"] * done,
     ]
+
+
+def split_in(distance: int, depth: int, micro_batches: int) -> tuple[set[int], set[int]]:
+    """Whose backwards the order splits: micro-batches of stage 0, and of stage 1; arguments as there.
+
+    >>> split_in(distance=0, depth=1, micro_batches=2)
+    ({1}, set())
+    """
+    ahead, done = depth - distance - 1, distance + 1
+    halves = 2 * done - _whole(done)  # of the last backwards, which take turns and end with stage 0
+    last = [micro_batches - (halves + 1) // 2 - ahead, micro_batches - halves // 2]
+    zero, one = (set(range(first, micro_batches)) for first in last)
+    return zero, {*range(ahead), *one}
+
+
+def passes_split(split: Sequence[Set[int]], micro_batches: int, pipes: int = 1) -> tuple[Pass, ...]:
+    """The passes of so many micro-batches a pipe; ``split``: by stage, whose backwards are."""
+    found = [tuple(stage for stage, mine in enumerate(split) if m in mine) for m in range(micro_batches)]
+    return tuple(
+        Pass(pipe, (number := pipe * micro_batches + m,), (Share((number,), split=stages),))
+        for pipe in range(pipes)
+        for m, stages in enumerate(found)
+    )
+
+
+def _whole(done: int) -> int:
+    """Backwards of the last ones that are not split."""
+    return 2 * (done // 2) + (done % 2)

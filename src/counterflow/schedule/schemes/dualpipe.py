@@ -17,10 +17,10 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.placement import bidirectional
 from counterflow.schedule.scheme import Directions, Option, Scheme
-from counterflow.schedule.workload import Workload, passes_of
+from counterflow.schedule.workload import Workload
 
 from ._legal import at_least
-from .dual_order import dual_order
+from .dual_order import dual_order, passes_split, split_in
 from .words import ops_of
 
 
@@ -37,6 +37,13 @@ def dualpipe(stages: int, micro_batches: int) -> Schedule:
     >>> print(*dualpipe(stages=2, micro_batches=4).orders[0])
     F0.0 F2.1p1 F1.0 B2.1p1 F3.1p1 B0.0 B3.1p1 I1.0 W1.0
     """
+    workload = _workload(stages, micro_batches)
+    orders = tuple(_order(w, stages, micro_batches // 2) for w in range(stages))
+    options = (("stages", stages), ("micro_batches", micro_batches))
+    return Schedule("dualpipe", options, workload, orders)
+
+
+def _workload(stages: int, micro_batches: int) -> Workload:
     at_least("stages", stages, 2)
     placement = bidirectional(stages)
     at_least("micro_batches", micro_batches, 2 * stages, ": twice the stages")
@@ -45,10 +52,10 @@ def dualpipe(stages: int, micro_batches: int) -> Schedule:
             f"micro_batches={micro_batches}: must be even, half of them for each direction; "
             f"use {micro_batches - 1} or {micro_batches + 1}"
         )
-    orders = tuple(_order(w, stages, micro_batches // 2) for w in range(stages))
-    workload = Workload(placement, micro_batches, passes_of(op for order in orders for op in order))
-    options = (("stages", stages), ("micro_batches", micro_batches))
-    return Schedule("dualpipe", options, workload, orders)
+    half, each = stages // 2, micro_batches // 2
+    split = [split_in(distance, half, each) for distance in range(half)]
+    early, late = zip(*split, strict=True)
+    return Workload(placement, micro_batches, passes_split([*early, *late[::-1]], each, pipes=2))
 
 
 def _order(worker: int, stages: int, each: int) -> tuple[Op, ...]:
@@ -66,6 +73,7 @@ def _order(worker: int, stages: int, each: int) -> tuple[Op, ...]:
 SCHEME = Scheme(
     name="dualpipe",
     build=dualpipe,
+    workload=_workload,
     summary="two directions from both ends, few backwards split",
     source="DeepSeek 2025 (DualPipe)",
     options=(

@@ -15,10 +15,10 @@ from __future__ import annotations
 from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.placement import wave
 from counterflow.schedule.scheme import Directions, Option, Scheme
-from counterflow.schedule.workload import Workload, passes_of
+from counterflow.schedule.workload import Workload
 
 from ._legal import at_least
-from .dual_order import dual_order
+from .dual_order import dual_order, passes_split, split_in
 from .v_pattern import two_layers_a_worker
 from .words import ops_of
 
@@ -36,12 +36,18 @@ def dualpipe_v(workers: int, micro_batches: int) -> Schedule:
     >>> print(*dualpipe_v(workers=1, micro_batches=2).orders[0])
     F0.0 F0.1 F1.0 B0.1 F1.1 B0.0 B1.1 I1.0 W1.0
     """
-    at_least("workers", workers, 1)
-    at_least("micro_batches", micro_batches, 2 * workers, ": twice the workers")
+    workload = _workload(workers, micro_batches)
     orders = tuple(_order(w, workers, micro_batches) for w in range(workers))
-    workload = Workload(wave(workers, 1), micro_batches, passes_of(op for order in orders for op in order))
     options = (("workers", workers), ("micro_batches", micro_batches))
     return Schedule("dualpipe-v", options, workload, orders)
+
+
+def _workload(workers: int, micro_batches: int) -> Workload:
+    at_least("workers", workers, 1)
+    at_least("micro_batches", micro_batches, 2 * workers, ": twice the workers")
+    split = [split_in(distance, workers, micro_batches) for distance in range(workers)]
+    early, late = zip(*split, strict=True)
+    return Workload(wave(workers, 1), micro_batches, passes_split([*early, *late[::-1]], micro_batches))
 
 
 def _order(worker: int, workers: int, micro_batches: int) -> tuple[Op, ...]:
@@ -54,6 +60,7 @@ def _order(worker: int, workers: int, micro_batches: int) -> tuple[Op, ...]:
 SCHEME = Scheme(
     name="dualpipe-v",
     build=dualpipe_v,
+    workload=_workload,
     summary="dualpipe folded into a V, without a second copy",
     source="DeepSeek 2025 (DualPipe)",
     options=(
