@@ -247,3 +247,26 @@ def test_one_that_thaws_writes_into_no_others_draft(tmp_path: Path) -> None:
     assert len(during) == 2
     assert len(then & during) == 1
     assert then - during == last == {"step-0"}
+
+
+def one_that_is_over(root: str, answers: int) -> list[str]:
+    """What is in the folder after a saver was told so many times that nobody else writes there, and why."""
+    pipeline = cf.Pipeline(model(), loss, cf.schemes.gpipe(1, 4), optimizer=adamw, scheduler=halved)
+    left = iter([False] * answers)
+    saver = Saver(pipeline, Path(root), over=lambda: next(left, True))
+    saver.start({})
+    outcome = saver.wait()
+    assert outcome is not None
+    return [path.name for path in Path(root).iterdir()] + [outcome.problem]
+
+
+@pytest.mark.parametrize("answers", range(4))
+def test_one_whose_attempt_is_over_leaves_no_draft(tmp_path: Path, answers: int) -> None:
+    """Whenever it is told: when its draft is there, when its files are, before the index, and after."""
+    [found] = run(one_that_is_over, str(tmp_path), answers, workers=1)
+    assert found == ["others write there by now, or the run has ended"]
+
+
+def test_one_whose_attempt_goes_on_is_complete(tmp_path: Path) -> None:
+    [found] = run(one_that_is_over, str(tmp_path), 4, workers=1)
+    assert found == ["step-0", ""]

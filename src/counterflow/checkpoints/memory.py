@@ -8,8 +8,10 @@ Optimiser state that is sharded over a stage's holders is there once: if its own
 of the memory counts, and all comes from a checkpoint.
 
 Invariant: a file counts only if it is whole, and a step only if every part of every stage has a holder and
-all holders of a part have equal bytes; a run goes on from the newest such step. It makes no checkpoint: where
-it finds nothing, the last checkpoint counts.
+all holders of a part have equal bytes; a run goes on from the newest such step. So a worker that was
+frozen may finish a file when others have gone on: it is of a step that all had made, in its own layout, and
+who has its rank by then has files of its own. It makes no checkpoint: where it finds nothing, the last
+checkpoint counts.
 """
 
 from __future__ import annotations

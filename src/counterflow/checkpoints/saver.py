@@ -65,12 +65,22 @@ class Saver:
         root: the folder of checkpoints, on storage that all workers share; nobody else writes there.
         keep_last: so many are kept, the last ones; None: all.
         keep_best: whether the one of the least ``validation_loss`` is kept too.
+        over: asked by the threads that write, whether others write there by now: a worker that was frozen or
+            cut off does not know. Then what it wrote is taken away, and it completes nothing; but between the
+            last answer and the name of a checkpoint there is a moment.
     """
 
     def __init__(
-        self, pipeline: Pipeline, root: Path, *, keep_last: int | None = None, keep_best: bool = False
+        self,
+        pipeline: Pipeline,
+        root: Path,
+        *,
+        keep_last: int | None = None,
+        keep_best: bool = False,
+        over: Callable[[], bool] = lambda: False,
     ) -> None:
         self.pipeline, self.root = pipeline, root
+        self._over = over
         self.keep_last, self.keep_best = keep_last, keep_best
         self.under_way: int | None = None
         """The step whose checkpoint is being written."""
@@ -131,7 +141,7 @@ class Saver:
             }
         self.under_way, self._completing = step, False
         further = dict(extras or {}) if self._writes_index else {}
-        self._begin(lambda: _write(draft, self._transport.rank, part, packed, further))
+        self._begin(lambda: self._write(draft, part, packed, further))
 
     def poll(self) -> Outcome | None:
         """Agree on whether the checkpoint under way is written; all workers call it.
@@ -208,9 +218,35 @@ class Saver:
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
 
+    def _write(
+        self, draft: Path, part: Part, packed: bytes, extras: Mapping[str, Extra]
+    ) -> dict[str, Written]:
+        """Write one worker's files."""
+        draft.mkdir(parents=True, exist_ok=True)
+        self._check(draft)  # once it is there: who begins after the answer finds it, and takes it away
+        rank = self._transport.rank
+        kinds: dict[str, dict[str, Any]] = {}
+        for key, piece in part.items():
+            kind, name = file_and_name(key)
+            kinds.setdefault(f"{kind}-{rank}.safetensors", {})[name] = piece
+        found = {name: files.write_tensors(draft / name, tensors) for name, tensors in kinds.items()}
+        if packed:
+            found[f"objects-{rank}.pt"] = files.write(draft / f"objects-{rank}.pt", [packed])
+        for name, data in extras.items():
+            found[name] = files.write(draft / name, data() if callable(data) else [data])
+        files.settle(draft)
+        self._check(draft)  # who began meanwhile may have taken a part of it away
+        return found
+
+    def _check(self, draft: Path) -> None:
+        if self._over():
+            shutil.rmtree(draft, ignore_errors=True)
+            raise CounterflowError("others write there by now, or the run has ended")
+
     def _complete(self, step: int, written: Mapping[str, Written]) -> None:
         """Write the index last, and give the draft its name."""
         draft, folder = self.root / draft_of(step, self._mark), self.root / name_of(step)
+        self._check(draft)
         index = Index(**self._index, files=dict(written))
         for name, file in index.files.items():
             problem = files.problem_of(draft / name, file, whole=False)
@@ -221,6 +257,7 @@ class Saver:
                 )
         files.write(draft / INDEX, [index.dumps()])
         files.settle(draft)
+        self._check(draft)
         if folder.exists():
             old = self.root / f".{name_of(step)}.old"
             folder.rename(old)
@@ -256,24 +293,6 @@ class Saver:
                 found = None
             self._losses[path] = found if isinstance(found, float) else float("inf")
         return self._losses[path]
-
-
-def _write(
-    draft: Path, rank: int, part: Part, packed: bytes, extras: Mapping[str, Extra]
-) -> dict[str, Written]:
-    """Write one worker's files."""
-    draft.mkdir(parents=True, exist_ok=True)
-    kinds: dict[str, dict[str, Any]] = {}
-    for key, piece in part.items():
-        kind, name = file_and_name(key)
-        kinds.setdefault(f"{kind}-{rank}.safetensors", {})[name] = piece
-    found = {name: files.write_tensors(draft / name, tensors) for name, tensors in kinds.items()}
-    if packed:
-        found[f"objects-{rank}.pt"] = files.write(draft / f"objects-{rank}.pt", [packed])
-    for name, data in extras.items():
-        found[name] = files.write(draft / name, data() if callable(data) else [data])
-    files.settle(draft)
-    return found
 
 
 def _packed(objects: Mapping[str, Any]) -> bytes:

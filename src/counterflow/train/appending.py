@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _LOG = logging.getLogger(__name__)
@@ -28,14 +28,23 @@ class Appending:
     """Adds to a file by a thread of its own.
 
     Args:
-        path: of a file that is there; if it is gone, nothing is written.
+        path: of a file that is there; if it is gone, or is another one by now, nothing is written.
         patience_seconds: how long whoever adds a line waits for it.
+        over: asked before something is written, whether nothing is to be written any more.
     """
 
-    def __init__(self, path: Path, patience_seconds: float = _PATIENCE_SECONDS) -> None:
+    def __init__(
+        self,
+        path: Path,
+        patience_seconds: float = _PATIENCE_SECONDS,
+        *,
+        over: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.path, self.patience_seconds = path, patience_seconds
+        self._over = over
         self._changed = threading.Condition()
-        self._written = path.stat().st_size
+        self._file = path.stat()
+        self._written = self._file.st_size
         self._waiting = b""
         self._busy = False
         self._told = False
@@ -106,6 +115,8 @@ class Appending:
 
     def _append(self, lines: bytes) -> str:
         """Write at the end of what is there; what went wrong, if anything."""
+        if self._over():
+            return ""
         try:
             handle = os.open(self.path, os.O_WRONLY)
         except FileNotFoundError:
@@ -113,6 +124,8 @@ class Appending:
         except OSError as error:
             return str(error.strerror)
         try:
+            if not os.path.samestat(self._file, os.fstat(handle)):
+                return ""
             done = os.pwrite(handle, lines, self._written)
             if done < len(lines):
                 done += os.pwrite(handle, lines[done:], self._written + done)  # says what is wrong

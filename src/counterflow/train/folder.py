@@ -25,6 +25,7 @@ from counterflow.schedule.ir import Schedule
 
 from .appending import Appending
 from .config import AUTO, RunConfig
+from .fence import Fence
 from .lock import Lock
 from .report import Numbers, Summary
 from .timeline import Timeline, timeline_from
@@ -67,8 +68,9 @@ _OF_SOME = {
 class RunFolder:
     """Where a run writes. ``open`` makes it for a run, and locks it; a worker is told the path."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, fence: Fence | None = None) -> None:
         self.path = path
+        self.fence = fence or Fence(path)
         self._read = 0
         self._rest = b""
         self._file: int | None = None
@@ -143,13 +145,15 @@ class RunFolder:
 
     def rewind(self, history: bytes) -> None:
         """Let the metrics be those until where the run goes on, so that they will have each step once."""
+        self.fence.check()
         with whole(self.path / METRICS) as file:
             file.write(history)
         self._metrics = None
 
     def close(self) -> None:
-        """Let other processes write there."""
+        """Let other processes write there; workers of this one that are left write no more."""
         if self._lock is not None:
+            self.fence.end()
             self._lock.release()
             self._lock = None
 
@@ -192,16 +196,19 @@ class RunFolder:
 
     def _appending(self) -> Appending:
         if self._metrics is None:
-            self._metrics = Appending(self.path / METRICS)
+            self._metrics = Appending(self.path / METRICS, over=self.fence.over)
         return self._metrics
 
     def put_live(self, timeline: Timeline | Window) -> None:
         """Write a timeline for those who look at the run while it goes on; a full disk stops nobody."""
-        with contextlib.suppress(CounterflowError), whole(self.path / LIVE, lasts=False) as file:
-            file.write(timeline.dumps().encode())
+        with contextlib.suppress(CounterflowError):
+            self.fence.check()
+            with whole(self.path / LIVE, lasts=False) as file:
+                file.write(timeline.dumps().encode())
 
     def put_timeline(self, timeline: Timeline) -> None:
         """Write the timeline and its picture."""
+        self.fence.check()
         (self.path / LIVE).unlink(missing_ok=True)
         with whole(self.path / TIMELINE) as file:
             file.write(timeline.dumps().encode())
@@ -211,6 +218,7 @@ class RunFolder:
 
     def put_summary(self, summary: Summary) -> None:
         """Write the summary."""
+        self.fence.check()
         with whole(self.path / SUMMARY) as file:
             file.write((json.dumps(dataclasses.asdict(summary), indent=2) + "\n").encode())
 

@@ -15,7 +15,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from counterflow.simulate import Costs, Simulation, Span
 
 from .config import AUTO, RunConfig
 from .events import RESTARTED, Event, note, run_of
+from .fence import Fence
 from .folder import ADAPTER, CHECKPOINT, MODEL, RunFolder, read_metrics, with_records
 from .job import Job, prepare
 from .live import Live, spans_of
@@ -94,10 +95,17 @@ class Trainer:
         folder: where the run writes; rank 0's counts.
         watch: told every line of the metrics, on rank 0.
         attempt: how often the run was begun before.
+        fence: told which attempt this is; None: one is made.
     """
 
     def __init__(
-        self, job: Job, folder: Path | None, watch: Watch | None = None, *, attempt: int = 0
+        self,
+        job: Job,
+        folder: Path | None,
+        watch: Watch | None = None,
+        *,
+        attempt: int = 0,
+        fence: Fence | None = None,
     ) -> None:
         config = job.config
         self.config = config
@@ -107,10 +115,10 @@ class Trainer:
         check_same_run(config, job.data_digest, transport)
         self.writes = transport.rank == 0
         assert folder is not None or not self.writes
-        self.folder = RunFolder(folder) if folder is not None and self.writes else None
+        self.fence = fence or Fence(folder or Path())
+        self.folder = RunFolder(folder, self.fence) if folder is not None and self.writes else None
         shared = self._shared(transport)
         self.checkpoints = shared / CHECKPOINT
-        transport.record_folder = shared
         self.memory = self._memory(job, transport)
         """Where weights are kept for a restart; None: nowhere."""
         goes_on = attempt or config.train.resume == AUTO
@@ -156,6 +164,7 @@ class Trainer:
             self.checkpoints,
             keep_last=config.train.keep_last,
             keep_best=config.train.keep_best,
+            over=self.fence.over,
         )
         self.watch = watch
         self.reads = not {0, job.schedule.stages - 1}.isdisjoint(self.pipeline.stages)
@@ -189,6 +198,7 @@ class Trainer:
     def _forget(self) -> None:
         """Give the memory back, once all is on the disk."""
         if self.memory is not None:
+            self.fence.check()
             self.memory.forget()
 
     def _begin_metrics(self, kept: Found | None, attempt: int) -> None:
@@ -242,6 +252,7 @@ class Trainer:
         seconds = time.perf_counter() - self.began
         self.save_now()
         if isinstance(self.job.model, nn.Module):  # of transformers
+            self.fence.check()
             name = MODEL if self.config.lora.rank is None else ADAPTER
             hf.save(
                 self.job.model, self.pipeline, self.checkpoints.parent / name, tokenizer=self.job.tokenizer
@@ -254,6 +265,8 @@ class Trainer:
     def _shared(self, transport: Transport) -> Path:
         """Rank 0's folder, if everybody sees it: not one of the same name on a disk of its own.
 
+        All learn there which attempt this is; what is known of a failure is kept there.
+
         Raises:
             ConfigError: somebody does not.
         """
@@ -261,7 +274,9 @@ class Trainer:
         if mark is not None:
             mark.touch()
         try:
-            theirs = Path(str(transport.gather_objects(mark and str(mark))[0]))
+            attempt = self.fence.found() if self.folder is not None else None
+            found = cast("list[Any]", transport.gather_objects((mark and str(mark), attempt)))
+            theirs, self.fence.mark = Path(str(found[0][0])), found[0][1]
             rows = transport.gather([float(theirs.exists())])
         finally:
             if mark is not None:
@@ -272,6 +287,7 @@ class Trainer:
                     f"rank {rank} does not see {theirs.parent}, where rank 0 writes and all write "
                     "checkpoints; give a folder on storage that all machines share as train.out"
                 )
+        transport.record_folder = theirs.parent
         return theirs.parent
 
     def _fair(self) -> int:

@@ -19,6 +19,7 @@ from counterflow.runtime.workers.failures import failed_by
 
 from .config import RunConfig
 from .events import FAILED, Event, note, of_this_start
+from .fence import Fence
 from .folder import RunFolder
 
 
@@ -77,8 +78,11 @@ def note_failure(folder: Path, error: CounterflowError, attempt: int, step: int)
 
 
 @contextlib.contextmanager
-def telling(folder: Path, attempt: int) -> Iterator[None]:
-    """As a worker of torchrun or Slurm: tell the others of a failure; the first one to fail notes it."""
+def telling(folder: Path, attempt: int, fence: Fence) -> Iterator[None]:
+    """As a worker of torchrun or Slurm: tell the others of a failure; the first one to fail notes it.
+
+    Nothing is noted for an attempt that is over, but for one that ends between the question and the line.
+    """
     try:
         yield
     except ConfigError:
@@ -90,7 +94,7 @@ def telling(folder: Path, attempt: int) -> Iterator[None]:
         failed = failed_by(error, world.rank() or 0, transport).error()
         if isinstance(failed, WorkerError):
             failed.told = transport is not None and not transport.fails_first
-            if not failed.told and folder.is_dir():
+            if not failed.told and folder.is_dir() and not fence.over():
                 with contextlib.suppress(OSError):
                     note_failure(folder, failed, attempt, RunFolder(folder).steps() + 1)
         raise failed from error

@@ -24,6 +24,7 @@ from counterflow.runtime.workers.launch import launch
 from .callbacks import Callbacks, loggers
 from .config import AUTO, RunConfig
 from .events import FEWER, GAVE_UP, STARTED, STOPPED, Event, in_words, note, read, run_of
+from .fence import Fence
 from .fewer import Absence, leave_out, wait_for_others, with_fewer
 from .folder import RunFolder, folder_of
 from .job import Job, prepare
@@ -80,8 +81,9 @@ def run(config: RunConfig, *callbacks: Reporter, max_restarts: int = 0) -> tuple
     config = with_memory(config, max_restarts)
     job = prepare(config, again=bool(attempt))
     if placed is not None and world.rank():
-        with listening(), telling(folder_of(config), attempt):
-            trainer = Trainer(job, None, attempt=attempt)
+        fence = Fence(folder_of(config))
+        with listening(), telling(folder_of(config), attempt, fence):
+            trainer = Trainer(job, None, attempt=attempt, fence=fence)
             trainer.run()
             if not trainer.stopped:
                 STOP.signal = None
@@ -245,8 +247,15 @@ def _fit(config: RunConfig, placed: str, max_restarts: int) -> None:
 
 def _placed(job: Job, folder: RunFolder, reporter: Reporter, attempt: int) -> Summary:
     """As rank 0 of several."""
-    with listening(), telling(folder.path, attempt):
-        trainer = Trainer(job, folder.path, lambda line: reporter.recorded([line]), attempt=attempt)
+    folder.fence.begin()
+    with listening(), telling(folder.path, attempt, folder.fence):
+        trainer = Trainer(
+            job,
+            folder.path,
+            lambda line: reporter.recorded([line]),
+            attempt=attempt,
+            fence=folder.fence,
+        )
         if trainer.event is not None:
             reporter.happened(in_words(trainer.event))
         summary = trainer.run()
@@ -272,6 +281,7 @@ def _launched(job: Job, folder: RunFolder, reporter: Reporter, attempt: int) -> 
             threads=job.config.train.threads,
         )
 
+    folder.fence.begin()
     children = Children()
     known = len(read(folder.path))
 
