@@ -16,7 +16,7 @@ from counterflow.train.folder import LIVE, METRICS, SUMMARY, RunFolder, read_met
 from counterflow.train.loop import Trainer
 from counterflow.train.restarts import telling
 
-from .conftest import Train
+from .conftest import Configure, Train
 
 LINES = [{"step": step, "seconds": 0.1} for step in (1, 2, 3)]
 
@@ -101,6 +101,15 @@ def test_files_of_now_are_not_replaced(tmp_path: Path) -> None:
         with pytest.raises(WorkerError, match="is over"):
             write(anything)
     assert [path.name for path in tmp_path.iterdir()] == [ATTEMPT]
+
+
+def test_rank_0_that_fails_lets_others_note_it(config: Configure) -> None:
+    """It may be told of a failure and end before whoever failed has noted it."""
+    folder = RunFolder.open(config(), config().build_schedule(), None, b"")
+    folder.fence.begin()
+    worker = known(folder.path)
+    folder.close()
+    assert not worker.over()
 
 
 @pytest.mark.parametrize("over", [False, True])

@@ -151,9 +151,8 @@ class RunFolder:
         self._metrics = None
 
     def close(self) -> None:
-        """Let other processes write there; workers of this one that are left write no more."""
+        """Let other processes write there."""
         if self._lock is not None:
-            self.fence.end()
             self._lock.release()
             self._lock = None
 
@@ -166,6 +165,7 @@ class RunFolder:
                 shutil.rmtree(self.path / name, ignore_errors=True)
             else:
                 (self.path / name).unlink(missing_ok=True)
+        self.fence.end()
         self.close()
         try:
             self.path.rmdir()

@@ -140,9 +140,11 @@ def _in_folder(
             summary = _supervised(job, folder, reporter, Restarts(folder.path, max_restarts))
         if summary.stopped:
             note(folder.path, STOPPED, signal=STOP.name, step=summary.steps)
+        folder.fence.end()
     except BaseException as error:
         steps = folder.steps()
-        if placed is None:
+        if placed is None:  # others that were started may still note what failed
+            folder.fence.end()
             forget(run_of(folder.path))
         folder.remove_empty()
         kept = _kept(folder, steps) if steps else ""
