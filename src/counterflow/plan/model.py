@@ -129,6 +129,11 @@ class Model:
         return self._pipeline.get("clip_norm", 1.0) != 0
 
     @property
+    def shards_state(self) -> bool:
+        """Whether its config shards optimiser state over the holders of a stage."""
+        return self._pipeline.get("zero_stage", 0) == 1
+
+    @property
     def message_share(self) -> float:
         """Bytes of a message for each byte of activations: half where its config compresses 32-bit floats."""
         pipeline = self._pipeline

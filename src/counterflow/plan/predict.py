@@ -475,6 +475,11 @@ class Play:
             for kind, most in largest.items()
             if self.configuration.samples > most and layers[kind].forward(most) > 0
         ]
+        if self.predictor.model.shards_state:
+            notes.append(
+                "with pipeline.zero_stage = 1 workers hold and update less than is counted here, and send "
+                "weights when a step ends, which is not counted"
+            )
         if beyond:
             notes.append(
                 f"micro-batches of {self.configuration.samples} samples are beyond what the profile has of "

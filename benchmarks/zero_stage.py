@@ -1,0 +1,94 @@
+"""Optimiser state sharded over the holders of a stage: bytes of each worker, and what a step takes.
+
+    python benchmarks/zero_stage.py [--steps 12] [--hidden 256]
+
+Trains the same layers with `zero_stage` 0 and 1 in processes over gloo, and compares the weights bit for bit.
+Bytes are of what AdamW keeps; a step is the median of those after the first two, the two layouts in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import machine, shown
+from torch import Tensor, nn
+
+import counterflow as cf
+
+RESULTS = Path(__file__).parent / "results" / "zero_stage.txt"
+SAMPLES = 16
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).mean(dim=1).mean()
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def layers(count: int, hidden: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [
+        nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.ReLU(), nn.Linear(4 * hidden, hidden))
+        for _ in range(count)
+    ]
+
+
+def trained(schedule: cf.Schedule, hidden: int, steps: int) -> list[tuple[int, float, dict[str, Tensor]]]:
+    """By ``zero_stage``: bytes of optimiser state here, a step's seconds, the weights."""
+    pipelines = [
+        cf.Pipeline(layers(8, hidden), loss, schedule, optimizer=adamw, zero_stage=zero_stage)
+        for zero_stage in (0, 1)
+    ]
+    took: list[list[float]] = [[], []]
+    for number in range(steps):
+        generator = torch.Generator().manual_seed(number)
+        x, y = torch.randn(2, SAMPLES, hidden, generator=generator)
+        for its, pipeline in zip(took, pipelines, strict=True):
+            its.append(pipeline.step(x, y).seconds)
+    found = []
+    for its, pipeline in zip(took, pipelines, strict=True):
+        state = sum(
+            value.nbytes
+            for optimizer in pipeline.optimizers.values()
+            for kept in optimizer.state.values()
+            for value in kept.values()
+            if isinstance(value, Tensor)
+        )
+        found.append((state, statistics.median(its[2:]), pipeline.state_dict()))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=256)
+    given = parser.parse_args()
+    lines = [shown(machine()), ""]
+    lines.append(f"{'schedule':24} {'zero_stage':>10} {'optimiser state, MB by worker':>34} {'step, ms':>9}")
+    for schedule, replicas in ((cf.schemes.chimera(4, 4), 1), (cf.schemes.dapple(2, 4), 2)):
+        workers = schedule.workers * replicas
+        rows = cf.launch(trained, schedule, given.hidden, given.steps, workers=workers)
+        same = all(torch.equal(row[0][2][name], row[1][2][name]) for row in rows for name in row[0][2])
+        for zero_stage in (0, 1):
+            state = " ".join(f"{row[zero_stage][0] / 1e6:.2f}" for row in rows)
+            seconds = max(row[zero_stage][1] for row in rows)
+            name = f"{schedule.scheme} x {replicas}"
+            lines.append(f"{name:24} {zero_stage:>10} {state:>34} {seconds * 1e3:9.1f}")
+        lines.append(
+            f"{'':24} weights after {given.steps} steps are {'equal' if same else 'NOT EQUAL'} bit for bit"
+        )
+    text = "\n".join(lines) + "\n"
+    print(text)
+    RESULTS.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
