@@ -96,6 +96,13 @@ def test_peaks_are_as_predicted(predictor: Predictor, scheme: str, recompute: st
     assert [worker.total for worker in play.memory] == pytest.approx(peaks, rel=0.05)
 
 
+def test_what_was_allocated_before_is_freed_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    before = [torch.ones(1000)]
+    with allocated() as found:
+        before.clear()
+    assert (found.current, capfd.readouterr().err) == (0, "")
+
+
 def test_allocations_are_counted_with_scratch() -> None:
     with allocated() as found:
         kept = torch.ones(100) + torch.ones(100)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from counterflow.runtime.torch_private import allocations, start_allocations
+from counterflow.runtime.torch_private import allocations, errors_alone, start_allocations
 
 
 class Allocated:
@@ -63,9 +63,10 @@ def allocated(device: torch.device | str = "cpu", *, since: int = 0) -> Iterator
         found.current = since + torch.cuda.memory_allocated(device) - before
         found.peak = since + torch.cuda.max_memory_allocated(device) - before
         return
-    start_allocations()
-    try:
-        yield found
-    finally:
-        sizes = list(allocations())
+    with errors_alone():
+        start_allocations()
+        try:
+            yield found
+        finally:
+            sizes = list(allocations())
     found.note(iter(sizes))

@@ -8,9 +8,12 @@ moves one of these breaks here, and the comment says what to do then.
 
 from __future__ import annotations
 
+import ctypes
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -93,6 +96,35 @@ def allocations() -> Iterator[int]:
         for event in events:
             if event.kind() == "memory_alloc" and (size := event.cpu_memory_usage()):
                 yield size
+
+
+_ERRORS = 2
+_quiet = threading.Lock()
+_quieted = [0, 0]
+"""Threads that want errors alone, and the level before them."""
+
+
+@contextmanager
+def errors_alone() -> Iterator[None]:
+    """While any thread is in it, torch's C++ logs errors, no warnings.
+
+    While allocations are noted it warns of each that was made before. Without: it does, which does no harm.
+    """
+    level = ctypes.c_int()
+    with suppress(OSError, ValueError):  # another build of torch
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    with _quiet:
+        if not _quieted[0]:
+            _quieted[1], level.value = level.value, max(level.value, _ERRORS)
+        _quieted[0] += 1
+    try:
+        yield
+    finally:
+        with _quiet:
+            _quieted[0] -= 1
+            if not _quieted[0]:
+                level.value = _quieted[1]
 
 
 # -- tensors and modules
