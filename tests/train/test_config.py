@@ -293,8 +293,12 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "compute_dtype": st.just("bfloat16"),
         "clip_norm": st.floats(0, allow_infinity=False),
         "compile": st.booleans(),
-        "zero_stage": st.sampled_from([0, 1]),
     }
+    flushes = scheme is None or SCHEMES[scheme].synchronous
+    if flushes and draw(st.booleans()):
+        pipeline["zero_stage"] = st.integers(0, 1)
+    else:
+        pipeline["barrier"] = st.booleans()
     return {
         "model": {
             "kind": draw(st.sampled_from(["gpt", "bert", *SHAPES])),
