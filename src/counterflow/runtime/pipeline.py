@@ -66,6 +66,7 @@ from .stages.stage import LOSS, NamedLayer, StageCopy, have_statistics, loss_lay
 from .transport import Gathering, Transport
 from .transport.turns import elsewhere, my_worker
 from .workers import lease
+from .workers.arguments import refuse_others
 from .workers.watch import worker_error
 
 _LOG = logging.getLogger(__name__)
@@ -220,6 +221,22 @@ class Pipeline:
         schedule = self.schedule
         self._loss = loss_layer(loss_function)
         self._read_names(model)
+        refuse_others(
+            self.transport,
+            schedule,
+            layers=sum(map(len, self._layers_of)),
+            cuts=self.cuts,
+            seed=seed,
+            sync=sync.value,
+            clip_norm=clip_norm,
+            skip_non_finite=skip_non_finite,
+            barrier=barrier,
+            autocast=autocast,
+            compute_dtype=compute_dtype,
+            compress=compress,
+            dynamic_shapes=dynamic_shapes,
+            digest_every=digest_every,
+        )
         self.stages = self._make_stages(streams, recompute, precision)
         self._note_split_stages()
         self._holders = [Program(schedule, ()).holders(stage) for stage in range(schedule.stages)]
