@@ -11,7 +11,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -63,6 +63,7 @@ from .stages.precision import Autocast, Cast, Precision, refuse_scaled
 from .stages.randomness import RandomStreams
 from .stages.skips import links_of, stage_skips
 from .stages.stage import LOSS, NamedLayer, StageCopy, have_statistics, loss_layer, materialised
+from .torch_private import keeps_buffers
 from .transport import Gathering, Transport
 from .transport.turns import elsewhere, my_worker
 from .workers import lease
@@ -217,10 +218,9 @@ class Pipeline:
         self.loss_function = loss_function
         precision = self._precision(autocast, compute_dtype, parallelize, compile_layers)
         self.compression = Compression() if compress else None
+        self._loss = loss_layer(loss_function)
         self._read_layers(model, list_layers, cuts, costs)
         schedule = self.schedule
-        self._loss = loss_layer(loss_function)
-        self._read_names(model)
         refuse_others(
             self.transport,
             schedule,
@@ -346,6 +346,7 @@ class Pipeline:
         """By stage of the model: what it saves for others and loads of them; None: nothing."""
         self.schedule = self.schedule.with_skips(links_of(self.skips))
         self._statistics = tuple(s for s, layers in enumerate(self._layers_of) if have_statistics(layers))
+        self._read_names(model)
 
     def _read_names(self, model: nn.Module | Sequence[nn.Module]) -> None:
         self._order = list(model.state_dict(keep_vars=True)) if isinstance(model, nn.Module) else []
@@ -558,7 +559,7 @@ class Pipeline:
             WorkerError: a worker failed, or the loss or a gradient is not finite.
         """
         began = time.perf_counter()
-        with self._reported(), self.streams.step():
+        with self._reported(), self.streams.step(), self._kept_buffers():
             if outputs and not self.schedule.synchronous:
                 raise ConfigError(
                     f"{self.schedule.scheme} ends a mini-batch in later steps, so that a step has no outputs "
@@ -1041,6 +1042,10 @@ class Pipeline:
         in custom functions (compiled layers, reentrant checkpoints), are used several times, or are vectors.
         """
         return tuple(stage for stage in self._split_stages if self.stages[stage].splitting.waits is False)
+
+    def _kept_buffers(self) -> AbstractContextManager[object]:
+        """Around a step: split backwards go twice through functions that the user compiled."""
+        return keeps_buffers() if self._split_stages else nullcontext()
 
     def _note_split_stages(self) -> None:
         split = {op.stage for op in self.schedule.ops() if op.kind is OpKind.WEIGHT_GRADIENTS}

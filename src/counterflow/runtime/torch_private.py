@@ -12,7 +12,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
@@ -59,6 +59,16 @@ def without_modes() -> Iterator[None]:
     """Around what no mode of torch shall see. Without: leave and enter the modes one knows."""
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # noqa: SLF001
         yield
+
+
+def keeps_buffers() -> AbstractContextManager[object]:
+    """Around compilations whose backward may run twice: it writes over nothing that was saved for it.
+
+    Without: split backwards of layers that call compiled functions fail; torch's error names this switch.
+    """
+    from torch._functorch import config  # noqa: PLC0415 - it takes a while
+
+    return cast("AbstractContextManager[object]", config.patch(donated_buffer=False))
 
 
 def whole_call(function: object, kwargs: dict[str, Any]) -> dict[str, Any]:

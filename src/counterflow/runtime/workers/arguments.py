@@ -1,6 +1,6 @@
 """What all workers have to give their pipelines alike: compared before anything is made of it.
 
-Invariant: what differs would train another model in silence (cuts), or leave a worker waiting (orders, modes).
+Invariant: what differs would train another model in silence (cuts), or leave a worker waiting (orders).
 What may differ (devices, recomputation, compilers, patience) is not looked at.
 """
 
