@@ -463,9 +463,9 @@ class Pipeline:
             for module in modules:
                 self.stages[module.number].hang_in(module)
         self.layout, rank = sharding.layout, self.transport.rank
-        self.ranks = self.layout.grid(rank)
-        self.replicas = len(self.ranks)
-        self.replica, _ = place(self.ranks, rank)
+        self.ranks: tuple[tuple[int, ...], ...] = self.layout.grid(rank)
+        self.replicas: int = len(self.ranks)
+        self.replica: int = place(self.ranks, rank)[0]
         self._alike = self.layout.alike
         self._positions_may_differ = bool(self.digest_every and self.layout.further)
         """Until they were compared after the first step."""

@@ -18,12 +18,12 @@ from counterflow.schedule import schemes
 def work(which: str) -> None:
     other = current_transport().rank == 1
     count = 5 if which == "layers" and other else 4
-    given: dict[str, Any] = {
+    every: dict[str, dict[str, Any]] = {
         "cuts": {"cuts": [3 if other else 2]},
         "clip_norm": {"clip_norm": 1.0 if other else None},
         "barrier": {"barrier": other},
         "layers": {"cuts": [2]},
-    }.get(which, {})
+    }
     schedule = schemes.dapple(2, 8 if which == "schedule" and other else 4)
     Pipeline(
         [nn.Linear(2, 2) for _ in range(count)],
@@ -31,7 +31,7 @@ def work(which: str) -> None:
         schedule,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         recompute="stage" if other else "none",  # which may differ
-        **given,
+        **every.get(which, {}),
     ).step(torch.ones(8, 2), torch.ones(8, 2))
 
 
