@@ -253,6 +253,29 @@ def test_processes_end_at_a_signal_with_what_was_reached(
     assert {"checkpoint", "timeline.json", "timeline.png"} <= {path.name for path in folder.iterdir()}
 
 
+def test_a_signal_before_it_begins_asks_to_be_resubmitted(tmp_path: Path) -> None:
+    """While torch is imported: here a file stands in for the module that does."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'counterflow.train.run':\n"
+        "            os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-m", "counterflow", "train", "--out", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (75, "Stopped by SIGUSR1 before it began\n")
+    assert not (tmp_path / "run").exists()
+
+
 def test_as_the_only_worker_of_torchrun(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -83,13 +89,39 @@ def train(
         _prepare(resolved, as_json=as_json)
         return
 
+    with _resubmitted_before_it_begins():
+        _run(resolved, max_restarts=max_restarts, as_json=as_json)
+
+
+@contextmanager
+def _resubmitted_before_it_begins() -> Iterator[None]:
+    """A signal ends the command as one that could go on: while torch is loaded nothing else listens."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: object) -> None:
+        text = f"Stopped by {signal.Signals(number).name} before it began\n"
+        os.write(sys.stderr.fileno(), text.encode())
+        os._exit(os.EX_TEMPFAIL)
+
+    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
+    before = {n: signal.signal(n, end) for n in numbers if signal.getsignal(n) is signal.SIG_DFL}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run(config: RunConfig, *, max_restarts: int, as_json: bool) -> None:
     from counterflow.train.run import run  # noqa: PLC0415  (imports torch)
     from counterflow.train.stopping import STOP  # noqa: PLC0415
 
     from ..output.train_progress import Progress  # noqa: PLC0415
 
     try:
-        done = run(resolved, Progress(introduces=not as_json), max_restarts=max_restarts)
+        done = run(config, Progress(introduces=not as_json), max_restarts=max_restarts)
     except KeyboardInterrupt as stopped:
         note("; ".join(["Stopped", *map(str, stopped.args if str(stopped) else ())]))
         raise typer.Exit(STOP.exit_code) from None
