@@ -264,6 +264,14 @@ def test_configs_that_cannot_run_are_refused(
         config(base, tmp_path / "run", **changes)
 
 
+def test_a_model_without_attention_is_refused(base: Path, tmp_path: Path) -> None:
+    tf.MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match="its MambaConfig tells no num_attention_heads; models of attention"
+    ):
+        config(base, tmp_path / "run", model__path=str(tmp_path))
+
+
 def test_what_only_the_folder_shows_is_refused_before_workers_start(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"lora.targets: no adapters can be made: .*nothing"):
         prepare(config(base, tmp_path / "run", lora__rank=2, lora__targets=["nothing"]))

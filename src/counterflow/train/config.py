@@ -261,6 +261,13 @@ def _of_hugging_face(data: dict[str, Any]) -> dict[str, Any]:
     positions = data.get("positions")
     if type(most) is int and type(positions) is int and positions > most:
         raise ConfigError(f"model.positions = {positions}: the model in {data['path']} takes {most} or fewer")
+    needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    if missing := [name for name in needed if not hasattr(found, name)]:
+        raise ConfigError(
+            f"model.path = {data['path']!r}: its {type(found).__name__} tells no {missing[0]}; models of "
+            "attention layers are cut, as docs/hugging-face.md lists them; train another from Python, with "
+            "list_layers"
+        )
     told = {
         "layers": found.num_hidden_layers,
         "hidden": found.hidden_size,

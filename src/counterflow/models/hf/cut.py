@@ -272,7 +272,10 @@ class _Called(Exception):  # noqa: N818 - nothing is wrong
 
 
 class _Absent(nn.Module):
-    """In place of what comes after the repeated layers."""
+    """In place of what comes after the repeated layers; a rule may fill its weight, which is empty."""
+
+    weight = torch.empty(0)
+    bias = None
 
     def forward(self, *_: object, **__: object) -> Any:
         raise _unfollowed("calls what comes after its repeated layers before them")

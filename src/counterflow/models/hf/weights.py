@@ -8,6 +8,7 @@ Invariant: nothing is left as memory happened to be; what neither the folder nor
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import logging
@@ -44,17 +45,23 @@ class Folder:
 
     Attributes:
         path: of the folder.
-        files: by a tensor's name, the file it is in.
+        files: by a tensor's name there, the file it is in.
+        stored: by a tensor's name in the model, that in the files.
         prefix: of the base model's names in the model; a folder has it or not.
     """
 
     path: Path
     files: Mapping[str, str]
+    stored: Mapping[str, str]
     prefix: str
 
     @classmethod
-    def read(cls, path: Path, prefix: str) -> Folder:
+    def read(cls, path: Path, model: PreTrainedModel) -> Folder:
         """What is in a folder.
+
+        Args:
+            path: of the folder.
+            model: whose class says by which names its tensors are stored.
 
         Raises:
             ConfigError: it has no such files.
@@ -77,14 +84,15 @@ class Folder:
                 )
         except (OSError, ValueError, LookupError, SafetensorError) as error:
             raise ConfigError(f"{path}: its weights cannot be read: {error}") from None
-        return cls(path, files, f"{prefix}." if prefix else "")
+        prefix = model.base_model_prefix
+        return cls(path, files, _stored(model, files), f"{prefix}." if prefix else "")
 
     def find(self, names: Iterable[str]) -> str | None:
         """The name in the files of a tensor that has these in the model."""
         for name in names:
             for known in (name, name.removeprefix(self.prefix), self.prefix + name):
-                if known in self.files:
-                    return known
+                if known in self.stored:
+                    return self.stored[known]
         return None
 
     def copy_to(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
@@ -109,16 +117,17 @@ class Folder:
                         tensor.copy_(found)
 
     def check(self, model: PreTrainedModel) -> None:
-        """Refuse a folder that has not all of the base model; a head may be new.
+        """Refuse a folder that has not all of the base model; a head may be new, if it is of another class.
 
         Raises:
             ConfigError: something is missing.
         """
+        its_own = type(model).__name__ in (model.config.architectures or ())
         base, prefix = model.base_model, self.prefix if model.base_model is not model else ""
         inside = {prefix + name for name in base.state_dict()}
         missing = [names for names in _names(model).values() if self.find(names) is None]
         for names in missing:
-            if inside.intersection(names):
+            if its_own or inside.intersection(names):
                 raise ConfigError(
                     f"{self.path}: the files have no {names[0]}, which the {type(model).__name__} has; if "
                     "they store it in another form, make the model with from_pretrained on every worker"
@@ -164,7 +173,7 @@ def load(
     model.train()
     model.name_or_path = str(path)
     if folder is not None:
-        source = Folder.read(folder, model.base_model_prefix)
+        source = Folder.read(folder, model)
         source.check(model)
         setattr(model, _SOURCE, source)
     return model
@@ -298,6 +307,26 @@ def _mark(tensor: Tensor) -> Any:
     if tensor.is_floating_point() or tensor.is_complex():
         return float("nan")
     return False if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min
+
+
+def _stored(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """By a tensor's name in a model that in its files; without those that are stored in another form.
+
+    Args:
+        model: of transformers, which says what it calls them.
+        names: in the files.
+    """
+    conversion = importlib.import_module("transformers.conversion_mapping")
+    loading = importlib.import_module("transformers.core_model_loading")
+    every = conversion.get_model_conversion_mapping(model)
+    renamed = [one for one in every if isinstance(one, loading.WeightRenaming)]
+    changed = [one for one in every if isinstance(one, loading.WeightConverter)]
+    found: dict[str, str] = {}
+    for name in sorted(names):
+        known, converter = loading.rename_source_key(name, renamed, changed)
+        if converter is None:
+            found[known] = name
+    return found
 
 
 def _names(model: nn.Module) -> dict[int, tuple[str, ...]]:
