@@ -119,7 +119,7 @@ def test_a_failure_of_before_is_not_noted(tmp_path: Path, over: bool) -> None:
     worker = known(tmp_path)
     if over:
         Fence(tmp_path).begin()
-    with pytest.raises(WorkerError, match="nobody is there"), telling(tmp_path, 0, worker):
+    with pytest.raises(WorkerError, match="nobody is there"), telling(0, worker):
         raise WorkerError("nobody is there")
     assert [event["event"] for event in read(tmp_path)] == ["failed"] * (not over)
 
@@ -143,3 +143,15 @@ def test_all_workers_of_a_run_know_their_attempt(
     assert not (tmp_path / "run" / ATTEMPT).exists()
     assert (tmp_path / "run" / SUMMARY).exists()
     assert not (tmp_path / "run" / LIVE).exists()
+
+
+def test_a_worker_learns_which_folder_it_is(tmp_path: Path) -> None:
+    """Without ``train.out`` the first worker takes a name that is free, with a number."""
+    began = Fence(tmp_path / "run-2")
+    began.folder.mkdir()
+    began.begin()
+    worker = Fence(tmp_path / "run")
+    worker.join(began.folder, began.found())
+    assert not worker.over()
+    began.end()
+    assert worker.over()

@@ -11,10 +11,10 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 __all__ = ["TorchDispatchMode", "is_traceable_wrapper_subclass"]
 
@@ -47,6 +49,18 @@ preserve_version_counter = _unsafe_preserve_version_counter
 def in_backward() -> bool:
     """Whether this thread runs a backward. Without: a hook on the loss that notes it."""
     return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001
+
+
+def never_compiled(function: _Function) -> _Function:
+    """A function that torch.compile leaves alone, with all it calls, when a compiled layer calls it.
+
+    Else it takes what it once found, a tensor's version say, for a constant. ``torch.compiler.disable`` does
+    likewise, with a call more around each.
+    """
+    frames = torch._C._dynamo.eval_frame  # noqa: SLF001
+    skip = frames._FrameAction.SKIP  # noqa: SLF001
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))  # noqa: SLF001
+    return function
 
 
 def saving_hooks() -> Any:

@@ -23,13 +23,21 @@ class Fence:
     """Between one attempt at a run and those after it.
 
     Args:
-        folder: of the run, on storage that all workers share.
+        folder: of the run, on storage that all workers share; until ``join`` what this worker takes it for.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / ATTEMPT
+        self.folder = folder
         self.mark: str | None = None
         """Of this attempt; None: not known yet, and never over."""
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / ATTEMPT
+
+    def join(self, folder: Path, mark: str | None) -> None:
+        """Learn from who began the attempt where it is, and its mark: a name may have got a number there."""
+        self.folder, self.mark = folder, mark
 
     def begin(self) -> None:
         """Begin an attempt, with which those before are over; only who holds the folder's lock may."""
@@ -70,7 +78,7 @@ class Fence:
         """
         if self.over():
             raise WorkerError(
-                f"this attempt at the run in {self._path.parent} is over: another one has begun, or the run "
+                f"this attempt at the run in {self.folder} is over: another one has begun, or the run "
                 "has ended; nothing more is written"
             )
 

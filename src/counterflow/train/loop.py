@@ -276,7 +276,8 @@ class Trainer:
         try:
             attempt = self.fence.found() if self.folder is not None else None
             found = cast("list[Any]", transport.gather_objects((mark and str(mark), attempt)))
-            theirs, self.fence.mark = Path(str(found[0][0])), found[0][1]
+            theirs = Path(str(found[0][0]))
+            self.fence.join(theirs.parent, found[0][1])
             rows = transport.gather([float(theirs.exists())])
         finally:
             if mark is not None:

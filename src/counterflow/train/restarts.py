@@ -78,7 +78,7 @@ def note_failure(folder: Path, error: CounterflowError, attempt: int, step: int)
 
 
 @contextlib.contextmanager
-def telling(folder: Path, attempt: int, fence: Fence) -> Iterator[None]:
+def telling(attempt: int, fence: Fence) -> Iterator[None]:
     """As a worker of torchrun or Slurm: tell the others of a failure; the first one to fail notes it.
 
     Nothing is noted for an attempt that is over, but for one that ends between the question and the line.
@@ -94,6 +94,7 @@ def telling(folder: Path, attempt: int, fence: Fence) -> Iterator[None]:
         failed = failed_by(error, world.rank() or 0, transport).error()
         if isinstance(failed, WorkerError):
             failed.told = transport is not None and not transport.fails_first
+            folder = fence.folder
             if not failed.told and folder.is_dir() and not fence.over():
                 with contextlib.suppress(OSError):
                     note_failure(folder, failed, attempt, RunFolder(folder).steps() + 1)

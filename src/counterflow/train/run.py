@@ -82,7 +82,7 @@ def run(config: RunConfig, *callbacks: Reporter, max_restarts: int = 0) -> tuple
     job = prepare(config, again=bool(attempt))
     if placed is not None and world.rank():
         fence = Fence(folder_of(config))
-        with listening(), telling(folder_of(config), attempt, fence):
+        with listening(), telling(attempt, fence):
             trainer = Trainer(job, None, attempt=attempt, fence=fence)
             trainer.run()
             if not trainer.stopped:
@@ -250,7 +250,7 @@ def _fit(config: RunConfig, placed: str, max_restarts: int) -> None:
 def _placed(job: Job, folder: RunFolder, reporter: Reporter, attempt: int) -> Summary:
     """As rank 0 of several."""
     folder.fence.begin()
-    with listening(), telling(folder.path, attempt, folder.fence):
+    with listening(), telling(attempt, folder.fence):
         trainer = Trainer(
             job,
             folder.path,

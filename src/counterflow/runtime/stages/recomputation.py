@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from counterflow.errors import ConfigError
 
 from ..mesh.dtensors import is_dtensor
-from ..torch_private import buffers_of, keeps_statistics, same_memory
+from ..torch_private import buffers_of, keeps_statistics, never_compiled, same_memory
 from .randomness import versions
 
 Contents = tuple[Tensor | None, ...]
@@ -279,6 +279,7 @@ class Replay:
             self.found = {number: found for number, found in self.found.items() if number in self.kept}
             self._value = None
 
+    @never_compiled
     def _pack(self, tensor: Tensor) -> Packed:
         if self._hold is not None:
             self._hold()
@@ -295,8 +296,8 @@ class Replay:
         tensor, version = self.found[number] if number in self.kept else self.found.pop(number)
         if tensor._version != version:  # noqa: SLF001
             raise ConfigError(
-                f"{self.place} changes a tensor in place that its own backward needs, or is compiled and "
-                "changes any; leave out inplace=True there, or take recompute='stage', or none"
+                f"{self.place} changes a tensor in place that its own backward needs; leave out "
+                "inplace=True there, or take recompute='stage', or none"
             )
         return tensor
 
@@ -309,6 +310,7 @@ class Replay:
         hold = self._recount()
         found: list[tuple[Tensor, int]] = []
 
+        @never_compiled
         def pack(tensor: Tensor) -> Tensor:
             kept = tensor.detach()
             found.append((kept, kept._version))  # noqa: SLF001
@@ -339,5 +341,6 @@ class Replay:
         return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
+@never_compiled
 def _same(tensor: Tensor) -> Tensor:
     return tensor
