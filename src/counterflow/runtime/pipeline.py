@@ -68,7 +68,7 @@ from .transport import Gathering, Transport
 from .transport.turns import elsewhere, my_worker
 from .workers import lease
 from .workers.arguments import refuse_others
-from .workers.watch import worker_error
+from .workers.watch import tells_who, worker_error
 
 _LOG = logging.getLogger(__name__)
 _NAMES = "inputs", "targets"
@@ -154,6 +154,7 @@ class Pipeline:
         WorkerError: another worker failed.
     """
 
+    @tells_who
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],

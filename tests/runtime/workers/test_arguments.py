@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.world import current_transport
@@ -55,3 +55,22 @@ def test_what_differs_by_worker_is_refused(which: str, told: str) -> None:
 
 def test_what_may_differ_does() -> None:
     launch(work, "nothing", workers=2, transport="local", timeout_seconds=20)
+
+
+def test_a_pipeline_whose_other_workers_fail_is_told_so() -> None:
+    seen: list[BaseException] = []
+
+    def one() -> None:
+        if current_transport().rank == 1:
+            raise ValueError("nobody comes")
+        try:
+            work("nothing")
+        except BaseException as error:
+            seen.append(error)
+            raise
+
+    with pytest.raises(WorkerError, match="nobody comes"):
+        launch(one, workers=2, transport="local", timeout_seconds=20)
+    (error,) = seen
+    assert isinstance(error, WorkerError)
+    assert str(error).startswith("rank 0, making its Pipeline: worker of rank 1 failed: ")

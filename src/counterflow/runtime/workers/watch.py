@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import wraps
 from queue import SimpleQueue
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
@@ -27,6 +28,7 @@ from counterflow.errors import CounterflowError, WorkerError
 from ..transport.base import Lost, Status, TimedOut, Transport
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 _GRACE_SECONDS = 10.0
 """How long a worker whose waits were broken may take to notice."""
@@ -326,3 +328,18 @@ def worker_error(place: str, error: Exception, transport: Transport) -> WorkerEr
         return WorkerError(f"{place}: {type(error).__name__}: {error}")
     found.consequence = True
     return found
+
+
+def tells_who(make: Callable[_P, None]) -> Callable[_P, None]:
+    """A constructor that asks other workers: if one of them is gone, or silent, a ``WorkerError`` says so."""
+
+    @wraps(make)
+    def told(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            make(*args, **kwargs)
+        except (Lost, TimedOut) as error:
+            made: Any = args[0]
+            place = f"rank {made.transport.rank}, making its {type(made).__name__}"
+            raise worker_error(place, error, made.transport) from error
+
+    return told
