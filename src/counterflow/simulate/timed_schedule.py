@@ -181,9 +181,9 @@ class TimedSchedule:
             batches = op.micro_batches
             each = shares.get(batches[0], 1) if op.kind is forward else 1
             key = op.kind, op.stage, worker, len(batches), op.parts, each
-            if key not in numbers and op.stage >= self.schedule.stages:
-                raise outside(self.schedule, op)
             which.append(numbers.setdefault(key, len(numbers)))
+        if any(stage >= self.schedule.stages for _, stage, *_ in numbers):
+            raise outside(self.schedule, next(op for op in self.ops if op.stage >= self.schedule.stages))
         return [Piece(*key) for key in numbers], np.array(which, dtype=np.int64)
 
     def seconds(self, costs: Costs) -> Floats:
