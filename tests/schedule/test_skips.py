@@ -58,7 +58,8 @@ def flat(program: Program) -> list[list[Action]]:
 
 def test_skips_go_straight_from_worker_to_worker() -> None:
     program = lower(schemes.dapple(4, 2).with_skips([SkipLink(0, 3), NEXT]), matching=Matching.TAG)
-    assert list(map(str, program.actions[0][:4])) == [
+    first = [a for a in program.actions[0] if not isinstance(a, Receive)]
+    assert list(map(str, first[:4])) == [
         "Forward F0.0",
         "SendActivation F0.0 to worker 1",
         "SendActivation F0.0 for stage 1 once to worker 1",
