@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from counterflow.plan.model import Model
-from counterflow.plan.profile import LayerProfile, Profile
+from counterflow.plan.profile import Division, LayerProfile, Profile
 
 MIB = 2**20
 
@@ -116,6 +116,21 @@ _V100 = (
 _MEASURED = "measured by Chimera's authors, public with their code: BERT-large block, 128 tokens, float32"
 
 
+_DIVIDED = (
+    "Shoeybi et al. 2019, section 3: two all-reduces each way, all but norms and two biases divided; of "
+    "saved bytes all but 18sh (Korthikanti et al. 2022, equation 2); taken: seconds are of matrix products"
+)
+
+
+def _division(shape: Transformer) -> Division:
+    """Of a block: the heads of its attention, the columns and then the rows of its feed-forward."""
+    h, s = shape.hidden, shape.tokens
+    attention = 9 * shape.heads * s
+    saved = (48 * h + attention) / (66 * h + attention)
+    weights = (12 * h + 7) / (12 * h + 13)
+    return Division(*(weights, 1.0, 1.0, saved), forward_sums=2, backward_sums=2, parts=shape.heads)
+
+
 @dataclass(frozen=True, slots=True)
 class _Device:
     """A measured device, or one whose seconds are those of a measured one times ``factor``."""
@@ -136,6 +151,7 @@ class _Device:
             saved_bytes=tuple(_SAVED_MEASURED * n for n in _SAMPLES),
             weights_bytes=48.6 * MIB,
             output_bytes=BERT_LARGE_BLOCK.output_bytes,
+            tensor_parallel=_division(BERT_LARGE_BLOCK),
             sources={
                 "samples": _MEASURED,
                 "forward_seconds": self.fit or _MEASURED,
@@ -143,6 +159,7 @@ class _Device:
                 "saved_bytes": f"{_MEASURED}: 11.0 MiB a sample",
                 "weights_bytes": f"{_MEASURED}; its 12h² + 13h parameters are 48.05 MiB",
                 "output_bytes": "4 bytes · 128 tokens · 1024",
+                "tensor_parallel": _DIVIDED,
             },
         )
 
@@ -213,6 +230,7 @@ def _scaled_block(block: LayerProfile, shape: Transformer) -> LayerProfile:
         saved_bytes=tuple(shape.block_saved_bytes * n for n in sizes),
         weights_bytes=float(_FLOAT * shape.block_weights),
         output_bytes=shape.output_bytes,
+        tensor_parallel=_division(shape),
         sources={
             "forward_seconds": fit,
             "backward_seconds": fit,
@@ -220,6 +238,7 @@ def _scaled_block(block: LayerProfile, shape: Transformer) -> LayerProfile:
             + (f", times {shape.saved_factor:g}; {shape.saved_source}" if shape.saved_source else ""),
             "weights_bytes": "4 bytes · (12h² + 13h)",
             "output_bytes": "4 bytes · s · h",
+            "tensor_parallel": _DIVIDED,
         },
     )
 

@@ -7,7 +7,7 @@ from .device_placement import Arrangement
 from .model import LayerSkip, LayerTie, Model
 from .predict import Predictor, predict
 from .prediction import Configuration, Parts, Prediction, WorkerMemory
-from .profile import LayerProfile, Profile
+from .profile import Division, LayerProfile, Profile
 from .stages import Cutting
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Cluster",
     "Configuration",
     "Cutting",
+    "Division",
     "LayerProfile",
     "LayerSkip",
     "LayerTie",

@@ -46,6 +46,22 @@ def devices(placement: Placement, replicas: int, arrangement: Arrangement) -> tu
     return tuple(map(tuple, _devices(placement, replicas, arrangement).tolist()))
 
 
+def mesh(
+    placement: Placement, replicas: int, arrangement: Arrangement, positions: int
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """``mesh[replica][worker][position]``: the device; positions of tensor parallelism are side by side.
+
+    >>> from counterflow.schedule.placement import bidirectional
+    >>> mesh(bidirectional(2), 1, Arrangement.PIPELINE_INSIDE, 2)
+    (((0, 1), (2, 3)),)
+    """
+    beside = range(positions)
+    return tuple(
+        tuple(tuple(positions * place + other for other in beside) for place in replica)
+        for replica in devices(placement, replicas, arrangement)
+    )
+
+
 def _devices(placement: Placement, replicas: int, arrangement: Arrangement) -> NDArray[np.int64]:
     workers = placement.workers
     if arrangement is Arrangement.PIPELINE_INSIDE:

@@ -21,7 +21,7 @@ from counterflow.reading import read_text
 
 from .cluster import Cluster, Link
 from .model import ConfigValue, LayerSkip, LayerTie, Model, TrainValue
-from .profile import LayerProfile, Profile
+from .profile import Division, LayerProfile, Profile
 
 _T = TypeVar("_T")
 
@@ -112,7 +112,9 @@ def dumps(value: Cluster | Profile | Model) -> str:
     return tomlkit.dumps(as_data(value))
 
 
-def as_data(value: Cluster | Profile | Model | LayerProfile | Link | LayerSkip | LayerTie) -> dict[str, Any]:
+def as_data(
+    value: Cluster | Profile | Model | LayerProfile | Division | Link | LayerSkip | LayerTie,
+) -> dict[str, Any]:
     """The same as plain data; what has no value is left out."""
     names = [name for name in type(value).__slots__ if getattr(value, name) is not None]
     data = {name: getattr(value, name) for name in names}
@@ -121,7 +123,7 @@ def as_data(value: Cluster | Profile | Model | LayerProfile | Link | LayerSkip |
         data["skips"] = [as_data(skip) for skip in value.skips]
         data["ties"] = [as_data(tie) for tie in value.ties]
     for name, part in data.items():
-        if isinstance(part, Link):
+        if isinstance(part, (Link, Division)):
             data[name] = as_data(part)
         elif isinstance(part, Mapping):
             data[name] = {k: as_data(v) if isinstance(v, LayerProfile) else v for k, v in part.items()}

@@ -36,6 +36,7 @@ from .model import Model
 from .prediction import Configuration, Parts, Prediction, WorkerMemory
 from .profile import Profile
 from .stages import Cuts, Cutting, PlannedOps, StageCosts, cut, stage_costs
+from .tensor_parallel import places, positioned
 from .worker_cuts import Balance
 
 STEADY_PERIODS = 4
@@ -81,10 +82,14 @@ def predict(
 class Predictor:
     """Predicts many configurations of one model on one cluster; schedules and stage costs are kept."""
 
-    def __init__(self, model: Model, profile: Profile, cluster: Cluster) -> None:
+    def __init__(self, model: Model, profile: Profile, cluster: Cluster, *, tensor_parallel: int = 1) -> None:
         for kind in dict.fromkeys(model.layers):
             profile.layer(kind)
-        self.model, self.profile, self.cluster = model, profile, cluster
+        self.model, self.whole = model, (profile, cluster)
+        self.tensor_parallel = tensor_parallel
+        self.cluster = places(cluster, tensor_parallel)
+        self.profile = positioned(model, profile, cluster, tensor_parallel)
+        self._of_positions = {tensor_parallel: self}
         self._schedules: OrderedDict[tuple[str, tuple[tuple[str, OptionValue], ...]], Schedule] = (
             OrderedDict()
         )
@@ -98,6 +103,23 @@ class Predictor:
         """See the function of that name."""
         return self.play(configuration, mini_batch).prediction()
 
+    def at(self, tensor_parallel: int) -> Predictor:
+        """The same for a position of so many: its ``cluster`` has places, its ``profile`` what is left there.
+
+        Raises:
+            ConfigError: the layers, or the devices of a node, are not divided so.
+        """
+        if tensor_parallel not in self._of_positions:
+            made = Predictor(self.model, *self.whole, tensor_parallel=tensor_parallel)
+            self._of_positions[tensor_parallel] = made
+            made._of_positions = self._of_positions
+        return self._of_positions[tensor_parallel]
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether workers of a node have to take turns on its cores."""
+        return self.whole[1].shares_cores
+
     def play(self, configuration: Configuration, mini_batch: int | None = None) -> Play:
         """The configuration, played."""
         _require_samples(configuration)
@@ -109,11 +131,15 @@ class Predictor:
         self, configuration: Configuration, schedule: Schedule, mini_batch: int | None = None
     ) -> Play:
         """The configuration, played with this schedule in place of its scheme's."""
+        if configuration.tensor_parallel != self.tensor_parallel:
+            return self.at(configuration.tensor_parallel).play_order(configuration, schedule, mini_batch)
         needed = schedule.workers * configuration.replicas
         if needed > self.cluster.size:
+            each = self.tensor_parallel
+            positions = f" · {each} positions of tensor parallelism" if each > 1 else ""
             raise ConfigError(
-                f"{schedule.workers} workers · {configuration.replicas} replicas need {needed} devices, but "
-                f"cluster {self.cluster.name} has {self.cluster.size}"
+                f"{schedule.workers} workers · {configuration.replicas} replicas{positions} need "
+                f"{needed * each} devices, but cluster {self.cluster.name} has {self.whole[1].size}"
             )
         stages = self.stages(
             configuration.cuts,
@@ -296,10 +322,11 @@ class Play:
         However they take turns, all cores together have the work of all workers to do.
         """
         cluster = self.predictor.cluster
-        if not cluster.shares_cores:
+        if not self.predictor.shares_cores:
             return 0.0
         assert cluster.cores is not None
-        return sum(self._work) * self.configuration.replicas / (cluster.cores * cluster.nodes)
+        devices = self.configuration.replicas * self.predictor.tensor_parallel
+        return sum(self._work) * devices / (cluster.cores * cluster.nodes)
 
     @cached_property
     def _update(self) -> float:
@@ -461,7 +488,7 @@ class Play:
 
     def _notes(self) -> list[str]:
         notes = []
-        cluster = self.predictor.cluster
+        cluster = self.predictor.whole[1]
         if cluster.shares_cores:
             notes.append(
                 f"{cluster.devices} workers of a node share {cluster.cores} "

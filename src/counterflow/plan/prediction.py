@@ -27,6 +27,7 @@ class Configuration:
         sync: when gradients are summed.
         arrangement: which devices the workers are on.
         cuts: where the layers are cut.
+        tensor_parallel: T, positions of tensor parallelism, at each of which stands a whole pipeline group.
     """
 
     scheme: str
@@ -37,6 +38,7 @@ class Configuration:
     sync: Sync = Sync.EAGER_OPT
     arrangement: Arrangement = Arrangement.PIPELINE_INSIDE
     cuts: Cuts = Cutting.BALANCED
+    tensor_parallel: int = 1
 
     @classmethod
     def of(
@@ -167,13 +169,27 @@ class Prediction:
 
 def ranking(predictions: Iterable[Prediction]) -> str:
     """Predictions as a table of HTML, a row each."""
-    heads = ("scheme", "D", "W", "B", "N", "recompute", "sync", "step", "samples/s", "bubbles", "peak memory")
+    heads = (
+        "scheme",
+        "D",
+        "W",
+        "T",
+        "B",
+        "N",
+        "recompute",
+        "sync",
+        "step",
+        "samples/s",
+        "bubbles",
+        "peak memory",
+    )
     rows = []
     for found in predictions:
         plan, peak = found.configuration, max(found.peak_bytes) / 2**30
         rows.append(
             (
-                *(plan.scheme, found.workers, plan.replicas, plan.samples, found.micro_batches),
+                *(plan.scheme, found.workers, plan.replicas, plan.tensor_parallel),
+                *(plan.samples, found.micro_batches),
                 *(plan.recompute.value, plan.sync.value, f"{found.step_seconds:.4g} s"),
                 *(f"{found.samples_per_second:.4g}", f"{found.bubble_ratio:.1%}"),
                 f"{peak:.4g} GiB{'' if found.fits else ': too large'}",

@@ -44,6 +44,55 @@ _IF_THERE = (
 
 
 @dataclass(frozen=True, slots=True)
+class Division:
+    """What tensor parallelism divides of a kind of layer; the rest is whole at every position.
+
+    With T positions a share s that is divided leaves 1 − s + s/T of bytes at each. It takes as many seconds
+    as 1/T of the samples take whole: a device that is filled as far is as fast.
+
+    Attributes:
+        weights: share of its weights' bytes; of their gradients, casts and optimiser state likewise.
+        forward: share of a forward's seconds.
+        backward: share of a backward's, and of both halves of a split one.
+        saved: share of what a forward keeps for its backward, and of what is kept between the halves.
+        peaks: share of what forwards and backwards hold while they run.
+        forward_sums: all-reduces over the positions in a forward.
+        backward_sums: in a backward; of a split one they are in the input gradient.
+        sum_bytes: of each, for one sample; None: the layer's output.
+        parts: T divides this number, that of attention heads; 0: any T will do.
+
+    Raises:
+        ConfigError: a share above 1, or a number below 0.
+
+    >>> Division(weights=1.5)
+    Traceback (most recent call last):
+    counterflow.errors.ConfigError: weights=1.5: is a share; must be 1 or less
+    """
+
+    __pydantic_config__ = FORM
+
+    weights: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    saved: float = 0.0
+    peaks: float = 0.0
+    forward_sums: int = 0
+    backward_sums: int = 0
+    sum_bytes: float | None = None
+    parts: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "forward", "backward", "saved", "peaks"):
+            require_number(name, getattr(self, name))
+            if getattr(self, name) > 1:
+                raise ConfigError(f"{name}={getattr(self, name):g}: is a share; must be 1 or less")
+        for name in ("forward_sums", "backward_sums", "parts"):
+            require_number(name, getattr(self, name))
+        if self.sum_bytes is not None:
+            require_number("sum_bytes", self.sum_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerProfile:
     """One kind of layer.
 
@@ -74,6 +123,7 @@ class LayerProfile:
             loss, which is not. None: nothing.
         kept_gradient_bytes: gradients that the first half keeps for the other, with that of the output.
         update_peak_bytes: what the optimiser needs while it updates the layer, beside its state.
+        tensor_parallel: what tensor parallelism divides of it; None: nothing.
 
     Raises:
         ConfigError: no sizes, sizes that do not rise, a number for a size missing or negative.
@@ -107,6 +157,7 @@ class LayerProfile:
     kept_gradient_bytes: tuple[float, ...] = ()
     kept_anyway_bytes: tuple[float, ...] = ()
     update_peak_bytes: float = 0.0
+    tensor_parallel: Division | None = None
 
     def __post_init__(self) -> None:
         if not self.samples or self.samples[0] <= 0 or any(a >= b for a, b in pairwise(self.samples)):

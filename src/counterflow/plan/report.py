@@ -13,6 +13,7 @@ from typing import Any
 from counterflow.schedule import registry
 from counterflow.schedule.scheme import DEPTH, Kind
 
+from .device_placement import mesh
 from .orders import Orders
 from .prediction import Configuration, Parts, Prediction
 from .search import Found, Plan, Rejections
@@ -86,7 +87,16 @@ def orders_json(orders: Orders, shown: Callable[[Plan], dict[str, Any]]) -> dict
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """One plan."""
-    return prediction_json(plan.play.prediction())
+    return {**prediction_json(plan.play.prediction()), "mesh": mesh_of(plan)}
+
+
+def mesh_of(plan: Plan) -> list[list[list[int]]] | None:
+    """Devices by replica, worker and position, for a ``DeviceMesh``; None without tensor parallelism."""
+    chosen, placement = plan.play.configuration, plan.play.schedule.placement
+    if chosen.tensor_parallel == 1:
+        return None
+    found = mesh(placement, chosen.replicas, chosen.arrangement, chosen.tensor_parallel)
+    return [list(map(list, replica)) for replica in found]
 
 
 def prediction_json(prediction: Prediction) -> dict[str, Any]:
@@ -136,6 +146,7 @@ def configuration_json(configuration: Configuration) -> dict[str, Any]:
         "sync": configuration.sync.value,
         "arrangement": configuration.arrangement.value,
         "cuts": list(cuts) if isinstance(cuts, tuple) else cuts.value,
+        "tensor_parallel": configuration.tensor_parallel,
     }
 
 

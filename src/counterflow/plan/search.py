@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
@@ -209,39 +209,83 @@ def search(
         PlanError: no candidate fits; the message says what each scheme would need.
     """
     constraints = Constraints() if constraints is None else constraints
-    groups, omissions = space(model, cluster, mini_batch, constraints)
-    return _Search(Predictor(model, profile, cluster), mini_batch, constraints, count, progress).run(
-        groups, omissions
+    best, tallies, omissions = _Best(count), dict[str, _Tally](), list[Omission]()
+    runs: list[_Search] = []
+    whole = Predictor(model, profile, cluster)
+    for positions in dict.fromkeys(constraints.tensor_parallel):
+        predictor = whole.at(positions)
+        wanted = constraints.at(positions, cluster)
+        groups, omitted = space(model, predictor.cluster, mini_batch, wanted)
+        if elsewhere := sorted({*(constraints.depths or ())}.difference(wanted.depths or ())):
+            reason = f"does not divide the {predictor.cluster.size} places of {positions} devices"
+            omitted += [Omission(f"depth {depth}", reason) for depth in elsewhere]
+        if len({*constraints.tensor_parallel}) > 1:
+            omitted = [_of_positions(positions, each) for each in omitted]
+        omissions += [each for each in omitted if each not in omissions]
+        place = runs[-1].total if runs else 0
+        runs.append(
+            _Search(predictor, mini_batch, constraints, best, tallies, progress=progress, place=place)
+        )
+        runs[-1].run(groups)
+    if not best.plans:
+        raise PlanError(runs[0].nothing_fits(omissions))
+    in_more_memory = None
+    for run in runs:
+        limit = (in_more_memory or best.plans[0]).seconds
+        in_more_memory = run.in_more_memory(limit) or in_more_memory
+    return Found(
+        best=tuple(best.plans),
+        of_schemes=tuple(sorted(best.of_schemes.values(), key=attrgetter("seconds", "place"))),
+        rejections={
+            name: Rejections(t.candidates, t.too_large, t.slower, t.simulated, t.closest)
+            for name, t in tallies.items()
+        },
+        omissions=tuple(omissions),
+        in_more_memory=in_more_memory,
+        mini_batch=mini_batch,
+        usable_bytes=cluster.usable_bytes,
     )
 
 
+def _of_positions(positions: int, omission: Omission) -> Omission:
+    """An omission of one of several numbers of positions."""
+    if "--stale" in omission.reason:  # whatever the number
+        return omission
+    of = "without tensor parallelism" if positions == 1 else f"with tensor parallelism over {positions}"
+    return replace(omission, what=f"{of}, {omission.what}")
+
+
 class _Search:
+    """The candidates of one number of positions; the best plans are those of all numbers so far."""
+
     def __init__(
         self,
         predictor: Predictor,
         mini_batch: int,
         constraints: Constraints,
-        count: int,
+        best: _Best,
+        tallies: dict[str, _Tally],
+        *,
         progress: Progress | None,
+        place: int,
     ) -> None:
         self.predictor, self.mini_batch, self.constraints = predictor, mini_batch, constraints
         self.sync = tuple(mode for mode in _PREFERRED if mode in constraints.sync)
-        self.best = _Best(count)
-        self.tallies: dict[str, _Tally] = {}
+        self.best, self.tallies = best, tallies
+        self.refused: list[_Candidate] = []
         self.progress = progress or (lambda _done, _of, _what: None)
-        self.decided = self.total = 0
+        self.decided = self.total = place
         self.networks: dict[tuple[object, ...], list[tuple[Arrangement, Network]]] = {}
         self.known: dict[tuple[object, ...], Common] = {}
         self.works: dict[tuple[object, ...], float] = {}
 
-    def run(self, groups: list[Group], omissions: list[Omission]) -> Found:
+    def run(self, groups: list[Group]) -> None:
         waiting = self._by_work(groups)
-        refused: list[_Candidate] = []
         while waiting:
             _, _, bounded, members = heappop(waiting)
             scheme = members[0].group.scheme
             if bounded:
-                refused += self._decide(members)
+                self.refused += self._decide(members)
                 self.decided += len(members)
             else:
                 left = [one for one in members if self.best.needs(scheme, one.work)]
@@ -253,26 +297,11 @@ class _Search:
                     left.sort(key=attrgetter("seconds", "place"))
                     heappush(waiting, (left[0].seconds, left[0].place, True, left))
             self.progress(self.decided, self.total, scheme)
-        if not self.best.plans:
-            raise PlanError(self._nothing_fits(omissions))
-        key = attrgetter("seconds", "place")
-        return Found(
-            best=tuple(self.best.plans),
-            of_schemes=tuple(sorted(self.best.of_schemes.values(), key=key)),
-            rejections={
-                name: Rejections(t.candidates, t.too_large, t.slower, t.simulated, t.closest)
-                for name, t in self.tallies.items()
-            },
-            omissions=tuple(omissions),
-            in_more_memory=self._in_more_memory(refused),
-            mini_batch=self.mini_batch,
-            usable_bytes=self.predictor.cluster.usable_bytes,
-        )
 
     def _by_work(self, groups: list[Group]) -> list[tuple[float, int, bool, list[_Candidate]]]:
         """A heap of the candidates of every group: the least seconds known of any, and whether by bounds."""
         waiting = []
-        place = 0
+        place = self.total
         for number, group in enumerate(groups):
             members = list(self._members(group, place))
             waiting.append((min(one.work for one in members), place, False, members))
@@ -393,6 +422,7 @@ class _Search:
             self.sync[0],
             candidate.arrangement,
             self.constraints.cuts,
+            self.predictor.tensor_parallel,
         )
 
     def _quickest(self, play: Play, place: int) -> Plan:
@@ -403,11 +433,10 @@ class _Search:
         quickest = min(plays, key=attrgetter("seconds"))
         return Plan(quickest.seconds, place, quickest)
 
-    def _in_more_memory(self, refused: list[_Candidate]) -> Plan | None:
-        """The best candidate that memory refused, if it beats all plans; by rising bound, like the plans."""
-        limit = self.best.plans[0].seconds
+    def in_more_memory(self, limit: float) -> Plan | None:
+        """The best candidate that memory refused, if its step is below ``limit``; by rising bound."""
         found: Plan | None = None
-        for candidate in sorted(refused, key=lambda c: (c.seconds_in_any_memory, c.place)):
+        for candidate in sorted(self.refused, key=lambda c: (c.seconds_in_any_memory, c.place)):
             if candidate.seconds_in_any_memory >= limit:
                 break
             self.progress(self.total, self.total, "more memory")
@@ -419,7 +448,7 @@ class _Search:
                 limit, found = plan.seconds, plan
         return found
 
-    def _nothing_fits(self, omissions: list[Omission]) -> str:
+    def nothing_fits(self, omissions: list[Omission]) -> str:
         cluster = self.predictor.cluster
         if not self.tallies:
             return "\n".join(["no plan meets the constraints", *_reasons(omissions)])

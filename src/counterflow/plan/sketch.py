@@ -29,7 +29,7 @@ def least_seconds(play: Play, limit: float = math.inf) -> float:
         return 0.0
     costs = replace(play.costs, sync=0.0, sync_crossings=None)
     copies = play.network.copies > 1
-    if may_play(schedule, costs) and not play.predictor.cluster.shares_cores:
+    if may_play(schedule, costs) and not play.predictor.shares_cores:
         update = play.step_seconds(0.0)
         seconds, made = ops_alone(
             schedule, costs, limit=(limit - update) / play.updates, tail=_last_syncs(play) if copies else None

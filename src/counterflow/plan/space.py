@@ -14,7 +14,7 @@ Which options are worth trying a scheme's own record says.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from counterflow.errors import ConfigError
 from counterflow.schedule import registry
@@ -55,6 +55,7 @@ class Constraints:
             ``scheme.name``: of that scheme alone, in place of what is said of all. A value that is not
             tried leaves no candidate.
         more_updates: of schemes that update after each micro-batch, also several updates in a mini-batch.
+        tensor_parallel: these numbers of positions of tensor parallelism, each divides the devices of a node.
     """
 
     schemes: tuple[str, ...] | None = None
@@ -68,6 +69,18 @@ class Constraints:
     cuts: Cuts = Cutting.BALANCED
     options: tuple[tuple[str, tuple[OptionValue, ...]], ...] = ()
     more_updates: bool = False
+    tensor_parallel: tuple[int, ...] = (1,)
+
+    def at(self, positions: int, cluster: Cluster) -> Constraints:
+        """The same for one of several numbers of positions: depths that another allows are left out."""
+        if self.depths is None or len({*self.tensor_parallel}) == 1:
+            return self
+        legal = {
+            each: [d for d in self.depths if d > 0 and not cluster.size // each % d]
+            for each in self.tensor_parallel
+        }
+        of_none = {*self.depths}.difference(*legal.values())
+        return replace(self, depths=(*legal[positions], *of_none))
 
     def of_scheme(self, scheme: Scheme) -> dict[str, tuple[OptionValue, ...]]:
         """The wanted values of a scheme's options.

@@ -74,6 +74,12 @@ def planned_config(
             'the keys of [model] there, for example kind = "gpt" and layers = 8'
         )
     plan = prediction.configuration
+    if plan.tensor_parallel > 1:
+        raise ConfigError(
+            f"the best plan has tensor parallelism over {plan.tensor_parallel}, for which a config has no "
+            "key; run it in Python, by Pipeline(mesh=..., parallelize=...) with the mesh that 'plan --json' "
+            "gives, or plan with --tensor-parallel 1"
+        )
     if "optimizer" not in model.config and model.optimizer_states not in _OPTIMIZERS:
         known = ", ".join(f"{states:g} ({_in_words(o)})" for states, o in _OPTIMIZERS.items())
         raise ConfigError(

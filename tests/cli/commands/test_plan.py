@@ -225,6 +225,10 @@ def test_the_examples_are_listed(run: Run) -> None:
             "plan --example chimera-bert48 --arrangement inside",
             "Error: --arrangement 'inside': unknown; legal: pipeline-inside, replicas-inside, ",
         ),
+        (
+            "plan --example hanayo-bert64 --tensor-parallel 3",
+            "Error: --tensor-parallel 3: must divide the 8 devices of a node of cluster 8 A100, NVLink",
+        ),
         ("plan --example chimera-bert48 --top 0", "Invalid value for '--top'"),
         ("plan --example chimera-bert48 --model none.toml", "none.toml: there is no such file"),
     ],
@@ -242,6 +246,23 @@ def test_options_arrangements_and_cuts_are_kept(run: Run) -> None:
         assert (plan["arrangement"], plan["cuts"]) == ("replicas-inside", [5, 10, 20])
         if plan["scheme"] == "chimera":
             assert (plan["options"]["pairs"], plan["options"]["concat"]) == (2, "direct")
+
+
+def test_tensor_parallelism_is_planned_where_it_is_asked_for(run: Run, tmp_path: Path) -> None:
+    line = "plan --example hanayo-bert64 --scheme gpipe --workers 2"
+    (plan,) = run(f"{line} --tensor-parallel 4 --json").json["best"]
+    assert (plan["replicas"], plan["workers"], plan["tensor_parallel"]) == (1, 2, 4)
+    assert plan["mesh"] == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
+    told = run(f"{line} --tensor-parallel 4").out
+    assert "1 replica, tensor parallelism over 4, micro-batches of" in told
+    assert "  mesh                    [[[0, 1, 2, 3], [4, 5, 6, 7]]] (replica, worker, tp)\n" in told
+    (plain,) = run(f"{line} --json").json["best"]
+    assert (plain["tensor_parallel"], plain["mesh"]) == (1, None)
+    refused = run(f"{line} --tensor-parallel 2 --out {tmp_path / 'plan.toml'}")
+    assert refused.code != 0
+    assert (
+        "the best plan has tensor parallelism over 2, for which a config has no key; run it in" in refused.err
+    )
 
 
 def test_wanted_values_that_leave_no_candidate(run: Run) -> None:

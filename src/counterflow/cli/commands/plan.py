@@ -103,6 +103,15 @@ def plan(
             rich_help_panel=_LIMITS,
         ),
     ] = None,
+    tensor_parallel: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="T",
+            help="With T devices of a node side by side that share the work of every layer; twice: both are "
+            "tried. Default 1.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
     cuts: Annotated[
         str | None,
         typer.Option(
@@ -199,6 +208,7 @@ def plan(
         cuts=wanted_cuts(cuts),
         options=wanted_options(option or ()),
         more_updates=more_updates,
+        tensor_parallel=tuple(tensor_parallel or (1,)),
     )
     with search_bar("planning") as report:
         found = search(

@@ -22,7 +22,7 @@ _COSTS = (
     *("forward", "backward", "input_gradient", "weight_gradients", "p2p", "link", "sync", "sync_mode"),
     *("agreement", "replicas", "recompute", "layers", "kept_for_weights"),
 )
-_PLAN = ("mini_batch", "arrangement", "cuts", "option")
+_PLAN = ("mini_batch", "arrangement", "cuts", "option", "tensor_parallel")
 _ORDER = ("peak", "objective")
 _OWN = (*_COSTS, *_SPELLED, *_PLAN, *_ORDER)
 

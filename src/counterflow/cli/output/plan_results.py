@@ -22,6 +22,9 @@ class ConfigurationShown(Part):
     cuts: Annotated[
         list[int] | str, said("layers at which stages begin after the first; or balanced, even: not cut yet")
     ]
+    tensor_parallel: Annotated[
+        int, said("positions of tensor parallelism, at each of which stands a pipeline")
+    ]
 
 
 class MemoryShown(Part):
@@ -67,6 +70,10 @@ class PredictionShown(ConfigurationShown):
 class PlanShown(PredictionShown):
     """A plan."""
 
+    mesh: Annotated[
+        list[list[list[int]]] | None,
+        said("devices by replica, worker and position, for a DeviceMesh; null without tensor parallelism"),
+    ]
     closed_form: FormShown | None
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from counterflow.papers.step_times import beside
-from counterflow.plan.report import choices
+from counterflow.plan.report import choices, mesh_of
 from counterflow.schedule.modes import Recompute
 
 from .console import WIDE, byte_size, console, number
@@ -86,6 +86,7 @@ def _ranking(plans: Sequence[Plan], *, width: int, with_arrangement: bool) -> An
         "options": lambda p: choices(p.configuration),
         "D": lambda p: str(p.workers),
         "W": lambda p: str(p.configuration.replicas),
+        "T": lambda p: str(p.configuration.tensor_parallel),
         "B": lambda p: str(p.configuration.samples),
         "N": lambda p: str(p.micro_batches),
         "recompute": lambda p: p.configuration.recompute.value,
@@ -96,6 +97,8 @@ def _ranking(plans: Sequence[Plan], *, width: int, with_arrangement: bool) -> An
         "bubbles": lambda p: f"{p.bubble_ratio:.1%}",
         "peak memory": lambda p: byte_size(max(p.peak_bytes)),
     }
+    if all(plan.play.configuration.tensor_parallel == 1 for plan in plans):
+        del cells["T"]
     if not (whole and with_arrangement):
         del cells["devices"]
     if not whole:
@@ -120,8 +123,9 @@ def _of_best(found: Plan) -> Iterator[str]:
     best, form = found.play.prediction(), beside(found.play)
     difference = form and form.difference(found.seconds)
     plan = best.configuration
+    divided = f"tensor parallelism over {plan.tensor_parallel}, " if plan.tensor_parallel > 1 else ""
     yield (
-        f"Best plan: {best.schedule}, {plan.replicas} replica{'s' if plan.replicas > 1 else ''}, "
+        f"Best plan: {best.schedule}, {plan.replicas} replica{'s' if plan.replicas > 1 else ''}, {divided}"
         f"micro-batches of {plan.samples}, recompute {plan.recompute.value}, sync {plan.sync.value}, devices "
         f"{plan.arrangement.value}"
     )
@@ -148,8 +152,16 @@ def _of_best(found: Plan) -> Iterator[str]:
             f"  closed form             {_seconds(form.seconds)} ({form.source}), "
             f"{difference:+.1%} from the simulation"
         )
+    if (devices := mesh_of(found)) is not None:
+        count = best.workers * plan.replicas * plan.tensor_parallel
+        told = str(devices) if count <= _MESH_TOLD else f"of {count} devices: see --json"
+        yield f"  mesh                    {told} (replica, worker, tp)"
     for text in best.notes:
         yield f"  note                    {text}"
+
+
+_MESH_TOLD = 32
+"""A mesh of so many devices is told in a line."""
 
 
 def _print_orders(out: Console, orders: Orders) -> None:
@@ -244,7 +256,8 @@ def _parts(parts: Parts) -> str:
 
 def _short(prediction: Prediction) -> str:
     plan = prediction.configuration
-    return f"{plan.scheme} (D={prediction.workers}, W={plan.replicas}, {_rest(plan)})"
+    divided = f"T={plan.tensor_parallel}, " if plan.tensor_parallel > 1 else ""
+    return f"{plan.scheme} (D={prediction.workers}, W={plan.replicas}, {divided}{_rest(plan)})"
 
 
 def _rest(plan: Configuration) -> str:
@@ -270,8 +283,9 @@ def _rejected(found: Found) -> Any:
             plan = closest.candidate
             options = dict(plan.options)
             workers = options.get("stages", options.get("workers"))
+            divided = f"T={plan.tensor_parallel}, " if plan.tensor_parallel > 1 else ""
             shown = (
-                f"D={workers}, {_rest(plan)}: "
+                f"D={workers}, {divided}{_rest(plan)}: "
                 f"worker {closest.worker} needs at least {byte_size(closest.needed_bytes)} "
                 f"of {byte_size(found.usable_bytes)}"
             )
