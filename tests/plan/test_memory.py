@@ -33,10 +33,11 @@ def _predicted(layer: LayerProfile) -> tuple[object, ...]:
 
 def test_a_worker_holds_its_state_stashes_messages_and_what_its_op_needs() -> None:
     first, second = _predicted(LAYER)
-    # Worker 0 holds most in its first backward: 20 of each forward beside the user's input, the last output
-    # that was sent, buffers for two gradients.
+    # Worker 0 holds most in its second forward, or the first backward after it: 20 of each forward beside the
+    # user's input, buffers for two gradients; and 15 more while it runs beside the first output, which was
+    # sent, or 25 while the second one's gradient is used: that has arrived.
     assert (first.weights, first.gradients, first.activations) == (200.0, 100.0, 40.0)  # type: ignore[attr-defined]
-    assert (first.workspace, first.buffers, first.total) == (25.0, 30.0, 295.0)  # type: ignore[attr-defined]
+    assert (first.workspace, first.buffers, first.total) == (15.0, 30.0, 285.0)  # type: ignore[attr-defined]
     # Worker 1: two inputs in their buffers belong to the activations; nothing else is under way.
     assert (second.activations, second.workspace) == (60.0, 25.0)  # type: ignore[attr-defined]
 

@@ -2,8 +2,9 @@
 
 The schedule's order is walked with the sends and receives that lowering puts between its ops, as the
 interpreter runs them: a receive takes a buffer when it is posted, which is given back when the op after the
-one that needs it begins; the buffers that were ever needed at once stay. What is sent is there until the next
-message is sent. What a worker hands to itself is there until the backward of the stage that takes it.
+one that needs it begins; the buffers that were ever needed at once stay. What is sent to a worker is there
+until the next message to it is sent, or the gradient of it has come. What a worker hands to itself is there
+until the backward of the stage that takes it.
 
 Invariant: every byte is in one part. Not walked: skips (``skips_on_their_way``), messages of other shapes
 than the micro-batch's.
@@ -113,7 +114,10 @@ class _Walk:
         """Of stages, in receive buffers, while their micro-batches are under way."""
         self.here = 0.0
         """What was made for another stage of this worker."""
-        self.made = self.sent = 0.0
+        self.made = 0.0
+        """For another worker, and not sent yet."""
+        self.sent: dict[int, tuple[Op, float]] = {}
+        """By worker the last message to it: whose output it is, and its bytes that nobody else keeps."""
         self.pool = self.most_pool = 0.0
         self.versions = 0.0
         self.over: list[tuple[float, float]] = []
@@ -131,8 +135,9 @@ class _Walk:
                 stage = op.stage if op.kind.makes_output else op.stage - 1
                 self.pool += self.outputs[stage] * op.work
                 self.most_pool = max(self.most_pool, self.pool)
-            else:  # what was sent before is let go of
-                self.sent, self.made = self.made, 0.0
+            else:  # in place of the message before it
+                self.sent[action.peer] = action.output, self.made  # type: ignore[union-attr]
+                self.made = 0.0
 
     def _is_here(self, op: Op, stage: int) -> bool:
         return self.placement.worker(op.pipe, stage) == self.worker
@@ -170,6 +175,8 @@ class _Walk:
 
     def _backward(self, op: Op, at_start: float, at_end: float) -> None:
         stage, first, ends = op.stage, op.kind.makes_input_gradient, op.kind.makes_weight_gradients
+        if first and stage < self.last:
+            self._answered(op)
         gradient = self.outputs[stage] * op.work if stage < self.last else 0.0
         own = self.counted[stage]
         whole = (self.held.stash[stage] - own) * op.work
@@ -196,6 +203,17 @@ class _Walk:
             else:
                 self.over.append((size, size))
 
+    def _answered(self, op: Op) -> None:
+        """Let go of the message whose gradient a backward takes."""
+        peer = self.placement.worker(op.pipe, op.stage + 1)
+        made, _ = self.sent.get(peer, (None, 0.0))
+        if made is not None and made.kind.makes_output and made.stage == op.stage:
+            if op.micro_batches[0] in made.micro_batches:
+                del self.sent[peer]
+
+    def _under_way(self) -> float:
+        return self.made + sum(size for _, size in self.sent.values())
+
     def _lay(self, op: Op, size: float, stage: int) -> None:
         """What an op made for a stage, here or elsewhere."""
         if self._is_here(op, stage):
@@ -205,14 +223,14 @@ class _Walk:
 
     def _note(self, during: float, stays: float) -> None:
         """The most so far, while an op runs; of ``during`` what ``stays``."""
-        moving = self.here + self.made + self.sent
+        moving = self.here + self._under_way()
         total = self.stash + during + moving + self.versions
         if total > self.best[0]:
             self.best = total, self.stash + stays, during - stays, moving, self.versions, self.inputs
 
     def peak(self, updating: float) -> WorkerPeak:
         """The most of all ops, or of the update after them."""
-        moving = self.made + self.sent
+        moving = self._under_way()
         if updating + moving + self.versions > self.best[0]:
             return WorkerPeak(0.0, updating, self.most_pool + moving, self.versions)
         _, stash, space, under_way, versions, inputs = self.best

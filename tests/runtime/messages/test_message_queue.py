@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,10 +81,37 @@ def test_memory_that_is_being_sent_from_is_released_when_it_is_sent() -> None:
     queue = MessageQueue(LocalTransport(Hub(1), 0, torch.device("cpu")), [], None)
     given, other = torch.zeros(4), torch.zeros(4)
     of_given, of_other = _Sending(), _Sending()
-    queue._sending.extend([(of_other, [other]), (of_given, [other, given[2:]])])
+    queue._last[1] = 0, of_other, [other]
+    queue._last[2] = 1, of_given, [other, given[2:]]
     queue.release(pointers([given]))
     assert of_given.waited
     assert not of_other.waited
+
+
+def test_of_what_went_to_a_worker_the_last_message_is_kept_until_its_gradient_is_there() -> None:
+    queue = MessageQueue(LocalTransport(Hub(3), 0, torch.device("cpu")), [], None)
+    sends = [_Sending() for _ in range(4)]
+    tensors = [torch.zeros(1) for _ in sends]
+    alive = [weakref.ref(tensor) for tensor in tensors]
+
+    def send(number: int, peer: int) -> None:
+        task: Any = SimpleNamespace(number=number, peer=peer)
+        queue._keep(task, sends[number], [tensors[number]])
+
+    send(0, peer=1)
+    send(1, peer=2)
+    assert not any(one.waited for one in sends)
+    send(2, peer=1)
+    assert [one.waited for one in sends] == [True, False, False, False]
+    queue._arrived(0)  # long gone
+    queue._arrived(2)
+    send(3, peer=2)
+    assert [one.waited for one in sends] == [True, True, True, False]
+    tensors.clear()
+    assert [one() is None for one in alive] == [True, True, True, False]
+    queue.drain()
+    assert sends[3].waited
+    assert alive[3]() is None
 
 
 def _kept(layers: list[nn.Module], schedule: Schedule, mode: str) -> tuple[int, int, int]:

@@ -169,7 +169,7 @@ class Backwards:
             return [], []
         if task.number < 0:
             return self._gradients.pop((task.stage, task.units[0])), []
-        return self._messages.take_gradients(task.number)
+        return self._messages.take_gradients(task.number, task.answers)
 
     def _recomputed(
         self, task: Task, copy: StageCopy, unit: Unit, stash: Stash, gradients: Sequence[Tensor | None]

@@ -110,7 +110,9 @@ class Outputs:
             loss, metrics = loss / weight, {name: value / weight for name, value in metrics.items()}
             weight = None
         if not again:
-            batch.losses.entries.append(Entry(unit, loss.detach(), share, weight, metrics, counts, divisor))
+            batch.losses.entries.append(
+                Entry(unit, _small(loss.detach()), share, weight, metrics, counts, divisor)
+            )
         return None, [loss * (by.to(loss.dtype) if isinstance(by, Tensor) else by)]
 
 
@@ -119,6 +121,11 @@ def part(tree: Any, unit: Unit, batch: Batch, dims: Dims) -> Any:
     if unit.parts == 1:
         return tree
     return cut(tree, unit.rows(batch.samples[unit.micro_batch]), dims)
+
+
+def _small(loss: Tensor) -> Tensor:
+    """A loss in memory of its own size: torch's mse_loss gives it in that of all elements' losses."""
+    return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss
 
 
 def _kept(tensor: Tensor) -> Tensor:

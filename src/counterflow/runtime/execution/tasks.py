@@ -34,6 +34,7 @@ class Task:
         stage: of the op, or of the op whose output travels.
         number: of the message sent, received or waited for; -1: none.
         sent_as: number of the message with the op's output; -1: it is not sent.
+        answers: number of the message whose gradient a backward takes; -1: there was none.
         peer: rank.
         activation: whether it is about a message of activations, not gradients.
         copy: the op's stage.
@@ -64,6 +65,7 @@ class Task:
     stage: int = 0
     number: int = -1
     sent_as: int = -1
+    answers: int = -1
     peer: int = -1
     activation: bool = False
     copy: StageCopy | None = None
@@ -140,6 +142,12 @@ class Preparation:
                 key = op.pipe, op.stage, schedule.period_of(op)
                 self._first.setdefault(key, op)
                 self._last[key] = op
+        self._forwards = {
+            (op.stage, number): op
+            for op in schedule.ops()
+            if op.kind.makes_output
+            for number in op.micro_batches
+        }
         self._begins: dict[tuple[int, int], set[int]] = {}
         """By pipe and stage the micro-batches that a period begins with there: mostly one for all periods."""
         for (pipe, stage, _), op in self._first.items():
@@ -199,6 +207,9 @@ class Preparation:
         task.hands_over = goes_to == self.worker
         if self._worker(op, op.stage - ahead) not in (None, self.worker):
             task.number = self._number(op, op.stage - ahead, task.units[0])
+            if not op.kind.makes_output:
+                made = self._forwards[op.stage, op.micro_batches[0]]
+                task.answers = self._number(made, op.stage, self._units(made, period_offset)[1][0])
         if goes_to not in (None, self.worker):
             task.sent_as = self._number(op, op.stage, task.units[0])
         if self._skips:

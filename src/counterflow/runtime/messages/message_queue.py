@@ -1,6 +1,10 @@
 """One worker's messages between stages: what is posted, what has come, what is on its way out.
 
-Invariant: what was received is in a buffer of its own until nothing refers to it.
+Invariant: what was received is in a buffer of its own until nothing refers to it. Of what was sent to a
+worker no more than the last message is kept: whoever sends the next one waits until that has left, which it
+has unless the receiver is ops behind; and what it gave a gradient for has arrived. So a worker holds the same
+bytes in each step, however the workers take turns. On a GPU the host is ahead of what leaves, and does not
+wait.
 
 A value that the next stage did not use has no gradient, and what was computed for it alone gets none either,
 as in one process. In a message of known shapes a tensor stands for it that is read as none (``absent``). To
@@ -13,7 +17,7 @@ Tensors that are the same for all micro-batches go with the first one alone (``o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
@@ -79,7 +83,10 @@ class MessageQueue:
         self.reads = transport.device.type == "cpu"
         """Whether messages are looked into, to see which gradients are missing and what is the same."""
         self._once = OncePerStep(self._pool, reads=self.reads)
-        self._sending: deque[tuple[Pending, Sequence[Tensor]]] = deque()
+        self._last: dict[int, tuple[int, Pending, Sequence[Tensor]]] = {}
+        """By rank the last message to it, with its number."""
+        self._others: deque[tuple[Pending, Sequence[Tensor]]] = deque()
+        """Those that leave when they are received, or when a device gets to them."""
 
     def put(self, number: int, tensors: Sequence[Tensor | None], structures: Sequence[_Sized] = ()) -> None:
         """Lay ready what a later task sends; of activations also the structure and size of each unit's."""
@@ -100,8 +107,11 @@ class MessageQueue:
         self.transport.get_ready()
         return self._arrivals.pop(number).take(count, as_leaves=as_leaves)
 
-    def take_gradients(self, number: int) -> tuple[list[Tensor | None], Sequence[Tensor]]:
-        """Wait for the gradients of one unit; None where there is none. And their buffers."""
+    def take_gradients(self, number: int, answers: int = -1) -> tuple[list[Tensor | None], Sequence[Tensor]]:
+        """Wait for the gradients of one unit; None where there is none. And their buffers.
+
+        ``answers`` is the number of the message whose gradients they are, if there was one.
+        """
         self.transport.get_ready()
         arrival = self._arrivals.pop(number)
         places: Iterable[int]
@@ -114,6 +124,7 @@ class MessageQueue:
                 places = [place for place, tensor in enumerate(tensors) if is_absent(tensor)]
             else:
                 places = arrival.missing
+        self._arrived(answers)
         found: list[Any] = tensors
         for place in places:
             found[place] = None
@@ -126,16 +137,21 @@ class MessageQueue:
 
     def release(self, memory: AbstractSet[int]) -> None:
         """Wait until what is sent from some memory (``pointers``) is sent: its owner may change it then."""
-        for pending, tensors in self._sending:
+        for pending, tensors in self._under_way():
             if not memory.isdisjoint(pointers(tensors)):
                 pending.wait()
 
     def drain(self) -> None:
         """Wait until all is sent."""
-        for pending, _ in self._sending:
+        for pending, _ in self._under_way():
             pending.wait()
-        self._sending.clear()
+        self._last.clear()
+        self._others.clear()
         self._once.clear()
+
+    def _under_way(self) -> Iterator[tuple[Pending, Sequence[Tensor]]]:
+        yield from ((pending, tensors) for _, pending, tensors in self._last.values())
+        yield from self._others
 
     # -- handlers
 
@@ -153,10 +169,10 @@ class MessageQueue:
                 places = [place for place, tensor in enumerate(laid) if tensor is None]
                 note_missing(self.batches[task.slot].learnt, of_gradient(task), places)
             pending = self.transport.send_described(tensors, task.peer, task.number)
-            self._keep(pending, tensors)
+            self._keep_other(pending, tensors)
             return
         message, full = self._to_send(task, known)
-        self._keep(self.transport.send(message, task.peer, task.number), message)
+        self._keep(task, self.transport.send(message, task.peer, task.number), message)
         if full:
             self._send_full(task, full)
 
@@ -191,7 +207,7 @@ class MessageQueue:
         )
         if full:
             self._send_full(send, full)
-        self._keep(sent, tensors)
+        self._keep(send, sent, tensors)
         self._arrivals[receive.number] = PostedReceive(received, buffers, receive, self._restore(receive))
 
     # -- their parts
@@ -246,14 +262,32 @@ class MessageQueue:
         return [absent(spec, device) if tensor is None else tensor for tensor, spec in pairs]
 
     def _send_full(self, task: Task, tensors: Sequence[Tensor]) -> None:
-        self._keep(self.transport.send_described(tensors, task.peer, task.number, aside=True), tensors)
+        self._keep_other(self.transport.send_described(tensors, task.peer, task.number, aside=True), tensors)
 
-    def _keep(self, pending: Pending, tensors: Sequence[Tensor]) -> None:
-        """Keep what is sent until it is, and no longer."""
-        sending = self._sending
-        while sending and sending[0][0].done():
-            sending.popleft()
-        sending.append((pending, tensors))
+    def _keep(self, task: Task, pending: Pending, tensors: Sequence[Tensor]) -> None:
+        """Keep what is sent in place of the message before it, which has left by now or is waited for."""
+        if not self.reads:
+            self._keep_other(pending, tensors)
+            return
+        before = self._last.get(task.peer)
+        self._last[task.peer] = task.number, pending, tensors
+        if before is not None:
+            before[1].wait()
+
+    def _arrived(self, number: int) -> None:
+        """Let go of the message of that number, if it is kept: an answer came to it."""
+        for peer, (last, pending, _) in self._last.items():
+            if last == number:
+                pending.wait()
+                del self._last[peer]
+                return
+
+    def _keep_other(self, pending: Pending, tensors: Sequence[Tensor]) -> None:
+        """Keep what is sent until it is, as far as that is known without waiting."""
+        others = self._others
+        while others and others[0][0].done():
+            others.popleft()
+        others.append((pending, tensors))
 
     def _to_receive(self, task: Task, known: Shapes) -> list[Tensor]:
         """Buffers for a message of known shapes."""
