@@ -110,3 +110,17 @@ def test_allocations_are_counted_with_scratch() -> None:
     with allocated(since=found.current) as after:
         del kept
     assert (after.current, after.peak) == (0, 400)
+
+
+def _saved_with_autocast() -> int:
+    made = partial(torch.optim.SGD, lr=0.1)
+    loss, one = torch.nn.functional.cross_entropy, schemes.dapple(1, 1)
+    layer = torch.nn.Linear(8, 1000)
+    with Pipeline([layer], loss, one, optimizer=made, autocast=torch.bfloat16) as pipeline:
+        (cost,) = measure_stages(pipeline, torch.ones(4, 8), torch.zeros(4, dtype=torch.long), repeats=1)
+    return cost.activation_bytes
+
+
+def test_a_loss_is_measured_in_the_precision_that_autocast_has_for_it() -> None:
+    (saved,) = launch(_saved_with_autocast, workers=1, transport="local")
+    assert 4 * 1000 * 4 <= saved < 4 * 1000 * 4 + 1000

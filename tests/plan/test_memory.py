@@ -102,3 +102,26 @@ def test_a_plan_fits_with_all_the_messages_that_it_has_under_way() -> None:
     for memory, fits in ((needed, True), (needed - 1, False)):
         cluster = replace(CLUSTER, memory_bytes=memory)
         assert Predictor(model, predictor.profile, cluster).play(plan).fits is fits
+
+
+def test_between_the_halves_of_a_backward_layers_whose_weights_wait_hold_their_inputs() -> None:
+    block = replace(
+        LAYER, kept_bytes=(24.0,), kept_gradient_bytes=(12.0,), kept_output_bytes=(0.0,),
+        held_input_bytes=(10.0,), input_gradient_peak_bytes=(40.0,),
+    )  # fmt: skip
+    found = stage_memory([block, block], [10.0, 10.0], 1)
+    # 12 saved and 12 of gradients of each, the second one's input, and the stage's own.
+    assert found.kept == 2 * 24.0 + 10.0 + 10.0
+    # When the first layer has its turn, the second one has dropped 8 of its 20, and left 12 of gradients but
+    # for the output's 10, which is somebody else's; and there is the gradient of its input.
+    assert found.input_gradient == 40.0 - 8.0 + 2.0 + 10.0
+    unused = replace(block, held_input_bytes=(0.0,), kept_bytes=(34.0,))  # its weights need the input
+    assert stage_memory([unused, unused], [10.0, 10.0], 1).kept == found.kept
+
+
+def test_gradients_of_cast_weights_stay_to_the_end_of_a_backward() -> None:
+    block = replace(LAYER, cast_bytes=50.0, kept_output_bytes=(0.0,))
+    # The first layer's 25, the gradient of its output; the other one's 30 have gone, and 50 have come.
+    assert stage_memory([block, block], [10.0, 10.0], 1).backward == 25.0 + 10.0 - 30.0 + 50.0
+    frozen = replace(block, frozen_bytes=100.0)
+    assert stage_memory([frozen, frozen], [10.0, 10.0], 1).backward == 25.0

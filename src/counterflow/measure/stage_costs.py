@@ -47,6 +47,7 @@ class StageCost:
         weight_bytes: bytes of the parameters.
         cast_bytes: what these are cast to in another precision, once for all micro-batches in flight.
         kept_bytes: what a split backward keeps between input gradient and weight gradients.
+        held_input_bytes: of its input, what the graph holds between them though no weight gradient needs it.
         input_gradient_seconds: median seconds of the first half of a split backward.
         weight_gradients_seconds: of the other half.
         beyond_input_bytes: what autograd saves beyond the stage's input.
@@ -68,6 +69,7 @@ class StageCost:
     weight_gradients_seconds: float
     beyond_input_bytes: int
     cast_bytes: int = 0
+    held_input_bytes: int = 0
     output_bytes: int = 0
     skips: tuple[SkipCost, ...] = ()
     workspace: Workspace = NO_WORKSPACE
@@ -257,7 +259,8 @@ def _measured(
     def loss(output: Any) -> list[Tensor]:
         if target is not None:
             assert pipeline.loss_function is not None
-            return [read_loss(pipeline.loss_function(output, target))[0]]
+            with copy.precision.computing():  # autocast has its own precision for losses
+                return [read_loss(pipeline.loss_function(output, target))[0]]
         return [t for t in take_apart(output, "a stage")[1] if t.requires_grad]
 
     pipeline.weights.attach()
@@ -305,6 +308,7 @@ def _measured(
         pipeline.weights.detach()
     scale = rows.samples / (rows.stop - rows.start)
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in given}
+    passing = [tensor for tensor in given if tensor.requires_grad]
     return StageCost(
         forward_seconds=scale * statistics.median(forward[1:]),
         backward_seconds=scale * statistics.median(backward[1:]),
@@ -319,6 +323,7 @@ def _measured(
         weight_gradients_seconds=scale * statistics.median(second for _, second in halves),
         beyond_input_bytes=round(scale * beyond_input),
         cast_bytes=_held([], cast_to),
+        held_input_bytes=round(scale * _held([*constant, *kept], passing)) if kept else 0,
         workspace=workspace.scaled(scale),
     )
 

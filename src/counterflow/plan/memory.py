@@ -101,14 +101,17 @@ class _Walk:
         self.last = count = schedule.stages - 1
         costs = stages.bytes
         self.entering = per_stage("inputs", costs.inputs, count + 1)
-        self.counted, self.kept = self.entering, [0.0] * (count + 1)
-        """Of what forwards leave, their inputs; and their outputs."""
-        if recompute is Recompute.NONE:
-            full = per_stage("activations", costs.activations, count + 1)
-            assert costs.beyond_inputs is not None
-            beyond = per_stage("beyond_inputs", costs.beyond_inputs, count + 1)
-            self.counted = [a - b for a, b in zip(full, beyond, strict=True)]
-            self.kept = list(stages.kept_outputs or self.kept)
+        full = per_stage("activations", costs.activations, count + 1)
+        assert costs.beyond_inputs is not None
+        beyond = per_stage("beyond_inputs", costs.beyond_inputs, count + 1)
+        self.counted = needed = [a - b for a, b in zip(full, beyond, strict=True)]
+        """Of what forwards leave, their inputs."""
+        self.between = [kept - own for kept, own in zip(held.between, needed, strict=True)]
+        """What split backwards leave, beside that."""
+        self.kept = list(stages.kept_outputs) or [0.0] * (count + 1)
+        """Of what forwards leave, their outputs."""
+        if recompute is not Recompute.NONE:
+            self.counted, self.kept = self.entering, [0.0] * (count + 1)
         self.stash = 0.0
         self.inputs = 0.0
         """Of stages, in receive buffers, while their micro-batches are under way."""
@@ -180,7 +183,7 @@ class _Walk:
         gradient = self.outputs[stage] * op.work if stage < self.last else 0.0
         own = self.counted[stage]
         whole = (self.held.stash[stage] - own) * op.work
-        rest = max(0.0, (self.held.between[stage] - own) * op.work - gradient)
+        rest = max(0.0, self.between[stage] * op.work - gradient)
         del at_end
         self._note(at_start, 0.0)
         self.stash += (0.0 if ends else rest) - (whole if first else rest)
@@ -206,9 +209,10 @@ class _Walk:
     def _answered(self, op: Op) -> None:
         """Let go of the message whose gradient a backward takes."""
         peer = self.placement.worker(op.pipe, op.stage + 1)
-        made, _ = self.sent.get(peer, (None, 0.0))
-        if made is not None and made.kind.makes_output and made.stage == op.stage:
-            if op.micro_batches[0] in made.micro_batches:
+        if peer in self.sent:
+            made, _ = self.sent[peer]
+            about = made.kind.makes_output and made.stage == op.stage
+            if about and op.micro_batches[0] in made.micro_batches:
                 del self.sent[peer]
 
     def _under_way(self) -> float:

@@ -39,6 +39,7 @@ _IF_THERE = (
     "kept_output_bytes",
     "kept_gradient_bytes",
     "kept_anyway_bytes",
+    "held_input_bytes",
     *_PEAKS,
 )
 
@@ -122,6 +123,8 @@ class LayerProfile:
         kept_anyway_bytes: of ``saved_bytes`` at each size, what stays though the layer is computed again: the
             loss, which is not. None: nothing.
         kept_gradient_bytes: gradients that the first half keeps for the other, with that of the output.
+        held_input_bytes: of its input, what is there between the halves though no weight needs it: the graph
+            of those that wait holds it. None: nothing.
         update_peak_bytes: what the optimiser needs while it updates the layer, beside its state.
         tensor_parallel: what tensor parallelism divides of it; None: nothing.
 
@@ -156,6 +159,7 @@ class LayerProfile:
     weight_gradients_peak_bytes: tuple[float, ...] = ()
     kept_gradient_bytes: tuple[float, ...] = ()
     kept_anyway_bytes: tuple[float, ...] = ()
+    held_input_bytes: tuple[float, ...] = ()
     update_peak_bytes: float = 0.0
     tensor_parallel: Division | None = None
 

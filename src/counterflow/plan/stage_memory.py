@@ -3,6 +3,7 @@
 Invariant: a tensor that two layers keep, one as its output and the next as its input, counts once. Layers run
 one after another: in a forward what was saved stays, in a backward it goes layer by layer, from the last one.
 A split backward drops layer by layer what only the input gradient needed, and adds what the weights wait for.
+A layer whose weights wait holds its input, too: its graph does.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ from .profile import LayerProfile
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes of a stage, for one micro-batch; the fields are those of ``Workspace`` but for three.
+    """Bytes of a stage, for one micro-batch; the fields are those of ``Workspace`` but for four.
 
     Attributes:
         saved: what a forward saves, its input if that is saved.
         beyond_input: the same without its input.
         kept_output: of it, the stage's output.
+        kept: between the halves of a split backward, the stage's input as far as it was saved.
     """
 
     saved: float
     beyond_input: float
     kept_output: float
+    kept: float
     forward: float
     forward_alone: float
     backward: float
@@ -71,6 +74,7 @@ def stage_memory(layers: Sequence[LayerProfile], inputs: Sequence[float], sample
         saved=float(gone + first_kept),
         beyond_input=float(gone),
         kept_output=float(layers[-1].kept_output(samples)),
+        kept=float(first_kept + _kept(layers, inputs, samples)),
         forward=float(forward),
         forward_alone=float(alone),
         backward=_backward(layers, inputs, samples, own, between),
@@ -93,7 +97,7 @@ def _backward(
         layer = layers[number]
         given = inputs[number + 1] if number + 1 < len(layers) else 0.0  # the gradient of its output
         most = max(most, given - freed + layer.peak(layer.backward_peak_bytes, samples))
-        freed += own[number] + between[number]
+        freed += own[number] + between[number] - _cast_gradients(layer)
     return float(most)
 
 
@@ -113,7 +117,27 @@ def _layer_by_layer(layers: Sequence[LayerProfile], inputs: Sequence[float], sam
         forward = layer.forward_peak(samples, size) - anyway if layer.forward_peak_bytes else 0.0
         most = max(most, given - freed + max(forward, again))
         freed += anyway + (size if number else 0.0)  # the stage's own input stays
+        freed -= _cast_gradients(layer)
     return float(most)
+
+
+def _cast_gradients(layer: LayerProfile) -> float:
+    """Gradients of cast weights: an earlier micro-batch made the casts, and autograd turns to them last."""
+    return layer.cast_bytes * layer.trained_bytes / layer.weights_bytes if layer.weights_bytes else 0.0
+
+
+def _kept(layers: Sequence[LayerProfile], inputs: Sequence[float], samples: float) -> float:
+    """What stays between the halves of a split backward, beside the stage's input."""
+    found = sum(layer.kept(samples) for layer in layers)
+    found += sum(layer.peak(layer.held_input_bytes, samples) for layer in layers[1:])
+    return found - _needed_input(layers[0], inputs[0], samples)
+
+
+def _needed_input(layer: LayerProfile, size: float, samples: float) -> float:
+    """Of what a layer keeps for its weights' gradients, its input."""
+    saved = layer.kept(samples) - layer.peak(layer.kept_gradient_bytes, samples)
+    held = layer.peak(layer.held_input_bytes, samples)
+    return max(0.0, min(saved, layer.kept_input(samples, size), size - held))
 
 
 def _input_gradient(
@@ -124,14 +148,18 @@ def _input_gradient(
     between: Sequence[float],
 ) -> float:
     """The same of the first half of a split backward."""
-    most = held = 0.0
+    most = held = stays = 0.0  # stays: of the output
     for number in reversed(range(len(layers))):
         layer, last = layers[number], number + 1 == len(layers)
         given = 0.0 if last else inputs[number + 1]  # the last one's is somebody else's
         most = max(most, held + given + layer.peak(layer.input_gradient_peak_bytes, samples))
         gradients = layer.peak(layer.kept_gradient_bytes, samples)
-        kept = max(0.0, layer.kept(samples) - gradients)  # of what the forward saved
-        held -= max(0.0, own[number] + between[number] - kept)
+        needed = _needed_input(layer, inputs[number], samples)
+        kept = max(0.0, layer.kept(samples) - gradients - needed)  # of what the forward saved
+        held -= max(0.0, own[number] - kept - stays)
+        stays = needed + layer.peak(layer.held_input_bytes, samples)
+        held -= max(0.0, between[number] - stays)
+        stays = max(0.0, stays - between[number])
         held += max(0.0, gradients - layer.output_bytes * samples) if last else gradients
     return float(most)
 

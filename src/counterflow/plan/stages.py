@@ -246,12 +246,13 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
             own[stage] += tie.trained_bytes
     weights = _less(total(lambda layer: layer.weights_bytes), [row[0] for row in within])
     trained = _less(total(lambda layer: layer.trained_bytes), [row[1] for row in within])
-    saved = total(lambda layer: layer.saved(samples))
+    saved, kept = total(lambda layer: layer.saved(samples)), total(lambda layer: layer.kept(samples))
     beyond = tuple(max(s - into[0], 0.0) for s, into in zip(saved, entering, strict=True))
     found: list[StageMemory] = []
     if any(layer.forward_peak_bytes for layer in of_kind.values()):
         found = [stage_memory(stage, into, samples) for stage, into in zip(stages, entering, strict=True)]
         saved, beyond = tuple(one.saved for one in found), tuple(one.beyond_input for one in found)
+        kept = tuple(one.kept for one in found)
     held = ByteCosts(
         weights=weights,
         gradients=trained,
@@ -259,7 +260,7 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
         optimizer=tuple(model.optimizer_states * w for w in trained),
         activations=saved,
         beyond_inputs=beyond,
-        kept_for_weights=total(lambda layer: layer.kept(samples)),
+        kept_for_weights=kept,
         inputs=tuple(into[0] + more for into, more in zip(entering, came, strict=True)),
         layers=tuple(len(stage) for stage in stages),
         layer_inputs=tuple(

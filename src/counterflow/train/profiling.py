@@ -428,6 +428,7 @@ def layer_profile(
         input_gradient_peak_bytes=median(lambda one, i: one.costs[i].workspace.input_gradient_peak_bytes),
         weight_gradients_peak_bytes=median(lambda one, i: one.costs[i].workspace.weight_gradients_peak_bytes),
         kept_anyway_bytes=median(lambda one, i: one.costs[i].layer_input_bytes - one.costs[i].input_bytes),
+        held_input_bytes=median(lambda one, i: one.costs[i].held_input_bytes),
         kept_gradient_bytes=median(lambda one, i: one.costs[i].workspace.kept_gradient_bytes),
         update_peak_bytes=float(max(largest.update.layers[i] for i in members)),
     )

@@ -69,9 +69,10 @@ class _Sending:
     """A message on its way."""
 
     waited = False
+    gone = False
 
     def done(self) -> bool:
-        return False
+        return self.gone
 
     def wait(self) -> None:
         self.waited = True
@@ -112,6 +113,20 @@ def test_of_what_went_to_a_worker_the_last_message_is_kept_until_its_gradient_is
     queue.drain()
     assert sends[3].waited
     assert alive[3]() is None
+
+
+def test_what_left_when_it_was_received_is_let_go_of_with_the_next_message() -> None:
+    queue = MessageQueue(LocalTransport(Hub(3), 0, torch.device("cpu")), [], None)
+    first, tensor = _Sending(), torch.zeros(1)
+    alive = weakref.ref(tensor)
+    queue._keep_other(first, [tensor])
+    del tensor
+    task: Any = SimpleNamespace(number=0, peer=1)
+    queue._keep(task, _Sending(), [])
+    assert alive() is not None
+    first.gone = True
+    queue._keep(task, _Sending(), [])
+    assert alive() is None
 
 
 def _kept(layers: list[nn.Module], schedule: Schedule, mode: str) -> tuple[int, int, int]:

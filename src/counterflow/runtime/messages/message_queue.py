@@ -269,6 +269,8 @@ class MessageQueue:
         if not self.reads:
             self._keep_other(pending, tensors)
             return
+        if self._others:
+            self._let_go()
         before = self._last.get(task.peer)
         self._last[task.peer] = task.number, pending, tensors
         if before is not None:
@@ -284,10 +286,13 @@ class MessageQueue:
 
     def _keep_other(self, pending: Pending, tensors: Sequence[Tensor]) -> None:
         """Keep what is sent until it is, as far as that is known without waiting."""
+        self._let_go()
+        self._others.append((pending, tensors))
+
+    def _let_go(self) -> None:
         others = self._others
         while others and others[0][0].done():
             others.popleft()
-        others.append((pending, tensors))
 
     def _to_receive(self, task: Task, known: Shapes) -> list[Tensor]:
         """Buffers for a message of known shapes."""
