@@ -22,12 +22,14 @@ from counterflow.plan import (
     LayerTie,
     Link,
     Model,
+    NodeKind,
     Predictor,
     Profile,
 )
 from counterflow.plan.bounds import common
 from counterflow.plan.device_placement import network
 from counterflow.plan.least_times import least_work
+from counterflow.plan.node_orders import node_orders
 from counterflow.plan.predict import Play
 from counterflow.plan.search import search
 from counterflow.plan.shape import shape_of
@@ -81,6 +83,17 @@ CLUSTER = Cluster(
 )
 
 
+def unequal(slowness: float, memory_bytes: float, devices: int | None = None) -> Cluster:
+    """Two nodes like those of ``CLUSTER`` and two that are slower, with other links and other memory."""
+    kinds = (
+        NodeKind("plain", 1 if devices is None else 2),
+        NodeKind(
+            "other", 1 if devices is None else 2, devices, memory_bytes, slowness, between=Link(0.1, 0.03)
+        ),
+    )
+    return replace(CLUSTER, nodes=sum(kind.nodes for kind in kinds), kinds=kinds)
+
+
 def everything(
     model: Model, cluster: Cluster, mini_batch: int, constraints: Constraints, profile: Profile = PROFILE
 ) -> Iterator[tuple[str, Play]]:
@@ -88,8 +101,8 @@ def everything(
     predictor = Predictor(model, profile, cluster)
     groups, _ = space(model, cluster, mini_batch, constraints)
     for group in groups:
-        for recompute, sync, arrangement in product(
-            constraints.recompute, constraints.sync, constraints.arrangements
+        for recompute, sync, arrangement, nodes in product(
+            constraints.recompute, constraints.sync, constraints.arrangements, node_orders(cluster)
         ):
             configuration = Configuration(
                 group.scheme,
@@ -100,6 +113,7 @@ def everything(
                 sync,
                 arrangement,
                 constraints.cuts,
+                nodes=nodes,
             )
             yield group.scheme, predictor.play(configuration, mini_batch)
 
@@ -117,6 +131,12 @@ FEWER: dict[str, Any] = {"recompute": (Recompute.NONE, Recompute.LAYER), "sync":
         (replace(CLUSTER, between=Link(0.5, 0.5), overlap=False), 4, Constraints(cuts=Cutting.EVEN, **FEWER)),
         (replace(CLUSTER, cores=1), 6, Constraints(depths=(2, 4), samples=(1, 2, 3), **FEWER)),
         (replace(CLUSTER, nodes=1, devices=4), 6, Constraints(sync=(Sync.END,), schemes=("chimera", "1f1b"))),
+        (unequal(0.5, 1100.0), 4, Constraints(schemes=("1f1b", "chimera", "zb-v"), **FEWER)),
+        (
+            unequal(3.0, 1700.0, devices=1),
+            6,
+            Constraints(schemes=("hanayo", "1f1b", "pipedream"), **FEWER),
+        ),
     ],
 )
 def test_the_search_finds_what_brute_force_finds(
@@ -197,6 +217,11 @@ def candidates(draw: st.DrawFn) -> tuple[Cluster, Configuration]:
         overlap=draw(st.booleans()),
         sync_slowdown=draw(st.sampled_from([0.0, 0.3])),
     )
+    if draw(st.booleans()):
+        slow, small = draw(st.floats(0.3, 4.0)), draw(st.sampled_from([900.0, 1500.0, None]))
+        few = draw(st.integers(1, 3))
+        kinds = NodeKind("plain", 4 - few), NodeKind("other", few, None, small, slow)
+        cluster = replace(cluster, kinds=kinds)
     by_scheme = groups_by_scheme(cluster.nodes, draw(st.sampled_from([8, 16, 24])))
     group = draw(st.sampled_from(by_scheme[draw(st.sampled_from(sorted(by_scheme)))]))
     return cluster, Configuration(
@@ -207,16 +232,18 @@ def candidates(draw: st.DrawFn) -> tuple[Cluster, Configuration]:
         draw(st.sampled_from(list(Recompute))),
         draw(st.sampled_from(list(Sync))),
         draw(st.sampled_from(list(Arrangement))),
+        nodes=draw(st.sampled_from(node_orders(cluster))),
     )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(candidates())
 def test_no_candidate_beats_its_bound(drawn: tuple[Cluster, Configuration]) -> None:
     cluster, configuration = drawn
     play = Predictor(MODEL, PROFILE, cluster).play(configuration)
     shape = shape_of(registry.scheme(configuration.scheme), configuration.options)
-    links = network(cluster, shape.placement, configuration.replicas, configuration.arrangement)
+    where = configuration.replicas, configuration.arrangement
+    links = network(cluster, shape.placement, *where, nodes=configuration.nodes)
     assert links == play.network
     bound = common(
         shape,
@@ -229,10 +256,12 @@ def test_no_candidate_beats_its_bound(drawn: tuple[Cluster, Configuration]) -> N
     ).bounds(shape.most_stashed)
     assert bound.seconds_in_any_memory <= play.seconds * (1 + 1e-9)
     work = least_work(shape, MODEL, PROFILE, configuration.samples, configuration.recompute)
-    each = work * sum(shape.passes) / shape.placement.workers
+    speeds = [1 / slow for slow in links.slowness] or [1.0] * shape.placement.workers
+    each = work * sum(shape.passes) / sum(speeds)
     assert each <= bound.seconds_in_any_memory * (1 + 1e-9)
     assert least_seconds(play) <= play.seconds * (1 + 1e-9)
     assert bound.least_bytes <= max(w.total for w in play.memory) * (1 + 1e-9)
+    assert bound.too_many_bytes <= 0 or not play.fits
     if play.fits:
         assert bound.seconds <= play.seconds * (1 + 1e-9)
 

@@ -13,6 +13,7 @@ from counterflow.errors import ConfigError
 from counterflow.papers import examples
 from counterflow.plan import files
 from counterflow.plan.cluster import Cluster, Link
+from counterflow.plan.node_orders import in_words
 from counterflow.plan.report import choices
 from counterflow.plan.search import Plan, search
 from counterflow.plan.space import Constraints
@@ -65,7 +66,16 @@ def changed(cluster: Cluster, *, link_speed: float, memory: float) -> Cluster:
 
     names = ("inside", "between", "allreduce_inside", "allreduce_between")
     links: dict[str, Any] = {name: faster(getattr(cluster, name)) for name in names}
-    return replace(cluster, memory_bytes=cluster.memory_bytes * memory, **links)
+    kinds = tuple(
+        replace(
+            kind,
+            memory_bytes=None if kind.memory_bytes is None else kind.memory_bytes * memory,
+            inside=faster(kind.inside),
+            between=faster(kind.between),
+        )
+        for kind in cluster.kinds
+    )
+    return replace(cluster, memory_bytes=cluster.memory_bytes * memory, kinds=kinds, **links)
 
 
 def plan(asked: PlanAsked, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -92,10 +102,13 @@ def plan(asked: PlanAsked, tell: Callable[[dict[str, Any]], None]) -> dict[str, 
     )
     explained = why(found)
     larger = explained.in_more_memory
+    each = f"of {cluster.devices} device{'' if cluster.devices == 1 else 's'}"
+    if cluster.kinds:
+        each = f"({in_words(tuple((kind.name, kind.nodes) for kind in cluster.kinds))})"
     return {
         "heading": f"{task.model.name} on {cluster.name}",
-        "about": f"{cluster.nodes:,} node{'' if cluster.nodes == 1 else 's'} of {cluster.devices} "
-        f"device{'' if cluster.devices == 1 else 's'}, mini-batch {task.mini_batch:,}, "
+        "about": f"{cluster.nodes:,} node{'' if cluster.nodes == 1 else 's'} {each}, "
+        f"mini-batch {task.mini_batch:,}, "
         f"{bytes_text(cluster.usable_bytes)} a device",
         "plans": [_row(each) for each in found.of_schemes],
         "changes": [

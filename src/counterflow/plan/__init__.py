@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .cluster import AllReduce, Cluster, Link
+from .cluster import AllReduce, Cluster, Link, NodeKind
 from .device_placement import Arrangement
 from .model import LayerSkip, LayerTie, Model
 from .predict import Predictor, predict
@@ -22,6 +22,7 @@ __all__ = [
     "LayerTie",
     "Link",
     "Model",
+    "NodeKind",
     "Parts",
     "Prediction",
     "Predictor",

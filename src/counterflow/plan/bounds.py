@@ -33,13 +33,15 @@ class Bounds:
         seconds: an update takes at least so long, if it fits.
         seconds_in_any_memory: the same were memory without end.
         least_bytes: the fullest worker needs at least so much, without the reserve.
-        fullest: that worker.
+        fullest: that worker, or where devices differ, the one that has least left.
+        too_many_bytes: how many it has too many; 0 or less: none.
     """
 
     seconds: float
     seconds_in_any_memory: float
     least_bytes: float
     fullest: int
+    too_many_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Common:
         together: the most micro-batches that go through a pipe together.
         least_bytes: of the fullest worker.
         fullest: that worker.
+        too_many_bytes: of it.
     """
 
     least: float
@@ -65,6 +68,7 @@ class Common:
     together: int
     least_bytes: float
     fullest: int
+    too_many_bytes: float
 
     def bounds(self, most_stashed: int | None) -> Bounds:
         """The bounds, if no worker stashes more micro-batches (of a stage) than that; None: not known."""
@@ -74,7 +78,7 @@ class Common:
                 at_all = max(at_all, worker.promised(most_stashed, self.together) + self.after)
         at_all += self.update
         stored = self.stored + self.after + self.update
-        return Bounds(max(at_all, stored), at_all, self.least_bytes, self.fullest)
+        return Bounds(max(at_all, stored), at_all, self.least_bytes, self.fullest, self.too_many_bytes)
 
 
 def common(
@@ -100,9 +104,11 @@ def common(
         step_overhead_seconds: what an update takes beside ops, syncs and the optimiser.
         barrier: whether a step begins when the one before has ended on all workers.
     """
-    times = least_times(shape, stages, recompute)
+    every = least_times(shape, stages, recompute)
     held = stage_bytes(stages.bytes, recompute, len(stages.forward))
     pipes = shape.placement.pipes_stages
+    slowness = network.slowness
+    times = [every.on(holders, slowness) for holders in pipes]
     paths = _paths(pipes, times, stages, network, shape.parts)
     owned = owned_stages(shape.placement)
     each = [fixed + weights for fixed, weights in zip(held.fixed, held.weights, strict=True)]
@@ -120,15 +126,21 @@ def common(
     ]
     stash = [max([stashes[p][s] for p, s in mine], default=0.0) for mine in owned]
     needed = [f + b + s for f, b, s in zip(fixed, buffers, stash, strict=True)]
-    fullest = max(range(len(needed)), key=needed.__getitem__)
-    passes, both, trained = shape.passes, times.both, stages.trained
-    work = [sum([passes[p] * both[s] for p, s in mine]) for mine in owned]
-    update = update_seconds_per_byte * max([sum([trained[s] for _, s in mine]) for mine in owned])
+    usable = network.usable_bytes or (cluster.usable_bytes,) * len(owned)
+    over = [need - there for need, there in zip(needed, usable, strict=True)]
+    fullest = max(range(len(over)), key=over.__getitem__)
+    fits = needed[fullest], fullest, over[fullest]
+    passes, both, trained = shape.passes, [one.both for one in times], stages.trained
+    work = [sum([passes[p] * both[p][s] for p, s in mine]) for mine in owned]
+    updated = [sum([trained[s] for _, s in mine]) for mine in owned]
+    if slowness:
+        updated = [size * slow for size, slow in zip(updated, slowness, strict=True)]
+    update = update_seconds_per_byte * max(updated)
     update += step_overhead_seconds
     if (shape.split and shape.parts > 1) or not shape.synchronous or not barrier:
         # Whatever the order, and in the steady state too, a worker runs every op of an update.
-        return Common(max(work), 0.0, 0.0, update, (), 1, needed[fullest], fullest)
-    free = [cluster.usable_bytes - f - b for f, b in zip(fixed, buffers, strict=True)]
+        return Common(max(work), 0.0, 0.0, update, (), 1, *fits)
+    free = [there - f - b for there, f, b in zip(usable, fixed, buffers, strict=True)]
     syncs = sync_seconds(stages, network) if network.copies > 1 else (0.0,) * len(held.weights)
     ops = stored = alone = 0.0
     workers = []
@@ -155,7 +167,7 @@ def common(
     # of input gradients, which weight gradients follow.
     least = max(ops + syncs[0], alone, summed)
     together = max(shape.together)
-    return Common(least, syncs[0], stored, update, tuple(workers), together, needed[fullest], fullest)
+    return Common(least, syncs[0], stored, update, tuple(workers), together, *fits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,21 +191,21 @@ class _Worker:
     slope: float
 
     @classmethod
-    def of(cls, shape: Shape, used: list[tuple[int, int]], times: Times, paths: list[_Path]) -> _Worker:
+    def of(cls, shape: Shape, used: list[tuple[int, int]], times: list[Times], paths: list[_Path]) -> _Worker:
         """That of a worker that holds these (pipe, stage) pairs, which micro-batches pass."""
         # (1) Work. A worker's first op is a forward of one of its stages, whose input has come down the pipe;
         # the last to make an input gradient is a backward of one of its stages, whose gradient has to go down
         # to stage 0; between them it runs all its forwards and all that makes input gradients, one at a time.
-        passes, through, both = shape.passes, times.through, times.both
+        passes = shape.passes
         first = min([paths[p].before[s] for p, s in used])
         last = min([paths[p].after[s] for p, s in used])
         return cls(
             first + last,
-            sum([passes[p] * through[s] for p, s in used]),
+            sum([passes[p] * times[p].through[s] for p, s in used]),
             sum([passes[p] for p, _ in used]),
             sum([passes[p] * paths[p].stay[s] for p, s in used]),
-            min([both[s] - through[s] for _, s in used]) if shape.split else 0.0,
-            min([times.forward[s] for _, s in used]) + min([times.backward_op[s] for _, s in used]),
+            min([times[p].both[s] - times[p].through[s] for p, s in used]) if shape.split else 0.0,
+            min([times[p].forward[s] for p, s in used]) + min([times[p].backward_op[s] for p, s in used]),
         )
 
     def promised(self, most_stashed: int, together: int) -> float:
@@ -222,7 +234,7 @@ def owned_stages(placement: Placement) -> list[list[tuple[int, int]]]:
     return owned
 
 
-def _ready(shape: Shape, times: Times, paths: list[_Path]) -> list[float]:
+def _ready(shape: Shape, times: list[Times], paths: list[_Path]) -> list[float]:
     """When the gradients of each stage can be there in all copies, at the earliest.
 
     A stage's last backward follows that of the next stage. Before it, its worker has run one at a time, once
@@ -230,7 +242,8 @@ def _ready(shape: Shape, times: Times, paths: list[_Path]) -> list[float]:
     pipe's earlier stages that it holds, and the forwards and backwards of later ones.
     """
     ready = [0.0] * shape.placement.stages
-    for holders, path, count in zip(shape.placement.pipes_stages, paths, shape.passes, strict=True):
+    every = zip(shape.placement.pipes_stages, times, paths, shape.passes, strict=True)
+    for holders, takes, path, count in every:
         if not count:
             continue
         forwards: dict[int, float] = {}  # by worker, of its stages up to here
@@ -238,7 +251,7 @@ def _ready(shape: Shape, times: Times, paths: list[_Path]) -> list[float]:
         earlier = []
         for stage, worker in enumerate(holders):
             earlier.append(forwards.get(worker, 0.0))
-            forwards[worker] = earlier[-1] + times.forward[stage]
+            forwards[worker] = earlier[-1] + takes.forward[stage]
             begins.setdefault(worker, path.before[stage])
         behind: dict[int, float] = {}  # by worker, of its later stages
         later = 0.0
@@ -248,10 +261,10 @@ def _ready(shape: Shape, times: Times, paths: list[_Path]) -> list[float]:
             if stage + 1 < len(ready):
                 # The way from the end of a backward of the next stage to the end of this one's.
                 later += path.after[stage + 1] - path.after[stage]
-            later = max(begins[worker] + count * (others + times.through[stage]), later)
-            own = begins[worker] + count * (others + times.both[stage])
+            later = max(begins[worker] + count * (others + takes.through[stage]), later)
+            own = begins[worker] + count * (others + takes.both[stage])
             ready[stage] = max(ready[stage], later, own)
-            behind[worker] = behind.get(worker, 0.0) + times.through[stage]
+            behind[worker] = behind.get(worker, 0.0) + takes.through[stage]
     return ready
 
 
@@ -331,6 +344,7 @@ class _Path:
 
 
 def _paths(
-    pipes: tuple[tuple[int, ...], ...], times: Times, stages: StageCosts, network: Network, parts: int
+    pipes: tuple[tuple[int, ...], ...], times: list[Times], stages: StageCosts, network: Network, parts: int
 ) -> list[_Path]:
-    return [_Path.of(holders, times, stages, network, parts) for holders in pipes]
+    every = zip(pipes, times, strict=True)
+    return [_Path.of(holders, takes, stages, network, parts) for holders, takes in every]

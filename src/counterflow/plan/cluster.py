@@ -7,7 +7,7 @@ latency + L · seconds a byte. What a device computes in how long is the profile
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
@@ -60,12 +60,79 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeKind:
+    """Nodes of a cluster that are alike; what is None is as the cluster says.
+
+    Attributes:
+        name: what to call them.
+        nodes: how many.
+        devices: devices of each.
+        memory_bytes: memory of a device; the reserve is the cluster's.
+        slowness: seconds of an op on such a device for each that the profile says.
+        cores: processor cores of each, where devices are workers on them.
+        inside: the link of two of its devices, for their all-reduces too.
+        between: likewise of one of its devices and another node's; the slower one of both ends counts.
+    """
+
+    __pydantic_config__ = FORM
+
+    name: str
+    nodes: int
+    devices: int | None = None
+    memory_bytes: float | None = None
+    slowness: float = 1.0
+    cores: int | None = None
+    inside: Link | None = None
+    between: Link | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigError("name: a kind of nodes needs one")
+        _require_counts(self, "nodes", "devices", "cores")
+        if self.memory_bytes is not None:
+            require_number("memory_bytes", self.memory_bytes)
+        require_number("slowness", self.slowness)
+        if self.slowness == 0:
+            raise ConfigError("slowness=0: must be more than 0; 2 is a device that takes twice as long")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What a node is like.
+
+    Attributes:
+        devices: how many.
+        usable_bytes: memory of a device without the reserve.
+        slowness: seconds of an op on a device for each that the profile says.
+        cores: processor cores, where devices are workers on them.
+        inside: the link of two of its devices.
+        between: what a message finds to and from other nodes.
+        allreduce_inside: what an all-reduce among its devices finds.
+        allreduce_between: what one with other nodes finds.
+    """
+
+    devices: int
+    usable_bytes: float
+    slowness: float
+    cores: int | None
+    inside: Link
+    between: Link
+    allreduce_inside: Link
+    allreduce_between: Link
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether its workers have to take turns on its cores."""
+        return self.cores is not None and self.cores < self.devices
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
-    """Nodes with equal devices on a network of two levels.
+    """Nodes on a network of two levels, with equal devices if no kinds of nodes are told apart.
 
     Attributes:
         name: what to call it.
-        nodes: how many nodes.
+        nodes: how many nodes, of all kinds.
         devices: devices of a node.
         memory_bytes: memory of a device.
         inside: the link of two devices of one node; with one device a node it is not used.
@@ -81,9 +148,10 @@ class Cluster:
         sync_slowdown: share by which compute is slower beside an all-reduce, 0 or more.
         cores: processor cores of a node where the devices are workers on them; None for accelerators.
         sources: where a number comes from, by its name.
+        kinds: nodes that differ, in the order in which nodes and devices are counted; none: all are alike.
 
     Raises:
-        ConfigError: a number out of its range.
+        ConfigError: a number out of its range; kinds that are not as many nodes.
     """
 
     __pydantic_config__ = FORM
@@ -103,12 +171,11 @@ class Cluster:
     sync_slowdown: float = 0.0
     cores: int | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
+    kinds: tuple[NodeKind, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "devices", "cores"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value}: must be 1 or more")
+        _require_counts(self, "nodes", "devices", "cores")
+        self._require_kinds()
         if self.size > MOST_DEVICES:
             raise ConfigError(
                 f"nodes={self.nodes} with devices={self.devices} each: at most {MOST_DEVICES:,} devices are "
@@ -122,20 +189,73 @@ class Cluster:
                 f"memory_bytes={self.memory_bytes:g}; must be less"
             )
 
+    def _require_kinds(self) -> None:
+        names = [kind.name for kind in self.kinds]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"kinds: {twice[0]!r} is there twice; each kind needs a name of its own")
+        count = sum(kind.nodes for kind in self.kinds)
+        if self.kinds and count != self.nodes:
+            raise ConfigError(
+                f"nodes={self.nodes}: the kinds have {count} nodes together; must be as many in both"
+            )
+        for kind in self.kinds:
+            if kind.cores is not None and self.cores is None:
+                raise ConfigError(
+                    f"kinds: {kind.name}: cores={kind.cores}: the cluster has no cores, so its devices are "
+                    "no workers on them; give cores there too, or leave them out here"
+                )
+            if kind.memory_bytes is not None and self.reserve_bytes >= kind.memory_bytes:
+                raise ConfigError(
+                    f"kinds: {kind.name}: reserve_bytes={self.reserve_bytes:g}: leaves nothing of "
+                    f"memory_bytes={kind.memory_bytes:g}; must be less"
+                )
+
     @property
     def size(self) -> int:
         """Devices of all nodes."""
+        if self.kinds:
+            return sum(kind.nodes * (kind.devices or self.devices) for kind in self.kinds)
         return self.nodes * self.devices
 
     @property
+    def most_devices(self) -> int:
+        """Devices of the node that has most."""
+        return max((kind.devices or self.devices for kind in self.kinds), default=self.devices)
+
+    def node(self, kind: NodeKind | None = None) -> Node:
+        """What a node of a kind is like; None: of a cluster without kinds."""
+        inside, between = self.allreduce_link(spans_nodes=False), self.allreduce_link(spans_nodes=True)
+        usable = self.usable_bytes
+        if kind is None:
+            return Node(self.devices, usable, 1.0, self.cores, self.inside, self.between, inside, between)
+        if kind.memory_bytes is not None:
+            usable = kind.memory_bytes - self.reserve_bytes
+        return Node(
+            kind.devices or self.devices,
+            usable,
+            kind.slowness,
+            kind.cores or self.cores,
+            kind.inside or self.inside,
+            kind.between or self.between,
+            kind.inside or inside,
+            kind.between or between,
+        )
+
+    def kinds_of_nodes(self) -> list[tuple[Node, int]]:
+        """What nodes are like, in their order, and how many are."""
+        if not self.kinds:
+            return [(self.node(), self.nodes)]
+        return [(self.node(kind), kind.nodes) for kind in self.kinds]
+
+    @property
     def usable_bytes(self) -> float:
-        """Memory of a device without the reserve."""
+        """Memory of a device without the reserve; of kinds of nodes, where they say nothing else."""
         return self.memory_bytes - self.reserve_bytes
 
     @property
     def shares_cores(self) -> bool:
         """Whether workers of a node have to take turns on its cores."""
-        return self.cores is not None and self.cores < self.devices
+        return any(node.shares_cores for node, _ in self.kinds_of_nodes())
 
     def allreduce_link(self, *, spans_nodes: bool) -> Link:
         """The link that an all-reduce finds."""
@@ -181,7 +301,7 @@ class Collective:
         return self.latency_seconds + self.seconds_per_byte * size
 
 
-def all_reduce(cluster: Cluster, copies: Sequence[int]) -> Collective:
+def all_reduce(cluster: Cluster, copies: Sequence[int], nodes: Sequence[Node] = ()) -> Collective:
     """The all-reduce of copies of which so many are on each node.
 
     With r copies on one node, or one on each of r nodes, it is Rabenseifner's (``allreduce_seconds``), or a
@@ -190,6 +310,7 @@ def all_reduce(cluster: Cluster, copies: Sequence[int]) -> Collective:
     Args:
         cluster: the links.
         copies: on each node that has any.
+        nodes: what these nodes are like, the slowest links of which count; none: all are alike.
 
     >>> servers = Cluster("c", 2, 8, 1e9, Link(0, 1 / 100), Link(0, 1 / 10), shared_adapter=True)
     >>> round(all_reduce(servers, [8, 8]).seconds(1000), 9)  # 2·7/8·10 s inside, 2·1/2·100 s between
@@ -199,14 +320,15 @@ def all_reduce(cluster: Cluster, copies: Sequence[int]) -> Collective:
     187.5
     """
     count = sum(copies)
-    inside = cluster.allreduce_link(spans_nodes=False)
+    nodes = nodes or (cluster.node(),)
+    inside = slowest(node.allreduce_inside for node in nodes)
     if len(copies) < 2:
         return _one_level(cluster, inside, count)
-    between = cluster.allreduce_link(spans_nodes=True)
-    shared = cluster.shared_adapter and cluster.devices > 1
+    between = slowest(node.allreduce_between for node in nodes)
+    shared = cluster.shared_adapter and any(node.devices > 1 for node in nodes)
     if cluster.allreduce is AllReduce.RING or max(copies) == 1:
-        slowest = between if max(copies) == 1 else _slower(inside, between)
-        ring = _one_level(cluster, slowest, count)
+        link = between if max(copies) == 1 else slowest((inside, between))
+        ring = _one_level(cluster, link, count)
         crossing = _one_level(cluster, between, count).seconds_per_byte
         return replace(ring, crossing_seconds_per_byte=crossing if shared else 0.0)
     here = _one_level(cluster, inside, max(copies))
@@ -225,10 +347,19 @@ def _one_level(cluster: Cluster, link: Link, copies: int) -> Collective:
     return Collective(2 * steps * link.latency_seconds, 2 * (copies - 1) / copies * link.seconds_per_byte)
 
 
-def _slower(one: Link, other: Link) -> Link:
-    return Link(
-        max(one.latency_seconds, other.latency_seconds), max(one.seconds_per_byte, other.seconds_per_byte)
-    )
+def slowest(links: Iterable[Link]) -> Link:
+    """The most latency of any, and the most seconds a byte."""
+    each = list(links)
+    if len(each) == 1:
+        return each[0]
+    return Link(max(one.latency_seconds for one in each), max(one.seconds_per_byte for one in each))
+
+
+def _require_counts(of: Cluster | NodeKind, *names: str) -> None:
+    for name in names:
+        value = getattr(of, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value}: must be 1 or more")
 
 
 def require_number(name: str, value: float) -> None:

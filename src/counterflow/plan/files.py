@@ -19,7 +19,7 @@ from counterflow import toml
 from counterflow.errors import ConfigError
 from counterflow.reading import read_text
 
-from .cluster import Cluster, Link
+from .cluster import Cluster, Link, NodeKind
 from .model import ConfigValue, LayerSkip, LayerTie, Model, TrainValue
 from .profile import Division, LayerProfile, Profile
 
@@ -113,7 +113,7 @@ def dumps(value: Cluster | Profile | Model) -> str:
 
 
 def as_data(
-    value: Cluster | Profile | Model | LayerProfile | Division | Link | LayerSkip | LayerTie,
+    value: Cluster | NodeKind | Profile | Model | LayerProfile | Division | Link | LayerSkip | LayerTie,
 ) -> dict[str, Any]:
     """The same as plain data; what has no value is left out."""
     names = [name for name in type(value).__slots__ if getattr(value, name) is not None]
@@ -122,6 +122,8 @@ def as_data(
         data["layers"] = [{"kind": kind, "count": count} for kind, count in value.runs()]
         data["skips"] = [as_data(skip) for skip in value.skips]
         data["ties"] = [as_data(tie) for tie in value.ties]
+    if isinstance(value, Cluster):
+        data["kinds"] = [as_data(kind) for kind in value.kinds]
     for name, part in data.items():
         if isinstance(part, (Link, Division)):
             data[name] = as_data(part)

@@ -5,6 +5,7 @@ Invariant: no schedule of the shape runs a micro-batch through a stage in less, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from counterflow.schedule.modes import Recompute
@@ -27,6 +28,18 @@ class Times:
     both: list[float]
     through: list[float]
     backward_op: list[float]
+
+    def on(self, holders: Sequence[int], slowness: Sequence[float]) -> Times:
+        """The same on the workers that hold the stages of a pipe, so many times as slow; none: all alike."""
+        if not slowness:
+            return self
+        by = [slowness[worker] for worker in holders]
+        return Times(
+            *(
+                [seconds * slow for seconds, slow in zip(each, by, strict=True)]
+                for each in (self.forward, self.both, self.through, self.backward_op)
+            )
+        )
 
 
 def least_times(shape: Shape, stages: StageCosts, recompute: Recompute) -> Times:

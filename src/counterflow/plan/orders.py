@@ -366,8 +366,8 @@ def _is_split(workload: Workload) -> bool:
 
 def _memory(play: Play) -> tuple[float, ...]:
     """What each worker has beside its message buffers; less what the search may be above a limit."""
-    usable = play.predictor.cluster.usable_bytes
-    return tuple((usable - room) * (1 - 1e-8) for room in play.buffers)
+    each = zip(play.usable_bytes, play.buffers, strict=True)
+    return tuple((usable - room) * (1 - 1e-8) for usable, room in each)
 
 
 def _objective(play: Play) -> Objective:

@@ -33,6 +33,7 @@ from .cluster import Cluster
 from .device_placement import Arrangement, Network, network, sum_over
 from .memory import walked
 from .model import Model
+from .node_orders import Runs
 from .prediction import Configuration, Parts, Prediction, WorkerMemory
 from .profile import Profile
 from .stages import Cuts, Cutting, PlannedOps, StageCosts, cut, stage_costs
@@ -94,10 +95,10 @@ class Predictor:
             OrderedDict()
         )
         self._cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
-        self._balanced: dict[tuple[Placement, int, int, bool], tuple[int, ...]] = {}
+        self._balanced: dict[tuple[Placement, int, int, bool, tuple[float, ...]], tuple[int, ...]] = {}
         self._sums: dict[tuple[int, bool], Any] = {}
         self._stages: dict[tuple[tuple[int, ...], int], StageCosts] = {}
-        self._networks: dict[tuple[Placement, int, Arrangement, tuple[SkipLink, ...]], Network] = {}
+        self._networks: dict[tuple[Placement, int, Arrangement, tuple[SkipLink, ...], Runs], Network] = {}
 
     def predict(self, configuration: Configuration, *, mini_batch: int | None = None) -> Prediction:
         """See the function of that name."""
@@ -141,17 +142,20 @@ class Predictor:
                 f"{schedule.workers} workers · {configuration.replicas} replicas{positions} need "
                 f"{needed * each} devices, but cluster {self.cluster.name} has {self.whole[1].size}"
             )
+        where = configuration.replicas, configuration.arrangement
+        links = self.network(schedule.placement, *where, nodes=configuration.nodes)
         stages = self.stages(
             configuration.cuts,
             schedule.placement,
             configuration.samples,
             configuration.recompute,
             passes=-(-schedule.micro_batches // schedule.pipes),
+            on=links,
         )
         skips = [link for link, _ in stages.skips]
         if skips or schedule.workload.skips:
             schedule = schedule.with_skips(skips)
-        links = self.network(schedule.placement, configuration.replicas, configuration.arrangement, skips)
+            links = self.network(schedule.placement, *where, skips, nodes=configuration.nodes)
         return Play(self, configuration, schedule, stages, links, mini_batch)
 
     def schedule(self, scheme: str, options: tuple[tuple[str, OptionValue], ...]) -> Schedule:
@@ -166,16 +170,30 @@ class Predictor:
         return self._schedules[key]
 
     def network(
-        self, placement: Placement, replicas: int, arrangement: Arrangement, skips: Sequence[SkipLink] = ()
+        self,
+        placement: Placement,
+        replicas: int,
+        arrangement: Arrangement,
+        skips: Sequence[SkipLink] = (),
+        *,
+        nodes: Runs = (),
     ) -> Network:
         """What messages and all-reduces find; see the function of that name."""
-        key = placement, replicas, arrangement, tuple(skips)
+        where = placement, replicas, arrangement, tuple(skips)
+        key = (*where, nodes)
         if key not in self._networks:
-            self._networks[key] = network(self.cluster, placement, replicas, arrangement, skips)
+            self._networks[key] = network(self.cluster, *where, nodes=nodes)
         return self._networks[key]
 
     def stages(
-        self, cuts: Cuts, placement: Placement, samples: int, recompute: Recompute, *, passes: int
+        self,
+        cuts: Cuts,
+        placement: Placement,
+        samples: int,
+        recompute: Recompute,
+        *,
+        passes: int,
+        on: Network | None = None,
     ) -> StageCosts:
         """The costs of a placement's stages.
 
@@ -185,18 +203,20 @@ class Predictor:
             samples: of a micro-batch.
             recompute: what is computed again.
             passes: micro-batches of an update that go through each pipe.
+            on: what its workers are on; only where devices differ, cuts depend on it.
         """
-        key = (cuts, placement, samples, recompute, passes)
+        slowness, usable = (on.slowness, on.usable_bytes) if on is not None else ((), ())
+        key = (cuts, placement, samples, recompute, passes, slowness, usable)
         if key not in self._cuts:
             rule = (cuts, placement.stages, samples)
             if rule not in self._cuts:
                 self._cuts[rule] = cut(self.model, self.profile, *rule)
             found = self._cuts[rule]
             if cuts is Cutting.BALANCED:
-                usable = self.cluster.usable_bytes
-                judged = placement, passes, samples, recompute, usable, self._sums
+                room = usable or self.cluster.usable_bytes
+                judged = placement, passes, samples, recompute, room, self._sums, slowness
                 balance = Balance(self.model, self.profile, *judged)
-                alike = (placement, passes, samples, recompute is Recompute.NONE)
+                alike = (placement, passes, samples, recompute is Recompute.NONE, slowness)
                 if alike not in self._balanced:
                     self._balanced[alike] = balance.balanced(found)
                 found = balance.fitting(self._balanced[alike])
@@ -227,7 +247,7 @@ class Play:
         """What the simulator is fed with."""
         cluster, network_, scale = self.predictor.cluster, self.network, self.p2p_scale
         return Costs(
-            ops=PlannedOps(self.stages, self.configuration.recompute),
+            ops=PlannedOps(self.stages, self.configuration.recompute, network_.slowness),
             p2p=tuple(tuple(scale * x for x in row) for row in network_.latency_seconds),
             p2p_per_byte=tuple(tuple(scale * x for x in row) for row in network_.seconds_per_byte),
             message_bytes=self.stages.message_bytes,
@@ -250,7 +270,7 @@ class Play:
         predictor, configuration = self.predictor, self.configuration
         place = predictor.cluster, self.schedule.placement, configuration.replicas, configuration.arrangement
         return [
-            (tie.stages, sum_over(*place, tie.stages).seconds(tie.trained_bytes))
+            (tie.stages, sum_over(*place, tie.stages, nodes=configuration.nodes).seconds(tie.trained_bytes))
             for tie in self.stages.ties
             if tie.trained_bytes
         ]
@@ -319,11 +339,16 @@ class Play:
     def _core_seconds(self) -> float:
         """What an update takes at least where workers share cores.
 
-        However they take turns, all cores together have the work of all workers to do.
+        However they take turns, all cores together have the work of all workers to do; where nodes differ,
+        those of each node.
         """
         cluster = self.predictor.cluster
         if not self.predictor.shares_cores:
             return 0.0
+        if self.network.cores:
+            work = self._work
+            each = self.predictor.tensor_parallel
+            return max(each * sum(work[w] for w in on) / cores for on, cores in self.network.cores)
         assert cluster.cores is not None
         devices = self.configuration.replicas * self.predictor.tensor_parallel
         return sum(self._work) * devices / (cluster.cores * cluster.nodes)
@@ -331,7 +356,10 @@ class Play:
     @cached_property
     def _update(self) -> float:
         profile = self.predictor.profile
-        optimizer = profile.update_seconds_per_byte * max(_held(self.schedule, self.stages.trained))
+        trained = _held(self.schedule, self.stages.trained)
+        if self.network.slowness:
+            trained = [size * slow for size, slow in zip(trained, self.network.slowness, strict=True)]
+        optimizer = profile.update_seconds_per_byte * max(trained)
         return optimizer + profile.step_overhead_seconds
 
     @cached_property
@@ -434,10 +462,17 @@ class Play:
     @cached_property
     def fits(self) -> bool:
         """Whether every worker's memory is there."""
-        usable = self.predictor.cluster.usable_bytes
+        usable = self.usable_bytes
         if self.stages.bytes.workspace is None:
-            return all(p + b <= usable for p, b in zip(self._peaks, self.buffers, strict=True))
-        return all(worker.total <= usable for worker in self.memory)
+            needed = [peak + buffer for peak, buffer in zip(self._peaks, self.buffers, strict=True)]
+        else:
+            needed = [worker.total for worker in self.memory]
+        return all(bytes_ <= there for bytes_, there in zip(needed, usable, strict=True))
+
+    @property
+    def usable_bytes(self) -> tuple[float, ...]:
+        """What each worker has for it."""
+        return self.network.usable_bytes or (self.predictor.cluster.usable_bytes,) * self.schedule.workers
 
     @cached_property
     def _peaks(self) -> tuple[float, ...]:
@@ -467,6 +502,7 @@ class Play:
             memory=self.memory,
             usable_bytes=self.predictor.cluster.usable_bytes,
             notes=tuple(self._notes()),
+            usable_by_worker=self.network.usable_bytes,
         )
 
     def parts(self) -> Parts:
@@ -487,14 +523,13 @@ class Play:
         )
 
     def _notes(self) -> list[str]:
-        notes = []
-        cluster = self.predictor.whole[1]
-        if cluster.shares_cores:
-            notes.append(
-                f"{cluster.devices} workers of a node share {cluster.cores} "
-                f"core{'s' if cluster.cores != 1 else ''}: a step takes at least the work of all workers "
-                "over the cores, and who waits for whom is not foreseen"
-            )
+        sharing = [node for node, _ in self.predictor.whole[1].kinds_of_nodes() if node.shares_cores]
+        notes = [
+            f"{node.devices} workers of a node share {node.cores} "
+            f"core{'s' if node.cores != 1 else ''}: a step takes at least the work of all workers "
+            "over the cores, and who waits for whom is not foreseen"
+            for node in dict.fromkeys(sharing)
+        ]
         layers = self.predictor.profile.layers
         largest = {kind: layers[kind].samples[-1] for kind in dict.fromkeys(self.predictor.model.layers)}
         beyond = [

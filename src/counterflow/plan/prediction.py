@@ -11,6 +11,7 @@ from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute, Sync
 
 from .device_placement import Arrangement
+from .node_orders import Runs
 from .stages import Cuts, Cutting
 
 
@@ -28,6 +29,7 @@ class Configuration:
         arrangement: which devices the workers are on.
         cuts: where the layers are cut.
         tensor_parallel: T, positions of tensor parallelism, at each of which stands a whole pipeline group.
+        nodes: the order in which nodes of different kinds stand; empty: the cluster's.
     """
 
     scheme: str
@@ -39,6 +41,7 @@ class Configuration:
     arrangement: Arrangement = Arrangement.PIPELINE_INSIDE
     cuts: Cuts = Cutting.BALANCED
     tensor_parallel: int = 1
+    nodes: Runs = ()
 
     @classmethod
     def of(
@@ -132,6 +135,7 @@ class Prediction:
         memory: of each worker at its peak.
         usable_bytes: what a device has for it.
         notes: what to know before believing the numbers.
+        usable_by_worker: where devices differ, what each worker has; else empty.
     """
 
     configuration: Configuration
@@ -146,6 +150,7 @@ class Prediction:
     memory: tuple[WorkerMemory, ...]
     usable_bytes: float
     notes: tuple[str, ...] = ()
+    usable_by_worker: tuple[float, ...] = ()
 
     @property
     def samples_per_second(self) -> float:
@@ -160,7 +165,8 @@ class Prediction:
     @property
     def fits(self) -> bool:
         """Whether every worker's memory is there."""
-        return max(self.peak_bytes) <= self.usable_bytes
+        usable = self.usable_by_worker or (self.usable_bytes,) * len(self.memory)
+        return all(peak <= there for peak, there in zip(self.peak_bytes, usable, strict=True))
 
     def _repr_html_(self) -> str:
         """The figures in a notebook."""

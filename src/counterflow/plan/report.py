@@ -95,7 +95,8 @@ def mesh_of(plan: Plan) -> list[list[list[int]]] | None:
     chosen, placement = plan.play.configuration, plan.play.schedule.placement
     if chosen.tensor_parallel == 1:
         return None
-    found = mesh(placement, chosen.replicas, chosen.arrangement, chosen.tensor_parallel)
+    where = placement, chosen.replicas, chosen.arrangement, chosen.tensor_parallel
+    found = mesh(*where, cluster=plan.play.predictor.cluster, nodes=chosen.nodes)
     return [list(map(list, replica)) for replica in found]
 
 
@@ -112,6 +113,7 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
         "updates": prediction.updates,
         "bubble_ratio": prediction.bubble_ratio,
         "peak_bytes": list(prediction.peak_bytes),
+        "usable_by_worker_bytes": list(prediction.usable_by_worker),
         "memory": [
             {
                 "weights_bytes": worker.weights,
@@ -145,6 +147,7 @@ def configuration_json(configuration: Configuration) -> dict[str, Any]:
         "sync_mode": configuration.sync.value,
         "sync": configuration.sync.value,
         "arrangement": configuration.arrangement.value,
+        "nodes": [{"kind": kind, "nodes": count} for kind, count in configuration.nodes],
         "cuts": list(cuts) if isinstance(cuts, tuple) else cuts.value,
         "tensor_parallel": configuration.tensor_parallel,
     }
@@ -186,5 +189,6 @@ def _rejections(rejected: Rejections) -> dict[str, Any]:
             **configuration_json(closest.candidate),
             "needed_bytes": closest.needed_bytes,
             "worker": closest.worker,
+            "worker_usable_bytes": closest.usable_bytes,
         },
     }

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
+from itertools import product
 from operator import attrgetter
 
 from counterflow.errors import PlanError
@@ -23,6 +24,7 @@ from .cluster import Cluster
 from .device_placement import Arrangement, Network
 from .least_times import least_work
 from .model import Model
+from .node_orders import Runs, node_orders
 from .predict import Play, Predictor
 from .prediction import Configuration, ranking
 from .profile import Profile
@@ -63,13 +65,15 @@ class TooLarge:
         scheme: its scheme.
         candidate: what it was.
         needed_bytes: memory of the fullest worker, at least; without the reserve.
-        worker: that worker.
+        worker: that worker; where devices differ, the one that has most too many.
+        usable_bytes: what it has.
     """
 
     scheme: str
     candidate: Configuration
     needed_bytes: float
     worker: int
+    usable_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,7 @@ class _Candidate:
     place: int
     recompute: Recompute
     arrangement: Arrangement
+    nodes: Runs
     links: Network
     updates: float
     work: float
@@ -152,7 +157,8 @@ class _Tally:
 
     def refuse(self, found: TooLarge) -> None:
         self.too_large += 1
-        if self.closest is None or found.needed_bytes < self.closest.needed_bytes:
+        more = found.needed_bytes - found.usable_bytes
+        if self.closest is None or more < self.closest.needed_bytes - self.closest.usable_bytes:
             self.closest = found
 
 
@@ -275,7 +281,8 @@ class _Search:
         self.refused: list[_Candidate] = []
         self.progress = progress or (lambda _done, _of, _what: None)
         self.decided = self.total = place
-        self.networks: dict[tuple[object, ...], list[tuple[Arrangement, Network]]] = {}
+        self.networks: dict[tuple[object, ...], list[tuple[Arrangement, Runs, Network]]] = {}
+        self.orders = node_orders(predictor.cluster)
         self.known: dict[tuple[object, ...], Common] = {}
         self.works: dict[tuple[object, ...], float] = {}
 
@@ -318,9 +325,12 @@ class _Search:
         updates = self.mini_batch / (group.replicas * group.samples * sum(shape.passes))
         each = updates * sum(shape.passes) / group.depth
         work = [(recompute, each * self._work(group, recompute)) for recompute in self.constraints.recompute]
-        for arrangement, links in self._networks(shape, group.replicas):
+        for arrangement, nodes, links in self._networks(shape, group.replicas):
+            # Shared out evenly among workers that differ, it is in proportion to their speed.
+            slow = group.depth / sum(1 / each for each in links.slowness) if links.slowness else 1.0
             for recompute, seconds in work:
-                yield _Candidate(group, place, recompute, arrangement, links, updates, seconds)
+                least = seconds * slow
+                yield _Candidate(group, place, recompute, arrangement, nodes, links, updates, least)
                 place += 1
 
     def _work(self, group: Group, recompute: Recompute) -> float:
@@ -336,7 +346,8 @@ class _Search:
         """Most of them depends on the shape, not on all options; so many groups share it."""
         group, recompute = candidate.group, candidate.recompute
         shape = group.shape
-        key = (*shape.without_promise, group.replicas, group.samples, candidate.arrangement, recompute)
+        where = candidate.arrangement, candidate.nodes
+        key = (*shape.without_promise, group.replicas, group.samples, *where, recompute)
         if key not in self.known:
             self.known[key] = common(
                 shape,
@@ -346,6 +357,7 @@ class _Search:
                     group.samples,
                     recompute,
                     passes=-(-sum(shape.passes) // len(shape.passes)),
+                    on=candidate.links,
                 ),
                 candidate.links,
                 self.predictor.cluster,
@@ -356,25 +368,27 @@ class _Search:
             )
         return self.known[key].bounds(shape.most_stashed)
 
-    def _networks(self, shape: Shape, replicas: int) -> list[tuple[Arrangement, Network]]:
-        """The arrangements that differ in what messages and all-reduces find."""
+    def _networks(self, shape: Shape, replicas: int) -> list[tuple[Arrangement, Runs, Network]]:
+        """The arrangements, and orders of nodes, that differ in what workers, messages and sums find."""
         key = (shape.placement, replicas)
         if key not in self.networks:
-            found: dict[object, tuple[Arrangement, Network]] = {}
+            found: dict[object, tuple[Arrangement, Runs, Network]] = {}
             arrangements = self.constraints.arrangements
             if self._alike(shape, replicas):
                 arrangements = arrangements[:1]
-            for arrangement in arrangements:
-                links = self.predictor.network(shape.placement, replicas, arrangement)
+            for arrangement, nodes in product(arrangements, self.orders):
+                links = self.predictor.network(shape.placement, replicas, arrangement, nodes=nodes)
                 # Skips, which depend on the cuts, may find other links where other messages find the same.
-                found.setdefault(arrangement if self.predictor.model.skips else links, (arrangement, links))
+                same = (arrangement, nodes) if self.predictor.model.skips else links
+                found.setdefault(same, (arrangement, nodes, links))
             self.networks[key] = list(found.values())
         return self.networks[key]
 
     def _alike(self, shape: Shape, replicas: int) -> bool:
         """Whether all arrangements are one: a device is a node, or all are, and no way out is shared."""
         predictor = self.predictor
-        if predictor.model.skips or 1 < predictor.cluster.devices < predictor.cluster.size:
+        cluster = predictor.cluster
+        if predictor.model.skips or cluster.kinds or 1 < cluster.devices < cluster.size:
             return False
         links = predictor.network(shape.placement, replicas, self.constraints.arrangements[0])
         return not any(links.crossed)
@@ -382,16 +396,17 @@ class _Search:
     def _decide(self, members: list[_Candidate]) -> list[_Candidate]:
         """Refuse, prune or simulate each; those that memory refuses are given back."""
         refused = []
-        usable = self.predictor.cluster.usable_bytes
+        usable = (self.predictor.cluster.usable_bytes,) * members[0].group.depth
         for candidate in members:
             scheme = candidate.group.scheme
             tally = self.tallies[scheme]
-            if candidate.bound.least_bytes > usable:
+            if candidate.bound.too_many_bytes > 0:
                 found = TooLarge(
                     scheme,
                     self._configuration(candidate),
                     candidate.bound.least_bytes,
                     candidate.bound.fullest,
+                    (candidate.links.usable_bytes or usable)[candidate.bound.fullest],
                 )
                 tally.refuse(found)
                 refused.append(candidate)
@@ -400,9 +415,7 @@ class _Search:
             else:
                 play = self.predictor.play(self._configuration(candidate), self.mini_batch)
                 if not play.fits:
-                    needed = [worker.total for worker in play.memory]
-                    fullest = max(range(len(needed)), key=needed.__getitem__)
-                    tally.refuse(TooLarge(scheme, play.configuration, needed[fullest], fullest))
+                    tally.refuse(_too_large(scheme, play))
                     refused.append(candidate)
                 elif not self.best.needs(scheme, least_seconds(play, self.best.limit(scheme))):
                     tally.slower += 1
@@ -423,6 +436,7 @@ class _Search:
             candidate.arrangement,
             self.constraints.cuts,
             self.predictor.tensor_parallel,
+            candidate.nodes,
         )
 
     def _quickest(self, play: Play, place: int) -> Plan:
@@ -458,8 +472,17 @@ class _Search:
         ]
         for name, tally in self.tallies.items():
             if tally.closest is not None:
-                lines.append(f"  {name}: needs at least {_gib(tally.closest.needed_bytes)}")
+                closest = tally.closest
+                of = f" on worker {closest.worker}, which has {_gib(closest.usable_bytes)}"
+                told = f"  {name}: needs at least {_gib(closest.needed_bytes)}"
+                lines.append(told + (of if cluster.kinds else ""))
         return "\n".join([*lines, *_reasons(omissions)])
+
+
+def _too_large(scheme: str, play: Play) -> TooLarge:
+    needed, usable = [worker.total for worker in play.memory], play.usable_bytes
+    fullest = max(range(len(needed)), key=lambda worker: needed[worker] - usable[worker])
+    return TooLarge(scheme, play.configuration, needed[fullest], fullest, usable[fullest])
 
 
 def _reasons(omissions: list[Omission]) -> list[str]:

@@ -111,15 +111,17 @@ class StageTie:
 
 @dataclass(frozen=True)
 class PlannedOps:
-    """What ops cost by a profile, for the simulator; the same on every worker.
+    """What ops cost by a profile, for the simulator.
 
     Attributes:
         stages: the stages' costs.
         recompute: what a backward computes again; its layers alone, in the same op.
+        slowness: what seconds are multiplied by, by worker; empty: all workers are alike.
     """
 
     stages: StageCosts
     recompute: Recompute
+    slowness: tuple[float, ...] = ()
 
     @cached_property
     def _held(self) -> StageBytes:
@@ -127,6 +129,10 @@ class PlannedOps:
 
     def seconds(self, piece: Piece) -> float:
         """How long an op takes."""
+        seconds = self._profiled(piece)
+        return seconds * self.slowness[piece.worker] if self.slowness else seconds
+
+    def _profiled(self, piece: Piece) -> float:
         stages, s = self.stages, piece.stage
         if piece.kind.makes_output:
             if piece.micro_batches == 2:

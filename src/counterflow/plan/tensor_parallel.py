@@ -36,11 +36,12 @@ def places(cluster: Cluster, positions: int) -> Cluster:
     >>> here.size, here.between.seconds_per_byte
     (4, 8.0)
     """
-    if positions < 1 or cluster.devices % positions:
-        raise ConfigError(
-            f"tensor_parallel={positions}: must divide the {cluster.devices} "
-            f"device{'s' if cluster.devices > 1 else ''} of a node of cluster {cluster.name}"
-        )
+    for devices in {node.devices: None for node, _ in cluster.kinds_of_nodes()}:
+        if positions < 1 or devices % positions:
+            raise ConfigError(
+                f"tensor_parallel={positions}: must divide the {devices} "
+                f"device{'s' if devices > 1 else ''} of a node of cluster {cluster.name}"
+            )
     if positions == 1:
         return cluster
     crowd = positions if cluster.shared_adapter else 1
@@ -50,6 +51,14 @@ def places(cluster: Cluster, positions: int) -> Cluster:
         devices=cluster.devices // positions,
         between=_shared(cluster.between, crowd),
         allreduce_between=sums and _shared(sums, crowd),
+        kinds=tuple(
+            replace(
+                kind,
+                devices=kind.devices and kind.devices // positions,
+                between=kind.between and _shared(kind.between, crowd),
+            )
+            for kind in cluster.kinds
+        ),
     )
 
 
@@ -74,7 +83,7 @@ def positioned(model: Model, profile: Profile, cluster: Cluster, positions: int)
         return profile
     tied = {model.layers[i]: tie for tie in model.ties for i in tie.layers}
     found = dict(profile.layers)
-    collective = all_reduce(cluster, [positions])
+    collective = all_reduce(cluster, [positions], [node for node, _ in cluster.kinds_of_nodes()])
     for kind in dict.fromkeys(model.layers):
         layer = profile.layer(kind)
         division = layer.tensor_parallel

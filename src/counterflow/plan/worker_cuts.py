@@ -41,7 +41,8 @@ class Balance:
         passes: micro-batches of an update that go through each pipe.
         samples: of a micro-batch.
         recompute: what is computed again in a backward.
-        usable_bytes: memory of a worker.
+        usable_bytes: memory of a worker, or of each.
+        slowness: what seconds are multiplied by, by worker; empty: all workers are alike.
     """
 
     model: Model
@@ -50,13 +51,14 @@ class Balance:
     passes: int
     samples: int
     recompute: Recompute
-    usable_bytes: float
+    usable_bytes: float | tuple[float, ...]
     known: dict[tuple[int, bool], dict[str, Floats]] = field(default_factory=dict, compare=False, repr=False)
     """Sums over layers, of the same model and profile, by ``samples`` and whether anything runs again."""
+    slowness: tuple[float, ...] = ()
 
     def balanced(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
         """Cuts that begin as these, better for the slowest worker, whatever its memory."""
-        if any(len(held) > 1 for held in self._table.held):
+        if len({*self.slowness}) > 1 or any(len(held) > 1 for held in self._table.held):
             return self._moved(cuts, by_memory=False)
         return cuts
 
@@ -71,7 +73,7 @@ class Balance:
         """Move one layer after another, each time the best move, while there is a better one."""
         ends = self._ends(cuts)
         while True:
-            worst = int((self._bytes(ends) if by_memory else self._seconds(ends))[0].argmax())
+            worst = int((self._over(ends) if by_memory else self._seconds(ends))[0].argmax())
             tried = self._moves(ends, worst)
             best = self._best(tried, by_memory=by_memory)
             if best == 0:
@@ -98,7 +100,10 @@ class Balance:
         return found
 
     def _longest(self, ends: Ints) -> Floats:
-        found: Floats = self._of_stages("seconds", ends).max(axis=1)
+        each = self._of_stages("seconds", ends)
+        if self.slowness:
+            each = each * _slowed(self.placement, self.slowness).most
+        found: Floats = each.max(axis=1)
         return found
 
     def _uneven(self, ends: Ints) -> Floats:
@@ -106,7 +111,12 @@ class Balance:
         return found
 
     def _too_many(self, ends: Ints) -> Floats:
-        found: Floats = np.maximum(self._bytes(ends).max(axis=1) - self.usable_bytes, 0.0)
+        found: Floats = np.maximum(self._over(ends).max(axis=1), 0.0)
+        return found
+
+    def _over(self, ends: Ints) -> Floats:
+        """About how many bytes each worker has too many."""
+        found: Floats = self._bytes(ends) - np.array(self.usable_bytes)
         return found
 
     def _moves(self, ends: Ints, worker: int) -> Ints:
@@ -120,10 +130,15 @@ class Balance:
         return np.array([[0, *cuts, len(self.model.layers)]], dtype=np.int64)
 
     def _excess(self, cuts: tuple[int, ...]) -> float:
-        return max(0.0, float(self._bytes(self._ends(cuts)).max()) - self.usable_bytes)
+        return max(0.0, float(self._over(self._ends(cuts)).max()))
 
     def _seconds(self, ends: Ints) -> Floats:
         """When each worker is done at the earliest: its first input, all of its work, its last gradient."""
+        if self.slowness:
+            slowed = _slowed(self.placement, self.slowness)
+            weighed = self.passes * slowed.holds + slowed.before
+            found: Floats = self._of_stages("seconds", ends) @ weighed
+            return found
         first = self._sums["seconds"][ends[:, self._table.first]]
         return self.passes * self._by_worker(self._of_stages("seconds", ends)) + first
 
@@ -167,7 +182,11 @@ class Balance:
         elif self.recompute is Recompute.LAYER:
             kept = sums["inputs"][-1]
         least = copies * (sums["fixed"][-1] + kept)
-        return bool(least <= self.placement.workers * self.usable_bytes * (1 + _ROUNDING))
+        if isinstance(self.usable_bytes, tuple):
+            usable = sum(self.usable_bytes)
+        else:
+            usable = self.placement.workers * self.usable_bytes
+        return bool(least <= usable * (1 + _ROUNDING))
 
     @property
     def _table(self) -> _Held:
@@ -215,6 +234,33 @@ def _held(placement: Placement) -> _Held:
             held[worker].append(stage)
             holds[stage, worker] += 1
     return _Held(held, [min(stages) for stages in held], holds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slowed:
+    """What a second of each stage is on workers that differ, ``[stage][worker]``.
+
+    ``holds``: in ops of the stages that it holds; ``before``: on the way from stage 0 to the first of these,
+    on those who hold the stages in between. ``most``: by stage, on the slowest of its holders.
+    """
+
+    holds: Floats
+    before: Floats
+    most: Floats
+
+
+@lru_cache(maxsize=256)
+def _slowed(placement: Placement, slowness: tuple[float, ...]) -> _Slowed:
+    first = _held(placement).first
+    slow = np.array(slowness)
+    before = np.zeros((placement.stages, placement.workers))
+    most = np.zeros(placement.stages)
+    for holders in placement.pipes_stages:
+        most = np.maximum(most, slow[list(holders)])
+        for stage, worker in enumerate(holders):
+            if stage == first[worker]:
+                before[:stage, worker] = slow[list(holders[:stage])]
+    return _Slowed(_held(placement).holds * slow, before, most)
 
 
 @lru_cache(maxsize=1024)

@@ -119,7 +119,8 @@ def planned_config(
             f"model {model.name}: its [train] table makes {config.model.all_layers} layers (embedding, "
             f"blocks, head), but it lists {len(model.layers)}; make them the same"
         )
-    placed = devices(config.build_schedule().placement, plan.replicas, plan.arrangement)
+    placement = config.build_schedule().placement
+    placed = devices(placement, plan.replicas, plan.arrangement, cluster, plan.nodes)
     expected: dict[str, Any] = {
         "cluster": cluster.name,
         "profile": profile.name,

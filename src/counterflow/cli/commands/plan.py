@@ -240,7 +240,8 @@ def plan(
         note(f"The best plan is in {out}{beside}; run it: counterflow train {out}")
         if not found.best[0].play.schedule.synchronous:
             note("It works without a flush, on late weights: a step may learn less than one with a flush")
-        if found.best[0].play.configuration.arrangement is not Arrangement.PIPELINE_INSIDE:
+        best = found.best[0].play.configuration
+        if best.arrangement is not Arrangement.PIPELINE_INSIDE or best.nodes:
             note(
                 "train puts its workers on the devices that [plan] lists: start the ranks node by node, as "
                 "torchrun and Slurm do"

@@ -141,7 +141,7 @@ def synthesize(
         played = _profiled(workload, costs, files)
         spent = played.costs
         if peaks is None and most is None:
-            most = tuple(played.predictor.cluster.usable_bytes - room for room in played.buffers)
+            most = tuple(u - room for u, room in zip(played.usable_bytes, played.buffers, strict=True))
     else:
         spent = costs.costs()
     with order_bar(None if moves is not None else seconds) as report:
@@ -220,6 +220,7 @@ def _profiled(workload: Workload, costs: CostOptions, files: dict[str, Any]) -> 
     configuration = Configuration.of(
         "synthesized", {}, replicas=replicas, samples=samples, recompute=recompute
     )
+    links = network(predictor.cluster, placement, replicas, configuration.arrangement)
     return Play(
         predictor,
         configuration,
@@ -230,8 +231,9 @@ def _profiled(workload: Workload, costs: CostOptions, files: dict[str, Any]) -> 
             samples,
             recompute,
             passes=-(-workload.micro_batches // placement.pipes),
+            on=links,
         ),
-        network(predictor.cluster, placement, replicas, configuration.arrangement),
+        links,
     )
 
 

@@ -7,6 +7,13 @@ from typing import Annotated
 from .result import Options, Part, Result, said
 
 
+class NodesShown(Part):
+    """Nodes of one kind, side by side."""
+
+    kind: str
+    nodes: Annotated[int, said("how many")]
+
+
 class ConfigurationShown(Part):
     """A configuration."""
 
@@ -19,6 +26,9 @@ class ConfigurationShown(Part):
     sync_mode: Annotated[str, said("end, eager or eager-opt")]
     sync: Annotated[str, said("the older name of `sync_mode`")]
     arrangement: Annotated[str, said("pipeline-inside, replicas-inside or copies-inside a node")]
+    nodes: Annotated[
+        list[NodesShown], said("the order in which nodes of different kinds stand; empty: the cluster's")
+    ]
     cuts: Annotated[
         list[int] | str, said("layers at which stages begin after the first; or balanced, even: not cut yet")
     ]
@@ -62,6 +72,9 @@ class PredictionShown(ConfigurationShown):
     updates: Annotated[int, said("in that step")]
     bubble_ratio: Annotated[float, said("share of a step in which a worker is idle")]
     peak_bytes: Annotated[list[float], said("by worker")]
+    usable_by_worker_bytes: Annotated[
+        list[float], said("memory of each worker, where devices differ; else empty")
+    ]
     memory: Annotated[list[MemoryShown], said("by worker")]
     fits: Annotated[bool, said("whether all workers' peaks fit their memory")]
     notes: list[str]
@@ -87,6 +100,7 @@ class TooLargeShown(ConfigurationShown):
     """A configuration that does not fit."""
 
     needed_bytes: Annotated[float, said("at least, on its largest worker")]
+    worker_usable_bytes: Annotated[float, said("what that worker has")]
     worker: Annotated[int, said("that worker")]
 
 
@@ -182,7 +196,16 @@ class Planned(Result):
 
 
 PLAN_PARTS: tuple[type[Part], ...] = (
-    *(ConfigurationShown, PlanShown, MemoryShown, FormShown, RejectedShown, TooLargeShown, OmittedShown),
+    *(
+        ConfigurationShown,
+        NodesShown,
+        PlanShown,
+        MemoryShown,
+        FormShown,
+        RejectedShown,
+        TooLargeShown,
+        OmittedShown,
+    ),
     *(WhyShown, PartsShown, ChangeShown, LargerShown, OrdersShown, OrderShown),
 )
 """Those that the page tells of."""

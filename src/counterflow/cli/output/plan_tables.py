@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from counterflow.papers.step_times import beside
+from counterflow.plan.node_orders import in_words
 from counterflow.plan.report import choices, mesh_of
 from counterflow.schedule.modes import Recompute
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from counterflow.papers.examples import Example
+    from counterflow.plan.cluster import Cluster
     from counterflow.plan.orders import Orders
     from counterflow.plan.prediction import Configuration, Parts, Prediction
     from counterflow.plan.search import Found, Plan
@@ -42,16 +44,18 @@ def print_plans(
     out.print(Text(f"{task.model.name} on {cluster.name}", style="bold"))
     nodes = f"{cluster.nodes:,} node{'s' if cluster.nodes > 1 else ''}"
     devices = f"{nodes} of {cluster.devices}" if cluster.devices > 1 else nodes
+    if cluster.kinds:
+        devices = f"{nodes} ({in_words(tuple((kind.name, kind.nodes) for kind in cluster.kinds))})"
     about = (
         f"{devices}, {task.profile.machine} · mini-batch {found.mini_batch:,} samples · "
-        f"{byte_size(found.usable_bytes)} a device"
+        f"{_memory_of(cluster)} a device"
     )
     if cluster.reserve_bytes:
         about += f", {byte_size(cluster.reserve_bytes)} more reserved"
     out.print(Text(about, style="dim"))
     plans = found.best if top else found.of_schemes
     predictions = [each.play.prediction() for each in plans]
-    spread = cluster.devices > 1
+    spread = cluster.most_devices > 1
     out.print(_ranking(plans, width=out.width, with_arrangement=spread))
     if out.width < (room := _room(with_arrangement=spread)):
         left_out = "sync, devices and closed form" if spread else "sync and closed form"
@@ -72,6 +76,11 @@ def print_plans(
     for scheme in often:
         told = f"{scheme} updates after every micro-batch: several times in a mini-batch."
         out.print(Text(told, style="dim"))
+
+
+def _memory_of(cluster: Cluster) -> str:
+    sizes = dict.fromkeys(byte_size(node.usable_bytes) for node, _ in cluster.kinds_of_nodes())
+    return " or ".join(sizes)
 
 
 def _room(*, with_arrangement: bool) -> int:
@@ -127,7 +136,7 @@ def _of_best(found: Plan) -> Iterator[str]:
     yield (
         f"Best plan: {best.schedule}, {plan.replicas} replica{'s' if plan.replicas > 1 else ''}, {divided}"
         f"micro-batches of {plan.samples}, recompute {plan.recompute.value}, sync {plan.sync.value}, devices "
-        f"{plan.arrangement.value}"
+        f"{plan.arrangement.value}{f', nodes: {in_words(plan.nodes)}' if plan.nodes else ''}"
     )
     runs: list[tuple[int, int, str]] = []
     for worker, size in enumerate(map(byte_size, best.peak_bytes)):
@@ -221,12 +230,12 @@ def _explained(explained: Why, best: Prediction) -> Iterator[str]:
             f"{_seconds(best.step_seconds)} ({lost / best.step_seconds:.0%})"
         )
     larger = explained.in_more_memory
-    if larger is not None and explained.needed_bytes is not None:
+    if larger is not None and explained.needed_bytes is not None and explained.had_bytes is not None:
         other = larger.play.prediction()
         gain = best.step_seconds / other.step_seconds - 1
         yield (
             f"  Memory: with {byte_size(explained.needed_bytes)} a device in place of "
-            f"{byte_size(best.usable_bytes)}, {_short(other)} would be {gain:.1%} faster"
+            f"{byte_size(explained.had_bytes)}, {_short(other)} would be {gain:.1%} faster"
         )
     else:
         yield "  Memory: no plan that needs more would be faster"
@@ -287,7 +296,7 @@ def _rejected(found: Found) -> Any:
             shown = (
                 f"D={workers}, {divided}{_rest(plan)}: "
                 f"worker {closest.worker} needs at least {byte_size(closest.needed_bytes)} "
-                f"of {byte_size(found.usable_bytes)}"
+                f"of {byte_size(closest.usable_bytes)}"
             )
         table.add_row(
             scheme,
