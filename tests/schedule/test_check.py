@@ -166,7 +166,7 @@ def test_another_version_breaks_only_the_promise_of_versions() -> None:
     def older(order: list[Op]) -> None:
         for i, op in enumerate(order):
             if op.micro_batches == (2,):
-                order[i] = replace(op, version=0)
+                order[i] = op._replace(version=0)
 
     assert broken(edited(schedule, 0, older)) == ["weight versions as promised"]
 

@@ -183,7 +183,7 @@ def test_every_op_is_where_its_stage_is_and_backwards_follow(name: str, data: st
             else:
                 assert done <= stashed
             if op.kind is OpKind.INPUT_GRADIENT:
-                waiting.add(replace(op, kind=OpKind.WEIGHT_GRADIENTS))
+                waiting.add(op._replace(kind=OpKind.WEIGHT_GRADIENTS))
             elif op.kind is OpKind.WEIGHT_GRADIENTS:
                 waiting.remove(op)
         assert not waiting

@@ -32,7 +32,7 @@ SCHEDULES = (
 
 def _with(schedule: Schedule, worker: int, place: int, **changes: Any) -> Schedule:
     orders = [list(order) for order in schedule.orders]
-    orders[worker][place] = replace(orders[worker][place], **changes)
+    orders[worker][place] = orders[worker][place]._replace(**changes)
     return replace(schedule, orders=tuple(map(tuple, orders)))
 
 

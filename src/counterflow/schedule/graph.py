@@ -63,10 +63,11 @@ class OpGraph:
         makers: dict[tuple[str, int, int, tuple[int, ...], int, int], int] = {}
         stages, pipes = range(self.schedule.stages), range(self.schedule.pipes)
         for node, op in enumerate(self.ops):
-            if op.stage not in stages or op.pipe not in pipes:
+            kind, stage, batches, pipe, part, parts, _ = op
+            if stage not in stages or pipe not in pipes:
                 raise outside(self.schedule, op)
-            for product in _MAKES[op.kind]:
-                key = product, op.pipe, op.stage, op.micro_batches, op.part, op.parts
+            for product in _MAKES[kind]:
+                key = product, pipe, stage, batches, part, parts
                 if makers.setdefault(key, node) != node:
                     raise ScheduleError(
                         f"{self.schedule}: the {product} of {op} is made twice; run the checker"
@@ -76,14 +77,13 @@ class OpGraph:
     def _sources(self) -> list[int | None]:
         sources: list[int | None] = []
         stages = range(self.schedule.stages)
-        for node, op in enumerate(self.ops):
-            product, step = _TAKES[op.kind]
+        for node, (kind, stage, batches, pipe, part, parts, _) in enumerate(self.ops):
+            product, step = _TAKES[kind]
             source: int | None = None
-            if step and op.stage + step in stages:
-                key = product, op.pipe, op.stage + step, op.micro_batches, op.part, op.parts
-                source = self._makers.get(key)
+            if step and stage + step in stages:
+                source = self._makers.get((product, pipe, stage + step, batches, part, parts))
                 if source is None:
-                    raise self._no_input(node, "forward" if step < 0 else "backward", op.stage + step)
+                    raise self._no_input(node, "forward" if step < 0 else "backward", stage + step)
             sources.append(source)
         return sources
 

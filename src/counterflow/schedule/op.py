@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class Product(Enum):
@@ -56,8 +56,7 @@ class OpKind(Enum):
         return tuple(product for makes, product in made if makes)
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
+class Op(NamedTuple):
     """Work of one stage on one micro-batch, a group of them, or a part of one.
 
     ``micro_batches`` are the micro-batches computed together (more than one in a doubled forward).

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from operator import itemgetter
 
@@ -93,13 +93,13 @@ def _complete(subject: Subject) -> Iterator[str]:
             elif op.kind.makes_input_gradient and found[op] == 1:
                 first = makers.setdefault((op.pipe, op.stage, op.micro_batches, op.part, op.parts), op.kind)
                 if first is not op.kind:
-                    yield f"{place} makes an input gradient that {replace(op, kind=first)} makes as well"
+                    yield f"{place} makes an input gradient that {op._replace(kind=first)} makes as well"
     for op in sorted(wanted - found.keys(), key=lambda op: (op.pipe, op.micro_batches, op.stage, op.part)):
         yield f"{op} is in no order, though other stages of pipe {op.pipe} have its micro-batch"
 
 
 def _unversioned(op: Op) -> Op:
-    return replace(op, version=0) if op.version else op
+    return op._replace(version=0) if op.version else op
 
 
 def _in_range(schedule: Schedule, op: Op) -> bool:
@@ -150,7 +150,7 @@ def _input_gradient_first(subject: Subject) -> Iterator[str]:
         for index, op in enumerate(order):
             if op.kind is OpKind.INPUT_GRADIENT:
                 done.add(op)
-            elif op.kind is OpKind.WEIGHT_GRADIENTS and replace(op, kind=OpKind.INPUT_GRADIENT) not in done:
+            elif op.kind is OpKind.WEIGHT_GRADIENTS and op._replace(kind=OpKind.INPUT_GRADIENT) not in done:
                 yield f"worker {worker}, op {index}: {op} comes before its input gradient"
 
 

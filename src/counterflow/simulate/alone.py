@@ -108,12 +108,12 @@ class _Play:
             node, stop, now, rest = at_node[worker], first[worker + 1], clock[worker], left[worker]
             most = limit - tail[worker]
             while node < stop:
-                op = ops[node]
-                way = ways.get((op.kind, op.stage, op.pipe))
+                kind, of, batches, pipe, part, parts, _ = ops[node]
+                way = ways.get((kind, of, pipe))
                 if way is None:
-                    way = self._way(worker, op.kind, op.stage, op.pipe)
+                    way = self._way(worker, kind, of, pipe)
                 takes, gives, target, lane, latency, per_work, stage = way
-                key = op.micro_batches, op.part, op.parts
+                key = batches, part, parts
                 if takes is not None:
                     arrives = takes.get(key)
                     if arrives is None:
@@ -133,7 +133,7 @@ class _Play:
                     if lane is not None:
                         if one_at_a_time and free[lane] > end:
                             end = free[lane]
-                        end += latency + per_work * (len(op.micro_batches) / op.parts)
+                        end += latency + per_work * (len(batches) / parts)
                         free[lane] = end
                     gives[key] = end
                     waiting = waits[target]

@@ -177,10 +177,11 @@ class TimedSchedule:
         numbers: dict[tuple[OpKind, int, int, int, int, int], int] = {}
         which = []
         forward = OpKind.FORWARD
-        for op, worker in zip(self.ops, self.worker.tolist(), strict=True):
-            batches = op.micro_batches
-            each = shares.get(batches[0], 1) if op.kind is forward else 1
-            key = op.kind, op.stage, worker, len(batches), op.parts, each
+        for (kind, stage, batches, _, _, parts, _), worker in zip(
+            self.ops, self.worker.tolist(), strict=True
+        ):
+            each = shares.get(batches[0], 1) if kind is forward else 1
+            key = kind, stage, worker, len(batches), parts, each
             which.append(numbers.setdefault(key, len(numbers)))
         if any(stage >= self.schedule.stages for _, stage, *_ in numbers):
             raise outside(self.schedule, next(op for op in self.ops if op.stage >= self.schedule.stages))

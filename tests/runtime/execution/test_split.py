@@ -213,7 +213,7 @@ def test_what_cannot_be_split_is_told_once(caplog: pytest.LogCaptureFixture) -> 
 def test_a_backward_of_several_micro_batches_is_refused() -> None:
     schedule = schemes.zb_h1(1, 2)
     orders = tuple(
-        tuple(replace(op, micro_batches=(0, 1)) for op in order if op.micro_batches == (0,))
+        tuple(op._replace(micro_batches=(0, 1)) for op in order if op.micro_batches == (0,))
         for order in schedule.orders
     )
     with pytest.raises(ConfigError, match="has a backward of several micro-batches"):

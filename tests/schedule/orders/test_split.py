@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,7 +82,7 @@ def test_split_orders(schedule: Schedule) -> None:
     for before, after in zip(schedule.orders, split.orders, strict=True):
         kept = [op for op in after if op.kind is not OpKind.WEIGHT_GRADIENTS]
         assert kept == [
-            replace(op, kind=OpKind.INPUT_GRADIENT) if op.kind is OpKind.BACKWARD else op for op in before
+            op._replace(kind=OpKind.INPUT_GRADIENT) if op.kind is OpKind.BACKWARD else op for op in before
         ]
     for most, limit in zip(peak_activations(split), peak_activations(schedule), strict=True):
         assert most <= limit

@@ -111,6 +111,6 @@ def test_periods_that_do_not_begin_in_turn_are_refused() -> None:
     schedule = schemes.pipedream(1, periods=4)
     first, second, *rest = (schedule.orders[0][i : i + 2] for i in range(0, 8, 2))
     mixed = [second, first, *rest]
-    order = tuple(replace(op, version=0) for pair in mixed for op in pair)
+    order = tuple(op._replace(version=0) for pair in mixed for op in pair)
     with pytest.raises(ScheduleError):
         segments(replace(schedule, scheme="mine", orders=(order,)))

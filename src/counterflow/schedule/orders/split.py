@@ -86,8 +86,8 @@ def weights_in_waits(schedule: Schedule, limits: Sequence[float]) -> Schedule:
 def _halves(order: Sequence[Op]) -> Iterator[Op]:
     for op in order:
         if op.kind is OpKind.BACKWARD:
-            yield replace(op, kind=OpKind.INPUT_GRADIENT)
-            yield replace(op, kind=OpKind.WEIGHT_GRADIENTS)
+            yield op._replace(kind=OpKind.INPUT_GRADIENT)
+            yield op._replace(kind=OpKind.WEIGHT_GRADIENTS)
         else:
             yield op
 
@@ -103,6 +103,6 @@ def _late(order: Sequence[Op], limit: float) -> Iterator[Op]:
             yield waiting.popleft()
         stashed += stash_change(op)
         if op.kind is OpKind.INPUT_GRADIENT:
-            waiting.append(replace(op, kind=OpKind.WEIGHT_GRADIENTS))
+            waiting.append(op._replace(kind=OpKind.WEIGHT_GRADIENTS))
         yield op
     yield from waiting

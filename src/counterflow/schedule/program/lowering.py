@@ -160,7 +160,7 @@ def lower_evaluation(schedule: Schedule, *, matching: Matching = Matching.ORDER)
         ScheduleError: a pass broke a rule.
     """
     orders = tuple(
-        tuple(replace(op, version=0) for op in order if op.kind.makes_output and schedule.period_of(op) == 0)
+        tuple(op._replace(version=0) for op in order if op.kind.makes_output and schedule.period_of(op) == 0)
         for order in schedule.orders
     )
     forwards = replace(schedule, workload=schedule.workload.evaluation(), orders=orders, steady=None)

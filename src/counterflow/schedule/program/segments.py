@@ -209,7 +209,7 @@ def _shifted_message(message: Message, periods: int, micro_batches: int) -> Mess
 def shifted_op(op: Op, periods: int, micro_batches: int) -> Op:
     """The same op, some periods of ``micro_batches`` later."""
     moved = tuple(m + periods * micro_batches for m in op.micro_batches)
-    return replace(op, micro_batches=moved, version=op.version + periods)
+    return op._replace(micro_batches=moved, version=op.version + periods)
 
 
 def _ops(actions: Iterable[Action]) -> Iterator[Op]:

@@ -159,14 +159,17 @@ def _passes(
 
 
 def _placed(placement: Placement, passes: Sequence[_Slots]) -> Iterator[Placed]:
+    forward_op, backward_op = OpKind.FORWARD, OpKind.BACKWARD
     for work, forward, backwards in passes:
-        workers = placement.pipes_stages[work.pipe]
+        pipe, batches = work.pipe, work.micro_batches
+        workers = placement.pipes_stages[pipe]
         last = len(workers) - 1
         for s, worker in enumerate(workers):
-            yield forward + s, worker, Op(OpKind.FORWARD, s, work.micro_batches, work.pipe)
-            for share, slot in zip(work.shares, backwards, strict=True):
-                op = Op(OpKind.BACKWARD, s, share.micro_batches, work.pipe, share.part, share.parts)
-                yield slot + last - s, worker, op
+            yield forward + s, worker, Op(forward_op, s, batches, pipe)
+        for share, slot in zip(work.shares, backwards, strict=True):
+            group, part, parts = share.micro_batches, share.part, share.parts
+            for s, worker in enumerate(workers):
+                yield slot + last - s, worker, Op(backward_op, s, group, pipe, part, parts)
 
 
 def _planned(workers: int, micro_batches: int, _layers: int) -> Iterator[Mapping[str, OptionValue]]:

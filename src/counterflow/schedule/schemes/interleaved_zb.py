@@ -15,7 +15,6 @@ order as torch.distributed.pipelining's ScheduleInterleavedZeroBubble.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.orders.slots import spread
@@ -63,7 +62,7 @@ def _order(worker: int, workers: int, chunks: int, rounds: list[int]) -> tuple[O
     stages = [chunk * workers + worker for chunk in range(chunks)]
     forwards = list(in_rounds(OpKind.FORWARD, stages, rounds))
     gradients = list(in_rounds(OpKind.INPUT_GRADIENT, stages[::-1], rounds))
-    weights = [replace(op, kind=OpKind.WEIGHT_GRADIENTS) for op in gradients]
+    weights = [op._replace(kind=OpKind.WEIGHT_GRADIENTS) for op in gradients]
     warm_up = min((chunks - 1) * rounds[0] + workers - 1 - worker, len(forwards))
     order = forwards[:warm_up]
     for index, gradient in enumerate(gradients):

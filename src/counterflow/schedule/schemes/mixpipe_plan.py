@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heappop, heappush
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
 __all__ = ["mixpipe_orders"]
@@ -53,16 +54,6 @@ class Shape(NamedTuple):
     pairs: int
     room: int  # most forwards stashed on a worker
     first: int | None  # forwards of stage 0 before its worker's first backward; None: any number
-
-
-class Lane(NamedTuple):
-    """The ops of one kind and stage, pair by pair."""
-
-    takes: int  # time of each
-    due: list[int]
-    inputs: list[int]  # when the input of each arrives, for those known
-    ends: list[int]  # when each ends, for those started
-    next_worker: int  # who needs their outputs
 
 
 def mixpipe_orders(
@@ -117,19 +108,19 @@ def _turned(plan: Times) -> Times:
     return {kind: [[-end for end in ends[::-1]] for ends in plan["FB".replace(kind, "")]] for kind in "FB"}
 
 
-def _plan(shape: Shape, due: Times, wait: int, takes: dict[str, int]) -> Times:
-    """List scheduling: when each op ends."""
-    half, last = shape.depth // 2, shape.depth - 1
-    ends: Times = {kind: [[] for _ in range(shape.depth)] for kind in "FB"}
-    inputs: Times = {"F": [[0] * shape.pairs, *ends["F"][:-1]], "B": [*ends["B"][1:], ends["F"][-1]]}
+def _plan(shape: Shape, due: Times, wait: int, takes: dict[str, int]) -> Times:  # noqa: C901
+    """List scheduling: when each op ends. One loop without calls: planning is what a build takes."""
+    depth, pairs, room, first = shape
+    half, last = depth // 2, depth - 1
+    ends: Times = {kind: [[] for _ in range(depth)] for kind in "FB"}
+    inputs: Times = {"F": [[0] * pairs, *ends["F"][:-1]], "B": [*ends["B"][1:], ends["F"][-1]]}
+    # Of each worker, of the forwards of its early and late stage and of their backwards: when inputs arrive,
+    # for those known; when each is due; when each ends, for those started; who needs their outputs.
     lanes = [
         [
-            Lane(
-                takes[kind],
-                due[kind][s],
-                inputs[kind][s],
-                ends[kind][s],
-                max(0, min(s + step, last - s - step)),
+            (
+                *(inputs[kind][s], due[kind][s], ends[kind][s]),
+                *(max(0, min(s + step, last - s - step)), takes[kind]),
             )
             for kind, step in (("F", 1), ("B", -1))
             for s in (worker, last - worker)
@@ -147,38 +138,33 @@ def _plan(shape: Shape, due: Times, wait: int, takes: dict[str, int]) -> Times:
         now, worker = divmod(at, half)
         if free_at[worker] > now:
             continue
-        lane = _choose(shape, worker, lanes[worker], now, wait)
-        if lane is not None:
-            free_at[worker] = end = now + lane.takes
-            lane.ends.append(end)
-            heappush(agenda, end * half + worker)
-            heappush(agenda, end * half + lane.next_worker)
+        of_worker = lanes[worker]
+        (in0, due0, ends0, _, _), (in1, due1, ends1, _, _), (in2, due2, ends2, _, _), lane3 = of_worker
+        early, late, early_back, late_back = len(ends0), len(ends1), len(ends2), len(lane3[2])
+        left = room - (early + late - early_back - late_back)
+        to_come = None  # of the first forwards, where and as long as they matter
+        if worker == early_back == late_back == 0 and first is not None:
+            to_come = first - early
+        best, best_due, arrives, until = -1, inf, 0, now + wait
+        if left > 0 and early - late < room - 1 and to_come != 0 and early < len(in0) and in0[early] <= until:
+            best, best_due, arrives = 0, due0[early], in0[early]
+        if left > (to_come or 0) and late < len(in1) and in1[late] <= until and due1[late] < best_due:
+            best, best_due, arrives = 1, due1[late], in1[late]
+        if not to_come:
+            if early_back < len(in2) and in2[early_back] <= until and due2[early_back] < best_due:
+                best, best_due, arrives = 2, due2[early_back], in2[early_back]
+            in3, due3, _, _, _ = lane3
+            if late_back < len(in3) and in3[late_back] <= until and due3[late_back] < best_due:
+                best, arrives = 3, in3[late_back]
+        if best < 0 or arrives > now:
+            continue  # it had better wait
+        _, _, its, next_worker, lasts = of_worker[best]
+        free_at[worker] = end = now + lasts
+        its.append(end)
+        heappush(agenda, end * half + worker)
+        if next_worker != worker and free_at[next_worker] <= end:  # else it looks when it is free
+            heappush(agenda, end * half + next_worker)
     return ends
-
-
-def _choose(shape: Shape, worker: int, lanes: list[Lane], now: int, wait: int) -> Lane | None:
-    """The lane whose next op this worker, free now, starts; None if it had better wait."""
-    first, second, third, fourth = lanes
-    early, late, early_back, late_back = len(first[3]), len(second[3]), len(third[3]), len(fourth[3])
-    left = shape.room - (early + late - early_back - late_back)
-    to_come = None  # of the first forwards, where and as long as they matter
-    if worker == early_back == late_back == 0 and shape.first is not None:
-        to_come = shape.first - early
-    best, best_due, arrives, until = None, 0, 0, now + wait
-    if left > 0 and early - late < shape.room - 1 and to_come != 0:
-        _, due, inputs, _, _ = first
-        if early < len(inputs) and inputs[early] <= until:
-            best, best_due, arrives = first, due[early], inputs[early]
-    if left > (to_come or 0):
-        _, due, inputs, _, _ = second
-        if late < len(inputs) and inputs[late] <= until and (best is None or due[late] < best_due):
-            best, best_due, arrives = second, due[late], inputs[late]
-    if not to_come:
-        for lane, pair in ((third, early_back), (fourth, late_back)):
-            _, due, inputs, _, _ = lane
-            if pair < len(inputs) and inputs[pair] <= until and (best is None or due[pair] < best_due):
-                best, best_due, arrives = lane, due[pair], inputs[pair]
-    return best if arrives <= now else None
 
 
 def _unfold(plan: Times, micro_batches: int) -> list[list[tuple[str, int]]]:
