@@ -107,6 +107,16 @@ def test_split_backwards_sum_in_the_input_gradient() -> None:
     assert layer.weight_gradients(1) == pytest.approx(0.375)
 
 
+def test_dividing_has_its_overhead_and_fewer_samples_their_curve() -> None:
+    curved = replace(BLOCK, forward_seconds=(0.5, 0.6), backward_seconds=(1.0, 2.0))
+    curved = replace(curved, tensor_parallel=Division(forward=1.0, overhead_seconds=0.25))
+    found = positioned(MODEL, replace(PROFILE, layers={"block": curved}), CLUSTER, 2).layer("block")
+    # Two samples take what one takes whole; one what half of one would: on the line of the first two.
+    assert found.forward_seconds == pytest.approx((0.45 + 0.25, 0.5 + 0.25))
+    assert found.backward_seconds == pytest.approx((1.25, 2.25))
+    assert found.input_gradient(1) + found.weight_gradients(1) == pytest.approx(1.25)
+
+
 def test_workers_of_all_positions_share_the_cores() -> None:
     few = Cluster("c", 1, 4, 1e6, FREE, FREE, cores=2)
     whole = predict(MODEL, PROFILE, few, configured(4, 4))
@@ -126,6 +136,12 @@ def test_workers_of_all_positions_share_the_cores() -> None:
             replace(PROFILE, layers={"block": replace(BLOCK, tensor_parallel=replace(DIVIDED, parts=3))}),
             MODEL,
             "layers of kind 'block' are divided by their 3 parts, which it has to divide",
+        ),
+        (
+            2,
+            PROFILE,
+            replace(MODEL, config={"pipeline": {"zero_stage": 1}}),
+            "zero_stage = 1 of the profiled",
         ),
         (2, PROFILE, replace(MODEL, ties=(LayerTie((0, 7), 4.0),)), "share a weight with others"),
     ],

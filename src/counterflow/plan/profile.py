@@ -60,6 +60,8 @@ class Division:
         forward_sums: all-reduces over the positions in a forward.
         backward_sums: in a backward; of a split one they are in the input gradient.
         sum_bytes: of each, for one sample; None: the layer's output.
+        overhead_seconds: what a divided layer's forward takes beside its sums whatever its size, and its
+            backward likewise, with its first half: on a CPU, torch's DTensors.
         parts: T divides this number, that of attention heads; 0: any T will do.
 
     Raises:
@@ -80,6 +82,7 @@ class Division:
     forward_sums: int = 0
     backward_sums: int = 0
     sum_bytes: float | None = None
+    overhead_seconds: float = 0.0
     parts: int = 0
 
     def __post_init__(self) -> None:
@@ -87,7 +90,7 @@ class Division:
             require_number(name, getattr(self, name))
             if getattr(self, name) > 1:
                 raise ConfigError(f"{name}={getattr(self, name):g}: is a share; must be 1 or less")
-        for name in ("forward_sums", "backward_sums", "parts"):
+        for name in ("forward_sums", "backward_sums", "overhead_seconds", "parts"):
             require_number(name, getattr(self, name))
         if self.sum_bytes is not None:
             require_number("sum_bytes", self.sum_bytes)

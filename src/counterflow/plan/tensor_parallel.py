@@ -77,10 +77,16 @@ def positioned(model: Model, profile: Profile, cluster: Cluster, positions: int)
         positions: T, 1 or more.
 
     Raises:
-        ConfigError: what is divided has no T parts, or layers that share a weight would be divided.
+        ConfigError: what is divided has no T parts, optimiser state is sharded, or layers that share a weight
+            would be divided.
     """
     if positions == 1:
         return profile
+    if model.shards_state:
+        raise ConfigError(
+            f"tensor_parallel={positions}: does not go with pipeline.zero_stage = 1 of the profiled config; "
+            "leave one of them out"
+        )
     tied = {model.layers[i]: tie for tie in model.ties for i in tie.layers}
     found = dict(profile.layers)
     collective = all_reduce(cluster, [positions], [node for node, _ in cluster.kinds_of_nodes()])
@@ -127,21 +133,23 @@ def of_position(
     def shrunk(values: tuple[float, ...], share: float) -> tuple[float, ...]:
         return tuple(left(share) * value for value in values)
 
-    def seconds(of: Callable[[float], float], share: float, sums: int = 0) -> tuple[float, ...]:
+    def seconds(
+        of: Callable[[float], float], share: float, sums: int = 0, more: float = 0.0
+    ) -> tuple[float, ...]:
         return tuple(
-            (1 - share) * of(n) + share * _of_fewer(of, layer.samples, n / positions) + sums * one
+            (1 - share) * of(n) + share * _of_fewer(of, layer.samples, n / positions) + sums * one + more
             for n, one in zip(layer.samples, each, strict=True)
         )
 
     size = layer.output_bytes if division.sum_bytes is None else division.sum_bytes
     each = [collective.seconds(size * samples) for samples in layer.samples]
 
-    weights = left(division.weights)
+    weights, more = left(division.weights), division.overhead_seconds
     return replace(
         layer,
-        forward_seconds=seconds(layer.forward, division.forward, division.forward_sums),
-        backward_seconds=seconds(layer.backward, division.backward, division.backward_sums),
-        input_gradient_seconds=seconds(layer.input_gradient, division.backward, division.backward_sums),
+        forward_seconds=seconds(layer.forward, division.forward, division.forward_sums, more),
+        backward_seconds=seconds(layer.backward, division.backward, division.backward_sums, more),
+        input_gradient_seconds=seconds(layer.input_gradient, division.backward, division.backward_sums, more),
         weight_gradients_seconds=seconds(layer.weight_gradients, division.backward),
         saved_bytes=shrunk(layer.saved_bytes, division.saved),
         kept_bytes=shrunk(layer.kept_bytes, division.saved),

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 import counterflow as cf
+from counterflow.plan import Cluster, Configuration, Division, LayerProfile, Link, Model, Profile, predict
 from counterflow.runtime.mesh.parallel import StageModule
 from counterflow.schedule.ir import Schedule
 
@@ -198,6 +199,7 @@ def four() -> None:
     check(chimera, shard, layers_sharded, loss=loss_sum, barrier=False)
     check_without_flush(cf.schemes.wpipe(2, 2))
     page()
+    held_as_planned()
     check_refusals()
     refused(dapple, drifting, "after step 0 the copies of stage . on ranks .* hold the same weights of it")
 
@@ -208,6 +210,34 @@ def eight() -> None:
     dapple = cf.schemes.dapple(2, 3)
     check(dapple, {"shard": 2, "tp": 2}, both, loss=loss_sum)
     refused(dapple, both, "has 0 samples, and where fully_shard gathers", dims={"shard": 2, "tp": 2})
+
+
+def held_as_planned() -> None:
+    """What a position holds of weights and of Adam's state is what the planner counts."""
+    from torch.distributed.tensor import DTensor
+
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replica", "worker", "tp"))
+    dapple = Configuration.of("dapple", {"stages": 2, "micro_batches": 3}, 1, 1, tensor_parallel=2)
+    # Of 87 numbers norm, down's bias and what is unused are whole: 72 are divided, 8 bytes each.
+    division = Division(weights=72 / 87)
+    layer = LayerProfile((1.0,), (1.0,), (1.0,), (0.0,), 8.0 * 87, 0.0, tensor_parallel=division)
+    cluster = Cluster("c", 1, 4, 1e9, Link(0.0, 0.0), Link(0.0, 0.0))
+    predicted = predict(Model("m", ("block",) * 4), Profile("p", "", "", {"block": layer}), cluster, dapple)
+    with cf.Pipeline(
+        layers(), mean_loss, cf.schemes.dapple(2, 3), optimizer=adamw, mesh=mesh, parallelize=tensor_parallel
+    ) as pipeline:
+        pipeline.step(*samples())
+
+        def held(tensors: Any) -> int:
+            return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
+        (stage,) = pipeline.stages.values()
+        unused = 2 * 3 * 8  # without gradients, and so without state
+        states = [s for one in pipeline.optimizers.values() for s in one.state.values()]
+        found = [held(stage.parameters()), held(s[key] for s in states for key in ("exp_avg", "exp_avg_sq"))]
+        assert found == pytest.approx([2 * 8 * 51, 2 * (2 * 8 * 51 - unused)])
+        for worker in predicted.memory:
+            assert 2 * found[0] + found[1] + 2 * unused == pytest.approx(worker.weights)
 
 
 def check_without_flush(schedule: Schedule, **options: Any) -> None:
