@@ -20,6 +20,7 @@ from counterflow.plan import (
     LayerTie,
     Link,
     Model,
+    NodeKind,
     Predictor,
     Profile,
     predict,
@@ -84,6 +85,13 @@ def test_what_is_not_divided_is_whole_at_every_position() -> None:
     alone = predict(replace(MODEL, layers=("whole",) * 8), PROFILE, CLUSTER, configured(4, 4))
     assert found.step_seconds == alone.step_seconds
     assert found.memory == alone.memory
+
+
+def test_of_nodes_that_differ_the_slowest_links_count() -> None:
+    kinds = NodeKind("quick", 1), NodeKind("slow", 1, inside=Link(0.5, 0.0))
+    two = Cluster("c", 2, 2, 1e6, FREE, FREE, kinds=kinds)
+    # Of two positions an all-reduce has two latencies; a block two of them in a forward.
+    assert positioned(MODEL, PROFILE, two, 2).layer("block").forward(1) == pytest.approx(0.375 + 2 * 2 * 0.5)
 
 
 def test_positions_share_the_way_out_of_a_node() -> None:

@@ -8,6 +8,8 @@ the rest. All-reduces over the positions are made within an op, and compute wait
 Between stages and replicas every position sends and sums by itself: the whole output, and its own weights'
 gradients. Where the devices of a node share its way out, positions share it too.
 
+Where nodes differ, the slowest links inside one count, and on a slow device all-reduces are as slow as ops.
+
 Not known: which all-reduces a second forward leaves out, norms and digests over the positions.
 """
 

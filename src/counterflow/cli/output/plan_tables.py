@@ -57,7 +57,7 @@ def print_plans(
     predictions = [each.play.prediction() for each in plans]
     spread = cluster.most_devices > 1
     out.print(_ranking(plans, width=out.width, with_arrangement=spread))
-    if out.width < (room := _room(with_arrangement=spread)):
+    if out.width < (room := _room(plans, with_arrangement=spread)):
         left_out = "sync, devices and closed form" if spread else "sync and closed form"
         told = f"In {out.width} columns without {left_out}; {room} show them, and so does --json"
         out.print(Text(told, style="dim"))
@@ -83,13 +83,17 @@ def _memory_of(cluster: Cluster) -> str:
     return " or ".join(sizes)
 
 
-def _room(*, with_arrangement: bool) -> int:
+def _room(plans: Sequence[Plan], *, with_arrangement: bool) -> int:
     """Columns that all of the ranking takes; in fewer, what the best plan's line tells is left out."""
-    return 146 if with_arrangement else 128
+    return (146 if with_arrangement else 128) + (4 if _divided(plans) else 0)
+
+
+def _divided(plans: Sequence[Plan]) -> bool:
+    return any(plan.play.configuration.tensor_parallel > 1 for plan in plans)
 
 
 def _ranking(plans: Sequence[Plan], *, width: int, with_arrangement: bool) -> Any:
-    whole = width >= _room(with_arrangement=with_arrangement)
+    whole = width >= _room(plans, with_arrangement=with_arrangement)
     cells: dict[str, Callable[[Prediction], str]] = {
         "scheme": lambda p: p.configuration.scheme,
         "options": lambda p: choices(p.configuration),
@@ -106,7 +110,7 @@ def _ranking(plans: Sequence[Plan], *, width: int, with_arrangement: bool) -> An
         "bubbles": lambda p: f"{p.bubble_ratio:.1%}",
         "peak memory": lambda p: byte_size(max(p.peak_bytes)),
     }
-    if all(plan.play.configuration.tensor_parallel == 1 for plan in plans):
+    if not _divided(plans):
         del cells["T"]
     if not (whole and with_arrangement):
         del cells["devices"]
