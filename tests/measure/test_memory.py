@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from counterflow.measure.allocations import allocated
-from counterflow.measure.layer_times import AtSize
+from counterflow.measure.layer_times import bytes_of
 from counterflow.measure.stage_costs import measure_stages
-from counterflow.measure.workspace import measure_update
 from counterflow.models.gpt import GPTConfig
 from counterflow.plan import Cluster, Configuration, Link, Model, Profile
 from counterflow.plan.predict import Predictor
@@ -21,7 +20,7 @@ from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import registry, schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute
-from counterflow.train.profiling import kinds_of, layer_profile
+from counterflow.train.profiling import assembled, kinds_of
 
 GPT = GPTConfig(layers=4, hidden=32, heads=2, vocabulary=64, positions=64, dropout=0.0)
 SAMPLES = 2
@@ -43,25 +42,10 @@ def _pipeline(schedule: Schedule, **more: Any) -> Pipeline:
 
 def _profiled() -> tuple[Model, Profile]:
     layers = GPT.build()
-    whole, each = _pipeline(schemes.dapple(1, 1)), _pipeline(schemes.interleaved(1, 1, chunks=len(layers)))
-    for one in (whole, each):
-        one.step(*_batch(SAMPLES))
-    costs = measure_stages(each, *_batch(SAMPLES), repeats=1)
-    update, ones = measure_update(whole, each), (1.0,) * len(layers)
-    found = AtSize(SAMPLES, ones, ones, tuple(costs), 0.0, None, 0.0, update)
-    kinds = kinds_of(layers)
-    members = {kind: [i for i, one in enumerate(kinds) if one == kind] for kind in kinds}
-    profile = Profile(
-        "p",
-        "",
-        "",
-        {kind: layer_profile(its, [found], layers) for kind, its in members.items()},
-        update_together=update.together,
-        norm_bytes_per_byte=update.norm_bytes_per_byte,
-        norm_peak_bytes=float(update.norm_peak_bytes),
-    )
-    assert update.states == 2.0
-    return Model("gpt", tuple(kinds), update.states, _batch(1)[0].nbytes), profile
+    found = bytes_of(_pipeline, len(layers), *_batch(SAMPLES))
+    assert found.update.states == 2.0
+    model = Model("gpt", tuple(kinds_of(layers)), found.update.states, _batch(1)[0].nbytes)
+    return model, assembled(layers, [found])
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from counterflow.runtime.mini_batch.samples import cut
+from counterflow.runtime.mini_batch.samples import cut, samples_in
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.ir import Schedule
@@ -70,6 +70,24 @@ class AtSize:
     part_overhead_seconds: tuple[float, ...] | None
     update_seconds_per_byte: float
     update: UpdateMemory
+
+
+def bytes_of(make: Callable[[Schedule], Pipeline], layers: int, inputs: Any, targets: Any) -> AtSize:
+    """What layers hold, with no times: of a micro-batch as large as these inputs.
+
+    Args:
+        make: a pipeline of one worker with the model.
+        layers: how many it has.
+        inputs: as for ``Pipeline.step``.
+        targets: likewise.
+    """
+    whole, each = make(dapple(1, 1)), make(interleaved(1, 1, chunks=layers))
+    for one in (whole, each):
+        one.step(inputs, targets)
+    costs = measure_stages(each, inputs, targets, repeats=1)
+    ones = (1.0,) * layers
+    size = samples_in(inputs, each.input_dims)
+    return AtSize(size, ones, ones, tuple(costs), 0.0, None, 0.0, measure_update(whole, each))
 
 
 class LayerTimer:

@@ -17,7 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -212,22 +212,15 @@ def profile_of(
         around: seconds of a step beside its ops and the optimiser.
         how: how times were measured.
     """
-    kinds = kinds_of(job.layers)
     today = dt.date.today().isoformat()
-    return Profile(
+    return replace(
+        assembled(job.layers, by_size),
         name=f"{platform.node() or 'this machine'}, {today}",
         machine=machine,
         date=today,
-        layers={
-            kind: layer_profile([i for i, other in enumerate(kinds) if other == kind], by_size, job.layers)
-            for kind in dict.fromkeys(kinds)
-        },
         update_seconds_per_byte=statistics.median(each.update_seconds_per_byte for each in by_size),
         op_overhead_seconds=gap + statistics.median(each.overhead_seconds for each in by_size),
         step_overhead_seconds=around,
-        update_together=by_size[-1].update.together,
-        norm_bytes_per_byte=by_size[-1].update.norm_bytes_per_byte,
-        norm_peak_bytes=float(by_size[-1].update.norm_peak_bytes),
         sources={
             "layers": f"{how}; layers of one kind: median over them; halves of split backwards in proportion",
             "update_seconds_per_byte": f"{job.config.optimizer.name}: measured, median",
@@ -235,6 +228,24 @@ def profile_of(
             "step_overhead_seconds": "measured: a step without its ops and the optimiser",
             "norm_peak_bytes": "measured, like all peaks: what torch's allocator gave",
         },
+    )
+
+
+def assembled(layers: Sequence[nn.Module], by_size: Sequence[AtSize]) -> Profile:
+    """A profile of what was measured of layers and updates, and nothing else."""
+    kinds = kinds_of(layers)
+    update = by_size[-1].update
+    return Profile(
+        name="",
+        machine="",
+        date="",
+        layers={
+            kind: layer_profile([i for i, other in enumerate(kinds) if other == kind], by_size, layers)
+            for kind in dict.fromkeys(kinds)
+        },
+        update_together=update.together,
+        norm_bytes_per_byte=update.norm_bytes_per_byte,
+        norm_peak_bytes=float(update.norm_peak_bytes),
     )
 
 
