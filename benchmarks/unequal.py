@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,12 @@ SCHEMES = "gpipe", "1f1b", "zb-h1", "interleaved", "chimera", "hanayo"
 
 
 class Layer(Sleeping):
-    """Sleeps as long as this worker's device makes it."""
+    """Sleeps as long as this worker's device makes it, also for what a layer takes beside its sleeps."""
 
-    slowness = 1.0
+    slowness, beside = 1.0, 0.0
 
     def at(self, samples: float) -> float:
-        return self.slowness * super().at(samples)
+        return self.slowness * super().at(samples) + (self.slowness - 1) * self.beside
 
 
 def begun() -> Any:
@@ -75,7 +76,8 @@ def measured_links() -> tuple[Any, float]:
         begin = time.perf_counter()
         layer(value).mean().backward()
         beside.append((time.perf_counter() - begin - 3 * layer.at(SAMPLES)) / 3)
-    return found, max(0.0, statistics.median(beside))
+    quiet = sorted(beside)[: len(beside) // 2]
+    return found, max(0.0, statistics.fmean(quiet))
 
 
 @dataclass(frozen=True)
@@ -86,10 +88,10 @@ class Asked:
     placed: tuple[tuple[int, ...], ...]
 
 
-def measured(asked: Sequence[Asked], slowness: Sequence[float], steps: int) -> list[float]:
+def measured(asked: Sequence[Asked], slowness: Sequence[float], beside: float, steps: int) -> list[float]:
     """Seconds of a step of each; what every worker runs."""
     transport = begun()
-    Layer.slowness = slowness[transport.rank]
+    Layer.slowness, Layer.beside = slowness[transport.rank], beside
     found = []
     for one in asked:
         chosen = one.configuration
@@ -150,7 +152,8 @@ def of_cluster(kinds: tuple[NodeKind, ...], steps: int) -> tuple[list[str], list
         for play, one in zip(plays, chosen, strict=True)
     ]
     slowness = [kind.slowness for kind in kinds for _ in range(kind.nodes)]
-    found = cf.launch(measured, asked, slowness, steps, workers=size, transport="gloo", threads=1)[0]
+    work = partial(cf.launch, workers=size, transport="gloo", threads=1)
+    found = work(measured, asked, slowness, beside, steps)[0]
     lines, errors = [], []
     nodes = ", ".join(f"{kind.nodes} x {kind.slowness:g}" for kind in kinds)
     for name, play, one, took in zip(names, plays, asked, found, strict=True):

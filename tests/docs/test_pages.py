@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 
 import counterflow as cf
 from counterflow.cli import application
-from counterflow.plan import files
+from counterflow.plan import Model, files
+from counterflow.plan.search import search
+from counterflow.plan.space import Constraints
 from counterflow.runtime.stages.skips import links_of, stage_skips
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import formats, registry
@@ -151,16 +153,20 @@ def test_from_a_profile_to_a_plan_to_a_run(run: Run, tmp_path: Path, monkeypatch
 
 def test_planning(tmp_path: Path) -> None:
     found: list[Any] = []
-    for text, load in zip(
-        blocks("planning.md", "toml"), (files.load_model, files.load_profile, files.load_cluster), strict=True
-    ):
+    loads = files.load_model, files.load_profile, files.load_cluster, files.load_cluster
+    for text, load in zip(blocks("planning.md", "toml"), loads, strict=True):
         path = tmp_path / "x.toml"
         path.write_text(text, encoding="utf-8")
         found.append(load(path))
-    model, profile, cluster = found
+    model, profile, cluster, unequal = found
     assert len(model.layers) == 14
     assert profile.layer("block").forward(3) == pytest.approx(0.002)
     assert cluster.allreduce_link(spans_nodes=True).seconds_per_byte == 2e-10
+    blocks_alone, dapple = Model("blocks", ("block",) * 20), Constraints(schemes=("dapple",), depths=(10,))
+    best = search(blocks_alone, profile, unequal, 40, dapple).best[0].play
+    slow = [worker for worker, slowness in enumerate(best.network.slowness) if slowness == 1.8]
+    ends = [0, *best.stages.cuts, 20]
+    assert [ends[worker + 1] - ends[worker] for worker in slow] == [1, 1]  # of others' 2 and more
 
 
 def test_the_papers_figures_are_the_kept_results() -> None:

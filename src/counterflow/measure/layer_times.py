@@ -60,6 +60,7 @@ class AtSize:
 
     ``overhead_seconds`` is what an op takes beside its layers, ``part_overhead_seconds`` what a layer's
     forward of half a micro-batch takes more than one of as many samples (None for a single sample).
+    ``by_worker`` is what each worker took for all of it, by rank.
     """
 
     size: int
@@ -70,6 +71,7 @@ class AtSize:
     part_overhead_seconds: tuple[float, ...] | None
     update_seconds_per_byte: float
     update: UpdateMemory
+    by_worker: tuple[float, ...] = ()
 
 
 def bytes_of(make: Callable[[Schedule], Pipeline], layers: int, inputs: Any, targets: Any) -> AtSize:
@@ -130,6 +132,7 @@ class LayerTimer:
             self._part_overhead() if self.size > 1 else None,
             _typical(self._updates, quietest) / max(1, trained_bytes(self._one.pipeline)),
             measure_update(self._one.pipeline, self._each.pipeline),
+            together.by_worker,
         )
 
     def close(self) -> None:

@@ -36,12 +36,14 @@ class OpTimes:
         gap_seconds: between two ops of a worker, where the second one waits for nobody: what is sent is
             posted there.
         around_seconds: of a step, before its first op and after its last one on any worker.
+        by_worker: seconds of all of a worker's ops, one micro-batch, by rank.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     gap_seconds: float
     around_seconds: float
+    by_worker: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)
@@ -120,6 +122,7 @@ class OpTimer:
             backward,
             statistics.median(row[1] for row in rows),
             statistics.median(row[2] for row in rows),
+            tuple(sum(row[0].values()) for row in rows),
         )
 
     def _waits_for_nobody(self, op: Op) -> bool:

@@ -41,6 +41,7 @@ from counterflow.runtime.workers.world import current_transport
 
 from .config import RunConfig
 from .job import Job, prepare
+from .node_speeds import kinds_by_speed
 from .planned import kept_of
 
 SIZES = (1, 2, 4, 8, 16, 32)
@@ -150,6 +151,7 @@ def measure(
         shared_adapter=nodes > 1,
         allreduce=AllReduce.HIERARCHICAL if on_gpu else AllReduce.RING,
         cores=None if on_gpu else cores(),
+        kinds=kinds_by_speed([one.by_worker for one in by_size], nodes),
         sources={
             "memory_bytes": "as the machine tells, divided among its workers",
             "inside": f"fitted to messages of {_range(messages)}" if messages else "one worker: not used",

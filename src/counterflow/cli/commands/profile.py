@@ -160,3 +160,5 @@ def _print(found: Measured) -> None:
     out.print(
         f"{cluster.devices} workers of {each} each" + (f" on {cluster.cores} cores" if cluster.cores else "")
     )
+    for some in cluster.kinds:
+        out.print(f"{some.name}: layers take {some.slowness:g} times as long as in the profile")
