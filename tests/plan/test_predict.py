@@ -236,16 +236,6 @@ def test_beyond_the_profile_is_told() -> None:
     assert "beyond what the profile has of block (at most 4)" in found.notes[0]
 
 
-def test_that_sharded_optimizer_state_is_not_counted_is_told() -> None:
-    model = replace(MODEL, config={"pipeline": {"zero_stage": 1}})
-    chimera = configured("chimera", stages=4, micro_batches=4)
-    found, plain = (predict(one, PROFILE, CLUSTER, chimera) for one in (model, MODEL))
-    assert found.notes[0].startswith(
-        "with pipeline.zero_stage = 1 workers hold and update less than is counted"
-    )
-    assert replace(found, notes=()) == plain
-
-
 def test_what_cannot_be_predicted_is_refused() -> None:
     with pytest.raises(ConfigError, match="4 workers · 4 replicas need 16 devices, but cluster c has 8"):
         predict(MODEL, PROFILE, CLUSTER, configured("dapple", stages=4, micro_batches=1, replicas=4))

@@ -69,6 +69,13 @@ PROFILE = Profile(
     op_overhead_seconds=0.07,
     step_overhead_seconds=0.3,
 )
+WITH_SIZES = replace(
+    PROFILE,
+    layers={
+        "block": replace(PROFILE.layers["block"], parameter_bytes=(60.0, 3.0, 30.0, 7.0)),
+        "head": replace(PROFILE.layers["head"], parameter_bytes=(150.0,)),
+    },
+)
 MODEL = Model("m", (*["block"] * 7, "head"), optimizer_states=1.0)
 CLUSTER = Cluster(
     "c",
@@ -101,8 +108,12 @@ def everything(
     predictor = Predictor(model, profile, cluster)
     groups, _ = space(model, cluster, mini_batch, constraints)
     for group in groups:
-        for recompute, sync, arrangement, nodes in product(
-            constraints.recompute, constraints.sync, constraints.arrangements, node_orders(cluster)
+        for recompute, sync, arrangement, nodes, zero_stage in product(
+            constraints.recompute,
+            constraints.sync,
+            constraints.arrangements,
+            node_orders(cluster),
+            group.zero_stages,
         ):
             configuration = Configuration(
                 group.scheme,
@@ -114,6 +125,7 @@ def everything(
                 arrangement,
                 constraints.cuts,
                 nodes=nodes,
+                zero_stage=zero_stage,
             )
             yield group.scheme, predictor.play(configuration, mini_batch)
 
@@ -156,7 +168,7 @@ def test_the_search_finds_what_brute_force_finds(
     alike: dict[object, float] = {}
     for _, play in fitting:
         c = play.configuration
-        key = (c.scheme, c.options, c.replicas, c.samples, c.recompute, play.network)
+        key = (c.scheme, c.options, c.replicas, c.samples, c.recompute, c.zero_stage, play.network)
         alike[key] = min(play.seconds, alike.get(key, play.seconds))
     assert [plan.seconds for plan in found.best] == pytest.approx(sorted(alike.values())[:3])
     assert all(plan.play.fits for plan in (*found.best, *found.of_schemes))
@@ -233,14 +245,16 @@ def candidates(draw: st.DrawFn) -> tuple[Cluster, Configuration]:
         draw(st.sampled_from(list(Sync))),
         draw(st.sampled_from(list(Arrangement))),
         nodes=draw(st.sampled_from(node_orders(cluster))),
+        zero_stage=draw(st.sampled_from(group.zero_stages)),
     )
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(candidates())
-def test_no_candidate_beats_its_bound(drawn: tuple[Cluster, Configuration]) -> None:
+@given(candidates(), st.sampled_from([PROFILE, WITH_SIZES]))
+def test_no_candidate_beats_its_bound(drawn: tuple[Cluster, Configuration], profile: Profile) -> None:
     cluster, configuration = drawn
-    play = Predictor(MODEL, PROFILE, cluster).play(configuration)
+    predictor = Predictor(MODEL, profile, cluster)
+    play = predictor.play(configuration)
     shape = shape_of(registry.scheme(configuration.scheme), configuration.options)
     where = configuration.replicas, configuration.arrangement
     links = network(cluster, shape.placement, *where, nodes=configuration.nodes)
@@ -253,7 +267,8 @@ def test_no_candidate_beats_its_bound(drawn: tuple[Cluster, Configuration]) -> N
         configuration.recompute,
         update_seconds_per_byte=1e-4,
         step_overhead_seconds=0.3,
-    ).bounds(shape.most_stashed)
+        sharded=play.sharded,
+    ).bounds(shape.most_stashed, configuration.zero_stage)
     assert bound.seconds_in_any_memory <= play.seconds * (1 + 1e-9)
     work = least_work(shape, MODEL, PROFILE, configuration.samples, configuration.recompute)
     speeds = [1 / slow for slow in links.slowness] or [1.0] * shape.placement.workers

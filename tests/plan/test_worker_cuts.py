@@ -63,7 +63,7 @@ def test_arrangements_are_one_where_a_device_is_a_node_or_all_are(nodes: int, de
     for placement, replicas in product((linear(4), bidirectional(4), wave(2, 4)), (1, 2)):
         found = {predictor.network(placement, replicas, arrangement) for arrangement in Arrangement}
         assert len(found) == 1
-    constraints = Constraints(schemes=("dapple", "chimera"), depths=(4,))
+    constraints = Constraints(schemes=("dapple", "chimera"), depths=(4,), zero_stages=(0,))
     groups, _ = space(MODEL, alone, 8, constraints)
     rejections = search(MODEL, PROFILE, alone, 8, constraints).rejections.values()
     assert sum(r.candidates for r in rejections) == len(groups) * len(Recompute)

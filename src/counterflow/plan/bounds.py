@@ -22,6 +22,7 @@ from .device_placement import Network
 from .least_times import Times, least_times
 from .predict import counted_twice, message_buffers, sync_crossings, sync_seconds
 from .shape import Shape
+from .sharded_state import ShardedState
 from .stages import StageCosts
 
 
@@ -50,35 +51,67 @@ class Common:
 
     Attributes:
         least: seconds of an update, without what the order's promise says.
-        after: seconds that follow the last op whatever the order: a sum, and the update.
-        stored: seconds, without ``after``, for which the memory has place.
-        update: seconds of the update.
+        after: seconds that follow the last op whatever the order: a sum.
         workers: what a promise is reckoned with; empty where none helps.
         together: the most micro-batches that go through a pipe together.
-        least_bytes: of the fullest worker.
-        fullest: that worker.
-        too_many_bytes: of it.
+        states: by ``zero_stage``.
     """
 
     least: float
     after: float
-    stored: float
-    update: float
     workers: tuple[_Worker, ...]
     together: int
-    least_bytes: float
-    fullest: int
-    too_many_bytes: float
+    states: tuple[_State, ...]
 
-    def bounds(self, most_stashed: int | None) -> Bounds:
+    def bounds(self, most_stashed: int | None, zero_stage: int = 0) -> Bounds:
         """The bounds, if no worker stashes more micro-batches (of a stage) than that; None: not known."""
+        state = self.states[zero_stage]
         at_all = self.least
         if most_stashed is not None:
             for worker in self.workers:
                 at_all = max(at_all, worker.promised(most_stashed, self.together) + self.after)
-        at_all += self.update
-        stored = self.stored + self.after + self.update
-        return Bounds(max(at_all, stored), at_all, self.least_bytes, self.fullest, self.too_many_bytes)
+        at_all += state.update
+        stored = state.stored + self.after + state.update
+        return Bounds(max(at_all, stored), at_all, state.least_bytes, state.fullest, state.too_many_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What depends on where optimiser state is kept.
+
+    Attributes:
+        update: seconds of the update, and of sending updated weights.
+        stored: seconds, without what follows the last op, for which the memory has place.
+        least_bytes: of the worker that has least room left.
+        fullest: that worker.
+        too_many_bytes: of it.
+    """
+
+    update: float
+    stored: float
+    least_bytes: float
+    fullest: int
+    too_many_bytes: float
+
+    @classmethod
+    def of(
+        cls,
+        update: float,
+        fixed: Sequence[float],
+        stash: Sequence[float],
+        usable: Sequence[float],
+        stashes: Sequence[_Stashes],
+    ) -> _State:
+        """That of workers with so much fixed, and one stash of their largest stage, at least."""
+        over = [f + s - there for f, s, there in zip(fixed, stash, usable, strict=True)]
+        fullest = max(range(len(over)), key=over.__getitem__)
+        rooms = ((usable[worker] - fixed[worker], around, occupied) for worker, around, occupied in stashes)
+        stored = max((around + occupied / room for room, around, occupied in rooms if room > 0), default=0.0)
+        return cls(update, stored, fixed[fullest] + stash[fullest], fullest, over[fullest])
+
+
+_Stashes = tuple[int, float, float]
+"""A worker, the seconds before its first op and after its last, and the byte-seconds of its stashes."""
 
 
 def common(
@@ -91,6 +124,7 @@ def common(
     update_seconds_per_byte: float = 0.0,
     step_overhead_seconds: float = 0.0,
     barrier: bool = True,
+    sharded: ShardedState | None = None,
 ) -> Common:
     """What bounds a candidate; ``.bounds(shape.most_stashed)`` heeds the peak that the shape promises, too.
 
@@ -103,6 +137,7 @@ def common(
         update_seconds_per_byte: the optimiser's update, for each byte of weights.
         step_overhead_seconds: what an update takes beside ops, syncs and the optimiser.
         barrier: whether a step begins when the one before has ended on all workers.
+        sharded: who owns what with ``zero_stage`` 1; None: it is not tried.
     """
     every = least_times(shape, stages, recompute)
     held = stage_bytes(stages.bytes, recompute, len(stages.forward))
@@ -125,38 +160,45 @@ def common(
         for together, count in zip(shape.together, shape.passes, strict=True)
     ]
     stash = [max([stashes[p][s] for p, s in mine], default=0.0) for mine in owned]
-    needed = [f + b + s for f, b, s in zip(fixed, buffers, stash, strict=True)]
+    fixed = [f + b for f, b in zip(fixed, buffers, strict=True)]
     usable = network.usable_bytes or (cluster.usable_bytes,) * len(owned)
-    over = [need - there for need, there in zip(needed, usable, strict=True)]
-    fullest = max(range(len(over)), key=over.__getitem__)
-    fits = needed[fullest], fullest, over[fullest]
     passes, both, trained = shape.passes, [one.both for one in times], stages.trained
     work = [sum([passes[p] * both[p][s] for p, s in mine]) for mine in owned]
     updated = [sum([trained[s] for _, s in mine]) for mine in owned]
-    if slowness:
-        updated = [size * slow for size, slow in zip(updated, slowness, strict=True)]
-    update = update_seconds_per_byte * max(updated)
-    update += step_overhead_seconds
+    found: list[_Stashes] = []
+
+    def state(updated: Sequence[float], fixed: Sequence[float], sent: float = 0.0) -> _State:
+        if slowness:
+            updated = [size * slow for size, slow in zip(updated, slowness, strict=True)]
+        update = update_seconds_per_byte * max(updated) + step_overhead_seconds + sent
+        return _State.of(update, fixed, stash, usable, found)
+
+    def states() -> tuple[_State, ...]:
+        """Who owns what is known to the byte, and so is what is sent: these are no less in any order."""
+        whole = state(updated, fixed)
+        if sharded is None:
+            return (whole,)
+        less = [f - spared for f, spared in zip(fixed, sharded.spared, strict=True)]
+        return whole, state(sharded.most, less, sharded.seconds)
+
     if (shape.split and shape.parts > 1) or not shape.synchronous or not barrier:
         # Whatever the order, and in the steady state too, a worker runs every op of an update.
-        return Common(max(work), 0.0, 0.0, update, (), 1, *fits)
-    free = [there - f - b for there, f, b in zip(usable, fixed, buffers, strict=True)]
+        return Common(max(work), 0.0, (), 1, states())
     syncs = sync_seconds(stages, network) if network.copies > 1 else (0.0,) * len(held.weights)
-    ops = stored = alone = 0.0
+    ops = alone = 0.0
     workers = []
-    for mine, busy, room in zip(owned, work, free, strict=True):
+    for number, (mine, busy) in enumerate(zip(owned, work, strict=True)):
         used = [(p, s) for p, s in mine if passes[p]]
         if used:
             worker = _Worker.of(shape, used, times, paths)
             workers.append(worker)
             ops = max(ops, worker.around + worker.through)
-            if room > 0:
-                # (2) Memory over time. A stash stays from the start of its forward to the end of its
-                # backward, and between these the micro-batch goes up to the last stage and back: ``stay``.
-                # None is there before the worker's first op and after its last. What all stashes occupy, in
-                # byte-seconds, has to find place in the free memory between these two.
-                occupied = sum([passes[p] * held.stash[s] * paths[p].stay[s] for p, s in used])
-                stored = max(stored, worker.around + occupied / room)
+            # (2) Memory over time. A stash stays from the start of its forward to the end of its
+            # backward, and between these the micro-batch goes up to the last stage and back: ``stay``.
+            # None is there before the worker's first op and after its last. What all stashes occupy, in
+            # byte-seconds, has to find place in the free memory between these two.
+            occupied = sum([passes[p] * held.stash[s] * paths[p].stay[s] for p, s in used])
+            found.append((number, worker.around, occupied))
             if shape.split:
                 # (1b) Split, weight gradients may come last of all, and a sum of its stages after them.
                 first = min([paths[p].before[s] for p, s in used])
@@ -167,7 +209,7 @@ def common(
     # of input gradients, which weight gradients follow.
     least = max(ops + syncs[0], alone, summed)
     together = max(shape.together)
-    return Common(least, syncs[0], stored, update, tuple(workers), together, *fits)
+    return Common(least, syncs[0], tuple(workers), together, states())
 
 
 @dataclass(frozen=True, slots=True)

@@ -347,6 +347,70 @@ def _one_level(cluster: Cluster, link: Link, copies: int) -> Collective:
     return Collective(2 * steps * link.latency_seconds, 2 * (copies - 1) / copies * link.seconds_per_byte)
 
 
+@dataclass(frozen=True, slots=True)
+class Broadcasts:
+    """What it takes to send bytes from one copy after another to all others.
+
+    Attributes:
+        once_seconds: until the last copy has what was sent last.
+        start_seconds: of each that is sent.
+        seconds_per_byte: what each byte adds.
+        crossing_seconds_per_byte: of these, those on the one way out that the devices of a node share; 0
+            where nothing is shared.
+    """
+
+    once_seconds: float = 0.0
+    start_seconds: float = 0.0
+    seconds_per_byte: float = 0.0
+    crossing_seconds_per_byte: float = 0.0
+
+    def seconds(self, size: float, count: int) -> float:
+        """How long ``count`` of them take, together of so many bytes."""
+        return self.once_seconds + count * self.start_seconds + self.seconds_per_byte * size
+
+
+def broadcasts(cluster: Cluster, copies: Sequence[int], nodes: Sequence[Node] = ()) -> Broadcasts:
+    """Broadcasts among copies of which so many are on each node, over the links of messages.
+
+    With ``hierarchical`` all-reduces, as NCCL: along a chain through all copies, node after node, in small
+    pieces, so that each byte takes what it takes on the slowest link; the next copy sends when the first
+    pieces have passed it. With a ``ring``, as Gloo: a binomial tree of ⌈log2 r⌉ (α + β·L), whose last levels
+    are between nodes; all copies of a node send there at once.
+
+    Args:
+        cluster: the links.
+        copies: on each node that has any.
+        nodes: what these nodes are like, the slowest links of which count; none: all are alike.
+
+    Source: Thakur, Rabenseifner and Gropp 2005, section 4.3, for the tree; NCCL's and Gloo's sources.
+
+    >>> servers = Cluster("c", 2, 4, 1e9, Link(1, 1 / 100), Link(2, 1 / 10), allreduce=AllReduce.RING)
+    >>> broadcasts(servers, [4, 4]).seconds(1000, 1)  # 2 levels of 1 + 10 s inside, 1 of 2 + 100 s between
+    124.0
+    >>> from dataclasses import replace
+    >>> chain = broadcasts(replace(servers, allreduce=AllReduce.HIERARCHICAL), [4, 4])
+    >>> chain.seconds(1000, 1)  # 6 links inside and 1 between, 100 s, 2 s to start
+    110.0
+    """
+    most, several = max(copies), len(copies)
+    nodes = nodes or (cluster.node(),)
+    inside, between = slowest(node.inside for node in nodes), slowest(node.between for node in nodes)
+    shared = cluster.shared_adapter and several > 1 and any(node.devices > 1 for node in nodes)
+    if cluster.allreduce is AllReduce.RING:
+        levels, further = (math.ceil(math.log2(count)) for count in (most, several))
+        out = further * between.seconds_per_byte * (most if shared else 1)
+        start = levels * inside.latency_seconds + further * between.latency_seconds
+        return Broadcasts(0.0, start, levels * inside.seconds_per_byte + out, out if shared else 0.0)
+    links = [*([inside] if most > 1 else ()), *([between] if several > 1 else ())]
+    once = (sum(copies) - several) * inside.latency_seconds + (several - 1) * between.latency_seconds
+    return Broadcasts(
+        once,
+        max((link.latency_seconds for link in links), default=0.0),
+        max((link.seconds_per_byte for link in links), default=0.0),
+        between.seconds_per_byte if shared else 0.0,
+    )
+
+
 def slowest(links: Iterable[Link]) -> Link:
     """The most latency of any, and the most seconds a byte."""
     each = list(links)

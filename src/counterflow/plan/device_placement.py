@@ -26,7 +26,7 @@ import numpy as np
 from counterflow.schedule.ir import SkipLink
 from counterflow.schedule.placement import Placement
 
-from .cluster import Cluster, Collective, Link, Node, all_reduce, slowest
+from .cluster import Broadcasts, Cluster, Collective, Link, Node, all_reduce, broadcasts, slowest
 from .node_orders import Ints, Runs, devices_in_row, node_of_devices
 
 
@@ -140,6 +140,7 @@ class Network:
         allreduce: of each stage.
         crossed: of each stage, the nodes whose one way out its all-reduce shares with others; empty if none.
         copies: how many copies of each stage are summed.
+        broadcasts: of each stage's weights, from one who holds them to all others.
         slowness: seconds of each worker's ops for each that the profile says, on the slowest of the devices
             on which it is in a replica; empty where all devices are alike.
         usable_bytes: what it has on the smallest of these, without the reserve; likewise.
@@ -152,6 +153,7 @@ class Network:
     allreduce: tuple[Collective, ...]
     crossed: tuple[tuple[int, ...], ...]
     copies: int
+    broadcasts: tuple[Broadcasts, ...] = ()
     slowness: tuple[float, ...] = ()
     usable_bytes: tuple[float, ...] = ()
     cores: tuple[tuple[tuple[int, ...], int], ...] = ()
@@ -198,11 +200,13 @@ def network(
             if len(crossed):
                 ways[sender, receiver] = sender
     several = any(np.count_nonzero(row == sender) > 2 for sender, row in enumerate(ways))
-    sums, crossed_nodes = [], []
+    sums, sends, crossed_nodes = [], [], []
     for stage in range(placement.stages):
         on = node[:, sorted({w for _, w in placement.copies(stage)})].ravel()
         having, counts = np.unique(on, return_counts=True)
-        sums.append(all_reduce(cluster, counts.tolist(), like.nodes(having)))
+        its = counts.tolist(), like.nodes(having)
+        sums.append(all_reduce(cluster, *its))
+        sends.append(broadcasts(cluster, *its))
         crossed_nodes.append(tuple(having.tolist()) if sums[-1].crossing_seconds_per_byte else ())
     # Only a way that several all-reduces take is shared.
     taken = Counter(way for crossed in crossed_nodes for way in crossed)
@@ -213,6 +217,7 @@ def network(
         tuple(sums),
         tuple(tuple(way for way in crossed if taken[way] > 1) for crossed in crossed_nodes),
         placement.pipes * replicas,
+        tuple(sends),
         *like.workers(node),
     )
 
@@ -231,6 +236,39 @@ def sum_over(
     members = sorted({w for stage in stages for _, w in placement.copies(stage)})
     having, counts = np.unique(node[:, members].ravel(), return_counts=True)
     return all_reduce(cluster, counts.tolist(), _Like(cluster).nodes(having))
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Ranks that hold the same, on all replicas.
+
+    Attributes:
+        ranks: ascending.
+        nodes: that have any of them.
+        sends: what broadcasts among them take.
+    """
+
+    ranks: tuple[int, ...]
+    nodes: tuple[int, ...]
+    sends: Broadcasts
+
+
+def holding(
+    cluster: Cluster,
+    placement: Placement,
+    replicas: int,
+    arrangement: Arrangement,
+    workers: Sequence[int],
+    *,
+    nodes: Runs = (),
+) -> Holding:
+    """What some workers of each replica are on, and what broadcasts among all of them take."""
+    place = placement, replicas, arrangement
+    ranks = np.sort(np.array(devices(*place, cluster, nodes))[:, list(workers)].ravel())
+    node = _nodes(cluster, *place, nodes)[:, list(workers)].ravel()
+    having, counts = np.unique(node, return_counts=True)
+    sends = broadcasts(cluster, counts.tolist(), _Like(cluster).nodes(having))
+    return Holding(tuple(ranks.tolist()), tuple(having.tolist()), sends)
 
 
 class _Like:

@@ -36,6 +36,7 @@ from .model import Model
 from .node_orders import Runs
 from .prediction import Configuration, Parts, Prediction, WorkerMemory
 from .profile import Profile
+from .sharded_state import ShardedState, Sharding, parameters_of
 from .stages import Cuts, Cutting, PlannedOps, StageCosts, cut, stage_costs
 from .tensor_parallel import places, positioned
 from .worker_cuts import Balance
@@ -44,6 +45,9 @@ STEADY_PERIODS = 4
 """Whole periods in the steady state of an asynchronous schedule: two alike, and those that they wait for."""
 
 _KEPT_SCHEDULES = 8
+
+_WITHOUT_STATE = "costs", "simulation", "updates", "_played", "_steady", "_core_seconds", "_work", "_peaks"
+"""What of a play optimiser state has no part in, wherever it is kept."""
 
 
 def predict(
@@ -99,6 +103,9 @@ class Predictor:
         self._sums: dict[tuple[int, bool], Any] = {}
         self._stages: dict[tuple[tuple[int, ...], int], StageCosts] = {}
         self._networks: dict[tuple[Placement, int, Arrangement, tuple[SkipLink, ...], Runs], Network] = {}
+        self._parameters = parameters_of(model, profile)
+        self._shardings: dict[tuple[Placement, int, Arrangement, Runs], Sharding] = {}
+        self._sharded: dict[tuple[object, ...], ShardedState] = {}
 
     def predict(self, configuration: Configuration, *, mini_batch: int | None = None) -> Prediction:
         """See the function of that name."""
@@ -142,6 +149,7 @@ class Predictor:
                 f"{schedule.workers} workers · {configuration.replicas} replicas{positions} need "
                 f"{needed * each} devices, but cluster {self.cluster.name} has {self.whole[1].size}"
             )
+        _require_flush(configuration, schedule, barrier=self.model.barrier)
         where = configuration.replicas, configuration.arrangement
         links = self.network(schedule.placement, *where, nodes=configuration.nodes)
         stages = self.stages(
@@ -184,6 +192,28 @@ class Predictor:
         if key not in self._networks:
             self._networks[key] = network(self.cluster, *where, nodes=nodes)
         return self._networks[key]
+
+    def sharded_state(
+        self,
+        stages: StageCosts,
+        placement: Placement,
+        replicas: int,
+        arrangement: Arrangement,
+        nodes: Runs = (),
+    ) -> ShardedState:
+        """Who owns what, and what is sent for it, where optimiser state is sharded."""
+        place = placement, replicas, arrangement, nodes
+        key = (*place, stages.cuts)
+        if key not in self._sharded:
+            if place not in self._shardings:
+                self._shardings[place] = Sharding(self.cluster, *place)
+            self._sharded[key] = self._shardings[place].state(
+                stages,
+                self._parameters,
+                self.model.optimizer_states,
+                together=self.profile.update_together,
+            )
+        return self._sharded[key]
 
     def stages(
         self,
@@ -284,6 +314,27 @@ class Play:
         """The same in another sync mode."""
         return replace(self, configuration=replace(self.configuration, sync=sync))
 
+    def with_zero_stage(self, zero_stage: int) -> Play:
+        """The same with optimiser state sharded, or not; what that has no part in is not played again."""
+        found = replace(self, configuration=replace(self.configuration, zero_stage=zero_stage))
+        vars(found).update({name: vars(self)[name] for name in _WITHOUT_STATE if name in vars(self)})
+        return found
+
+    @cached_property
+    def sharded(self) -> ShardedState | None:
+        """Who owns what; None: each worker keeps the optimiser state of all that it holds."""
+        plan = self.configuration
+        if not plan.zero_stage:
+            return None
+        return self.predictor.sharded_state(
+            self.stages, self.schedule.placement, plan.replicas, plan.arrangement, plan.nodes
+        )
+
+    @property
+    def _spared(self) -> tuple[float, ...]:
+        """Bytes of optimiser state that others keep for each worker."""
+        return (0.0,) * self.schedule.workers if self.sharded is None else self.sharded.spared
+
     @property
     def update_samples(self) -> int:
         """Samples of all replicas between two updates."""
@@ -355,12 +406,21 @@ class Play:
 
     @cached_property
     def _update(self) -> float:
+        """What follows an update's ops, syncs and messages."""
+        return self._optimizer + self.broadcast_seconds
+
+    @cached_property
+    def _optimizer(self) -> float:
         profile = self.predictor.profile
-        trained = _held(self.schedule, self.stages.trained)
+        updated = _held(self.schedule, self.stages.trained) if self.sharded is None else self.sharded.most
         if self.network.slowness:
-            trained = [size * slow for size, slow in zip(trained, self.network.slowness, strict=True)]
-        optimizer = profile.update_seconds_per_byte * max(trained)
-        return optimizer + profile.step_overhead_seconds
+            updated = [size * slow for size, slow in zip(updated, self.network.slowness, strict=True)]
+        return profile.update_seconds_per_byte * max(updated) + profile.step_overhead_seconds
+
+    @property
+    def broadcast_seconds(self) -> float:
+        """To send updated weights from their owners to all who hold them."""
+        return 0.0 if self.sharded is None else self.sharded.seconds
 
     @cached_property
     def _work(self) -> tuple[float, ...]:
@@ -381,8 +441,10 @@ class Play:
             _held(schedule, per_stage("bytes", of, schedule.stages))
             for of in (stages.trained, held.optimizer, held.casts)
         )
+        if self.sharded is not None:
+            optimizer = [self.predictor.model.optimizer_states * own for own in self.sharded.most]
         once = timed(schedule).changes(self.costs)
-        bases = self._without_ties(tuple(once.base))
+        bases = self._without_ties(tuple(b - less for b, less in zip(once.base, self._spared, strict=True)))
         by_tag = self.predictor.cluster.cores is not None  # workers are processes of this machine, over Gloo
         peaks = walked(
             *(schedule, stages, each, recompute),
@@ -409,11 +471,12 @@ class Play:
     @cached_property
     def _memory_without_peaks(self) -> tuple[WorkerMemory, ...]:
         """The same by a profile that has no peaks of ops: for messages there is an allowance."""
-        peaks = self._peaks
+        peaks = tuple(peak - less for peak, less in zip(self._peaks, self._spared, strict=True))
         held = self.stages.bytes
         each = stage_bytes(held, Recompute.NONE, self.schedule.stages)
         fixed = _held(self.schedule, [w + rest for w, rest in zip(each.weights, each.fixed, strict=True)])
-        fixed = [f - twice for f, twice in zip(fixed, self._counted_twice, strict=True)]
+        less = map(sum, zip(self._counted_twice, self._spared, strict=True))
+        fixed = [f - not_there for f, not_there in zip(fixed, less, strict=True)]
         versions = self._further_versions(fixed, peaks)
         return tuple(
             WorkerMemory(fixed_ + more, peak - fixed_ - more, buffer)
@@ -434,12 +497,13 @@ class Play:
     def _updating(self, gradients: Sequence[float]) -> list[float]:
         """Bytes that each worker needs for the gradient norm, or for its largest stage's update."""
         profile, placement = self.predictor.profile, self.schedule.placement
+        norms = (min(profile.norm_bytes_per_byte * mine, profile.norm_peak_bytes) for mine in gradients)
+        if self.sharded is not None:
+            return list(map(max, norms, self.sharded.updating))
+        peaks = self.stages.update_peaks
         return [
-            max(
-                min(profile.norm_bytes_per_byte * mine, profile.norm_peak_bytes),
-                *(self.stages.update_peaks[stage] for _, stage in placement.held(worker)),
-            )
-            for worker, mine in enumerate(gradients)
+            max(norm, *(peaks[stage] for _, stage in placement.held(worker)))
+            for worker, norm in enumerate(norms)
         ]
 
     @cached_property
@@ -464,7 +528,8 @@ class Play:
         """Whether every worker's memory is there."""
         usable = self.usable_bytes
         if self.stages.bytes.workspace is None:
-            needed = [peak + buffer for peak, buffer in zip(self._peaks, self.buffers, strict=True)]
+            rows = zip(self._peaks, self.buffers, self._spared, strict=True)
+            needed = [peak + buffer - less for peak, buffer, less in rows]
         else:
             needed = [worker.total for worker in self.memory]
         return all(bytes_ <= there for bytes_, there in zip(needed, usable, strict=True))
@@ -518,8 +583,9 @@ class Play:
             bubbles=(still._played - most) * n,  # noqa: SLF001
             messages=(quiet._played - still._played) * n,  # noqa: SLF001
             allreduce=(self._played - quiet._played) * n,  # noqa: SLF001
-            update=self._update * n,
+            update=self._optimizer * n,
             shared_cores=self._waiting * n,
+            broadcasts=self.broadcast_seconds * n,
         )
 
     def _notes(self) -> list[str]:
@@ -537,11 +603,6 @@ class Play:
             for kind, most in largest.items()
             if self.configuration.samples > most and layers[kind].forward(most) > 0
         ]
-        if self.predictor.model.shards_state:
-            notes.append(
-                "with pipeline.zero_stage = 1 workers hold and update less than is counted here, and send "
-                "weights when a step ends, which is not counted"
-            )
         if beyond:
             notes.append(
                 f"micro-batches of {self.configuration.samples} samples are beyond what the profile has of "
@@ -630,6 +691,22 @@ def _require_samples(configuration: Configuration) -> None:
     if configuration.replicas < 1 or configuration.samples < 1:
         raise ConfigError(
             f"replicas={configuration.replicas}, samples={configuration.samples}: both must be 1 or more"
+        )
+
+
+def _require_flush(configuration: Configuration, schedule: Schedule, *, barrier: bool) -> None:
+    zero_stage = configuration.zero_stage
+    if zero_stage not in (0, 1):
+        raise ConfigError(f"zero_stage={zero_stage}: give 1 to shard optimiser state, or 0")
+    if zero_stage and configuration.tensor_parallel > 1:
+        raise ConfigError(
+            f"zero_stage=1 does not go with tensor_parallel={configuration.tensor_parallel}: give one of them"
+        )
+    if zero_stage and not (schedule.synchronous and barrier):
+        why = "no barrier" if schedule.synchronous else f"no flush in {schedule.scheme}"
+        raise ConfigError(
+            f"zero_stage=1: updated weights are sent when a step ends on all workers, and with {why} it does "
+            "not; give 0"
         )
 
 

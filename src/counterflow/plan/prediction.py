@@ -30,6 +30,7 @@ class Configuration:
         cuts: where the layers are cut.
         tensor_parallel: T, positions of tensor parallelism, at each of which stands a whole pipeline group.
         nodes: the order in which nodes of different kinds stand; empty: the cluster's.
+        zero_stage: 1: of all who hold a weight one keeps its optimiser state, updates it and sends it on.
     """
 
     scheme: str
@@ -42,6 +43,7 @@ class Configuration:
     cuts: Cuts = Cutting.BALANCED
     tensor_parallel: int = 1
     nodes: Runs = ()
+    zero_stage: int = 0
 
     @classmethod
     def of(
@@ -107,6 +109,7 @@ class Parts:
         allreduce: what gradient syncs add that nothing hides.
         update: the optimiser, and what an update takes whatever is in it.
         shared_cores: what workers add that wait for a core.
+        broadcasts: what sending updated weights adds, where optimiser state is sharded.
     """
 
     compute: float
@@ -116,6 +119,7 @@ class Parts:
     allreduce: float
     update: float
     shared_cores: float
+    broadcasts: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ with less (bytes go down in proportion).
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -130,6 +131,8 @@ class LayerProfile:
             of those that wait holds it. None: nothing.
         update_peak_bytes: what the optimiser needs while it updates the layer, beside its state.
         tensor_parallel: what tensor parallelism divides of it; None: nothing.
+        parameter_bytes: of each trained parameter, in the layer's order: whole ones are owned where optimiser
+            state is sharded. None: the layer's bytes are taken to be shared out evenly.
 
     Raises:
         ConfigError: no sizes, sizes that do not rise, a number for a size missing or negative.
@@ -165,6 +168,7 @@ class LayerProfile:
     held_input_bytes: tuple[float, ...] = ()
     update_peak_bytes: float = 0.0
     tensor_parallel: Division | None = None
+    parameter_bytes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.samples or self.samples[0] <= 0 or any(a >= b for a, b in pairwise(self.samples)):
@@ -187,6 +191,13 @@ class LayerProfile:
             raise ConfigError(
                 f"frozen_bytes={self.frozen_bytes:g}: is a part of weights_bytes={self.weights_bytes:g}; "
                 "must be no more"
+            )
+        for size in self.parameter_bytes:
+            require_number("parameter_bytes", size)
+        if self.parameter_bytes and not math.isclose(sum(self.parameter_bytes), self.trained_bytes):
+            raise ConfigError(
+                f"parameter_bytes: {sum(self.parameter_bytes):g} bytes, and {self.trained_bytes:g} "
+                "are trained (weights_bytes less frozen_bytes); make them the same, or leave them out"
             )
 
     @property

@@ -148,6 +148,7 @@ def configuration_json(configuration: Configuration) -> dict[str, Any]:
         "sync": configuration.sync.value,
         "arrangement": configuration.arrangement.value,
         "nodes": [{"kind": kind, "nodes": count} for kind, count in configuration.nodes],
+        "zero_stage": configuration.zero_stage,
         "cuts": list(cuts) if isinstance(cuts, tuple) else cuts.value,
         "tensor_parallel": configuration.tensor_parallel,
     }
@@ -161,7 +162,8 @@ def parts_json(parts: Parts) -> dict[str, float]:
 def choices(configuration: Configuration) -> str:
     """The options of a configuration that its depth and micro-batches do not tell, for people.
 
-    Parts of the model on a worker are told even where they are the usual ones.
+    Parts of the model on a worker are told even where they are the usual ones; optimiser state, where it is
+    sharded.
 
     >>> options = {"stages": 4, "micro_batches": 8, "pairs": 1, "concat": "forward-doubling"}
     >>> choices(Configuration.of("chimera", options, 1, 1))
@@ -174,6 +176,8 @@ def choices(configuration: Configuration) -> str:
         plain = option.unsaid if option.kind is Kind.NUMBER else option.default
         if value != plain and name not in (*DEPTH, "micro_batches"):
             told.append(f"{name}={value}")
+    if configuration.zero_stage:
+        told.append(f"zero_stage={configuration.zero_stage}")
     return " ".join(told)
 
 

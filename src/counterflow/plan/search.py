@@ -125,7 +125,7 @@ class Found:
 
 @dataclass(slots=True)
 class _Candidate:
-    """A member of a group: one arrangement, one way to recompute, every sync mode."""
+    """A member of a group: one arrangement, one way to recompute, one ``zero_stage``, every sync mode."""
 
     group: Group
     place: int
@@ -136,6 +136,7 @@ class _Candidate:
     updates: float
     work: float
     """Seconds of a step's work, shared out evenly: no bound is below."""
+    zero_stage: int = 0
     bound: Bounds = field(init=False)
 
     @property
@@ -329,9 +330,10 @@ class _Search:
             # Shared out evenly among workers that differ, it is in proportion to their speed.
             slow = group.depth / sum(1 / each for each in links.slowness) if links.slowness else 1.0
             for recompute, seconds in work:
-                least = seconds * slow
-                yield _Candidate(group, place, recompute, arrangement, nodes, links, updates, least)
-                place += 1
+                for zero_stage in group.zero_stages:
+                    where = arrangement, nodes, links
+                    yield _Candidate(group, place, recompute, *where, updates, seconds * slow, zero_stage)
+                    place += 1
 
     def _work(self, group: Group, recompute: Recompute) -> float:
         shape = group.shape
@@ -349,24 +351,27 @@ class _Search:
         where = candidate.arrangement, candidate.nodes
         key = (*shape.without_promise, group.replicas, group.samples, *where, recompute)
         if key not in self.known:
+            stages = self.predictor.stages(
+                self.constraints.cuts,
+                shape.placement,
+                group.samples,
+                recompute,
+                passes=-(-sum(shape.passes) // len(shape.passes)),
+                on=candidate.links,
+            )
+            place = shape.placement, group.replicas, *where
             self.known[key] = common(
                 shape,
-                self.predictor.stages(
-                    self.constraints.cuts,
-                    shape.placement,
-                    group.samples,
-                    recompute,
-                    passes=-(-sum(shape.passes) // len(shape.passes)),
-                    on=candidate.links,
-                ),
+                stages,
                 candidate.links,
                 self.predictor.cluster,
                 recompute,
                 update_seconds_per_byte=self.predictor.profile.update_seconds_per_byte,
                 step_overhead_seconds=self.predictor.profile.step_overhead_seconds,
                 barrier=self.predictor.model.barrier,
+                sharded=self.predictor.sharded_state(stages, *place) if 1 in group.zero_stages else None,
             )
-        return self.known[key].bounds(shape.most_stashed)
+        return self.known[key].bounds(shape.most_stashed, candidate.zero_stage)
 
     def _networks(self, shape: Shape, replicas: int) -> list[tuple[Arrangement, Runs, Network]]:
         """The arrangements, and orders of nodes, that differ in what workers, messages and sums find."""
@@ -397,7 +402,10 @@ class _Search:
         """Refuse, prune or simulate each; those that memory refuses are given back."""
         refused = []
         usable = (self.predictor.cluster.usable_bytes,) * members[0].group.depth
+        played: dict[tuple[Recompute, Arrangement, Runs], tuple[Play, Play | None]] = {}
+        """Those that differ in ``zero_stage`` alone are played once; and the quickest sync mode is one."""
         for candidate in members:
+            alike = candidate.recompute, candidate.arrangement, candidate.nodes
             scheme = candidate.group.scheme
             tally = self.tallies[scheme]
             if candidate.bound.too_many_bytes > 0:
@@ -413,15 +421,26 @@ class _Search:
             elif not self.best.needs(scheme, candidate.seconds):
                 tally.slower += 1
             else:
-                play = self.predictor.play(self._configuration(candidate), self.mini_batch)
+                known, quickest = played.get(alike, (None, None))
+                if known is None:
+                    play = self.predictor.play(self._configuration(candidate), self.mini_batch)
+                else:
+                    play = known.with_zero_stage(candidate.zero_stage)
+                played[alike] = play, quickest
                 if not play.fits:
                     tally.refuse(_too_large(scheme, play))
                     refused.append(candidate)
+                elif quickest is not None:
+                    tally.simulated += 1
+                    play = quickest.with_zero_stage(candidate.zero_stage)
+                    self.best.add(scheme, Plan(play.seconds, candidate.place, play))
                 elif not self.best.needs(scheme, least_seconds(play, self.best.limit(scheme))):
                     tally.slower += 1
                 else:
                     tally.simulated += 1
-                    self.best.add(scheme, self._quickest(play, candidate.place))
+                    plan = self._quickest(play, candidate.place)
+                    played[alike] = play, plan.play
+                    self.best.add(scheme, plan)
         return refused
 
     def _configuration(self, candidate: _Candidate) -> Configuration:
@@ -437,6 +456,7 @@ class _Search:
             self.constraints.cuts,
             self.predictor.tensor_parallel,
             candidate.nodes,
+            candidate.zero_stage,
         )
 
     def _quickest(self, play: Play, place: int) -> Plan:

@@ -1,4 +1,5 @@
-"""The space of plans: every scheme and its options, depth, width, micro-batch, recomputation, arrangement.
+"""The space of plans: every scheme and its options, depth, width, micro-batch, recomputation, arrangement,
+and whether optimiser state is sharded.
 
 Invariant: a candidate is legal: its schedule builds, its micro-batches make up the mini-batch exactly, it
 uses all devices of the cluster. What of the space is left out, and why, is counted (``Omission``).
@@ -27,6 +28,7 @@ from .cluster import Cluster
 from .device_placement import Arrangement
 from .model import Model
 from .shape import Options, Shape, shape_of
+from .sharded_state import several_hold
 from .stages import Cuts, Cutting, may_cut
 
 MOST_SAMPLES = 100_000
@@ -51,6 +53,7 @@ class Constraints:
         sync: only these.
         arrangements: only these.
         cuts: how layers are cut.
+        zero_stages: only these, where a stage has several holders; where none has, they are one.
         options: (name, values) pairs: a scheme that has an option of that name takes only these values of it;
             ``scheme.name``: of that scheme alone, in place of what is said of all. A value that is not
             tried leaves no candidate.
@@ -67,20 +70,28 @@ class Constraints:
     sync: tuple[Sync, ...] = tuple(Sync)
     arrangements: tuple[Arrangement, ...] = tuple(Arrangement)
     cuts: Cuts = Cutting.BALANCED
+    zero_stages: tuple[int, ...] = (0, 1)
     options: tuple[tuple[str, tuple[OptionValue, ...]], ...] = ()
     more_updates: bool = False
     tensor_parallel: tuple[int, ...] = (1,)
 
     def at(self, positions: int, cluster: Cluster) -> Constraints:
-        """The same for one of several numbers of positions: depths that another allows are left out."""
+        """The same for one of several numbers of positions: depths that another allows are left out.
+
+        Raises:
+            ConfigError: optimiser state is to be sharded, with which several positions do not go.
+        """
+        stages = self.zero_stages if positions == 1 else (0,)
+        if 0 in stages and 0 not in self.zero_stages:
+            raise ConfigError(f"tensor_parallel={positions}: does not go with zero_stage=1; give one of them")
         if self.depths is None or len({*self.tensor_parallel}) == 1:
-            return self
+            return replace(self, zero_stages=stages)
         legal = {
             each: [d for d in self.depths if d > 0 and not cluster.size // each % d]
             for each in self.tensor_parallel
         }
         of_none = {*self.depths}.difference(*legal.values())
-        return replace(self, depths=(*legal[positions], *of_none))
+        return replace(self, depths=(*legal[positions], *of_none), zero_stages=stages)
 
     def of_scheme(self, scheme: Scheme) -> dict[str, tuple[OptionValue, ...]]:
         """The wanted values of a scheme's options.
@@ -115,7 +126,7 @@ def _value(scheme: Scheme, name: str, options: Options) -> OptionValue | None:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Candidates that share a schedule: they differ in recomputation, sync mode and arrangement.
+    """Candidates that share a schedule: they differ in recomputation, sync mode, arrangement, ``zero_stage``.
 
     Attributes:
         scheme: the scheme's name.
@@ -123,6 +134,7 @@ class Group:
         shape: of its schedule.
         replicas: W.
         samples: B, samples of a micro-batch.
+        zero_stages: what is tried of it.
     """
 
     scheme: str
@@ -130,6 +142,7 @@ class Group:
     shape: Shape
     replicas: int
     samples: int
+    zero_stages: tuple[int, ...] = (0,)
 
     @property
     def depth(self) -> int:
@@ -181,6 +194,10 @@ def space(
                 Omission(scheme.name, "works without a flush, on old weights: only with --stale")
             )
             continue
+        if not scheme.synchronous and not _zero_stages(model, constraints, flush=False):
+            reason = "updates each stage at its own time, and zero_stage = 1 needs a flush"
+            omissions.append(Omission(scheme.name, reason))
+            continue
         if not scheme.synchronous and any(tie.trained for tie in model.ties):
             reason = "updates each stage at its own time, and layers share weights; only schemes with a flush"
             omissions.append(Omission(scheme.name, reason))
@@ -209,8 +226,24 @@ def _refuse_what_nothing_meets(
             raise ConfigError(f"micro_batch={size}: must be 1 or more samples")
     for name, values in constraints.options:
         _refuse_option(name, values, schemes)
+    for stage in constraints.zero_stages:
+        if stage not in (0, 1):
+            raise ConfigError(f"zero_stage={stage}: must be 0 or 1")
+    if not model.barrier and 0 not in constraints.zero_stages:
+        raise ConfigError(
+            "zero_stage=1: updated weights are sent when a step ends on all workers, and with barrier = "
+            "false it does not; leave one of them out"
+        )
     if not isinstance(constraints.cuts, Cutting):
         explicit(constraints.cuts, len(model.layers), len(constraints.cuts) + 1)
+
+
+def _zero_stages(model: Model, constraints: Constraints, *, flush: bool) -> tuple[int, ...]:
+    """What may be tried where a stage has several holders: what its config asks for, else both."""
+    wanted = constraints.zero_stages
+    if model.shards_state and wanted == Constraints().zero_stages:
+        wanted = (1,)
+    return tuple(sorted({stage for stage in wanted if not stage or (flush and model.barrier)}))
 
 
 def _refuse_option(name: str, values: Sequence[OptionValue], schemes: Sequence[Scheme]) -> None:
@@ -314,7 +347,9 @@ def _of_depth(
             if samples < shape.parts:
                 continue  # half of one sample is none
             if may_cut(model, constraints.cuts, shape.placement.stages):
-                yield Group(scheme.name, options, shape, replicas, samples)
+                several = several_hold(shape.placement, replicas)
+                stages = _zero_stages(model, constraints, flush=scheme.synchronous) if several else (0,)
+                yield Group(scheme.name, options, shape, replicas, samples, stages)
 
 
 def _choices(scheme: Scheme, depth: int, micro_batches: int, layers: int) -> Iterator[Options]:

@@ -164,6 +164,7 @@ def of_position(
         frozen_bytes=weights * layer.frozen_bytes,
         cast_bytes=weights * layer.cast_bytes,
         update_peak_bytes=weights * layer.update_peak_bytes,
+        parameter_bytes=(),  # which of them are divided is not told
     )
 
 

@@ -125,6 +125,7 @@ def with_fewer(config: RunConfig, processes: int) -> RunConfig:
         recompute=recompute,
         sync=(pipeline.sync,),
         arrangements=(Arrangement.PIPELINE_INSIDE,),
+        zero_stages=(pipeline.zero_stage,),
     )
     try:
         found = search(model, profile, cluster, mini_batch, constraints, count=1)

@@ -18,7 +18,7 @@ from counterflow.plan.device_placement import devices
 from .config import RunConfig
 
 _DECIDED = {
-    "pipeline": ("replicas", "recompute", "sync", "cuts", "transport"),
+    "pipeline": ("replicas", "recompute", "sync", "cuts", "transport"),  # and zero_stage, but where it is 1
     "train": ("samples",),
 }
 """By table of a config, the keys that a plan decides."""
@@ -38,6 +38,8 @@ def kept_of(config: RunConfig) -> dict[str, dict[str, Any]]:
         }
         if given:
             found[table] = given
+    if not config.pipeline.zero_stage:
+        found.get("pipeline", {}).pop("zero_stage", None)
     return found
 
 
@@ -97,6 +99,7 @@ def planned_config(
             "sync": plan.sync,
             "cuts": plan.cuts,
             "transport": "nccl" if cluster.cores is None else "gloo",
+            "zero_stage": plan.zero_stage,
         },
         "optimizer": _OPTIMIZERS.get(model.optimizer_states, {}),
         "train": {"samples": plan.samples * prediction.micro_batches},

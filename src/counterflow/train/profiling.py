@@ -444,6 +444,7 @@ def layer_profile(
         held_input_bytes=median(lambda one, i: one.costs[i].held_input_bytes),
         kept_gradient_bytes=median(lambda one, i: one.costs[i].workspace.kept_gradient_bytes),
         update_peak_bytes=float(max(largest.update.layers[i] for i in members)),
+        parameter_bytes=tuple(float(p.nbytes) for p in layers[members[0]].parameters() if p.requires_grad),
     )
 
 

@@ -94,6 +94,15 @@ def plan(
             rich_help_panel=_LIMITS,
         ),
     ] = None,
+    zero_stage: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="STAGE",
+            help="Only 0: every holder of a weight keeps its optimiser state; or 1: one does, updates it and "
+            "sends it to the others.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(
@@ -206,6 +215,7 @@ def plan(
             parse_mode(Arrangement, "arrangement", name) for name in arrangement or Arrangement
         ),
         cuts=wanted_cuts(cuts),
+        zero_stages=tuple(zero_stage) if zero_stage else Constraints().zero_stages,
         options=wanted_options(option or ()),
         more_updates=more_updates,
         tensor_parallel=tuple(tensor_parallel or (1,)),

@@ -29,6 +29,7 @@ class ConfigurationShown(Part):
     nodes: Annotated[
         list[NodesShown], said("the order in which nodes of different kinds stand; empty: the cluster's")
     ]
+    zero_stage: Annotated[int, said("1: optimiser state is sharded over the holders of a weight")]
     cuts: Annotated[
         list[int] | str, said("layers at which stages begin after the first; or balanced, even: not cut yet")
     ]
@@ -132,6 +133,7 @@ class PartsShown(Part):
     allreduce: Annotated[float, said("what gradient syncs add that nothing hides")]
     update: Annotated[float, said("the optimiser, and what else an update takes")]
     shared_cores: Annotated[float, said("what workers add that wait for a core")]
+    broadcasts: Annotated[float, said("what sending updated weights adds, with `zero_stage` 1")]
 
 
 class ChangeShown(Part):

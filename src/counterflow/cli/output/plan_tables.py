@@ -141,6 +141,7 @@ def _of_best(found: Plan) -> Iterator[str]:
         f"Best plan: {best.schedule}, {plan.replicas} replica{'s' if plan.replicas > 1 else ''}, {divided}"
         f"micro-batches of {plan.samples}, recompute {plan.recompute.value}, sync {plan.sync.value}, devices "
         f"{plan.arrangement.value}{f', nodes: {in_words(plan.nodes)}' if plan.nodes else ''}"
+        f"{', optimiser state sharded (zero_stage 1)' if plan.zero_stage else ''}"
     )
     runs: list[tuple[int, int, str]] = []
     for worker, size in enumerate(map(byte_size, best.peak_bytes)):
@@ -221,6 +222,7 @@ _PART_WORDS = {
     "allreduce": "all-reduces",
     "update": "update",
     "shared_cores": "waiting for cores",
+    "broadcasts": "broadcasts of weights",
 }
 
 

@@ -108,6 +108,7 @@ class Competitor:
             recompute=recompute,
             arrangements=self.arrangements,
             cuts=Cutting.EVEN,
+            zero_stages=(0,),
             options=self.options,
             more_updates=True,
         )

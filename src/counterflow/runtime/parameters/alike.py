@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 from counterflow.errors import ConfigError, WorkerError
+from counterflow.schedule.owners import pieces
 
 from ..mesh.dtensors import local
 from ..mesh.layout import REPLICA, WORKER, Layout
 from ..stages.stage import StageCopy
 from ..transport import Group, Transport
 from .names import Names, named_parameters, shared_names
-
-_BROADCAST_BYTES = 25 * 1024 * 1024
-"""The size of the pieces in which copies are sent weights."""
 
 _DIGEST_BYTES = 16
 
@@ -87,22 +85,18 @@ def _is_first(layout: Layout, rank: int, worker: int) -> bool:
 
 def send_alike(tensors: Sequence[Tensor], source: int, group: Group, transport: Transport) -> None:
     """Let tensors become those of one rank of a group, bit for bit; as bytes, in pieces."""
-    piece: list[Tensor] = []
-    for number, tensor in enumerate(tensors, 1):
-        piece.append(tensor)
-        if number < len(tensors) and sum(t.nbytes for t in piece) < _BROADCAST_BYTES:
-            continue
-        sizes = [t.nbytes for t in piece]
+    left = iter(tensors)
+    for sizes in pieces([tensor.nbytes for tensor in tensors]):
+        piece = [next(left) for _ in sizes]
         if transport.rank == source:
             flat = torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in piece])
         else:
-            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=piece[0].device)
+            flat = torch.empty(int(sum(sizes)), dtype=torch.uint8, device=piece[0].device)
         transport.broadcast(flat, source, group)
         if transport.rank != source:
             with torch.no_grad():
-                for target, part in zip(piece, flat.split(sizes), strict=True):
+                for target, part in zip(piece, flat.split([t.nbytes for t in piece]), strict=True):
                     target.copy_(part.clone().view(target.dtype).view(target.shape))
-        piece = []
 
 
 def compare(rows: Sequence[Digests], layout: Layout, when: str) -> None:
