@@ -10,6 +10,7 @@ import pytest
 
 from counterflow import ConfigError
 from counterflow.errors import PlanError
+from counterflow.papers.step_times import beside
 from counterflow.plan import (
     Arrangement,
     Cluster,
@@ -48,6 +49,11 @@ def test_ops_and_updates_take_as_long_as_the_worker_s_device_makes_them() -> Non
     assert found.step_seconds == pytest.approx(4 + 2 * 2 + 4 * 2 + 8 + 4)
     other = predictor.predict(dapple(2, 1, cuts=(4,), nodes=(("slow", 1), ("fast", 1))))
     assert other.step_seconds == pytest.approx(8 + 2 + 4 + 16 + 8)
+
+
+def test_no_closed_form_stands_beside_workers_that_differ() -> None:
+    assert beside(Predictor(MODEL, PROFILE, TWO).play(dapple(2, 8))) is None
+    assert beside(Predictor(MODEL, PROFILE, replace(TWO, kinds=())).play(dapple(2, 8))) is not None
 
 
 def test_a_slow_worker_gets_fewer_layers() -> None:

@@ -68,6 +68,8 @@ def closed_form(schedule: Schedule, times: StageTimes) -> ClosedForm | None:
 def beside(play: Play) -> ClosedForm | None:
     """What the papers' form says of a configuration that the planner played; None where there is none.
 
+    The forms know no workers that differ in speed.
+
     >>> from counterflow.plan import Configuration, Predictor
     >>> from .examples import example
     >>> task = example("chimera-bert48")
@@ -75,6 +77,8 @@ def beside(play: Play) -> ClosedForm | None:
     >>> beside(Predictor(task.model, task.profile, task.cluster).play(dapple)).source
     'Chimera, Table 2'
     """
+    if play.network.slowness and {*play.network.slowness} != {1.0}:
+        return None
     stages, again = play.stages, play.configuration.recompute is not Recompute.NONE
     forward = list(stages.forward)
     backward = [b + a if again else b for b, a in zip(stages.backward, stages.again, strict=True)]
