@@ -156,7 +156,7 @@ def _of_best(found: Plan) -> Iterator[str]:
         parts = fullest.parts().items()
         told = ", ".join(f"{name} {byte_size(size)}" for name, size in parts if size >= 0.5)
         yield f"  of the fullest worker   {told}"
-    if best.steady_step_seconds < best.step_seconds * (1 - _TELLING):
+    if best.steady_step_seconds < best.step_seconds * (1 - _TELLING) and not plan.zero_stage:
         steady = _seconds(best.steady_step_seconds)
         yield f"  without a barrier       {steady} a step (Pipeline(barrier=False))"
     if isinstance(plan.cuts, tuple) and plan.cuts:
