@@ -384,13 +384,13 @@ def broadcasts(cluster: Cluster, copies: Sequence[int], nodes: Sequence[Node] = 
 
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.3, for the tree; NCCL's and Gloo's sources.
 
-    >>> servers = Cluster("c", 2, 4, 1e9, Link(1, 1 / 100), Link(2, 1 / 10), allreduce=AllReduce.RING)
-    >>> broadcasts(servers, [4, 4]).seconds(1000, 1)  # 2 levels of 1 + 10 s inside, 1 of 2 + 100 s between
-    124.0
+    >>> servers = Cluster("c", 2, 4, 1e9, Link(1, 1 / 128), Link(2, 1 / 8), allreduce=AllReduce.RING)
+    >>> broadcasts(servers, [4, 4]).seconds(1024, 1)  # 2 levels of 1 + 8 s inside, 1 of 2 + 128 s between
+    148.0
     >>> from dataclasses import replace
     >>> chain = broadcasts(replace(servers, allreduce=AllReduce.HIERARCHICAL), [4, 4])
-    >>> chain.seconds(1000, 1)  # 6 links inside and 1 between, 100 s, 2 s to start
-    110.0
+    >>> chain.seconds(1024, 1)  # 6 links inside and 1 between, 128 s, 2 s to start
+    138.0
     """
     most, several = max(copies), len(copies)
     nodes = nodes or (cluster.node(),)
