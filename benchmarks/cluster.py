@@ -213,7 +213,7 @@ class Work:
             [Layer(self.task, self.seconds) for _ in range(self.layers)],
             lambda output, _: output.mean(), schedule, sync=chosen.sync, recompute=chosen.recompute,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), digest_every=0,
-            cuts=tuple(map(int, chosen.cuts)), mesh=mesh, compress=compress,
+            cuts=tuple(map(int, chosen.cuts)), mesh=mesh, compress=compress, zero_stage=chosen.zero_stage,
         )  # fmt: skip
         inputs = torch.zeros(chosen.samples * schedule.micro_batches, self.task.width)
         taken = []
@@ -224,6 +224,7 @@ class Work:
             taken.append(max(row[0] for row in self.transport.gather([time.perf_counter() - begin])))
         pipeline.close()
         said = name or f"{shown_options(chosen)} {chosen.sync} {chosen.arrangement}"
+        said += " zero_stage=1" if chosen.zero_stage else ""
         said += " compressed" if compress else ""
         return Row(said, predicted.step_seconds, statistics.median(taken[1:]))
 

@@ -88,7 +88,10 @@ def test_plans_are_tables() -> None:
     chimera = Configuration.of("chimera", {"stages": 4, "micro_batches": 8}, replicas=8, samples=8)
     prediction = predict(task.model, task.profile, task.cluster, chimera)
     html = shown(replace(prediction, schedule=EVIL, notes=(EVIL,)))
-    assert "<td>chimera</td><td>4</td><td>8</td><td>8</td><td>8</td><td>none</td><td>eager-opt</td>" in html
+    assert (
+        "<td>chimera</td><td>4</td><td>8</td><td>1</td><td>8</td><td>8</td><td>none</td><td>eager-opt</td>"
+        in html
+    )
     found = search(
         *(task.model, task.profile, task.cluster, task.mini_batch),
         Constraints(schemes=("chimera", "dapple"), depths=(4,)),

@@ -131,8 +131,9 @@ def test_plan(run: Run, tmp_path: Path) -> None:
     best = found["best"][0]
     assert (best["scheme"], best["options"]["stages"]) == ("queue", 4)
     assert best["closed_form"] is None
-    # 50 layers: 1 to 12 slices; of one sample there are no halves; three kinds of recomputation.
-    assert found["rejected"][0]["candidates"] == 12 * (1 + 2) * 3
+    # 50 layers: 1 to 12 slices; of one sample there are no halves; three kinds of recomputation,
+    # zero_stage 0 and 1.
+    assert found["rejected"][0]["candidates"] == 12 * (1 + 2) * 3 * 2
     run(f"plan {given} --out", str(out))
     assert str(load_config(out).build_schedule()).startswith("queue(stages=4")
     told = choices(Configuration.of("queue", GIVEN, 1, 1))

@@ -73,7 +73,7 @@ def all_gone(folder: Path) -> None:
     ("kind", "told"),
     [
         ("kill", "^worker 2 was killed by SIGKILL"),
-        ("raise", "^worker 2, action 11: Forward F2.2: ValueError: three is too many"),
+        ("raise", "^worker 2, action 13: Forward F2.2: ValueError: three is too many"),
         ("sleep", "worker 2 has been in Forward F"),
     ],
 )
