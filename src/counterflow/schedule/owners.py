@@ -21,11 +21,13 @@ def pieces(sizes: Iterable[float]) -> Iterator[list[float]]:
     True
     """
     piece: list[float] = []
+    total = 0.0
     for size in sizes:
         piece.append(size)
-        if sum(piece) >= PIECE_BYTES:
+        total += size
+        if total >= PIECE_BYTES:
             yield piece
-            piece = []
+            piece, total = [], 0.0
     if piece:
         yield piece
 
