@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train explore browser test lint docs sweep benchmarks clean
+.PHONY: train explore browser test lint docs sweep benchmarks mutants clean
 
 # The built-in example: a small GPT on the text that ships with Python, 4 workers, chimera; about two minutes.
 train: .venv/.installed
@@ -44,6 +44,11 @@ benchmarks: .venv/.installed
 	$(BIN)/python benchmarks/prediction.py
 	$(BIN)/python benchmarks/page_times.py
 	$(BIN)/python benchmarks/ten_tabs.py
+
+# Slips that the tests do not see, module by module (hours); the table is in benchmarks/results/mutants.txt.
+mutants: .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[mutants]'
+	nice -n 15 $(BIN)/python benchmarks/mutants.py $(MODULES)
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

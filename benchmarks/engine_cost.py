@@ -30,6 +30,7 @@ from torch.autograd.graph import get_gradient_edge
 
 import counterflow as cf
 from counterflow.runtime.execution import synchronous
+from counterflow.runtime.mini_batch.losses import Counts
 from counterflow.runtime.transport import Group, Status, Transport, TransportKind
 from counterflow.schedule.ir import OpKind
 from counterflow.schedule.program.actions import Action, Compute, Matching, Receive, Send
@@ -53,17 +54,18 @@ class Ready:
         return self.tensors
 
 
-class Anything(dict[int, bytes]):
-    """Digests of every stage, all equal."""
+class Anything(dict[int, tuple[int, float]]):
+    """Shapes and digests of every stage, all equal."""
 
     def __contains__(self, _: object) -> bool:
         return True
 
-    def __missing__(self, _: int) -> bytes:
-        return b""
+    def __missing__(self, _: int) -> tuple[int, float]:
+        return 0, 0.0
 
 
 synchronous.refuse_no_graph = lambda _: None  # the workers with the loss are not there
+synchronous.Workers.weight = lambda *_: (1.0, Counts.SAMPLES)  # nor is what their losses weigh
 
 
 class Alone(Transport):

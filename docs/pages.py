@@ -159,7 +159,7 @@ def api_page() -> str:
 def _home(module: str, name: str) -> str:
     """Where a public name is defined: its docstring is read there."""
     found = getattr(__import__(module, fromlist=[name]), name)
-    return f"{found.__module__}.{found.__qualname__}"
+    return f"{found.__module__}.{getattr(found, '__qualname__', name)}"
 
 
 def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -23,13 +23,16 @@ if TYPE_CHECKING:
     from . import models
     from .checkpoints import load_checkpoint, load_weights, save_checkpoint
     from .loss_sum import LossSum
+    from .runtime.mini_batch.entries import ENTRIES
     from .runtime.pipeline import Pipeline
+    from .runtime.stages.counters import sum_over_copies
     from .runtime.stages.skips import Skip
     from .runtime.workers.launch import launch
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ENTRIES",
     "ByteCosts",
     "ConfigError",
     "Costs",
@@ -55,30 +58,29 @@ __all__ = [
     "save_checkpoint",
     "schemes",
     "simulate",
+    "sum_over_copies",
     "synthesize",
 ]
 
 
+_LATE = {
+    "ENTRIES": "runtime.mini_batch.entries",
+    "LossSum": "loss_sum",
+    "Pipeline": "runtime.pipeline",
+    "Skip": "runtime.stages.skips",
+    "launch": "runtime.workers.launch",
+    "load_checkpoint": "checkpoints",
+    "load_weights": "checkpoints",
+    "save_checkpoint": "checkpoints",
+    "sum_over_copies": "runtime.stages.counters",
+}
+"""By name the module that has it, of those that need torch."""
+
+
 def __getattr__(name: str) -> Any:
     """The names that need torch, imported when they are first used."""
-    if name == "Pipeline":
-        from .runtime.pipeline import Pipeline  # noqa: PLC0415
-
-        return Pipeline
-    if name == "LossSum":
-        from .loss_sum import LossSum  # noqa: PLC0415
-
-        return LossSum
-    if name == "Skip":
-        from .runtime.stages.skips import Skip  # noqa: PLC0415
-
-        return Skip
-    if name == "launch":
-        from .runtime.workers.launch import launch  # noqa: PLC0415
-
-        return launch
-    if name in ("load_checkpoint", "load_weights", "save_checkpoint"):
-        return getattr(importlib.import_module(f"{__name__}.checkpoints"), name)
+    if name in _LATE:
+        return getattr(importlib.import_module(f"{__name__}.{_LATE[name]}"), name)
     if name == "models":
         return importlib.import_module(f"{__name__}.models")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

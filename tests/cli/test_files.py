@@ -208,8 +208,9 @@ def test_no_op(refused: Refused, exported: Exported, text: str) -> None:
     assert text in message
 
 
-def test_export_takes_schemes_only(refused: Refused) -> None:
-    assert refused("export x.json").startswith("Error: unknown scheme 'x.json'")
+def test_export_takes_schemes_and_files(refused: Refused) -> None:
+    assert refused("export x.json").startswith("Error: x.json: there is no such file")
+    assert refused("export nothing").startswith("Error: unknown scheme 'nothing'")
 
 
 def test_export_into_nowhere(refused: Refused, tmp_path: Path) -> None:

@@ -15,10 +15,12 @@ from counterflow.checkpoints.convert import convert
 from counterflow.train import load_config, load_weights
 from counterflow.train.folder import read_metrics
 from counterflow.train.job import prepare, rate_factor
-from counterflow.train.run import run
 
-from ..train.conftest import Watcher
+from ..cli.conftest import Run
+from ..cli.conftest import run as printed
 from .test_pages import blocks
+
+__all__ = ["printed"]
 
 PAGE = "hugging-face.md"
 
@@ -33,13 +35,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_from_folder_to_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_from_folder_to_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, printed: Run) -> None:
     monkeypatch.chdir(folder)
     config, adapters = blocks(PAGE, "toml")
     (folder / "tune.toml").write_text(config)
     here = ["pipeline.transport=local", "train.threads=1", "train.evaluate_every=0"]
     given = load_config("tune.toml", here)
-    assert run(given, Watcher()) is not None
+    (command,) = re.findall(r"^\$ counterflow (.*)$", "".join(blocks(PAGE, "console")), re.MULTILINE)
+    done = printed(command, *(word for key in here for word in ("--set", key)))
+    assert done.code == 0, done.err
     found = [line["loss"] for line in read_metrics(Path("tuned")) if "loss" in line]
     assert found[-1] < 0.9 * found[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import subprocess
 import sys
 from itertools import pairwise
@@ -171,6 +172,21 @@ def test_a_chart_that_comes_from_no_simulation(tmp_path: Path) -> None:
     empty = Chart("nothing ran", "", 1, 0.0, (Lane("", 0),), ())
     for suffix in ("png", "svg", "html", "trace.json"):
         draw_charts([chart, empty], tmp_path / f"x.{suffix}")
+    # One box, and no letter of what stands in it or above is taken for a formula or a tag.
+    titles = [title.text or "" for title in ET.parse(tmp_path / "x.svg").iter(TITLE)]
+    assert [title for title in titles if title.startswith("forward")] == [
+        "forward of micro-batch 0\nstage 0\nworker P0\nstart 0 ms\nend 250 ms"
+    ]
+    pixels = np.rint(imread(tmp_path / "x.png")[:, :, :3] * 255).astype(int)
+    forward = palette.HUES[0].forward
+    assert (pixels == rgb(forward)).all(axis=2).sum() > 1000
+    page = (tmp_path / "x.html").read_text(encoding="utf-8")
+    assert "<run>" not in page
+    assert "measured $1 " in page
+    assert "nothing ran" in page
+    events = json.loads((tmp_path / "x.trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    (op,) = [event for event in events if event["ph"] == "X"]
+    assert (op["ts"], op["dur"]) == (0, 250_000)  # microseconds
 
 
 def test_pyplot_is_not_used(tmp_path: Path) -> None:

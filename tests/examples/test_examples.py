@@ -51,6 +51,12 @@ def test_own_model_trains_and_goes_on(
     assert second == "all 30 steps are made"
 
 
+def test_irregular_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    """It compares with one process by itself."""
+    runpy.run_path(str(EXAMPLES / "irregular_batches.py"), run_name="__main__")
+    assert re.fullmatch(r"boxes:( \d\.\d{4}){3}\ngraphs:( \d\.\d{4}){3}\n", capsys.readouterr().out)
+
+
 def test_hugging_face(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -436,6 +436,11 @@ AT_ONCE: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: listed(torch.jit.trace(linear(), torch.ones(1, WIDTH))), {}, r"layer 0 .* by torch\.jit"),
     (lambda: listed(nn.Embedding(9, WIDTH, scale_grad_by_freq=True)), {}, "has scale_grad_by_freq=True"),
     (
+        lambda: listed(nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(WIDTH)))),
+        {},
+        r"layer 0 \(Sequential\) has a SyncBatchNorm, which waits in each forward",
+    ),
+    (
         lambda: listed(linear()),
         {"loss_function": nn.MSELoss(reduction="sum")},
         "a MSELoss with reduction='sum'",

@@ -125,6 +125,22 @@ def test_memory_by_hand() -> None:
     assert [w.activations for w in found.memory] == [160, 120, 80, 40]
 
 
+def test_gradients_of_weights_in_bfloat16_take_twice_their_bytes() -> None:
+    """They are added up, and summed over copies, in float32; Adam's state is in bfloat16 too."""
+    low = Profile("p", "d", "", {"block": replace(block(), low_precision_bytes=100.0)})
+    slow = replace(CLUSTER, between=Link(0.0, 0.5))
+    found = predict(MODEL, low, slow, configured("dapple", replicas=2, stages=4, micro_batches=1))
+    assert [w.weights for w in found.memory] == [2 * (100 + 200 + 2 * 100)] * 4
+    # Down and up: 6 messages of 4 bytes; then stage 0's 400 bytes of gradients over two copies.
+    assert found.step_seconds == pytest.approx(4 * 3 + 6 * 2 + 0.5 * 400)
+    with pytest.raises(ConfigError, match="low_precision_bytes=101: is a part of trained_bytes=100"):
+        replace(block(), low_precision_bytes=101.0)
+    tied = replace(MODEL, ties=(LayerTie((0, len(MODEL.layers) - 1), 40.0, low_precision=True),))
+    found = predict(tied, low, CLUSTER, configured("dapple", stages=1, micro_batches=1))
+    blocks = len(MODEL.layers)
+    assert found.memory[0].weights == blocks * 500 - 40 * (1 + 2 + 2)
+
+
 def test_frozen_weights_have_no_gradients_no_states_and_no_sum() -> None:
     """LoRA: 90 of a block's 100 bytes are frozen."""
     adapted = Profile(

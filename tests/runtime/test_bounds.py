@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from counterflow import Pipeline, launch, schemes
 from counterflow.runtime import pipeline as pipelines
+from counterflow.runtime.mini_batch import loss_check
 from counterflow.runtime.stages import split_backward
 from counterflow.schedule.ir import Schedule
 
@@ -120,6 +121,7 @@ def test_nothing_grows_with_the_steps(
     schedule: Schedule, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipelines, "_KINDS", KINDS)
+    monkeypatch.setattr(loss_check, "_KINDS", KINDS)
     monkeypatch.setattr(split_backward, "_MOST_SHAPES", KINDS)
     for grown in launch(_grown, schedule, options, workers=schedule.workers, transport="local"):
         assert not grown

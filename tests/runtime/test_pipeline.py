@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable
@@ -224,30 +225,47 @@ def test_a_module_that_cannot_make_its_weights_is_refused() -> None:
 TINY_RESNEXT = ResNeXtConfig((1, 1), groups=2, width=2, classes=3, channels=1, planes=4, small_images=True)
 
 
-def _statistics(schedule: Schedule, layers: list[nn.Module], recompute: str) -> Any:
-    config = TINY_RESNEXT
-    images, labels = config.sample(8, 4, generator=torch.Generator().manual_seed(0))
-    pipeline = Pipeline(layers, config.loss, schedule, optimizer=sgd, recompute=recompute)
-    for _ in range(2):
-        pipeline.step(images.double(), labels)
-    return pipeline.state_dict()
+def _images() -> tuple[Tensor, Tensor]:
+    images, labels = TINY_RESNEXT.sample(8, 4, generator=torch.Generator().manual_seed(0))
+    return images.double(), labels
 
 
-def test_running_statistics_are_equal_on_all_copies_and_not_counted_twice() -> None:
+def _statistics(schedule: Schedule, layers: list[nn.Module], recompute: str) -> dict[str, Tensor]:
+    """The buffers of the copies that a worker holds, after a step."""
+    pipeline = Pipeline(layers, TINY_RESNEXT.loss, schedule, optimizer=sgd, recompute=recompute)
+    pipeline.step(*_images())
+    return {
+        f"{stage} {number} {name}": buffer.clone()
+        for stage, copy in pipeline.weights.stages.items()
+        for number, layer in enumerate(copy.with_weights)
+        for name, buffer in layer.module.named_buffers()
+        if name.endswith(("running_mean", "running_var"))
+    }
+
+
+def _forwards(layers: list[nn.Module], micro_batches: range) -> list[Tensor]:
+    """The statistics of one process after these of four micro-batches."""
+    model = nn.Sequential(*copy.deepcopy(layers))
+    for images in (_images()[0].chunk(4)[m] for m in micro_batches):
+        model(images)
+    return [b for name, b in model.named_buffers() if name.endswith(("running_mean", "running_var"))]
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
+def test_running_statistics_are_equal_on_all_copies_and_not_counted_twice(recompute: str) -> None:
+    """One copy has seen all micro-batches, one after the other; of two, the mean of what each has seen."""
     torch.manual_seed(0)
     layers = list(nn.ModuleList(TINY_RESNEXT.build()).double())
-    states = [
-        run(_statistics, schedule, layers, recompute, workers=2)[0]
-        for schedule in (schemes.gpipe(2, 4), schemes.chimera(2, 4))
-        for recompute in ("none", "stage", "layer")
-    ]
-    means = [name for name in states[0] if name.endswith("running_mean")]
-    assert means
-    for name in means:
-        for state in states[1:3]:
-            torch.testing.assert_close(state[name], states[0][name], rtol=1e-10, atol=1e-12)
-        for state in states[4:]:
-            torch.testing.assert_close(state[name], states[3][name], rtol=1e-10, atol=1e-12)
+    expected = _forwards(layers, range(4))
+    first, last = run(_statistics, schemes.gpipe(2, 4), layers, recompute, workers=2)
+    assert not first.keys() & last.keys()
+    torch.testing.assert_close([*first.values(), *last.values()], expected, rtol=1e-10, atol=1e-12)
+
+    halves = zip(_forwards(layers, range(2)), _forwards(layers, range(2, 4)), strict=True)
+    expected = [(one + other) / 2 for one, other in halves]
+    for copies in run(_statistics, schemes.chimera(2, 4), layers, recompute, workers=2):
+        found = [copies[name] for name in sorted(copies, key=lambda name: int(name[0]))]
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_stages_hand_on_tuples_of_any_dtype() -> None:

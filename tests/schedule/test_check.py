@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -137,6 +138,44 @@ def _receives_after_sends(actions: list[Action]) -> None:
                 moved = True
 
 
+def test_receives_before_ops_that_their_messages_need_break_only_that() -> None:
+    # Round the ring once: worker 0 posts the receive of F0.2 before the forward that it comes from.
+    schedule = schemes.interleaved(workers=3, micro_batches=1, chunks=2)
+    rule = "no receive is posted before an op of its own worker that the message needs"
+
+    def hurry(actions: list[Action]) -> None:
+        place = next(i for i, a in enumerate(actions) if isinstance(a, Receive) and a.output == _op("F0.2"))
+        actions.insert(0, actions.pop(place))
+
+    program = rewritten(lower(schedule), 0, hurry)
+    assert broken(schedule, program) == [rule]
+    assert _detail(schedule, program, rule) == (
+        "worker 0, action 0: ReceiveActivation F0.2 from worker 2 is posted before F0.0, which it needs"
+    )
+    # By tags, where no message waits on a device, that is how early receives may be posted.
+    assert broken(schedule, replace(program, matching=Matching.TAG)) == []
+
+
+def test_receives_all_round_a_ring_before_the_sends_break_only_that_messages_hold() -> None:
+    # Each worker of the ring runs one more forward before it sends what the next one waits for.
+    schedule = schemes.interleaved(workers=3, micro_batches=3, chunks=2)
+    rule = "no deadlock with sends and receives that hold their worker"
+    program = lower(schedule)
+    assert broken(schedule, program) == []
+    for worker, output, before in ((0, "F0.2", "F2.0"), (1, "F0.3", "F2.1"), (2, "F0.4", "F2.2")):
+        program = rewritten(program, worker, partial(_receive_before, _op(output), _op(before)))
+    assert broken(schedule, program) == [rule]
+    detail = _detail(schedule, program, rule)
+    assert "worker 0, action" in detail
+    assert "ReceiveActivation F0.2 from worker 2 waits for worker 2 to send F0.2" in detail
+
+
+def _receive_before(output: Op, op: Op, actions: list[Action]) -> None:
+    place = next(i for i, a in enumerate(actions) if isinstance(a, Receive) and a.output == output)
+    receive = actions.pop(place)
+    actions.insert(actions.index(Compute(op)), receive)
+
+
 def _takes(op: Op, output: Op) -> bool:
     step = 1 if op.kind is OpKind.FORWARD else -1
     return (
@@ -238,6 +277,24 @@ def test_a_sync_before_the_last_backward_breaks_only_the_gradient_sync() -> None
         actions.insert(first, actions.pop(start))
 
     assert broken(schedule, rewritten(lower(schedule), 0, hurry)) == ["gradient sync covers every copy"]
+
+
+def test_sums_of_the_same_workers_in_two_orders_break_only_that() -> None:
+    schedule = schemes.chimera(2, 2)
+    program = lower(schedule, shared=Shared(statistics=(0, 1)))
+
+    def swap(actions: list[Action]) -> None:
+        one, two = [i for i, a in enumerate(actions) if isinstance(a, StartSync)][-2:]
+        actions[one], actions[two] = actions[two], actions[one]
+
+    assert broken(schedule, program) == []
+    rule = "sums of the same workers start in one order"
+    swapped = rewritten(program, 1, swap)
+    assert broken(schedule, swapped) == [rule]
+    assert _detail(schedule, swapped, rule) == (
+        "workers 0, 1: sum 2 among them is StartSync statistics of stage 0, period 0 on worker 0 "
+        "and StartSync statistics of stage 1, period 0 on worker 1"
+    )
 
 
 def test_an_update_before_the_agreement_breaks_only_that() -> None:

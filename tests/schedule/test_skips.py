@@ -14,7 +14,7 @@ from counterflow.schedule.check import check, inspect
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import Schedule, SkipLink
-from counterflow.schedule.program.actions import Action, Exchange, Matching, Program, Receive, Send
+from counterflow.schedule.program.actions import Action, Matching, Program, Receive, Send
 from counterflow.schedule.program.lowering import lower, lower_evaluation
 from counterflow.schedule.program.segments import segments
 
@@ -45,17 +45,6 @@ def test_every_scheme_with_skips_passes(depth: int) -> None:
         assert loads(dumps(found), "x.json") == found
 
 
-def flat(program: Program) -> list[list[Action]]:
-    return [
-        [
-            part
-            for action in row
-            for part in ((action.first, action.second) if isinstance(action, Exchange) else (action,))
-        ]
-        for row in program.actions
-    ]
-
-
 def test_skips_go_straight_from_worker_to_worker() -> None:
     program = lower(schemes.dapple(4, 2).with_skips([SkipLink(0, 3), NEXT]), matching=Matching.TAG)
     first = [a for a in program.actions[0] if not isinstance(a, Receive)]
@@ -73,7 +62,8 @@ def test_skips_go_straight_from_worker_to_worker() -> None:
         "SendGradient B0.3 for stage 0 to worker 0",
     ]
     by_skip = [
-        [str(a) for a in row if isinstance(a, Send | Receive) and a.skip is not None] for row in flat(program)
+        [str(a) for a in row if isinstance(a, Send | Receive) and a.skip is not None]
+        for row in program.actions
     ]
     assert by_skip[1:3] == [["ReceiveActivation F0.0 for stage 1 once from worker 0"], []]
 
@@ -160,7 +150,7 @@ def test_skips_that_are_not_sent_and_received_once_are_found(
     worker: int, change: Callable[[list[Action]], None], message: str, matching: Matching
 ) -> None:
     schedule = schemes.gpipe(4, 2).with_skips([SKIP])
-    rows = flat(lower(schedule, matching=matching))
+    rows = [list(row) for row in lower(schedule, matching=matching).actions]
     change(rows[worker])
     program = Program(schedule, tuple(map(tuple, rows)), matching=matching)
     found = [r.detail for r in inspect(schedule, program=program).results if r.ok is False]
@@ -170,7 +160,7 @@ def test_skips_that_are_not_sent_and_received_once_are_found(
 def test_receives_in_another_order_are_found() -> None:
     """Over NCCL what comes by the skip would be taken for what comes from the stage before."""
     schedule = schemes.hanayo(3, 2, waves=1).with_skips([SkipLink(0, 4)])  # stages 1 and 4: worker 1
-    rows = flat(lower(schedule))
+    rows = [list(row) for row in lower(schedule).actions]
     places = [
         i
         for i, a in enumerate(rows[1])

@@ -20,7 +20,6 @@ from counterflow.schedule.placement import Placement
 from counterflow.schedule.program.actions import (
     Agree,
     Compute,
-    Exchange,
     Matching,
     Program,
     Receive,
@@ -82,8 +81,6 @@ class Player:
                 return self._compute(worker, op)
             case Send():
                 self._send(worker, action)
-            case Exchange(first, second):
-                return self._do(worker, first) and self._do(worker, second)
             case StartSync():
                 self.started[action, worker] = self.now[worker]
             case WaitSync():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from counterflow import ByteCosts, ConfigError, Costs, DeadlockError, Schedule, schemes, simulate
+from counterflow import ByteCosts, ConfigError, Costs, DeadlockError, Schedule, Simulation, schemes, simulate
 from counterflow.schedule.formats import loads
 from counterflow.schedule.ir import OpKind
 from counterflow.simulate import Piece, kernel
@@ -138,13 +138,26 @@ def test_costs_fit_the_number_of_stages() -> None:
 
 
 def test_compiled_and_plain_loops_agree_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule = schemes.chimera(8, 24, pairs=2, concat="forward-doubling")
-    costs = Costs(forward=0.1, backward=0.7, p2p=0.013, overlap=False)
+    def simulated() -> Simulation:  # of a schedule of its own: what was played of one is kept with it
+        schedule = schemes.chimera(8, 24, pairs=2, concat="forward-doubling")
+        return simulate(schedule, Costs(forward=0.1, backward=0.7, p2p=0.013, overlap=False))
+
     monkeypatch.setattr(kernel._Loop, "compiled", None)
     monkeypatch.setattr(kernel._Loop, "simulated", 0)
-    plain = simulate(schedule, costs)
+    plain = simulated()
+    in_plain_python = kernel._Loop.simulated
+    assert in_plain_python > 0
     kernel.load_numba()
-    compiled = simulate(schedule, costs)
+    loop, runs = kernel._Loop.compiled, list[int]()
+    assert loop is not None
+
+    def counted(edges: Any, seconds: Any, start: Any, end: Any) -> None:
+        runs.append(len(seconds))
+        loop(edges, seconds, start, end)
+
+    monkeypatch.setattr(kernel._Loop, "compiled", counted)
+    compiled = simulated()
+    assert sum(runs) == in_plain_python == kernel._Loop.simulated  # the same nodes, by the other loop
     assert plain.start.tolist() == compiled.start.tolist()
     assert plain.end.tolist() == compiled.end.tolist()
 
@@ -189,12 +202,17 @@ def test_messages_by_link_and_by_the_bytes_of_a_stage() -> None:
 
 
 def test_compute_beside_a_sync_is_slower() -> None:
+    # F0.0 F1.1p1 B1.1p1 B0.0 on worker 0, likewise on worker 1: stage 1 is summed from 4 on, beside B0.0.
     costs = Costs(sync=3, sync_mode="eager", sync_slowdown=0.5)
-    slow, quick = simulate(schemes.chimera(4, 4), costs), simulate(schemes.chimera(4, 4), Costs(sync=3))
-    assert sum(slow.busy) > sum(quick.busy)
+    for seconds, beside in ((3, 2), (1, 1), (0.5, 0.5)):
+        result = simulate(schemes.chimera(2, 2), replace(costs, sync=seconds))
+        ends = {str(span.op): span.end for span in result.timeline}
+        assert (ends["B1.1p1"], ends["B0.1"]) == (4, 4)
+        assert ends["B0.0"] == ends["B1.0p1"] == 6 + 0.5 * beside
+        assert list(result.busy) == [6 + 0.5 * beside] * 2
     # At the end nothing runs beside a sync.
     at_end = replace(costs, sync_mode="end")
-    assert sum(simulate(schemes.chimera(4, 4), at_end).busy) == sum(quick.busy)
+    assert list(simulate(schemes.chimera(2, 2), at_end).busy) == [6, 6]
 
 
 BYTES = ByteCosts(weights=5, gradients=4, optimizer=3, activations=7, inputs=2, layers=2)

@@ -12,7 +12,7 @@ from counterflow.errors import WorkerError
 from counterflow.runtime.workers.world import current_transport
 from counterflow.train.events import read
 from counterflow.train.fence import ATTEMPT, Fence
-from counterflow.train.folder import LIVE, METRICS, SUMMARY, RunFolder, read_metrics
+from counterflow.train.folder import LIVE, METRICS, SUMMARY, RunFolder, read_metrics, whole
 from counterflow.train.loop import Trainer
 from counterflow.train.restarts import telling
 
@@ -71,6 +71,29 @@ def test_without_room_for_a_mark_those_before_are_over(
     assert first.over()
     assert not second.over()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_signal_while_a_file_is_drafted_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Fence(tmp_path).begin()
+    with pytest.raises(KeyboardInterrupt), whole(tmp_path / LIVE) as file:
+        file.write(b"{}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_drafts_of_a_killed_worker_go_with_an_empty_run(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    (folder.path / METRICS).touch()
+    (folder.path / f".{LIVE}.123").write_text("{")
+    folder.remove_empty()
+    assert not folder.path.exists()
 
 
 @pytest.mark.parametrize("tells", [True, False])

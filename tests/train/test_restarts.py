@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +18,16 @@ from counterflow.checkpoints import memory
 from counterflow.checkpoints.memory import Memory, choose
 from counterflow.data.batches import NextByte
 from counterflow.errors import WorkerError
+from counterflow.measure.storage import storage_of
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers import world
 from counterflow.runtime.workers.world import current_transport
-from counterflow.train.events import FAILED, GAVE_UP, RESTARTED, STARTED, note, read
+from counterflow.train.events import FAILED, GAVE_UP, RESTARTED, STARTED, STOPPED, note, read
 from counterflow.train.folder import METRICS, read_metrics
+from counterflow.train.job import prepare
 from counterflow.train.restarts import Restarts, with_memory
 from counterflow.train.run import run
+from counterflow.train.stopping import STOP
 
 from .conftest import Configure, Train, Watcher, losses
 
@@ -267,6 +273,49 @@ def test_without_a_whole_update_nothing_is_copied(
         with_memory(config(**changes), 1)
 
 
+def test_ended_while_it_starts_again_the_copies_stay(
+    train: Train, fails: Callable[..., None], kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no checkpoint: what was made until then is in memory alone, and the same command finds it."""
+    fails()
+
+    def prepare_(*arguments: Any, **options: Any) -> Any:
+        if options.get("again"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return prepare(*arguments, **options)
+
+    monkeypatch.setattr("counterflow.train.run.prepare", prepare_)
+    with pytest.raises(KeyboardInterrupt, match="the metrics of 5 steps are in"):
+        train("run", max_restarts=1, train__memory_every=1, **OPTIONS)
+    assert STOP.exit_code == 75
+    assert list(kept.glob("*/*"))
+    summary = train("run", max_restarts=1, train__memory_every=1, train__resume="auto", **OPTIONS)
+    assert summary.steps == STEPS
+    assert sources(tmp_path / "run") == [(5, "memory")]
+    assert [event["event"] for event in read(tmp_path / "run")].count(STOPPED) == 1
+
+
+def test_on_an_object_store_nothing_is_restarted(
+    config: Configure, train: Train, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mounts = "36 25 0:31 / / rw - fuse.s3fs s3fs rw"
+    monkeypatch.setattr("counterflow.train.run.storage_of", partial(storage_of, mounts=mounts))
+    with pytest.raises(ConfigError, match=r"--max-restarts 2: .*run is on fuse\.s3fs, an object store"):
+        run(config(), Watcher(), max_restarts=2)
+    assert train(train__steps=1).steps == 1
+    (warning,) = [line for line in caplog.messages if "fuse.s3fs" in line]
+    assert "let one run at a time write there" in warning
+
+
+def test_locks_of_one_machine_are_told(
+    train: Train, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mounts = "36 25 0:31 / / rw - lustre 10.0.0.1@tcp:/fs rw,localflock"
+    monkeypatch.setattr("counterflow.train.run.storage_of", partial(storage_of, mounts=mounts))
+    assert train(train__steps=1, max_restarts=1).steps == 1
+    assert "mounted with localflock, so that its locks hold on one machine only" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("given", "environment", "message"),
     [
@@ -337,6 +386,7 @@ def test_a_worker_says_what_nobody_else_can(
 
     monkeypatch.setattr("counterflow.train.run.Trainer", lost)
     monkeypatch.setattr(world, "attempt", lambda _: 0)
+    monkeypatch.setattr(world, "existing_transport", lambda: None)  # an earlier test's is of one worker
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)

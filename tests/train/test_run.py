@@ -285,10 +285,14 @@ def test_resumed_under_another_schedule(train: Train, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_loads_into_the_model(train: Train, config: Configure, tmp_path: Path) -> None:
-    train(train__steps=1)
-    layers = prepare(config()).layers
-    model = torch.nn.Sequential(*layers).to_empty(device="cpu")
+    """And the model then has the loss that the run told."""
+    summary = train(train__steps=3)
+    job = prepare(config())
+    model = torch.nn.Sequential(*job.layers).to_empty(device="cpu").eval()
     model.load_state_dict(load_weights(tmp_path / "run"))
+    with torch.no_grad():
+        inputs, targets = job.batches.validation(loop._VALIDATION_SAMPLES)
+        assert job.loss(model(inputs), targets).item() == pytest.approx(summary.validation_loss, rel=1e-5)
 
 
 def test_what_a_checkpoint_is_made_of(train: Train, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ mode at least once.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -186,6 +187,15 @@ def test_some_backwards_of_a_stage_may_be_split(schedule: Schedule, backward: st
     schedule = loads(text.replace(f'"{backward}"', '"{}", "{}"'.format(*split)), "edited")
     found = agreement(schedule)
     assert found.ok, found
+
+
+@pytest.mark.parametrize("field", ["loss_error", "norm_error", "gradient_error", "weight_error"])
+def test_each_error_alone_is_a_disagreement(field: str) -> None:
+    none = Agreement(loss_error=0.0, norm_error=0.0, gradient_error=0.0, weight_error=0.0, tolerance=1e-5)
+    assert none.ok
+    assert replace(none, **{field: 1e-5}).ok
+    assert not replace(none, **{field: 1.001e-5}).ok
+    assert not replace(none, **{field: float("nan")}).ok
 
 
 def test_weights_do_not_agree_when_the_pipeline_is_wrong() -> None:

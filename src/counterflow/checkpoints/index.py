@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from counterflow.errors import ConfigError
 
+from .renames import rename
+
 FORMAT: Final = "counterflow-checkpoint"
 VERSION: Final = 3
 INDEX = "checkpoint.json"
@@ -23,6 +25,7 @@ INDEX = "checkpoint.json"
 
 _FOLDER = re.compile(r"step-(\d{1,18})")
 _DRAFT = re.compile(r"\.step-\d{1,18}\.([0-9a-f]+\.)?(draft|old)")
+_ASIDE = re.compile(r"\.step-(\d{1,18})\.old")
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 FileName = Annotated[str, Field(pattern=r"^[a-z]+(-\d+)?\.[a-z]+$")]
@@ -162,8 +165,12 @@ def complete(root: Path) -> list[Path]:
         entries = list(root.iterdir())
     except OSError:
         return []
-    found = [(int(match[1]), e) for e in entries if (match := _FOLDER.fullmatch(e.name))]
-    return [entry for _, entry in sorted(found) if (entry / INDEX).is_file()]
+    found: dict[int, Path] = {}
+    for pattern in (_ASIDE, _FOLDER):  # one that stepped aside counts where none has its name
+        for entry in entries:
+            if (match := pattern.fullmatch(entry.name)) and _has_index(entry):
+                found[int(match[1])] = entry
+    return [found[step] for step in sorted(found)]
 
 
 def put_aside(folder: Path) -> Path:
@@ -175,7 +182,15 @@ def put_aside(folder: Path) -> Path:
 
 
 def remove_drafts(root: Path) -> None:
-    """Take away what was left half-written; only whoever alone writes there may."""
+    """Take away what was left half-written, once what had stepped aside has its name back.
+
+    Only whoever alone writes there may, while nobody reads.
+    """
+    for entry in complete(root):
+        if match := _ASIDE.fullmatch(entry.name):
+            folder = root / name_of(int(match[1]))
+            shutil.rmtree(folder, ignore_errors=True)  # without its index
+            rename(entry, folder)
     if root.is_dir():
         for entry in root.iterdir():
             if _DRAFT.fullmatch(entry.name) or (_FOLDER.fullmatch(entry.name) and not _has_index(entry)):
@@ -183,4 +198,4 @@ def remove_drafts(root: Path) -> None:
 
 
 def _has_index(entry: Path) -> bool:
-    return (entry / INDEX).exists()
+    return (entry / INDEX).is_file()

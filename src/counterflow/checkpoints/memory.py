@@ -22,6 +22,7 @@ import logging
 import math
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,6 +76,9 @@ class Memory:
         run: what this run's copies are called, on all machines.
         layout: the layers with which stages 1, 2, … begin.
         root: where files are in memory.
+
+    Raises:
+        ConfigError: somebody else made the folder, or may enter it.
     """
 
     def __init__(
@@ -86,7 +90,7 @@ class Memory:
         self._slots = [Slot(self.folder / f"rank-{transport.rank}.{turn}") for turn in (0, 1)]
         self._turn = 0
         self._full = False
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make(self.folder)
 
     def keep(self, pipeline: Pipeline, records: Records) -> None:
         """Copy what this worker holds, with nothing under way.
@@ -280,6 +284,28 @@ def folder_of(run: str, root: Path | None = None) -> Path:
     return (root or ROOT) / f"counterflow-{os.getuid()}-{run}"
 
 
+def _make(folder: Path) -> None:
+    """Make a folder where everybody may make some; one that is there has to be this user's alone.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700, parents=True)
+    found = folder.lstat()
+    problem = ""
+    if not stat.S_ISDIR(found.st_mode):
+        problem = "a link" if stat.S_ISLNK(found.st_mode) else "no folder"
+    elif found.st_uid != os.getuid():
+        problem = f"user {found.st_uid}'s, and this process is user {os.getuid()}'s"
+    elif stat.S_IMODE(found.st_mode) & 0o077:
+        problem = f"open to others (mode {stat.S_IMODE(found.st_mode):o}, and it has to be 700)"
+    if problem:
+        raise ConfigError(
+            f"{folder}: is {problem}; remove it, or keep no copies in memory (train.memory_every = 0)"
+        )
+
+
 def forget(run: str, root: Path | None = None) -> None:
     """Give back all memory that a run's copies have on this machine."""
     shutil.rmtree(folder_of(run, root), ignore_errors=True)
@@ -323,7 +349,7 @@ def _parts(pipeline: Pipeline, *tables: Mapping[str, Any]) -> dict[Part, list[st
     of: dict[str, list[Part]] = {}
     for stage, copy in pipeline.stages.items():
         for layer in copy.with_weights:
-            for name in layer.module.state_dict():
+            for name in layer.state():
                 full = layer.names[name]
                 of.setdefault(first.get(full, full), []).append((stage,))
     updated = of if pipeline.weights.owners is None else _owned(pipeline, pipeline.weights.owners)
@@ -369,7 +395,7 @@ def _put(pipeline: Pipeline, tensors: Mapping[str, Tensor], objects: Mapping[str
         first.get(layer.names[name], layer.names[name])
         for copy in pipeline.stages.values()
         for layer in copy.with_weights
-        for name in layer.module.state_dict()
+        for name in layer.state()
     }
     state = {key.partition("/")[2]: t for key, t in tensors.items() if key.startswith(f"{MODEL}/")}
     state |= {key.partition("/")[2]: v for key, v in objects.items() if key.startswith(f"{EXTRA}/")}
@@ -387,6 +413,6 @@ def _put(pipeline: Pipeline, tensors: Mapping[str, Tensor], objects: Mapping[str
 
 def _machine(folder: Path) -> str:
     """What workers of one machine have in common: the memory where their files are."""
-    stat = folder.stat()
+    found = folder.stat()
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{boot.read_text().strip() if boot.exists() else ''} {stat.st_dev} {stat.st_ino}"
+    return f"{boot.read_text().strip() if boot.exists() else ''} {found.st_dev} {found.st_ino}"

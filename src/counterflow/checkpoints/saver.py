@@ -10,6 +10,7 @@ no draft and no other checkpoint touched; it is told, and training may go on.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import secrets
@@ -28,6 +29,7 @@ from counterflow.runtime.pipeline import Pipeline
 
 from . import files
 from .index import INDEX, Index, Written, complete, draft_of, name_of, remove_drafts
+from .renames import put
 from .state import at_hand, file_and_name, first_names
 
 if TYPE_CHECKING:
@@ -94,8 +96,10 @@ class Saver:
         self._index: dict[str, Any] = {}
         self._completing = False
         self._losses: dict[Path, float] = {}
+        self._transport.gather([])  # nobody reads what is to get its name back
         if self._writes_index:
-            remove_drafts(root)
+            with contextlib.suppress(OSError):
+                remove_drafts(root)
         # A worker that was frozen, and thaws when others have gone on, must not write among their files.
         self._mark = str(self._transport.gather_objects(secrets.token_hex(4))[0])  # drafts of before are gone
 
@@ -258,13 +262,7 @@ class Saver:
         files.write(draft / INDEX, [index.dumps()])
         files.settle(draft)
         self._check(draft)
-        if folder.exists():
-            old = self.root / f".{name_of(step)}.old"
-            folder.rename(old)
-            draft.rename(folder)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            draft.rename(folder)
+        put(draft, folder)
         files.settle(self.root)
         self._remove_old()
 

@@ -84,7 +84,7 @@ def _entries(pipeline: Pipeline) -> Iterator[tuple[str, Any]]:
     first = first_names(pipeline)
     for copy in pipeline.weights.stages.values():
         for layer in copy.with_weights:
-            for name, value in layer.module.state_dict().items():
+            for name, value in layer.state().items():
                 full = layer.names[name]
                 yield first.get(full, full), value
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from counterflow.runtime.workers import interface, world
 
 from .machine import cores, memory_bytes, processor
+from .storage import ADVICE, WANTED, storage_of
 
 GIB = 2**30
 _LEAST_TORCH = (2, 13)
@@ -60,9 +61,25 @@ def gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def findings() -> list[Finding]:
-    """All that is found, in the order in which it is told."""
-    return [*_software(), *_devices(), *_transports(), *_networks(), *_limits(), *_job()]
+def findings(folder: Path | None = None) -> list[Finding]:
+    """All that is found, in the order in which it is told.
+
+    Args:
+        folder: where runs are to be written; None: the working folder.
+    """
+    storage = _storage(folder or Path())
+    return [*_software(), *_devices(), *_transports(), *_networks(), *_limits(), storage, *_job()]
+
+
+def _storage(folder: Path) -> Finding:
+    """Whether a run in a folder can be kept from another one, and its checkpoints whole."""
+    found = storage_of(folder)
+    told = f"{found.kind or 'unknown'}, at {found.point}"
+    if found.why:
+        return Finding("storage of runs", f"{told}: {found.why}", ok=False, advice=ADVICE)
+    if found.renames is None:
+        return Finding("storage of runs", told, None, f"not known here; runs want that {WANTED}")
+    return Finding("storage of runs", f"{told}: {WANTED}", ok=True)
 
 
 def _software() -> Iterator[Finding]:

@@ -33,6 +33,17 @@ def peak_bytes(device: torch.device) -> int:
     return found if sys.platform == "darwin" else 1024 * found
 
 
+def beside_torch_bytes(device: torch.device) -> int:
+    """What of a GPU is in use beside what torch's allocator has; 0 on the CPU.
+
+    CUDA, the communicators of NCCL, other libraries and other processes: what ``reserve_bytes`` stands for.
+    """
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - torch.cuda.memory_reserved(device))
+
+
 def forget_peak_bytes(device: torch.device) -> None:
     """On a GPU, count the most from now on; of a process the system counts it from its start."""
     if device.type == "cuda":

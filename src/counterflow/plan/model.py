@@ -52,6 +52,7 @@ class LayerTie:
         layers: those that have it, counted from 0, ascending.
         size_bytes: of it; each of them has it among its weights.
         trained: whether it is trained.
+        low_precision: whether it is in bfloat16 or float16, and its gradient in float32.
 
     Raises:
         ConfigError: fewer than two layers, or out of order, or bytes out of their range.
@@ -60,6 +61,12 @@ class LayerTie:
     layers: tuple[int, ...]
     size_bytes: float
     trained: bool = True
+    low_precision: bool = False
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Of its gradient."""
+        return self.size_bytes * (1 + self.low_precision) if self.trained else 0.0
 
     def __post_init__(self) -> None:
         require_number("size_bytes", self.size_bytes)

@@ -300,9 +300,9 @@ class Play:
         predictor, configuration = self.predictor, self.configuration
         place = predictor.cluster, self.schedule.placement, configuration.replicas, configuration.arrangement
         return [
-            (tie.stages, sum_over(*place, tie.stages, nodes=configuration.nodes).seconds(tie.trained_bytes))
+            (tie.stages, sum_over(*place, tie.stages, nodes=configuration.nodes).seconds(tie.gradient_bytes))
             for tie in self.stages.ties
-            if tie.trained_bytes
+            if tie.gradient_bytes
         ]
 
     @cached_property
@@ -439,7 +439,7 @@ class Play:
         each = stage_bytes(held, recompute, schedule.stages)
         gradients, optimizer, casts = (
             _held(schedule, per_stage("bytes", of, schedule.stages))
-            for of in (stages.trained, held.optimizer, held.casts)
+            for of in (held.gradients or 0.0, held.optimizer, held.casts)
         )
         if self.sharded is not None:
             optimizer = [self.predictor.model.optimizer_states * own for own in self.sharded.most]
@@ -615,7 +615,7 @@ def sync_seconds(stages: StageCosts, links: Network) -> tuple[float, ...]:
     """Seconds of each stage's all-reduce alone."""
     return tuple(
         summed.seconds(size) if links.copies > 1 and size else 0.0
-        for summed, size in zip(links.allreduce, stages.summed, strict=True)
+        for summed, size in zip(links.allreduce, stages.synced, strict=True)
     )
 
 
@@ -628,7 +628,7 @@ def sync_crossings(
     """
     if not any(links.crossed) or links.copies == 1:
         return None
-    rows = zip(links.crossed, links.allreduce, stages.summed, strict=True)
+    rows = zip(links.crossed, links.allreduce, stages.synced, strict=True)
     return tuple((ways, scale * summed.crossing_seconds_per_byte * size) for ways, summed, size in rows)
 
 

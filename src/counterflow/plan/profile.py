@@ -25,6 +25,7 @@ _ALONE = (
     "cast_bytes",
     "frozen_bytes",
     "update_peak_bytes",
+    "low_precision_bytes",
 )
 _PEAKS = (
     "forward_peak_bytes",
@@ -130,6 +131,8 @@ class LayerProfile:
         held_input_bytes: of its input, what is there between the halves though no weight needs it: the graph
             of those that wait holds it. None: nothing.
         update_peak_bytes: what the optimiser needs while it updates the layer, beside its state.
+        low_precision_bytes: of its trained weights, those in bfloat16 or float16: their gradients are added
+            up in float32 and take twice as much.
         tensor_parallel: what tensor parallelism divides of it; None: nothing.
         parameter_bytes: of each trained parameter, in the layer's order: whole ones are owned where optimiser
             state is sharded. None: the layer's bytes are taken to be shared out evenly.
@@ -169,6 +172,7 @@ class LayerProfile:
     update_peak_bytes: float = 0.0
     tensor_parallel: Division | None = None
     parameter_bytes: tuple[float, ...] = ()
+    low_precision_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.samples or self.samples[0] <= 0 or any(a >= b for a, b in pairwise(self.samples)):
@@ -187,11 +191,7 @@ class LayerProfile:
                 require_number(name, value)
         for name in _ALONE:
             require_number(name, getattr(self, name))
-        if self.frozen_bytes > self.weights_bytes:
-            raise ConfigError(
-                f"frozen_bytes={self.frozen_bytes:g}: is a part of weights_bytes={self.weights_bytes:g}; "
-                "must be no more"
-            )
+        self._require_parts()
         for size in self.parameter_bytes:
             require_number("parameter_bytes", size)
         if self.parameter_bytes and not math.isclose(sum(self.parameter_bytes), self.trained_bytes):
@@ -200,10 +200,22 @@ class LayerProfile:
                 "are trained (weights_bytes less frozen_bytes); make them the same, or leave them out"
             )
 
+    def _require_parts(self) -> None:
+        """Refuse more of the weights than there are."""
+        for name, whole in (("frozen_bytes", "weights_bytes"), ("low_precision_bytes", "trained_bytes")):
+            part, of = getattr(self, name), getattr(self, whole)
+            if part > of:
+                raise ConfigError(f"{name}={part:g}: is a part of {whole}={of:g}; must be no more")
+
     @property
     def trained_bytes(self) -> float:
         """Of its weights, those that are trained."""
         return self.weights_bytes - self.frozen_bytes
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Of its weights' gradients, as they are added up."""
+        return self.trained_bytes + self.low_precision_bytes
 
     def forward(self, samples: float) -> float:
         """Seconds of the forward of a micro-batch of ``samples``."""

@@ -59,6 +59,7 @@ class StageCosts:
         skips: bytes of what goes past the next stage, or once a step, ascending.
         trained: bytes of the stage's weights that are trained.
         summed: of these, those that only copies of the stage have, so that their gradients are summed alone.
+        synced: bytes of those gradients.
         ties: weights that several stages have.
         message_share: bytes of a message for each byte of what it carries: less than 1 if compressed.
         kept_outputs: bytes of each stage's output that its own forward keeps.
@@ -83,6 +84,7 @@ class StageCosts:
     skips: tuple[tuple[SkipLink, float], ...] = ()
     trained: tuple[float, ...] = ()
     summed: tuple[float, ...] = ()
+    synced: tuple[float, ...] = ()
     ties: tuple[StageTie, ...] = ()
     message_share: float = 1.0
     kept_outputs: tuple[float, ...] = ()
@@ -101,11 +103,13 @@ class StageTie:
     Attributes:
         stages: ascending.
         trained_bytes: of those that are trained.
+        gradient_bytes: of their gradients.
         held_bytes: of all, with gradients and optimiser state.
     """
 
     stages: tuple[int, ...]
     trained_bytes: float
+    gradient_bytes: float
     held_bytes: float
 
 
@@ -246,12 +250,14 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
     came = [sum((b for link, b in links if link.target == stage), 0.0) for stage in range(len(stages))]
     came = [own + beside for own, beside in zip(came, [0.0, *following[:-1]], strict=True)]
     ties, within = _ties(model, cuts)
-    own = [0.0] * len(stages)
+    own, own_gradients = [0.0] * len(stages), [0.0] * len(stages)
     for tie in ties:
         for stage in tie.stages:
             own[stage] += tie.trained_bytes
+            own_gradients[stage] += tie.gradient_bytes
     weights = _less(total(lambda layer: layer.weights_bytes), [row[0] for row in within])
     trained = _less(total(lambda layer: layer.trained_bytes), [row[1] for row in within])
+    gradients = _less(total(lambda layer: layer.gradient_bytes), [row[2] for row in within])
     saved, kept = total(lambda layer: layer.saved(samples)), total(lambda layer: layer.kept(samples))
     beyond = tuple(max(s - into[0], 0.0) for s, into in zip(saved, entering, strict=True))
     found: list[StageMemory] = []
@@ -261,7 +267,7 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
         kept = tuple(one.kept for one in found)
     held = ByteCosts(
         weights=weights,
-        gradients=trained,
+        gradients=gradients,
         casts=total(lambda layer: layer.cast_bytes),
         optimizer=tuple(model.optimizer_states * w for w in trained),
         activations=saved,
@@ -300,6 +306,7 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
         skips=links,
         trained=trained,
         summed=_less(trained, own),
+        synced=_less(gradients, own_gradients),
         ties=ties,
         message_share=model.message_share,
         kept_outputs=tuple(one.kept_output for one in found),
@@ -314,23 +321,24 @@ def _less(amounts: Sequence[float], parts: Sequence[float]) -> tuple[float, ...]
     return tuple(max(0.0, amount - part) for amount, part in zip(amounts, parts, strict=True))
 
 
-def _ties(model: Model, cuts: Sequence[int]) -> tuple[tuple[StageTie, ...], list[tuple[float, float]]]:
+def _ties(model: Model, cuts: Sequence[int]) -> tuple[tuple[StageTie, ...], list[tuple[float, float, float]]]:
     """What several stages share, and of each stage the bytes that several of its layers have, but for one.
 
-    These are all and those that are trained.
+    These are all, those that are trained, and the gradients of these.
     """
-    found: dict[tuple[int, ...], tuple[float, float]] = {}
-    within = [(0.0, 0.0)] * (len(cuts) + 1)
+    found: dict[tuple[int, ...], tuple[float, float, float]] = {}
+    within = [(0.0, 0.0, 0.0)] * (len(cuts) + 1)
     for tie in model.ties:
         on = [bisect_right(cuts, layer) for layer in tie.layers]
-        trained = tie.size_bytes if tie.trained else 0.0
+        trained, gradient = tie.size_bytes if tie.trained else 0.0, tie.gradient_bytes
         for stage, layers in Counter(on).items():
-            whole, part = within[stage]
-            within[stage] = (whole + (layers - 1) * tie.size_bytes, part + (layers - 1) * trained)
+            more = ((layers - 1) * size for size in (tie.size_bytes, trained, gradient))
+            whole, part, its = (one + other for one, other in zip(within[stage], more, strict=True))
+            within[stage] = whole, part, its
         if len(stages := tuple(sorted({*on}))) > 1:
-            summed, held = found.get(stages, (0.0, 0.0))
-            held += tie.size_bytes + trained * (1 + model.optimizer_states)
-            found[stages] = (summed + trained, held)
+            summed, gradients, held = found.get(stages, (0.0, 0.0, 0.0))
+            held += tie.size_bytes + gradient + trained * model.optimizer_states
+            found[stages] = summed + trained, gradients + gradient, held
     return tuple(StageTie(stages, *row) for stages, row in sorted(found.items())), within
 
 

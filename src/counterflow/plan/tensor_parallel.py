@@ -162,6 +162,7 @@ def of_position(
         weight_gradients_peak_bytes=shrunk(layer.weight_gradients_peak_bytes, division.peaks),
         weights_bytes=weights * layer.weights_bytes,
         frozen_bytes=weights * layer.frozen_bytes,
+        low_precision_bytes=weights * layer.low_precision_bytes,
         cast_bytes=weights * layer.cast_bytes,
         update_peak_bytes=weights * layer.update_peak_bytes,
         parameter_bytes=(),  # which of them are divided is not told

@@ -165,7 +165,8 @@ class Balance:
         return found
 
     def _fixed(self, layer: LayerProfile) -> float:
-        return layer.weights_bytes + (1 + self.model.optimizer_states) * layer.trained_bytes
+        state = self.model.optimizer_states * layer.trained_bytes
+        return layer.weights_bytes + layer.gradient_bytes + state
 
     def _by_worker(self, stages: Floats) -> Floats:
         """A number of each stage, summed over what each worker holds."""

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .devices import module_of
+
 
 def holds_host(device: torch.device) -> bool:
     """Whether the host goes on while a device computes, so that to read a number is to wait."""
@@ -25,12 +27,14 @@ class Later:
     """
 
     def __init__(self, numbers: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
+        self._event: Any = None
         self._numbers = numbers.detach()
-        if numbers.device.type == "cuda":
-            copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        if numbers.device.type != "cpu":
+            copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
             self._numbers = copy.copy_(self._numbers, non_blocking=True)
-            self._event = torch.cuda.Event(blocking=True)  # blocking: the host sleeps, it does not spin
+            self._event = module_of(numbers.device).Event(
+                blocking=True
+            )  # blocking: the host sleeps, it does not spin
             self._event.record()
 
     def read(self) -> Any:

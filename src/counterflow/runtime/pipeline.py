@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
-from operator import itemgetter
+from functools import cached_property, partial
 from typing import Any, Never, Self, cast
 
 import torch
@@ -25,18 +24,17 @@ from torch.optim import Optimizer
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.schedule.check import checked_program
 from counterflow.schedule.cuts import balance, explicit
-from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.modes import Recompute, Sync, parse_mode
 from counterflow.schedule.program.actions import Matching, Program
-from counterflow.schedule.program.lowering import OpTimes, Shared, lower_evaluation, unit_times
+from counterflow.schedule.program.lowering import OpTimes, Shared, lower_evaluation
 from counterflow.schedule.program.segments import segments
 from counterflow.schedule.runnable import refuse_what_cannot_run
 
 from .execution.asynchronous import AsynchronousRunner
 from .execution.interpreter import Interpreter
 from .execution.meters import SavedBytes
-from .execution.step import Step, Workers, place
+from .execution.step import Step, StepStatistics, Workers, place
 from .execution.synchronous import SynchronousRunner
 from .execution.without_barrier import BarrierFreeRunner, waits_for_norm
 from .mesh.layout import WORKER, Layout, Mesh, layout_of
@@ -47,8 +45,10 @@ from .messages.once import forget_others
 from .messages.values import Unit
 from .mini_batch.batch import Batch, Shapes, rows_of
 from .mini_batch.counted import Means
-from .mini_batch.expected import Expected, Others
-from .mini_batch.given import NOT_GIVEN, Agreed, Given, even, ready, whole, with_samples
+from .mini_batch.entries import Settled
+from .mini_batch.feed import CopyStream, Feed
+from .mini_batch.given import NOT_GIVEN, Agreed, Given, even, ready, whole
+from .mini_batch.loss_check import LossCheck, LossChecks
 from .mini_batch.losses import Losses, LossFunction
 from .mini_batch.samples import Dims, joined, moved
 from .parameters.alike import start_alike
@@ -56,6 +56,7 @@ from .parameters.names import shared_names
 from .parameters.optimizers import MakeOptimizer, MakeScheduler
 from .parameters.sharded_updates import refuse_unsharded
 from .parameters.weights import Weights
+from .stages.deferred import defer
 from .stages.embeddings import Setting
 from .stages.estimates import estimated_costs
 from .stages.layers import aliases_of, layers_of, state_names
@@ -89,11 +90,13 @@ class Pipeline:
         loss_function: output of the last layer and target to the mean loss over the samples, to (loss, dict
             of metrics), or to a ``LossSum``. None: the last layer's output is one of them, or a dict or
             object with a ``loss``; no targets are needed then. Weights of a module are trained with the last
-            stage; states have them as ``loss_function.<name>``.
+            stage; states have them, and its buffers, as ``loss_function.<name>``, but for what torch's own
+            losses were given (weights of classes).
         schedule: a schedule that the checker accepts. One without a flush needs enough periods to show
             what repeats, and goes on for as many steps as are made.
         optimizer: a function of parameters to an optimiser; called once a stage a worker holds, with all
-            its parameters, also those that are frozen.
+            its parameters, also those that are frozen. Where the model has several optimisers, it is called
+            two or three times more with small copies of some, to see that it looks at each for itself.
         scheduler: a function of an optimiser to a learning-rate scheduler, stepped after each update.
         named_parameters: whether ``optimizer`` takes a list of (name, parameter), with the model's own names,
             as ``model.named_parameters()`` gives them and torch's optimisers take them.
@@ -133,17 +136,24 @@ class Pipeline:
             the model's input; its output is float32 again. The parameters stay as they are: gradients are
             added, updates made and states saved in their precision (master weights).
         compile_layers: whether layers go through ``torch.compile``; or the name of its backend.
+        deferred_batch_norm: whether running statistics of batch norms are updated once a step, by the mean
+            and variance of the whole mini-batch over all micro-batches, copies and replicas, and not by each
+            micro-batch's in turn. Each micro-batch is normalised by its own. For schemes with a flush.
         compress: whether activations and gradients go between workers in half precision where that loses
             little (WPipe, appendix A.3); the first step's never do.
-        input_dims: which dimension of the inputs' tensors the samples are: an int for all of them, or a tree
-            of ints and None (no samples: all micro-batches get it whole) of the inputs' structure or of its
-            first levels, as ``torch.vmap`` takes ``in_dims``.
+        input_dims: which dimension of the inputs' tensors the samples are: an int for all of them, None for
+            none (all micro-batches get them whole), ``cf.ENTRIES`` for the entries of a list, or a tree of
+            these of the inputs' structure or of its first levels, as ``torch.vmap`` takes ``in_dims``.
         target_dims: likewise of the targets.
         kwarg_dims: likewise of keyword arguments to the first layer.
         output_dims: likewise of what the last layer gives, where outputs are asked for.
         dynamic_shapes: whether shapes between stages may differ for inputs of the same shapes.
+        per_micro_batch_loss: whether the loss is meant for each micro-batch alone, and the mean of these by
+            samples is trained. Else, in the first mini-batch of each kind, a loss that is no mean over
+            samples, and no ``LossSum``, is refused.
         digest_every: steps after which the copies of the stages are compared, and the mini-batches that the
-            workers of a replica are given; 0: never. Threads' mini-batches always are.
+            workers of a replica are given; 0: never. Threads' mini-batches always are. Without a barrier or a
+            flush a later step tells of copies that differ; without a flush only ``flush`` compares buffers.
         count_memory_steps: first steps in which the bytes saved for backward are counted.
         timeout_seconds: how long another worker is waited for; by default as at the launch, or 300.
 
@@ -182,12 +192,14 @@ class Pipeline:
         autocast: torch.dtype | None = None,
         compute_dtype: torch.dtype | None = None,
         compile_layers: bool | str = False,
+        deferred_batch_norm: bool = False,
         compress: bool = False,
         input_dims: Dims = 0,
         target_dims: Dims = 0,
         kwarg_dims: Dims = 0,
         output_dims: Dims = 0,
         dynamic_shapes: bool = False,
+        per_micro_batch_loss: bool = False,
         digest_every: int = 100,
         count_memory_steps: int = 2,
         timeout_seconds: float | None = None,
@@ -203,13 +215,12 @@ class Pipeline:
         self.digest_every = digest_every
         self.count_memory_steps = count_memory_steps
         self.dynamic_shapes = dynamic_shapes
-        self.input_dims = input_dims
-        self.target_dims = target_dims
-        self.kwarg_dims = kwarg_dims
-        self.output_dims = output_dims
+        self.input_dims, self.target_dims = input_dims, target_dims
+        self.kwarg_dims, self.output_dims = kwarg_dims, output_dims
+        self._loss_checks = None if per_micro_batch_loss else LossChecks(output_dims, target_dims)
         self.steps = 0
         recompute = parse_mode(Recompute, "recompute", recompute)
-        sync = parse_mode(Sync, "sync", sync)
+        sync = self._when_summed(parse_mode(Sync, "sync", sync))
         self.streams = streams = RandomStreams(
             seed,
             self.device,
@@ -218,7 +229,7 @@ class Pipeline:
         )
         self.loss_function = loss_function
         precision = self._precision(autocast, compute_dtype, parallelize, compile_layers)
-        self.compression = Compression() if compress else None
+        self.compression = Compression(self.device) if compress else None
         self._loss = loss_layer(loss_function)
         self._read_layers(model, list_layers, cuts, costs)
         schedule = self.schedule
@@ -234,11 +245,13 @@ class Pipeline:
             barrier=barrier,
             autocast=autocast,
             compute_dtype=compute_dtype,
+            deferred_batch_norm=deferred_batch_norm,
             compress=compress,
             dynamic_shapes=dynamic_shapes,
+            per_micro_batch_loss=per_micro_batch_loss,
             digest_every=digest_every,
         )
-        self.stages = self._make_stages(streams, recompute, precision)
+        self.stages = self._make_stages(streams, recompute, precision, defers=deferred_batch_norm)
         self._note_split_stages()
         self._holders = [Program(schedule, ()).holders(stage) for stage in range(schedule.stages)]
         start_alike(self.stages, self._names, self._holders, layout, self.transport)
@@ -255,7 +268,7 @@ class Pipeline:
             optimizer=optimizer,
             scheduler=scheduler,
             named=named_parameters,
-            drawing=lambda stage: streams.update(self.steps, stage),
+            streams=streams,
             sharded=zero_stage > 0,
         )
         self._compile(compile_layers)
@@ -285,6 +298,10 @@ class Pipeline:
         """Of the last ``evaluate(outputs=True)``: as ``Step.outputs``."""
 
     # -- making
+
+    def _when_summed(self, asked: Sync) -> Sync:
+        """A worker that a sum holds does not make what others need for it: then sums are the last thing."""
+        return Sync.END if self.transport.launches_hold else asked
 
     def _refuse_what_cannot_run(self, zero_stage: int, *, barrier: bool, further: bool) -> None:
         refuse_what_cannot_run(self.schedule)
@@ -320,8 +337,6 @@ class Pipeline:
             shared=shared,
             norm=barrier or waits_for_norm(clip_norm, skips=skips),
         )
-        self._losses = _losses(self.schedule)
-        """Who makes those of which micro-batches; first the one that waits for no other."""
         kind = SynchronousRunner if barrier else BarrierFreeRunner
         return kind(program, make, workers, self.weights, clip_norm, skips=skips)
 
@@ -389,7 +404,12 @@ class Pipeline:
         return lambda copy: Cast([x.module for x in copy.layers], compute_dtype, partial(_version_of, copy))
 
     def _make_stages(
-        self, streams: RandomStreams, recompute: Recompute, precision: Callable[[StageCopy], Precision]
+        self,
+        streams: RandomStreams,
+        recompute: Recompute,
+        precision: Callable[[StageCopy], Precision],
+        *,
+        defers: bool,
     ) -> dict[int, StageCopy]:
         held = sorted({stage for _, stage in self.schedule.placement.held(self.worker)})
         mine = [layer for stage in held for layer in self._layers_of[stage]]
@@ -397,6 +417,13 @@ class Pipeline:
         if self._loss is not None and last in held:
             mine.append(self._loss)
         made = materialised(mine, self.device, streams, copied=self.transport.shares_process)
+        if defers and not self.schedule.synchronous:
+            raise ConfigError(
+                f"deferred_batch_norm: {self.schedule.scheme} begins a mini-batch before the one before has "
+                "ended, so that both would be in one sum; leave it away, or take a scheme with a flush"
+            )
+        if defers:
+            defer(layer.module for layer in made)
         by_index = {layer.index: layer for layer in made}
         loss = by_index.get(LOSS)
         if loss is not None:
@@ -494,6 +521,7 @@ class Pipeline:
     def _connect(self) -> None:
         """To those whom messages go to or come from, and who holds the same weights."""
         self._lease.groups = self.weights.groups
+        self._copies = CopyStream(self.device, _order_of_use(self.schedule, self.worker))
         every = (*self._run.lists, self._evaluation_tasks)
         peers = {task.peer for tasks in every for task in tasks if task.peer >= 0}
         self.transport.connect(peers, self.weights.groups)
@@ -531,6 +559,7 @@ class Pipeline:
         *,
         kwargs: Mapping[str, Any] | None = None,
         micro_batches: Iterable[Sequence[Any]] | None = None,
+        samples: Sequence[int] | None = None,
         update: bool = True,
         outputs: bool = False,
     ) -> Step:
@@ -551,6 +580,9 @@ class Pipeline:
             kwargs: keyword arguments to the first layer, cut like the inputs, in ``kwarg_dims``.
             micro_batches: in place of all these, (inputs, targets) or (inputs, targets, kwargs) of each
                 micro-batch, as many as the schedule has; lengths may differ. Of an iterator, the next ones.
+            samples: of each of these, which weighs its loss; needed where no dimension tells them. With
+                ``input_dims=None`` the targets tell them, and with ``target_dims=None`` the inputs; with
+                both, each micro-batch counts as one.
             update: whether the weights are updated; False only in schemes with a flush.
             outputs: whether ``Step.outputs`` are wanted; in schemes with a flush.
 
@@ -566,28 +598,29 @@ class Pipeline:
                     f"{self.schedule.scheme} ends a mini-batch in later steps, so that a step has no outputs "
                     "of its own; call evaluate(outputs=True) or predict, or take a scheme with a flush"
                 )
-            given = self._given(inputs, targets, kwargs, micro_batches)
+            given = self._given(inputs, targets, kwargs, micro_batches, samples)
             batch = self._batch(given, _STEP if update else _KEEP, outputs=outputs)
             interpreter = self._run.interpreter
             interpreter.way.counting = self.steps < self.counted_steps
+            feeds = [feed for feed in (batch.inputs, batch.targets) if feed is not None]
             told = self._run.step(batch, update=update)
+            for feed in feeds:
+                feed.wait()
             self._remember(batch)
             of_last = self._outputs(batch) if outputs else None
         seconds = time.perf_counter() - began
         if told is None:
             step = Step(self.steps, math.nan, math.nan, batch.total, seconds, None)
         else:
-            step = Step(self.steps, told.loss, told.grad_norm, told.samples, seconds, told.step, told.metrics)
-            if told.skipped:
-                step = replace(step, skipped=True)
+            step = _step_of(told, self.steps, seconds)
         if outputs:
             step = replace(step, outputs=of_last)
         if self._perhaps_unsplit:
             self._tell_unsplit()
         self.steps += 1
-        due = self.steps % self.digest_every == 0 if self.digest_every else False
-        if (due or self._positions_may_differ) and not self._run.under_way:
-            self._positions_may_differ = False
+        if (
+            batch.compared and not self._run.under_way
+        ):  # else they are compared with what a later step gathers
             self.weights.check_copies(f"after step {step.number}")
         return step
 
@@ -598,6 +631,7 @@ class Pipeline:
         *,
         kwargs: Mapping[str, Any] | None = None,
         micro_batches: Iterable[Sequence[Any]] | None = None,
+        samples: Sequence[int] | None = None,
         outputs: bool = False,
     ) -> float:
         """The mean loss of a mini-batch, on every worker; no gradients, evaluation mode.
@@ -608,7 +642,7 @@ class Pipeline:
         self._untold = self.flush()
         with self._reported(), ExitStack() as evaluating:
             batch = self._batch(
-                self._given(inputs, targets, kwargs, micro_batches), _EVALUATE, outputs=outputs
+                self._given(inputs, targets, kwargs, micro_batches, samples), _EVALUATE, outputs=outputs
             )
             for stage in self.stages.values():
                 evaluating.enter_context(stage.evaluating())
@@ -616,8 +650,7 @@ class Pipeline:
             self._remember(batch)
             rows = self.transport.gather([batch.losses.summed()[0], *batch.losses.weighed()])
             workers, weighed = self._run.workers, [row[1:] for row in rows]
-            weight = workers.weight(weighed, self.steps)
-            scale = 1.0 if weight is None else batch.total / weight
+            scale = 1 / workers.weight(weighed, self.steps)[0]
             self.metrics = workers.metrics(weighed, batch.losses, scale)
             self.outputs = self._outputs(batch) if outputs else None
         return scale * math.fsum(row[0] for row in rows)
@@ -638,7 +671,7 @@ class Pipeline:
         """
         self._untold = self.flush()
         with self._reported(), torch.no_grad(), ExitStack() as evaluating:
-            batch = self._batch(self._given(inputs, None, kwargs, None), _PREDICT, outputs=True)
+            batch = self._batch(self._given(inputs, None, kwargs, None, None), _PREDICT, outputs=True)
             batch.has_loss = False
             for stage in self.stages.values():
                 evaluating.enter_context(stage.evaluating())
@@ -657,8 +690,15 @@ class Pipeline:
             by_unit = {unit: output for outputs in ours for unit, output in outputs.items()}
         if not everywhere and last not in self.stages:
             return None
-        found = joined([by_unit[unit] for unit in sorted(by_unit)], self.output_dims, "outputs")
+        units, sizes = sorted(by_unit), self._agreed.sizes
+        counts = [rows.stop - rows.start for rows in (unit.rows(sizes[unit.micro_batch]) for unit in units)]
+        found = joined([by_unit[unit] for unit in units], self.output_dims, "outputs", counts)
         return moved(found, self.device)
+
+    @cached_property
+    def _settled(self) -> Settled:
+        """Lists of mini-batches that have shown to have their samples in their tensors."""
+        return []
 
     def _given(
         self,
@@ -666,13 +706,16 @@ class Pipeline:
         targets: Any,
         kwargs: Mapping[str, Any] | None,
         micro_batches: Iterable[Sequence[Any]] | None,
+        samples: Sequence[int] | None,
     ) -> Given:
         dims = self.input_dims, self.target_dims, self.kwarg_dims
         if micro_batches is None:
-            return whole(inputs, targets, kwargs, dims)
+            if samples is not None:
+                raise ConfigError("samples= are those of micro_batches; a whole mini-batch is counted")
+            return whole(inputs, targets, kwargs, dims, self._settled)
         if inputs is not None or targets is not None or kwargs is not None:
             raise ConfigError("give micro_batches, or inputs, targets and kwargs, not both")
-        return ready(micro_batches, self.schedule.micro_batches, self.schedule, dims)
+        return ready(micro_batches, samples, self.schedule, dims, halves=self._parts > 1)
 
     def flush(self) -> list[Step]:
         """End what is under way, so that all weights are as after the last step; all workers call it.
@@ -698,10 +741,7 @@ class Pipeline:
                 self._agree_on_call(self.transport.gather([*row, *more]), call)
             found = self._run.flush()
         seconds = time.perf_counter() - began
-        untold += [
-            Step(t.step, t.loss, t.grad_norm, t.samples, seconds / len(found), t.step, t.metrics, t.skipped)
-            for t in found
-        ]
+        untold += [_step_of(told, told.step, seconds / len(found)) for told in found]
         if self.digest_every:
             self.weights.check_copies(f"after step {self.steps - 1}")
         return untold
@@ -725,7 +765,17 @@ class Pipeline:
             (needs_targets, given.targets, "targets", "last"),
         ):
             if needed and pieces is None:
-                raise ConfigError(f"worker {self.worker} holds the {stage} stage and needs the {name}")
+                instead = (
+                    ""
+                    if name == "inputs"
+                    else (
+                        "; where the model itself makes the loss, let its last layer return it and give "
+                        "loss_function=None"
+                    )
+                )
+                raise ConfigError(
+                    f"worker {self.worker} holds the {stage} stage and needs the {name}{instead}"
+                )
         count = self.schedule.micro_batches
         sizes = next((tuple(found) for found in counts if found is not None), ())
         if sizes and not given.ready:
@@ -756,12 +806,20 @@ class Pipeline:
                 f"a micro-batch of step {self.steps} has {min(agreed.sizes)} samples, and where fully_shard "
                 f"gathers weights for each, all have {self._parts} or more; give larger mini-batches"
             )
-        # Needed when the step is over and the user may change them.
-        copied = not self.schedule.synchronous
-        its_inputs, its_targets = given.cut(
-            agreed.sizes, self.device, inputs=takes_inputs, targets=takes_targets, copied=copied
+        its_inputs, its_targets = (
+            Feed(
+                given.cut(pieces, dims, agreed.sizes),
+                self._copies,
+                at_once=not self.schedule.synchronous,  # needed when the user may change what was given
+            )
+            if takes
+            else None
+            for takes, pieces, dims in (
+                (takes_inputs, given.inputs, given.input_dims),
+                (takes_targets, given.targets, given.target_dims),
+            )
         )
-        batch = Batch(
+        return Batch(
             step=self.steps,
             inputs=its_inputs,
             targets=its_targets,
@@ -779,48 +837,24 @@ class Pipeline:
             await_total=await_total,
             losses=Losses(told=self._tells_loss),
             outputs={} if outputs else None,
+            compared=training and self._compares(),
+            check=self._loss_check(agreed, call % _WITH_OUTPUTS) if needs_targets else None,
         )
-        if call == _STEP + _WITH_OUTPUTS * outputs:
-            batch.expected = self._expected(given, batch)
-        return batch
 
-    def _expected(self, given: Given, batch: Batch) -> Expected | None:
-        """What counts in a mini-batch of one update; None where its gradients are divided by the samples.
+    def _compares(self) -> bool:
+        """Whether the copies of stages are compared after this step."""
+        if not self.digest_every:
+            return False
+        first, self._positions_may_differ = self._positions_may_differ, False
+        return first or (self.steps + 1) % self.digest_every == 0
 
-        It is where weights change before all losses are made, where gradients of other steps wait for the
-        same update, or where the last layer makes the loss: of targets that came through the stages.
-        """
-        run = self._run
-        if isinstance(run, AsynchronousRunner) or self.loss_function is None or run.waiting:
+    def _loss_check(self, agreed: Agreed, call: float) -> LossCheck | None:
+        """What sees whether the loss is a mean over samples; None where that was seen, or does not matter."""
+        keeps = isinstance(self._run, SynchronousRunner) and (self._run.waiting > 0 or call == _KEEP)
+        units = self.replicas * self._parts * sum(map(bool, agreed.sizes))
+        if self._loss_checks is None or (units == 1 and not keeps):
             return None
-        last = self.stages.get(self.schedule.stages - 1)
-        means = None if last is None else last.means
-        its, samples = batch.targets, batch.samples  # a closure over the batch would be a cycle
-
-        def targets() -> list[Any] | None:
-            return None if its is None else with_samples(its, samples)
-
-        if len(self._holders[-1]) * self.replicas == 1:
-            return Expected(means, targets, batch.total, None)
-        if run.counts is False:
-            return None
-        called = batch.called if run.under_way else ()
-        width = run.columns if isinstance(run, BarrierFreeRunner) and run.under_way else 1
-
-        def start(count: float) -> Gathering:
-            row = [*called, count]
-            return self.transport.start_gather([*row, *[0.0] * (width - len(row))])
-
-        def read(gathering: Gathering) -> list[float]:
-            rows = gathering.wait()
-            if called:
-                self._agree_on_call(rows, called[3])
-            return [row[len(called)] for row in rows]
-
-        first = next(worker for worker, numbers in self._losses if any(batch.samples[n] for n in numbers))
-        where_given = partial(given.targets_where_given, batch.samples)
-        others = Others(start, read, self._alike, self.worker == first, where_given)
-        return Expected(means, targets, batch.total, others)
+        return self._loss_checks.of(agreed.kind, evaluates=call == _EVALUATE)
 
     def _compare_calls(self, call: float, total: int, rows: list[list[float]]) -> None:
         """See that all told of the same call, with ``Batch.called``, and of the same mini-batches."""
@@ -1052,6 +1086,8 @@ class Pipeline:
         split = {op.stage for op in self.schedule.ops() if op.kind is OpKind.WEIGHT_GRADIENTS}
         self._split_stages = tuple(s for s, copy in self.stages.items() if s in split and copy.trains)
         self._perhaps_unsplit = set(self._split_stages)
+        for stage in self._split_stages:
+            self.stages[stage].splits = True
 
     def _tell_unsplit(self) -> None:
         known = {s for s in self._perhaps_unsplit if self.stages[s].splitting.waits is not None}
@@ -1080,8 +1116,11 @@ class Pipeline:
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """With ``keeps_gradients``: this worker's gradients of the last update, summed and clipped."""
-        return self.weights.kept_gradients
+        """With ``keeps_gradients``: this worker's gradients of the last update, summed, divided and clipped.
+
+        By name, in the parameters' dtypes; a snapshot, which later steps leave as it is.
+        """
+        return dict(self.weights.kept_gradients)
 
     def state_dict(self, *, local: bool = False) -> dict[str, Any]:
         """The model's parameters, buffers and extra state by its own names, on the CPU; all workers call it.
@@ -1244,20 +1283,31 @@ def _transport(
     return current_transport(given, device=device, timeout_seconds=timeout_seconds, alone=alone)
 
 
+def _step_of(told: StepStatistics, number: int, seconds: float) -> Step:
+    """What a step tells: of itself, or of an earlier one."""
+    return Step(
+        number,
+        told.loss,
+        told.grad_norm,
+        told.samples,
+        seconds,
+        told.step,
+        told.metrics,
+        told.skipped,
+        told.losses,
+    )
+
+
 def _version_of(copy: StageCopy) -> int:
     """The version of its weights that a stage computes with."""
     return 0 if copy.versions is None else copy.versions.shown
 
 
-def _losses(schedule: Schedule) -> list[tuple[int, list[int]]]:
-    """Who makes the losses of which micro-batches, in the order of their times."""
-    graph, last = OpGraph(schedule), schedule.stages - 1
-    pairs = zip(unit_times(graph)[0], graph.ops, strict=True)
-    found = [(start, op) for start, op in pairs if op.stage == last and op.kind.makes_output]
-    return [
-        (schedule.placement.worker(op.pipe, last), [n % schedule.micro_batches for n in op.micro_batches])
-        for _, op in sorted(found, key=itemgetter(0))
-    ]
+def _order_of_use(schedule: Schedule, worker: int) -> list[int]:
+    """The micro-batches in the order in which a worker runs them through its first or its last stage."""
+    ends = 0, schedule.stages - 1
+    ops = (op for op in schedule.orders[worker] if op.stage in ends and op.kind.makes_output)
+    return list(dict.fromkeys(number % schedule.micro_batches for op in ops for number in op.micro_batches))
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

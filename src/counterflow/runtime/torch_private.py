@@ -11,8 +11,9 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar, cast
 
@@ -27,6 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.nn import functional
 from torch.utils import _pytree as pytree
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -73,6 +75,26 @@ def without_modes() -> Iterator[None]:
     """Around what no mode of torch shall see. Without: leave and enter the modes one knows."""
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # noqa: SLF001
         yield
+
+
+def without_functions() -> AbstractContextManager[object]:
+    """Around what no TorchFunctionMode shall see. Without: leave and enter the modes one knows."""
+    return cast("AbstractContextManager[object]", torch._C.DisableTorchFunction())  # noqa: SLF001
+
+
+def device_constructors() -> set[Any]:
+    """The functions that make tensors where they are told to. Without: their public names, in a list."""
+    return cast("set[Any]", _device_constructors())
+
+
+def rename_spare_backend(name: str) -> None:
+    """The name of the kind of device that torch leaves to others. Without: it is ``privateuseone``."""
+    torch.utils.rename_privateuse1_backend(name)  # type: ignore[attr-defined] # documented, not exported
+
+
+def register_device_module(name: str, module: object) -> None:
+    """Let ``torch.get_device_module(name)`` find it. Without: ``setattr(torch, name, module)``."""
+    torch._register_device_module(name, module)  # noqa: SLF001
 
 
 def keeps_buffers() -> AbstractContextManager[object]:
@@ -269,6 +291,21 @@ def abort(group: ProcessGroup) -> None:
     call()
 
 
+def nccl_options(timeout: timedelta, *, high_priority: bool, config: Mapping[str, int]) -> Any:
+    """Options of an NCCL group; None where torch has no NCCL.
+
+    Without the private name torch warns of a timeout that differs from the group's.
+    """
+    kind: Any = getattr(torch.distributed, "ProcessGroupNCCL", None)
+    if kind is None:
+        return None
+    options = kind.Options(is_high_priority_stream=high_priority)
+    options._timeout = timeout  # noqa: SLF001
+    for name, value in config.items():
+        setattr(options.config, name, value)
+    return options
+
+
 def flight_record() -> bytes | None:
     """What NCCL's flight recorder noted, for ``torchfrtrace``; None where it notes nothing.
 
@@ -281,8 +318,3 @@ def flight_record() -> bytes | None:
 def has_backend(name: str) -> bool:
     """Whether a backend of that name was registered. ``register_backend`` again does no harm, but warns."""
     return name.upper() in torch.distributed.Backend._plugins  # noqa: SLF001
-
-
-def has_hooks_of_backward(module: nn.Module) -> bool:
-    """Whether gradients of what a module takes or gives go through hooks of it."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""Schedules as text: one JSON object, one line a worker, ops as they are printed (``F3.7``).
+"""Schedules as text: one JSON object, one line a worker, ops as they are printed (``F3.7``); or torch's CSV.
 
 Invariant: the same text read back is the same schedule. Reading refuses what is not of the form, with
 the place; whether the schedule is right is the checker's business.
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from counterflow.errors import ConfigError
 
-from . import registry
+from . import registry, torch_csv
 from .ir import Op, OpKind, OptionValue, Schedule
 from .placement import Placement
 from .workload import SkipLink, Versions, Workload, passes_of
@@ -102,11 +102,14 @@ def loads(text: str, name: str) -> Schedule:
 
     Args:
         text: what ``dumps`` wrote, or the like.
-        name: what to call the text in errors, for example its file's name.
+        name: what to call the text in errors, for example its file's name; if that ends in ``.csv``, the text
+            is torch's CSV.
 
     Raises:
         ConfigError: the text is no JSON, or not of the form; the message says where.
     """
+    if name.endswith(torch_csv.SUFFIX):
+        return torch_csv.loads(text, name)
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:

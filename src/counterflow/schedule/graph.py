@@ -210,6 +210,25 @@ class OpGraph:
         ]
         return "deadlock, the workers wait in a circle:\n" + "\n".join(lines)
 
+    @cached_property
+    def ops_before(self) -> list[list[int]]:
+        """By node and other worker, how many of that worker's ops have to be over before it can begin.
+
+        What a node's own worker has to do before is told by its place alone and is not counted.
+        """
+        found: list[list[int]] = [[]] * len(self.ops)
+        none = [0] * len(self.schedule.orders)
+        begins = set(self.first)
+        for node in self.topological:
+            mine = none if node in begins else found[node - 1]
+            source = self.source[node]
+            if source is not None and self.worker[source] != self.worker[node]:
+                mine = list(map(max, mine, found[source]))
+                maker = self.worker[source]
+                mine[maker] = max(mine[maker], source - self.first[maker] + 1)
+            found[node] = mine
+        return found
+
     def earliest(self, durations: list[int]) -> tuple[list[int], list[int]]:
         """Start and end of every node when each runs as soon as it can; messages take no time."""
         start, end = [0] * len(self.ops), [0] * len(self.ops)

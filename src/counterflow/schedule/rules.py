@@ -21,7 +21,6 @@ from .program.actions import (
     Action,
     Agree,
     Compute,
-    Exchange,
     Matching,
     Message,
     Program,
@@ -167,7 +166,14 @@ def _no_deadlock_rendezvous(subject: Subject) -> Iterator[str]:
     yield from _stuck(subject, subject.program, rendezvous=True)
 
 
-def _stuck(subject: Subject, program: Program, *, rendezvous: bool) -> Iterator[str]:
+def _no_deadlock_holding(subject: Subject) -> Iterator[str]:
+    program = subject.program
+    assert program is not None
+    if program.matching is Matching.ORDER:  # where tags match, messages wait on no device
+        yield from _stuck(subject, program, rendezvous=True, holding=True)
+
+
+def _stuck(subject: Subject, program: Program, *, rendezvous: bool, holding: bool = False) -> Iterator[str]:
     graph = subject.needed_graph()
     inputs: dict[Op, list[Made]] = {
         graph.ops[node]: [(graph.ops[source], None)]
@@ -177,9 +183,28 @@ def _stuck(subject: Subject, program: Program, *, rendezvous: bool) -> Iterator[
     for source, node, skip in graph.messages:
         if skip is not None:
             inputs[graph.ops[node]].append((graph.ops[source], skip))
-    stuck = play(program, inputs, rendezvous=rendezvous)
+    stuck = play(program, inputs, rendezvous=rendezvous, holding=holding)
     if stuck:
         yield describe_circle(program, stuck)
+
+
+def _posted(subject: Subject) -> Iterator[str]:
+    """Receives that stand before an op of their worker without which their message is never made."""
+    program, graph = subject.program, subject.needed_graph()
+    assert program is not None
+    if program.matching is not Matching.ORDER:
+        return
+    nodes = {op: node for node, op in enumerate(graph.ops)}
+    for worker, actions in enumerate(program.actions):
+        done = 0
+        for index, action in enumerate(actions):
+            if isinstance(action, Compute):
+                done += 1
+            elif isinstance(action, Receive):
+                needed = graph.ops_before[nodes[action.output]][worker]
+                if needed > done:
+                    last = graph.ops[graph.first[worker] + needed - 1]
+                    yield f"worker {worker}, action {index}: {action} is posted before {last}, which it needs"
 
 
 def _messages(subject: Subject) -> Iterator[str]:
@@ -212,14 +237,10 @@ def _message(message: tuple[int, str] | None) -> str:
 
 
 def _worker_traffic(actions: Iterable[Action]) -> Iterator[tuple[int, Message]]:
-    """The sends and receives of a list with their places, those of exchanges as well."""
+    """The sends and receives of a list with their places."""
     for index, action in enumerate(actions):
-        match action:
-            case Send() | Receive():
-                yield index, action
-            case Exchange(first, second):
-                yield index, first
-                yield index, second
+        if isinstance(action, Send | Receive):
+            yield index, action
 
 
 def _message_places(program: Program, graph: OpGraph) -> Iterator[str]:
@@ -400,6 +421,28 @@ def _sync_orders(started: list[list[tuple[int, int]]]) -> Iterator[str]:
                 yield f"workers {other} and {one} start their gradient syncs in different orders: {a}, {b}"
 
 
+def _sums_in_one_order(subject: Subject) -> Iterator[str]:
+    """Sets of workers whose members start the sums of the set, which share a communicator, in two orders."""
+    program = subject.program
+    assert program is not None
+    started: dict[tuple[int, ...], dict[int, list[StartSync]]] = defaultdict(lambda: defaultdict(list))
+    for worker, actions in enumerate(program.actions):
+        for action in actions:
+            if isinstance(action, StartSync):
+                started[action.workers][worker].append(action)
+    for workers, rows in started.items():
+        first, *others = workers
+        for other in others:
+            for number, pair in enumerate(zip_longest(rows[first], rows[other])):
+                if pair[0] != pair[1]:
+                    shown = " and ".join(
+                        f"{'none' if start is None else start} on worker {worker}"
+                        for start, worker in zip(pair, (first, other), strict=True)
+                    )
+                    yield f"workers {', '.join(map(str, workers))}: sum {number} among them is {shown}"
+                    break
+
+
 def _agreed(subject: Subject) -> Iterator[str]:
     """A flush: all gradients are summed, then loss and norm agreed on, then the weights updated."""
     program = subject.program
@@ -484,10 +527,29 @@ DEADLOCK_RENDEZVOUS = Rule(
 )
 MESSAGES = Rule("every send has its receive, in one order", _messages, _LOWERABLE, lowered=True)
 COMPUTES = Rule("each worker computes its order", _computes, _LOWERABLE, lowered=True)
+POSTED = Rule(
+    "no receive is posted before an op of its own worker that the message needs",
+    _posted,
+    (*_LOWERABLE, COMPUTES.name, MESSAGES.name),
+    lowered=True,
+)
+DEADLOCK_HOLDING = Rule(
+    "no deadlock with sends and receives that hold their worker",
+    _no_deadlock_holding,
+    (*_LOWERABLE, COMPUTES.name, DEADLOCK_RENDEZVOUS.name, MESSAGES.name, POSTED.name),
+    lowered=True,
+    error=DeadlockError,
+)
 VERSIONS = Rule(
     "weight versions made once, and held while needed", _versions, (*_LOWERABLE, COMPUTES.name), lowered=True
 )
 SYNCS = Rule("gradient sync covers every copy", _syncs, _LOWERABLE, lowered=True)
+SUMS = Rule(
+    "sums of the same workers start in one order",
+    _sums_in_one_order,
+    (*_LOWERABLE, SYNCS.name),
+    lowered=True,
+)
 AGREED = Rule("loss and norm agreed on before any update", _agreed, _LOWERABLE, lowered=True)
 PEAK = Rule("peak within the limit", _peak)
 
@@ -501,8 +563,11 @@ RULES = (
     COMPUTES,
     DEADLOCK_RENDEZVOUS,
     MESSAGES,
+    POSTED,
+    DEADLOCK_HOLDING,
     VERSIONS,
     SYNCS,
+    SUMS,
     AGREED,
     PEAK,
 )

@@ -48,9 +48,11 @@ class Fence:
             draft.replace(self._path)
         except OSError:  # a full disk: without a mark those before are over too
             self.mark = None
-            for path in (draft, self._path):
-                with contextlib.suppress(OSError):
-                    path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+        finally:  # also if a signal ends it here
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
 
     def found(self) -> str | None:
         """The mark that is there; None if there is none, or storage does not tell."""

@@ -76,6 +76,8 @@ class RunFolder:
         self._file: int | None = None
         self._last = 0
         """The file that was read last, and the last step in it."""
+        self.latest = -1
+        """The last step in what ``new_records`` read last, also if it was made before."""
         self._lock: Lock | None = None
         self._metrics: Appending | None = None
         """Whoever writes has it."""
@@ -165,6 +167,8 @@ class RunFolder:
                 shutil.rmtree(self.path / name, ignore_errors=True)
             else:
                 (self.path / name).unlink(missing_ok=True)
+                for draft in self.path.glob(f".{name}.*"):  # of a worker that was killed meanwhile
+                    draft.unlink(missing_ok=True)
         self.fence.end()
         self.close()
         try:
@@ -230,12 +234,14 @@ class RunFolder:
             number = os.fstat(file.fileno()).st_ino
             known = self._last if number != self._file else -1
             if number != self._file:  # it was put back to where the run goes on
-                self._file, self._read, self._rest = number, 0, b""
+                self._file, self._read, self._rest, self.latest = number, 0, b"", -1
             file.seek(self._read)
             text = self._rest + file.read()
             self._read = file.tell()
         lines, _, self._rest = text.rpartition(b"\n")
-        found = [line for line in lines_of(lines) if known < 0 or line["step"] > known]
+        every = list(lines_of(lines))
+        found = [line for line in every if known < 0 or line["step"] > known]
+        self.latest = int(every[-1]["step"]) if every else self.latest
         self._last = max([self._last, *(int(line["step"]) for line in found)])
         return found
 
@@ -381,5 +387,6 @@ def whole(path: Path, *, lasts: bool = True) -> Iterator[IO[bytes]]:
                 os.fsync(file.fileno())
         draft.replace(path)
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise CounterflowError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:  # also if a signal ends it here
+        draft.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from torch import nn
 from counterflow.checkpoints.memory import Found, Memory
 from counterflow.checkpoints.saver import PATIENCE_SECONDS, Saver
 from counterflow.errors import ConfigError, CounterflowError, WorkerError
-from counterflow.measure.machine import forget_peak_bytes, peak_bytes
+from counterflow.measure.machine import beside_torch_bytes, forget_peak_bytes, peak_bytes
 from counterflow.measure.stage_costs import measure_stages
 from counterflow.models import hf
 from counterflow.runtime.execution.step import Step
@@ -234,6 +234,7 @@ class Trainer:
         sampled = self._sampled()
         for number in range(first, train.steps):
             step = self._step(number)
+            STOP.made()
             done = number + 1
             if number in sampled:
                 self._flush()
@@ -487,6 +488,7 @@ class Trainer:
                 float(versions),
                 float(peak_bytes(pipeline.device)),
                 float(pipeline.weights.held_bytes()),
+                float(beside_torch_bytes(pipeline.device)),
             ]
         )
         if self.folder is None:
@@ -525,6 +527,9 @@ class Trainer:
                 Pair(found[rank][2], found[rank][3] + peak)
                 for rank, peak in zip(self.pipeline.ranks[0], peaks, strict=True)
             ),
+            beside_torch_bytes=()
+            if self.job.about.on_cpu
+            else tuple(found[rank][4] for rank in self.pipeline.ranks[0]),
         )
         self.folder.settle()
         self.folder.put_timeline(middle)

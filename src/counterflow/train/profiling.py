@@ -35,6 +35,7 @@ from counterflow.measure.links import Travel, measure_allreduces, measure_messag
 from counterflow.measure.machine import cores, device_name, memory_bytes
 from counterflow.measure.stage_costs import StageCost
 from counterflow.plan import AllReduce, Cluster, LayerProfile, LayerSkip, LayerTie, Link, Model, Profile
+from counterflow.runtime.parameters.gradients import sum_dtype
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.place import Place, place
 from counterflow.runtime.workers.world import current_transport
@@ -266,14 +267,14 @@ def ties_of(layers: Sequence[nn.Module]) -> tuple[LayerTie, ...]:
     >>> tied = [nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 2, bias=False)]
     >>> tied[2].weight = tied[0].weight
     >>> ties_of(tied)
-    (LayerTie(layers=(0, 2), size_bytes=16.0, trained=True),)
+    (LayerTie(layers=(0, 2), size_bytes=16.0, trained=True, low_precision=False),)
     """
     having: dict[int, tuple[nn.Parameter, list[int]]] = {}
     for number, layer in enumerate(layers):
         for parameter in layer.parameters():
             having.setdefault(id(parameter), (parameter, []))[1].append(number)
     return tuple(
-        LayerTie(tuple(numbers), float(shared.nbytes), shared.requires_grad)
+        LayerTie(tuple(numbers), float(shared.nbytes), shared.requires_grad, _is_low(shared))
         for shared, numbers in having.values()
         if len(numbers) > 1
     )
@@ -445,7 +446,15 @@ def layer_profile(
         kept_gradient_bytes=median(lambda one, i: one.costs[i].workspace.kept_gradient_bytes),
         update_peak_bytes=float(max(largest.update.layers[i] for i in members)),
         parameter_bytes=tuple(float(p.nbytes) for p in layers[members[0]].parameters() if p.requires_grad),
+        low_precision_bytes=float(
+            sum(p.nbytes for p in layers[members[0]].parameters() if p.requires_grad and _is_low(p))
+        ),
     )
+
+
+def _is_low(parameter: nn.Parameter) -> bool:
+    """Whether its gradient takes twice its bytes."""
+    return sum_dtype(parameter.dtype) is not parameter.dtype
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

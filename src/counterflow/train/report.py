@@ -120,6 +120,8 @@ class Summary:
         memory_bytes: by worker the most memory in use: what torch allocated on its GPU, or on the CPU what of
             its process was resident, with Python, torch and other workers in it; and as predicted: weights,
             gradients, optimiser state and what is saved for backward.
+        beside_torch_bytes: by worker what of its GPU was in use at the end beside what torch's allocator had:
+            CUDA, communicators, other processes; empty on the CPU.
     """
 
     about: About
@@ -139,6 +141,7 @@ class Summary:
     saved_bytes: tuple[Pair, ...]
     stages_held: tuple[Pair, ...]
     memory_bytes: tuple[Pair, ...] = ()
+    beside_torch_bytes: tuple[float, ...] = ()
 
 
 class Reporter(Protocol):

@@ -87,6 +87,10 @@ def telling(attempt: int, fence: Fence) -> Iterator[None]:
         yield
     except ConfigError:
         raise
+    except KeyboardInterrupt as stopped:
+        if (transport := world.existing_transport()) is not None:
+            transport.fail(stopped)  # the others end, and nobody waits for them
+        raise
     except Exception as error:
         transport = world.existing_transport()
         if transport is not None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import signal
 import tomllib
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, cast
 
@@ -18,12 +19,13 @@ import torch
 from counterflow.checkpoints.memory import forget
 from counterflow.checkpoints.reader import DamagedError
 from counterflow.errors import ConfigError, WorkerError
+from counterflow.measure.storage import ADVICE, storage_of
 from counterflow.runtime.workers import world
-from counterflow.runtime.workers.launch import launch
+from counterflow.runtime.workers.launch import Tell, launch_watched
 
 from .callbacks import Callbacks, loggers
 from .config import AUTO, RunConfig
-from .events import FEWER, GAVE_UP, STARTED, STOPPED, Event, in_words, note, read, run_of
+from .events import FEWER, GAVE_UP, RESTARTED, STARTED, STOPPED, Event, in_words, note, read, run_of
 from .fence import Fence
 from .fewer import Absence, leave_out, wait_for_others, with_fewer
 from .folder import RunFolder, folder_of
@@ -32,12 +34,9 @@ from .loop import Trainer, work
 from .report import Reporter, Summary
 from .restarts import Restarts, note_failure, telling, with_memory
 from .resuming import history
-from .stopping import STOP, Children, block, listening
+from .stopping import STOP, Phase, listening
 
 _LOG = logging.getLogger(__name__)
-
-_POLL_SECONDS = 0.1
-"""How often whoever watches is told what is new."""
 
 
 def run(config: RunConfig, *callbacks: Reporter, max_restarts: int = 0) -> tuple[Summary, Path] | None:
@@ -56,9 +55,9 @@ def run(config: RunConfig, *callbacks: Reporter, max_restarts: int = 0) -> tuple
     Raises:
         ConfigError: the run cannot be started.
         WorkerError: a worker failed; what was reached is kept.
-        KeyboardInterrupt: it was stopped at once, or before a single step was made.
+        KeyboardInterrupt: it was stopped at once, or before a step was made after its start or restart.
     """
-    STOP.signal = None
+    STOP.forget()
     placed = world.started_by()
     attempt = 0
     if placed is None:
@@ -66,6 +65,7 @@ def run(config: RunConfig, *callbacks: Reporter, max_restarts: int = 0) -> tuple
     else:
         _fit(config, placed, max_restarts)
         attempt, max_restarts = world.attempt(config.pipeline.timeout_seconds), world.most_restarts()
+    _check_storage(folder_of(config), max_restarts)
     if attempt or config.train.resume == AUTO:
         folder = RunFolder(folder_of(config))
         if folder.finished(config.train.steps):
@@ -82,14 +82,27 @@ def run(config: RunConfig, *callbacks: Reporter, max_restarts: int = 0) -> tuple
     job = prepare(config, again=bool(attempt))
     if placed is not None and world.rank():
         fence = Fence(folder_of(config))
-        with listening(), telling(attempt, fence):
-            trainer = Trainer(job, None, attempt=attempt, fence=fence)
-            trainer.run()
-            if not trainer.stopped:
-                STOP.signal = None
+        with listening(), STOP.during(Phase.NOTE):
+            trainer, _ = _trained(lambda: Trainer(job, None, attempt=attempt, fence=fence), attempt, fence)
+        if not trainer.stopped:
+            STOP.forget()
         return None
     reporter = Callbacks([*callbacks, *loggers(config)])
-    return _in_folder(asked, job, reporter, attempt, max_restarts)
+    with listening(), STOP.during(Phase.NOTE):
+        return _in_folder(asked, job, reporter, attempt, max_restarts)
+
+
+def _trained(make: Callable[[], Trainer], attempt: int, fence: Fence) -> tuple[Trainer, Summary | None]:
+    """As a worker of torchrun or Slurm. A signal ends it at once until it has made a step."""
+    with STOP.during(Phase.UNWIND, then=Phase.NOTE):
+        try:
+            with telling(attempt, fence):
+                trainer = make()
+                return trainer, trainer.run()
+        except WorkerError as error:
+            if STOP and STOP.phase is Phase.UNWIND:  # another one ended at the same signal
+                raise KeyboardInterrupt from error
+            raise
 
 
 def _refuse_again(config: RunConfig, max_restarts: int) -> None:
@@ -137,7 +150,8 @@ def _in_folder(
         if placed is not None:
             summary = _placed(job, folder, reporter, attempt)
         else:
-            summary = _supervised(job, folder, reporter, Restarts(folder.path, max_restarts))
+            with STOP.during(Phase.UNWIND):
+                summary = _supervised(job, folder, reporter, Restarts(folder.path, max_restarts))
         if summary.stopped:
             note(folder.path, STOPPED, signal=STOP.name, step=summary.steps)
         folder.fence.end()
@@ -145,10 +159,13 @@ def _in_folder(
         steps = folder.steps()
         if placed is None:  # others that were started may still note what failed
             folder.fence.end()
-            forget(run_of(folder.path))
+            if not (STOP.early and steps):  # else they are newer than the last checkpoint
+                forget(run_of(folder.path))
         folder.remove_empty()
         kept = _kept(folder, steps) if steps else ""
         if isinstance(error, KeyboardInterrupt) or (STOP and not steps):
+            if steps:
+                note(folder.path, STOPPED, signal=STOP.name, step=steps)
             raise KeyboardInterrupt(kept) from error
         if isinstance(error, WorkerError) and steps:
             raise _with_place(error, kept) from error
@@ -223,6 +240,21 @@ def _check_gpus(config: RunConfig) -> None:
         )
 
 
+def _check_storage(folder: Path, max_restarts: int) -> None:
+    """Refuse restarts where a new attempt cannot keep the one before from writing; else say so.
+
+    Raises:
+        ConfigError: restarts were asked for there.
+    """
+    found = storage_of(folder)
+    if max_restarts and found.renames is False:
+        raise ConfigError(
+            f"--max-restarts {max_restarts}: {folder} is on {found.kind}, {found.why}; {ADVICE}"
+        )
+    if found.why and not world.rank():
+        _LOG.warning("%s is on %s, %s; %s", folder, found.kind, found.why, ADVICE)
+
+
 def _fit(config: RunConfig, placed: str, max_restarts: int) -> None:
     """Refuse what those who started this process did not start it for."""
     if max_restarts:
@@ -250,7 +282,8 @@ def _fit(config: RunConfig, placed: str, max_restarts: int) -> None:
 def _placed(job: Job, folder: RunFolder, reporter: Reporter, attempt: int) -> Summary:
     """As rank 0 of several."""
     folder.fence.begin()
-    with listening(), telling(attempt, folder.fence):
+
+    def make() -> Trainer:
         trainer = Trainer(
             job,
             folder.path,
@@ -260,17 +293,37 @@ def _placed(job: Job, folder: RunFolder, reporter: Reporter, attempt: int) -> Su
         )
         if trainer.event is not None:
             reporter.happened(in_words(trainer.event))
-        summary = trainer.run()
+        return trainer
+
+    _, summary = _trained(make, attempt, folder.fence)
     assert summary is not None
     return summary
 
 
 def _launched(job: Job, folder: RunFolder, reporter: Reporter, attempt: int) -> Summary:
-    """With workers of its own; they are looked after by a thread, so that this one is free for signals."""
-    pipeline = job.config.pipeline
+    """With workers of its own. A signal ends them at once until they train, and then after a step."""
+    pipeline, first = job.config.pipeline, None if attempt else job.first_step
+    folder.fence.begin()
+    known = len(read(folder.path))
 
-    def start() -> list[Summary | None]:
-        return launch(
+    def look(tell: Tell) -> None:
+        nonlocal known, first
+        events = read(folder.path)[known:] if attempt or job.config.train.resume == AUTO else []
+        known += len(events)
+        for event in events:
+            if attempt:
+                reporter.happened(in_words(event))
+            if event["event"] == RESTARTED:  # the metrics were put back before
+                first = event["step"]
+        reporter.recorded(folder.new_records())
+        if first is not None and folder.latest > first:
+            STOP.made()
+        if STOP:
+            tell(signal.SIGINT)
+
+    with STOP.during(Phase.UNWIND, then=Phase.FINISH):
+        summaries = launch_watched(
+            look,
             work,
             job.config,
             job.cuts,
@@ -282,31 +335,9 @@ def _launched(job: Job, folder: RunFolder, reporter: Reporter, attempt: int) -> 
             timeout_seconds=pipeline.timeout_seconds,
             threads=job.config.train.threads,
         )
-
-    folder.fence.begin()
-    children = Children()
-    known = len(read(folder.path))
-
-    def tell() -> int:
         reporter.recorded(folder.new_records())
-        events = read(folder.path) if attempt else []
-        for event in events[known:]:
-            reporter.happened(in_words(event))
-        return max(known, len(events))
-
-    with (
-        listening(second=children.kill),
-        ThreadPoolExecutor(1, "counterflow launch", initializer=block) as pool,
-    ):
-        future = pool.submit(start)
-        while not wait([future], _POLL_SECONDS).done:
-            if STOP:
-                children.stop()
-            known = tell()
-        tell()
-        summary = future.result()[0]
-    assert summary is not None
-    return summary
+    assert summaries[0] is not None
+    return summaries[0]
 
 
 def _kept(folder: RunFolder, steps: int) -> str:

@@ -233,7 +233,7 @@ class Reference:
         return {
             layer.names[name]: value.detach().clone() if isinstance(value, Tensor) else value
             for layer in self.with_weights
-            for name, value in layer.module.state_dict().items()
+            for name, value in layer.state().items()
         }
 
     def _micro_batches(self, batches: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, Any, Any]]:

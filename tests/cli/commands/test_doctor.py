@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from counterflow.errors import WorkerError
-from counterflow.measure import health
+from counterflow.measure import health, storage
 from counterflow.train.trial import Trial
 
 from ..conftest import Run
@@ -71,3 +72,14 @@ def test_a_missing_extra_is_told_and_no_fault(monkeypatch: pytest.MonkeyPatch) -
     assert finding.ok is None
     assert finding.found == "no no-such-package"
     assert 'pip install "counterflow[synthesize]"' in finding.advice
+
+
+def test_storage_that_a_run_cannot_trust(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "36 25 0:31 / / rw - ext4 /dev/vda rw\n52 36 0:45 / /data rw - fuse.gcsfuse bucket rw\n"
+    )
+    monkeypatch.setattr(storage, "MOUNTS", mounts)
+    assert found(run, "--no-test")["storage of runs"]["ok"] is True
+    told = found(run, "/data/runs", "--no-test", code=1)["storage of runs"]
+    assert told["found"].startswith("fuse.gcsfuse, at /data: an object store, whose renames are copies")

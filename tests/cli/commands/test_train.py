@@ -253,6 +253,44 @@ def test_processes_end_at_a_signal_with_what_was_reached(
     assert {"checkpoint", "timeline.json", "timeline.png"} <= {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.parametrize(
+    ("number", "code", "times"), [(signal.SIGINT, 130, 1), (signal.SIGINT, 130, 2), (signal.SIGTERM, 75, 1)]
+)
+def test_a_signal_while_workers_start_ends_all(
+    tmp_path: Path, number: signal.Signals, code: int, times: int
+) -> None:
+    """As soon as it says that they start; benchmarks/signals.py has more moments."""
+    command = [sys.executable, "-m", "counterflow", *SMALL.split(), "--steps", "1000000"]
+    with subprocess.Popen(
+        [*command, "--out", str(tmp_path / "run")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | ENVIRONMENT,
+        start_new_session=True,
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("starting 2 workers")
+        for _ in range(times):
+            os.killpg(process.pid, number)
+        _, err = process.communicate(timeout=100)
+    assert (process.returncode, err) == (code, "Stopped\n")
+    assert not (tmp_path / "run").exists()
+    deadline = time.monotonic() + 100
+    while _alive(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _alive(group: int) -> bool:
+    """Whether a group has processes."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def test_a_signal_before_it_begins_asks_to_be_resubmitted(tmp_path: Path) -> None:
     """While torch is imported: here a file stands in for the module that does."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -272,7 +310,7 @@ def test_a_signal_before_it_begins_asks_to_be_resubmitted(tmp_path: Path) -> Non
         timeout=100,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (75, "Stopped by SIGUSR1 before it began\n")
+    assert (done.returncode, done.stderr) == (75, "Stopped by SIGUSR1\n")
     assert not (tmp_path / "run").exists()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -120,6 +121,27 @@ def test_every_recomputation_trains_as_one_process(name: str, recompute: str) ->
 def test_every_model_trains_as_one_process(name: str) -> None:
     batches = [tiny.batch(name, seed=seed) for seed in range(3)]
     agrees(tiny.made(name), cf.schemes.hanayo(2, 4, waves=1), batches)
+
+
+def test_what_no_plan_names_has_to_come_before_the_repeated_layers() -> None:
+    """Else it would be in the first layer, and the last one would go on without it."""
+
+    class After(transformers.LlamaModel):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.more = nn.Linear(32, 32)
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().forward(*args, **kwargs)
+            found.last_hidden_state = self.more(found.last_hidden_state)
+            return found
+
+    model: Any = tiny.made("llama")
+    model.model = After(model.config).train()
+    with pytest.raises(
+        cf.ConfigError, match=r"does not call model\.more before its repeated layers, which a"
+    ):
+        run_through(model, tiny.batch("llama")[0])
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "bert", "modernbert"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import counterflow as cf
@@ -59,6 +61,21 @@ def test_from_pretrained_reads_what_the_pipeline_has(name: str, schedule: Schedu
         assert found[key].dtype is tensor.dtype
     assert not torch.equal(next(iter(state.values())), next(iter(model.state_dict().values())))
     assert len(list(tmp_path.glob("*.safetensors"))) == schedule.workers
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names of the tensors in a folder's files."""
+    return sorted(name for file in folder.glob("*.safetensors") for name in load_file(file))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-tied", "bert"])
+def test_of_tied_weights_the_name_is_written_that_transformers_writes(name: str, tmp_path: Path) -> None:
+    model = tiny.made(name)
+    model.save_pretrained(tmp_path / "expected")
+    launched(model, cf.schemes.chimera(2, 2), [], tmp_path / "found")
+    written = names_in(tmp_path / "found")
+    assert written == names_in(tmp_path / "expected")
+    assert len(written) < len(model.state_dict())  # the model ties some
 
 
 def with_lora(model: Any, **options: Any) -> Any:
@@ -112,6 +129,58 @@ def test_adapters_train_as_in_one_process(
     assert set(found) == set(state)
     for key, tensor in state.items():
         assert torch.equal(found[key], tensor), key
+
+
+def checkpointed(name: str, when: str, *, reentrant: bool) -> nn.Module:
+    """A model with adapters whose layers are computed again by torch's own checkpoints."""
+    base, how = tiny.made(name), {"use_reentrant": reentrant}
+    if when == "before":
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+    model: Any = with_lora(base, init_lora_weights=False)
+    if when == "after":
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # a forward that runs again later
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_adapters_with_gradient_checkpointing(when: str, reentrant: bool) -> None:
+    """The embeddings' output is made to require a gradient, which nobody's weight is."""
+    batches = [tiny.batch("llama", seed=seed) for seed in range(2)]
+    ways = list(itertools.product(["none", "stage", "layer"], CHECKPOINTED))
+
+    def work() -> list[Any]:
+        return [
+            tiny_trained(checkpointed("llama", when, reentrant=reentrant), schedule, batches, recompute)
+            for recompute, schedule in ways
+        ]
+
+    expected = checkpointed("llama", when, reentrant=reentrant)
+    told = alone(expected, batches)
+    (found, _) = cf.launch(work, workers=2, transport="local", timeout_seconds=60)
+    for way, (losses, state) in zip(ways, found, strict=True):
+        assert losses == pytest.approx(told, rel=1e-5), way
+        for key, tensor in expected.state_dict().items():
+            torch.testing.assert_close(state[key], tensor, rtol=0, atol=1e-5, msg=f"{way}: {key}")
+
+
+CHECKPOINTED = [
+    cf.schemes.dapple(2, 4),
+    cf.schemes.chimera(2, 4),
+    cf.schemes.hanayo(2, 4, waves=1),
+    cf.schemes.zb_v(2, 4),
+]
+
+
+def tiny_trained(model: nn.Module, schedule: Schedule, batches: Any, recompute: str) -> Any:
+    """Losses, and the weights at the end."""
+    with cf.Pipeline(
+        model, hf.loss, schedule, optimizer=adamw, list_layers=hf.layers, recompute=recompute
+    ) as pipeline:
+        return [pipeline.step(*each).loss for each in batches], pipeline.state_dict()
 
 
 def test_adapters_on_the_meta_device(tmp_path: Path) -> None:

@@ -79,6 +79,18 @@ CAUSAL: dict[str, Callable[[], Any]] = {
     "granite": lambda: tf.GraniteForCausalLM(
         tf.GraniteConfig(**_GROUPED, embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.5)
     ),
+    "granite-swa": lambda: tf.GraniteSWAForCausalLM(tf.GraniteSWAConfig(**_GROUPED, **_WINDOW)),
+    "deepseek-v4": lambda: tf.DeepseekV4ForCausalLM(
+        tf.DeepseekV4Config(
+            **{name: value for name, value in _GROUPED.items() if name != "intermediate_size"},
+            **_WINDOW,
+            head_dim=8,
+            moe_intermediate_size=48,
+            q_lora_rank=8,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+        )
+    ),
     "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**_GROUPED, num_local_experts=4)),
     "gpt-neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**_SIZES)),
     "opt": lambda: tf.OPTForCausalLM(

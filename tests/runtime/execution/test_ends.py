@@ -58,8 +58,11 @@ def clamp(layer: Any, y: Tensor) -> Tensor:
     return y
 
 
+FOREIGN = torch.ones(WIDTH, requires_grad=True)
+
+
 def foreign(_: Any, y: Tensor) -> Tensor:
-    return y * torch.ones(WIDTH, requires_grad=True)
+    return y * FOREIGN
 
 
 def gradients(_: Any, y: Tensor) -> Tensor:
@@ -103,7 +106,7 @@ def mean(output: Tensor, target: Tensor) -> Tensor:
 
 def of_some(output: Tensor, target: Tensor) -> Any:
     found = mean(output, target)
-    return LossSum(found, 1.0) if float(target[0, 0].item()) > 0 else found
+    return LossSum(found * len(output), len(output)) if float(target[0, 0].item()) > 0 else found
 
 
 def with_entropy(output: Tensor, target: Tensor) -> Tensor:
@@ -162,7 +165,13 @@ CASES: dict[str, Case] = {
         "gives other values when it is computed again",
     ),
     "no loss": (layer(lambda _, y: y), ONE, {"loss": lambda y, _: y}, ConfigError, "the loss is a tensor of"),
-    "a sum for some": (layer(lambda _, y: y), ONE, {"loss": of_some}, ConfigError, "a LossSum for some"),
+    "a sum for some": (
+        layer(lambda _, y: y),
+        ONE,
+        {"loss": of_some},
+        ConfigError,
+        "and the others are not",
+    ),
     "a sum without a flush": (
         layer(lambda _, y: y),
         FREE,

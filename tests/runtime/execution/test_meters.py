@@ -56,3 +56,23 @@ def test_a_timeline_from_events(monkeypatch: pytest.MonkeyPatch) -> None:
         times = [seconds for _, start, end in row for seconds in (start, end)]
         assert times[0] >= 0
         assert times == sorted(times)
+
+
+def test_events_are_used_again() -> None:
+    made: list[_Event] = []
+
+    def make() -> _Event:
+        made.append(_Event())
+        return made[-1]
+
+    clock = EventClock(make, _Event.synchronize_device)
+    for step in range(3):
+        clock.start()
+        for op in schemes.dapple(1, 2).orders[0]:
+            clock.end(op, step, clock.begin())
+        found = clock.ran()
+        assert [one.period_offset for one in found] == [step] * 4
+        times = [seconds for one in found for seconds in (one.start, one.end)]
+        assert times[0] >= 0
+        assert times == sorted(times)
+    assert len(made) == 9  # of one step: its begin, and two an op

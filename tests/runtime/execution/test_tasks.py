@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 import counterflow as cf
 from counterflow.runtime.execution.tasks import Preparation, Task
 from counterflow.schedule.check import checked_program
-from counterflow.schedule.program.actions import Action, Compute, Exchange, Matching, Program, Receive
+from counterflow.schedule.program.actions import Action, Compute, Matching, Program, Receive
 from counterflow.schedule.program.lowering import AHEAD, lower
 from counterflow.schedule.program.segments import segments
 
@@ -81,14 +81,6 @@ def programs(matching: Matching) -> list[tuple[str, Program]]:
     return found
 
 
-def messages(actions: Iterable[Action]) -> Iterator[Action]:
-    for action in actions:
-        if isinstance(action, Exchange):
-            yield from (action.first, action.second)
-        else:
-            yield action
-
-
 BOTH = [
     (name, one, other)
     for (name, one), (_, other) in zip(programs(Matching.ORDER), programs(Matching.TAG), strict=True)
@@ -100,8 +92,7 @@ def test_posting_ahead_moves_receives_only_and_no_farther_than_it_says(
     ordered: Program, tagged: Program
 ) -> None:
     for worker, actions in enumerate(tagged.actions):
-        as_ordered = list(messages(ordered.actions[worker]))
-        assert not any(isinstance(action, Exchange) for action in actions)
+        as_ordered = ordered.actions[worker]
         others = [a for a in actions if not isinstance(a, Receive)]
         assert others == [a for a in as_ordered if not isinstance(a, Receive)]
 
@@ -134,9 +125,6 @@ def test_the_list_is_run_as_it_stands(program: Program) -> None:
         assert [task.place for task in tasks] == list(range(len(actions)))
         for task, action in zip(tasks, actions, strict=True):
             assert task.action == action
-            assert [single.action for single in task.both] == (
-                [action.first, action.second] if isinstance(action, Exchange) else []
-            )
 
 
 @pytest.mark.parametrize(

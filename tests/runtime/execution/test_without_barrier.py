@@ -168,6 +168,25 @@ def test_running_statistics() -> None:
         agrees(schedule, layers=layers, loss=loss, batches=batches, replicas=2, cuts=(2,))
 
 
+@pytest.mark.parametrize("barrier", [True, False])
+def test_running_statistics_are_those_of_the_last_micro_batches(barrier: bool) -> None:
+    """With a momentum of 1. Four copies have one micro-batch each: the mean of all, step by step."""
+    layers = [nn.BatchNorm1d(3, momentum=1.0), nn.Linear(3, 3)]
+
+    def work() -> list[float]:
+        pipeline = Pipeline(
+            layers, nn.functional.mse_loss, schemes.chimera(2, 2), optimizer=momentum, barrier=barrier
+        )
+        for begin in (0.0, 100.0):
+            mine = begin + torch.arange(24.0).reshape(8, 3).chunk(2)[pipeline.replica]
+            pipeline.step(mine, torch.zeros(4, 3))
+        pipeline.flush()
+        found: list[float] = pipeline.state_dict()["0.running_mean"].tolist()
+        return found
+
+    assert run(work, workers=4) == [[110.5, 111.5, 112.5]] * 4
+
+
 def weighed(output: Tensor, target: Tensor) -> LossSum:
     """A loss over what counts, which differs from mini-batch to mini-batch, with metrics that do too."""
     counts = (target > 0).float()

@@ -200,6 +200,8 @@ def four() -> None:
     check_without_flush(cf.schemes.wpipe(2, 2))
     page()
     held_as_planned()
+    low_precision(tp, tensor_parallel)
+    low_precision(shard, sharded)
     check_refusals()
     refused(dapple, drifting, "after step 0 the copies of stage . on ranks .* hold the same weights of it")
 
@@ -210,6 +212,35 @@ def eight() -> None:
     dapple = cf.schemes.dapple(2, 3)
     check(dapple, {"shard": 2, "tp": 2}, both, loss=loss_sum)
     refused(dapple, both, "has 0 samples, and where fully_shard gathers", dims={"shard": 2, "tp": 2})
+
+
+def low_precision(dims: dict[str, int], parallelize: Any) -> None:
+    """Gradients of sharded weights in bfloat16 are added up in float32 and shown in their own dtype."""
+    model = nn.Sequential(*layers()).float()
+    inputs, targets = (t.float() for t in samples(48))
+    mean_loss(model(inputs), targets).backward()
+    true = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    (name,) = dims
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replica", "worker", name))
+    schedule, sgd = cf.schemes.dapple(2, 12), partial(torch.optim.SGD, lr=0.1)
+    low = [layer.to(torch.bfloat16) for layer in layers()]
+    options: dict[str, Any] = {"optimizer": sgd, "mesh": mesh, "parallelize": parallelize}
+    with cf.Pipeline(low, lambda y, t: mean_loss(y.float(), t), schedule, **options) as pipeline:
+        pipeline.keeps_gradients = True
+        rows = (
+            slice(0, 48)
+            if pipeline.replicas == 1
+            else slice(24 * pipeline.replica, 24 * pipeline.replica + 24)
+        )
+        for _ in range(2):
+            pipeline.step(inputs[rows].bfloat16(), targets[rows])
+            if pipeline.steps == 1:
+                for its, gradient in pipeline.gradients.items():
+                    assert gradient.dtype is torch.bfloat16
+                    whole: Any = gradient
+                    whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+                    error = (whole.float() - true[its]).norm() / true[its].norm()
+                    assert error < 0.03, (its, error)
 
 
 def held_as_planned() -> None:
@@ -274,6 +305,8 @@ def page() -> None:
     """The program of the page."""
     text = (Path(__file__).parents[3] / "docs" / "more-dimensions.md").read_text()
     program = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[0]
+    (processes,) = re.findall(r"^torchrun --nproc-per-node (\d+) train.py$", text, re.MULTILINE)
+    assert int(processes) == torch.distributed.get_world_size()
     scope: dict[str, Any] = {"__name__": "page"}
     exec(program, scope)
     losses = scope["main"]()

@@ -43,7 +43,7 @@ def test_nothing_that_is_computed_is_taken_for_none(dtype: torch.dtype) -> None:
 
 
 def test_it_goes_in_messages_of_half_precision() -> None:
-    compression = Compression()
+    compression = Compression(torch.device("cpu"))
     there, none = torch.ones(3), absent(spec(torch.float32, 2), CPU)
     message, full = compression.pack([there, none])
     specs = [spec(torch.float32, 3), spec(torch.float32, 2)]

@@ -24,7 +24,7 @@ FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 def there_and_back(tensors: list[Tensor]) -> tuple[list[Tensor], Compression]:
-    compression = Compression()
+    compression = Compression(torch.device("cpu"))
     message, full = compression.pack(tensors)
     specs = [TensorSpec.of(tensor) for tensor in tensors]
     assert [TensorSpec.of(part) for part in message] == compression.message(specs)
@@ -76,7 +76,7 @@ def _train(
     pipeline = Pipeline(layers, loss, schedule, **options)
     steps = [pipeline.step(*row[0]) for row in batches] + pipeline.flush()
     losses = [step.loss for step in steps if step.about is not None]
-    used = pipeline.compression or Compression()
+    used = pipeline.compression or Compression(torch.device("cpu"))
     return losses, pipeline.state_dict(), used.plain_bytes, used.sent_bytes, used.sent_full
 
 

@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from counterflow import LossSum
 from counterflow.errors import ConfigError, WorkerError
-from counterflow.runtime import later
 from counterflow.runtime.mini_batch.counted import Means
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
@@ -212,24 +211,39 @@ def by_sum(output: Tensor, target: Tensor) -> Any:
     return LossSum((losses * counts).sum(), (target != -100).sum().item())
 
 
+def sums(found: Any, output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    """A loss as a sum and what it weighs."""
+    if isinstance(found, LossSum):
+        return found.sum, float(found.weight)
+    if isinstance(found, tuple):
+        counted = torch.where(target < 0, 0, WEIGHTS[target.clamp(0)]).sum().item()
+        return value(found) * counted, counted
+    counted = (target >= 0).sum().item()
+    return found * counted, counted
+
+
 @pytest.mark.parametrize("schedule", [SCHEMES[0], SCHEMES[2], schemes.gems(2, 4)], ids=str)
 @pytest.mark.parametrize(
     ("loss", "replicas", "barrier"),
     [(plain, 1, True), (plain, 2, False), (by_classes, 2, True), (by_sum, 1, False), (by_sum, 2, True)],
 )
-def test_hooks_of_activations_see_the_gradients_of_one_process(
+def test_hooks_of_activations_see_the_gradients_of_the_sum(
     loss: Any, schedule: Schedule, replicas: int, barrier: bool
 ) -> None:
+    """Divided by the samples; by what counts once they are summed. For what is not linear, as clamping."""
     torch.manual_seed(0)
     layers = [*(Clamps(4, 4, dtype=F) for _ in range(3)), nn.Linear(4, CLASSES, dtype=F)]
     model = nn.Sequential(*copy.deepcopy(layers))
     optimizer = sgd(list(model.parameters()))
     for number in range(3):
         x, y = batch(number)
-        found = loss(model(x), y)
-        found = found.sum / found.weight if isinstance(found, LossSum) else value(found)
+        output = model(x)
+        found, weight = sums(loss(output, y), output, y)
         optimizer.zero_grad()
-        found.backward()
+        (found / len(x)).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad *= len(x) / weight
         optimizer.step()
 
     def work() -> Any:
@@ -244,53 +258,6 @@ def test_hooks_of_activations_see_the_gradients_of_one_process(
     for after in run(work, workers=2 * replicas):
         for name, tensor in model.state_dict().items():
             torch.testing.assert_close(after[name], tensor, rtol=1e-9, atol=1e-11)
-
-
-def test_a_device_divides_without_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(later, "holds_host", lambda _: True)
-    test_hooks_of_activations_see_the_gradients_of_one_process(by_classes, SCHEMES[0], 1, barrier=True)
-    test_hooks_of_activations_see_the_gradients_of_one_process(plain, SCHEMES[0], 1, barrier=False)
-
-
-class OwnClamped(Own):
-    """The same with a hook, on a loss whose weight no targets tell."""
-
-    def forward(self, given: tuple[Tensor, Tensor]) -> Any:
-        if given[0].requires_grad:
-            given[0].register_hook(self.hooked)
-        return super().forward(given)
-
-    def hooked(self, gradient: Tensor) -> Tensor | None:
-        return gradient.clamp(-0.004, 0.004)
-
-
-class OwnWatched(OwnClamped):
-    """A hook that looks only."""
-
-    def hooked(self, gradient: Tensor) -> Tensor | None:
-        del gradient
-        return None
-
-
-@pytest.mark.parametrize(("last", "told"), [(OwnClamped, True), (OwnWatched, False)])
-@pytest.mark.parametrize("mode", ["none", "stage"])
-def test_hooks_that_see_gradients_of_another_size_are_told(
-    last: type[Own], told: bool, mode: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = nn.Sequential(Passes(4, 4, dtype=F), Passes(4, 4, dtype=F), last())
-
-    def work() -> None:
-        pipeline = Pipeline(model, None, SCHEMES[0], optimizer=sgd, recompute=mode)
-        for number in range(2):
-            pipeline.step(batch(number))
-
-    run(work)
-    found = [r.getMessage() for r in caplog.records if "go through a hook" in r.getMessage()]
-    assert len(found) == told
-    if told:
-        assert found[0].startswith(
-            "gradients of activations in stage 1 go through a hook and are 2.3125 times"
-        )
 
 
 def together(output: Tensor, target: Tensor) -> Any:
@@ -371,3 +338,51 @@ def test_what_is_no_mean_over_targets_stays() -> None:
         found = means.read(given, 6)
         assert found.counts is None
         assert found.loss is (given.sum if isinstance(given, LossSum) else given)
+
+
+ERRORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mse": functional.mse_loss,
+    "l1": functional.l1_loss,
+    "smooth l1": functional.smooth_l1_loss,
+    "huber, halved": lambda o, t: functional.huber_loss(o, t, delta=0.5) / 2,
+    "by position": lambda o, t: functional.smooth_l1_loss(o, t, None, None, "mean"),
+    "entropy": lambda o, t: functional.binary_cross_entropy_with_logits(o, t.sigmoid(), weight=t.cosh()),
+    "poisson": lambda o, t: functional.poisson_nll_loss(o, t.abs()),
+    "gaussian": lambda o, t: functional.gaussian_nll_loss(o, t, torch.ones_like(o)),
+    "divergence": lambda o, t: functional.kl_div(o.log_softmax(-1), t.softmax(-1), reduction="batchmean"),
+    "cosine": lambda o, t: functional.cosine_embedding_loss(o, t, torch.ones(len(o))),
+    "ranking": lambda o, t: functional.margin_ranking_loss(o, t, torch.ones(o.shape)),
+    "margins": lambda o, t: functional.multi_margin_loss(o, t.argmax(-1)),
+    "shares": lambda o, t: functional.cross_entropy(o, t.softmax(-1)),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
+def test_errors_of_chosen_elements_are_divided_by_all_that_were_chosen(error: Any) -> None:
+    """Of some micro-batches nothing is."""
+    generator = torch.Generator().manual_seed(4)
+    x, y = (torch.randn(16, LENGTH, CLASSES, generator=generator, dtype=F) for _ in range(2))
+    chosen = torch.rand(16, LENGTH, generator=generator) < torch.linspace(-0.3, 1, 16)[:, None]
+    torch.manual_seed(0)
+    layers = [nn.Linear(CLASSES, CLASSES, dtype=F) for _ in range(2)]
+
+    def loss(output: Tensor, target: Any) -> Tensor:
+        target, mask = target
+        found: Tensor = error(output[mask], target[mask])
+        return found
+
+    model = nn.Sequential(*copy.deepcopy(layers))
+    true = loss(model(x), (y, chosen))
+    true.backward()
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+    def work() -> tuple[float, float, float]:
+        with Pipeline(layers, loss, schemes.chimera(2, 4), optimizer=sgd) as pipeline:
+            rows = slice(0, 10) if pipeline.replica == 0 else slice(10, 16)
+            given = x[rows], (y[rows], chosen[rows])
+            before = pipeline.evaluate(*given)
+            step = pipeline.step(*given)
+            return before, step.loss, step.grad_norm
+
+    for found in run(work, workers=4):
+        assert found == pytest.approx((true.item(), true.item(), norm.item()), rel=1e-9)

@@ -199,3 +199,74 @@ def test_what_is_no_loss_is_refused() -> None:
         run(_own, [nn.Linear(4, 4, dtype=F), Own("none")], SCHEMES[0], "none")
     with pytest.raises(ConfigError, match=r"the loss is a tensor of shape \(5, 4\)"):
         run(_flushed, layers_of(SCHEMES[0]), SCHEMES[0], lambda output, _: output)
+
+
+def _with_parts(output: Tensor, target: Tensor) -> Any:
+    error = output - target
+    loss = error.square().mean()
+    return {"loss": loss, "l1": error.abs().mean(), "count": 3, "output": output}
+
+
+@pytest.mark.parametrize("schedule", [*SCHEMES[1:4], schemes.pipedream_2bw(2, 4)], ids=str)
+@pytest.mark.parametrize("barrier", [True, False])
+def test_a_dict_has_a_loss_and_metrics(schedule: Schedule, barrier: bool) -> None:
+    layers = layers_of(schedule)
+    x, y = BATCHES[0]
+    output = nn.Sequential(*layers)(x)
+    error = (output - y).detach()
+    by_micro_batch = [part.square().mean().item() for part in error.chunk(schedule.micro_batches)]
+
+    def work() -> Any:
+        options: dict[str, Any] = {} if barrier or not schedule.synchronous else {"barrier": False}
+        with Pipeline(layers, _with_parts, schedule, optimizer=sgd, **options) as pipeline:
+            told = [pipeline.step(x, y), *pipeline.flush()]
+            (step,) = (step for step in told if step.about is not None)
+            return step.loss, step.metrics, step.losses, schedule.stages - 1 in pipeline.stages
+
+    rows = run(work)
+    found: dict[int, float] = {}
+    for loss, metrics, losses, last in rows:
+        assert loss == pytest.approx(error.square().mean().item())
+        assert metrics == pytest.approx({"l1": error.abs().mean().item(), "count": 3.0})
+        assert bool(losses) == last
+        found |= losses
+    assert [found[n] for n in range(schedule.micro_batches)] == pytest.approx(by_micro_batch)
+
+
+def test_gradients_are_a_snapshot() -> None:
+    def work() -> bool:
+        with Pipeline(layers_of(SCHEMES[1]), masked, SCHEMES[1], optimizer=sgd) as pipeline:
+            pipeline.keeps_gradients = True
+            pipeline.step(*BATCHES[0])
+            first = pipeline.gradients
+            before = {name: gradient.clone() for name, gradient in first.items()}
+            pipeline.step(*BATCHES[1])
+            same = [torch.equal(first[name], before[name]) for name in before]
+            return all(same) and not any(torch.equal(before[n], g) for n, g in pipeline.gradients.items())
+
+    assert all(run(work))
+
+
+def test_a_missing_target_names_the_way_out() -> None:
+    def work() -> None:
+        with Pipeline(layers_of(SCHEMES[1]), masked, SCHEMES[1], optimizer=sgd) as pipeline:
+            pipeline.step(BATCHES[0][0])
+
+    with pytest.raises(ConfigError, match=r"needs the targets; where the model .* loss_function=None"):
+        run(work)
+
+
+def test_steps_of_an_update_have_one_kind_of_loss() -> None:
+    calls = [0]
+
+    def changing(output: Tensor, target: Tensor) -> Any:
+        return masked(output, target) if calls[0] else (output - target).square().mean()
+
+    def work() -> None:
+        with Pipeline(layers_of(SCHEMES[1]), changing, SCHEMES[1], optimizer=sgd) as pipeline:
+            pipeline.step(*BATCHES[0], update=False)
+            calls[0] = 1
+            pipeline.step(*BATCHES[0])
+
+    with pytest.raises(ConfigError, match="return the same kind of loss in all"):
+        run(work)

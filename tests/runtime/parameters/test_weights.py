@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from counterflow.errors import ConfigError, WorkerError
+from counterflow.runtime import later
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.world import current_transport
@@ -26,6 +27,7 @@ CONTINUOUS = [schemes.pipedream(2), schemes.pipedream_2bw(2, 2), schemes.wpipe(1
 EVERY = [*FLUSHING, *CONTINUOUS]
 
 State = dict[str, Tensor]
+F = torch.float64
 
 
 def run(work: Callable[..., Any], *args: object, workers: int = 2) -> list[Any]:
@@ -249,6 +251,43 @@ def test_a_loss_function_with_weights_is_trained(schedule: Schedule, recompute: 
     state = run(trained, schedule, linears(), Loss(), workers=schedule.workers)[0]
     assert float(state["loss_function.log_variance"].abs().min()) > 0.01
     assert "loss_function.scale" in state
+
+
+class Within(nn.Module):
+    """Has one of torch's losses, a weight and a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entropy = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=F))
+        self.scale = nn.Parameter(torch.ones((), dtype=F))
+        self.register_buffer("centre", torch.zeros((), dtype=F))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        found: Tensor = self.entropy(output * self.scale, target)
+        return found
+
+
+def test_what_a_loss_was_given_is_not_in_the_state() -> None:
+    schedule = schemes.dapple(2, 2)
+    weight = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=F)
+    model = nn.Sequential(*linears())
+    x = batch(0)[0]
+    classes = torch.arange(len(x)) % 4
+
+    def work(loss: nn.Module) -> tuple[State, float, float]:
+        with Pipeline(nn.Sequential(*linears()), loss, schedule, optimizer=adamw) as pipeline:
+            before = pipeline.training_state_dict()
+            first = pipeline.step(x, classes).loss
+            pipeline.load_training_state_dict(before)
+            return pipeline.state_dict(), first, pipeline.step(x, classes).loss
+
+    state, first, again = run(work, nn.CrossEntropyLoss(weight=weight), workers=2)[0]
+    model.load_state_dict(state)
+    output = model(x)
+    assert first == again == pytest.approx(nn.functional.cross_entropy(output, classes, weight).item())
+    state, _, _ = run(work, Within(), workers=2)[0]
+    of_loss = {name for name in state if name.startswith("loss_function.")}
+    assert of_loss == {"loss_function.scale", "loss_function.centre"}
 
 
 def test_a_loss_function_may_share_a_weight_with_the_first_stage() -> None:
@@ -833,3 +872,36 @@ def test_a_training_without_a_flush_goes_on_from_its_state(schedule: Schedule) -
         run(_goes_on, schedule, layers, half, range(3, 7), stepped, workers=schedule.workers)
     resumed = run(_goes_on, schedule, layers, half, range(3, 7), None, workers=schedule.workers)[0]
     assert_equal(resumed["model"], run(undisturbed, workers=schedule.workers)[0])
+
+
+def _statistics(layers: Sequence[nn.Module], x: Tensor) -> State:
+    pipeline = Pipeline(layers, mean_square, schemes.chimera(2, 2), optimizer=sgd)
+    pipeline.step(x, torch.zeros(8, 4))
+    return pipeline.state_dict()
+
+
+def test_running_statistics_are_the_mean_of_the_copies() -> None:
+    """Each copy has one micro-batch: of the first column 0, 4, 8, 12 and 16, 20, 24, 28."""
+    layers = [nn.BatchNorm1d(4, momentum=1.0), nn.Linear(4, 4)]
+    for state in run(_statistics, layers, torch.arange(32.0).reshape(8, 4)):
+        assert state["0.running_mean"].tolist() == [14, 15, 16, 17]
+        assert state["0.running_var"].tolist() == pytest.approx([80 / 3] * 4)  # of four numbers 4 apart
+
+
+def _clipped(clip_norm: float | None) -> State:
+    pipeline = Pipeline(
+        linears(1), mean_square, schemes.pipedream_2bw(1, 2), optimizer=sgd, clip_norm=clip_norm
+    )
+    for seed in range(3):
+        pipeline.step(*batch(seed))
+    pipeline.flush()
+    return pipeline.state_dict()
+
+
+@pytest.mark.parametrize("queued", [False, True], ids=["host", "device"])
+def test_a_limit_above_the_norm_changes_nothing(queued: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without a flush, where a stage clips by itself, and on a device whose host does not wait."""
+    monkeypatch.setattr(later, "holds_host", lambda _: queued)
+    (free,), (limited,), (clipped,) = (run(_clipped, limit, workers=1) for limit in (None, 1e6, 1e-3))
+    assert all(torch.equal(limited[name], tensor) for name, tensor in free.items())
+    assert not any(torch.equal(clipped[name], tensor) for name, tensor in free.items())

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -87,30 +89,141 @@ def test_pairs_that_are_made_at_their_first_message_hang(monkeypatch: pytest.Mon
     assert "makes the pair" in told(schemes.chimera(4, 4), sync="end")
 
 
-def test_exchanges_that_are_grouped_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The communicator of all is made by the first group of messages, in which not all take part."""
+# -- launches that hold their hosts
 
-    def grouped(self: OrderedTransport, sent: Any, received: Any, peer: int) -> Any:
-        group, cpu = self._to_higher, torch.device("cpu")
-        group._start_coalescing(cpu)
-        for tensor in sent.tensors:
-            group.send([tensor.detach()], peer, 0)
-        for buffer in received.tensors:
-            group.recv([buffer], peer, 0)
-        work = group._end_coalescing(cpu)
 
-        class Pending:
-            def done(self) -> bool:
-                return bool(work.is_completed())
+@pytest.fixture
+def holding(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Each message and sum holds its host until it is over, as with ``CUDA_LAUNCH_BLOCKING=1``."""
 
-            def wait(self) -> None:
-                work.wait()
+    def held(name: str) -> None:
+        method = getattr(OrderedTransport, name)
 
-        return Pending(), Pending()
+        def call(self: OrderedTransport, *given: Any) -> Any:
+            launched = method(self, *given)
+            with self.progress.held(launched.peer):
+                launched.wait()
+                self.progress.synchronize()
+            return launched
 
-    monkeypatch.setattr(OrderedTransport, "exchange", grouped)
-    found = told(schemes.interleaved(workers=4, micro_batches=4, chunks=2))
-    assert "makes messages to higher ranks (group 1): waits for rank" in found
+        monkeypatch.setattr(OrderedTransport, name, call)
+
+    for name in ("send", "post_receive", "_collective"):
+        held(name)
+    monkeypatch.setattr(OrderedTransport, "launches_hold", True)
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("holding")
+@pytest.mark.parametrize(
+    ("schedule", "replicas", "options"),
+    [
+        (schemes.dapple(3, 4), 1, {}),
+        (schemes.gems(2, 3), 1, {"sync": "eager"}),
+        (schemes.chimera(4, 5), 1, {"sync": "eager-opt", "barrier": False, "clip_norm": None}),
+        (schemes.interleaved(workers=4, micro_batches=4, chunks=2), 1, {}),
+        (schemes.interleaved_zb(4, 8, chunks=2), 1, {}),
+        (schemes.gpipe(3, 1, groups=2), 2, {"sync": "eager"}),
+        (schemes.wpipe(3, 3), 1, {}),
+    ],
+    ids=str,
+)
+def test_launches_may_hold_their_hosts(schedule: Schedule, replicas: int, options: dict[str, Any]) -> None:
+    trial = small_trial(schedule, replicas=replicas, steps=2 if schedule.synchronous else 6)
+    assert trial.verify(transport="strict-nccl", **options).ok
+
+
+def test_sums_that_begin_early_would_hold_workers_for_ever(holding: pytest.MonkeyPatch) -> None:
+    holding.setattr(cf.Pipeline, "_when_summed", lambda _, asked: asked)
+    assert "StartSync" in told(schemes.gems(2, 3), sync="eager")
+
+
+# -- communicators
+
+
+def test_sums_of_the_same_ranks_share_a_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, ...]] = []
+    group = OrderedTransport.group
+
+    def counted(self: OrderedTransport, ranks: Sequence[int]) -> Group:
+        if self.rank == 0:
+            made.append(tuple(ranks))
+        return group(self, ranks)
+
+    monkeypatch.setattr(OrderedTransport, "group", counted)
+    schedule = schemes.interleaved(workers=2, micro_batches=2, chunks=8)
+    assert small_trial(schedule, replicas=2, steps=2).verify(transport="strict-nccl").ok
+    assert made == [(0, 1, 2, 3), (0, 2), (1, 3)]  # of a tied weight, and of all of a worker's eight stages
+
+
+class Options:
+    """What torch's of NCCL have."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace()
+        self._timeout: timedelta | None = None
+
+
+@pytest.fixture
+def made_with(monkeypatch: pytest.MonkeyPatch) -> list[Options | None]:
+    """The options of each process group that NCCL's transport asks torch for."""
+    found: list[Options | None] = []
+    monkeypatch.setattr(
+        torch.distributed, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False
+    )
+    for name in ("NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_CGA_CLUSTER_SIZE", "TORCH_NCCL_HIGH_PRIORITY"):
+        monkeypatch.delenv(name, raising=False)
+
+    def new_group(
+        self: nccl.NcclTransport, ranks: object, backend: str, timeout: timedelta, options: Options | None
+    ) -> object:
+        assert backend == "nccl"
+        assert options is None or options._timeout == timeout
+        found.append(options)
+        return object()
+
+    monkeypatch.setattr(nccl.NcclTransport, "new_group", new_group)
+    return found
+
+
+def groups_of_nccl() -> None:
+    transport = nccl.NcclTransport.__new__(nccl.NcclTransport)
+    transport.rank, transport.world_size, transport._data_groups = 0, 2, []
+    transport.status = Status(0)
+    transport.make_groups()
+    transport.group((0, 1))
+
+
+def test_messages_have_priority_and_few_blocks_and_sums_what_nccl_chooses(
+    made_with: list[Options | None],
+) -> None:
+    groups_of_nccl()
+    *messages, sums = made_with
+    assert sums is None
+    assert len(messages) == 2
+    for options in messages:
+        assert options is not None
+        assert options.is_high_priority_stream
+        assert vars(options.config) == {"max_ctas": 4, "cga_cluster_size": 0}
+
+
+def test_what_nccls_variables_say_is_left_to_them(
+    made_with: list[Options | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_MIN_CTAS", "8")
+    monkeypatch.setenv("NCCL_CGA_CLUSTER_SIZE", "2")
+    monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "0")
+    groups_of_nccl()
+    options = made_with[0]
+    assert options is not None
+    assert not options.is_high_priority_stream
+    assert vars(options.config) == {}
+
+
+def test_a_torch_without_nccl_has_no_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.distributed, "ProcessGroupNCCL", raising=False)
+    assert nccl.message_options(timedelta(seconds=1)) is None
 
 
 # -- failures

@@ -255,20 +255,22 @@ def test_a_stream_of_its_own_does_not_wait() -> None:
 
 
 def test_what_has_not_come_is_not_a_number() -> None:
-    def program(end: ThreadEndpoint) -> bool:
+    unread: list[bool] = []  # what the program saw before it was told of the hang
+
+    def program(end: ThreadEndpoint) -> None:
         group = end.group(range(2), "pair")
         if end.rank == 0:
             group.send([torch.ones(1)], 1, 0)
-            return True
+            return
         meet(group, 0, 1)
         value, late = torch.zeros(1), torch.zeros(1)
         group.recv([value], 0, 0)
         received = group.recv([late], 0, 0)
-        unread = bool(late.isnan())  # nobody waited for it
+        unread.append(bool(late.isnan()))  # nobody waited for it
         del received
-        return unread
 
     hangs(program, 2, "rank 1's receive from rank 0 (number 1")
+    assert unread == [True]
 
 
 # -- collectives
@@ -309,6 +311,24 @@ def test_all_members_take_part_in_a_collective() -> None:
 
     hangs(lambda end: program(end, 2), 3, "rank 2 has ended")
     assert run_ranks(lambda end: program(end, 3), 3) == [3.0] * 3
+
+
+@pytest.mark.parametrize("other", ["barrier", "broadcast of rank 0", "all-gather"])
+def test_an_all_reduce_does_not_meet_another_collective_of_its_size(other: str) -> None:
+    def program(end: ThreadEndpoint) -> None:
+        group, one = end.group(range(2), "all"), torch.ones(1)
+        if end.rank == 0:
+            group.allreduce([one]).wait()
+        elif other == "barrier":
+            group.barrier()
+        elif other == "all-gather":
+            group.allgather([[torch.zeros(1), torch.zeros(1)]], [one]).wait()
+        else:
+            group.broadcast(one, 0).wait()
+
+    hangs(
+        program, 2, "what meets by its order alone does not fit", "rank 0's all-reduce", f"rank 1's {other}"
+    )
 
 
 def test_the_other_collectives() -> None:

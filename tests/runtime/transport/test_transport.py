@@ -180,8 +180,9 @@ def sums(transport: Transport) -> None:
     for size in (1, 2, 3, 4, 5, 7, 1000, 10007):
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             mine = torch.randn(size, generator=draw).mul(1e3).to(dtype)
-            values = cast("list[Tensor]", transport.gather_objects(mine.clone()))
+            values = cast("list[Tensor]", transport.gather_objects(mine.cpu().clone()))
             transport.all_reduce(mine, everybody).wait()
+            mine = mine.cpu()
             found = cast("list[Tensor]", transport.gather_objects(mine))
             assert all(torch.equal(_bits(one), _bits(mine)) for one in found), (size, dtype)
             expected = torch.stack([value.double() for value in values]).sum(0)
@@ -280,7 +281,8 @@ def receive_one(transport: Transport) -> None:
 
 def outcome(check: Callable[[Transport], None], transport: Transport) -> str:
     try:
-        check(transport)
+        with torch.device(transport.device):
+            check(transport)
     except BaseException:
         return traceback.format_exc()
     return "passed"

@@ -21,7 +21,7 @@ import torch
 from counterflow.errors import ConfigError, DeadlockError, WorkerError
 from counterflow.runtime.transport.base import TransportKind
 from counterflow.runtime.workers.forking import start_method
-from counterflow.runtime.workers.launch import launch
+from counterflow.runtime.workers.launch import launch, launch_watched
 from counterflow.runtime.workers.world import Defaults, current_transport
 
 
@@ -154,6 +154,73 @@ def test_a_killed_worker(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match=r"^worker 1 was killed by SIGKILL"):
         launch(be_killed, str(tmp_path), workers=2)
     assert gone(tmp_path, 2)
+
+
+@Job
+def end_without_a_word(folder: str) -> None:
+    note_pid(folder)
+    if os.environ["RANK"] == "1":
+        while len([*Path(folder).iterdir()]) < 2:  # the other one is to be seen as well
+            time.sleep(0.01)
+        os._exit(0)
+    time.sleep(600)
+
+
+def test_a_worker_that_ends_without_a_word_and_as_if_all_were_well(tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match=r"^worker 1 ended with exit code 0 and told no error"):
+        launch(end_without_a_word, str(tmp_path), workers=2)
+    assert gone(tmp_path, 2)
+
+
+@Job
+def raise_interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_in_a_worker_is_a_failure() -> None:
+    with pytest.raises(WorkerError, match=r"^worker \d: KeyboardInterrupt"):
+        launch(raise_interrupt, workers=2)
+
+
+@Job
+def wait_for_the_end(folder: str) -> None:
+    note_pid(folder)
+    time.sleep(600)
+
+
+def test_who_watches_a_launch_ends_it(tmp_path: Path) -> None:
+    def watch(_: Callable[[int], None]) -> None:
+        if len(list(tmp_path.glob("pid-*"))) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch_watched(watch, wait_for_the_end, str(tmp_path), workers=2)
+    assert gone(tmp_path, 2)
+
+
+def test_interrupted_while_the_process_to_fork_from_still_loads(tmp_path: Path) -> None:
+    """That process sends a signal as soon as it runs: then it imports torch, and the launch waits for it."""
+    (tmp_path / "counterflow_test_interrupts.py").write_text(
+        "import os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(600)\n"
+    )
+    (tmp_path / "script.py").write_text(
+        "import sys\n"
+        "from counterflow.runtime.workers import forking\n"
+        "from counterflow.runtime.workers.launch import launch\n"
+        "forking._IMPORTED.insert(0, 'counterflow_test_interrupts')\n"
+        "if __name__ == '__main__':\n"
+        "    launch(print, workers=1)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
 
 
 def test_a_hanging_worker(tmp_path: Path) -> None:

@@ -344,6 +344,55 @@ def test_a_failure_spares_who_ends(pair: tuple[Watch, Watch, Ended]) -> None:
     assert not fate.ended.is_set()
 
 
+class Device:
+    """One that works until it meets an error; then every question is answered with that."""
+
+    def __init__(self) -> None:
+        self.broken = False
+
+    def status(self) -> Status:
+        if self.broken:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        return Status(0)
+
+    def look(self) -> None:
+        self.status()
+
+
+def test_a_device_error_is_told_as_one_and_the_watch_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_GRACE_SECONDS", 0.2)
+    store, device, fate, others = HashStore(), Device(), Ended(), Ended()
+    first = Watch(
+        store,
+        Status(0),
+        2,
+        timeout_seconds=2.0,
+        break_waits=fate.broken.set,
+        look=device.look,
+        device_status=device.status,
+        end=fate.end,
+    )
+    second = Watch(store, Status(1), 2, timeout_seconds=2.0, break_waits=others.broken.set, end=others.end)
+    why = "device of rank 0: AcceleratorError: CUDA error: an illegal memory access was encountered"
+    try:
+        device.broken = True
+        assert fate.broken.wait(10)
+        assert others.broken.wait(10)
+        assert second.failure() == Failure(0, why)
+        assert str(first.device_error) == why
+        mine = first.statuses()[0]
+        assert mine is not None
+        assert mine.doing == "starting"  # the host's, since the device tells nothing any more
+        assert others.ended.wait(10)
+        assert others.why == f"worker 0 failed: {why}"
+        assert first._thread.is_alive()
+        assert not first._store_gone
+        assert fate.ended.wait(10)  # who has been told may have something to save, not for ever
+    finally:
+        first.stop()
+        second.stop()
+
+
 class CutOff:
     """A store that answers until it is cut off; then each call waits, as over a network without an answer."""
 

@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -83,6 +84,25 @@ def test_it_finds_the_best_of_all_orders(workload: Workload) -> None:
         if found.words is not None:
             assert problem.fits(found.words)
             assert value_of(problem, found.words) == pytest.approx(found.value)
+
+
+def test_without_an_answer_nothing_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the solver is asked again and again, and what it says of the bound is nothing."""
+    asked: list[int] = []
+
+    def unknown(model: Model, **_: Any) -> tuple[str, int]:
+        asked.append(model.target)
+        return "unknown", 0
+
+    h1 = schemes.zb_h1(2, 4)
+    problem = problem_of(h1.workload, cf.Costs(backward=2.0), peak=3, objective="steady")
+    words = problem.words_of(h1)
+    assert words is not None
+    monkeypatch.setattr(Model, "solve", unknown)
+    monkeypatch.setattr(Model, "refuted", False, raising=False)
+    found = solve(problem, words, 10.0, seconds=20)
+    assert (found.value, found.bound, found.proved, found.words) == (13, 10, False, None)
+    assert asked
 
 
 def test_a_longer_span_is_improved_and_proved() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -22,6 +23,10 @@ _TIMEOUT_SECONDS = 60.0
 
 
 def doctor(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(metavar="FOLDER", help="Where runs are to be written; without it the working folder."),
+    ] = None,
     *,
     test: Annotated[
         bool, typer.Option("--test/--no-test", help="Whether to train a tiny model on two workers.")
@@ -31,7 +36,7 @@ def doctor(
     """Say what this machine has, and train a tiny model on two workers here; exit 1 if something is wrong."""
     from counterflow.measure.health import findings  # noqa: PLC0415  (imports torch)
 
-    found = findings()
+    found = findings(folder)
     if test:
         if not as_json:
             note("Training a tiny model on two workers …")

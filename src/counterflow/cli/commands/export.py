@@ -1,4 +1,4 @@
-"""``counterflow export``: a scheme's schedule as a file that the other commands accept."""
+"""``counterflow export``: a schedule as a file that the other commands accept, or that torch reads."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from typing import Annotated
 
 import typer
 
-from ..options.flags import SchemeOptions
-from ..options.subject import build
+from ..options.flags import SchemeOptions, SubjectArgument
+from ..options.subject import Form, as_text, schedule_of
 from ..output.console import note, writing
 
 
 def export(
-    scheme: Annotated[
-        str,
-        typer.Argument(metavar="SCHEME", help="See 'counterflow schemes'.", show_default=False),
-    ],
+    subject: SubjectArgument,
     options: SchemeOptions,
     *,
     out: Annotated[
@@ -24,16 +21,22 @@ def export(
         typer.Option(
             "--out",
             metavar="FILE",
-            help="The file to write; without it the text goes to stdout.",
+            help="The file to write; without it the text goes to stdout. FILE.csv is in torch's CSV.",
+            rich_help_panel="Output",
+        ),
+    ] = None,
+    form: Annotated[
+        Form | None,
+        typer.Option(
+            "--format",
+            help="csv: as torch.distributed.pipelining reads it. Default: what FILE ends in, or json.",
             rich_help_panel="Output",
         ),
     ] = None,
 ) -> None:
     """Write a schedule file, which check, simulate and show read like a scheme."""
-    from counterflow.schedule.formats import dumps  # noqa: PLC0415
-
-    schedule = build(scheme, options.given())
-    text = dumps(schedule)
+    schedule = schedule_of(subject, options)
+    text = as_text(schedule, form or (Form.CSV if out is not None and out.suffix == ".csv" else Form.JSON))
     if out is None:
         typer.echo(text, nl=not text.endswith("\n"))
         return

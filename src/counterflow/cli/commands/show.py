@@ -16,7 +16,16 @@ from counterflow.schedule.ir import Schedule
 from counterflow.simulate import Simulation
 
 from ..options.flags import CostOptions, SchemeOptions, schemes_from
-from ..options.subject import build_beside, is_file, is_run, load, schedule_of, warn_if_wrong
+from ..options.subject import (
+    Form,
+    as_text,
+    build_beside,
+    is_file,
+    is_run,
+    load,
+    schedule_of,
+    warn_if_wrong,
+)
 from ..options.wording import flag
 from ..output.console import console, note, writing
 
@@ -40,8 +49,8 @@ def show(
         typer.Option(
             "--out",
             metavar="FILE",
-            help="Draw into FILE: .png .svg .pdf .html .trace.json (Perfetto); may be repeated. "
-            "Without it: in the terminal.",
+            help="Draw into FILE: .png .svg .pdf .html .trace.json (Perfetto), or write it as torch's .csv; "
+            "may be repeated. Without it: in the terminal.",
             rich_help_panel="Output",
         ),
     ] = None,
@@ -52,6 +61,14 @@ def show(
             help="A second schedule on the same time axis: a scheme, which takes the same options as far "
             "as it has them; a file; or a scheme with options of its own in quotes. Beside a run: predicted "
             "(the default), or another run.",
+            rich_help_panel="Output",
+        ),
+    ] = None,
+    form: Annotated[
+        Form | None,
+        typer.Option(
+            "--format",
+            help="Print the schedule instead, as a schedule file (json) or torch's (csv).",
             rich_help_panel="Output",
         ),
     ] = None,
@@ -79,6 +96,8 @@ def show(
         why = "a run's messages are not measured" if is_run(subject) else "the terminal draws no arrows"
         raise ConfigError(f"--messages: {why}; " + ("leave it out" if is_run(subject) else "add --out FILE"))
     if is_run(subject):
+        if form is not None:
+            raise ConfigError(f"--format: {subject} is a run; its folder has the schedule, schedule.json")
         _show_run(subject, compare, out or (), [*options.given(), *costs.given()], memory=memory)
         return
     schedule = schedule_of(subject, options)
@@ -90,11 +109,16 @@ def show(
         _note_other_model(schedule, other.schedule)
     for text in costs.without_effect(schedule, *([other.schedule] if other else [])):
         note(f"Note: {text}")
-    if not out:
+    if form is not None:
+        typer.echo(as_text(schedule, form), nl=False)
+    elif not out:
         draw_terminal(result, console(), compare=other, memory=memory)
     for path in out or ():
         with writing(path):
-            draw(result, path, compare=other, memory=memory, messages=messages)
+            if path.suffix == ".csv":
+                path.write_text(as_text(schedule, Form.CSV), encoding="utf-8")
+            else:
+                draw(result, path, compare=other, memory=memory, messages=messages)
         note(f"Wrote {path}")
 
 
@@ -147,9 +171,11 @@ def _other(
     # The same flags as this command's own, read by the same parser.
     with ctx.command.make_context(f"{ctx.info_name} --compare", words, parent=ctx.parent) as inner:
         values = dict(inner.params)
-    for name in ("out", "compare", "memory", "messages"):
+    flags = {"form": "--format"}
+    for name in ("out", "compare", "form", "memory", "messages"):
         if values[name]:
-            raise ConfigError(f"--compare {text!r}: --{name} belongs outside the quotes")
+            shown = flags.get(name, f"--{name}")
+            raise ConfigError(f"--compare {text!r}: {shown} belongs outside the quotes")
     schedule = schedule_of(values["subject"], SchemeOptions.taken(values))
     warn_if_wrong(values["subject"], schedule)
     own = CostOptions.taken(values)

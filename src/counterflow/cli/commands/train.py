@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shlex
-import signal
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,39 +73,19 @@ def train(
     Ctrl-C ends it after the step under way and keeps what was reached (exit code 130). So do SIGTERM, SIGUSR1
     and SIGHUP, with exit code 75: the same run can go on from its checkpoint.
     """
-    from counterflow.train import load_config  # noqa: PLC0415  (pydantic takes a while)
+    from counterflow.train.stopping import STOP, Phase, listening  # noqa: PLC0415  (pydantic takes a while)
 
-    if keys:
-        _list_keys(as_json=as_json)
-        return
-    resolved = load_config(config, sets or (), scheme=scheme, workers=workers, steps=steps, out=out)
-    if dry_run:
-        _prepare(resolved, as_json=as_json)
-        return
+    with listening(), STOP.during(Phase.LEAVE):  # nothing is begun yet, and torch takes seconds to load
+        from counterflow.train import load_config  # noqa: PLC0415
 
-    with _resubmitted_before_it_begins():
-        _run(resolved, max_restarts=max_restarts, as_json=as_json)
-
-
-@contextmanager
-def _resubmitted_before_it_begins() -> Iterator[None]:
-    """A signal ends the command as one that could go on: while torch is loaded nothing else listens."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, _: object) -> None:
-        text = f"Stopped by {signal.Signals(number).name} before it began\n"
-        os.write(sys.stderr.fileno(), text.encode())
-        os._exit(os.EX_TEMPFAIL)
-
-    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
-    before = {n: signal.signal(n, end) for n in numbers if signal.getsignal(n) is signal.SIG_DFL}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if keys:
+            _list_keys(as_json=as_json)
+            return
+        resolved = load_config(config, sets or (), scheme=scheme, workers=workers, steps=steps, out=out)
+        if dry_run:
+            _prepare(resolved, as_json=as_json)
+        else:
+            _run(resolved, max_restarts=max_restarts, as_json=as_json)
 
 
 def _run(config: RunConfig, *, max_restarts: int, as_json: bool) -> None:
@@ -282,6 +256,9 @@ def _figures(summary: Summary) -> Any:
     how = "resident, with Python and torch" if summary.about.on_cpu else "allocated"
     for name, pair in _grouped(summary.memory_bytes):
         table.add_row(f"memory, {how}, {name}", *map(byte_size, _pair(pair)))
+    if summary.beside_torch_bytes:
+        most = byte_size(max(summary.beside_torch_bytes))
+        table.add_row("memory, CUDA's, communicators' and others', at most", most, "")
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 
 from counterflow.errors import ConfigError, ScheduleError
@@ -15,6 +16,24 @@ from .flags import SchemeOptions
 from .wording import flag
 
 
+class Form(StrEnum):
+    """How a schedule is written."""
+
+    JSON = "json"
+    CSV = "csv"
+
+
+def as_text(schedule: Schedule, form: Form) -> str:
+    """The schedule as a file has it.
+
+    Raises:
+        ConfigError: it has what the form cannot say.
+    """
+    from counterflow.schedule import formats, torch_csv  # noqa: PLC0415  (only files need it)
+
+    return torch_csv.dumps(schedule) if form is Form.CSV else formats.dumps(schedule)
+
+
 def is_scheme(subject: str) -> bool:
     """Whether ``subject`` is the name of a scheme rather than a file."""
     return registry.find(subject) is not None
@@ -25,7 +44,7 @@ def is_file(subject: str) -> bool:
     return (
         bool(subject)
         and not is_scheme(subject)
-        and (Path(subject).exists() or "/" in subject or subject.endswith(".json"))
+        and (Path(subject).exists() or "/" in subject or subject.endswith((".json", ".csv")))
     )
 
 

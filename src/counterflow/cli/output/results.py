@@ -283,6 +283,10 @@ class Trained(Prepared):
     memory_bytes: Annotated[
         list[Measured], said("by worker: most allocated by torch on its GPU, or resident of its process")
     ]
+    beside_torch_bytes: Annotated[
+        list[float],
+        said("by worker: used of its GPU beside that, by CUDA, communicators and others; empty on the CPU"),
+    ]
 
 
 class KeyShown(Part):

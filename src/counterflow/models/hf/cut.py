@@ -46,26 +46,32 @@ class Plan:
     Attributes:
         repeated: the path in the base model of the list of its repeated layers.
         after: the paths in the base model of what comes after them.
+        unnamed: those of what has weights and a plan of transformers does not name: it has to come before.
     """
 
     repeated: str
     after: tuple[str, ...]
+    unnamed: tuple[str, ...] = ()
 
+
+_STREAMS = Plan("layers", ("hc_head", "norm"))
 
 _BERT = Plan("encoder.layer", ("pooler",))
 
 _PLANS = {
     "bert": _BERT,
     "camembert": _BERT,
+    "deepseek_v4": _STREAMS,
     "distilbert": Plan("transformer.layer", ()),
     "electra": _BERT,
+    "hy_v4": _STREAMS,
     "gpt2": Plan("h", ("ln_f",)),
     "modernbert": Plan("layers", ("final_norm",)),
     "opt": Plan("decoder.layers", ("decoder.final_layer_norm", "decoder.project_out")),
     "roberta": _BERT,
     "xlm-roberta": _BERT,
 }
-"""By model type: those of models without a plan of their own."""
+"""By model type: those of models without a plan of their own, or whose own leaves something out."""
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
@@ -92,7 +98,7 @@ def layers(model: nn.Module) -> list[nn.Module]:
     after = [prefix + name for name in plan.after if _has(base, name)]
     heads = [name for name, child in whole.named_children() if prefix and child is not base]
     filling = Filling(whole, getattr(model, "peft_config", None) or {})
-    first = _First(whole, path, [*after, *heads], kinds)
+    first = _First(whole, path, [*after, *heads], kinds, [prefix + name for name in plan.unnamed])
     blocks = [_Block(block, kind) for block, kind in zip(repeated, kinds, strict=True)]
     found = [first, *blocks, _Last(whole, path, [*after, *heads], prefix)]
     for layer in found:
@@ -128,13 +134,16 @@ def _plan_of(model: PreTrainedModel, base: PreTrainedModel) -> Plan:
     told: Mapping[str, Any] | None = getattr(base.config, "base_model_pp_plan", None)
     config = base.config
     composite = getattr(config, "sub_configs", None)
-    if told and not composite:
+    if told and not composite and config.model_type not in _PLANS:
         names = list(told)
         lists = [
             name for name in names if _has(base, name) and isinstance(base.get_submodule(name), nn.ModuleList)
         ]
         if len(lists) == 1:
-            return Plan(lists[0], tuple(names[names.index(lists[0]) + 1 :]))
+            unnamed = (
+                name for name, child in base.named_children() if name not in names and _has_weights(child)
+            )
+            return Plan(lists[0], tuple(names[names.index(lists[0]) + 1 :]), tuple(unnamed))
     known = _PLANS.get(config.model_type)
     if known is None or getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
@@ -309,15 +318,23 @@ class _Note(nn.Module):
 
 
 class _Held(nn.Module):
-    """In place of what comes before the end: gives what is held, whatever it is called with."""
+    """In place of what comes before the end: gives what is held, whatever it is called with.
 
-    def __init__(self, held: list[Tensor], module: nn.Module) -> None:
+    Args:
+        held: what came in.
+        module: what it stands for.
+        embeds: whether that comes before the repeated layers, of which a model may make several streams.
+    """
+
+    def __init__(self, held: list[Tensor], module: nn.Module, *, embeds: bool = False) -> None:
         super().__init__()
         _told_of(self, module)
         self.held = held
+        self.embeds = embeds
 
     def forward(self, *_: object, **__: object) -> Tensor:
-        return self.held[0]
+        hidden = self.held[0]
+        return hidden.flatten(2, -2)[:, :, 0] if self.embeds and hidden.dim() > 3 else hidden
 
 
 def _told_of(stand_in: nn.Module, module: nn.Module) -> None:
@@ -352,9 +369,13 @@ class Layer(nn.Module):
 class _First(Layer):
     """All before the repeated layers: what they are called with."""
 
-    def __init__(self, model: PreTrainedModel, path: str, after: list[str], kinds: list[str]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, path: str, after: list[str], kinds: list[str], unnamed: list[str]
+    ) -> None:
         super().__init__()
         self.kinds = kinds
+        self.unnamed = unnamed
+        """What has to be called; empty once it was."""
         self.wants_ids = "SequenceClassification" in type(model).__name__  # to look for the padding
         self.windows = [getattr(model.base_model.config, "sliding_window", None)]
         self.forms: dict[Any, tuple[str, bool] | None] = {}
@@ -380,7 +401,7 @@ class _First(Layer):
         # A mask that is not needed for these samples is made for others: stages hand on the same for all.
         made = any(given.get(name) is not None for name in ("attention_mask", "position_ids"))
         del self.notes[:]
-        with _masks(self.model, made=made):
+        with _masks(self.model, made=made), self._all_called():
             try:
                 self.model(**given)
             except _Called:
@@ -404,6 +425,27 @@ class _First(Layer):
             taken[kind] = pytree.tree_map(narrow, its)
         ids = {"input_ids": given.get("input_ids")} if self.wants_ids else {}
         return {HIDDEN: hidden, "taken": taken, **ids}
+
+    @contextmanager
+    def _all_called(self) -> Iterator[None]:
+        """Around the first forward: sees that what no plan names comes before the repeated layers."""
+        waiting = dict.fromkeys(self.unnamed)
+
+        def called(name: str, *_: object) -> None:
+            waiting.pop(name, None)
+
+        hooks = [
+            self.model.get_submodule(name).register_forward_pre_hook(partial(called, name))
+            for name in self.unnamed
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if waiting:
+            raise _unfollowed(f"does not call {next(iter(waiting))} before its repeated layers")
+        self.unnamed = []
 
     def _narrow(
         self, leaf: Any, hidden: Tensor, kind: str, names: frozenset[str], positions: Tensor | None
@@ -456,8 +498,9 @@ class _Last(Layer):
         }
         for parent in _leading_to(path, prefix):
             for name, child in model.get_submodule(parent.rstrip(".")).named_children():
-                if not any(_leads(parent + name, other) for other in (path, *after)):
-                    replaced[parent + name] = _Held(self.held, child)
+                if any(_leads(parent + name, other) for other in (path, *after)) or _is_looked_into(child):
+                    continue
+                replaced[parent + name] = _Held(self.held, child, embeds=True)
         self.model = _shell(model, replaced)
         _configured(self.model, _plain)
 
@@ -473,6 +516,15 @@ class _Last(Layer):
             return self.model(input_ids=ids, attention_mask=mask)
         finally:
             del self.held[:]
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _is_looked_into(module: nn.Module) -> bool:
+    """Whether it is a list of modules without weights: rotary embeddings, which a model goes through."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not _has_weights(module)
 
 
 def _leads(path: str, other: str) -> bool:

@@ -24,7 +24,7 @@ from counterflow.schedule.program.segments import Segments
 
 from .. import later
 from ..mini_batch.batch import Batch
-from ..mini_batch.losses import Losses, refuse_no_graph
+from ..mini_batch.losses import Losses, divisor_of, refuse_no_graph
 from ..parameters.gradients import clip_factor
 from ..parameters.versions import Versions
 from ..parameters.weights import Weights
@@ -38,11 +38,15 @@ TOLD_TOGETHER = 8
 
 
 class _Own(NamedTuple):
-    """What this worker has to tell of a mini-batch: its step, its samples of all replicas, its losses."""
+    """What this worker has to tell of a mini-batch.
+
+    That is its step, its samples of all replicas, its losses, and whether copies are compared after it.
+    """
 
     step: int
     samples: int
     losses: Losses
+    compared: bool
 
 
 class AsynchronousRunner:
@@ -94,6 +98,10 @@ class AsynchronousRunner:
         self._together = math.ceil(TOLD_TOGETHER / schedule.micro_batches)
         """Mini-batches that a gather tells of."""
         self._begun = 0  # mini-batches, since the pipeline was empty
+        self._first = 0
+        """The step of the first of these."""
+        self._batch: Batch | None = None  # that a step brings
+        self._samples = 1  # of each mini-batch under way
         self._untold: deque[_Own] = deque()
         self._squared: dict[int, float] = defaultdict(float)
         self._clips_there = later.holds_host(workers.transport.device)
@@ -103,6 +111,10 @@ class AsynchronousRunner:
         self._alive: dict[int, Tensor] = {}
         self._stopped: dict[int, tuple[int, str] | None] = {}
         """Stages that are updated no more, because a gradient was not finite, and which that was."""
+        self._compared: set[int] = set()
+        """Mini-batches after whose updates copies are compared."""
+        self._digests: dict[int, list[later.Later]] = defaultdict(list)
+        """Of these, what of this worker's is compared: of each stage as the mini-batch leaves it."""
         self._telling: deque[tuple[list[_Own], Gathering]] = deque()
         self._heard: deque[tuple[_Own, list[list[float]]]] = deque()
 
@@ -132,11 +144,14 @@ class AsynchronousRunner:
             )
         number = self._begun
         if not number:
+            self._first = batch.step
             for versions in self._versions():
                 versions.begin()
         self._begun += 1
+        if batch.compared:
+            self._compared.add(number)
         self._run(number, batch)
-        self._untold.append(_Own(batch.step, batch.total, batch.losses))
+        self._untold.append(_Own(batch.step, batch.total, batch.losses, batch.compared))
         if len(self._untold) == self.segments.update_lag + self._together:
             self._tell(self._together)
         told_by_all = number + 1 - self.segments.update_lag - self.segments.spread
@@ -156,6 +171,7 @@ class AsynchronousRunner:
             found.append(self._hear())
         self._squared.clear()
         self._alive.clear()
+        self._compared.clear()
         self._begun = 0
         return found
 
@@ -164,14 +180,18 @@ class AsynchronousRunner:
         tasks = self._tasks(batch is None, index, number - index)
         self.weights.attach()
         self.weights.note_parameters()
+        self._batch = batch
         try:
             self.interpreter.run(tasks, batch, period_offset=number - index, drains=batch is None)
+            self.weights.check_buffers()  # also where a segment has no update
         except WorkerError as error:
             if isinstance(error.__cause__, RuntimeError):
                 self.weights.check_buffers()
             raise
         finally:
             self.weights.hooks.give_back()
+            if batch is not None:
+                self._samples, self._batch = batch.total, None
         self.weights.detach()
         for versions in self._versions():
             versions.show_latest()
@@ -201,6 +221,8 @@ class AsynchronousRunner:
                     self._stopped.setdefault(stage, (stage, "one of its weights"))
             mine, odd = batch.losses.summed()
             row += [mine, self._squared.pop(number, 0.0), odd, *batch.losses.weighed()]
+            digests = [each.read() for each in self._digests.pop(number, ())]
+            row += map(sum, zip(*digests, strict=True)) if digests else [0.0] * self.weights.copies.columns
         self._telling.append((batches, self.workers.transport.start_gather(row)))
 
     def _hear(self) -> StepStatistics:
@@ -212,10 +234,17 @@ class AsynchronousRunner:
         if not self._heard:
             self._gather()
         batch, rows = self._heard.popleft()
-        loss, norm = self.workers.loss_and_norm(rows, batch.step, self._not_finite)
-        refuse_no_graph([row[3:] for row in rows])
-        metrics = self.workers.metrics([row[3:] for row in rows], batch.losses, 1.0)
-        return StepStatistics(batch.step, loss, norm, batch.samples, metrics)
+        if batch.compared:
+            self.weights.copies.compare([row[COLUMNS:] for row in rows], f"after step {batch.step}")
+        rows = [row[:COLUMNS] for row in rows]
+        weighed = [row[3:] for row in rows]
+        refuse_no_graph(weighed)
+        scale = 1 / self.workers.weight(weighed, batch.step)[0]
+        loss = self.workers.loss([(row[0], row[2]) for row in rows], batch.step, scale)
+        norm = self.workers.norm([row[1] for row in rows], loss, batch.step, self._not_finite)
+        metrics = self.workers.metrics(weighed, batch.losses, scale)
+        losses = batch.losses.by_micro_batch()
+        return StepStatistics(batch.step, loss, norm, batch.samples, metrics, losses=losses)
 
     def _not_finite(self) -> tuple[int, str] | None:
         return min((found for found in self._stopped.values() if found is not None), default=None)
@@ -233,8 +262,8 @@ class AsynchronousRunner:
                     "in the same order"
                 )
         for index, batch in enumerate(batches):
-            first = 2 + COLUMNS * index
-            its = slice(first, first + COLUMNS)
+            width = COLUMNS + self.weights.copies.columns
+            its = slice(2 + width * index, 2 + width * (index + 1))
             self._heard.append((batch, [row[its] for row in rows]))
 
     # -- what the interpreter asks for (``Owner``)
@@ -264,8 +293,12 @@ class AsynchronousRunner:
         versions = self.weights.stages[stage].versions
         assert versions is not None
         versions.make(version, frees)
+        samples = self._samples if self._batch is None else self._batch.total  # the same in all under way
+        divisor = divisor_of(samples, flushes=False)
+        if divisor != samples:
+            self.weights.scale(divisor / samples, stage)
         with versions.unseen():
-            self.weights.call_hooks(stage)
+            self.weights.call_hooks(self._first + version - 1, stage)
         if self._clips_there:
             self._update_there(stage, version, versions)
             return
@@ -279,13 +312,18 @@ class AsynchronousRunner:
         factor = clip_factor(math.sqrt(squared), self.limit)
         if factor < 1.0:
             self.weights.scale(factor, stage)
+        self._make_update(stage, version, versions)
+
+    def _make_update(self, stage: int, version: int, versions: Versions) -> None:
         with versions.unseen():
-            self.weights.update(stage)
+            self.weights.update(stage, self._first + version - 1)
+        if version - 1 in self._compared:
+            digests = self.weights.copies.digests({stage}, buffers=False)
+            self._digests[version - 1].append(later.Later(digests))
 
     def _update_there(self, stage: int, version: int, versions: Versions) -> None:
         """The same on a device whose host does not wait: gradients that are not finite count as zeros."""
         counted, alive = self.weights.clip_there(stage, self.limit, self._alive.get(stage))
         self._alive[stage] = alive
         self._later[version - 1].append((stage, later.Later(counted), later.Later(alive)))
-        with versions.unseen():
-            self.weights.update(stage)
+        self._make_update(stage, version, versions)

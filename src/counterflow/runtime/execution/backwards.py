@@ -20,7 +20,7 @@ from counterflow.schedule.modes import Recompute
 from ..mesh.dtensors import settled
 from ..messages.values import Unit
 from ..stages.randomness import Rows, versions
-from ..stages.recomputation import Hold, refuse_other
+from ..stages.recomputation import Hold, copied, mapped, refuse_other
 from ..stages.split_backward import SplitBackward, accumulate
 from ..stages.stage import StageCopy
 from .meters import Kept, SavedBytes
@@ -182,6 +182,7 @@ class Backwards:
                 f"the input of stage {task.stage} was changed in place before the stage was computed again, "
                 "which did not happen in the first forward; copy it before it is changed"
             )
+        spare = None if copy.checked else mapped(copied, again.value)
         with (
             copy.precision.computing(),
             copy.buffers.as_then(again.buffers),
@@ -191,7 +192,10 @@ class Backwards:
             _, tensors = self._outputs.with_loss(task, batch, output, unit, again=True)
         if again.first is not None:
             refuse_other(tensors, again.first, f"stage {task.stage}")
-        self._way.graph_made(task, copy, stash.inputs, tensors, stash.held, joints=stash.joints)
+        self._way.graph_made(stash.inputs, tensors, stash.held, joints=stash.joints)
+        if not copy.checked:
+            with copy.precision.computing():
+                self._outputs.check(task, batch, spare, unit, (stash.inputs, tensors, stash.joints))
         if task.stage == self._last_stage:
             return [tensor for tensor in tensors if tensor.requires_grad], []
         marked = [tensor for tensor, was in zip(tensors, again.marked, strict=True) if was]

@@ -18,6 +18,7 @@ from counterflow.schedule.modes import Recompute
 from ..messages.arrivals import Taken
 from ..messages.values import Unit, Value, put_together, take_apart, takes_gradient
 from ..mini_batch.batch import Batch
+from ..mini_batch.feed import Feed
 from ..stages.randomness import Rows, versions
 from ..stages.recomputation import copied, mapped
 from ..stages.skips import Carried
@@ -106,9 +107,12 @@ class Forwards:
         none: list[Tensor] = []
         if task.stage == 0:
             found = []
+            assert batch.inputs is not None
             for unit, its in zip(units, rows, strict=True):
-                value = self._first_input(unit, batch)
+                value = self._first_input(unit, batch, batch.inputs)
                 found.append(Given(unit, None, tensors_in(value), value, none, its))
+            for unit in units:
+                batch.inputs.used(unit.micro_batch)
             return found
         if task.number < 0:
             taken: list[Taken] = []
@@ -127,9 +131,8 @@ class Forwards:
             found = list(map(_with_skips, found, self._skips.take(task, batch, leaf)))
         return found
 
-    def _first_input(self, unit: Unit, batch: Batch) -> Any:
-        assert batch.inputs is not None
-        own = part(batch.inputs[unit.micro_batch], unit, batch, batch.input_dims)
+    def _first_input(self, unit: Unit, batch: Batch, inputs: Feed) -> Any:
+        own = part(inputs[unit.micro_batch], unit, batch, batch.input_dims)
         if isinstance(own, Tensor):
             return own
         return pytree.tree_map(lambda leaf: leaf, own)  # a layer may take things out of its dicts
@@ -149,6 +152,7 @@ class Forwards:
             return self._forward_to_recompute(task, copy, batch, given)
         copy.hold = self._way.holds(held) if self._way.counting else None
         joints: Joints | None = None
+        spare = None if copy.checked else mapped(copied, value)
         if copy.entry.changes is not False:
             with joined(task, copy) as joints:
                 output = self._first_run(copy, copy.entry.given(value), batch.step, rows)
@@ -158,8 +162,10 @@ class Forwards:
         else:
             output = copy.forward(value, batch.step, rows)
         found, tensors = self._outputs.with_loss(task, batch, output, unit)
-        if self._way.counting or joints is not None or not copy.checked:
-            self._way.graph_made(task, copy, inputs, tensors, held, joints=joints)
+        if self._way.counting or joints is not None:
+            self._way.graph_made(inputs, tensors, held, joints=joints)
+        if not copy.checked:
+            self._outputs.check(task, batch, spare, unit, (inputs, tensors, joints))
         stash = Stash(inputs, tensors, (), buffers, held, None, by_skips, joints)
         self._over.append(stash)
         self._stashes[task.stage, unit] = stash

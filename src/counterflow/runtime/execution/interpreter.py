@@ -18,7 +18,6 @@ from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.program.actions import (
     Action,
     Agree,
-    Exchange,
     Program,
     Receive,
     Send,
@@ -137,7 +136,6 @@ class Interpreter:
             OpKind.WEIGHT_GRADIENTS: self._backwards.weight_gradients,
             Send: self._messages.send,
             Receive: self._messages.receive,
-            Exchange: self._messages.exchange,
             StartSync: self._start_sync,
             WaitSync: self._wait_sync,
             TellLoss: lambda _: self.owner.tell_loss(),

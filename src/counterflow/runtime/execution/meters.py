@@ -21,6 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from counterflow.schedule.ir import Op
 
+from ..devices import module_of
+from ..later import holds_host
 from ..mesh.dtensors import parts
 
 
@@ -106,16 +108,22 @@ class EventClock:
         self._synchronize = synchronize
         self._first: TimedEvent | None = None
         self._noted: list[tuple[Op, int, TimedEvent, TimedEvent]] = []
+        self._free: list[TimedEvent] = []
+        """What was noted before and is recorded again: to make an event asks the driver."""
 
     def start(self) -> None:
         """See ``Clock``."""
+        for _, _, begin, end in self._noted:
+            self._free += (begin, end)
         self._noted.clear()
+        if self._first is not None:
+            self._free.append(self._first)
         self.began_seconds = time.perf_counter()
         self._first = self.begin()
 
     def begin(self) -> TimedEvent:
         """See ``Clock``."""
-        event = self._make()
+        event = self._free.pop() if self._free else self._make()
         event.record()
         return event
 
@@ -137,10 +145,9 @@ class EventClock:
 
 def clock_of(device: torch.device) -> Clock:
     """The clock for ops on a device."""
-    if device.type == "cuda":
-        return EventClock(
-            partial(torch.cuda.Event, enable_timing=True), partial(torch.cuda.synchronize, device)
-        )
+    if holds_host(device):
+        module = module_of(device)
+        return EventClock(partial(module.Event, enable_timing=True), partial(module.synchronize, device))
     return HostClock()
 
 
@@ -177,6 +184,10 @@ class SavedBytes:
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """These do not count, but those given before do: the mini-batches under way are the user's."""
         self._given = pointers(tensors)
+
+    def leave_out_also(self, tensors: Iterable[Tensor]) -> None:
+        """Neither do these: further copies of such a mini-batch."""
+        self._given |= pointers(tensors)
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Whether it has the memory of a parameter or buffer."""

@@ -14,12 +14,14 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 
 from ..mesh.dtensors import whole
-from ..messages.values import Layout, Unit, take_apart
+from ..messages.values import Layout, Unit, Value, take_apart
 from ..mini_batch.batch import Batch
-from ..mini_batch.losses import Entry, LossFunction, read_loss
+from ..mini_batch.losses import Found, LossFunction, divisor_of, elements_in, read_loss
 from ..mini_batch.samples import Dims, cut
 from ..stages.recomputation import mapped
+from ..stages.split_backward import Joints
 from .skips import Output
+from .stash import tensors_in
 from .tasks import Task
 from .under_way import UnderWay
 
@@ -75,6 +77,34 @@ class Outputs:
             t.detach().clone().requires_grad_(t.requires_grad) if saved.is_constant(t) else t for t in tensors
         ]
 
+    def check(
+        self,
+        task: Task,
+        batch: Batch,
+        value: Value,
+        unit: Unit,
+        graph: tuple[Sequence[Tensor], Sequence[Tensor], Joints | None],
+    ) -> None:
+        """Look at a stage's first graph.
+
+        Args:
+            task: what runs.
+            batch: its mini-batch.
+            value: a copy of what the stage ran on, on which it may run once more.
+            unit: of the mini-batch.
+            graph: what went in, what was given, and where it is joined.
+        """
+        copy = task.copy
+        assert copy is not None
+        inputs, outputs, joints = graph
+
+        def again() -> Sequence[Tensor]:
+            with copy.buffers.as_then(copy.buffers.now()):
+                output: Any = copy.forward(copy.entry.given(value), batch.step, batch.rows[unit])
+                return self.with_loss(task, batch, output, unit, again=True)[1]
+
+        copy.check_graph(outputs, [*inputs, *tensors_in(batch.targets)], joints, again=again)
+
     def with_loss(self, task: Task, batch: Batch, output: Any, unit: Unit, *, again: bool = False) -> Output:
         """A stage's output taken apart; after the last stage, the unit's share of the loss."""
         if task.stage != self._last_stage:
@@ -85,35 +115,33 @@ class Outputs:
             return None, []
         assert task.copy is not None
         rows = batch.rows[unit]
+        samples = rows.stop - rows.start
+        size, check = samples, None if again else batch.check
         if self._loss_function is not None:
             assert batch.targets is not None
             target = part(batch.targets[unit.micro_batch], unit, batch, batch.target_dims)
+            if check is not None:
+                check.begin(task.copy, self._loss_function, output, target, samples)
+            size = elements_in(output)
             output = task.copy.loss(self._loss_function, output, target, batch.step, rows)
         means = task.copy.means
-        found = read_loss(output) if means is None else means.read(output, rows.stop - rows.start)
-        loss, weight, metrics, counts = found
-        batch.losses.note_graph(loss, again=again)
-        share = batch.share(unit)
-        by: Tensor | float = share
-        divisor: Tensor | float | None = None
-        if weight is not None and self._synchronous:
-            share = by = 1.0 / batch.total
-            divisor = None if batch.expected is None else batch.expected.divisor()
-            if divisor is not None:
-                by = 1.0 / divisor
-        elif weight is not None:
-            if share < 1.0:
+        found = read_loss(output) if means is None else means.read(output, samples)
+        batch.losses.note_graph(found.loss, again=again)
+        if found.weight is not None and not self._synchronous:
+            if samples < batch.total:
                 raise ConfigError(
                     f"{self._scheme} updates weights before the LossSum of all micro-batches is "
                     "known; return the mean loss of each, or take a scheme with a flush"
                 )
-            loss, metrics = loss / weight, {name: value / weight for name, value in metrics.items()}
-            weight = None
+            loss, weight = found.loss, found.weight
+            found = Found(loss / weight, None, {name: x / weight for name, x in found.metrics.items()})
+        divisor = batch.divisor or divisor_of(batch.total, flushes=self._synchronous)
+        entry = found.entered(unit, samples, divisor, size)
         if not again:
-            batch.losses.entries.append(
-                Entry(unit, _small(loss.detach()), share, weight, metrics, counts, divisor)
-            )
-        return None, [loss * (by.to(loss.dtype) if isinstance(by, Tensor) else by)]
+            batch.losses.entries.append(entry)
+        if check is not None and check.end(entry):
+            batch.check = None
+        return None, [found.loss * entry.by]
 
 
 def part(tree: Any, unit: Unit, batch: Batch, dims: Dims) -> Any:
@@ -121,11 +149,6 @@ def part(tree: Any, unit: Unit, batch: Batch, dims: Dims) -> Any:
     if unit.parts == 1:
         return tree
     return cut(tree, unit.rows(batch.samples[unit.micro_batch]), dims)
-
-
-def _small(loss: Tensor) -> Tensor:
-    """A loss in memory of its own size: torch's mse_loss gives it in that of all elements' losses."""
-    return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss
 
 
 def _kept(tensor: Tensor) -> Tensor:

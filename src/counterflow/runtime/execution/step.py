@@ -13,16 +13,16 @@ from typing import Any, cast
 
 from counterflow.errors import ConfigError, WorkerError
 
-from ..mini_batch.losses import Losses, added, refuse_other_counts
+from ..mini_batch.losses import Counts, Losses, added, refuse_mixed, refuse_other_counts
 from ..transport import Transport
 
-COLUMNS = 10
+COLUMNS = 9
 """Of loss and norm: loss, squared norm, what is not finite, and what ``Losses.weighed`` gives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What came of one step, the same on every worker but for ``seconds``.
+    """What came of one step, the same on every worker but for ``seconds``, ``losses`` and ``outputs``.
 
     Attributes:
         number: of the step, from 0.
@@ -34,6 +34,8 @@ class Step:
             one, whose backwards have ended by now. None while there is none yet: loss and norm are NaN.
         metrics: means, or sums over the weights, that the loss function gave with the loss.
         skipped: whether nothing was updated, for the loss or a gradient was not finite.
+        losses: by micro-batch of this worker's replica the mean loss, on workers that made it: those with the
+            last stage, of copies of it each its own; empty on others. Of the step ``about``, as ``loss``.
         outputs: with ``outputs=True``, what the last layer gave for the replica's samples, in their order; on
             workers with the last stage, None on others.
     """
@@ -46,6 +48,7 @@ class Step:
     about: int | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     skipped: bool = False
+    losses: Mapping[int, float] = field(default_factory=dict)
     outputs: Any = None
 
 
@@ -59,6 +62,7 @@ class StepStatistics:
     samples: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     skipped: bool = False
+    losses: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,29 +86,19 @@ class Workers:
         """Pipeline groups."""
         return len(self.ranks)
 
-    def loss_and_norm(
-        self,
-        rows: Sequence[Sequence[float]],
-        updates: int,
-        not_finite: Callable[[], tuple[int, str] | None],
-    ) -> tuple[float, float]:
-        """Loss and gradient norm of a mini-batch of all replicas.
+    def loss(self, rows: Sequence[tuple[float, float]], updates: int, scale: float) -> float:
+        """The loss of a mini-batch of all replicas.
 
         Args:
-            rows: of every rank its part of the loss, of the squared norm, and its first micro-batch whose
-                loss is not finite or -1.
+            rows: of every rank the sum of its losses, and its first micro-batch whose loss is not finite
+                or -1.
             updates: that were made before, for the message.
-            not_finite: stage and name of this worker's first parameter whose gradient is not finite.
+            scale: what the sum is multiplied by.
 
         Raises:
-            WorkerError: the loss or a gradient is not finite.
+            WorkerError: the loss is not finite.
         """
-        loss = self.loss([(row[0], row[2]) for row in rows], updates)
-        return loss, self.norm([row[1] for row in rows], loss, updates, not_finite)
-
-    def loss(self, rows: Sequence[tuple[float, float]], updates: int) -> float:
-        """The loss of a mini-batch of all replicas; ``rows`` and the rest as for ``loss_and_norm``."""
-        loss = added(row[0] for row in rows)
+        loss = added(row[0] for row in rows) * scale
         if not math.isfinite(loss):
             rank = next(rank for rank, row in enumerate(rows) if row[1] >= 0)
             replica, worker = place(self.ranks, rank)
@@ -128,8 +122,8 @@ class Workers:
         Args:
             squared: of every rank its part of the squared norm.
             loss: the mini-batch's, for the message.
-            updates: as for ``loss_and_norm``.
-            not_finite: likewise.
+            updates: that were made before, for the message.
+            not_finite: stage and name of this worker's first parameter whose gradient is not finite.
             updated: what was done with such a gradient, for the message.
 
         Raises:
@@ -144,24 +138,24 @@ class Workers:
         what = f"the gradient of {known[0][1]} (stage {known[0][0]}) is" if known else "the gradient norm is"
         raise WorkerError(f"step {updates}: {what} not finite, though the loss is {loss:g}; {updated}")
 
-    def weight(self, rows: Sequence[Sequence[float]], step: int) -> float | None:
-        """The weights of all losses of a mini-batch; None if they have none.
+    def weight(self, rows: Sequence[Sequence[float]], step: int) -> tuple[float, Counts]:
+        """What all losses of a mini-batch weigh, and what that counts.
 
         Args:
             rows: of every rank what ``Losses.weighed`` gives.
             step: the step's number.
 
         Raises:
-            ConfigError: parts of the losses are divided by what counts in each micro-batch, and that differs.
+            ConfigError: parts of the losses are divided by what counts in each micro-batch, and that differs;
+                or some losses count one thing, some another.
             WorkerError: nothing in the mini-batch counts.
         """
         refuse_other_counts(rows)
-        if not any(row[1] for row in rows):
-            return None
+        counted = refuse_mixed(rows)
         found = math.fsum(row[0] for row in rows)
         if not (found > 0 and math.isfinite(found)):
             raise WorkerError(f"step {step}: the weights of all losses of the mini-batch sum to {found:g}")
-        return found
+        return found, counted
 
     def metrics(self, rows: Sequence[Sequence[float]], losses: Losses, scale: float) -> dict[str, float]:
         """The metrics of a mini-batch; ``rows`` as for ``weight``, ``scale`` what sums are multiplied by."""

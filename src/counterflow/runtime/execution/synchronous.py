@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
-from counterflow.errors import WorkerError
+from counterflow.errors import ConfigError, WorkerError
 from counterflow.schedule.program.actions import Program, StartSync, Summed, WaitSync
 
 from ..mini_batch.batch import Batch
-from ..mini_batch.losses import added, refuse_no_graph
+from ..mini_batch.losses import Counts, added, consistent, refuse_no_graph
 from ..parameters.gradients import clip_factor
 from ..parameters.weights import Weights
 from .interpreter import Interpreter
@@ -21,7 +20,7 @@ from .step import StepStatistics, Workers
 from .tasks import Tasks
 
 _ROUNDING = 1e-14
-"""What counts, summed in another order, differs by less."""
+"""What weighs as much, added up in another order, differs by less."""
 
 
 class SynchronousRunner:
@@ -60,9 +59,9 @@ class SynchronousRunner:
         self._batch: Batch
         self._statistics: StepStatistics  # every list agrees once
         self._updates = True
-        self._weight = 0.0  # of the losses since the last update, if they have weights
-        self.counts: bool | None = None
-        """Whether gradients are divided by what counts, as all workers know; None: no update was made."""
+        self._weight = 0.0  # of the losses since the last update
+        self._counted = Counts(0)  # what they count
+        self._divisor: float | None = None  # what those of the first step since then were divided by
         self.waiting = 0
         """Samples whose gradients wait for an update, of steps without one."""
 
@@ -84,8 +83,7 @@ class SynchronousRunner:
     def _run(self, batch: Batch, update: bool, number: int = 0, *, drains: bool = True) -> None:
         """Run the order once, as number ``number`` since nothing was under way."""
         self._batch, self._updates = batch, update
-        if self.waiting:
-            batch.await_total = partial(self._weighted, batch.await_total)
+        batch.divisor = self._divisor
         self.weights.attach()
         self.weights.note_parameters()
         offset = number if self.interpreter.whole_timeline else 0
@@ -97,17 +95,12 @@ class SynchronousRunner:
             raise
         finally:
             self.weights.hooks.give_back()
+        self.weights.commit_statistics()
         if update and not self._skipped:
             self.weights.share()
-        self.waiting = 0 if update else batch.total
+        self.waiting = 0 if update else self.waiting + batch.total
         self._skipped = self._skipped and not update
         self.weights.detach()
-
-    def _weighted(self, await_total: Callable[[], int] | None) -> int:
-        """All samples since the last update; those before weigh as many as they are."""
-        total = self.waiting + (self._batch.total if await_total is None else await_total())
-        self.weights.scale(self.waiting / total)
-        return total
 
     def flush(self) -> list[StepStatistics]:
         """Nothing is under way."""
@@ -131,7 +124,7 @@ class SynchronousRunner:
         if self._skipped and self._updates:
             self.weights.skip(stage)
         elif self._updates:
-            self.weights.update(stage)
+            self.weights.update(stage, self._batch.step)
 
     def tell_loss(self) -> None:
         """No list asks for it: the loss is told with the norm."""
@@ -145,76 +138,70 @@ class SynchronousRunner:
             WorkerError: the loss or a gradient is not finite.
         """
         self.weights.check_buffers()
-        self._settle()
         losses = self._batch.losses
         mine, odd = losses.summed()
         hooked = self._updates and self.weights.hooked
         squared = self.weights.squared_norm() if self._updates and not hooked else 0.0
         rows = self._gathered([mine, squared, odd, *losses.weighed()])
         weighed = [row[3:] for row in rows]
-        known: tuple[float, float] | None = None
-        if hooked and all(math.isfinite(row[0]) for row in rows):
-            known = 1.0, self._call_hooks(weighed)
-            squares = self.workers.transport.gather([self.weights.squared_norm()])
-            rows = [[row[0], *square, *row[2:]] for row, square in zip(rows, squares, strict=True)]
-        step, total = self._batch.step, self._batch.total
-        if self.skips and not all(math.isfinite(number) for row in rows for number in row[:2]):
+        scale, this_step = self._weigh(weighed)
+        squares = [row[1] * scale**2 for row in rows]
+        finite = all(math.isfinite(row[0]) for row in rows)
+        if hooked and finite:
+            self._call_hooks(scale)
+            scale = 1.0
+            squares = [row[0] for row in self.workers.transport.gather([self.weights.squared_norm()])]
+        step = self._batch.step
+        if self.skips and not (finite and all(map(math.isfinite, squares))):
             self._skipped = True
-            loss, norm = added(row[0] for row in rows), math.nan
+            loss, norm = added(row[0] for row in rows) * this_step, math.nan
         else:
-            loss, norm = self.workers.loss_and_norm(rows, step, self.weights.not_finite)
-        scale, this_step = known or self._weigh(weighed)
+            loss = self.workers.loss([(row[0], row[2]) for row in rows], step, this_step)
+            norm = self.workers.norm(squares, loss, step, self.weights.not_finite)
         metrics = self._metrics(weighed, this_step)
         if self._updates and not self._skipped:
-            norm *= scale
             factor = scale * clip_factor(norm, self.clip_norm)
             if factor != 1.0:
                 self.weights.scale(factor)
         else:
             norm = math.nan
         self._statistics = StepStatistics(
-            step, loss * this_step, norm, total - self.waiting, metrics, self._skipped
+            step, loss, norm, self._batch.total, metrics, self._skipped, losses.by_micro_batch()
         )
 
-    def _settle(self) -> None:
-        """Hear what counts, where no loss of this worker waited for it."""
-        if self._batch.expected is not None:
-            self._batch.expected.settle()
-
-    def _call_hooks(self, rows: Sequence[Sequence[float]]) -> float:
-        """Let hooks see the mini-batch's gradients; as ``_weigh``, whose first number is 1 then."""
-        scale, this_step = self._weigh(rows)
-        if scale != 1.0:
-            self.weights.scale(scale)
-        self.weights.call_hooks()
-        return this_step
+    def _call_hooks(self, scale: float) -> None:
+        """Let hooks see the mini-batch's gradients, once they are divided."""
+        self.weights.scale(scale)
+        self.weights.call_hooks(self._batch.step)
 
     def _gathered(self, row: list[float]) -> list[list[float]]:
         """Everybody's part of loss and norm."""
         return self.workers.transport.gather(row)
 
     def _weigh(self, rows: Sequence[Sequence[float]]) -> tuple[float, float]:
-        """Heed the weights of the losses, if they have any; ``rows`` as for ``Workers.weight``.
+        """Add up what the losses weigh; ``rows`` as for ``Workers.weight``.
 
         Returns:
-            What makes the mini-batch's of its gradients as they were divided, and what makes the step's own
-            of sums that were divided by ``total``.
+            What the gradients' sums are multiplied by, and what the step's own sums are.
+
+        Raises:
+            ConfigError: losses of this step, or of one since the last update, count something else.
         """
         refuse_no_graph(rows)
-        total, scale = self._batch.total, 1.0
-        weight = self.workers.weight(rows, self._batch.step)
-        divisor = max(row[5] for row in rows)
-        if weight is not None:
-            self._weight += weight
-            scale = (divisor or total) / self._weight
-            if abs(scale - 1.0) < _ROUNDING:
-                scale = 1.0
-        if scale != 1.0 and weight is not None:
-            for stage, copy in self.weights.stages.items():
-                copy.gradient_hooks.tell(stage, 1 / scale)
+        weight, counted = self.workers.weight(rows, self._batch.step)
+        self._counted |= counted
+        if not consistent(self._counted):
+            raise ConfigError(
+                "the losses of the steps of an update are divided by several things: by samples, elements, "
+                "tokens or a LossSum's weight; return the same kind of loss in all of them"
+            )
+        self._weight += weight
+        scale = 1 / self._weight
         if self._updates:
-            self._weight, self.counts = 0.0, divisor > 0.0
-        return scale, total / (total - self.waiting if weight is None else weight)
+            self._weight, self._counted, self._divisor = 0.0, Counts(0), None
+        elif self._divisor is None:
+            self._divisor = float(self._batch.total)
+        return 1.0 if abs(scale - 1.0) < _ROUNDING else scale, 1 / weight
 
     def _metrics(self, rows: Sequence[Sequence[float]], scale: float) -> dict[str, float]:
         """The mini-batch's metrics; as ``Workers.metrics``."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from counterflow.schedule.ir import Op, OpKind, Schedule, SkipLink
-from counterflow.schedule.program.actions import Action, Compute, Exchange, Message, Program, Receive, Send
+from counterflow.schedule.program.actions import Action, Compute, Message, Program, Receive, Send
 
 from ..messages.once import Link, Sharing
 from ..messages.values import Structure, TensorSpec, Unit
@@ -38,7 +38,6 @@ class Task:
         peer: rank.
         activation: whether it is about a message of activations, not gradients.
         copy: the op's stage.
-        both: of an exchange, the two.
         hands_over: the op's output is taken by an op of this worker.
         takes: the skips that an op takes something from, a backward a gradient, and the number of the message
             (``HERE``: an op of this worker made it; None: it is there already).
@@ -69,7 +68,6 @@ class Task:
     peer: int = -1
     activation: bool = False
     copy: StageCopy | None = None
-    both: tuple[Task, ...] = ()
     hands_over: bool = False
     takes: tuple[tuple[SkipLink, int | None], ...] = ()
     gives: tuple[tuple[SkipLink, int | None], ...] = ()
@@ -180,12 +178,6 @@ class Preparation:
                     self._computes(task, op, period_offset)
                 case Send() | Receive():
                     self._sends(task, action, period_offset)
-                case Exchange(first, second):
-                    for message in (first, second):
-                        single = Task(message, handlers[type(message)], place)
-                        self._sends(single, message, period_offset)
-                        task.both += (single,)
-                    task.peer = self.ranks[action.peer]
             tasks.append(task)
         with_loss = [task for task in tasks if task.op is not None and self._gives_loss(task.op)]
         if with_loss and self.schedule.synchronous:

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..messages.compression import Compression
 from ..messages.message_queue import MessageQueue
@@ -22,7 +21,7 @@ from ..stages.stage import StageCopy
 from ..transport import Transport
 from .meters import Clock, Kept, SavedBytes, graph_of, pointers
 from .skips import SkipTraffic
-from .stash import Stash, Waiting, tensors_in
+from .stash import Stash, Waiting
 from .tasks import Task
 
 
@@ -80,15 +79,17 @@ class UnderWay:
             self._newest = (self._newest + 1) % self._slots
             batches[self._newest] = batch
         if self.saved is not None and self.counting:
-            trees = [(one.inputs, one.targets) for one in batches]
-            self.saved.leave_out(t for t in pytree.tree_leaves(trees) if isinstance(t, Tensor))
+            feeds = [feed for one in batches for feed in (one.inputs, one.targets) if feed is not None]
+            self.saved.leave_out(tensor for feed in feeds for tensor in feed.tensors())
+            for feed in feeds:
+                feed.made = self.saved.leave_out_also
 
     def release(self, batch: Batch) -> None:
         """Let go of the inputs and targets of a mini-batch whose ops are over: the user may change them."""
-        if batch.inputs is not None or batch.targets is not None:
-            given = pytree.tree_leaves((batch.inputs, batch.targets))
-            batch.inputs = batch.targets = None
-            self.messages.release(pointers(leaf for leaf in given if isinstance(leaf, Tensor)))
+        feeds = [feed for feed in (batch.inputs, batch.targets) if feed is not None]
+        batch.inputs = batch.targets = None
+        if feeds:
+            self.messages.release(pointers(tensor for feed in feeds for tensor in feed.tensors()))
 
     def end_ops(self) -> None:
         """Do what the last op left to be done; graphs that were gone through go as well."""
@@ -101,22 +102,17 @@ class UnderWay:
 
     def graph_made(
         self,
-        task: Task,
-        copy: StageCopy,
         inputs: list[Tensor],
         outputs: list[Tensor],
         held: list[Kept],
         *,
         joints: Joints | None,
     ) -> None:
-        """Count what a graph keeps for its backward, if that is counted; look at a stage's first graph."""
+        """Count what a graph keeps for its backward, if that is counted; see where it may be joined."""
         if self.saved is not None and self.counting:
             self.saved.note(graph_of(outputs, more=joints.ends if joints is not None else ()), held)
         if joints is not None:
             joints.learn(outputs, inputs)
-        if not copy.checked:
-            targets = self.batches[task.slot].targets
-            copy.check_graph(outputs, [*inputs, *tensors_in(targets)], joints)
 
     def holds(self, held: list[Kept]) -> Hold | None:
         """Counts what is kept for a backward, if that is counted, and notes it in ``held``."""

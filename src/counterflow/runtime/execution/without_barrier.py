@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from counterflow.schedule.program.actions import Program
@@ -78,6 +79,8 @@ class BarrierFreeRunner(SynchronousRunner):
         self._telling: Gathering
         self._told: StepStatistics | None = None
         self._untold: _Untold | None = None
+        self._digests: tuple[int, later.Later] | None = None
+        """After which step copies are compared, with what the next one gathers, and this worker's part."""
         self._odd: tuple[int, str] | None = None  # a gradient of this worker that was not finite
 
     @property
@@ -88,7 +91,7 @@ class BarrierFreeRunner(SynchronousRunner):
     @property
     def columns(self) -> int:
         """Of what every worker tells of a step's loss: a row has as many numbers on each."""
-        return len(self._batch.called) + COLUMNS + 1 + 2 * len(self._names)
+        return len(self._batch.called) + COLUMNS + self.weights.copies.columns + 1 + 2 * len(self._names)
 
     def step(self, batch: Batch, *, update: bool = True) -> StepStatistics | None:
         """Run the order once, and update; what is known by now: of the step before, or of this one."""
@@ -96,6 +99,8 @@ class BarrierFreeRunner(SynchronousRunner):
         self._begun += 1
         self._told = None
         self._run(batch, update, number, drains=False)
+        if batch.compared:
+            self._digests = batch.step, later.Later(self.weights.copies.digests())
         self.interpreter.way.release(batch)  # it stays itself until its slot is needed
         return self._told
 
@@ -109,6 +114,7 @@ class BarrierFreeRunner(SynchronousRunner):
             rows = self.workers.transport.gather([self._own_square()])
             found = [self._hear(self._untold, [row[0] for row in rows])]
             self._untold = None
+        self._digests = None  # who flushes compares them all
         self.interpreter.drain()
         self._begun = 0
         return found
@@ -117,8 +123,6 @@ class BarrierFreeRunner(SynchronousRunner):
 
     def tell_loss(self) -> None:
         """Begin to tell everybody this worker's part of the loss, and of the norm of the step before."""
-        if self._batch.expected is not None:
-            self._batch.expected.tell()
         mine, odd = self._batch.losses.summed()
         row = [mine, self._own_square(), odd, *self._batch.losses.weighed()]
         self._telling = self.workers.transport.start_gather(self._row(row))
@@ -135,17 +139,16 @@ class BarrierFreeRunner(SynchronousRunner):
             self._told = self._statistics
             return
         self.weights.check_buffers()
-        self._settle()
         rows = self._read(self._telling.wait())
         if self._untold is not None:
             self._told = self._hear(self._untold, [row[1] for row in rows])
-        batch, waiting = self._batch, self.waiting
-        loss = self.workers.loss([(row[0], row[2]) for row in rows], batch.step)
+        batch = self._batch
         weighed = [row[3:] for row in rows]
+        scale, this_step = self._weigh(weighed)
+        loss = self.workers.loss([(row[0], row[2]) for row in rows], batch.step, this_step)
         if self._updates and self.weights.hooked:
-            scale, this_step = 1.0, self._call_hooks(weighed)
-        else:
-            scale, this_step = self._weigh(weighed)
+            self._call_hooks(scale)
+            scale = 1.0
         metrics = self._metrics(weighed, this_step)
         norm: OwnNorm | None = None
         if self._updates:
@@ -156,7 +159,8 @@ class BarrierFreeRunner(SynchronousRunner):
                 self._odd = self.weights.not_finite()
             if scale != 1.0:
                 self.weights.scale(scale)
-        statistics = StepStatistics(batch.step, loss * this_step, math.nan, batch.total - waiting, metrics)
+        losses = batch.losses.by_micro_batch()
+        statistics = StepStatistics(batch.step, loss, math.nan, batch.total, metrics, losses=losses)
         self._untold = _Untold(statistics, norm, scale)
 
     def update(self, stage: int, version: int, frees: Sequence[int]) -> None:
@@ -187,13 +191,13 @@ class BarrierFreeRunner(SynchronousRunner):
         if own is None:
             return known
         norm = self.workers.norm(
-            squares,
+            [square * scale**2 for square in squares],
             known.loss,
             known.step,
             lambda: self._odd,
             updated="other stages may be updated with it; with clip_norm, math.inf say, nothing would be",
         )
-        return StepStatistics(known.step, known.loss, norm * scale, known.samples, known.metrics)
+        return replace(known, grad_norm=norm)
 
     def _gathered(self, row: list[float]) -> list[list[float]]:
         return self._read(self.workers.transport.gather(self._row(row)))
@@ -202,14 +206,22 @@ class BarrierFreeRunner(SynchronousRunner):
         """What this worker tells of loss and norm, with the call and the metrics whose names are known."""
         metrics = self._batch.losses.metrics()
         values = [x for name in self._names for x in (float(name in metrics), metrics.get(name, 0.0))]
-        return [*self._batch.called, *row, float(bool(metrics.keys() - self._names)), *values]
+        digests = [0.0] * self.weights.copies.columns if self._digests is None else self._digests[1].read()
+        unknown = float(bool(metrics.keys() - self._names))
+        return [*self._batch.called, *row, *digests, unknown, *values]
 
     def _read(self, rows: list[list[float]]) -> list[list[float]]:
         """What all told of loss and norm, once it is seen that they made the same call."""
         assert self._batch.compare is not None
         self._batch.compare(rows)
         first = len(self._batch.called)
-        self._columns = [row[first + COLUMNS :] for row in rows]
+        end = first + COLUMNS + self.weights.copies.columns
+        if self._digests is not None:
+            self.weights.copies.compare(
+                [row[first + COLUMNS : end] for row in rows], f"after step {self._digests[0]}"
+            )
+            self._digests = None
+        self._columns = [row[end:] for row in rows]
         return [row[first : first + COLUMNS] for row in rows]
 
     def _metrics(self, rows: Sequence[Sequence[float]], scale: float) -> dict[str, float]:

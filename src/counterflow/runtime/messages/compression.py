@@ -36,27 +36,34 @@ _HEAD = torch.int16
 class Compression:
     """Makes smaller messages of tensors, and tensors of these; counts bytes.
 
+    Args:
+        device: where the worker computes: what is on the host beside it goes as it is.
+
     Attributes:
         plain_bytes: of all that was given to be sent.
         sent_bytes: of what was sent instead.
         sent_full: tensors that could not be converted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._all_on_host = device.type == "cpu"
         self.plain_bytes = 0
         self.sent_bytes = 0
         self.sent_full = 0
 
-    @staticmethod
-    def message(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    def _converts(self, dtype: torch.dtype, *, on_host: bool) -> bool:
+        return dtype in _COMPRESSED and (self._all_on_host or not on_host)
+
+    def message(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
         """What a message of some tensors consists of."""
-        converted = sum(spec.dtype in _COMPRESSED for spec in specs)
-        head = TensorSpec(torch.Size((converted, 2)), _HEAD, requires_grad=False)
+        converted = sum(self._converts(spec.dtype, on_host=spec.on_host) for spec in specs)
+        head = TensorSpec(torch.Size((converted, 2)), _HEAD, requires_grad=False, on_host=self._all_on_host)
         return [
             head,
             *(
-                TensorSpec(spec.shape, torch.float16, requires_grad=False)
-                if spec.dtype in _COMPRESSED
+                TensorSpec(spec.shape, torch.float16, requires_grad=False, on_host=spec.on_host)
+                if self._converts(spec.dtype, on_host=spec.on_host)
                 else spec
                 for spec in specs
             ),
@@ -70,7 +77,7 @@ class Compression:
         message: list[Tensor] = []
         full: list[Tensor] = []
         for tensor in tensors:
-            if tensor.dtype not in _COMPRESSED:
+            if not self._converts(tensor.dtype, on_host=tensor.device.type == "cpu"):
                 message.append(tensor)
                 continue
             exponent = _exponent(tensor)
@@ -81,16 +88,15 @@ class Compression:
                 half = torch.empty_like(tensor, dtype=torch.float16)
                 message.append(torch.mul(tensor, 2.0**-exponent, out=half))
             head.append((exponent is None, exponent or 0))
-        device = tensors[0].device if tensors else None
-        message.insert(0, torch.tensor(head, dtype=_HEAD, device=device).reshape(-1, 2))
+        message.insert(0, torch.tensor(head, dtype=_HEAD, device=self._device).reshape(-1, 2))
         self.sent_full += len(full)
         full += beside
         self.plain_bytes += sum(tensor.nbytes for tensor in (*tensors, *beside))
         self.sent_bytes += sum(tensor.nbytes for tensor in (*message, *full))
         return message, full
 
-    @staticmethod
     def unpack(
+        self,
         message: Sequence[Tensor],
         specs: Sequence[TensorSpec],
         pool: BufferPool,
@@ -110,7 +116,7 @@ class Compression:
         found = []
         done = [message[0]]
         for spec, part in zip(specs, message[1:], strict=True):
-            if spec.dtype not in _COMPRESSED:
+            if not self._converts(spec.dtype, on_host=spec.on_host):
                 found.append(part)
                 continue
             whole, exponent = next(each)

@@ -28,12 +28,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
-from counterflow.schedule.program.actions import Receive
 
 from ..execution.meters import pointers
 from ..execution.tasks import Task
 from ..mini_batch.batch import Batch, Shapes
-from ..transport import Crossing, Pending, Transport
+from ..transport import Pending, Transport
 from .absent import absent, is_absent
 from .arrivals import (
     NONE,
@@ -190,26 +189,6 @@ class MessageQueue:
             arrival = PostedReceive(pending, buffers, task, None if plain else self._restore(task))
         self._arrivals[task.number] = arrival
 
-    def exchange(self, task: Task) -> None:
-        """A send and a receive that cross the peer's, in one go."""
-        send, receive = sorted(task.both, key=lambda single: isinstance(single.action, Receive))
-        sent_as, batch = self.batches[send.slot].known, self.batches[receive.slot]
-        if sent_as is None or batch.known is None:
-            for single in task.both:
-                single.handler(single)
-            return
-        tensors, full = self._to_send(send, sent_as)
-        buffers = self._to_receive(receive, batch.known)
-        sent, received = self.transport.exchange(
-            Crossing(tensors, send.number, task.both[0] is send),
-            Crossing(buffers, receive.number, task.both[0] is receive),
-            task.peer,
-        )
-        if full:
-            self._send_full(send, full)
-        self._keep(send, sent, tensors)
-        self._arrivals[receive.number] = PostedReceive(received, buffers, receive, self._restore(receive))
-
     # -- their parts
 
     def _look_up(self, task: Task, known: Shapes) -> None:
@@ -259,7 +238,7 @@ class MessageQueue:
             self._look_up(task, known)
         pairs = zip(laid, task.specs[0], strict=True)
         device = self.transport.device
-        return [absent(spec, device) if tensor is None else tensor for tensor, spec in pairs]
+        return [absent(spec, spec.place(device)) if tensor is None else tensor for tensor, spec in pairs]
 
     def _send_full(self, task: Task, tensors: Sequence[Tensor]) -> None:
         self._keep_other(self.transport.send_described(tensors, task.peer, task.number, aside=True), tensors)

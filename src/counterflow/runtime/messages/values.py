@@ -20,8 +20,9 @@ from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
 
-from ..mini_batch.samples import PLAIN
+from ..mini_batch.entries import PLAIN
 from ..torch_private import storage_uses
+from .mappings import flat_with_paths, know
 from .masks import Rest, closed, opened
 
 Value = Any
@@ -37,16 +38,28 @@ class Keyworded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a receiver has to know of a tensor before it comes."""
+    """What a receiver has to know of a tensor before it comes.
+
+    Attributes:
+        shape: of the tensor.
+        dtype: of its values.
+        requires_grad: whether a gradient goes back.
+        on_host: whether it is in the host's memory, wherever its worker computes: lengths, numbers.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
     requires_grad: bool
+    on_host: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
         """The spec of a tensor."""
-        return cls(tensor.shape, tensor.dtype, tensor.requires_grad)
+        return cls(tensor.shape, tensor.dtype, tensor.requires_grad, tensor.device.type == "cpu")
+
+    def place(self, device: torch.device) -> torch.device:
+        """Where it is at a worker that computes on a device."""
+        return _HOST if self.on_host else device
 
 
 class Unit(NamedTuple):
@@ -99,6 +112,7 @@ class Structure:
 
 def _structure(tree: Any, *rest: Any) -> Structure:
     """The one that is compared in no time, where there is one."""
+    know(tree)
     found = Structure(pytree.tree_structure(tree), *rest)
     if found.flat is None or len(found.at) > _LONGEST:
         return found
@@ -145,6 +159,8 @@ class Layout:
 _LEAF = torch.empty(0)
 """In place of any leaf; classes may ask theirs what only tensors have."""
 
+_HOST = torch.device("cpu")
+
 CONSTANT, NUMBER = -1, -2
 _EXACT = 2**53
 """Ints up to this are exact as float64."""
@@ -184,14 +200,19 @@ def take_apart(value: object, place: str) -> tuple[Structure | None, list[Tensor
 def _dense(tensor: Tensor, place: str) -> Tensor:
     """A tensor as others may take it: what inference mode has made is copied outside of it."""
     if tensor.layout is not torch.strided or tensor.is_nested:
-        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        raise ConfigError(
-            f"{place} gives a {kind} tensor; hand on the dense tensors that it is made of (indices and "
-            "values, values and offsets), and make it in the layer that needs it"
-        )
+        raise ConfigError(f"{place} gives {not_dense(tensor)}")
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return tensor.clone()
     return tensor
+
+
+def not_dense(tensor: Tensor) -> str:
+    """Why a sparse or nested tensor is refused, and what to do."""
+    kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+    return (
+        f"a {kind} tensor; hand on the dense tensors that it is made of (indices and values, values and "
+        "offsets), and make it in the layer that needs it"
+    )
 
 
 def _take_apart(value: object, place: str) -> tuple[Structure, list[Tensor]]:
@@ -215,17 +236,18 @@ def _take_apart(value: object, place: str) -> tuple[Structure, list[Tensor]]:
         elif isinstance(leaf, (*PLAIN, Rest)):
             at.append(CONSTANT)
             constants.append((type(leaf), leaf))
+        elif know(leaf):
+            return _take_apart(value, place)
         else:
             raise ConfigError(_refused(value, leaf, place))
     kinds = tuple(type(number) for number in numbers)
     if numbers:  # as bits: no gradient is made for them, and they are not rounded
-        tensors.append(torch.tensor(numbers, dtype=torch.float64).view(torch.int64))
+        tensors.append(torch.tensor(numbers, dtype=torch.float64, device="cpu").view(torch.int64))
     return Structure(spec, tuple(at), tuple(constants), kinds, masks=masks), tensors
 
 
 def _refused(value: object, leaf: object, place: str) -> str:
-    paths = pytree.tree_flatten_with_path(value)[0]
-    path = next(pytree.keystr(keys) for keys, other in paths if other is leaf)
+    path = next(path for path, other in flat_with_paths(value)[0] if other is leaf)
     kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
     where = f" at {path}" if path else ""
     return (
@@ -265,7 +287,7 @@ def described(
         ConfigError: something in it cannot go to another worker.
     """
     if all(structure is None for structure in structures):
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     try:
         data = pickle.dumps((tuple(structures), tuple(counts), tuple(same)))
     except Exception as error:
@@ -335,14 +357,15 @@ class BufferPool:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: dict[tuple[torch.Size, torch.dtype], deque[tuple[Tensor, int]]] = {}
+        self._on_host = device.type == "cpu"
+        self._free: dict[tuple[torch.Size, torch.dtype, bool], deque[tuple[Tensor, int]]] = {}
         self._free_bytes = self._used_bytes = self._most_bytes = 0
         self.made = 0
         """Buffers that were allocated."""
 
     def take(self, spec: TensorSpec) -> Tensor:
         """A buffer nobody else has; its content is left over from its last use."""
-        free = self._free.get((spec.shape, spec.dtype))
+        free = self._free.get((spec.shape, spec.dtype, spec.on_host or self._on_host))
         for _ in range(len(free) if free else 0):
             assert free is not None
             buffer, tries = free.popleft()
@@ -357,7 +380,7 @@ class BufferPool:
                 self._free_bytes -= buffer.nbytes
         else:  # what is left of the free ones is shared: in use
             self.made += 1
-            buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+            buffer = torch.empty(spec.shape, dtype=spec.dtype, device=spec.place(self._device))
             size = buffer.nbytes
             shared = size * (len(free) if free else 0)
             self._most_bytes = max(self._most_bytes, self._used_bytes + size + shared)
@@ -368,7 +391,7 @@ class BufferPool:
     def give(self, buffers: Sequence[Tensor]) -> None:
         """Give buffers back that the engine needs no more; what others have of them may live on."""
         for buffer in buffers:
-            key, size = (buffer.shape, buffer.dtype), buffer.nbytes
+            key, size = (buffer.shape, buffer.dtype, buffer.is_cpu), buffer.nbytes
             self._used_bytes -= size
             self._free_bytes += size
             free = self._free.get(key)

@@ -14,7 +14,8 @@ from counterflow.schedule.ir import SkipLink
 
 from ..messages.values import Layout, Unit
 from ..stages.randomness import Rows
-from .expected import Expected
+from .feed import Feed
+from .loss_check import LossCheck
 from .losses import Losses
 from .samples import Dims
 
@@ -53,8 +54,8 @@ class Batch:
 
     Attributes:
         step: the step's number.
-        inputs: by micro-batch; None on a worker without the first stage.
-        targets: by micro-batch; None on a worker without the last stage.
+        inputs: by micro-batch, on the device; None on a worker without the first stage.
+        targets: likewise; None on a worker without the last stage.
         samples: by micro-batch.
         total: samples of the mini-batch of all replicas.
         rows: of each unit.
@@ -67,15 +68,17 @@ class Batch:
         called: what this worker tells of the call with the loss, where nothing was agreed upon before.
         compare: looks at what all told of it.
         await_total: waits for what the others were given, before anything they see; gives ``total``.
-        expected: what counts in it, where that is asked for.
+        divisor: what losses are divided by as they enter the mini-batch's; None: by its samples.
+        check: sees whether its loss is a mean over samples; None: nobody asks.
         losses: of its micro-batches, as they come.
         outputs: of the last stage by unit, if they are wanted.
         has_loss: whether losses are wanted.
+        compared: whether the copies of stages are compared as it leaves them.
     """
 
     step: int
-    inputs: Sequence[Any] | None
-    targets: Sequence[Any] | None
+    inputs: Feed | None
+    targets: Feed | None
     samples: Sequence[int]
     total: int
     rows: RowsOf
@@ -88,12 +91,9 @@ class Batch:
     called: Sequence[float] = ()
     compare: Callable[[Sequence[Sequence[float]]], object] | None = None
     await_total: Callable[[], int] | None = None
-    expected: Expected | None = None
+    divisor: float | None = None
+    check: LossCheck | None = None
     losses: Losses = field(default_factory=Losses)
     outputs: dict[Unit, Any] | None = None
     has_loss: bool = True
-
-    def share(self, unit: Unit) -> float:
-        """The unit's share of the mini-batch's samples."""
-        rows = self.rows[unit]
-        return float(rows.stop - rows.start) / self.total
+    compared: bool = False

@@ -1,16 +1,16 @@
-"""Cross entropies, negative log-likelihoods and weighted errors, which torch divides by what counts in them.
+"""torch's own means, which are divided by what counts in them: targets, weights, chosen elements.
 
 One process divides by that of the whole mini-batch; a micro-batch knows its own. So a loss that is such a
-mean, times a number perhaps, is taken as its sum and what it is divided by, wherever it is called: by a
-loss function or the last layer. What else such means become part of is not known. There, micro-batches in
-which as many targets a sample count give the same as one process; others are refused.
+mean, times a number perhaps, is taken with what it was divided by, wherever it is called: by a loss function
+or the last layer. What else such means become part of is not known. There, micro-batches in which as much of
+a sample counts give the same as one process; others are refused.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -24,7 +24,6 @@ from counterflow.loss_sum import LossSum
 from ..mesh.dtensors import whole
 from ..torch_private import whole_call
 from .losses import Found, read_loss
-from .tape import Recorder, Tape
 
 _SCALING = frozenset(
     {"mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "true_divide", "divide"}
@@ -32,10 +31,15 @@ _SCALING = frozenset(
 
 
 class _Counted(NamedTuple):
-    """Of a mean: what it is made of."""
+    """Of a mean: what it is made of.
 
-    sum: Tensor
-    weight: Tensor
+    Attributes:
+        sum: before it was divided; None: of a mean over elements, which stays as it is.
+        weight: what it is divided by.
+    """
+
+    sum: Tensor | None
+    weight: Tensor | int
 
 
 class Means:
@@ -48,28 +52,11 @@ class Means:
     def __init__(self, *, in_layer: int | None = None) -> None:
         self.in_layer = in_layer
         self._watch = _Watch()
-        self._tried = in_layer is not None  # a layer's targets come through the stages
-        self._rule: Tape | None = None
 
-    @property
-    def has_rule(self) -> bool:
-        """Whether it is known how what counts comes of the targets."""
-        return self._rule is not None
-
-    def watching(self, output: Any = None, target: Any = None) -> AbstractContextManager[object]:
-        """Around what makes a unit's loss; ``output`` and ``target`` are the loss function's."""
+    def watching(self) -> AbstractContextManager[object]:
+        """Around what makes a unit's loss."""
         self._watch.weights.clear()
-        self._watch.recorder = None if self._tried else Recorder(output, target)
         return self._watch
-
-    def count(self, targets: Sequence[Any] | None) -> Tensor | float | None:
-        """What counts in some units, from their targets; None if that is not known."""
-        if self._rule is None or not targets:
-            return None
-        try:
-            return self._rule.of(targets)
-        except Exception:
-            return None
 
     def read(self, output: Any, samples: int) -> Found:
         """A unit's loss, of what was given by that which was watched last.
@@ -81,19 +68,16 @@ class Means:
         Raises:
             ConfigError: it is no loss.
         """
-        found, weights = read_loss(output), list(self._watch.weights)
-        self._watch.weights.clear()
-        counted: _Counted | None = getattr(found.loss, _NAME, None)
-        recorder, self._watch.recorder = self._watch.recorder, None
-        if recorder is not None:
-            self._tried = True
-            weight = output.weight if isinstance(output, LossSum) else counted and counted.weight
-            self._rule = None if weight is None else recorder.tape(weight)
-        if found.weight is not None or not weights:
+        found, weights = read_loss(output), self._watch.weights
+        self._watch.weights = []
+        if isinstance(output, LossSum) or not weights:
             return found
+        counted: _Counted | None = getattr(found.loss, _NAME, None)
         if counted is None:
-            return found._replace(counts=_one_of(weights) / samples)
+            return found._replace(counts=_one_of(weights, samples))
         weight = counted.weight
+        if counted.sum is None or not isinstance(weight, Tensor):
+            return found._replace(elements=int(weight))
         metrics = {
             name: torch.where(weight > 0, torch.as_tensor(value, device=weight.device) * weight, 0)
             for name, value in found.metrics.items()
@@ -104,82 +88,130 @@ class Means:
 _NAME = "counterflow_counted"
 
 
-def _one_of(weights: list[Tensor]) -> Tensor:
+def _one_of(weights: list[Tensor | int], samples: int) -> Tensor | float:
     """One number that tells some weights from others: their multiples by these factors never add up alike."""
-    return torch.stack([w.double() * math.exp(1 / number) for number, w in enumerate(weights, 1)]).sum()
+    factors = [math.exp(1 / number) / samples for number in range(1, len(weights) + 1)]
+    found: Tensor | float = 0.0
+    for weight, factor in zip(weights, factors, strict=True):
+        found = found + (weight.double() if isinstance(weight, Tensor) else weight) * factor
+    return found
 
 
 class _Watch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
-        self.weights: list[Tensor] = []
-        self.recorder: Recorder | None = None
+        self.weights: list[Tensor | int] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = whole_call(func, kwargs or {})
-        if func in _MEANS:
-            result = self._mean(func, args, kwargs)
-        elif len(args) == 2 and not kwargs and getattr(func, "__name__", "") in _SCALING:
-            result = _scaled(func, args)
-        else:
-            result = func(*args, **kwargs)
-        if self.recorder is not None:
-            self.recorder.note(func, args, kwargs, result)
-        return result
+        rule = _MEANS.get(func)
+        if rule is not None:
+            return self._mean(func, rule, args, kwargs)
+        if len(args) == 2 and not kwargs and getattr(func, "__name__", "") in _SCALING:
+            return _scaled(func, args)
+        return func(*args, **kwargs)
 
-    def _mean(self, func: Any, args: Any, kwargs: Any) -> Any:
-        signature, divisor = _MEANS[func]
-        given = signature.bind(*args, **kwargs)
+    def _mean(self, func: Any, rule: _Rule, args: Any, kwargs: Any) -> Any:
+        plain = rule.plain if len(args) == 2 and kwargs.get("reduction", "mean") == "mean" else None
+        if plain is not None and all(kwargs.get(name) is None for name in _OTHERWISE):
+            elements = plain(*args)
+            return self._over_elements(
+                func, elements, args, kwargs if elements else {**kwargs, "reduction": "sum"}
+            )
+        given = rule.signature.bind(*args, **kwargs)
         given.apply_defaults()
         its = given.arguments
-        as_mean = its["reduction"] == "mean" and its.get("size_average") is None and its.get("reduce") is None
-        divided = divisor(its) if as_mean else None
-        if divided is None:
+        if its["reduction"] not in rule.means or any(its.get(name) is not None for name in _OLD):
             return func(*args, **kwargs)
-        count, by = divided
-        weight = count(*by)
+        weight = rule.divisor(its)
+        if weight is None:
+            return func(*args, **kwargs)
+        if isinstance(weight, int):
+            if not weight:
+                its["reduction"] = "sum"
+            return self._over_elements(func, weight, given.args, given.kwargs)
         if weight.requires_grad:  # it is no part of a sum's gradient
             self.weights.append(weight.detach())
             return func(*args, **kwargs)
         its["reduction"] = "sum"
         total, weight = whole(func(*given.args, **given.kwargs)), whole(weight)
-        if self.recorder is not None:
-            self.recorder.note(count, by, {}, weight)
         mean = total / weight.to(total.dtype)
         setattr(mean, _NAME, _Counted(total, weight))
         self.weights.append(weight)
         return mean
 
+    def _over_elements(self, func: Any, elements: int, args: Any, kwargs: Any) -> Any:
+        """A mean over elements; of none of them their sum, 0, for the mean would not be finite."""
+        mean = whole(func(*args, **kwargs))
+        setattr(mean, _NAME, _Counted(None, elements))
+        self.weights.append(elements)
+        return mean
 
-_Divisor = Callable[[Mapping[str, Any]], "tuple[Callable[..., Tensor], tuple[Any, ...]] | None"]
-"""Of a mean's arguments to what it is divided by, as a function and its arguments; None: its elements."""
+
+_OLD = "size_average", "reduce"
+"""torch's older arguments for a reduction."""
+_OTHERWISE = (*_OLD, "weight")
+"""Arguments with which something else than elements may be counted."""
 
 
-def _by_targets(its: Mapping[str, Any]) -> tuple[Callable[..., Tensor], tuple[Any, ...]] | None:
-    target, classes, ignored = its["target"], its["weight"], its["ignore_index"]
+class _Rule(NamedTuple):
+    """What one of torch's functions divides by.
+
+    Attributes:
+        signature: of the function.
+        divisor: of its arguments by name; None: that is not known.
+        plain: of its first two arguments, where it is the number of their elements; None: it is another.
+        means: the reductions that divide by it.
+    """
+
+    signature: inspect.Signature
+    divisor: Callable[[Mapping[str, Any]], Tensor | int | None]
+    plain: Callable[[Tensor, Tensor], int] | None = None
+    means: tuple[str, ...] = ("mean",)
+
+
+def _by_targets(its: Mapping[str, Any]) -> Tensor | int:
+    """What counts of a cross entropy's targets; of targets that are shares of classes each."""
+    target: Tensor = its["target"]
+    classes, ignored = its["weight"], its["ignore_index"]
     if target.is_floating_point():
-        return None
-    return _count, (
-        target,
-        -100 if ignored is None else ignored,
-        classes if classes is None else classes.detach(),
-    )
+        return target.numel() // target.shape[min(1, target.dim() - 1)]
+    counts = target != (-100 if ignored is None else ignored)
+    if classes is None:
+        return counts.sum()
+    by: Tensor = classes.detach().double()
+    return (by[target.where(counts, 0)] * counts).sum()
 
 
-def _by_weights(its: Mapping[str, Any]) -> tuple[Callable[..., Tensor], tuple[Any, ...]] | None:
+def _by_weights(its: Mapping[str, Any]) -> Tensor | int:
+    """The weights' sum, of an error that is divided by it."""
     weight = its["weight"]
-    return None if weight is None else (_added, (weight,))
+    return weight.double().sum() if isinstance(weight, Tensor) else _by_elements(its)
 
 
-def _added(weight: Tensor) -> Tensor:
-    return weight.double().sum()
+def _by_elements(its: Mapping[str, Any]) -> int:
+    return _elements(its["input"], its["target"])
 
 
-def _count(target: Tensor, ignored: int, classes: Tensor | None) -> Tensor:
-    """How much of the targets counts."""
-    counts = target != ignored
-    return counts.sum() if classes is None else (classes.double()[target.where(counts, 0)] * counts).sum()
+def _elements(input: Tensor, target: Tensor) -> int:  # noqa: A002 - torch's name
+    if input.shape == target.shape:
+        return input.numel()
+    return math.prod(torch.broadcast_shapes(input.shape, target.shape))
+
+
+def _by_rows(its: Mapping[str, Any]) -> int:
+    """The rows of an error that is made of each."""
+    first: Tensor = its["input"]
+    return first.shape[0] if first.dim() > 1 else 1
+
+
+def _by_pairs(its: Mapping[str, Any]) -> int:
+    return math.prod(torch.broadcast_shapes(its["input1"].shape, its["input2"].shape, its["target"].shape))
+
+
+def _by_divergence(its: Mapping[str, Any]) -> int:
+    return its["input"].shape[0] if its["reduction"] == "batchmean" else _by_elements(its)
 
 
 def _scaled(func: Any, args: Any) -> Any:
@@ -188,17 +220,39 @@ def _scaled(func: Any, args: Any) -> Any:
     first, second = args
     counted: _Counted | None = getattr(first, _NAME, None)
     if counted is not None and isinstance(second, (int, float)):
-        setattr(result, _NAME, _Counted(func(counted.sum, second), counted.weight))
+        total = None if counted.sum is None else func(counted.sum, second)
+        setattr(result, _NAME, _Counted(total, counted.weight))
     return result
 
 
-def _of(*functions: Any, divisor: _Divisor) -> dict[Any, tuple[inspect.Signature, _Divisor]]:
-    return {function: (inspect.signature(function), divisor) for function in functions}
+def _of(*functions: Any, **rule: Any) -> dict[Any, _Rule]:
+    return {function: _Rule(inspect.signature(function), **rule) for function in functions}
 
 
 _MEANS = {
     **_of(
         functional.cross_entropy, functional.nll_loss, functional.linear_cross_entropy, divisor=_by_targets
     ),
-    **_of(functional.mse_loss, functional.l1_loss, divisor=_by_weights),
+    **_of(functional.mse_loss, functional.l1_loss, divisor=_by_weights, plain=_elements),
+    **_of(
+        functional.smooth_l1_loss,
+        functional.huber_loss,
+        functional.binary_cross_entropy,
+        functional.binary_cross_entropy_with_logits,
+        functional.poisson_nll_loss,
+        functional.soft_margin_loss,
+        functional.hinge_embedding_loss,
+        functional.gaussian_nll_loss,
+        divisor=_by_elements,
+        plain=_elements,
+    ),
+    **_of(functional.kl_div, divisor=_by_divergence, plain=_elements, means=("mean", "batchmean")),
+    **_of(functional.margin_ranking_loss, divisor=_by_pairs),
+    **_of(functional.cosine_embedding_loss, divisor=lambda its: its["target"].numel()),
+    **_of(
+        functional.multilabel_margin_loss,
+        functional.multi_margin_loss,
+        functional.multilabel_soft_margin_loss,
+        divisor=_by_rows,
+    ),
 }

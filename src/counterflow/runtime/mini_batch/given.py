@@ -6,17 +6,19 @@ What it does not do: ask the other workers what they were given; ``pipeline.py``
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice, pairwise
+from dataclasses import dataclass, field
+from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
+from counterflow.schedule.ir import Schedule
 
-from ..messages.values import Keyworded, content_digest, signature
-from .samples import Dims, cut, moved, samples_in, split_points
+from ..messages.mappings import flat_with_paths, know
+from ..messages.values import Keyworded, content_digest, not_dense, signature
+from .entries import Settled
+from .samples import Dims, cut, samples_in, split_points
 
 NOT_GIVEN = -1
 """In place of a number of samples."""
@@ -48,6 +50,9 @@ class Given:
         ready: whether there is a piece a micro-batch.
         input_dims: where the samples are.
         target_dims: likewise.
+        sizes: samples by micro-batch, where the user says them.
+        halving: the scheme, if it cuts micro-batches that are ready in halves.
+        settled: which lists other mini-batches have shown to have their samples in their tensors.
     """
 
     inputs: Sequence[Any] | None
@@ -55,6 +60,9 @@ class Given:
     ready: bool
     input_dims: Dims
     target_dims: Dims
+    sizes: Sequence[int] | None = None
+    halving: str | None = None
+    settled: Settled = field(default_factory=list)
 
     @property
     def form(self) -> int:
@@ -62,21 +70,62 @@ class Given:
         return 0 if self.inputs is None and self.targets is None else 2 if self.ready else 1
 
     def counts(self) -> tuple[list[int] | None, list[int] | None]:
-        """The samples of each piece of inputs and targets.
+        """The samples of each piece of inputs and targets; None where these are not given.
 
         Raises:
-            ConfigError: they have none, or several numbers; or those of a micro-batch differ.
+            ConfigError: they have none, or several numbers; those of a micro-batch differ; or nothing tells.
         """
-        inputs = _counted(self.inputs, self.input_dims, "inputs")
-        targets = _counted(self.targets, self.target_dims, "targets")
-        if self.ready and inputs is not None and targets is not None:
+        sides = [
+            (self.inputs, self.input_dims, "inputs"),
+            (self.targets, self.target_dims, "targets"),
+        ]
+        told = self.sizes
+        if told is not None and self.halving is None:
+            found = [None if pieces is None else list(told) for pieces, _, _ in sides]
+            return found[0], found[1]
+        cuts = not self.ready or self.halving is not None
+        counted = [
+            None
+            if pieces is None or dims is None
+            else [samples_in(each, dims, name, whole=not cuts, settled=self.settled) for each in pieces]
+            for pieces, dims, name in sides
+        ]
+        for (pieces, dims, name), counts in zip(sides, counted, strict=True):
+            if self.halving is not None and pieces is not None and dims is None:
+                raise ConfigError(
+                    f"{self.halving} halves micro-batches, and {name.removesuffix('s')}_dims=None tells no "
+                    f"dimension in which those of the {name} are cut; say one, or take a scheme that halves "
+                    "none"
+                )
+            if told is not None and counts is not None and counts != list(told):
+                raise ConfigError(f"samples={list(told)}, and the micro-batches' {name} have {counts}")
+        inputs, targets = counted
+        if inputs is not None and targets is not None:
             for number, (one, other) in enumerate(zip(inputs, targets, strict=True)):
-                if one != other:
+                if self.ready and one != other:
                     raise ConfigError(
                         f"micro-batch {number} has {one} samples in its inputs and {other} in its targets; "
-                        "they have the same, in the dimensions that input_dims and target_dims say"
+                        "they have the same, in the dimensions that input_dims and target_dims say, or "
+                        "samples= says how many"
                     )
-        return inputs, targets
+        known = inputs if inputs is not None else targets
+        if known is None and (self.inputs is not None or self.targets is not None):
+            known = self._untold()
+        return (None if self.inputs is None else known), (None if self.targets is None else targets or known)
+
+    def _untold(self) -> list[int]:
+        """The samples of what has none in any dimension: of ready micro-batches, one each."""
+        if self.ready and self.input_dims is None and self.target_dims is None:
+            return [1] * len(self.inputs or self.targets or ())
+        if self.ready:
+            raise ConfigError(
+                "nothing tells how many samples the micro-batches have: of inputs and targets, those are not "
+                "given here that have them; give both, or say samples="
+            )
+        raise ConfigError(
+            "nothing tells how many samples the mini-batch has: say with input_dims or target_dims where "
+            "they are, and give what has them to every worker; or give micro_batches that are ready"
+        )
 
     def kind(self, *more: object) -> int:
         """The signature of the inputs; 0 if there are none."""
@@ -86,48 +135,31 @@ class Given:
         names = sorted(first.kwargs) if isinstance(first, Keyworded) else ()
         return signature(self.inputs, *names, *more)
 
-    def targets_where_given(self, sizes: Sequence[int]) -> list[Any] | None:
-        """Those of the micro-batches that have samples, on no other device; ``sizes`` as for ``cut``."""
-        if self.targets is None:
-            return None
-        first = next((t for t in pytree.tree_leaves(self.targets) if isinstance(t, torch.Tensor)), None)
-        device = torch.device("cpu") if first is None else first.device
-        _, found = self.cut(sizes, device, inputs=False, targets=True, copied=False)
-        return None if found is None else with_samples(found, sizes)
-
     def digests(self) -> tuple[float, float]:
         """Of the contents of inputs and targets."""
         return content_digest(self.inputs), content_digest(self.targets)
 
-    def cut(
-        self, sizes: Sequence[int], device: torch.device, *, inputs: bool, targets: bool, copied: bool
-    ) -> tuple[list[Any] | None, list[Any] | None]:
-        """The micro-batches on a device.
+    def cut(self, pieces: Sequence[Any] | None, dims: Dims, sizes: Sequence[int]) -> list[Any]:
+        """The micro-batches of ``inputs`` or ``targets``, where they were given.
 
         Args:
+            pieces: the inputs or the targets.
+            dims: where their samples are.
             sizes: samples by micro-batch.
-            device: where.
-            inputs: whether those of the inputs are read.
-            targets: whether those of the targets are.
-            copied: whether they shall be in memory of their own.
         """
-
-        def parts(pieces: Sequence[Any] | None, dims: Dims) -> list[Any]:
-            if self.ready and pieces is not None:
-                return [moved(piece, device, copied=copied) for piece in pieces]
-            whole = None if pieces is None else pieces[0]
-            ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
-            rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-            return [moved(cut(whole, its, dims), device, copied=copied) for its in rows]
-
-        return (
-            parts(self.inputs, self.input_dims) if inputs else None,
-            parts(self.targets, self.target_dims) if targets else None,
-        )
+        if self.ready and pieces is not None:
+            return list(pieces)
+        whole = None if pieces is None else pieces[0]
+        rows = (slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True))
+        return [cut(whole, its, dims) for its in rows]
 
 
 def whole(
-    inputs: Any, targets: Any, kwargs: Mapping[str, Any] | None, dims: tuple[Dims, Dims, Dims]
+    inputs: Any,
+    targets: Any,
+    kwargs: Mapping[str, Any] | None,
+    dims: tuple[Dims, Dims, Dims],
+    settled: Settled,
 ) -> Given:
     """A mini-batch that is to be cut.
 
@@ -136,36 +168,50 @@ def whole(
         targets: likewise of the loss function.
         kwargs: keyword arguments of the first layer.
         dims: where the samples of the three are.
+        settled: which lists other mini-batches have shown to have their samples in their tensors.
+
+    Raises:
+        ConfigError: a tensor of it is sparse or nested.
     """
     given = inputs if kwargs is None else Keyworded(inputs, dict(kwargs))
+    _look_into(given, "inputs")
+    _look_into(targets, "targets")
     return Given(
         None if given is None else [given],
         None if targets is None else [targets],
         ready=False,
         input_dims=_input_dims(dims, keyworded=kwargs is not None),
         target_dims=dims[1],
+        settled=settled,
     )
 
 
 def ready(
-    micro_batches: Iterable[Sequence[Any]], count: int, taker: object, dims: tuple[Dims, Dims, Dims]
+    micro_batches: Iterable[Sequence[Any]],
+    sizes: Sequence[int] | None,
+    schedule: Schedule,
+    dims: tuple[Dims, Dims, Dims],
+    *,
+    halves: bool,
 ) -> Given:
     """Micro-batches as the user has them; of an iterator the next ones.
 
     Args:
         micro_batches: pairs of inputs and targets, or these and keyword arguments of the first layer.
-        count: how many it takes.
-        taker: what takes them, for messages.
+        sizes: the samples of each, by which their losses are weighted; None: as ``dims`` tell.
+        schedule: what takes them.
         dims: where the samples of inputs, targets and keyword arguments are.
+        halves: whether it cuts each in halves.
 
     Raises:
-        ConfigError: there are others than that.
+        ConfigError: there are others than that, or a tensor in them is sparse or nested.
     """
+    count = schedule.micro_batches
     sized = isinstance(micro_batches, Sequence)
     found = list(micro_batches if sized else islice(micro_batches, count))
     if len(found) != count:
         raise ConfigError(
-            f"micro_batches has {len(found)}{'' if sized else ' left'}, and {taker} takes {count}; "
+            f"micro_batches has {len(found)}{'' if sized else ' left'}, and {schedule} takes {count}; "
             "give as many"
         )
     widths = {len(each) if isinstance(each, (tuple, list)) else 0 for each in found}
@@ -174,21 +220,28 @@ def ready(
             "each of micro_batches is (inputs, targets), or (inputs, targets, kwargs); None where they are "
             "not read"
         )
+    if sizes is not None and (
+        len(sizes) != count or not all(isinstance(size, int) and size >= 0 for size in sizes)
+    ):
+        raise ConfigError(
+            f"samples={sizes!r} are to be the numbers of samples of {count} micro-batches, whole numbers "
+            "from 0 on"
+        )
     keyworded = widths == {3}
     inputs = [Keyworded(each[0], dict(each[2])) if keyworded else each[0] for each in found]
     targets = [each[1] for each in found]
+    for number, (one, other) in enumerate(zip(inputs, targets, strict=True)):
+        _look_into(one, "inputs", f" of micro-batch {number}")
+        _look_into(other, "targets", f" of micro-batch {number}")
     return Given(
         None if not keyworded and all(each is None for each in inputs) else inputs,
         None if all(each is None for each in targets) else targets,
         ready=True,
         input_dims=_input_dims(dims, keyworded=keyworded),
         target_dims=dims[1],
+        sizes=sizes,
+        halving=schedule.scheme if halves else None,
     )
-
-
-def with_samples(pieces: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
-    """The pieces of micro-batches that have samples."""
-    return [piece for piece, size in zip(pieces, sizes, strict=True) if size]
 
 
 def even(samples: int, micro_batches: int) -> tuple[int, ...]:
@@ -204,7 +257,16 @@ def _input_dims(dims: tuple[Dims, Dims, Dims], *, keyworded: bool) -> Dims:
     return Keyworded(inputs, kwargs)
 
 
-def _counted(pieces: Sequence[Any] | None, dims: Dims, name: str) -> list[int] | None:
-    if pieces is None:
-        return None
-    return [samples_in(piece, dims, name) for piece in pieces]
+def _look_into(tree: Any, name: str, where: str = "") -> None:
+    """Look into mappings of all classes, and refuse tensors that stages cannot hand on.
+
+    Raises:
+        ConfigError: a tensor is sparse or nested.
+    """
+    if not isinstance(tree, torch.Tensor):
+        know(tree)
+    elif tree.layout is torch.strided and not tree.is_nested:
+        return
+    for path, leaf in flat_with_paths(tree)[0]:
+        if isinstance(leaf, torch.Tensor) and (leaf.layout is not torch.strided or leaf.is_nested):
+            raise ConfigError(f"{name}{path}{where} is {not_dense(leaf)}")

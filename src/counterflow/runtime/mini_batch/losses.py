@@ -1,7 +1,11 @@
 """What a loss function may return, and how the losses of micro-batches become that of the mini-batch.
 
-Invariant: every loss enters linearly, so that gradients made before all weights are known are right but for
-one factor, the same for all.
+Each micro-batch's loss enters as a sum: a mean over samples times their number, a mean over elements times
+theirs, and a sum as it is. What the sums weigh is added up beside them. All are divided by one number that is
+known before (the samples), so that gradients are of a size like one process's.
+
+Invariant: gradients are divided by all that the mini-batch weighs once, before the update; so nothing has to
+be known of what counts in a mini-batch before its first backward.
 """
 
 from __future__ import annotations
@@ -9,11 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntFlag
+from functools import lru_cache, reduce
 from math import fsum, isfinite
+from operator import or_
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
 from counterflow.loss_sum import LossSum
@@ -28,33 +36,104 @@ LossFunction = Callable[[Any, Any], Any]
 ``LossSum``."""
 
 
-class Entry(NamedTuple):
-    """A unit's loss: its mean and its share in the mini-batch, or its sum and one over all samples.
+class Counts(IntFlag):
+    """What losses are divided by."""
 
-    ``counts`` is as in ``Found``; ``divisor`` is what gradients were divided by, if not by all samples.
+    SAMPLES = 1
+    ELEMENTS = 2
+    """Of one of torch's own errors, where they are not those of all outputs."""
+    EITHER = 4
+    """Elements that are those of all outputs, and as many in each sample."""
+    OTHER = 8
+    """Targets of a cross entropy, or what a ``LossSum`` says."""
+
+
+class Entry(NamedTuple):
+    """A unit's loss.
+
+    Attributes:
+        unit: whose.
+        loss: as it was returned: a mean or a sum.
+        by: what it enters the mini-batch's with.
+        weight: how much it weighs then, divided by ``by``.
+        counted: what the weight counts.
+        metrics: likewise to be multiplied by ``by``.
+        counts: as in ``Found``.
     """
 
     unit: Unit
     loss: Tensor | float
-    share: float
-    weight: Tensor | float | None
+    by: float
+    weight: Tensor | float
+    counted: Counts
     metrics: Mapping[str, Tensor | float]
     counts: Tensor | float | None = None
-    divisor: Tensor | float | None = None
 
 
 class Found(NamedTuple):
-    """A loss, what it weighs if it is a sum, and metrics without a graph.
+    """A loss as it was found, and metrics without a graph.
 
     Attributes:
+        loss: a mean over samples, a mean over elements or a sum.
+        weight: what a sum weighs; None: the loss is a mean.
+        metrics: by name.
         counts: of a loss that has means of what counts among its parts: a number that is the same for all
             units if as much of a sample counts in each; None: it has none.
+        elements: of a mean over elements, their number; None: the loss is a sum, or a mean over samples.
     """
 
     loss: Tensor
     weight: Tensor | float | None = None
     metrics: Mapping[str, Tensor | float] = {}
-    counts: Tensor | None = None
+    counts: Tensor | float | None = None
+    elements: int | None = None
+
+    def entered(self, unit: Unit, samples: int, divisor: float, size: int) -> Entry:
+        """As it enters the mini-batch's loss.
+
+        Args:
+            unit: whose it is.
+            samples: of the unit.
+            divisor: what sums are divided by, of all units.
+            size: the elements of the unit's output.
+        """
+        loss, dtype = _small(self.loss.detach()), self.loss.dtype
+        if self.weight is not None:
+            by = _seed(1 / divisor, dtype)
+            return Entry(unit, loss, by, self.weight, Counts.OTHER, self.metrics, self.counts)
+        part, counted = 1.0, Counts.SAMPLES
+        if self.elements is not None:
+            part = self.elements / size
+            counted = Counts.EITHER if self.elements == size else Counts.ELEMENTS
+        by = _seed(samples * part / divisor, dtype)
+        return Entry(unit, loss, by, 1.0, counted, self.metrics, self.counts)
+
+
+@lru_cache(maxsize=1024)
+def _seed(number: float, dtype: torch.dtype) -> float:
+    """What a loss is multiplied by, as its dtype holds it.
+
+    The sum of what losses were multiplied by divides, so what is rounded here is rounded in both: equal
+    micro-batches weigh alike, exactly.
+    """
+    return torch.tensor(number, dtype=dtype).item() if dtype.itemsize < _SINGLE else number
+
+
+_SINGLE = torch.float32.itemsize
+
+
+def divisor_of(samples: int, *, flushes: bool) -> int:
+    """What the losses of a mini-batch are divided by as they enter.
+
+    Without a flush a stage is updated before all losses are known, so that it has to be exact as it is: a
+    power of two, which is made the number of samples at the update.
+    """
+    return samples if flushes else 1 << (samples - 1).bit_length()
+
+
+def _small(loss: Tensor) -> Tensor:
+    """A loss in memory of its own size: torch's mse_loss gives it in that of all elements' losses."""
+    return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss
 
 
 def read_loss(found: Any) -> Found:
@@ -67,15 +146,18 @@ def read_loss(found: Any) -> Found:
         read = Found(found.sum, _plain(found.weight), _numbers(found.metrics))
     elif isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping):
         read = Found(found[0], None, _numbers(found[1]))
+    elif isinstance(found, Mapping):
+        read = Found(cast("Tensor", found.get("loss")), None, _numbers_among(found))
     else:
-        other = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)
+        other = getattr(found, "loss", None)
         read = Found(found if isinstance(found, Tensor) else cast("Tensor", other))
     loss: object = read.loss
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(found).__name__
         raise ConfigError(
             f"the loss is {shown}; a loss function (or, without one, the last layer) gives one number as a "
-            "tensor: the mean loss over the samples, (loss, dict of metrics), or a LossSum"
+            "tensor: the mean loss over the samples, (loss, dict of metrics), a dict of 'loss' and metrics, "
+            "or a LossSum"
         )
     if not loss.is_floating_point():
         raise ConfigError(f"the loss is of dtype {loss.dtype}; give a real floating-point number")
@@ -83,6 +165,13 @@ def read_loss(found: Any) -> Found:
         loss = whole(loss)
         read = read._replace(loss=loss)
     return read if not loss.dim() else read._replace(loss=loss.reshape(()))
+
+
+def elements_in(output: Any) -> int:
+    """The elements of an output's tensors; of one without any 1."""
+    if isinstance(output, Tensor):
+        return max(1, output.numel())
+    return max(1, sum(leaf.numel() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)))
 
 
 def refuse_no_mean(function: object) -> None:
@@ -115,17 +204,63 @@ def refuse_other_counts(rows: Sequence[Sequence[float]]) -> None:
         )
 
 
+def refuse_mixed(rows: Sequence[Sequence[float]]) -> Counts:
+    """What the losses of a mini-batch count; ``rows`` as ``weighed`` gives.
+
+    Raises:
+        ConfigError: some count one thing, some another.
+    """
+    found = counted(Counts(int(each)) for each in {row[1] for row in rows})
+    if not consistent(found):
+        raise ConfigError(
+            "some losses of the mini-batch are a LossSum or one of torch's own errors or cross entropies, "
+            "divided by what counts in it, and the others are not, or count something else; return a "
+            "cf.LossSum for all micro-batches"
+        )
+    return found
+
+
+def counted(each: Iterable[Counts]) -> Counts:
+    """All that some losses count."""
+    return reduce(or_, each, _NOTHING)
+
+
+_NOTHING = Counts(0)
+
+
+def consistent(found: Counts) -> bool:
+    """Whether losses that count this can be added up."""
+    alone = Counts.SAMPLES | Counts.ELEMENTS
+    if Counts.OTHER in found:
+        return found is Counts.OTHER
+    return found & alone != alone
+
+
 def refuse_no_graph(rows: Sequence[Sequence[float]]) -> None:
     """Refuse losses of which none depends on weights; ``rows`` as ``weighed`` gives.
 
     Raises:
         ConfigError: no loss of the mini-batch has a graph.
     """
-    if not any(row[6] for row in rows):
+    if not any(row[5] for row in rows):
         raise ConfigError(
             "no loss of the mini-batch has a graph, so that nothing would be trained: the loss function, or "
             "a layer, detaches what it was given (.detach(), .item(), torch.no_grad(), numpy)"
         )
+
+
+def _numbers_among(found: Mapping[str, Any]) -> dict[str, Tensor | float]:
+    """What a dict has beside its loss, as metrics; what is no number (logits, say) is none."""
+    return {
+        name: _plain(value)
+        for name, value in found.items()
+        if name != "loss"
+        and (
+            (value.numel() == 1 and not value.is_complex())
+            if isinstance(value, Tensor)
+            else isinstance(value, (int, float))
+        )
+    }
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, Tensor | float]:
@@ -168,9 +303,9 @@ def _with_numbers(entry: Entry, arrived: Iterator[float]) -> Entry:
     def number(value: Any) -> Any:
         return next(arrived) if _travels(value) else value
 
-    loss, weight, counts, divisor = map(number, (entry.loss, entry.weight, entry.counts, entry.divisor))
+    loss, weight, counts = map(number, (entry.loss, entry.weight, entry.counts))
     metrics = {name: number(value) for name, value in entry.metrics.items()}
-    return Entry(entry.unit, loss, entry.share, weight, metrics, counts, divisor)
+    return Entry(entry.unit, loss, entry.by, weight, entry.counted, metrics, counts)
 
 
 def added(values: Iterable[float]) -> float:
@@ -195,6 +330,7 @@ class Losses:
     has_graph: bool = False
     graphs_to_come: int = 0
     _later: later.Later | None = None
+    _values: list[float] = field(default_factory=list)
 
     def note_graph(self, loss: Tensor, *, again: bool) -> None:
         """Whether a unit's loss has a graph, which a forward that runs again has the second time."""
@@ -208,9 +344,7 @@ class Losses:
         """All are made: let a device's begin their way, so that who reads them waits for no later op."""
         if self.told:
             every = (
-                number
-                for e in self.entries
-                for number in (e.loss, e.weight, e.counts, e.divisor, *e.metrics.values())
+                number for e in self.entries for number in (e.loss, e.weight, e.counts, *e.metrics.values())
             )
             there = [number.double().reshape(()) for number in every if _travels(number)]
             self._later = later.Later(torch.stack(there)) if there else None
@@ -222,50 +356,67 @@ class Losses:
             self.entries = [_with_numbers(entry, values) for entry in self.entries]
 
     def summed(self) -> tuple[float, int]:
-        """The worker's part of the mini-batch's loss; the first micro-batch whose is not finite, or -1."""
+        """The sum of the worker's losses; the first micro-batch whose loss is not finite, or -1."""
         if not (self.entries and self.told):
             return 0.0, -1
         refuse_other_counts([self.weighed()])
-        losses = [entry.loss for entry in self.entries]
-        if any(isinstance(loss, Tensor) for loss in losses):
-            losses = torch.stack(cast("list[Tensor]", losses)).tolist()  # from a GPU all at once
-        values = cast("list[float]", losses)
+        values = self._numbers()
         odd = [
             e.unit.micro_batch for e, value in zip(self.entries, values, strict=True) if not isfinite(value)
         ]
-        return added(v * e.share for e, v in zip(self.entries, values, strict=True)), min(odd, default=-1)
+        return added(v * e.by for e, v in zip(self.entries, values, strict=True)), min(odd, default=-1)
+
+    def _numbers(self) -> list[float]:
+        """The losses, from a GPU all at once."""
+        if len(self._values) < len(self.entries):
+            losses = [entry.loss for entry in self.entries]
+            if any(isinstance(loss, Tensor) for loss in losses):
+                losses = torch.stack(cast("list[Tensor]", losses)).tolist()
+            self._values = cast("list[float]", losses)
+        return self._values
+
+    def by_micro_batch(self) -> dict[int, float]:
+        """The mean loss of each micro-batch whose loss this worker made; of weight 0: NaN."""
+        if not self.entries:
+            return {}
+        self._arrive()
+        found: dict[int, float] = {}
+        halves: dict[int, list[tuple[float, float]]] = {}
+        for (unit, _, by, weight, *_), value in zip(self.entries, self._numbers(), strict=True):
+            number = unit.micro_batch
+            if unit.parts == 1 and weight == 1.0:
+                found[number] = value
+            else:
+                halves.setdefault(number, []).append((value * by, float(weight) * by))
+        for number, pairs in halves.items():
+            whole = sum(weighs for _, weighs in pairs)
+            found[number] = sum(part for part, _ in pairs) / whole if whole else math.nan
+        return found
 
     def weighed(self) -> tuple[float, ...]:
         """What is told of the losses beside their sum.
 
-        Sum of the weights; how many losses have one; whether there are metrics; extremes of ``counts``; what
-        gradients were divided by, 0 if by the samples; whether any may have a graph.
+        Sum of the weights; all that they count; whether there are metrics; extremes of ``counts``; whether
+        any may have a graph.
         """
         if not self.told:
-            return 0.0, 0, 0.0, math.inf, -math.inf, 0.0, 0.0
+            return 0.0, 0, 0.0, math.inf, -math.inf, 0.0
         self._arrive()
-        weights = [float(entry.weight) for entry in self.entries if entry.weight is not None]
-        if len(weights) not in (0, len(self.entries)):
-            raise ConfigError(
-                "the loss function returned a LossSum for some micro-batches, a mean for others"
-            )
         counts = [float(entry.counts) for entry in self.entries if entry.counts is not None]
-        some = float(any(entry.metrics for entry in self.entries))
         return (
-            fsum(weights),
-            len(weights),
-            some,
+            fsum([float(entry.weight) * entry.by for entry in self.entries]),
+            counted({entry.counted for entry in self.entries}),
+            float(any(entry.metrics for entry in self.entries)),
             min(counts, default=math.inf),
             max(counts, default=-math.inf),
-            max((float(e.divisor) for e in self.entries if e.divisor is not None), default=0.0),
             float(self.has_graph or self.graphs_to_come > 0),
         )
 
     def metrics(self) -> dict[str, float]:
-        """The worker's part of the mini-batch's metrics."""
+        """The sums of the worker's metrics."""
         self._arrive()
         found: dict[str, float] = {}
         for entry in self.entries if self.told else ():
             for name, value in entry.metrics.items():
-                found[name] = found.get(name, 0.0) + float(value) * entry.share
+                found[name] = found.get(name, 0.0) + float(value) * entry.by
         return found

@@ -6,8 +6,7 @@ is, unless the user says so.
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,28 +16,43 @@ from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
 
+from ..messages.mappings import flat_with_paths, names_of
 from ..torch_private import spread
+from .entries import (
+    ENTRIES,
+    PLAIN,
+    Entries,
+    Lists,
+    Settled,
+    cut_by_entries,
+    is_leaf,
+    of_children,
+)
 
 Dims = Any
-"""Which dimension of a value's tensors the samples are: an int for all, None for none, or a tree of them of
-the value's structure or of its first levels, as ``torch.vmap`` takes ``in_dims``."""
+"""Which dimension of a value's tensors the samples are: an int for all, None for none, ``ENTRIES`` for the
+entries of a list, or a tree of them of the value's structure or of its first levels, as ``torch.vmap`` takes
+``in_dims``."""
 
 Tree = TypeVar("Tree")
 
-PLAIN: tuple[type, ...] = (
-    type(None), bool, int, float, complex, str, bytes, enum.Enum,
-    torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format,
-)  # fmt: skip
-"""What has no samples in it."""
 
-
-def samples_in(tree: object, dims: Dims = 0, name: str = "inputs") -> int:
+def samples_in(
+    tree: object,
+    dims: Dims = 0,
+    name: str = "inputs",
+    *,
+    whole: bool = False,
+    settled: Settled | None = None,
+) -> int:
     """The number of samples of a mini-batch.
 
     Args:
         tree: its tensors, in any structure.
         dims: where their samples are.
         name: what to call it: ``inputs`` or ``targets``.
+        whole: whether it is cut nowhere.
+        settled: which of its lists other mini-batches have shown to have their samples in their tensors.
 
     Raises:
         ConfigError: its tensors do not agree, there are none, or something in it can neither be cut nor
@@ -47,17 +61,17 @@ def samples_in(tree: object, dims: Dims = 0, name: str = "inputs") -> int:
     if dims == 0 and isinstance(tree, Tensor) and tree.dim():
         return tree.shape[0]
     option = f"{name.removesuffix('s')}_dims"
-    with_paths, spec = pytree.tree_flatten_with_path(tree, is_leaf=_is_leaf)
+    with_paths, spec = flat_with_paths(tree, _leaves_of(tree, dims))
     by_leaf = _spread(dims, spec)
-    if by_leaf is None or not all(dim is None or isinstance(dim, int) for dim in by_leaf):
+    if by_leaf is None or not all(dim is None or isinstance(dim, (int, Entries)) for dim in by_leaf):
         raise ConfigError(
-            f"{option}={dims!r} does not fit the {name}, which are {_shown(spec)}; give an int, None, or a "
-            "tree of them like it"
+            f"{option}={dims!r} does not fit the {name}, which are {_shown(spec)}; give an int, None, "
+            "cf.ENTRIES (for a list or tuple), or a tree of them like it"
         )
     sizes: dict[int, str] = {}
     lists: dict[int, str] = {}
-    for (keys, leaf), dim in zip(with_paths, by_leaf, strict=True):
-        path = name + pytree.keystr(keys)
+    for (where, leaf), dim in zip(with_paths, by_leaf, strict=True):
+        path = name + where
         size = None if dim is None else _size(leaf, dim, path, option)
         if size is not None:
             found = lists if isinstance(leaf, (list, tuple)) and isinstance(dims, int) else sizes
@@ -66,16 +80,21 @@ def samples_in(tree: object, dims: Dims = 0, name: str = "inputs") -> int:
         found_in = " and ".join(f"{size} in {path}" for size, path in sorted(sizes.items()))
         raise ConfigError(
             f"{name} must have one number of samples; found {found_in}; say with {option} which dimension of "
-            "each tensor they are (None: it has none)"
+            "each tensor they are (None: it has none), or cf.ENTRIES for a list with an entry a sample"
         )
     if not sizes:
         raise ConfigError(f"{name} must have a tensor with samples; found {_shown(spec)}")
     (samples,) = sizes
+    if whole:
+        return samples
     if samples in lists:
         raise ConfigError(
             f"{lists[samples]} has {samples} entries, as many as there are samples; make a tensor of it, or "
-            f"say with {option} whether it has one a sample (0) or all micro-batches get it whole (None)"
+            f"say with {option} whether it has one a sample (cf.ENTRIES) or all micro-batches get it whole "
+            "(None)"
         )
+    if samples > 1:
+        Lists(samples, option, [] if settled is None else settled).refuse_either(tree, dims, name)
     return samples
 
 
@@ -83,7 +102,7 @@ def cut(tree: Tree, rows: slice, dims: Dims = 0) -> Tree:
     """Some samples of a mini-batch, whatever its structure."""
     if dims == 0 and isinstance(tree, Tensor) and tree.dim():
         return tree[rows]  # type: ignore[return-value]
-    leaves, spec = pytree.tree_flatten(tree, is_leaf=_is_leaf)
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=_leaves_of(tree, dims))
     by_leaf = _spread(dims, spec)
     assert by_leaf is not None, "samples_in has refused it"
     whole = (list, tuple) if isinstance(dims, int) else ()
@@ -95,19 +114,22 @@ def cut(tree: Tree, rows: slice, dims: Dims = 0) -> Tree:
     return found
 
 
-def joined(parts: Sequence[Tree], dims: Dims, name: str) -> Tree:
+def joined(parts: Sequence[Tree], dims: Dims, name: str, samples: Sequence[int]) -> Tree:
     """One tree of the samples of several, in their order.
 
     Args:
         parts: trees of one structure.
         dims: where their samples are; what has none is the first one's.
         name: what to call it: ``outputs``.
+        samples: of each part.
 
     Raises:
         ConfigError: they cannot be put together.
     """
     option = f"{name.removesuffix('s')}_dims"
-    flat = [pytree.tree_flatten(part, is_leaf=_is_leaf) for part in parts]
+    if len({*samples}) == 1 and samples[0] > 1:
+        Lists(samples[0], option, [], (list,)).refuse_either(parts[0], dims, name)
+    flat = [pytree.tree_flatten(part, is_leaf=_leaves_of(part, dims)) for part in parts]
     spec = flat[0][1]
     by_leaf = _spread(dims, spec)
     if by_leaf is None or any(other != spec for _, other in flat):
@@ -124,7 +146,11 @@ def joined(parts: Sequence[Tree], dims: Dims, name: str) -> Tree:
     return found
 
 
-def _joined(same: Sequence[Any], dim: int, name: str, option: str) -> Any:
+def _joined(same: Sequence[Any], dim: int | Entries, name: str, option: str) -> Any:
+    if isinstance(dim, Entries):
+        if not all(isinstance(leaf, (list, tuple)) for leaf in same):
+            raise ConfigError(_no_entries(name, same[0], option))
+        return type(same[0])(entry for leaf in same for entry in leaf)
     if all(isinstance(leaf, Tensor) and leaf.dim() for leaf in same):
         return torch.cat(list(same), dim)
     if all(isinstance(leaf, PLAIN) and leaf == same[0] for leaf in same):
@@ -149,46 +175,60 @@ def split_points(samples: int, micro_batches: int) -> list[int]:
 
 def moved(tree: Tree, device: torch.device, *, copied: bool = False) -> Tree:
     """The same on a device; ``copied``: in memory of its own."""
+    alone: Any = tree if type(tree) is Tensor else None
+    if alone is not None and alone.device == device and not copied and not alone.is_inference():
+        return tree  # as the walk below would find, in a tenth of its time
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):  # one of inference mode cannot be saved for a backward
-            return leaf.to(device, non_blocking=True, copy=copied or leaf.is_inference())
-        return leaf.to(device) if isinstance(leaf, BlockMask) else leaf
+            # To the host it waits: a copy that is still on its way would be read before it is made.
+            towards_device = device.type != "cpu"
+            return leaf.to(device, non_blocking=towards_device, copy=copied or leaf.is_inference())
+        if isinstance(leaf, PLAIN):
+            return leaf
+        to = getattr(leaf, "to", None)  # a mask by blocks, a batch of graphs
+        return to(device) if callable(to) else leaf
 
-    found: Tree = pytree.tree_map(move, tree, is_leaf=_is_leaf)
+    found: Tree = pytree.tree_map(move, tree, is_leaf=is_leaf)
     return found
 
 
-def _is_leaf(node: object) -> bool:
-    """What is cut as one thing: a list of numbers or texts, a mask by blocks."""
-    if type(node) in (list, tuple):
-        return bool(node) and all(isinstance(entry, PLAIN) for entry in node)  # type: ignore[attr-defined]
-    return isinstance(node, BlockMask)
+def _leaves_of(tree: object, dims: Dims) -> Callable[[object], bool]:
+    """What of a tree is cut as one thing."""
+    lists = cut_by_entries(tree, dims)
+    return (lambda node: id(node) in lists or is_leaf(node)) if lists else is_leaf
 
 
-def _spread(dims: Dims, spec: pytree.TreeSpec) -> list[int | None] | None:
+def _no_entries(path: str, leaf: object, option: str) -> str:
+    return (
+        f"{path} is a {type(leaf).__name__}, and {option}=cf.ENTRIES is for a list or tuple; give an int or "
+        "None"
+    )
+
+
+def _spread(dims: Dims, spec: pytree.TreeSpec) -> list[int | Entries | None] | None:
     """By leaf what a tree of dimensions says; None if it does not fit."""
     if dims is None or isinstance(dims, int):
         return [dims] * spec.num_leaves
-    children = spec.children()
-    if spec.type is dict and isinstance(dims, dict) and dims.keys() == {*spec.context}:
-        of = [dims[key] for key in spec.context]  # torch takes them in the order that dims has
-    elif isinstance(dims, (list, tuple)) and type(dims) in (spec.type, spec.context):
-        of = list(dims)
-    else:
-        return spread(dims, spec)
-    if len(of) != len(children):
-        return None
-    found = [_spread(one, child) for one, child in zip(of, children, strict=True)]
+    if dims is ENTRIES:
+        return [ENTRIES] if spec.is_leaf() else None
+    of = of_children(dims, spec)
+    if of is None:
+        return None if names_of(spec) is not None else spread(dims, spec)
+    found = [_spread(one, child) for one, child in zip(of, spec.children(), strict=True)]
     return None if None in found else [dim for its in found if its is not None for dim in its]
 
 
-def _size(leaf: Any, dim: int, path: str, option: str) -> int | None:
+def _size(leaf: Any, dim: int | Entries, path: str, option: str) -> int | None:
     """The samples of a leaf; None if it has none.
 
     Raises:
         ConfigError: it has no such dimension, or it is not known how to cut it.
     """
+    if isinstance(dim, Entries):
+        if not isinstance(leaf, (list, tuple)):
+            raise ConfigError(_no_entries(path, leaf, option))
+        return len(leaf)
     if isinstance(leaf, Tensor):
         if leaf.dim() and not -leaf.dim() <= dim < leaf.dim():
             raise ConfigError(
@@ -206,11 +246,14 @@ def _size(leaf: Any, dim: int, path: str, option: str) -> int | None:
     kind = type(leaf)
     raise ConfigError(
         f"{path} is a {kind.__module__}.{kind.__qualname__}, and it is not known whether it has samples; "
-        f"make tensors of it, or say with {option} that all micro-batches get it whole (None)"
+        "make tensors of it, or register its class with torch.utils._pytree.register_pytree_node; of "
+        f"micro-batches that are ready, samples= tells the numbers, or {option}=None"
     )
 
 
-def _cut(leaf: Any, dim: int, rows: slice) -> Any:
+def _cut(leaf: Any, dim: int | Entries, rows: slice) -> Any:
+    if isinstance(dim, Entries):
+        return leaf[rows]
     if isinstance(leaf, Tensor):
         if not leaf.dim():
             return leaf
@@ -242,5 +285,6 @@ def _shown(spec: pytree.TreeSpec) -> str:
     """``a dict of 'x', 'mask'``."""
     if spec.is_leaf():
         return "no tuple, list or dict"
-    of = ", ".join(map(repr, spec.context)) if spec.type is dict else len(spec.children())
+    names = names_of(spec)
+    of = ", ".join(map(repr, names)) if names is not None else len(spec.children())
     return f"a {spec.type.__name__} of {of}"

@@ -5,8 +5,8 @@ Invariant: what is compared are digests, so that no weights travel but those tha
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -15,16 +15,15 @@ from torch import Tensor
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.schedule.owners import pieces
 
-from ..mesh.dtensors import local
 from ..mesh.layout import REPLICA, WORKER, Layout
+from ..messages.values import number_of
 from ..stages.stage import StageCopy
 from ..transport import Group, Transport
+from .digest import digest
 from .names import Names, named_parameters, shared_names
 
-_DIGEST_BYTES = 16
-
-Digests = dict[tuple[int, tuple[int, ...]], bytes]
-"""Of a stage's tensors that are cut along some dimensions of the mesh, by stage and dimensions."""
+Key = tuple[int | str, tuple[int, ...]]
+"""A stage, or a weight that several stages share, and the dimensions of the mesh along which it is cut."""
 
 
 def start_alike(
@@ -48,18 +47,21 @@ def start_alike(
     """
     tied = shared_names(names)
     parameters = {stage: named_parameters(copy, names) for stage, copy in stages.items()}
-    mine: dict[object, bytes] = {s: _shapes(copy) + digest(tensors_of(copy)) for s, copy in stages.items()}
+    device = transport.device
+    mine: dict[object, tuple[int, float]] = {
+        s: (_shapes(copy), float(digest(tensors_of(copy), device))) for s, copy in stages.items()
+    }
     for name, its in tied.items():
         held = next((stage for stage in its if stage in stages), None)
         if held is not None:
-            mine[name] = digest([parameters[held][name]])
-    rows = cast("list[dict[object, bytes]]", transport.gather_objects(mine))
+            mine[name] = 0, float(digest([parameters[held][name]], device))
+    rows = cast("list[dict[object, tuple[int, float]]]", transport.gather_objects(mine))
 
     def send(key: object, first: int, tensors: Sequence[Tensor]) -> None:
         found = {rank: row[key] for rank, row in enumerate(rows) if key in row}
         source = next(rank for rank in found if _is_first(layout, rank, first))
         for rank, other in found.items():
-            if isinstance(key, int) and other[:_DIGEST_BYTES] != found[source][:_DIGEST_BYTES]:
+            if other[0] != found[source][0]:
                 raise ConfigError(
                     f"ranks {source} and {rank} hold stage {key} with weights of other shapes; "
                     "make the same model on every worker"
@@ -99,27 +101,75 @@ def send_alike(tensors: Sequence[Tensor], source: int, group: Group, transport: 
                     target.copy_(part.clone().view(target.dtype).view(target.shape))
 
 
-def compare(rows: Sequence[Digests], layout: Layout, when: str) -> None:
-    """Compare the copies of all stages.
+class Copies:
+    """What this worker holds that others hold too, and how it is compared; all workers make it together.
+
+    Invariant: a worker tells as many numbers as any other, so that they go with what is gathered anyway.
 
     Args:
-        rows: by rank.
+        tensors: gives what is held, all or without buffers.
         layout: the places of the ranks.
-        when: for the message.
-
-    Raises:
-        WorkerError: two copies differ.
+        transport: how to reach them.
     """
-    first: dict[tuple[object, ...], tuple[int, bytes]] = {}
-    for rank, row in enumerate(rows):
-        for (stage, dims), found in row.items():
-            place = layout.place(rank)
-            other, known = first.setdefault((stage, dims, *(place[dim] for dim in dims)), (rank, found))
-            if known != found:
-                raise WorkerError(
-                    f"{when} the copies of stage {stage} on ranks {other} and {rank} differ"
-                    + (_WHY_APART if layout.grid(rank) != layout.grid(other) else "")
-                )
+
+    def __init__(
+        self, tensors: Callable[[bool], Mapping[Key, Sequence[Tensor]]], layout: Layout, transport: Transport
+    ) -> None:
+        self._tensors = tensors
+        self._layout = layout
+        self._transport = transport
+        rows = cast("list[list[Key]]", transport.gather_objects(list(tensors(True))))
+        held = Counter(self._of(rank, key) for rank, row in enumerate(rows) for key in row)
+        self._keys = [[key for key in row if held[self._of(rank, key)] > 1] for rank, row in enumerate(rows)]
+        """By rank, what others hold too."""
+        self.columns = max(map(len, self._keys))
+        """The numbers that a worker tells."""
+
+    def _of(self, rank: int, key: Key) -> tuple[object, ...]:
+        place = self._layout.place(rank)
+        return (*key, *(place[dim] for dim in key[1]))
+
+    def digests(self, stages: Container[int | str] | None = None, *, buffers: bool = True) -> Tensor:
+        """A number for each that others hold too, on the device; zeros for the rest.
+
+        Args:
+            stages: those that are wanted, 0 for others; None: all.
+            buffers: whether buffers count.
+        """
+        device, held = self._transport.device, self._tensors(buffers)
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        found = [
+            digest(held.get(key, ()), device) if stages is None or key[0] in stages else zero
+            for key in self._keys[self._transport.rank]
+        ]
+        return torch.stack(found + [zero] * (self.columns - len(found))) if self.columns else zero.view(1)[:0]
+
+    def compare(self, rows: Sequence[Sequence[float]], when: str) -> None:
+        """Compare what all ranks told.
+
+        Raises:
+            WorkerError: two copies differ.
+        """
+        first: dict[tuple[object, ...], tuple[int, float]] = {}
+        for rank, (keys, row) in enumerate(zip(self._keys, rows, strict=True)):
+            for key, found in zip(keys, row, strict=False):
+                other, known = first.setdefault(self._of(rank, key), (rank, found))
+                if known != found:
+                    what = key[0] if isinstance(key[0], str) else f"stage {key[0]}"
+                    apart = self._layout.grid(rank) != self._layout.grid(other)
+                    raise WorkerError(
+                        f"{when} the copies of {what} on ranks {other} and {rank} differ"
+                        + (_WHY_APART if apart else "")
+                    )
+
+    def check(self, when: str) -> None:
+        """Compare everything now; all workers call it.
+
+        Raises:
+            WorkerError: two copies differ.
+        """
+        if self.columns:
+            self.compare(self._transport.gather(self.digests().tolist()), when)
 
 
 _WHY_APART = (
@@ -128,18 +178,8 @@ _WHY_APART = (
 )
 
 
-def digest(tensors: Sequence[Tensor]) -> bytes:
-    """Of what this rank holds of some tensors."""
-    found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for tensor in tensors:
-        data = local(tensor).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        found.update(data.numpy().data)
-    return found.digest()
-
-
-def _shapes(copy: StageCopy) -> bytes:
-    shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_of(copy)]
-    return hashlib.blake2b(repr(shapes).encode(), digest_size=_DIGEST_BYTES).digest()
+def _shapes(copy: StageCopy) -> int:
+    return number_of(*((tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(copy)))
 
 
 def tensors_of(copy: StageCopy, *, buffers: bool = True) -> list[Tensor]:

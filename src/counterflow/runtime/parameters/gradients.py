@@ -3,8 +3,9 @@
 Invariant: every parameter of the worker is in exactly one ``GradientGroup``, also one that several stages
 share (tied embeddings); a group is what is summed, measured and updated together. A parameter that no copy of
 its stage used has no gradient when it is updated (``grad is None``), as in one process: no optimiser
-decays it or keeps state for it. Of a parameter that is cut over further dimensions of the mesh, the buffers
-have this rank's part.
+decays it or keeps state for it. Gradients of parameters in bfloat16 or float16 are added up in float32, over
+micro-batches, copies and replicas, and are in the parameter's dtype once hooks or an optimiser see them. Of a
+parameter that is cut over further dimensions of the mesh, the buffers have this rank's part.
 """
 
 from __future__ import annotations
@@ -31,6 +32,14 @@ BUCKET_BYTES = 25 * 1024 * 1024
 _NORM_PIECE = 2**20
 """Values of which a norm is taken at once."""
 
+_LOW = torch.bfloat16, torch.float16
+"""Dtypes in which many gradients do not add up: 256 and 1 are 256 in bfloat16."""
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What the gradients of parameters of a dtype are added up in."""
+    return torch.float32 if dtype in _LOW else dtype
+
 
 class _Flat:
     """Gradients of some parameters of one dtype and device, one after another.
@@ -40,14 +49,15 @@ class _Flat:
     copies, one number a parameter follows that says so and is summed with the gradients.
     """
 
-    __slots__ = ("_clean", "_shown", "_tail", "_used", "gradients", "parameters", "views", "whole")
+    __slots__ = ("_clean", "_dtype", "_shown", "_tail", "_used", "gradients", "parameters", "views", "whole")
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, shared: bool) -> None:
         held = [local(parameter) for parameter in parameters]
         size = sum(tensor.numel() for tensor in held)
         tail = len(parameters) if shared else 0
         self.parameters = parameters
-        self.whole = torch.zeros(size + tail, dtype=held[0].dtype, device=held[0].device)
+        self._dtype = held[0].dtype
+        self.whole = torch.zeros(size + tail, dtype=sum_dtype(self._dtype), device=held[0].device)
         self.gradients = self.whole[:size]
         self._tail = self.whole[size:]
         self.views: list[Tensor] = []
@@ -64,12 +74,32 @@ class _Flat:
         """Let autograd add to the gradients."""
         for parameter, shown in zip(self.parameters, self._shown, strict=True):
             if parameter.grad is not shown:
-                parameter.grad = shown
+                _put(parameter, shown)
+
+    def show(self) -> None:
+        """Let the parameters have their gradients, in their dtypes; None where there is none.
+
+        Those of low precision are cast where they are: the sums are not there any more.
+        """
+        shown = self._shown
+        if self.whole.dtype is not self._dtype:
+            cast, at = _cast_in_place(self.gradients, self._dtype), 0
+            shown = []
+            for parameter, view in zip(self.parameters, self.views, strict=True):
+                shown.append(like(parameter, cast[at : at + view.numel()].view(view.shape)))
+                at += view.numel()
+        for parameter, gradient, used in zip(self.parameters, shown, self.used(), strict=True):
+            if not used:
+                parameter.grad = None
+            elif parameter.grad is not gradient:
+                _put(parameter, gradient)
 
     def detach(self) -> None:
         """Let the parameters have no gradients that anybody could change."""
         for parameter in self.parameters:
             parameter.grad = None
+            if self.whole.dtype is not self._dtype:
+                parameter.grad_dtype = self._dtype
 
     def collect(self) -> None:
         """See which parameters were used; take in gradients that somebody put in place of these."""
@@ -113,14 +143,20 @@ class _Flat:
         for index, (parameter, shown) in enumerate(zip(self.parameters, self._shown, strict=True)):
             if not used[index] or parameter not in hooks:
                 continue
-            found = called(parameter, shown)
-            parameter.grad = shown
+            low = self.whole.dtype is not self._dtype
+            given = shown.to(self._dtype) if low else shown
+            before = given._version  # noqa: SLF001 - documented as it
+            if low:
+                _put(parameter, None, self._dtype)
+            found = called(parameter, given)
+            same = found is given and (not low or given._version == before)  # noqa: SLF001 - as above
+            _put(parameter, shown)
             if found is None:
                 self.views[index].zero_()
                 used[index] = False
                 if len(self._tail):
                     self._tail[index] = 0
-            elif found is not shown:
+            elif not same:
                 self.views[index].copy_(part_of(found.detach(), parameter))
 
     def clear(self) -> None:
@@ -243,10 +279,7 @@ class GradientGroup:
     def show(self) -> None:
         """Let parameters have their gradients, as an optimiser takes them: None where there is none."""
         for flat in self._flats:
-            flat.attach()
-            for parameter, used in zip(flat.parameters, flat.used(), strict=True):
-                if not used:
-                    parameter.grad = None
+            flat.show()
 
     def clear(self) -> None:
         """Set the gradients to zero, and let autograd add to them again."""
@@ -320,6 +353,36 @@ def unique(parameters: Iterable[tuple[str, nn.Parameter]], taken: set[int]) -> d
             taken.add(id(parameter))
             found[name] = parameter
     return found
+
+
+def _put(parameter: nn.Parameter, gradient: Tensor | None, dtype: torch.dtype | None = None) -> None:
+    """Let a parameter have a gradient, perhaps not of its own dtype; or none, and take one of ``dtype``."""
+    wanted = dtype if gradient is None else gradient.dtype
+    if parameter.grad_dtype is not wanted:
+        parameter.grad = None
+        parameter.grad_dtype = wanted
+    parameter.grad = gradient
+
+
+def _cast_in_place(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Float32 numbers in a dtype of half the size, in the first half of their own memory.
+
+    Each piece is as long as all before it, so what is written lies before what is read; the first piece goes
+    through memory of its own.
+    """
+    size = numbers.numel()
+    found = numbers.view(dtype)[:size]
+    done = min(size, _FIRST)
+    found[:done] = numbers[:done].to(dtype)
+    while done < size:
+        end = min(size, 2 * done)
+        found[done:end].copy_(numbers[done:end])
+        done = end
+    return found
+
+
+_FIRST = 2**16
+"""Values of the first piece."""
 
 
 def real(tensor: Tensor) -> Tensor:

@@ -6,10 +6,11 @@ Invariant: what cannot be stepped by a pipeline is refused before the first step
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -84,6 +85,27 @@ def _made(make: Any, given: Any, name: str, of: str, stage: int) -> Any:
             f"{name} raised {type(error).__name__} for stage {stage}: {error}. It is called once a stage, "
             "with what that stage has: leave out groups of parameters that are empty there"
         ) from error
+
+
+def home_of(
+    slot: str, optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter
+) -> torch.device:
+    """Where an optimiser keeps a number of a parameter, in a tensor without dimensions.
+
+    It is where it has one by now. Else torch's rule holds: counts of steps are on the host, unless kernels
+    read them on the device; what else is kept is beside the parameter.
+
+    Args:
+        slot: what it is, by the optimiser's name for it.
+        optimizer: whose.
+        group: of its options, the parameter's.
+        parameter: one of its own.
+    """
+    known = optimizer.state.get(parameter, {}).get(slot)
+    if isinstance(known, Tensor):
+        return known.device
+    there = slot != "step" or group.get("fused") or group.get("capturable")
+    return parameter.device if there else torch.device("cpu")
 
 
 def refuse_others(optimizer: Optimizer, given: Container[int], stage: int) -> None:

@@ -13,9 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
-import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
@@ -25,9 +23,6 @@ from ..transport import Group, Transport
 from .alike import send_alike
 from .gradients import GradientGroup
 from .names import Names
-
-_COUPLED = ("dadapt", "prodigy", "lamb")
-"""In the names of optimisers that work out numbers from all their parameters at once."""
 
 
 def refuse_unsharded(zero_stage: int, schedule: Schedule, *, barrier: bool, further: bool) -> None:
@@ -132,42 +127,3 @@ class Owners:
                 trained = [parameter for parameter in parameters if parameter.requires_grad]
                 if trained:
                     send_alike(trained, owner, self._groups[ranks], self._transport)
-
-
-def refuse_coupled(optimizer: Optimizer, stage: int) -> None:
-    """Refuse an optimiser known to work out numbers from all its parameters: an owner has some of them.
-
-    Raises:
-        ConfigError: it is one.
-    """
-    name = type(optimizer).__name__
-    if any(part in name.lower() for part in _COUPLED):
-        raise ConfigError(
-            f"zero_stage = 1: the optimizer of stage {stage}, a {name}, looks at all parameters of a stage "
-            "at once, and each worker would have some of them; leave zero_stage away, or take one that looks "
-            "at each for itself (AdamW, Adafactor, SGD)"
-        )
-
-
-def options_of(optimizer: Optimizer) -> list[dict[str, float]]:
-    """The numbers among the options of its groups."""
-    return [
-        {key: float(value) for key, value in group.items() if isinstance(value, float | torch.Tensor)}
-        for group in optimizer.param_groups
-    ]
-
-
-def refuse_changed(optimizer: Optimizer, before: list[dict[str, float]], stage: int) -> None:
-    """Refuse an optimiser that changed its groups' options in a step: it found them from all parameters.
-
-    Raises:
-        ConfigError: it did.
-    """
-    for then, now in zip(before, options_of(optimizer), strict=True):
-        changed = sorted(key for key in now if now[key] != then.get(key))
-        if changed:
-            raise ConfigError(
-                f"zero_stage = 1: the optimizer of stage {stage}, a {type(optimizer).__name__}, changed "
-                f"{changed[0]!r} of a group in its step, as those do that look at all parameters together; "
-                "each worker has some of them; leave zero_stage away"
-            )

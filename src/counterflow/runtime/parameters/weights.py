@@ -6,12 +6,12 @@ micro-batches.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from itertools import chain
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +24,30 @@ from counterflow.schedule.program.actions import StartSync, Summed, SyncAction, 
 from ..mesh.dtensors import is_dtensor, like, local, part_of, whole
 from ..mesh.layout import REPLICA, WORKER
 from ..mesh.sharding import WHOLE, Sharding
+from ..stages.randomness import RandomStreams
 from ..stages.recomputation import Contents
 from ..stages.stage import StageCopy
 from ..transport import Group, Pending, Transport
-from .alike import Digests, compare, digest, tensors_of
+from .alike import Copies, Key, tensors_of
+from .coupled import Trial, error, known_coupled, options_of, refuse_changed
 from .gradients import GradientGroup, OwnNorm, SquaredNorms, squared_norm_there, unique
 from .hooks import Hooks
 from .names import Names, named_parameters, shared_names
-from .optimizers import MakeOptimizer, MakeScheduler, optimizer_of, refuse_others, scheduler_of
-from .sharded_updates import Owners, options_of, refuse_changed, refuse_coupled
+from .optimizers import MakeOptimizer, MakeScheduler, home_of, optimizer_of, refuse_others, scheduler_of
+from .sharded_updates import Owners
 
-_Average = tuple[list[Tensor], Tensor, Pending, int]
-"""An average under way: the buffers, all of them in one tensor, the sum of it, and how many are summed."""
+
+class _Statistics(NamedTuple):
+    """Running statistics and counters on their way: all of them in one tensor, and its sum.
+
+    ``counted`` has the counters, and what they were before the mini-batch.
+    """
+
+    means: list[Tensor]
+    counted: list[tuple[Tensor, Tensor]]
+    flat: Tensor
+    pending: Pending
+    copies: int
 
 
 class Weights:
@@ -51,7 +63,7 @@ class Weights:
         optimizer: a function of parameters to an optimiser.
         scheduler: a function of an optimiser to a learning-rate scheduler.
         named: whether ``optimizer`` takes (name, parameter), and not parameters alone.
-        drawing: around the hooks of parameters of a stage: what these draw is the same on all its copies.
+        streams: of random draws: what hooks of parameters and optimisers draw is the same on all copies.
         sharded: whether of a parameter's holders one alone has its optimiser state (ZeRO stage 1).
     """
 
@@ -66,8 +78,8 @@ class Weights:
         transport: Transport,
         optimizer: MakeOptimizer,
         scheduler: MakeScheduler | None,
+        streams: RandomStreams,
         named: bool = False,
-        drawing: Callable[[int], AbstractContextManager[Any]] = nullcontext,
         sharded: bool = False,
     ) -> None:
         self.stages = stages
@@ -81,6 +93,7 @@ class Weights:
         self.kept_gradients: dict[str, Tensor] = {}
         self.groups: list[Group] = []
         """All that were made."""
+        self._by_ranks: dict[tuple[int, ...], Group] = {}
         self._groups: dict[int, Group | None] = {}
         self._held: dict[int, Contents] = {}
         """By stage with copies: what its buffers held at the begin of the step."""
@@ -90,10 +103,14 @@ class Weights:
         """How often these had been changed by then."""
         self._own: dict[int, list[GradientGroup]] = {}
         self._tied: dict[tuple[int, ...], list[GradientGroup]] = {}
-        self._averages: dict[int, _Average] = {}
+        self._apart: dict[int, tuple[str, tuple[int, ...]]] = {}
+        """By stage: a weight that others update with another stage, and the stages that share it."""
+        self._tied_apart: dict[str, nn.Parameter] = {}
+        """Such weights, by name."""
+        self._averages: dict[int, _Statistics] = {}
         self._make_shards()
         self.hooks = Hooks(parameter for copy in stages.values() for parameter in copy.parameters())
-        self._drawing = drawing
+        self._streams = streams
         self.hooked = any(row[0] for row in transport.gather([float(self.hooks.first() is not None)]))
         """Whether any parameter of the model has a hook."""
         for stage, copy in stages.items():
@@ -102,21 +119,20 @@ class Weights:
         self.schedulers: dict[int, LRScheduler] = {}
         self.owners = Owners(self._gradient_groups(), names, transport) if sharded else None
         """Who has whose optimiser state, if it is sharded."""
-        self._uncoupled: set[int] = set()
+        self._make, self._named = optimizer, named
+        self._tried: dict[type, bool | None] = {}
+        """By kind of optimiser: whether it looks at several parameters at once; None: it cannot be tried."""
+        self._untried: set[int] = set()
+        """Stages whose optimiser could not be, and has made no step."""
         for stage in stages:
-            parameters = [
-                (name, parameter)
-                for gradients in self._updated_with(stage)
-                for name, parameter in gradients.parameters.items()
-                if self.owners is None or self.owners.mine(name)
-            ]
+            parameters = self._optimized(stage)
             made = optimizer_of(stage, optimizer, parameters, named=named) if parameters else None
             if made is not None:
-                if sharded:
-                    refuse_coupled(made, stage)
                 self.optimizers[stage] = made
                 if scheduler is not None:
                     self.schedulers[stage] = scheduler_of(stage, scheduler, made)
+        self._refuse_coupled()
+        self.copies = Copies(self._compared, self.layout, transport)
 
     # -- who holds what
 
@@ -148,6 +164,9 @@ class Weights:
             held = [stage for stage in stages if stage in self.stages]
             if not held:
                 continue
+            if len({next(s for s in stages if worker in self.holders[s]) for worker in holders}) > 1:
+                self._apart.setdefault(held[0], (name, tuple(stages)))
+                self._tied_apart[name] = parameters[held[0]][name]
             own = unique([(name, parameters[held[0]][name])], taken)
             self._tied.setdefault(tuple(stages), []).append(
                 GradientGroup(own, group, counted=self._counted(how.along, holders), stage=held[0])
@@ -175,13 +194,19 @@ class Weights:
         return first and self.worker == holders[0]
 
     def _group(self, holders: Iterable[int], apart: frozenset[int] = frozenset()) -> Group | None:
-        """The group of those who hold the same as this worker; the workers of all positions make the call."""
+        """The group of those who hold the same as this worker; the workers of all positions make the call.
+
+        One for all that the same ranks hold: the checker proves that they begin their sums in one order.
+        """
         mine = None
         for ranks in self.layout.copies(holders, apart):
             if len(ranks) > 1:
-                self.groups.append(self.transport.group(ranks))
+                group = self._by_ranks.get(tuple(ranks))
+                if group is None:
+                    group = self._by_ranks[tuple(ranks)] = self.transport.group(ranks)
+                    self.groups.append(group)
                 if self.transport.rank in ranks:
-                    mine = self.groups[-1]
+                    mine = group
         return mine
 
     def _gradient_groups(self) -> list[GradientGroup]:
@@ -189,6 +214,41 @@ class Weights:
 
     def _updated_with(self, stage: int) -> list[GradientGroup]:
         return [gradients for gradients in self._gradient_groups() if gradients.stage == stage]
+
+    def _optimized(self, stage: int) -> list[tuple[str, nn.Parameter]]:
+        """What a stage's optimiser is made of, by name."""
+        return [
+            (name, parameter)
+            for gradients in self._updated_with(stage)
+            for name, parameter in gradients.parameters.items()
+            if self.owners is None or self.owners.mine(name)
+        ]
+
+    def _refuse_coupled(self) -> None:
+        """Where the model has several optimisers, refuse one that looks at all of its weights at once.
+
+        All workers call it.
+
+        Raises:
+            ConfigError: it does.
+        """
+        trained = [s for s in self.optimizers if any(p.requires_grad for _, p in self._optimized(s))]
+        rows = self.transport.gather([min(trained, default=math.inf), max(trained, default=-math.inf)])
+        sharded = self.owners is not None
+        if not sharded and min(row[0] for row in rows) >= max(row[1] for row in rows):
+            return
+        for stage in trained:
+            optimizer = self.optimizers[stage]
+            kind = type(optimizer)
+            if kind not in self._tried:
+                trial = Trial(self._make, optimizer, self._optimized(stage), named=self._named)
+                self._tried[kind] = trial.coupled(self._streams.kept())
+                if self._tried[kind] is None:
+                    self._tried[kind] = known_coupled(optimizer) or None
+            if self._tried[kind]:
+                raise error(optimizer, stage, sharded=sharded)
+            if self._tried[kind] is None:
+                self._untried.add(stage)
 
     def set_trainable(self, chosen: Callable[[str], bool]) -> None:
         """Freeze and unfreeze the parameters at hand, by their first names in the model.
@@ -211,6 +271,7 @@ class Weights:
         for gradients in self._gradient_groups():
             gradients.make()
         self.detach()
+        self._refuse_coupled()
 
     def updated_names(self, stage: int) -> dict[int, str]:
         """By identity, the names of the parameters that a stage's update updates."""
@@ -238,11 +299,23 @@ class Weights:
         self.hooks.take()
         for gradients in self._gradient_groups():
             gradients.attach()
+        self._defer(deferring=True)
         self._held = {
             stage: copy.buffers.now()
             for stage, copy in self.stages.items()
             if self._groups.get(stage) is not None and copy.buffers.places
         }
+
+    def _defer(self, *, deferring: bool) -> None:
+        for copy in self.stages.values():
+            for norm in copy.deferred:
+                norm.deferring = deferring
+
+    def commit_statistics(self) -> None:
+        """Update the running statistics that wait for the end of a mini-batch; all its sums are there."""
+        for copy in self.stages.values():
+            for norm in copy.deferred:
+                norm.commit()
 
     def note_parameters(self) -> None:
         """Note how often the parameters were changed, for ``check_buffers`` and ``refuse_overwritten``."""
@@ -254,8 +327,9 @@ class Weights:
     def check_buffers(self) -> None:
         """Refuse a layer that changed a buffer since ``attach``, or a weight, if its stage has copies.
 
-        Running statistics of batch norms are averaged; what would become of another nobody knows. A buffer
-        that becomes one of another shape is a cache.
+        Running statistics of batch norms are averaged, and counters added up, unless mini-batches are under
+        way together; what would become of another nobody knows. A buffer that becomes one of another shape is
+        a cache.
 
         Raises:
             ConfigError: there is one.
@@ -283,15 +357,19 @@ class Weights:
             group, copy = self._groups[stage], self.stages[stage]
             assert group is not None
             now = copy.buffers.now()
-            for (module, name), old, new in zip(copy.buffers.places, before, now, strict=True):
-                if old is new or old is None or new is None or old.shape != new.shape or old.equal(new):
+            counters = copy.buffers.summed if copy.versions is None else ()
+            for number, (old, new) in enumerate(zip(before, now, strict=True)):
+                if number in counters or old is new or old is None or new is None:
                     continue
+                if old.shape != new.shape or old.equal(new):
+                    continue
+                module, name = copy.buffers.places[number]
                 layer = next(x for x in copy.with_weights if module in set(x.module.modules()))
                 raise ConfigError(
                     f"layer {layer.index} ({type(layer.module).__name__}) changes its buffer {name!r} in "
                     f"training, and each of the {len(group.ranks)} copies of stage {stage} would change its "
-                    "own; take a scheme with one copy of a stage and one replica, or let training keep the "
-                    "buffer"
+                    "own; take a scheme with one copy of a stage and one replica, let training keep the "
+                    "buffer, or declare a counter with counterflow.sum_over_copies (in schemes with a flush)"
                 )
 
     def refuse_overwritten(self) -> None:
@@ -320,6 +398,7 @@ class Weights:
 
     def detach(self) -> None:
         """Keep the gradients from whoever is not a backward or an update."""
+        self._defer(deferring=False)
         self.hooks.give_back()
         for gradients in self._gradient_groups():
             gradients.detach()
@@ -336,7 +415,7 @@ class Weights:
     def wait_sync(self, sync: WaitSync) -> None:
         """Until it is done."""
         if sync.what is Summed.STATISTICS:
-            self._end_average(*self._averages.pop(sync.stage))
+            self._end_average(self._averages.pop(sync.stage))
         for gradients in self._summed_in(sync):
             gradients.wait()
 
@@ -403,14 +482,18 @@ class Weights:
         for gradients in self._gradient_groups() if stage is None else self._own[stage]:
             gradients.scale(factor)
 
-    def call_hooks(self, stage: int | None = None) -> None:
-        """Let the hooks of all parameters, or those of a stage, make others of the summed gradients."""
+    def call_hooks(self, step: int, stage: int | None = None) -> None:
+        """Let the hooks of all parameters, or those of a stage, make others of a step's summed gradients."""
         if not self.hooked:
             return
         self.hooks.give_back()  # one may remove itself
-        for gradients in self._gradient_groups() if stage is None else self._own[stage]:
-            with self._drawing(gradients.stage):
-                gradients.call_hooks(self.hooks)
+        tied = self._tied if stage is None else {}
+        own = self._own if stage is None else {stage: self._own[stage]}
+        every = chain(tied.items(), (((number,), groups) for number, groups in own.items()))
+        for stages, groups in every:
+            for index, gradients in enumerate(groups):
+                with self._streams.update("hooks", step, index, *stages):
+                    gradients.call_hooks(self.hooks)
         self.hooks.take()
 
     def not_finite(self, stage: int | None = None) -> tuple[int, str] | None:
@@ -421,8 +504,15 @@ class Weights:
                 return gradients.stage, name
         return None
 
-    def update(self, stage: int) -> None:
-        """Let a stage's optimiser step, and clear its gradients."""
+    def update(self, stage: int, step: int) -> None:
+        """Let a stage's optimiser make the update of a step's mini-batch, and clear the gradients.
+
+        It draws from a stream of its own, which the seed, the step and the stage tell: all copies of the
+        stage draw the same, whatever their workers did before.
+
+        Raises:
+            ConfigError: it draws, and another stage's updates one of its weights on another worker.
+        """
         for gradients in self._updated_with(stage):
             gradients.show()
             if self.keeps_gradients:
@@ -431,20 +521,28 @@ class Weights:
                     if parameter.grad is not None:
                         self.kept_gradients[name] = parameter.grad.detach().clone()
         if stage in self.optimizers:
-            self._step(stage, self.optimizers[stage])
+            with self._streams.update("optimizer", step, stage):
+                before = self._streams.states() if stage in self._apart else []
+                self._step(stage, self.optimizers[stage])
+                if before and self.owners is None and not self._streams.drew_nothing(before):
+                    name, stages = self._apart[stage]
+                    raise ConfigError(
+                        f"the optimizer of stage {stage}, a {type(self.optimizers[stage]).__name__}, draws "
+                        f"random numbers in its step, and {name} is a weight of stages {stages[0]} and "
+                        f"{stages[-1]}, whose workers would draw others for it; do not tie it, or take an "
+                        "optimizer that draws nothing"
+                    )
         if stage in self.schedulers:
             self.schedulers[stage].step()
         for gradients in self._updated_with(stage):
             gradients.clear()
 
     def _step(self, stage: int, optimizer: Optimizer) -> None:
-        if self.owners is None or stage in self._uncoupled:
-            optimizer.step()
-            return
-        before = options_of(optimizer)
+        before = options_of(optimizer) if stage in self._untried else None
         optimizer.step()
-        refuse_changed(optimizer, before, stage)
-        self._uncoupled.add(stage)
+        if before is not None:
+            refuse_changed(optimizer, before, stage)
+            self._untried.discard(stage)
 
     def share(self) -> None:
         """After the updates of all stages: send those made here to the other holders, if they are sharded."""
@@ -461,20 +559,46 @@ class Weights:
         for gradients in self._gradient_groups() if stage is None else self._own[stage]:
             gradients.clear()
 
-    def _start_average(self, stage: int) -> _Average:
-        """Begin to make running statistics the mean of those of the stage's copies."""
-        group = self._groups[stage]
+    def _start_average(self, stage: int) -> _Statistics:
+        """Begin to make running statistics the mean of those of the stage's copies, and add up counters."""
+        group, copy = self._groups[stage], self.stages[stage]
         assert group is not None  # only then a list asks for it
-        floats = [buffer for buffer in self.stages[stage].statistics if buffer.is_floating_point()]
-        flat = torch.cat([buffer.reshape(-1) for buffer in floats])
-        return floats, flat, self.transport.all_reduce(flat, group), len(group.ranks)
+        counted = [] if copy.versions is not None else self._counters(stage)
+        sums = (norm.sums_of_mini_batch for norm in copy.deferred)
+        counted += [(each, torch.zeros_like(each)) for each in sums]
+        every = [*copy.statistics, *(buffer for buffer, _ in counted)]
+        # In float64, in which counts are exact.
+        flat = torch.cat([buffer.reshape(-1).double() for buffer in every] or [self._nothing()])
+        return _Statistics(
+            copy.statistics, counted, flat, self.transport.all_reduce(flat, group), len(group.ranks)
+        )
+
+    def _nothing(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.float64, device=self.transport.device)
+
+    def _counters(self, stage: int) -> list[tuple[Tensor, Tensor]]:
+        """A stage's counters, and what they were when the step began."""
+        buffers, before = self.stages[stage].buffers, self._held.get(stage, ())
+        found = []
+        for place in buffers.summed:
+            module, name = buffers.places[place]
+            then = before[place]
+            assert then is not None
+            found.append((module.get_buffer(name), then))
+        return found
 
     @staticmethod
-    def _end_average(floats: Sequence[Tensor], flat: Tensor, pending: Pending, copies: int) -> None:
-        pending.wait()
-        flat /= copies
-        for buffer, mean in zip(floats, flat.split([b.numel() for b in floats]), strict=True):
-            buffer.copy_(mean.view_as(buffer))
+    def _end_average(found: _Statistics) -> None:
+        """Take the mean of what is averaged, rounded up if it is a count, and the sum of what was added."""
+        found.pending.wait()
+        sizes = [b.numel() for b in (*found.means, *(buffer for buffer, _ in found.counted))]
+        parts = iter(found.flat.split(sizes) if sizes else ())
+        for buffer in found.means:
+            mean = next(parts) / found.copies
+            buffer.copy_((mean if buffer.is_floating_point() else mean.ceil()).view_as(buffer))
+        for buffer, before in found.counted:
+            whole = next(parts).view_as(buffer) - (found.copies - 1) * before.double()
+            buffer.copy_(whole if buffer.is_floating_point() else whole.round())
 
     def held_bytes(self) -> int:
         """Of all versions of the weights, buffers, gradients and optimiser state at hand."""
@@ -491,18 +615,22 @@ class Weights:
     # -- comparing and saving
 
     def check_copies(self, when: str) -> None:
-        """Compare the copies of every stage by digest.
+        """Compare the copies of every stage, and of weights that several share, by digest; all call it.
 
         Raises:
             WorkerError: two copies differ.
         """
-        mine: Digests = {}
+        self.copies.check(when)
+
+    def _compared(self, buffers: bool) -> dict[Key, list[Tensor]]:
+        """What is compared with what others hold of it."""
+        found: dict[Key, list[Tensor]] = defaultdict(list)
         for stage, copy in self.stages.items():
-            by_cut: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
-            for tensor in tensors_of(copy):
-                by_cut[tuple(sorted(self.sharding.along(tensor)))].append(tensor)
-            mine |= {(stage, dims): digest(tensors) for dims, tensors in by_cut.items()}
-        compare(cast("list[Digests]", self.transport.gather_objects(mine)), self.layout, when)
+            for tensor in tensors_of(copy, buffers=buffers):
+                found[stage, tuple(sorted(self.sharding.along(tensor)))].append(tensor)
+        for name, parameter in self._tied_apart.items():
+            found[name, tuple(sorted(self.sharding.along(parameter)))].append(parameter)
+        return found
 
     def state_dict(self, stage: int | None = None, *, local: bool = False) -> dict[str, Any]:
         """Parameters, buffers and extra state at hand, or those of a stage, by all names; on the CPU.
@@ -513,7 +641,7 @@ class Weights:
         found: dict[str, Any] = {}
         for copy in self.stages.values() if stage is None else (self.stages[stage],):
             for layer in copy.with_weights:
-                for name, value in layer.module.state_dict().items():
+                for name, value in layer.state().items():
                     kept = _kept(value, local=local)
                     full = layer.names[name]
                     for each in self.aliases.get(full, (full,)):
@@ -546,7 +674,7 @@ class Weights:
         for copy in self.stages.values():
             for layer in copy.with_weights:
                 part = {}
-                for name, mine in layer.module.state_dict().items():
+                for name, mine in layer.state().items():
                     full = layer.names[name]
                     known = next((n for n in (full, *self.aliases.get(full, ())) if n in state), None)
                     if known is None:
@@ -559,9 +687,9 @@ class Weights:
                         )
                     if isinstance(mine, Tensor) and is_dtensor(mine):
                         part[name] = like(mine, part_of(given.to(mine.device), mine).clone())
-                parts.append((layer.module, part))
-        for module, part in parts:
-            module.load_state_dict(part)
+                parts.append((layer, part))
+        for layer, part in parts:
+            layer.load_state(part)
 
     def training_state(self, stage: int | None = None, *, local: bool = False) -> dict[str, Any]:
         """What the optimisers and schedulers at hand, or of a stage, keep: by parameter's name, by stage.
@@ -616,8 +744,9 @@ class Weights:
                         raise ConfigError(f"the training state has nothing of the optimizer for {name!r}")
                     if options:
                         group.update(deepcopy(kept["options"]))
+                    homes = {slot: home_of(slot, optimizer, group, parameter) for slot in kept["state"]}
                     optimizer.state[parameter] = {
-                        key: _taken(value, parameter) for key, value in kept["state"].items()
+                        slot: _taken(value, parameter, homes[slot]) for slot, value in kept["state"].items()
                     }
         for stage, scheduler in self.schedulers.items() if options else ():
             given = _schedule(state["scheduler"], stage, scheduler)
@@ -658,12 +787,12 @@ def _kept(value: Any, *, local: bool = False) -> Any:
     return (value if local else whole(value)).detach().cpu().clone()
 
 
-def _taken(value: Any, parameter: Tensor) -> Any:
-    """What ``_kept`` gave of a parameter's optimiser, for the parameter at hand."""
+def _taken(value: Any, parameter: Tensor, home: torch.device) -> Any:
+    """What ``_kept`` gave of a parameter's optimiser, for the parameter at hand; one number goes ``home``."""
     if not isinstance(value, Tensor):
         return deepcopy(value)
     if not value.dim():
-        return value.to("cpu", copy=True)
+        return value.to(home, copy=True)
     value = value.to(parameter.device, copy=True)
     if is_dtensor(parameter) and value.shape == parameter.shape:
         return like(parameter, part_of(value, parameter).clone())

@@ -94,6 +94,13 @@ def _refuse_layer(index: int, layer: object) -> None:
                 f"{name} of {place} has no shape yet: give the layer its sizes, or run the model once before "
                 "it goes into a pipeline"
             )
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise ConfigError(
+                f"{name} of {place} is a {kind} tensor, which has no memory of its own to copy and compare; "
+                "keep the dense tensors that it is made of (indices and values, values and offsets), and "
+                "make it in the layer's forward"
+            )
 
 
 def state_names(model: Model, list_layers: ListLayers | None = None) -> list[dict[str, str]]:
@@ -206,6 +213,12 @@ def _refuse_kind(place: str, module: nn.Module) -> None:
         raise ConfigError(
             f"{place} has scale_grad_by_freq=True, which counts how often an index is in the whole mini-"
             "batch, and a stage sees one micro-batch; leave it out"
+        )
+    if isinstance(module, nn.SyncBatchNorm):
+        raise ConfigError(
+            f"{place} has a SyncBatchNorm, which waits in each forward for the workers of all stages, and "
+            "these run other micro-batches, or none, then; take a BatchNorm, whose running statistics "
+            "are averaged over copies and replicas, with larger micro-batches if it needs more samples"
         )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
 
+from ..devices import autocast_type
 from ..torch_private import parameters_of
 from .recomputation import mapped
 
@@ -83,7 +84,7 @@ class Autocast(Precision):
     def __init__(
         self, device: torch.device, dtype: torch.dtype, parameters: Sequence[nn.Parameter], *, keeps: bool
     ) -> None:
-        self._kind = device.type
+        self._kind = autocast_type(device)
         self._dtype = dtype
         self._parameters = tuple(parameters)
         self._keeps = keeps

@@ -108,9 +108,15 @@ class RandomStreams:
         """Around the initialisation of a layer's weights."""
         return self._seeded(number_of(self.seed, "weights", layer))
 
-    def update(self, step: int, stage: int) -> Any:
-        """Around the hooks of a stage's parameters."""
-        return self._seeded(number_of(self.seed, "update", step, stage))
+    def update(self, what: str, step: int, *of: int) -> Any:
+        """Around what makes an update, which draws the same on all copies of a stage.
+
+        Args:
+            what: ``hooks`` of parameters, or the ``optimizer``.
+            step: the number of the step whose mini-batch the update is of.
+            of: the stage, or what else tells the weights.
+        """
+        return self._seeded(number_of(self.seed, what, step, *of))
 
     def run(
         self, layer: Callable[[Value], Value], value: Value, *, index: int, step: int, rows: Rows
@@ -139,9 +145,9 @@ class RandomStreams:
         before = versions(watched)  # of these tensors, whatever the layer puts in their place
         if self._quiet.get(index):
             with self._seeded(key):
-                states = self._states()
+                states = self.states()
                 output: Value = layer(value)
-                if self._drew_nothing(states):
+                if self.drew_nothing(states):
                     return output
             self._quiet[index] = False  # it draws on some inputs only
             if versions(watched) != before:
@@ -172,9 +178,9 @@ class RandomStreams:
     def unless_drawn(self, run: Callable[[], Value]) -> Value | None:
         """What ``run`` gives; None if it drew random numbers."""
         with self._seeded(self.seed):
-            before = self._states()
+            before = self.states()
             output = run()
-            return output if self._drew_nothing(before) else None
+            return output if self.drew_nothing(before) else None
 
     def backward(self, rows: Rows | None) -> AbstractContextManager[Any] | None:
         """Around a backward, in which the user's own checkpoints may draw again, if anything has to be.
@@ -202,11 +208,13 @@ class RandomStreams:
                 self._drawing = None
                 self._draws_again |= draws.again
 
-    def _states(self) -> list[Tensor]:
+    def states(self) -> list[Tensor]:
+        """Where the generators are by now."""
         return [generator.get_state() for generator in self.generators]
 
-    def _drew_nothing(self, before: list[Tensor]) -> bool:
-        return all(map(torch.equal, self._states(), before))
+    def drew_nothing(self, before: list[Tensor]) -> bool:
+        """Whether the generators are where they were."""
+        return all(map(torch.equal, self.states(), before))
 
     @contextmanager
     def turn(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from counterflow.errors import ConfigError
 
 from ..mesh.dtensors import is_dtensor
 from ..torch_private import buffers_of, keeps_statistics, never_compiled, same_memory
+from .counters import summed
 from .randomness import versions
 
 Contents = tuple[Tensor | None, ...]
@@ -142,6 +143,8 @@ class Buffers:
         places = [(module, name) for module in inside.values() for name in buffers_of(module)]
         self.norms = [(module, name) for module, name in places if keeps_statistics(module)]
         self.places = [(module, name) for module, name in places if not keeps_statistics(module)]
+        self.summed = [place for place, (module, name) in enumerate(self.places) if name in summed(module)]
+        """Of these, the counters."""
         self._seen: list[tuple[Tensor | None, int]] | None = None
         self._contents: Contents = (None,) * len(self.places)
         self._changing: set[int] = set()

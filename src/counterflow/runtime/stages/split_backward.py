@@ -28,6 +28,7 @@ from counterflow.errors import ConfigError
 from ..execution.meters import pointers
 from ..torch_private import run_backward
 from .graph_split import Division, Shape, Walked, below, divided, is_seam, saved_in, slots, variable, walked
+from .hooks_once import Half, HooksOnce
 from .randomness import versions
 from .recomputation import Packed, Replay, mapped
 
@@ -127,6 +128,7 @@ class Splitting:
         self.direct = direct
         self.joined: frozenset[int] | None = None
         """The layers before which graphs are joined; None: not known yet."""
+        self.hooks = HooksOnce()
         self.waits: bool | None = None
         """Whether any weights' gradients ever waited; None: there was no backward yet."""
         self._constant = constant
@@ -231,6 +233,15 @@ class SplitBackward:
             edges = self._ahead.edges
         else:
             edges = [get_gradient_edge(root) if isinstance(root, Tensor) else root for root in roots]
+        with self.splitting.hooks.making(Half.INPUT_GRADIENT):
+            self._pieces(edges, gradients, look=look)
+        for replay in self._replays:
+            replay.settle()
+        self._joints, self._inputs, self._replays = [], [], []
+        self.splitting.waits = bool(self.splitting.waits or self._waiting)
+
+    def _pieces(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor], *, look: bool) -> None:
+        """The input gradients of all pieces, from the last one on."""
         for joint in reversed(self._joints):
             self._piece(edges, gradients, joint.leaves, look=look)
             pairs = [
@@ -240,10 +251,6 @@ class SplitBackward:
                 leaf.grad = None
             edges, gradients = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
         self._piece(edges, gradients, self._inputs, look=look)
-        for replay in self._replays:
-            replay.settle()
-        self._joints, self._inputs, self._replays = [], [], []
-        self.splitting.waits = bool(self.splitting.waits or self._waiting)
 
     def kept(self) -> list[Tensor]:
         """What is kept between the two, if it was to be looked for: saved tensors, and gradients."""
@@ -256,9 +263,10 @@ class SplitBackward:
 
     def weight_gradients(self) -> None:
         """Add the other weights' gradients to those that there are."""
-        while self._waiting:
-            edges, gradients, weights = self._waiting.pop(0)
-            accumulate(edges, gradients, into=weights, direct=self.splitting.direct)
+        with self.splitting.hooks.making(Half.WEIGHT_GRADIENTS):
+            while self._waiting:
+                edges, gradients, weights = self._waiting.pop(0)
+                accumulate(edges, gradients, into=weights, direct=self.splitting.direct)
 
     def _piece(
         self,

@@ -23,12 +23,14 @@ from counterflow.schedule.modes import Recompute
 
 from ..execution.meters import graph_of
 from ..mesh.parallel import StageModule, fsdp_modules, gathered_parameters
+from ..messages.mappings import know
 from ..messages.values import Keyworded, Value
 from ..mini_batch.counted import Means
 from ..mini_batch.losses import refuse_no_mean
 from ..parameters.versions import Versions
-from ..torch_private import buffers_of, hooks_of
-from .gradient_hooks import GradientHooks
+from ..torch_private import buffers_of, hooks_of, is_loss
+from .deferred import SUMS, Deferred
+from .graph_split import variable
 from .precision import Precision
 from .randomness import RandomStreams, Rows, versions
 from .reading import Reads
@@ -51,6 +53,15 @@ class NamedLayer:
     names: Mapping[str, str]
     module: nn.Module
 
+    def state(self) -> dict[str, Any]:
+        """What of its ``state_dict`` is the model's state, by its own names."""
+        return {name: value for name, value in self.module.state_dict().items() if name in self.names}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take what ``state`` gave."""
+        others = {n: value for n, value in self.module.state_dict().items() if n not in self.names}
+        self.module.load_state_dict({**others, **state})
+
 
 _NOTHING = nullcontext()
 _NOWHERE: frozenset[int] = frozenset()
@@ -62,20 +73,31 @@ LOSS = -1
 def loss_layer(loss_function: object) -> NamedLayer | None:
     """A loss function that is a module with weights or buffers, which belong to the last stage.
 
+    Its weights are in the model's state, and its buffers, which training may change. Those of torch's own
+    losses (weights of classes) are not: they are what the user made the loss with.
+
     Raises:
         ConfigError: it is one of torch's that gives no mean.
     """
     refuse_no_mean(loss_function)
     if not isinstance(loss_function, nn.Module):
         return None
-    names = {name: f"loss_function.{name}" for name in loss_function.state_dict(keep_vars=True)}
+    given = {
+        f"{place}.{name}" if place else name
+        for place, module in loss_function.named_modules()
+        if is_loss(module)
+        for name, _ in module.named_buffers(recurse=False)
+    }
+    kept = (name for name in loss_function.state_dict(keep_vars=True) if name not in given)
+    names = {name: f"loss_function.{name}" for name in kept}
     has_any = names or any(True for _ in loss_function.buffers())
     return NamedLayer(LOSS, names, loss_function) if has_any else None
 
 
 def have_statistics(layers: Sequence[NamedLayer]) -> bool:
-    """Whether a training forward of these layers changes running statistics."""
-    return bool(Buffers(layer.module for layer in layers).norms)
+    """Whether a training forward of these layers changes what copies average or add up."""
+    buffers = Buffers(layer.module for layer in layers)
+    return bool(buffers.norms or buffers.summed)
 
 
 class StageCopy:
@@ -128,7 +150,6 @@ class StageCopy:
         """Of its weights, in schemes without a flush."""
         self.checked = False
         """Whether ``check_graph`` has seen the stage's graph."""
-        self.gradient_hooks = GradientHooks((layer.module for layer in layers), streams)
         self.trains = any(p.requires_grad for p in self.parameters())
         self.module: StageModule | None = None
         """Has the hooks of a stage whose weights are sharded over further dimensions of the mesh."""
@@ -136,6 +157,10 @@ class StageCopy:
         self.buffers = Buffers(layer.module for layer in self.with_weights)
         self.splitting = Splitting(stage, self._constant, direct=streams.device.type == "cpu")
         """For backwards that are split."""
+        self.splits = False
+        """Whether any are."""
+        self._watched = False
+        """Whether it is seen what hooks the forward at hand registers."""
         self.joins: bool | None = None if skips is None else False
         """Whether samples give the same in one run with others; None: not tried."""
         self._entries = [Entry() for _ in layers]
@@ -152,18 +177,35 @@ class StageCopy:
     @property
     def statistics(self) -> list[Tensor]:
         """Running statistics of batch norms."""
-        found = [buffers_of(module)[name] for module, name in self.buffers.norms]
+        found = [buffers_of(module)[name] for module, name in self.buffers.norms if name != SUMS]
         return [buffer for buffer in found if buffer is not None]
 
+    @property
+    def deferred(self) -> list[Deferred]:
+        """Batch norms whose running statistics are updated when a mini-batch ends."""
+        return [
+            module for module, name in self.buffers.norms if name == SUMS and isinstance(module, Deferred)
+        ]
+
     def check_graph(
-        self, outputs: Sequence[Tensor], given: Sequence[Tensor], joints: Joints | None = None
+        self,
+        outputs: Sequence[Tensor],
+        given: Sequence[Tensor],
+        joints: Joints | None = None,
+        *,
+        again: Callable[[], Sequence[Tensor]],
     ) -> None:
         """Refuse, once, a stage that computes with weights that are nobody's parameters.
+
+        A tensor that its layers make anew in each run and let require a gradient is none: nobody could train
+        it, in one process neither. So where an unknown one is found, the stage runs a second time, and what
+        is in both graphs was there before.
 
         Args:
             outputs: with their graph.
             given: all that went in.
             joints: where the graph is joined; None: nowhere.
+            again: runs the stage once more, and gives the outputs of that run.
 
         Raises:
             ConfigError: it does.
@@ -173,18 +215,42 @@ class StageCopy:
         leaves, ends = (joints.leaves, joints.ends) if joints is not None else ([], [])
         masters = self.precision.masters
         known = {id(tensor) for tensor in (*self.parameters(), *masters, *gathered, *given, *leaves)}
-        for node in graph_of(outputs, given, ends):
-            tensor = getattr(node, "variable", None)
-            if isinstance(tensor, Tensor) and id(tensor) not in known and tensor.numel():
-                raise ConfigError(
-                    f"stage {self.stage} computes with a tensor of shape {tuple(tensor.shape)} that requires "
-                    "a gradient and is no parameter of its layers or of a loss function that is a module: it "
-                    "would not be trained; make it one, or let it require no gradient"
-                )
+        nodes = graph_of(outputs, given, ends)
+        unknown = {id(leaf): leaf for leaf in _leaves(outputs, nodes) if id(leaf) not in known}
+        if unknown:
+            self._refuse_there_before(unknown, again)
+        for node in nodes:
             if (masters or self.recompute is Recompute.LAYER) and issubclass(type(node), BackwardCFunction):
                 taken = [_weight_at(before, cast=bool(masters)) for before, _ in node.next_functions]
                 if any(isinstance(tensor, nn.Parameter) for tensor in taken):
                     node.register_hook(partial(self._refuse_own_gradients, node.name(), taken))
+
+    def _refuse_there_before(
+        self, unknown: Mapping[int, Tensor], again: Callable[[], Sequence[Tensor]]
+    ) -> None:
+        """Refuse tensors of a stage's graph that are in the graph of another run of it as well."""
+        weights = self.parameters()
+        before = versions(weights)
+        hold, self.hold = self.hold, None
+        try:
+            outputs = again()
+        finally:
+            self.hold = hold
+        found = (unknown.get(id(leaf)) for leaf in _leaves(outputs, graph_of(outputs)))
+        tensor = next((leaf for leaf in found if leaf is not None), None)
+        if tensor is not None:
+            raise ConfigError(
+                f"stage {self.stage} computes with a tensor of shape {tuple(tensor.shape)} that requires "
+                "a gradient and is no parameter of its layers or of a loss function that is a module: it "
+                "would not be trained; make it one, or let it require no gradient"
+            )
+        if versions(weights) != before:
+            shape = tuple(next(iter(unknown.values())).shape)
+            raise ConfigError(
+                f"stage {self.stage} computes with a tensor of shape {shape} that requires a gradient and is "
+                "no parameter, and it changes weights as it runs, so that a second run cannot tell whether "
+                "that tensor was there before; let the tensor require no gradient, or change no weight"
+            )
 
     def _refuse_own_gradients(
         self, function: str, taken: list[Tensor | None], gradients: Sequence[Tensor | None], _: object
@@ -239,12 +305,16 @@ class StageCopy:
 
         Where it takes or gives skips, its input or output is ``Carried``.
         """
-        if self.gradient_hooks.looks:
-            with self.gradient_hooks:
-                return self._forward_hooked(value, step, rows)
-        return self._forward_hooked(value, step, rows)
+        if self.splits:
+            # Layers that torch compiles have hooks of their own.
+            graph = torch.is_grad_enabled() and not self.streams.compiled
+            self._watched = graph and self.splitting.hooks.watches(step)
+            if self._watched:
+                with self.splitting.hooks:
+                    return self._forward_whole(value, step, rows)
+        return self._forward_whole(value, step, rows)
 
-    def _forward_hooked(self, value: Value, step: int, rows: Rows) -> Value:
+    def _forward_whole(self, value: Value, step: int, rows: Rows) -> Value:
         if self.module is None:
             return self._with_skips(value, step, rows)
         return self.module.output(partial(self._with_skips, step=step, rows=rows), value)
@@ -311,10 +381,27 @@ class StageCopy:
     ) -> Any:
         """What a loss function makes of the last stage's output; it draws as a layer does."""
         run = partial(_of_pair, function)
-        with _NOTHING if self.means is None else self.means.watching(output, target):
+        watching = self.splitting.hooks if self._watched and torch.is_grad_enabled() else _NOTHING
+        with _NOTHING if self.means is None else self.means.watching(), watching:
             if self._evaluates:
                 return function(output, target)
             return self.streams.run(run, (output, target), index=LOSS, step=step, rows=rows)
+
+    def loss_apart(self, function: Callable[[Any, Any], Any], output: Any, target: Any) -> Any:
+        """The same without a graph, and random state and all buffers as they were.
+
+        Raises:
+            ConfigError: it draws random numbers, so that it would be another the next time.
+        """
+        then = self.buffers.now()
+        watching = _NOTHING if self.means is None else self.means.watching()
+        with torch.no_grad(), self.streams.kept(), self.buffers.as_then(then), watching:
+            found = self.streams.unless_drawn(lambda: (function(output, target),))
+        if self.buffers.now() is not then:
+            self.buffers.restore(then)
+        if found is None:
+            raise ConfigError("it draws random numbers")
+        return found[0]
 
     def _run(self, layer: NamedLayer, value: Value, step: int, rows: Rows) -> Value:
         module: Any = layer.module
@@ -327,7 +414,10 @@ class StageCopy:
         with self.means.watching() if watched and self.means is not None else _NOTHING:
             if self._evaluates:
                 return module(value)
-            return self.streams.run(module, value, index=layer.index, step=step, rows=rows)
+            output = self.streams.run(module, value, index=layer.index, step=step, rows=rows)
+        if not self.checked:
+            know(output)
+        return output
 
     def _forward_by_layer(self, value: Value, step: int, rows: Rows) -> Value:
         """The same with the input alone kept of each layer."""
@@ -404,6 +494,15 @@ def _weight_at(node: Node | None, *, cast: bool) -> Tensor | None:
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _leaves(outputs: Iterable[Tensor], nodes: Iterable[Node]) -> Iterator[Tensor]:
+    """The leaves of a graph that get gradients, but for empty ones."""
+    found = (
+        *(tensor for tensor in outputs if tensor.is_leaf and tensor.requires_grad),
+        *map(variable, nodes),
+    )
+    return (leaf for leaf in found if isinstance(leaf, Tensor) and leaf.numel())
 
 
 def _hold_all(hold: Hold, value: Value) -> None:

@@ -106,15 +106,6 @@ class Group:
     handle: object = None
 
 
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """One of two messages that cross: what is sent, or the buffers; ``first`` in the order of the two."""
-
-    tensors: Sequence[Tensor]
-    tag: int
-    first: bool
-
-
 class Transport(ABC):
     """Messages and collectives of one rank.
 
@@ -128,6 +119,7 @@ class Transport(ABC):
         shares_process: whether other workers are threads of the same process.
         matching: whether two ranks' messages are matched by their order, whichever way they go, or by tags.
         record_folder: where is kept what is known of a failure.
+        launches_hold: whether what is launched holds its host until it is over.
     """
 
     kind: TransportKind
@@ -139,6 +131,7 @@ class Transport(ABC):
     shares_process: bool = False
     matching: Matching = Matching.ORDER
     record_folder: Path = Path()
+    launches_hold: bool = False
 
     def connect(self, peers: Iterable[int], groups: Iterable[Group] = ()) -> None:
         """Connect to ``peers`` and in groups before messages and sums do; all workers make this call."""
@@ -164,17 +157,6 @@ class Transport(ABC):
     @abstractmethod
     def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> Pending:
         """Begin to receive into ``buffers``; does not wait."""
-
-    def exchange(self, sent: Crossing, received: Crossing, peer: int) -> tuple[Pending, Pending]:
-        """Begin to send and to receive two messages that cross; the peer exchanges the same two.
-
-        A transport whose messages wait for each other in order does both at once; here in their order.
-        """
-        if sent.first:
-            sending = self.send(sent.tensors, peer, sent.tag)
-            return sending, self.receive(received.tensors, peer, received.tag)
-        receiving = self.receive(received.tensors, peer, received.tag)
-        return self.send(sent.tensors, peer, sent.tag), receiving
 
     @abstractmethod
     def send_described(

@@ -132,7 +132,7 @@ class DistributedTransport(Transport):
     def receive_described(self, peer: int, tag: int, *, aside: bool = False) -> Described:
         """See ``Transport.receive_described``."""
         del aside
-        header = torch.empty(HEADER_WORDS, dtype=torch.int64)
+        header = torch.empty(HEADER_WORDS, dtype=torch.int64, device="cpu")
         works = self.accept((header,), peer, lane_tag(tag, HEADER))
         return DescribedReceiving(self, peer, tag, header, works)
 
@@ -140,14 +140,14 @@ class DistributedTransport(Transport):
         """Receive the tensors that a header announces."""
         words = int(header[0])
         if words > HEADER_WORDS:
-            more = torch.empty(words - HEADER_WORDS, dtype=torch.int64)
+            more = torch.empty(words - HEADER_WORDS, dtype=torch.int64, device="cpu")
             self.wait(self.accept((more,), peer, lane_tag(tag, MORE_HEADER)), peer)
             header = torch.cat((header, more))
-        hosts, needing = announced(header.tolist(), pinned=self._pinned)
+        hosts, needing, stay = announced(header.tolist(), pinned=self._pinned)
         self.wait(self.accept(hosts, peer, lane_tag(tag, DESCRIBED)), peer)
         return [
-            host.to(self.device, non_blocking=True).requires_grad_(need)
-            for host, need in zip(hosts, needing, strict=True)
+            (host if stays else host.to(self.device, non_blocking=True)).requires_grad_(need)
+            for host, need, stays in zip(hosts, needing, stay, strict=True)
         ]
 
     def post(self, tensors: Sequence[Tensor], peer: int, tag: int) -> list[Work]:
@@ -255,8 +255,10 @@ class DistributedTransport(Transport):
         assert made is not None
         return made
 
-    def new_group(self, ranks: Sequence[int], backend: str, timeout: timedelta) -> ProcessGroup | None:
-        """A process group of this transport's own; None if this rank is not in it."""
+    def new_group(
+        self, ranks: Sequence[int], backend: str, timeout: timedelta, options: object = None
+    ) -> ProcessGroup | None:
+        """A process group of this transport's own with its backend's options; None for who is not in it."""
         world = dist.group.WORLD
         assert world is not None
         bound = world.bound_device_id
@@ -264,7 +266,9 @@ class DistributedTransport(Transport):
             # A group bound to a device has one NCCL stream for all its messages, where a receive posted early
             # holds up sends to other peers; one that is not has a stream for each pair.
             world.bound_device_id = None
-            made = self.collective(lambda: dist.new_group(list(ranks), timeout=timeout, backend=backend))
+            made = self.collective(
+                lambda: dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
+            )
         finally:
             world.bound_device_id = bound
         if self.rank not in ranks:
@@ -319,6 +323,8 @@ class DistributedTransport(Transport):
         self._watch.told = True
         if failure is not None:
             return Lost(failure.rank, f"worker of rank {failure.rank} failed: {failure.why}")
+        if self._watch.device_error is not None:
+            return Lost(self.rank, str(self._watch.device_error))
         if late:
             return TimedOut(peer if peer >= 0 else None, self.timeout_seconds)
         if peer >= 0:
@@ -390,7 +396,7 @@ def break_connections(group: ProcessGroup) -> None:
     for peer in range(group.size()):
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1, device="cpu")], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
 
 
 def _lane(group: ProcessGroup) -> Any:

@@ -71,8 +71,8 @@ class Gathers:
         """
         transport, width = self._transport, len(values)
         if transport.world_size > _FEW_WORKERS:
-            mine = torch.tensor(values or [0.0], dtype=torch.float64)
-            rows = torch.empty(transport.world_size, len(mine), dtype=torch.float64)
+            mine = torch.tensor(values or [0.0], dtype=torch.float64, device="cpu")
+            rows = torch.empty(transport.world_size, len(mine), dtype=torch.float64, device="cpu")
             work = transport.collective(
                 lambda: dist.all_gather(list(rows.unbind()), mine, group=transport.control, async_op=True)
             )
@@ -81,7 +81,9 @@ class Gathers:
         parts = []
         for at in range(0, max(width, 1), _ROW_WORDS):
             piece = values[at : at + _ROW_WORDS]
-            mine = torch.tensor([*piece, *[0.0] * (_ROW_WORDS - len(piece))], dtype=torch.float64)
+            mine = torch.tensor(
+                [*piece, *[0.0] * (_ROW_WORDS - len(piece))], dtype=torch.float64, device="cpu"
+            )
             part = self._expected.popleft() if self._expected else self._expect()
             part.rows[transport.rank] = mine
             works: list[Work] = []
@@ -100,6 +102,6 @@ class Gathers:
     def _expect(self) -> Rows:
         """Post the receives of a gather's rows."""
         transport = self._transport
-        rows = torch.empty(transport.world_size, _ROW_WORDS, dtype=torch.float64)
+        rows = torch.empty(transport.world_size, _ROW_WORDS, dtype=torch.float64, device="cpu")
         peers = (rank for rank in range(transport.world_size) if rank != transport.rank)
         return Rows(rows, {peer: transport.accept((rows[peer],), peer, GATHER_TAG) for peer in peers})

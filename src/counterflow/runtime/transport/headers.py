@@ -39,6 +39,9 @@ _NATIVE = frozenset(_DTYPES[:6]) | {torch.int8, torch.uint8, torch.bool}
 """What every backend sends as it is; the others are sent as bytes."""
 
 
+_NEEDS, _ON_HOST = 1, 2
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """A tensor as a lane takes it, which looks at its memory only: contiguous, of a type it knows."""
     as_it_is = tensor.dtype in _NATIVE and tensor.is_contiguous() and not tensor.is_neg()
@@ -55,25 +58,37 @@ def as_plain(tensor: Tensor) -> Tensor:
 
 
 def describe(tensors: Sequence[Tensor]) -> Tensor:
-    """The header: its length, how many tensors; of each the dtype, whether it needs a gradient, the shape."""
+    """The header: its length, how many tensors; of each the dtype, flags, the shape.
+
+    The flags say whether it needs a gradient, and whether it is on the host.
+    """
     words = [0, len(tensors)]
     for tensor in tensors:
-        words += [_DTYPES.index(tensor.dtype), int(tensor.requires_grad), tensor.dim(), *tensor.shape]
+        words += [_DTYPES.index(tensor.dtype), _flags(tensor), tensor.dim(), *tensor.shape]
     words[0] = len(words)
     words += [0] * (HEADER_WORDS - len(words))
-    return torch.tensor(words, dtype=torch.int64)
+    return torch.tensor(words, dtype=torch.int64, device="cpu")
+
+
+def _flags(tensor: Tensor) -> int:
+    return tensor.requires_grad * _NEEDS + (tensor.device.type == "cpu") * _ON_HOST
 
 
 def announced(
     words: list[int], *, pinned: bool = False, device: torch.device | None = None
-) -> tuple[list[Tensor], list[bool]]:
-    """Empty tensors as a header announces them, on the host or a device, and which need a gradient."""
-    tensors, needing = [], []
+) -> tuple[list[Tensor], list[bool], list[bool]]:
+    """What a header announces.
+
+    Returns:
+        Empty tensors, on the host or a device; which of them need a gradient; which the host had.
+    """
+    tensors, needing, on_host = [], [], []
     place = 2
     for _ in range(words[1]):
-        dtype, need, dimensions = words[place : place + 3]
+        dtype, flags, dimensions = words[place : place + 3]
         place += 3 + dimensions
         shape = words[place - dimensions : place]
         tensors.append(torch.empty(shape, dtype=_DTYPES[dtype], pin_memory=pinned, device=device))
-        needing.append(bool(need))
-    return tensors, needing
+        needing.append(bool(flags & _NEEDS))
+        on_host.append(bool(flags & _ON_HOST))
+    return tensors, needing, on_host

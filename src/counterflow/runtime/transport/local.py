@@ -20,6 +20,8 @@ from counterflow.schedule.program.actions import Matching
 from .base import Described, Group, Lost, Pending, Status, TimedOut, Transport, TransportKind
 from .turns import elsewhere
 
+_HOST = torch.device("cpu")
+
 _POLL_SECONDS = 0.05
 """How soon a waiting thread sees that another one failed."""
 
@@ -170,7 +172,7 @@ class _ReceivedDescribed(_Received):
         tensors = self.message.tensors
         assert tensors is not None
         for place, tensor in enumerate(tensors):
-            if tensor.device != self.device:  # threads may have a GPU each
+            if tensor.device not in (self.device, _HOST):  # threads may have a GPU each
                 moved = tensor.detach().to(self.device)
                 tensors[place] = moved.requires_grad_(tensor.requires_grad)
         return tensors

@@ -20,7 +20,8 @@ from torch.distributed import ProcessGroup
 
 from counterflow.errors import CounterflowError
 
-from ..torch_private import abort, flight_record
+from ..torch_private import abort, flight_record, nccl_options
+from ..workers.gpu_environment import before_nccl, launches_hold
 from ..workers.watch import worker_error
 from .base import Described, Group, Pending, Status, TimedOut, TransportKind
 from .control import DistributedTransport
@@ -34,6 +35,27 @@ _RECORDED = "2000"
 
 _ABORT_SECONDS = 5.0
 """How long is waited for communicators that are aborted."""
+
+
+_MESSAGE_CTAS = 4
+"""Blocks of threads of a GPU that carry a message. A posted receive holds its blocks until the message comes;
+by itself NCCL takes up to 32, a quarter of a large GPU, from the op that runs meanwhile."""
+
+
+def message_options(timeout: timedelta) -> object:
+    """Options of groups for messages; what NCCL's or torch's own variables say is left to these.
+
+    A message is short and an op of another worker waits for it: its stream has priority, so that it need not
+    wait for the many blocks of an op's kernels. It has few blocks, in no clusters, which would want theirs at
+    once and side by side. Sums have NCCL's own choice: they are long, and nothing else is to be done.
+    """
+    config = {}
+    if not {"NCCL_MIN_CTAS", "NCCL_MAX_CTAS"} & os.environ.keys():
+        config["max_ctas"] = _MESSAGE_CTAS
+    if "NCCL_CGA_CLUSTER_SIZE" not in os.environ:
+        config["cga_cluster_size"] = 0
+    high = "TORCH_NCCL_HIGH_PRIORITY" not in os.environ
+    return nccl_options(timeout, high_priority=high, config=config)
 
 
 def _aborted(group: ProcessGroup) -> None:
@@ -56,17 +78,18 @@ class NcclTransport(OrderedTransport, DistributedTransport):
 
     def make_data_plane(self) -> None:
         """See ``DistributedTransport``."""
-        # A group whose peer is gone ends its operations and not the process: the watch tells of it.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        before_nccl()
+        self.launches_hold = launches_hold()
         if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its former name
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
         self._data_groups: list[ProcessGroup] = []
         self.make_groups()
 
-    def data_group(self, ranks: Sequence[int], name: str) -> ProcessGroup | None:
+    def data_group(self, ranks: Sequence[int], name: str, *, messages: bool = False) -> ProcessGroup | None:
         """See ``OrderedTransport``."""
         del name
-        made = self.new_group(ranks, self.backend, _LONG)
+        options = message_options(_LONG) if messages and self.backend == NcclTransport.backend else None
+        made = self.new_group(ranks, self.backend, _LONG, options)
         if made is not None:
             self._data_groups.append(made)
         return made

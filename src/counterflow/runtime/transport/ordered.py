@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup, Work
 
 from counterflow.schedule.program.actions import Matching
 
-from .base import Crossing, Described, Group, Pending, Transport
+from .base import Described, Group, Pending, Transport
 from .headers import announced, as_bytes, describe
 from .pending import DONE, copy_moves, in_place_of
 from .progress import Event, Progress, all_over
@@ -111,7 +111,7 @@ class _Unknown(_Later):
     def post(self) -> None:
         """See ``_Later``; waits for what is told."""
         words, places, *hosts = self.told.wait()
-        self.tensors, self.needing = announced(words.tolist(), device=self.transport.device)
+        self.tensors, self.needing, _ = announced(words.tolist(), device=self.transport.device)
         self.hosts = list(zip(places.tolist(), hosts, strict=True))
         self.posted = self.transport.post_receive(self.tensors, self.peer)
 
@@ -126,6 +126,38 @@ class _Unknown(_Later):
         return self.tensors
 
 
+class _WithHosts:
+    """A receive of known shapes of which some tensors are on the host: these come by the control plane."""
+
+    __slots__ = ("buffers", "receiving", "told")
+
+    def __init__(self, receiving: Pending, told: Described, buffers: Sequence[Tensor]) -> None:
+        self.receiving, self.told, self.buffers = receiving, told, buffers
+
+    def done(self) -> bool:
+        """See ``Pending.done``: what is told is known by who waits for it."""
+        return False
+
+    def wait(self) -> None:
+        """See ``Pending.wait``."""
+        self.receiving.wait()
+        with torch.no_grad():
+            for buffer, tensor in zip(self.buffers, self.told.wait(), strict=True):
+                buffer.copy_(tensor)
+        self.buffers, self.told = (), _NOTHING
+
+
+class _Nothing:
+    """What was told already."""
+
+    def wait(self) -> list[Tensor]:
+        """See ``Described.wait``."""
+        return []
+
+
+_NOTHING = _Nothing()
+
+
 class OrderedTransport(Transport):
     """What transports have in common whose data go by process groups with NCCL's rules.
 
@@ -138,8 +170,8 @@ class OrderedTransport(Transport):
 
     def make_groups(self) -> None:
         """Make the process groups of the messages; all ranks call it."""
-        to_higher = self.data_group(range(self.world_size), "messages to higher ranks")
-        to_lower = self.data_group(range(self.world_size), "messages to lower ranks")
+        to_higher = self.data_group(range(self.world_size), "messages to higher ranks", messages=True)
+        to_lower = self.data_group(range(self.world_size), "messages to lower ranks", messages=True)
         assert to_higher is not None
         assert to_lower is not None
         self._to_higher, self._to_lower = to_higher, to_lower
@@ -149,8 +181,11 @@ class OrderedTransport(Transport):
     # What it takes
 
     @abstractmethod
-    def data_group(self, ranks: Sequence[int], name: str) -> ProcessGroup | None:
-        """A process group, None if this rank is not in it; all ranks of the world call it in one order."""
+    def data_group(self, ranks: Sequence[int], name: str, *, messages: bool = False) -> ProcessGroup | None:
+        """A process group, None if this rank is not in it; all ranks of the world call it in one order.
+
+        ``messages``: whether it carries messages of two ranks, not collectives.
+        """
 
     @abstractmethod
     def record_event(self) -> Event:
@@ -194,22 +229,38 @@ class OrderedTransport(Transport):
     def _token(self) -> Tensor:
         return torch.zeros(1, device=self.device)
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Launched:
-        """See ``Transport.send``."""
-        del tag
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Pending:
+        """See ``Transport.send``; tensors that are on the host go beside, over the control plane."""
+        there, hosts = self._apart(tensors)
         group = self._to_higher if peer > self.rank else self._to_lower
-        plain = [as_bytes(tensor) for tensor in tensors if tensor.numel()]
-        return Launched(self, peer, self._launched(group.send, plain, peer))
+        plain = [as_bytes(tensor) for tensor in there if tensor.numel()]
+        launched = Launched(self, peer, self._launched(group.send, plain, peer))
+        return Both(self.tell(hosts, peer, tag, aside=False), launched) if hosts else launched
+
+    def _apart(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """The tensors of a message that are on the device, and those that are on the host."""
+        for tensor in tensors:
+            if tensor.device != self.device:
+                break
+        else:
+            return tensors, ()
+        return (
+            [tensor for tensor in tensors if tensor.device == self.device],
+            [tensor for tensor in tensors if tensor.device != self.device],
+        )
 
     def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> Pending:
         """See ``Transport.receive``."""
-        del tag
+        there, hosts = self._apart(buffers)
+        told = self.hear(peer, tag, aside=False) if hosts else None
+        receiving: Launched | _Known
         behind = self._behind[peer]
-        if not behind:
-            return self.post_receive(buffers, peer)
-        receiving = _Known(self, peer, buffers)
-        behind.append(receiving)
-        return receiving
+        if behind:
+            receiving = _Known(self, peer, there)
+            behind.append(receiving)
+        else:
+            receiving = self.post_receive(there, peer)
+        return receiving if told is None else _WithHosts(receiving, told, hosts)
 
     def post_receive(self, buffers: Sequence[Tensor], peer: int) -> Launched:
         """Post a receive of known shapes after all that was posted before."""
@@ -221,11 +272,6 @@ class OrderedTransport(Transport):
         plain = [as_bytes(buffer) for buffer in targets if buffer.numel()]
         return Launched(self, peer, self._launched(group.recv, plain, peer), moves)
 
-    def exchange(self, sent: Crossing, received: Crossing, peer: int) -> tuple[Pending, Pending]:
-        """See ``Transport.exchange``: each way has a communicator of its own."""
-        receiving = self.receive(received.tensors, peer, received.tag)
-        return self.send(sent.tensors, peer, sent.tag), receiving
-
     def send_described(
         self, tensors: Sequence[Tensor], peer: int, tag: int, *, aside: bool = False
     ) -> Pending:
@@ -234,9 +280,11 @@ class OrderedTransport(Transport):
             return self.tell([tensor.cpu() for tensor in tensors], peer, tag, aside=True)
         places = [place for place, tensor in enumerate(tensors) if tensor.device != self.device]
         payload = [tensor for place, tensor in enumerate(tensors) if place not in places]
-        words = torch.tensor(describe(payload).tolist(), dtype=torch.int64)
+        words = describe(payload)
         hosts = [tensors[place] for place in places]
-        told = self.tell([words, torch.tensor(places, dtype=torch.int64), *hosts], peer, tag, aside=False)
+        told = self.tell(
+            [words, torch.tensor(places, dtype=torch.int64, device="cpu"), *hosts], peer, tag, aside=False
+        )
         return Both(told, self.send(payload, peer, tag))
 
     def receive_described(self, peer: int, tag: int, *, aside: bool = False) -> Described:
@@ -245,6 +293,8 @@ class OrderedTransport(Transport):
             return _OnDevice(self.hear(peer, tag, aside=True), self.device)
         receiving = _Unknown(self, peer, self.hear(peer, tag, aside=False))
         self._behind[peer].append(receiving)
+        if self.launches_hold:  # its sender is held until it is posted
+            self.post_until(receiving)
         return receiving
 
     def post_until(self, receiving: _Later) -> None:

@@ -176,7 +176,7 @@ def cuda_copy_out(device: torch.device) -> CopyOut:
         with torch.cuda.stream(stream):
             copies = [
                 # Torch's host allocator reuses pinned memory, and not before the copies out of it are made.
-                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+                torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(
                     tensor.detach(), non_blocking=True
                 )
                 for tensor in tensors

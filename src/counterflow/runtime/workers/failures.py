@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from counterflow.errors import CounterflowError, WorkerError
 
@@ -119,11 +118,11 @@ def root(failures: Sequence[Failed]) -> Failed:
     return min(failures, key=lambda failed: (failed.consequence, failed.when))
 
 
-def cause(told: Sequence[Failed], seen: Mapping[int, ProcessFailure]) -> Failed:
-    """The cause, from what the workers told and from who ended without a word."""
+def cause(told: Sequence[Failed], seen: Mapping[int, int]) -> Failed:
+    """The cause, from what the workers told and from who ended without a word, by the exit codes of ranks."""
     spoke = {failed.rank for failed in told}
-    silent = [_died(rank, failure.exitcode, told) for rank, failure in seen.items() if rank not in spoke]
-    killed = [died for died in silent if -seen[died.rank].exitcode in _DEADLY]
+    silent = [_died(rank, code, told) for rank, code in seen.items() if rank not in spoke]
+    killed = [died for died in silent if -seen[died.rank] in _DEADLY]
     causes = [failed for failed in told if not failed.consequence]
     return root(killed or causes or silent or told)
 

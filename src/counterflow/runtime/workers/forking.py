@@ -7,13 +7,11 @@ that ends. The process that workers are forked from computes nothing and ends wi
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.reduction import DupFd
 from typing import Any, Literal
@@ -21,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..transport.base import TransportKind
+from .outside import FROM_OUTSIDE, undisturbed
 from .world import Defaults
 
 _IMPORTED = ["counterflow.runtime.pipeline", "torch._dynamo", "torch.distributed.checkpoint"]
@@ -29,20 +28,18 @@ _IMPORTED = ["counterflow.runtime.pipeline", "torch._dynamo", "torch.distributed
 _STREAMS = (1, 2)
 """Where workers print to."""
 
-FROM_OUTSIDE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""What a terminal or a batch system sends to all processes of a command, whoever is meant to act on it."""
-
 
 def start_method(defaults: Defaults) -> Literal["forkserver", "spawn"]:
     """How ``multiprocessing`` is to start workers: CUDA allows no fork, and macOS's libraries do not."""
     on_gpu = defaults.kind is TransportKind.NCCL or (
         defaults.device is not None and defaults.device.type != "cpu"
     )
+    with undisturbed():  # it lets interrupts through again when it starts: so before the workers
+        resource_tracker.ensure_running()
     if on_gpu or sys.platform != "linux":
         return "spawn"
     forkserver.set_forkserver_preload(_IMPORTED)
-    resource_tracker.ensure_running()  # by itself it would let interrupts through again
-    with _undisturbed():
+    with undisturbed():
         forkserver.ensure_running()
     return "forkserver"
 
@@ -64,8 +61,12 @@ def _adopt(environment: dict[str, str], streams: list[Any]) -> Surroundings:
 
 
 def end_with_the_launch() -> None:
-    """From now on this worker is killed as soon as its launch's process is gone; let signals through."""
+    """From now on this worker is killed as soon as its launch's process is gone."""
     threading.Thread(target=_wait_for_the_end, name="counterflow launch", daemon=True).start()
+
+
+def let_signals_through() -> None:
+    """Take signals from outside from now on, and those that came before."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FROM_OUTSIDE)
 
 
@@ -74,13 +75,3 @@ def _wait_for_the_end() -> None:
     assert launch is not None
     launch.join()
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """What is started in here takes no signal from outside: who started it says when it ends."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, FROM_OUTSIDE)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -8,7 +8,6 @@ workers and knows one machine only; torchrun and Slurm start workers on several.
 from __future__ import annotations
 
 import contextlib
-import logging
 import multiprocessing
 import os
 import pickle
@@ -19,22 +18,24 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from types import FrameType
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from counterflow.errors import ConfigError, WorkerError
 
 from ..transport.base import TransportKind
 from ..transport.local import Hub
 from ..transport.turns import Turns, elsewhere
-from . import world
+from . import gpu_environment, world
+from .children import Children, stay
 from .failures import Failed, cause, failed_by, root
-from .forking import Surroundings, end_with_the_launch, start_method
+from .forking import Surroundings, end_with_the_launch, let_signals_through, start_method
+from .outside import end_server
 
 _T = TypeVar("_T")
 
@@ -53,8 +54,11 @@ _LINGER_SECONDS = 0.4
 _CONSEQUENCE_SECONDS = 1.0
 """How long one stays that failed only because another did, so that the cause is told first."""
 
-_SHUTDOWN_SECONDS = 5
-"""How long workers may take to end when they are told to."""
+_SHUTDOWN_SECONDS = 30.0
+"""How long workers may take to end when another one has failed, or when all have done their work."""
+
+Tell = Callable[[int], None]
+"""Sends each worker a signal, once; to threads nothing."""
 
 _THREADS_GRACE_SECONDS = 5.0
 """How long the threads of a failed launch may take to notice, at most."""
@@ -100,6 +104,51 @@ def launch(
         WorkerError: a worker died, hung or raised; the message names it. Threads that do not come back
             within the timeout (at most 5 s) after a failure are left behind as daemons.
     """
+    return launch_watched(
+        None,
+        function,
+        *args,
+        workers=workers,
+        transport=transport,
+        device=device,
+        strict=strict,
+        timeout_seconds=timeout_seconds,
+        threads=threads,
+        **kwargs,
+    )
+
+
+def launch_watched(
+    meanwhile: Callable[[Tell], None] | None,
+    function: Callable[..., _T],
+    *args: object,
+    workers: int,
+    transport: Literal["local", "gloo", "nccl", "strict-nccl"] = "gloo",
+    device: torch.device | str | None = None,
+    strict: bool = False,
+    timeout_seconds: float = 300.0,
+    threads: int | None = None,
+    **kwargs: object,
+) -> list[_T]:
+    """``launch``, and look after the workers in between.
+
+    Args:
+        meanwhile: called about ten times a second, from here. What it raises ends all workers at once. The
+            function lets signals through by itself then, when it has its handlers. None: as ``launch``.
+        function: see ``launch``, as for all that is not said here.
+        *args: its arguments.
+        **kwargs: its arguments by name.
+        workers: how many.
+        transport: what carries messages.
+        device: where the workers compute.
+        strict: more of the transport's rules.
+        timeout_seconds: how long a worker waits for another.
+        threads: what torch may use in each worker.
+
+    Raises:
+        ConfigError: see ``launch``.
+        WorkerError: see ``launch``.
+    """
     if workers < 1:
         raise ConfigError(f"workers={workers}; there has to be at least 1")
     if workers > _MOST_WORKERS:
@@ -123,13 +172,17 @@ def launch(
             from ..transport.strict_nccl.local import StrictHub  # noqa: PLC0415 - for tests and checks
 
             hub = StrictHub(workers, timeout_seconds=timeout_seconds)
-        return _Threads(hub, call, device, threads).run()
+        return _Threads(hub, call, device, threads, meanwhile or _nothing).run()
     if strict:
         kind = TransportKind.STRICT_NCCL
     _check_processes(workers, kind)
     task = _pickled((function, args, kwargs), function)
     defaults = world.Defaults(kind, None if device is None else torch.device(device), timeout_seconds)
-    return _Processes(workers, task, defaults, threads).run()
+    return _Processes(workers, task, defaults, threads, meanwhile).run()
+
+
+def _nothing(_: Tell) -> None:
+    pass
 
 
 # Threads
@@ -139,9 +192,15 @@ class _Threads:
     """A launch of threads."""
 
     def __init__(
-        self, hub: Hub, call: Callable[[], Any], device: torch.device | str | None, threads: int
+        self,
+        hub: Hub,
+        call: Callable[[], Any],
+        device: torch.device | str | None,
+        threads: int,
+        meanwhile: Callable[[Tell], None],
     ) -> None:
         self.hub = hub
+        self.meanwhile = meanwhile
         self.call = call
         self.device = torch.device(device or "cpu")
         self.threads = threads
@@ -178,6 +237,7 @@ class _Threads:
     def _work(self, rank: int) -> None:
         device = self.device
         if device.type == "cuda":
+            gpu_environment.before_cuda()
             index = rank % torch.cuda.device_count() if device.index is None else device.index
             device = torch.device("cuda", index)
             torch.cuda.set_device(device)
@@ -200,6 +260,7 @@ class _Threads:
         while any(thread.is_alive() for thread in running):
             for thread in running:
                 thread.join(0.05 if thread.is_alive() else 0.0)
+            self.meanwhile(lambda _: None)
             if self.failures and deadline is None:
                 deadline = time.monotonic() + patience
             if deadline is not None and time.monotonic() > deadline:
@@ -212,63 +273,62 @@ class _Threads:
 class _Processes:
     """A launch of processes. Each leaves its result, or how it failed, as a file."""
 
-    def __init__(self, workers: int, task: bytes, defaults: world.Defaults, threads: int) -> None:
+    def __init__(
+        self,
+        workers: int,
+        task: bytes,
+        defaults: world.Defaults,
+        threads: int,
+        meanwhile: Callable[[Tell], None] | None,
+    ) -> None:
         self.workers = workers
         self.task = task
         self.defaults = defaults
         self.threads = threads
+        self.meanwhile = meanwhile or _nothing
+        self.listens = meanwhile is not None
 
     def run(self) -> list[Any]:
-        stopped: signal.Signals | None = None
-        failed: Failed | None = None
-        results: list[Any] = []
-        with tempfile.TemporaryDirectory(prefix="counterflow-") as folder, _as_it_was(), _quiet():
+        with _cleaned_up(), tempfile.TemporaryDirectory(prefix="counterflow-") as folder:
             directory = Path(folder)
             (directory / "task").write_bytes(self.task)
-            others = set(multiprocessing.active_children())
-            try:
-                failures = self._run(directory)
-                if failures:
-                    failed = cause(_told(directory), failures)
-                else:
-                    results = [_read(directory / f"result-{rank}") for rank in range(self.workers)]
-            except SignalException as error:
-                stopped = error.sigval
-                for child in set(multiprocessing.active_children()) - others:
-                    child.kill()  # that were just being started
-                    child.join()
-        if stopped is not None:  # again, now that all is cleaned up, to whoever handles it
-            signal.raise_signal(stopped)
-            raise KeyboardInterrupt
-        if failed is not None:
-            raised = failed.error()
-            if failed.trace:
-                raised.add_note(f"\nIn worker {failed.rank}:\n{failed.trace}")
-            raise raised
-        return results
+            codes = self._run(directory)
+            if not codes:
+                return [_read(directory / f"result-{rank}") for rank in range(self.workers)]
+            failed = cause(_told(directory), codes)
+        raised = failed.error()
+        if failed.trace:
+            raised.add_note(f"\nIn worker {failed.rank}:\n{failed.trace}")
+        raise raised
 
-    def _run(self, directory: Path) -> Mapping[int, ProcessFailure]:
-        """Start workers and wait for them; those that failed, by rank."""
-        sent = (str(directory), Surroundings(), self.defaults, self.threads)
-        death = signal.SIGTERM
+    def _run(self, directory: Path) -> Mapping[int, int]:
+        """Start workers and wait for them; the exit codes of those that failed, by rank."""
         with _store() as port:
-            context = start_processes(
-                "counterflow",
-                _work,
-                args=dict.fromkeys(range(self.workers), sent),
-                envs={rank: self._place(rank, port) for rank in range(self.workers)},
-                logs_specs=DefaultLogsSpecs(log_dir=str(directory / "logs")),
-                start_method=start_method(self.defaults),
-            )
             try:
-                found = context.wait(period=_POLL_SECONDS)
-            except SignalException as error:
-                death = error.sigval
+                children = Children(start_method(self.defaults))
+            except BaseException:  # an interrupt as soon as the process to fork from was there
+                end_server()
                 raise
-            finally:
-                context.close(death, timeout=_SHUTDOWN_SECONDS)
-        assert found is not None  # it waits without a limit
-        return found.failures
+            sent = _Sent(str(directory), Surroundings(), self.defaults, self.threads, self.listens)
+            try:
+                children.start(_work, ((sent, self._place(rank, port)) for rank in range(self.workers)))
+                codes = self._wait(children, directory)
+            except BaseException:
+                children.abandon()
+                raise
+            # Of those that failed the first is known; the others may be about to tell what they saw of it.
+            children.end(_SHUTDOWN_SECONDS, signal.SIGTERM if codes else None)
+        return codes
+
+    def _wait(self, children: Children, directory: Path) -> Mapping[int, int]:
+        left = {rank: directory / f"result-{rank}" for rank in range(self.workers)}
+        while left:
+            self.meanwhile(children.tell)
+            codes = children.ended(_POLL_SECONDS)
+            if codes:
+                return codes
+            left = {rank: path for rank, path in left.items() if not path.exists()}
+        return {}
 
     def _place(self, rank: int, port: int) -> dict[str, str]:
         """The variables by which a worker knows its place; those of torchrun."""
@@ -284,7 +344,7 @@ class _Processes:
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            **gpu_environment.of_workers(),
         }
 
 
@@ -300,10 +360,24 @@ def _store() -> Iterator[int]:
         del store
 
 
-def _work(folder: str, _: Surroundings, defaults: world.Defaults, threads: int) -> None:
+class _Sent(NamedTuple):
+    """What each worker process gets; its surroundings are read before what is after them."""
+
+    folder: str
+    surroundings: Surroundings
+    defaults: world.Defaults
+    threads: int
+    listens: bool
+
+
+def _work(sent: _Sent, place: Mapping[str, str], line: Connection) -> None:
     """What a worker process runs."""
+    folder, _, defaults, threads, listens = sent
     end_with_the_launch()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # who launched it says when it ends, without tracebacks
+    if not listens:
+        let_signals_through()
+    os.environ.update(place)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all workers are here, whatever the host's name
     rank = int(os.environ["RANK"])
@@ -317,22 +391,28 @@ def _work(folder: str, _: Surroundings, defaults: world.Defaults, threads: int) 
     transport = world.existing_transport()
     if transport is not None:
         transport.status.now("its end")
-    (Path(folder) / f"result-{rank}").write_bytes(result)
+    _leave(Path(folder), f"result-{rank}", result)
+    stay(line)
 
 
 def _give_up(folder: Path, error: BaseException, rank: int) -> NoReturn:
     """Tell how this worker failed, and end without waiting for anything that may hang."""
     transport = world.existing_transport()
     failed = failed_by(error, rank, transport)
-    draft = folder / f"draft-{rank}"
-    draft.write_bytes(pickle.dumps(failed))
-    draft.rename(folder / f"failure-{rank}")  # whoever reads it finds it whole
+    _leave(folder, f"failure-{rank}", pickle.dumps(failed))
     if transport is not None:
         transport.fail(error)
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(_CONSEQUENCE_SECONDS if failed.consequence else _LINGER_SECONDS)
     os._exit(1)
+
+
+def _leave(folder: Path, name: str, data: bytes) -> None:
+    """Leave a file for who launched this worker, who finds it whole."""
+    draft = folder / f"draft-{name}"
+    draft.write_bytes(data)
+    draft.rename(folder / name)
 
 
 def _check_processes(workers: int, kind: TransportKind) -> None:
@@ -379,31 +459,30 @@ def _pickled(value: object, function: Callable[..., object] | None) -> bytes:
         ) from error
 
 
+class _Ended(BaseException):
+    """A signal that would end this process where it is."""
+
+
 @contextlib.contextmanager
-def _as_it_was() -> Iterator[None]:
-    """Leave signal handlers as they were; torch sets its own."""
-    on_main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    handlers = {number: signal.getsignal(number) for number in numbers} if on_main else {}
+def _cleaned_up() -> Iterator[None]:
+    """Clean up before a signal ends this process, unless its user handles that."""
+    ended: list[int] = []
+
+    def end(number: int, _: FrameType | None) -> None:
+        ended.append(number)
+        raise _Ended
+
+    numbers = [signal.SIGTERM, signal.SIGHUP]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []
+    before = {n: signal.signal(n, end) for n in numbers if signal.getsignal(n) is signal.SIG_DFL}
     try:
         yield
+    except _Ended:
+        pass
     finally:
-        for number, handler in handlers.items():
+        for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch's log off the terminal: what it would tell is in the error that is raised."""
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
-    silent = logging.NullHandler()
-    before = [logger.propagate for logger in loggers]
-    for logger in loggers:
-        logger.addHandler(silent)
-        logger.propagate = False
-    try:
-        yield
-    finally:
-        for logger, propagate in zip(loggers, before, strict=True):
-            logger.removeHandler(silent)
-            logger.propagate = propagate
+    if ended:
+        signal.raise_signal(ended[0])
+        raise KeyboardInterrupt  # if it is blocked

@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import Store
 from counterflow.errors import CounterflowError, WorkerError
 
 from ..transport.base import Lost, Status, TimedOut, Transport
+from .neighbour import Neighbour, nobody_else_looks
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -154,8 +155,11 @@ class Watch:
         self._main = _Line(min(_GRACE_SECONDS, timeout_seconds))
         self._line = _Line(timeout_seconds)
         self._rank = status.rank
-        self._status = device_status or (lambda: status)
+        self._host_status = status
+        self._device_status = device_status or (lambda: status)
         self._look = look
+        self.device_error: WorkerError | None = None
+        """What the device answered instead of telling what it does."""
         self._world_size = world_size
         self._timeout_seconds = timeout_seconds
         self._break_waits = break_waits
@@ -169,6 +173,11 @@ class Watch:
         self._began = time.monotonic()
         # An elastic agent starts the workers itself; one whose agent is gone has been left behind.
         self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self._neighbour: Neighbour | None = None
+        if world_size > 1 and nobody_else_looks():
+            silent = max(3 * self._post_seconds, timeout_seconds / 5)
+            self._neighbour = Neighbour(status.rank, world_size, silent)
+            self._neighbour.introduce(store)
         self._post(store)
         self._thread = threading.Thread(target=self._run, name="counterflow watch", daemon=True)
         if world_size > 1 or self._agent is not None:  # else, after an error, the process is its user's
@@ -220,6 +229,9 @@ class Watch:
     def stop(self) -> None:
         """End the thread; the worker does not need to be watched any more."""
         self._stop.set()
+        if self._neighbour is not None and self._failure is None:
+            leave = self._neighbour.leave
+            self._ask(self._main, lambda: leave(self._store), None)
         if self._thread.is_alive():
             self._thread.join(1.0)
         self._main.close()
@@ -259,12 +271,14 @@ class Watch:
         posted = time.monotonic()
         while not self._rest(self._look_seconds):
             found = self._ask(self._line, lambda: _posted(self._own), None)
+            wrong = self._wrong()
             if time.monotonic() - posted >= self._post_seconds:
                 posted = time.monotonic()
                 self._ask(self._line, lambda: self._post(self._own), None)
+                found = self._miss() or found
             if self._store_gone:
                 return self._without_store()
-            if found is None and (wrong := self._look()) is not None:
+            if found is None and wrong is not None:
                 self.post_failure(wrong)
                 found = self._failure
                 self._break_waits()
@@ -272,6 +286,41 @@ class Watch:
                 self._failure = found
                 return self._after(found)
         return None
+
+    def _status(self) -> Status:
+        """What the device does; the host, where the device answers with an error."""
+        try:
+            return self._device_status()
+        except RuntimeError as error:  # of CUDA: any question to a device is answered with its first error
+            self._note_device(error)
+            return self._host_status
+
+    def _wrong(self) -> CounterflowError | None:
+        """What is wrong with the device: it waits too long, or it met an error."""
+        try:
+            late = self._look()
+        except RuntimeError as error:
+            self._note_device(error)
+            late = None
+        return self.device_error or late
+
+    def _note_device(self, error: RuntimeError) -> None:
+        if self.device_error is None:
+            why = f"device of rank {self._rank}: {type(error).__name__}: {error}"
+            self.device_error = WorkerError(why)
+            self.device_error.lost = True
+
+    def _miss(self) -> Failure | None:
+        """Tell the others that the next worker's process is gone, if it is."""
+        if self._neighbour is None:
+            return None
+        rank, missing = self._neighbour.next, self._neighbour.missing
+        why = self._ask(self._line, lambda: missing(self._own), None)
+        if why is None:
+            return None
+        theirs = json.dumps([rank, why])
+        posted = self._ask(self._line, lambda: self._own.compare_set("failure", "", theirs), None)
+        return Failure(*json.loads(posted or theirs))
 
     def _after(self, failure: Failure) -> None:
         """A worker failed: let this one end, or end it."""

@@ -28,6 +28,7 @@ from ..transport.control import DistributedTransport
 from ..transport.gloo import GlooTransport
 from ..transport.nccl import NcclTransport
 from . import interface
+from .gpu_environment import before_cuda
 from .meeting import Meeting, meet
 from .place import Place, number, place
 
@@ -111,6 +112,7 @@ def current_transport(
 def _make(
     wanted: TransportKind | None, device: torch.device | None, timeout_seconds: float, *, alone: bool
 ) -> DistributedTransport:
+    before_cuda()
     here = place()
     if dist.is_initialized():
         wanted = wanted or _best(device, dist.get_backend_config())

@@ -83,22 +83,6 @@ class Receive:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
-    """A send and a receive that cross the peer's, in one go; ``first`` and ``second`` in the list's order."""
-
-    first: Send | Receive
-    second: Send | Receive
-
-    @property
-    def peer(self) -> int:
-        """The other worker."""
-        return self.first.peer
-
-    def __str__(self) -> str:
-        return f"Exchange: {self.first}, {self.second}"
-
-
-@dataclass(frozen=True, slots=True)
 class StartSync:
     """Begin to sum something of a stage and period over ``workers``; does not wait.
 
@@ -175,7 +159,7 @@ class Update:
 
 Message = Send | Receive
 SyncAction = StartSync | WaitSync
-Action = Compute | Message | Exchange | SyncAction | TellLoss | Agree | Update
+Action = Compute | Message | SyncAction | TellLoss | Agree | Update
 
 
 def named(message: Message) -> str:

@@ -2,11 +2,10 @@
 
 1. ``with_messages``: every op as a compute action, a send right after each op whose product another
    worker needs, and its receive early on the other side (Hanayo section 4.2).
-2. ``with_exchanges``: where messages are matched by order, a send and a receive that cross are one action.
-3. ``with_syncs``: gradient syncs started as the mode says.
-4. ``with_updates``: waits for the syncs, sums of tied weights, the agreement on loss and norm, updates with
+2. ``with_syncs``: gradient syncs started as the mode says.
+3. ``with_updates``: waits for the syncs, sums of tied weights, the agreement on loss and norm, updates with
    the weight versions each one frees, averages of running statistics.
-5. ``with_early_loss``, where updates shall not wait for the norm.
+4. ``with_early_loss``, where updates shall not wait for the norm.
 
 This is the only place where a list is made or ordered: what comes out is proved, timed and run as it stands.
 After each pass the rules of the checker that already must hold are checked again.
@@ -16,7 +15,8 @@ they are sent when forwards take 1 and backwards 2. A receive is posted before t
 message is sent, and at least one op before the op that needs it; but not before an earlier message of
 the same two workers. That play of the schedule is then also a play with sends that block until their
 receive is posted, in which no send has to wait; and since whether a play gets stuck does not depend on
-how long things take, no play with blocking sends gets stuck. Where messages are matched by tag, nobody waits
+how long things take, no play with blocking sends gets stuck. Nor does one in which receives block as well
+(``posting.py``). Where messages are matched by tag, nobody waits
 longer because a receive is there earlier: every one is posted ``AHEAD`` ops before it is needed.
 """
 
@@ -37,9 +37,12 @@ from ..modes import Sync, parse_mode
 from ..rules import (
     AGREED,
     COMPUTES,
+    DEADLOCK_HOLDING,
     DEADLOCK_RENDEZVOUS,
     MESSAGES,
     PLACED,
+    POSTED,
+    SUMS,
     SYNCS,
     VERSIONS,
     Rule,
@@ -60,8 +63,8 @@ from .actions import (
     Update,
     WaitSync,
 )
-from .crossing import with_exchanges
 from .early_loss import with_early_loss
+from .posting import Posting, settle
 from .sync import by_last_backward, first_users, gradient_syncs, plan_syncs
 
 AHEAD = 3
@@ -135,14 +138,12 @@ def lower(
     if recheck:
         require(Subject(schedule, graph=graph), (PLACED,))
     unit = unit_times(graph)
-    traffic = COMPUTES, MESSAGES, DEADLOCK_RENDEZVOUS
+    traffic = COMPUTES, MESSAGES, DEADLOCK_RENDEZVOUS, POSTED, DEADLOCK_HOLDING
     passes: list[tuple[Callable[[Program], Program], tuple[Rule, ...]]] = [
         (partial(with_messages, graph=graph, times=unit), traffic),
         (partial(with_syncs, graph=graph, times=times or unit), traffic),
-        (partial(with_updates, shared=shared), (*traffic, VERSIONS, SYNCS, AGREED)),
+        (partial(with_updates, shared=shared), (*traffic, VERSIONS, SYNCS, SUMS, AGREED)),
     ]
-    if matching is Matching.ORDER:
-        passes.insert(1, (with_exchanges, traffic))
     if not norm and schedule.synchronous:
         passes.append((with_early_loss, (*traffic, AGREED)))
     program = Program(schedule, (), replicas, mode, matching)
@@ -166,9 +167,9 @@ def lower_evaluation(schedule: Schedule, *, matching: Matching = Matching.ORDER)
     forwards = replace(schedule, workload=schedule.workload.evaluation(), orders=orders, steady=None)
     graph = OpGraph(forwards)
     program = with_messages(Program(forwards, (), matching=matching), graph, unit_times(graph))
-    if matching is Matching.ORDER:
-        program = with_exchanges(program)
-    require(Subject(forwards, program, graph=graph), (MESSAGES, DEADLOCK_RENDEZVOUS))
+    require(
+        Subject(forwards, program, graph=graph), (MESSAGES, DEADLOCK_RENDEZVOUS, POSTED, DEADLOCK_HOLDING)
+    )
     return program
 
 
@@ -202,7 +203,8 @@ def messages(
         graph: the ops.
         ends: of every op, in any unit.
         bounds: by worker, the op with which each segment begins, and the number of its ops.
-        matching: by order, no receive is posted before an earlier message of the two workers; by tag, every
+        matching: by order, no receive is posted before an earlier message of the two workers, nor so early
+            that workers which each message holds would wait in a circle; by tag, every
             one ``AHEAD`` ops before it is needed, or more. Those that are moved for it come last.
 
     Raises:
@@ -211,31 +213,39 @@ def messages(
     latest: dict[tuple[int, int], int] = defaultdict(int)
     by_worker = [ends[graph.first[w] : graph.first[w + 1]] for w in range(len(bounds))]
     placed = []
-    moved: list[tuple[int, int, int, Action]] = []
     for index, (source, target, skip) in enumerate(graph.messages):
         sender = graph.worker[source]
         number = bisect_right(bounds[sender], source - graph.first[sender]) - 1
         placed.append((number, ends[source], sender, source, target, index, skip))
-    for number, end, sender, source, target, _, skip in sorted(placed, key=itemgetter(0, 1, 2, 3, 5)):
-        receiver, output = graph.worker[target], graph.ops[source]
+    placed.sort(key=itemgetter(0, 1, 2, 3, 5))
+    found = []
+    wanted = []
+    for number, end, sender, source, target, _, _ in placed:
+        receiver = graph.worker[target]
         sent = source - graph.first[sender] + 1
         needed = target - graph.first[receiver]
-        running = bisect_right(by_worker[receiver], end)
         start, stop = bounds[receiver][number : number + 2]
         if needed < start:
             raise ScheduleError(
                 f"{graph.place(target)} comes before the mini-batch that {graph.place(source)} needs; "
                 "the schedule cannot be run as mini-batches come in"
             )
-        posted = max(min(running, needed - 1, stop), start, latest[receiver, sender])
+        turn = max(min(bisect_right(by_worker[receiver], end), stop), start)
+        posted = max(min(turn, needed - 1), start, latest[receiver, sender])
         latest[receiver, sender], latest[sender, receiver] = posted, sent
-        yield sender, sent, number, Send(output, receiver, skip)
-        receive = Receive(output, sender, skip)
-        ahead = max(needed - AHEAD, start)
-        if matching is Matching.TAG and posted > ahead:
-            moved.append((receiver, ahead, number, receive))
+        found.append(Posting(sender, receiver, sent, posted, turn))
+        wanted.append(max(needed - AHEAD, start))
+    if matching is Matching.ORDER:
+        settle(found, len(bounds))
+    moved: list[tuple[int, int, int, Action]] = []
+    for (number, _, _, source, _, _, skip), message, ahead in zip(placed, found, wanted, strict=True):
+        output = graph.ops[source]
+        yield message.sender, message.sent, number, Send(output, message.receiver, skip)
+        receive = Receive(output, message.sender, skip)
+        if matching is Matching.TAG and message.posted > ahead:
+            moved.append((message.receiver, ahead, number, receive))
         else:
-            yield receiver, posted, number, receive
+            yield message.receiver, message.posted, number, receive
     yield from moved
 
 

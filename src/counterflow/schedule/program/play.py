@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..ir import Op
 from ..workload import SkipLink
-from .actions import Action, Agree, Compute, Exchange, Program, Receive, Send, StartSync, TellLoss, WaitSync
+from .actions import Action, Agree, Compute, Program, Receive, Send, StartSync, TellLoss, WaitSync
 
 Made = tuple[Op, SkipLink | None]
 """What an op makes: for the stage before or after, or for the other end of a skip."""
@@ -31,13 +31,17 @@ class Stuck:
     waits_for: int
 
 
-def play(program: Program, inputs: Mapping[Op, Sequence[Made]], *, rendezvous: bool) -> list[Stuck]:
+def play(
+    program: Program, inputs: Mapping[Op, Sequence[Made]], *, rendezvous: bool, holding: bool = False
+) -> list[Stuck]:
     """Run all workers as far as they get; the stuck ones, none if the program ends.
 
     Args:
         program: one action list a worker.
         inputs: for each op that takes something from other ops, what it takes.
         rendezvous: whether a send waits until its receive is posted; else sends are buffered.
+        holding: whether a receive waits where it is posted until its message is sent; else the op waits that
+            needs it.
     """
     lists = program.actions
     where = {
@@ -57,9 +61,10 @@ def play(program: Program, inputs: Mapping[Op, Sequence[Made]], *, rendezvous: b
             for made in _announces(action, worker):
                 happened.add(made)
                 runnable += waiting.pop(made, ())
-            event = _blocker(
-                action, worker, inputs, where, happened, rendezvous=rendezvous, workers=len(lists)
+            needed = _needed(
+                action, worker, inputs, where, rendezvous=rendezvous, holding=holding, workers=len(lists)
             )
+            event = next((event for event in needed if event not in happened), None)
             if event is not None:
                 waiting[event].append(worker)
                 break
@@ -79,24 +84,19 @@ def _announces(action: Action, worker: int) -> tuple[Event, ...]:
     match action:
         case Agree(period):
             return (("agreed", period, worker),)
-        case Exchange(first, second):
-            receive = first if isinstance(first, Receive) else second
-            return (("posted", (receive.output, receive.skip), worker),)
+        case Receive(output, _, skip):
+            return (("posted", (output, skip), worker),)
         case _:
             return ()
 
 
-def _makes(action: Action, worker: int) -> tuple[Event, ...]:  # noqa: PLR0911 - one case an action
+def _makes(action: Action, worker: int) -> tuple[Event, ...]:
     """What has happened once ``action`` is done."""
     match action:
         case Compute(op):
             return (("computed", (op, None), worker),)
-        case Receive(output, _, skip):
-            return (("posted", (output, skip), worker),)
         case Send(output, _, skip):
             return (("sent", (output, skip), worker),)
-        case Exchange(first, second):
-            return (*_makes(first, worker), *_makes(second, worker))
         case StartSync():
             return (("started", action, worker),)
         case TellLoss(period):
@@ -105,17 +105,17 @@ def _makes(action: Action, worker: int) -> tuple[Event, ...]:  # noqa: PLR0911 -
             return ()
 
 
-def _blocker(
+def _needed(
     action: Action,
     worker: int,
     inputs: Mapping[Op, Sequence[Made]],
     where: dict[Op, int],
-    happened: set[Event],
     *,
     rendezvous: bool,
+    holding: bool,
     workers: int,
-) -> Event | None:
-    """The first thing that ``action`` waits for and that has not happened; None if it can go on."""
+) -> list[Event]:
+    """What has to happen before ``action`` can go on."""
     needed: list[Event] = []
     match action:
         case Compute(op):
@@ -128,17 +128,16 @@ def _blocker(
         case Send(output, peer, skip):
             if rendezvous:
                 needed.append(("posted", (output, skip), peer))
-        case Exchange(first, second):
-            send = first if isinstance(first, Send) else second
-            if rendezvous:
-                needed.append(("posted", (send.output, send.skip), send.peer))
+        case Receive(output, peer, skip):
+            if holding:
+                needed.append(("sent", (output, skip), peer))
         case WaitSync():
             needed += [("started", action.start, member) for member in action.workers]
         case Agree(period, norm):
             needed += [("agreed" if norm else "told", period, member) for member in range(workers)]
         case _:
             pass
-    return next((event for event in needed if event not in happened), None)
+    return needed
 
 
 def _reason(event: Event) -> str:

@@ -26,10 +26,13 @@ from ..graph import OpGraph
 from ..ir import Op, Schedule
 from ..rules import (
     COMPUTES,
+    DEADLOCK_HOLDING,
     DEADLOCK_RENDEZVOUS,
     MESSAGES,
+    POSTED,
     PROMISED,
     RULES,
+    SUMS,
     SYNCS,
     VERSIONS,
     Subject,
@@ -38,7 +41,6 @@ from ..rules import (
 from .actions import (
     Action,
     Compute,
-    Exchange,
     Matching,
     Message,
     Program,
@@ -48,7 +50,6 @@ from .actions import (
     Update,
     WaitSync,
 )
-from .crossing import with_exchanges
 from .lowering import (
     NOTHING_SHARED,
     Shared,
@@ -168,7 +169,17 @@ def segments(
     found = Segments(cut.schedule, steady, drains, cut.update_lag(last), cut.spread(last))
     for periods in range(1, last + 3):
         program = found.program(periods)
-        rules = PROMISED, COMPUTES, MESSAGES, DEADLOCK_RENDEZVOUS, VERSIONS, SYNCS
+        rules = (
+            PROMISED,
+            COMPUTES,
+            MESSAGES,
+            DEADLOCK_RENDEZVOUS,
+            POSTED,
+            DEADLOCK_HOLDING,
+            VERSIONS,
+            SYNCS,
+            SUMS,
+        )
         require(Subject(program.schedule, program), rules)
     return found
 
@@ -194,8 +205,6 @@ def shifted(action: Action, periods: int, micro_batches: int) -> Action:
             return Compute(shifted_op(op, periods, micro_batches))
         case Update(stage, version, frees):
             return Update(stage, version + periods, tuple(v + periods for v in frees))
-        case Exchange(first, second):
-            return Exchange(*(_shifted_message(one, periods, micro_batches) for one in (first, second)))
         case Send() | Receive():
             return _shifted_message(action, periods, micro_batches)
         case _:
@@ -274,8 +283,7 @@ class _Cut:
         return self._program(rows)
 
     def _program(self, rows: Sequence[tuple[Action, ...]]) -> Program:
-        program = replace(self.empty, actions=tuple(rows))
-        return with_exchanges(program) if program.matching is Matching.ORDER else program
+        return replace(self.empty, actions=tuple(rows))
 
     def repeats_from(self) -> int | None:
         """The first segment that all later ones repeat; None if none does in these periods."""

@@ -6,8 +6,8 @@ the stream wait and returns. There is a stream for each communicator of two. All
 whatever their group, run on one stream: a GPU need not have room for two at once, and NCCL asks that all
 ranks launch them in one order.
 
-What is received into holds NaN until the message comes; a message's tensors are read as late as can be, and
-must not change before.
+What is received into holds nothing (NaN, or the least integer) until the message comes; a message's tensors
+are read as late as can be, and must not change before. Tensors of the host are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from . import streams
+from .device import current, refuse_elsewhere
 from .fabric import RECEIVE, SEND, AbortedError, Launch, NcclRuleError, Part
+from .memory import spoil
 from .streams import Stream
 
 _COLLECTIVES = "collectives"
@@ -104,10 +106,8 @@ class StrictGroup(ProcessGroup):
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
         """See ``ProcessGroup``."""
         del tag
-        with streams.as_the_network():
-            for tensor in tensors:
-                if tensor.is_floating_point() or tensor.is_complex():
-                    tensor.data.fill_(torch.nan)
+        for tensor in tensors:
+            spoil(tensor)
         return self._message(RECEIVE, tensors, src)
 
     def _message(self, kind: str, tensors: list[Tensor], peer: int) -> Work:
@@ -158,7 +158,9 @@ class StrictGroup(ProcessGroup):
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:  # type: ignore[override]
         """See ``ProcessGroup``; over NCCL it holds the host."""
         del opts, timeout
-        work = self._collective("barrier", torch.zeros(1), "sum")
+        with streams.as_the_network():
+            token = torch.zeros(1)
+        work = self._collective("barrier", token, "sum")
         self.endpoint.stream.wait_for(work.launch)
         self.endpoint.stream.synchronize("is in a barrier")
         return work
@@ -181,6 +183,7 @@ class StrictGroup(ProcessGroup):
     # -- their parts
 
     def _part(self, kind: str, tensor: Tensor, communicator: str, peer: int = -1) -> Part:
+        refuse_elsewhere(tensor)
         if not tensor.is_contiguous():
             raise ValueError("Tensors must be contiguous")  # as ProcessGroupNCCL says
         size = f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
@@ -196,8 +199,10 @@ class StrictGroup(ProcessGroup):
             self._made.add(name)
 
     def _launch(self, stream: str, parts: tuple[Part, ...]) -> StrictWork:
-        current = streams.current_stream() or self.endpoint.stream
-        launch = Launch(self.endpoint.rank, stream, parts, current.pending)
+        if (pretended := current()) is not None:
+            pretended.launched()
+        stream_now = streams.current_stream() or self.endpoint.stream
+        launch = Launch(self.endpoint.rank, stream, parts, stream_now.pending)
         try:
             self.endpoint.launch(launch)
         except AbortedError as error:

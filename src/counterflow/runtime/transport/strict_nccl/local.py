@@ -5,11 +5,13 @@ What the engine does over NCCL runs here on the CPU, call by call; only the proc
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from io import BytesIO
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,8 +22,10 @@ from ..ordered import OrderedTransport
 from ..progress import Event
 from ..turns import elsewhere, settled_by
 from . import streams
+from .device import Device, refuse_on_device
 from .fabric import NcclRuleError
 from .group import StrictGroup
+from .modes import computing
 from .threads import ThreadEndpoint, thread_fabric
 
 
@@ -61,6 +65,9 @@ class StrictLocalTransport(OrderedTransport, LocalTransport):
         self.matching = OrderedTransport.matching
         self.fabric = hub.fabric
         self.endpoint = _Endpoint(self)
+        self.pretended = Device(rank, self.endpoint.wait, lambda: self.status.doing)
+        self.endpoint.stream = self.pretended.stream
+        self.device = self.pretended.handle
         self._groups_made = 0
         self.make_groups()
 
@@ -68,14 +75,18 @@ class StrictLocalTransport(OrderedTransport, LocalTransport):
     def running(self) -> Iterator[None]:
         """See ``LocalTransport``."""
         try:
-            with streams.device(self.endpoint.stream), settled_by(partial(streams.settle, "has its turn")):
+            with (
+                computing(self.pretended.stream, self.pretended),
+                settled_by(partial(streams.settle, "has its turn")),
+            ):
                 yield
                 self.progress.synchronize()
         finally:
             self.fabric.leave(self.rank)
 
-    def data_group(self, ranks: Sequence[int], name: str) -> StrictGroup | None:
+    def data_group(self, ranks: Sequence[int], name: str, *, messages: bool = False) -> StrictGroup | None:
         """See ``OrderedTransport``."""
+        del messages
         self._groups_made += 1
         if self.rank not in ranks:
             return None
@@ -87,11 +98,20 @@ class StrictLocalTransport(OrderedTransport, LocalTransport):
 
     def tell(self, tensors: Sequence[Tensor], peer: int, tag: int, *, aside: bool) -> Pending:
         """See ``OrderedTransport``."""
+        for tensor in tensors:
+            refuse_on_device(tensor)
         return LocalTransport.send_described(self, tensors, peer, tag, aside=aside)
 
     def hear(self, peer: int, tag: int, *, aside: bool) -> Described:
         """See ``OrderedTransport``."""
-        return LocalTransport.receive_described(self, peer, tag, aside=aside)
+        return LocalTransport.receive_described(self, peer, tag, aside=aside)  # what is told is on the host
+
+    def gather_objects(self, value: object) -> list[object]:
+        """See ``Transport.gather_objects``; what travels is what is in memory now."""
+        written = BytesIO()
+        _Pickler(written).dump(value)
+        told = cast("list[bytes]", super().gather_objects(written.getvalue()))
+        return [pickle.loads(one) for one in told]  # noqa: S301 - from a thread of this process
 
     def meaning(self, error: RuntimeError, peer: int) -> Exception:
         """See ``OrderedTransport``."""
@@ -115,6 +135,16 @@ class StrictLocalTransport(OrderedTransport, LocalTransport):
         LocalTransport.fail(self, error)
         for rank in range(self.world_size):
             self.fabric.abort(rank)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes what is in the host's memory now."""
+
+    def reducer_override(self, value: object) -> Any:
+        """Refuse memory of a device, of which another process would have to have some."""
+        if isinstance(value, Tensor):
+            refuse_on_device(value)
+        return NotImplemented
 
 
 class _Endpoint(ThreadEndpoint):

@@ -10,6 +10,7 @@ from ..base import TransportKind
 from ..nccl import NcclTransport
 from ..progress import Event
 from . import streams
+from .modes import computing
 from .processes import NAME, endpoint, register
 
 
@@ -23,7 +24,7 @@ class StrictProcessTransport(NcclTransport):
         register()
         self._running = ExitStack()
         super().__init__(device, timeout_seconds)
-        self._running.enter_context(streams.device(endpoint().stream))
+        self._running.enter_context(computing(endpoint().stream))
 
     def record_event(self) -> Event:
         """See ``OrderedTransport``."""

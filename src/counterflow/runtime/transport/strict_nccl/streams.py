@@ -2,43 +2,88 @@
 
 A thread computes at once, so it *is* its stream's device. A wait (``Stream.wait_event``, ``Work.wait``)
 returns at once, and is made up for before the next operator that touches memory: until then the host may
-launch further work, as with a GPU.
-
-What it does not do: run the host ahead of what it computes.
+launch further work, as with a GPU. Copies between the host and a pretended device are different: who has not
+waited for them (``synchronize``) finds nothing, or has overwritten what is still to be read.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from ...torch_private import TorchDispatchMode, schema_of, whole_call, without_modes
+from ...torch_private import without_modes
 from .fabric import Launch
+from .memory import Copy
 
 Wait = Callable[[Sequence[Launch], str], None]
 """Holds the host until something has run."""
 
 
-class Event:
-    """A place in a stream: all that it waited for then."""
+def _healthy() -> None:
+    """No device has an error."""
 
-    def __init__(self, launches: Iterable[Launch], wait: Wait) -> None:
+
+class Event:
+    """A place in a stream: all that it waited for and copied until then.
+
+    Args:
+        launches: what the stream waited for.
+        wait: holds the host.
+        copies: what was on its way.
+        lag: so many looks at the event find that the device has not come to it.
+        look: raises the device's error, if it has had one.
+    """
+
+    def __init__(
+        self,
+        launches: Iterable[Launch],
+        wait: Wait,
+        copies: Sequence[Copy] = (),
+        lag: int = 0,
+        look: Callable[[], None] = _healthy,
+    ) -> None:
+        look()
         self._launches = tuple(launches)
         self._wait = wait
+        self._copies = copies
+        self._lag = lag
+        self._look = look
+        self.recorded_seconds = time.perf_counter()
 
     def query(self) -> bool:
         """Whether it has come."""
-        return all(launch.over for launch in self._launches)
+        self._look()
+        if not all(launch.over for launch in self._launches):
+            return False
+        self._lag -= 1
+        if self._lag >= 0:
+            return False
+        self._finish()
+        return True
 
     def synchronize(self) -> None:
         """Hold the host until it comes."""
+        self._look()
         self._wait(self._launches, "synchronizes with an event")
+        self._lag = 0
+        self._finish()
+
+    def _finish(self) -> None:
+        copies, self._copies = self._copies, ()
+        for copy in copies:
+            copy.finish()
+
+
+class Recorded(Protocol):
+    """What was put at a place in a stream, and can be put at another."""
+
+    recorded: Event | None
 
 
 class Stream:
@@ -46,11 +91,16 @@ class Stream:
 
     Args:
         wait: holds the host.
+        lag: draws how far an event is behind the host.
+        look: raises the device's error, if it has had one.
     """
 
-    def __init__(self, wait: Wait) -> None:
+    def __init__(self, wait: Wait, lag: Callable[[], int] = int, look: Callable[[], None] = _healthy) -> None:
         self._wait = wait
+        self._lag = lag
+        self._look = look
         self._pending: dict[Launch, None] = {}
+        self._copies: list[Copy] = []
 
     @property
     def pending(self) -> tuple[Launch, ...]:
@@ -62,25 +112,46 @@ class Stream:
         if not launch.over:
             self._pending[launch] = None
 
+    def copy(self, copy: Copy) -> None:
+        """Note a copy that the host does not wait for."""
+        self._copies.append(copy)
+
+    def holds(self, tensor: Tensor) -> None:
+        """Memory is not given to anybody else while the CPU's allocator has it in use."""
+
     def record_event(self) -> Event:
         """An event that comes when all before it has run."""
-        return Event(self._pending, self._wait)
+        self._copies = [copy for copy in self._copies if not copy.over]
+        return Event(self._pending, self._wait, tuple(self._copies), self._lag(), self._look)
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: Event | Recorded) -> None:
         """As ``wait_for``."""
+        found = event if isinstance(event, Event) else event.recorded
+        if found is None:
+            return
+        event = found
         for launch in event._launches:  # noqa: SLF001 - of this module
             self.wait_for(launch)
+        self._copies += [copy for copy in event._copies if not copy.over]  # noqa: SLF001 - of this module
 
     def wait_stream(self, stream: Stream) -> None:
         """As ``wait_for``, for all that another stream waits for."""
         self.wait_event(stream.record_event())
 
-    def synchronize(self, why: str = "synchronizes with its stream") -> None:
-        """Hold the host until all has run."""
+    def run(self, why: str) -> None:
+        """Let the device come to its next operator: the thread that is it waits, for its host none does."""
         if self._pending:
             launches, self._pending = tuple(self._pending), {}
             if not all(launch.over for launch in launches):
                 self._wait(launches, why)
+
+    def synchronize(self, why: str = "synchronizes with its stream") -> None:
+        """Hold the host until all has run."""
+        self._look()
+        self.run(why)
+        copies, self._copies = self._copies, []
+        for copy in copies:
+            copy.finish()
 
 
 class _Thread(threading.local):
@@ -105,63 +176,10 @@ def on(stream: Stream) -> Iterator[None]:
         _thread.stream = before
 
 
-@contextmanager
-def device(stream: Stream) -> Iterator[None]:
-    """Around all that a thread does as a worker: it computes when what its stream waits for has run."""
-    with on(stream), _Calls(), _Operators():  # type: ignore[no-untyped-call]
-        yield
-
-
 def settle(why: str = "computes") -> None:
     """Hold the host until what the current stream waits for has run."""
     if _thread.stream is not None:
-        _thread.stream.synchronize(why)
-
-
-_AS_IT_IS = {
-    *("alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "new_empty"),
-    *("new_empty_strided", "permute", "select", "slice", "split", "split_with_sizes", "squeeze", "t"),
-    *("transpose", "unbind", "unsqueeze", "view", "_unsafe_view", "_reshape_alias", "view_as_real"),
-}
-"""Operators that touch no memory: on a GPU they launch nothing."""
-
-_launches: dict[Any, bool] = {}
-"""By operator, whether it does."""
-
-
-class _Operators(TorchDispatchMode):
-    """Before an operator that touches memory its stream is waited for."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Without a wrapper around every operator, which imports torch.compile."""
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        stream = _thread.stream
-        if stream is not None and stream._pending:  # noqa: SLF001 - of this module
-            launches = _launches.get(func)
-            if launches is None:
-                name = schema_of(func).name.partition("::")[2]
-                launches = _launches[func] = name not in _AS_IT_IS
-            if launches:
-                stream.synchronize(f"computes {func}")
-        return func(*args, **(kwargs or {}))
-
-
-_HOST_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__}
-
-
-class _Calls(TorchFunctionMode):
-    """A host that reads memory without an operator waits too, as a copy from a GPU does."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        stream = _thread.stream
-        if stream is not None and stream._pending and func in _HOST_READS:  # noqa: SLF001 - of this module
-            stream.synchronize(f"reads {getattr(func, '__name__', func)}")
-        return func(*args, **whole_call(func, kwargs or {}))
+        _thread.stream.run(why)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from . import streams
+from . import modes
 from .fabric import Fabric, Launch, NcclRuleError, Wake
 from .group import StrictGroup, move
 from .streams import Stream
@@ -109,7 +109,7 @@ def run_ranks(function: Callable[[ThreadEndpoint], _T], ranks: int) -> list[_T]:
     def work(rank: int) -> None:
         endpoint = ThreadEndpoint(fabric, rank)
         try:
-            with streams.device(endpoint.stream):
+            with modes.computing(endpoint.stream):
                 results[rank] = function(endpoint)
                 endpoint.stream.synchronize("is at its end")
         except BaseException as error:  # told to the caller

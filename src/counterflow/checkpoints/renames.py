@@ -1,0 +1,70 @@
+"""How a checkpoint gets its name: at every moment the old one or the new one has it, or can get it back.
+
+Linux exchanges two names in one call, where the file system knows that. Elsewhere the old one steps aside
+first, under a name by which it still counts.
+
+Invariant: a process that is killed between any two calls leaves a whole checkpoint of that step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+from pathlib import Path
+
+_FROM_HERE, _EXCHANGE = -100, 2
+"""Of renameat2: names are of the working folder, and both stay."""
+
+
+def aside(folder: Path) -> Path:
+    """Where a checkpoint is while another of the same step takes its name."""
+    return folder.with_name(f".{folder.name}.old")
+
+
+def put(draft: Path, folder: Path) -> None:
+    """Give a whole draft its name, in place of the checkpoint that has it, if one does.
+
+    Raises:
+        OSError: it cannot be; what was there has its name.
+    """
+    if not folder.exists():
+        rename(draft, folder)
+        return
+    if exchange(draft, folder):
+        shutil.rmtree(draft, ignore_errors=True)
+        return
+    old = aside(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    rename(folder, old)
+    try:
+        rename(draft, folder)
+    except OSError:
+        rename(old, folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename a folder, also where a server was asked twice: NFS then does not find what it has just renamed.
+
+    Raises:
+        OSError: it is not renamed.
+    """
+    before = source.stat()
+    try:
+        source.rename(target)
+    except FileNotFoundError:
+        with contextlib.suppress(OSError):
+            if os.path.samestat(target.stat(), before):
+                return
+        raise
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Let two folders have each other's name, at once; False: it cannot be done here, and nothing changed."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    return bool(call(_FROM_HERE, os.fsencode(one), _FROM_HERE, os.fsencode(other), _EXCHANGE) == 0)

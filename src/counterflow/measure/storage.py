@@ -1,0 +1,110 @@
+"""Which file system a folder is on, and what of it a run may trust: renames, locks, what is on the disk.
+
+A run's fence and lock, and a checkpoint that is complete or absent, need three things: a rename is one step,
+a lock (flock) holds between machines, and the names in a folder can be put on the disk (fsync).
+
+Invariant: it reads the table of mounts and nothing else. What it does not know it says it does not know.
+Knows no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+MOUNTS = Path("/proc/self/mountinfo")
+"""Linux's table of mounts."""
+
+WANTED = "a rename is one step, and locks hold on all machines that see it"
+ADVICE = "let one run at a time write there, and not be restarted; or give a folder of another file system"
+"""Where that is not so."""
+
+_OBJECTS = re.compile(
+    r"s3fs|s3ql|s3backer|gcsfuse|rclone|goofys|geesefs|yas3fs|riofs|mountpoint-s3|mount-s3|blobfuse2?|ossfs2?"
+    r"|cosfs|obsfs|tigrisfs|hf-mount"
+)
+"""Object stores as folders: a rename copies and deletes, locks are of one machine, if of any."""
+
+_KNOWN = {
+    *("nfs", "nfs4", "lustre", "gpfs", "ceph", "wekafs", "ocfs2", "gfs2", "beegfs"),
+    *("fuse.ceph", "fuse.ceph-fuse", "fuse.glusterfs", "fuse.juicefs"),
+    *("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "jfs", "reiserfs"),
+    *("tmpfs", "ramfs", "overlay", "apfs"),
+}
+"""Those that keep their word, if they are mounted so."""
+
+_LOCAL_LOCKS = {"localflock", "noflock", "nolock", "local_lock=flock", "local_lock=all"}
+"""Options of NFS and Lustre."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """The file system of a folder.
+
+    Attributes:
+        kind: as the system calls it, such as ``ext4``; empty: unknown.
+        point: where it is mounted.
+        renames: whether a rename is one step and lasts; None: not known.
+        locks: whether a lock holds on all machines that see the folder; None: not known.
+        why: what is wrong with it, as a clause; empty: nothing is known to be.
+    """
+
+    kind: str
+    point: Path
+    renames: bool | None = None
+    locks: bool | None = None
+    why: str = ""
+
+
+def storage_of(folder: Path, mounts: str | None = None) -> Storage:
+    r"""The file system that a folder is on, or would be.
+
+    >>> mounts = "36 25 0:31 / / rw - ext4 /dev/vda rw\n52 36 0:45 / /data rw - fuse.s3fs s3fs rw"
+    >>> storage_of(Path("/data/runs"), mounts).kind, storage_of(Path("/home"), mounts).renames
+    ('fuse.s3fs', True)
+
+    Args:
+        folder: which; it need not be there.
+        mounts: the table of mounts, as Linux's ``/proc/self/mountinfo`` has it; None: that of this machine.
+    """
+    if mounts is None:
+        try:
+            mounts = MOUNTS.read_text(encoding="utf-8", errors="surrogateescape")
+        except OSError:
+            return Storage("", folder)
+    where = folder.resolve()
+    found: tuple[Path, list[str]] | None = None
+    for line in mounts.splitlines():
+        before, divided, after = line.partition(" - ")
+        if not divided:
+            continue
+        point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4]))
+        # The longest one has the folder; of two in one place the later one hides the other.
+        if where.is_relative_to(point) and (
+            found is None or found[0] == point or point.is_relative_to(found[0])
+        ):
+            found = point, after.split()
+    return Storage("", folder) if found is None else _judged(*found)
+
+
+def _judged(point: Path, about: list[str]) -> Storage:
+    kind, source = about[0], about[1]
+    options = set(",".join(about[2:]).split(","))
+    names = kind.removeprefix("fuse."), source.partition("#")[0].partition(":")[0]
+    renames: bool | None = True
+    locks: bool | None = True
+    why = ""
+    if kind.startswith("fuse") and any(_OBJECTS.fullmatch(name) for name in names):
+        renames = locks = False
+        why = "an object store, whose renames are copies and whose locks hold on one machine at most"
+    elif kind == "fuse.sshfs":
+        renames = locks = False
+        why = "its renames over what is there are two steps, and its locks hold on one machine only"
+    elif local := options & _LOCAL_LOCKS:
+        locks, why = False, f"mounted with {min(local)}, so that its locks hold on one machine only"
+    elif kind == "lustre" and "flock" not in options:
+        locks, why = False, "mounted without flock, so that nothing can be locked"
+    elif kind not in _KNOWN:
+        renames = locks = None
+    return Storage(kind, point, renames, locks, why)

@@ -1,0 +1,203 @@
+"""Whether a loss is a mean over samples, as it is taken to be: seen in the first mini-batch of a kind.
+
+A unit's loss is compared with the losses of its two halves, each weighed as it would be in the mini-batch, on
+the same outputs. One process's loss of a mini-batch is to that of its micro-batches what a unit's is to its
+halves'. Units of one sample are compared two by two instead.
+
+It does not see what changes the gradient alone, and cannot tell of a loss that draws random numbers, of one
+that the last layer makes, or where outputs or targets cannot be cut.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from counterflow.errors import ConfigError
+
+from ..messages.values import Unit
+from .losses import Entry, LossFunction, consistent, counted, elements_in, read_loss
+from .samples import Dims, cut, joined, samples_in
+
+if TYPE_CHECKING:
+    from ..stages.stage import StageCopy
+
+_LOG = logging.getLogger(__name__)
+
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 8e-3, torch.bfloat16: 6e-2}
+"""Losses that are apart by less, relative to the largest of them, differ by rounding."""
+_WHOLE, _ONE, _OTHER = (Unit(number) for number in range(3))
+
+
+_KINDS = 256
+"""In so many kinds of mini-batches the loss is looked at."""
+
+
+class LossChecks:
+    """One pipeline's.
+
+    Args:
+        output_dims: where the samples of outputs are.
+        target_dims: likewise of the targets.
+    """
+
+    def __init__(self, output_dims: Dims, target_dims: Dims) -> None:
+        self._dims = output_dims, target_dims
+        self._seen: set[tuple[int, bool]] = set()
+        self._told = False
+
+    def of(self, kind: int, *, evaluates: bool) -> LossCheck | None:
+        """What looks at a mini-batch's loss; None: another one of the kind was looked at."""
+        if (kind, evaluates) in self._seen or len(self._seen) == _KINDS:
+            return None
+        self._seen.add((kind, evaluates))
+        return LossCheck(*self._dims, self._undecided)
+
+    def _undecided(self, why: str) -> None:
+        """Warn, once, that a loss could not be looked at."""
+        if not self._told:
+            self._told = True
+            _LOG.warning(
+                "it could not be seen whether the loss is a mean over samples, as it is taken to be (%s)", why
+            )
+
+
+class LossCheck:
+    """Of one mini-batch on one worker.
+
+    Args:
+        output_dims: where the samples of outputs are.
+        target_dims: likewise of the targets.
+        undecided: called with the reason if it cannot be told.
+    """
+
+    def __init__(self, output_dims: Dims, target_dims: Dims, undecided: Callable[[str], object]) -> None:
+        self._output_dims, self._target_dims = output_dims, target_dims
+        self._undecided = undecided
+        self._samples = 0
+        self._pair: tuple[Entry, Entry] | None = None
+        """The losses of the halves of the unit at hand."""
+        self._single: tuple[Any, Any] | None = None
+        """Output and target of a unit of one sample."""
+        self._first: tuple[Any, Any, Entry] | None = None
+        """Of an earlier one, with its loss."""
+        self._of: Callable[[Any, Any, int, Unit], Entry]
+        self._over = False
+
+    def begin(self, copy: StageCopy, function: LossFunction, output: Any, target: Any, samples: int) -> None:
+        """Before a unit's loss is made, which may change what it is given."""
+        self._samples, self._pair, self._single = samples, None, None
+
+        def of(output: Any, target: Any, samples: int, unit: Unit) -> Entry:
+            found, means = copy.loss_apart(function, output, target), copy.means
+            read = read_loss(found) if means is None else means.read(found, samples)
+            return read.entered(unit, samples, 1.0, elements_in(output))
+
+        self._of = of
+        try:
+            if samples_in(output, self._output_dims, "outputs") != samples:
+                raise ConfigError("outputs have no dimension of samples where output_dims says")
+            if samples == 1:
+                self._single = self._part(output, target, slice(0, 1))
+                return
+            half = samples // 2
+            one = of(*self._part(output, target, slice(0, half)), half, _ONE)
+            other = of(*self._part(output, target, slice(half, samples)), samples - half, _OTHER)
+            self._pair = one, other
+        except Exception as error:
+            self._tell("half of a micro-batch", error)
+
+    def _tell(self, where: str, error: Exception) -> None:
+        why = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        self._over = True
+        self._undecided(f"of {where}: {why}")
+
+    def end(self, entry: Entry) -> bool:
+        """After it was made: whether it cannot be told, so that nobody need look at the next one.
+
+        Raises:
+            ConfigError: the loss is no mean over samples.
+        """
+        if self._pair is not None:
+            self._compare(entry, *self._pair)
+        elif self._single is not None:
+            if self._first is None:
+                self._first = *self._single, entry
+            else:
+                self._compare_singles(*self._first, *self._single, entry)
+                self._first = None
+        return self._over
+
+    def _compare_singles(  # noqa: PLR0917
+        self, output: Any, target: Any, first: Entry, other_output: Any, other_target: Any, other: Entry
+    ) -> None:
+        try:
+            whole = self._of(
+                joined([output, other_output], self._output_dims, "outputs", (1, 1)),
+                joined([target, other_target], self._target_dims, "targets", (1, 1)),
+                2,
+                _WHOLE,
+            )
+        except Exception as error:
+            self._tell("two micro-batches", error)
+        else:
+            self._compare(whole, first, other)
+
+    def _part(self, output: Any, target: Any, rows: slice) -> tuple[Any, Any]:
+        """Some samples, in memory of their own."""
+        return tuple(
+            pytree.tree_map_only(Tensor, _copied, cut(tree, rows, dims))
+            for tree, dims in ((output, self._output_dims), (target, self._target_dims))
+        )
+
+    def _compare(self, whole: Entry, one: Entry, other: Entry) -> None:
+        """Compare a unit's loss with those of its halves, if that can be.
+
+        Raises:
+            ConfigError: they do not make the same.
+        """
+        if not consistent(counted(entry.counted for entry in (whole, one, other))):
+            return
+        counts = [float(e.counts) for e in (whole, one, other) if e.counts is not None]
+        if counts and max(counts) - min(counts) > 1e-9 * abs(max(counts)):
+            return  # what counts in each micro-batch is compared when all are made
+        assert isinstance(whole.loss, Tensor)
+        rounding = _ROUNDING.get(whole.loss.dtype, 1e-3)
+        sums, weights = ([f(e) for e in (whole, one, other)] for f in (_sum, _weight))
+        if not (min(weights) >= 0 and weights[0] > 0 and weights[1] + weights[2] > 0):
+            return
+        found, halves = sums[0] / weights[0], (sums[1] + sums[2]) / (weights[1] + weights[2])
+        each = [s / w for s, w in zip(sums, weights, strict=True) if w]
+        largest = max(map(abs, each))
+        if not math.isfinite(sum(each)) or not largest:
+            return
+        if abs(found - halves) > rounding * largest:
+            raise ConfigError(
+                f"the loss is no mean over samples: of {self._samples_shown} it is {found:g}, and those of "
+                f"their halves, weighed by what they count, make {halves:g}; so the losses of micro-batches "
+                "do not make one process's. Let the loss function return a cf.LossSum: a sum, and what it is "
+                "to be divided by; or insist on a mean of the micro-batches' losses with "
+                "per_micro_batch_loss=True"
+            )
+
+    @property
+    def _samples_shown(self) -> str:
+        return "2 samples" if self._samples == 1 else f"{self._samples} samples"
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _sum(entry: Entry) -> float:
+    return float(entry.loss) * entry.by
+
+
+def _weight(entry: Entry) -> float:
+    return float(entry.weight) * entry.by

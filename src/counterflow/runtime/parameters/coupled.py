@@ -1,0 +1,223 @@
+"""Whether an optimiser looks at several of its parameters at once, which none may that has some of a model's.
+
+A stage has an optimiser of its own, and with ``zero_stage`` each worker has one of the weights that it
+updates. One that works out a number from all its parameters (a global norm, Prodigy's distance) then makes
+other updates than one optimiser of the whole model does. It is found by trying the user's own function on a
+few small parameters, together and apart, with given gradients.
+
+Invariant: neither the parameters at hand, nor their optimiser, nor the state of torch's generators differ
+after it. What the user's function does beside making an optimiser, it does twice more, or three times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from counterflow.errors import ConfigError
+
+from ..mesh.dtensors import is_dtensor
+from ..messages.values import number_of
+from .optimizers import MakeOptimizer
+
+_STEPS = 3
+_CHOSEN = 4
+_VALUES = 4
+"""So many parameters at most, of at most so many values a dimension, are tried."""
+
+_ROUNDING = 8.0
+"""Units in the last place by which results may differ: some optimisers put all parameters into one tensor."""
+
+_NAMES = ("dadapt", "prodigy", "lamb")
+"""In the names of those that are known to, where one cannot be tried."""
+
+_FOR_ITSELF = "take one that looks at each weight for itself (SGD, AdamW, Adafactor, Muon)"
+
+
+class _Tried(NamedTuple):
+    """What came of the parameters that are compared, and whether random numbers were drawn."""
+
+    results: list[Any]
+    drew: bool
+
+
+class Trial:
+    """A user's function, tried on small copies of some of a stage's parameters.
+
+    Args:
+        make: the function.
+        optimizer: what it made for the stage.
+        parameters: the stage's, by name, in the order in which the function was given them.
+        named: whether it takes the names too.
+    """
+
+    def __init__(
+        self,
+        make: MakeOptimizer,
+        optimizer: Optimizer,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        *,
+        named: bool,
+    ) -> None:
+        self._make, self._named = make, named
+        places = {id(parameter): place for place, (_, parameter) in enumerate(parameters)}
+        chosen: list[int] = []
+        for group in optimizer.param_groups:
+            trained = [places[id(p)] for p in group["params"] if p.requires_grad]
+            chosen += dict.fromkeys(trained[:1] + trained[-1:])
+        chosen = chosen[:_CHOSEN]
+        self._others = set(chosen[0::2])
+        self._given = dict(parameters[place] for place in sorted(chosen))
+        if len(chosen) == 1:  # beside one more of its kind
+            name, parameter = parameters[chosen[0]]
+            self._given[f"{name.partition('.')[0]}.{name}"] = parameter
+        compared = {parameters[place][0] for place in chosen[1::2]}
+        self._compared = compared or set([*self._given][1:])
+
+    def coupled(self, kept: AbstractContextManager[Any]) -> bool | None:
+        """Whether an update depends on parameters beside its own; None: that cannot be tried.
+
+        Args:
+            kept: leaves the random state as it was.
+        """
+        every = [*self._given]
+        if len(every) < 2:
+            return None
+        with kept:
+            try:
+                whole = self._run(every)
+                found = self._differ(whole, every)
+                # Only one that does the same when it is asked again tells anything.
+                if found and self._same(whole, self._run(every)):
+                    return True
+            except Exception:
+                return None
+        return None if found else False
+
+    def _differ(self, whole: _Tried, every: list[str]) -> bool:
+        if not whole.drew:
+            try:
+                return not self._same(whole, self._run([n for n in every if n in self._compared]))
+            except Exception:  # noqa: S110 - it wants a parameter that is not there: beside others
+                pass
+        return not self._same(whole, self._run(every, others=2))
+
+    def _run(self, names: Collection[str], *, others: int = 1) -> _Tried:
+        """Some steps on copies of parameters; ``others`` tells the gradients of those not compared."""
+        torch.default_generator.manual_seed(0)
+        copies = {name: _small(self._given[name], number) for number, name in self._numbered(names)}
+        made = self._make(list(copies.items()) if self._named else list(copies.values()))
+        mine = {id(copy) for copy in copies.values()}
+        for group in made.param_groups:
+            if any(id(parameter) not in mine for parameter in group["params"]):
+                raise ConfigError("the optimizer is of other parameters than its function was given")
+            if "capturable" in group:
+                group["capturable"] = False  # copies are on the CPU
+        before = torch.default_generator.get_state()
+        for step in range(_STEPS):
+            for number, name in self._numbered(names):
+                which = 1 if name in self._compared else 10 * others
+                copies[name].grad = _drawn(copies[name], which, step + 1, number, which)
+            made.step()
+        compared = (copies[name] for name in self._given if name in self._compared)
+        results = [each for copy in compared for each in _results(made, copy)]
+        return _Tried(results, not torch.equal(before, torch.default_generator.get_state()))
+
+    def _numbered(self, names: Collection[str]) -> list[tuple[int, str]]:
+        return [(number, name) for number, name in enumerate(self._given) if name in names]
+
+    @staticmethod
+    def _same(one: _Tried, other: _Tried) -> bool:
+        return len(one.results) == len(other.results) and all(map(_close, one.results, other.results))
+
+
+def _small(parameter: nn.Parameter, number: int) -> nn.Parameter:
+    """One of the same kind, with whatever the user has noted at it."""
+    found = nn.Parameter(0.1 * _drawn(parameter, 1, 0, number))
+    if not is_dtensor(parameter):
+        vars(found).update(vars(parameter))
+    return found
+
+
+def _drawn(like: Tensor, size: int, *seed: int) -> Tensor:
+    """Numbers of a tensor's kind on the CPU, a few of each of its dimensions."""
+    generator = torch.Generator().manual_seed(number_of(*seed))
+    shape = [min(count, _VALUES) for count in like.shape]
+    made = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return (size * made).to(like.dtype)
+
+
+def _results(optimizer: Optimizer, copy: nn.Parameter) -> list[Any]:
+    """What an optimiser made of a parameter, keeps of it, and has among the options of its group."""
+    group = next(group for group in optimizer.param_groups if any(p is copy for p in group["params"]))
+    options = [value for key, value in group.items() if key != "params" and isinstance(value, float | Tensor)]
+    state = [value for value in optimizer.state.get(copy, {}).values() if isinstance(value, Tensor)]
+    return [copy.detach(), *state, *options]
+
+
+def _close(one: Any, other: Any) -> bool:
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return type(one) is type(other) and (one == other or math.isclose(one, other, rel_tol=1e-6))
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    exact = torch.complex128 if one.is_complex() else torch.float64
+    mine, its = one.detach().to(exact), other.detach().to(exact)
+    size = float(mine.abs().max()) if mine.numel() else 0.0
+    units = torch.finfo(one.dtype).eps * (size if math.isfinite(size) else 0.0)
+    return torch.allclose(mine, its, rtol=0.0, atol=_ROUNDING * units, equal_nan=True)
+
+
+# -- where one cannot be tried
+
+
+def known_coupled(optimizer: Optimizer) -> bool:
+    """Whether an optimiser is one of those that are known to work out numbers from all parameters."""
+    return any(part in type(optimizer).__name__.lower() for part in _NAMES)
+
+
+def options_of(optimizer: Optimizer) -> list[dict[str, float]]:
+    """The numbers among the options of its groups."""
+    return [
+        {key: float(value) for key, value in group.items() if isinstance(value, float | Tensor)}
+        for group in optimizer.param_groups
+    ]
+
+
+def refuse_changed(optimizer: Optimizer, before: list[dict[str, float]], stage: int) -> None:
+    """Refuse an optimiser that changed its groups' options in a step: it found them from all parameters.
+
+    Raises:
+        ConfigError: it did.
+    """
+    for then, now in zip(before, options_of(optimizer), strict=True):
+        changed = sorted(key for key in now if now[key] != then.get(key))
+        if changed:
+            raise ConfigError(
+                f"the optimizer of stage {stage}, a {type(optimizer).__name__}, changed {changed[0]!r} of a "
+                "group in its step, as those do that look at all parameters together, and it has some of the "
+                f"model's alone; {_FOR_ITSELF}"
+            )
+
+
+def error(optimizer: Optimizer, stage: int, *, sharded: bool) -> ConfigError:
+    """That an optimiser looks at several weights at once.
+
+    Args:
+        optimizer: that does.
+        stage: whose it is.
+        sharded: whether workers update some of a stage's weights each, and not each stage all of its own.
+    """
+    why = "zero_stage = 1 lets each worker update some of them" if sharded else "each stage has its own"
+    return ConfigError(
+        f"the optimizer of stage {stage}, a {type(optimizer).__name__}, updates a weight otherwise when it "
+        f"has others beside it, so that it has to be one for the whole model, and {why}; {_FOR_ITSELF}, and "
+        "let its function go by names (named_parameters=True), not by places in its list"
+    )

@@ -1,0 +1,81 @@
+"""A number that tells some tensors' contents from others, made on their device.
+
+It is a sum of products of bits and fixed random factors, in 64-bit integers that wrap around: exact in any
+order of adding, so the same on every device. What is read are 32 bits or fewer of a value at a time, so a
+zero is told from a negative zero, and a NaN is as good as a number. A factor belongs to a place, so that also
+what is swapped, or changed alike in several places, is told (exclusive or, as ``torch.hash_tensor`` has it,
+gives 0 for any tensor of equal values). Two contents that differ have the same number by a chance of one in
+2**33 at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..mesh.dtensors import local
+
+_WIDTH = 2**16
+"""Values of a row, with a factor each; a worker's cache holds them."""
+
+_ROWS = 64
+"""Rows that a device works on at once: more are fewer launches, and more memory."""
+
+_BITS_LOST = 11
+"""The uppermost 53 bits go into a float64, as numbers are gathered."""
+
+_TENSORS = 16
+"""The level of the factors of whole tensors, above those of rows, rows of rows and so on."""
+
+
+def digest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The number of what this rank holds of some tensors, a float64 on a device; nobody waits for it.
+
+    >>> one, other = torch.zeros(3), torch.ones(2, 2)
+    >>> cpu = torch.device("cpu")
+    >>> bool(digest([one, other], cpu) == digest([one.clone(), other.clone()], cpu))
+    True
+    >>> bool(digest([one, other], cpu) == digest([-one, other], cpu))
+    False
+    """
+    with torch.no_grad():
+        sums = [_sum(_words(local(tensor).detach())).to(device) for tensor in tensors]
+        whole = (
+            _sum(torch.stack(sums), _TENSORS) if sums else torch.zeros((), dtype=torch.int64, device=device)
+        )
+        return (whole >> _BITS_LOST).double()
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """A tensor's bits as integers, one after another."""
+    flat = tensor.contiguous().reshape(-1)
+    if flat.element_size() == 1:
+        return flat.view(torch.uint8)
+    return flat.view(torch.int16 if flat.element_size() == 2 else torch.int32)
+
+
+def _sum(words: Tensor, level: int = 0) -> Tensor:
+    factors = _factors(level, words.device)
+    if words.numel() <= _WIDTH:
+        return (words * factors[: words.numel()]).sum()
+    sums = []
+    rows = 1 if words.device.type == "cpu" else _ROWS
+    for block in words.split(_WIDTH * rows):
+        whole = block.numel() // _WIDTH * _WIDTH
+        if whole:
+            sums.append((block[:whole].view(-1, _WIDTH) * factors).sum(1))
+        if whole < block.numel():
+            sums.append((block[whole:] * factors[: block.numel() - whole]).sum().view(1))
+    return _sum(torch.cat(sums), level + 1)
+
+
+@cache
+def _factors(level: int, device: torch.device) -> Tensor:
+    """Odd numbers, so that one value that differs always differs in its product."""
+    generator = torch.Generator().manual_seed(level)
+    least, most = -(2**63), 2**63 - 1
+    made = torch.randint(least, most, (_WIDTH,), generator=generator, dtype=torch.int64, device="cpu")
+    return (made | 1).to(device)

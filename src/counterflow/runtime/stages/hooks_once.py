@@ -1,0 +1,101 @@
+"""Hooks of activations in backwards that are split: called once a micro-batch, as in one process.
+
+A split backward enters some nodes of a graph twice: for the input gradient, and later for weights. Both times
+autograd calls the hooks of the tensors that these nodes gave, with the same gradient. So the second time what
+a hook made the first time is given again, and the hook itself, which may count, log, draw or change what it
+keeps, is not called.
+
+What it does not find: hooks of nodes (``tensor.grad_fn.register_hook``), those within compiled layers, whose
+nodes are entered once, and those that forwards begin to register after a step's first one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum, auto
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..torch_private import whole_call
+
+
+class Half(Enum):
+    """What a backward makes at the moment."""
+
+    NEITHER = auto()
+    INPUT_GRADIENT = auto()
+    WEIGHT_GRADIENTS = auto()
+
+
+class HooksOnce(TorchFunctionMode):
+    """Around the forwards of a stage whose backwards are split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.half = Half.NEITHER
+        self._found = False
+        """Whether a forward has registered any: then all are watched."""
+        self._step = -1
+
+    def watches(self, step: int) -> bool:
+        """Whether a forward is to be watched: a step's first one, and all if there are hooks."""
+        first, self._step = step != self._step, step
+        return first or self._found
+
+    @contextmanager
+    def making(self, half: Half) -> Iterator[None]:
+        """Around a half of a backward."""
+        self.half = half
+        try:
+            yield
+        finally:
+            self.half = Half.NEITHER
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func is Tensor.register_hook and len(args) == 2 and args[0].grad_fn is not None:
+            self._found = True
+            args = args[0], _Once(args[1], self)
+        elif func is Tensor.retain_grad and args[0].grad_fn is not None and not args[0].retains_grad:
+            self._found = True
+            args[0].register_hook(_Anew(args[0], self))
+        return func(*args, **whole_call(func, kwargs or {}))
+
+
+class _Once:
+    """A hook of one micro-batch's tensor."""
+
+    __slots__ = ("_called", "_found", "_hook", "_hooks")
+
+    def __init__(self, hook: Callable[[Tensor], Tensor | None], hooks: HooksOnce) -> None:
+        self._hook, self._hooks = hook, hooks
+        self._called = False
+        self._found: Tensor | None = None
+
+    def __call__(self, gradient: Tensor) -> Tensor | None:
+        if self._called and self._hooks.half is Half.WEIGHT_GRADIENTS:
+            found, self._found, self._called = self._found, None, False
+            return found
+        found = self._hook(gradient)
+        if self._hooks.half is Half.INPUT_GRADIENT:
+            self._called, self._found = True, found
+        return found
+
+
+class _Anew:
+    """Of a tensor that keeps its gradient: forgets it before it comes again, and would be added."""
+
+    __slots__ = ("_hooks", "_tensor")
+
+    def __init__(self, tensor: Tensor, hooks: HooksOnce) -> None:
+        self._tensor, self._hooks = weakref.ref(tensor), hooks
+
+    def __call__(self, gradient: Tensor) -> None:
+        del gradient
+        tensor = self._tensor()
+        if tensor is not None and self._hooks.half is Half.WEIGHT_GRADIENTS:
+            tensor.grad = None

@@ -1,0 +1,361 @@
+"""What operators and calls of torch do on a pretended device: where their tensors are, and who waits.
+
+An operator is seen below autograd, in forwards and backwards alike; a call is seen as Python makes it, before
+its arguments are looked at. Without a pretended device a thread still waits, before it computes, for what its
+stream waits for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ...torch_private import (
+    TorchDispatchMode,
+    device_constructors,
+    schema_of,
+    whole_call,
+    without_functions,
+)
+from . import streams
+from .device import NAME, Device, current, on
+from .memory import HOST, PINNED, FromHost, Place, ToHost, mark, place_of, same_memory, tensors_in
+from .streams import Stream
+
+
+@contextmanager
+def computing(stream: Stream, device: Device | None = None) -> Iterator[None]:
+    """Around all that a thread does as a worker: it computes when what its stream waits for has run."""
+    with on(device), streams.on(stream), _Calls(), _Operators():  # type: ignore[no-untyped-call]
+        yield
+
+
+# -- operators
+
+_AS_IT_IS = {
+    *("alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "new_empty"),
+    *("new_empty_strided", "permute", "select", "slice", "split", "split_with_sizes", "squeeze", "t"),
+    *("transpose", "unbind", "unsqueeze", "view", "_unsafe_view", "_reshape_alias", "view_as_real"),
+}
+"""Operators that touch no memory: on a GPU they launch nothing."""
+
+_READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
+"""Operators of a device for whose result the host waits."""
+
+_ACROSS = {"copy_", "_to_copy", "_foreach_copy_", "index", "index_put", "index_put_", "_index_put_impl_"}
+"""Operators that take tensors of the host and of a device together."""
+
+_names: dict[Any, str] = {}
+"""By operator its name."""
+
+
+def _name(operator: Any) -> str:
+    found = _names.get(operator)
+    if found is None:
+        found = _names[operator] = schema_of(operator).name.partition("::")[2]
+    return found
+
+
+class _Operators(TorchDispatchMode):
+    """Before an operator that touches memory its stream is waited for; and its tensors are in one place."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Without a wrapper around every operator, which imports torch.compile."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        stream, device = streams.current_stream(), current()
+        name = _name(func)
+        if stream is not None and name not in _AS_IT_IS:
+            stream.run(f"computes {func}")
+        with without_functions():  # they have seen the call, if it was one of Python's
+            if device is None:
+                return func(*args, **kwargs)
+            return _computed(device, name, func, args, kwargs)
+
+
+def _computed(device: Device, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    given = list(tensors_in((args, kwargs)))
+    places = [place_of(tensor) for tensor in given]
+    here = _where(device, name, given, places)
+    if here is None:
+        found = func(*args, **kwargs)
+        if any(place is not None for place in places):
+            for tensor in tensors_in((found,)):
+                mark(tensor, HOST)
+        return found
+    if name not in _AS_IT_IS:
+        device.launched()
+    if name in _READS:
+        device.synchronize(f"reads {name}")
+    if name == "copy_":
+        return _copy(device, func, args, kwargs, places)
+    found = func(*args, **kwargs)
+    for tensor in tensors_in((found,)):
+        mark(tensor, here)
+    return found
+
+
+def _where(device: Device, name: str, given: list[Tensor], places: list[Place]) -> Device | None:
+    """Where an operator runs: on the device (None: on the host).
+
+    Raises:
+        RuntimeError: its tensors are in several places, as torch says it.
+    """
+    there = [place for place in places if isinstance(place, Device)]
+    if not there:
+        return None
+    other = next((place for place in there if place != device), None)
+    if other is not None and name not in _AS_IT_IS:
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found {device} and {other}!")
+    if name not in _ACROSS:
+        for tensor, place in zip(given, places, strict=True):
+            if place in (HOST, PINNED) and (tensor.dim() or name.startswith("_fused")):
+                raise RuntimeError(
+                    "Expected all tensors to be on the same device, but found at least two devices, "
+                    f"{device} and cpu! ({name} of a tensor of shape {tuple(tensor.shape)})"
+                )
+    return device
+
+
+def _copy(device: Device, func: Any, args: Any, kwargs: Any, places: list[Place]) -> Any:
+    target, source = args[:2]
+    at_once = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+    to, of = places[0], places[1]
+    if isinstance(of, Device) and not isinstance(to, Device) and (at_once or to != PINNED):
+        device.synchronize("copies to the host")
+    found = func(*args, **kwargs)
+    if at_once or (isinstance(of, Device) and isinstance(to, Device)):
+        return found
+    stream = streams.current_stream() or device.stream
+    if to == PINNED:
+        stream.copy(ToHost(target))
+    elif of == PINNED:
+        stream.copy(FromHost(source))
+    return found
+
+
+# -- calls
+
+_ANY: Any = Tensor
+"""Its attributes are read and written by calls, of which its annotations know nothing."""
+
+_Handler = Callable[[Device, Any, Any, Any], Any]
+_HANDLERS: dict[Any, _Handler] = {}
+
+
+def _handles(*functions: Any) -> Callable[[_Handler], _Handler]:
+    def note(handler: _Handler) -> _Handler:
+        _HANDLERS.update(dict.fromkeys(functions, handler))
+        return handler
+
+    return note
+
+
+class _Calls(TorchFunctionMode):
+    """What has no operator of its own: where a tensor is, moves, and reads of its memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        stream, device = streams.current_stream(), current()
+        if stream is not None and func in _HOST_READS:
+            stream.run(f"reads {getattr(func, '__name__', func)}")
+        if device is None:
+            return func(*args, **whole_call(func, kwargs))
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return handler(device, func, args, kwargs)
+        kwargs = whole_call(func, kwargs)
+        if kwargs.get("device") is not None or kwargs.get("pin_memory"):
+            if _by_autograd(sys._getframe(1)):  # noqa: SLF001 - documented
+                return func(*args, **kwargs)
+            return _made(device, func, args, dict(kwargs))
+        found = func(*args, **kwargs)
+        if func in device_constructors():
+            for tensor in tensors_in((found,)):
+                mark(tensor, HOST)
+        return found
+
+
+def _by_autograd(frame: FrameType) -> bool:
+    """Whether a call is torch.autograd's: it makes a loss's gradient where C++ has the loss, on the CPU."""
+    return frame.f_globals.get("__name__") == "torch.autograd"
+
+
+_HOST_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__}
+
+
+def _made(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """What a function makes where it is told to."""
+    pinned = bool(kwargs.pop("pin_memory", False))
+    wanted = kwargs.get("device")
+    place = _place(device, wanted)
+    if place is None:  # of neither
+        return func(*args, **kwargs)
+    if place is HOST and pinned:
+        place = PINNED
+    if wanted is not None:
+        kwargs["device"] = "cpu"
+    given = list(tensors_in((args, kwargs)))
+    if place == device:
+        device.look()
+    elif any(place_of(tensor) == device for tensor in given):
+        device.synchronize("copies to the host")
+    found = func(*args, **kwargs)
+    for tensor in tensors_in((found,)):
+        if same_memory(tensor, given):
+            if place_of(tensor) not in (None, place):
+                return _moved(device, tensor, place)
+        else:
+            mark(tensor, place, again=True)
+    return found
+
+
+def _place(device: Device, wanted: Any) -> Place:
+    """Where a device's name is; None: neither on the host nor on the pretended device."""
+    if wanted is None:
+        return HOST
+    name = device.handle if isinstance(wanted, int) else torch.device(wanted)
+    if name.type == NAME:
+        if name.index not in (None, device.handle.index):
+            raise RuntimeError(f"worker of {device} makes a tensor on {name}")
+        return device
+    return HOST if name.type == "cpu" else None
+
+
+@_handles(Tensor.to)
+def _to(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, rest, kwargs = args[0], list(args[1:]), dict(kwargs)
+    other = kwargs.pop("other", None)
+    if rest and isinstance(rest[0], Tensor):
+        other = rest.pop(0)
+    wanted = kwargs.pop("device", None)
+    if other is not None:
+        wanted = place_of(other) if isinstance(place_of(other), Device) else other.device
+        wanted = wanted.handle if isinstance(wanted, Device) else wanted
+        kwargs.setdefault("dtype", other.dtype)
+    elif rest and isinstance(rest[0], (torch.device, str, int)):
+        wanted = rest.pop(0)
+    if rest and isinstance(rest[0], torch.dtype):
+        kwargs["dtype"] = rest.pop(0)
+    if rest and rest[0] is None:  # the dtype
+        rest.pop(0)
+    for name, value in zip(("non_blocking", "copy"), rest, strict=False):
+        kwargs[name] = value
+    kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    place = None if wanted is None else _place(device, wanted)
+    now = place_of(tensor)
+    if wanted is not None and place is None:
+        return func(tensor, device=wanted, **kwargs)
+    if place is None or place == now or (place is HOST and now in (None, PINNED)):
+        return func(tensor, **kwargs) if kwargs else tensor
+    return _moved(device, tensor, place, **kwargs)
+
+
+@_handles(Tensor.cpu)
+def _cpu(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = args[0]
+    if not isinstance(place_of(tensor), Device):
+        return func(*args, **kwargs)
+    return _moved(device, tensor, HOST, **kwargs)
+
+
+def _moved(device: Device, tensor: Tensor, place: Place, *, non_blocking: bool = False, **how: Any) -> Tensor:
+    """A tensor in another place."""
+    now = place_of(tensor)
+    device.look()
+    if isinstance(now, Device) and not non_blocking:
+        device.synchronize("copies to the host")
+    how.pop("copy", None)
+    with on(None):
+        found = Tensor.to(tensor, "cpu", copy=True, **how)
+    mark(found, PINNED if place is HOST and non_blocking else place, again=True)
+    if non_blocking:
+        stream = streams.current_stream() or device.stream
+        if place is HOST:
+            stream.copy(ToHost(found))
+        elif now is PINNED:
+            stream.copy(FromHost(tensor))
+    return found
+
+
+@_handles(_ANY.device.__get__)
+def _device(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    del device
+    place = place_of(args[0])
+    return place.handle if isinstance(place, Device) else func(*args, **kwargs)
+
+
+@_handles(_ANY.is_cpu.__get__)
+def _is_cpu(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    del device
+    return not isinstance(place_of(args[0]), Device) and func(*args, **kwargs)
+
+
+@_handles(_ANY.grad.__set__)
+def _set_grad(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, grad = args
+    if isinstance(grad, Tensor):
+        places = {place for place in (place_of(tensor), place_of(grad)) if place is not None}
+        if len(places) > 1 and device in places:
+            raise RuntimeError("assigned grad has data located on a different device")
+    return func(*args, **kwargs)
+
+
+@_handles(Tensor.is_pinned)
+def _is_pinned(device: Device, func: Any, args: Any, kwargs: Any) -> bool:
+    del device, func, kwargs
+    return bool(place_of(args[0]) == PINNED)
+
+
+@_handles(Tensor.pin_memory)
+def _pin_memory(device: Device, func: Any, args: Any, kwargs: Any) -> Tensor:
+    del func, kwargs
+    tensor: Tensor = args[0]
+    place = place_of(tensor)
+    if place is PINNED:
+        return tensor
+    if place == device:
+        raise RuntimeError(f"cannot pin '{tensor.type()}' of {device}: only dense CPU tensors can be pinned")
+    found = tensor.detach().clone()
+    mark(found, PINNED, again=True)
+    return found
+
+
+@_handles(Tensor.numpy, Tensor.__array__)
+def _numpy(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    if place_of(args[0]) == device:
+        raise TypeError(
+            f"can't convert {device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
+            "host memory first."
+        )
+    return func(*args, **kwargs)
+
+
+@_handles(Tensor.tolist, Tensor.__repr__)
+def _read(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    if place_of(args[0]) == device:
+        device.synchronize("reads a tensor")
+    with on(None):
+        return func(*args, **kwargs)
+
+
+@_handles(Tensor.__deepcopy__)
+def _deep_copied(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    del device
+    found = func(*args, **kwargs)
+    place = place_of(args[0])
+    if place is not None:
+        mark(found, place, again=True)
+    return found

@@ -1,0 +1,120 @@
+"""The processes of a launch: started together, watched until they end, and none left behind.
+
+torch's elastic launch waits for ever where a process ends without a word and with exit code 0, as its own
+wrapper of a process does after an interrupt. Here who ends before it is let go has failed, whatever its code.
+
+Invariant: after ``end`` none is running, whatever signals came meanwhile. It knows nothing of what they do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, Literal
+
+from .outside import end_server, undisturbed
+
+_KILLED_SECONDS = 5.0
+"""How long a process that was killed is waited for: one that a device holds may never go."""
+
+
+class Children:
+    """Processes, by rank.
+
+    Args:
+        method: how they are started.
+    """
+
+    def __init__(self, method: Literal["forkserver", "spawn"]) -> None:
+        self._context = multiprocessing.get_context(method)
+        self._forked = method == "forkserver"
+        self._every: list[BaseProcess] = []
+        self._ended: set[int] = set()
+        self._told: set[int] = set()
+        self._reads, self._writes = self._context.Pipe(duplex=False)
+
+    def start(self, work: Callable[..., None], arguments: Iterable[tuple[Any, ...]]) -> None:
+        """Start a process for each tuple of arguments; each gets also the line for ``stay``.
+
+        The process that workers are forked from may still be loading: this waits for it, unless it is
+        interrupted.
+        """
+        for rank, given in enumerate(arguments):
+            process = self._context.Process(  # type: ignore[attr-defined]
+                target=work, args=(*given, self._reads), name=f"counterflow worker {rank}"
+            )
+            with contextlib.nullcontext() if self._forked else undisturbed():
+                process.start()
+            self._every.append(process)
+
+    def ended(self, within_seconds: float) -> dict[int, int]:
+        """Exit codes of those that have ended since the last call, by rank; waits so long for one."""
+        running = {p.sentinel: rank for rank, p in enumerate(self._every) if rank not in self._ended}
+        found = {}
+        for sentinel in connection.wait(list(running), within_seconds):
+            assert isinstance(sentinel, int)
+            rank = running[sentinel]
+            self._every[rank].join()
+            self._ended.add(rank)
+            found[rank] = self._every[rank].exitcode or 0
+        return found
+
+    def tell(self, number: int) -> None:
+        """Send each process one signal, and never another."""
+        for process in self._every:
+            if process.pid is not None and process.pid not in self._told:
+                self._told.add(process.pid)
+                _send(process, number)
+
+    def let_go(self) -> None:
+        """Let those end that have done their work; see ``stay``."""
+        self._writes.close()
+
+    def end(self, within_seconds: float, number: int | None = None) -> None:
+        """Wait until all have ended; those that have not in time are killed.
+
+        Args:
+            within_seconds: how long they may take.
+            number: the signal that asks them to; None: they end by themselves.
+        """
+        self.let_go()
+        with undisturbed():
+            deadline = time.monotonic() + within_seconds
+            for process in self._every:
+                if number is not None:
+                    _send(process, number)
+            for process in self._every:
+                process.join(max(0.0, deadline - time.monotonic()))
+            for process in self._every:
+                _send(process, signal.SIGKILL)
+            for process in self._every:
+                process.join(_KILLED_SECONDS)
+
+    def abandon(self) -> None:
+        """End all at once, also what would fork one that nobody here knows of yet."""
+        self.end(0.0)
+        if self._forked:
+            end_server()
+
+
+def stay(line: Connection) -> None:
+    """As a process whose work is done: wait until all have done theirs, who may still hear from this one.
+
+    Args:
+        line: what ``Children`` gave it.
+    """
+    with contextlib.suppress(EOFError, OSError):
+        line.recv()
+
+
+def _send(process: BaseProcess, number: int) -> None:
+    if process.pid is not None and process.is_alive():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)

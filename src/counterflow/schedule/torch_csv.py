@@ -1,0 +1,130 @@
+"""Schedules as torch's CSV: a row a rank, a cell an action (``2F0``: stage 2, forward, micro-batch 0).
+
+``torch.distributed.pipelining`` loads and dumps it, and torchtitan and NeMo AutoModel read it. An empty cell
+is idle. Pairs that torch overlaps, ``(0F1;4B0)OVERLAP_F_B``, are read one after the other; messages and what
+FSDP does between ops are passed over, as every schedule's own are made anew.
+
+Invariant: what is written is read back with the same orders, here and by torch. What the format cannot say
+is refused: each stage lies on one rank, and there is one update.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator
+
+from counterflow.errors import ConfigError
+
+from .ir import Op, OpKind, Schedule
+from .placement import Placement
+from .workload import Workload, passes_of
+
+SCHEME = "csv"
+"""What a schedule is called that was read."""
+
+SUFFIX = ".csv"
+
+_OP = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
+_PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_BETWEEN = re.compile(r"\d{1,9}(?:SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d{0,9}")
+
+
+def dumps(schedule: Schedule) -> str:
+    """The schedule as torch's CSV.
+
+    Raises:
+        ConfigError: it has what that cannot say.
+
+    >>> from counterflow.schedule.schemes import dapple
+    >>> print(dumps(dapple(stages=2, micro_batches=2)), end="")
+    0F0,0F1,0B0,0B1
+    1F0,1B0,1F1,1B1
+    """
+    if (fault := _beyond(schedule)) is not None:
+        raise ConfigError(
+            f"{schedule} has {fault}, which torch's CSV cannot say: there each stage lies on one rank and an "
+            "op is of one micro-batch; write .json, or take another scheme"
+        )
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    for order in schedule.orders:
+        rows.writerow(f"{op.stage}{op.kind.value}{op.micro_batches[0]}" for op in order)
+    return text.getvalue()
+
+
+def _beyond(schedule: Schedule) -> str | None:
+    """What of a schedule the format cannot say."""
+    if not schedule.synchronous or schedule.periods > 1:
+        return "no flush and several versions of the weights"
+    if schedule.pipes > 1:
+        return f"{schedule.pipes} pipes with copies of the stages"
+    if schedule.workload.skips:
+        return "skip connections"
+    if any(len(op.micro_batches) > 1 for op in schedule.ops()):
+        return "micro-batches that run together"
+    if any(op.parts > 1 for op in schedule.ops()):
+        return "micro-batches that are halved"
+    return None
+
+
+def loads(text: str, name: str) -> Schedule:
+    """The schedule that torch's CSV says.
+
+    Args:
+        text: what torch or ``dumps`` wrote.
+        name: what to call it in errors, for example its file's name.
+
+    Raises:
+        ConfigError: a cell is no action, a stage or a micro-batch is missing, or a stage is on several rows.
+    """
+    try:
+        rows = list(csv.reader(io.StringIO(text), strict=True))
+    except csv.Error as error:
+        raise ConfigError(f"{name}: no CSV: {error}") from None
+    orders = tuple(
+        tuple(op for column, cell in enumerate(row) for op in _ops(cell.strip(), (name, rank, column)))
+        for rank, row in enumerate(rows)
+    )
+    where: dict[int, int] = {}
+    for rank, order in enumerate(orders):
+        for op in order:
+            if where.setdefault(op.stage, rank) != rank:
+                raise ConfigError(
+                    f"{name}: stage {op.stage} is on row {where[op.stage]} and on row {rank}; each stage "
+                    "lies on one rank"
+                )
+    forwards = {op.micro_batches[0] for order in orders for op in order if op.kind.makes_output}
+    _refuse_gaps(where, "stage", name)
+    _refuse_gaps(forwards, "micro-batch", name)
+    workload = Workload(
+        placement=Placement(len(orders), (tuple(where[stage] for stage in range(len(where))),)),
+        micro_batches=len(forwards),
+        passes=passes_of(op for order in orders for op in order),
+    )
+    return Schedule(SCHEME, (), workload, orders)
+
+
+def _ops(cell: str, place: tuple[str, int, int]) -> Iterator[Op]:
+    """The ops of a cell; ``place`` is its file, row and column."""
+    if pair := _PAIR.fullmatch(cell):
+        for part in pair[1].split(";"):
+            yield from _ops(part.strip(), place)
+    elif op := _OP.fullmatch(cell):
+        yield Op(OpKind(op[2]), int(op[1]), (int(op[3]),))
+    elif cell and not _BETWEEN.fullmatch(cell):
+        shown = cell if len(cell) <= 40 else cell[:39] + "…"
+        name, row, column = place
+        raise ConfigError(
+            f"{name}: row {row}, cell {column}: {shown!r} is no action; one reads like 2F0 (stage 2, "
+            "forward, micro-batch 0), 2B0, 2I0, 2W0, or (0F1;4B0)OVERLAP_F_B"
+        )
+
+
+def _refuse_gaps(found: dict[int, int] | set[int], what: str, name: str) -> None:
+    if not found:
+        raise ConfigError(f"{name}: no forward of any {what}; expected a row a rank, with cells like 2F0")
+    missing = next((number for number in range(len(found)) if number not in found), None)
+    if missing is not None:
+        raise ConfigError(f"{name}: no op of {what} {missing}, though there is one of {what} {max(found)}")

@@ -1,0 +1,285 @@
+"""In the first mini-batch of a kind a loss that is no mean over samples is refused, where it can be told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from counterflow import LossSum
+from counterflow.errors import ConfigError
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.workers.launch import launch
+from counterflow.schedule import schemes
+from counterflow.schedule.ir import Schedule
+
+WIDTH = 5
+ONE = schemes.dapple(2, 4)
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def layers(dtype: torch.dtype = torch.float32) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(WIDTH, WIDTH).to(dtype) for _ in range(2)]
+
+
+def batch(samples: int = 16, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    x, y = (torch.randn(samples, WIDTH, generator=generator).to(dtype) for _ in range(2))
+    return x, y
+
+
+def total(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().sum()
+
+
+def contrasted(output: Tensor, target: Tensor) -> Tensor:
+    """InfoNCE."""
+    scores = functional.normalize(output) @ functional.normalize(target).T
+    return functional.cross_entropy(scores, torch.arange(len(output)))
+
+
+def masked(output: Tensor, target: Tensor) -> Tensor:
+    chosen = target > 0
+    return ((output - target).square() * chosen).sum() / chosen.sum()
+
+
+class Fused(torch.autograd.Function):
+    """A cross entropy whose forward makes the gradient, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, target: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = output.detach().requires_grad_()
+            chosen = target != -100
+            loss = -leaf.log_softmax(1)[chosen, target[chosen]].mean()
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        ctx.save_for_backward(gradient)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.saved_tensors[0] * gradients[0], None
+
+
+def fused(output: Tensor, target: Tensor) -> Tensor:
+    classes = target.argmax(1)
+    classes[target[:, 0] > 0.5] = -100
+    return Fused.apply(output, classes)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def no_sum(output: Tensor, target: Tensor) -> LossSum:
+    """A mean, told as a sum of weight 1."""
+    return LossSum(functional.mse_loss(output, target), 1.0 + len(output) ** 2)
+
+
+def spread(output: Tensor, target: Tensor) -> Tensor:
+    """With a term that looks across samples."""
+    return functional.mse_loss(output, target) + output.var(0).mean()
+
+
+def work(loss: Any, schedule: Schedule, options: dict[str, Any], samples: int, how: str) -> list[float]:
+    dtype = options.pop("dtype", torch.float32) if "dtype" in options else torch.float32
+    with Pipeline(layers(dtype), loss, schedule, optimizer=sgd, **options) as pipeline:
+        x, y = batch(samples, dtype)
+        if how == "evaluate":
+            return [pipeline.evaluate(x, y)]
+        if how == "kept":
+            pipeline.step(x, y, update=False)
+        steps = [pipeline.step(x, y) for _ in range(2)] + pipeline.flush()
+        return [step.loss for step in steps]
+
+
+def run(  # noqa: PLR0917
+    loss: Any,
+    schedule: Schedule = ONE,
+    options: dict[str, Any] | None = None,
+    samples: int = 16,
+    how: str = "step",
+    workers: int = 2,
+) -> list[Any]:
+    return launch(
+        lambda: work(loss, schedule, dict(options or {}), samples, how),
+        workers=workers,
+        transport="local",
+        timeout_seconds=30,
+    )
+
+
+REFUSED = [total, contrasted, masked, fused, spread, no_sum]
+
+
+@pytest.mark.parametrize("how", ["step", "evaluate"])
+@pytest.mark.parametrize("loss", REFUSED)
+def test_what_is_no_mean_over_samples_is_refused(loss: Any, how: str) -> None:
+    with pytest.raises(ConfigError, match=r"no mean over samples.*LossSum.*per_micro_batch_loss=True"):
+        run(loss, how=how)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "samples", "workers"),
+    [
+        (ONE, {"barrier": False}, 13, 2),
+        (schemes.chimera(2, 4, concat="backward-halving"), {"recompute": "stage"}, 16, 2),
+        (schemes.pipedream_2bw(2, 2), {}, 16, 2),
+        (ONE, {}, 4, 2),  # of one sample each: two of them are looked at together
+        (schemes.dapple(2, 1), {}, 8, 4),  # two replicas with one each
+    ],
+    ids=str,
+)
+def test_it_is_seen_wherever_losses_are_added_up(
+    schedule: Schedule, options: dict[str, Any], samples: int, workers: int
+) -> None:
+    with pytest.raises(ConfigError, match="no mean over samples"):
+        run(total, schedule, options, samples, workers=workers)
+
+
+def test_several_steps_of_an_update_are_added_up_too() -> None:
+    with pytest.raises(ConfigError, match="no mean over samples"):
+        run(total, schemes.dapple(2, 1), how="kept")
+
+
+def test_one_micro_batch_alone_has_any_loss() -> None:
+    x, y = batch()
+    for found in run(total, schemes.dapple(2, 1)):
+        assert found[0] == pytest.approx(total(nn.Sequential(*layers())(x), y).item(), rel=1e-5)
+
+
+def test_who_insists_trains_the_mean_of_the_micro_batches() -> None:
+    x, y = batch()
+    output = nn.Sequential(*layers())(x)
+    expected = sum(contrasted(o, t).item() for o, t in zip(output.chunk(4), y.chunk(4), strict=True)) / 4
+    for found in run(contrasted, options={"per_micro_batch_loss": True}):
+        assert found[0] == pytest.approx(expected, rel=1e-5)
+
+
+def entropy(output: Tensor, target: Tensor) -> Tensor:
+    classes = target.argmax(1)
+    classes[target[:, 0] > 0.5] = -100
+    return functional.cross_entropy(output, classes)
+
+
+def own_mean(output: Tensor, target: Tensor) -> Any:
+    error = (output - target).abs()
+    return {"loss": error.mean() + 0.1, "largest": error.detach().mean()}
+
+
+def chosen(output: Tensor, target: Tensor) -> Tensor:
+    return functional.smooth_l1_loss(output[target > 0], target[target > 0])
+
+
+def summed(output: Tensor, target: Tensor) -> LossSum:
+    return LossSum(total(output, target), len(output))
+
+
+@pytest.mark.parametrize("samples", [16, 13, 4, 3])
+@pytest.mark.parametrize(
+    "loss",
+    [functional.mse_loss, nn.L1Loss(), nn.HuberLoss(), entropy, own_mean, chosen, summed],
+    ids=["mse", "l1", "huber", "entropy", "own mean", "chosen", "a sum"],
+)
+def test_means_pass(loss: Any, samples: int) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        run(loss, options={"dtype": dtype}, samples=samples)
+    run(loss, samples=samples, how="evaluate")
+
+
+def dictionary(output: Any, target: Any) -> Tensor:
+    found: Tensor = functional.mse_loss(output["a"], target["b"]) + output["c"].square().mean()
+    return found
+
+
+class ToDict(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        found = super().forward(x)
+        return {"a": found, "c": found.T}
+
+
+def test_outputs_and_targets_of_any_structure_are_halved() -> None:
+    def step() -> float:
+        model = [*layers()[:1], ToDict(WIDTH, WIDTH)]
+        options: dict[str, Any] = {"output_dims": {"a": 0, "c": 1}, "target_dims": {"b": 0}}
+        with Pipeline(model, dictionary, ONE, optimizer=sgd, **options) as pipeline:
+            x, y = batch()
+            return pipeline.step(x, {"b": y}).loss
+
+    launch(step, workers=2, transport="local")
+
+
+def counted(function: Callable[[Tensor, Tensor], Any], calls: list[int]) -> Callable[[Tensor, Tensor], Any]:
+    def loss(output: Tensor, target: Tensor) -> Any:
+        calls.append(len(output))
+        return function(output, target)
+
+    return loss
+
+
+def test_it_costs_the_first_mini_batch_of_a_kind_alone() -> None:
+    calls: list[int] = []
+
+    def steps() -> None:
+        with Pipeline(layers(), counted(own_mean, calls), ONE, optimizer=sgd) as pipeline:
+            for samples in (16, 16, 12, 16):
+                pipeline.step(*batch(samples))
+
+    launch(steps, workers=2, transport="local")
+    assert calls == [2, 2, 4] * 4 + [4] * 4 + [1, 2, 3] * 4 + [4] * 4
+
+
+def drawing(output: Tensor, target: Tensor) -> Tensor:
+    return functional.mse_loss(output, target + 0.1 * torch.randn_like(target))
+
+
+def of_four(output: Tensor, target: Tensor) -> Tensor:
+    return functional.mse_loss(output.view(4, WIDTH), target)
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [(drawing, "it draws random numbers"), (of_four, "of half of a micro-batch: RuntimeError")],
+)
+def test_what_cannot_be_told_is_said_once(loss: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    run(loss)
+    found = [r.getMessage() for r in caplog.records if "could not be seen whether the loss" in r.getMessage()]
+    assert len(found) == 1
+    assert why in found[0]
+
+
+class Counting(nn.Module):
+    """Has a buffer that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.calls: Tensor
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return functional.mse_loss(output, target.sub_(0.0))
+
+
+def test_the_random_state_and_buffers_are_as_they_were() -> None:
+    x, y = batch()
+
+    def step() -> tuple[float, float, list[float]]:
+        with Pipeline(layers(), Counting(), ONE, optimizer=sgd) as pipeline:
+            torch.manual_seed(7)
+            before = float(torch.rand(()))
+            torch.manual_seed(7)
+            pipeline.evaluate(x, y)
+            pipeline.step(x, y)
+            after = float(torch.rand(()))
+            last = pipeline.stages.get(1)
+            calls = [] if last is None else [float(b) for b in last.with_weights[-1].module.buffers()]
+            return before, after, calls
+
+    (before, after, _), (_, _, calls) = launch(step, workers=2, transport="local")
+    assert before == after
+    assert calls == [8.0]
