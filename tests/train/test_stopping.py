@@ -99,6 +99,19 @@ def test_once_a_step_is_made_it_is_finished() -> None:
     assert (STOP.exit_code, STOP.early, STOP.phase) == (75, False, Phase.NOTE)
 
 
+def test_a_step_that_nobody_has_heard_of_yet_is_finished_too() -> None:
+    """Its workers made it, and the process that the signal reaches has not looked since."""
+    with listening(), STOP.during(Phase.UNWIND, then=Phase.FINISH, trains=lambda: True):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert STOP.phase is Phase.FINISH
+    with (
+        pytest.raises(KeyboardInterrupt),
+        listening(),
+        STOP.during(Phase.UNWIND, then=Phase.FINISH, trains=lambda: False),
+    ):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 STUCK = """
 import contextlib, multiprocessing, os, signal, sys, time
 from counterflow.train import stopping

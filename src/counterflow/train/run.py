@@ -321,7 +321,10 @@ def _launched(job: Job, folder: RunFolder, reporter: Reporter, attempt: int) -> 
         if STOP:
             tell(signal.SIGINT)
 
-    with STOP.during(Phase.UNWIND, then=Phase.FINISH):
+    def trains() -> bool:
+        return first is not None and folder.steps() > first
+
+    with STOP.during(Phase.UNWIND, then=Phase.FINISH, trains=trains):
         summaries = launch_watched(
             look,
             work,

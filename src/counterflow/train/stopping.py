@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -56,6 +56,7 @@ class Stop:
         self.signal: int | None = None
         self.phase = Phase.NOTE
         self._then = Phase.NOTE
+        self._trains: Callable[[], bool] | None = None
         self.early = False
         """Whether it was asked for, and everything unwound, while workers started."""
         self.unwinds = False
@@ -85,6 +86,7 @@ class Stop:
         Raises:
             KeyboardInterrupt: what was begun is to be unwound.
         """
+        self.look()
         again = self.signal is not None
         if not again:
             self.signal = number
@@ -94,24 +96,32 @@ class Stop:
             raise KeyboardInterrupt
 
     @contextmanager
-    def during(self, phase: Phase, then: Phase = Phase.NOTE) -> Iterator[None]:
+    def during(
+        self, phase: Phase, then: Phase = Phase.NOTE, trains: Callable[[], bool] | None = None
+    ) -> Iterator[None]:
         """Let signals mean what they mean in a phase; in ``UNWIND`` also one that came before.
 
         Args:
             phase: which.
             then: which one follows within the context, once something is ``made``.
+            trains: whether something is, asked at a signal; for who learns it late, from other processes.
 
         Raises:
             KeyboardInterrupt: one came before.
         """
-        before = self.phase, self._then
-        self.phase, self._then = phase, then
+        before = self.phase, self._then, self._trains
+        self.phase, self._then, self._trains = phase, then, trains
         try:
             if phase is Phase.UNWIND and self.signal is not None:
                 self.take(self.signal)
             yield
         finally:
-            self.phase, self._then = before
+            self.phase, self._then, self._trains = before
+
+    def look(self) -> None:
+        """Ask whether a step was made, where nobody said so yet."""
+        if self.phase is Phase.UNWIND and self._trains is not None and self._trains():
+            self.made()
 
     def made(self) -> None:
         """A step was made: from now on there is something to finish, and not to unwind."""
@@ -199,9 +209,11 @@ class _Guard:
     def _run(self) -> None:
         asked = False
         while data := os.read(self._reads, 1):
-            number, phase = data[0], STOP.phase
+            number = data[0]
             if number not in FROM_OUTSIDE:
                 continue
+            STOP.look()
+            phase = STOP.phase
             again = asked and number == signal.SIGINT and phase is Phase.FINISH
             if phase is Phase.LEAVE:
                 self._end(number, 0.0)
