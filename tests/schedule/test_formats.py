@@ -70,7 +70,7 @@ def damaged(**changes: Any) -> str:
         ("[]", "not a schedule file"),
         ("[" * 100_000, "x.json"),
         (damaged(format="other"), "not a schedule file"),
-        (damaged(format_version=3), "format_version"),
+        (damaged(format_version=2), "format_version"),
         (damaged(micro_batches="four"), "micro_batches"),
         (damaged(micro_batches=0), "micro_batches"),
         (damaged(surprise=1), "surprise"),

@@ -136,7 +136,7 @@ def test_what_it_cannot_say_is_refused_by_name(schedule: Schedule, fault: str) -
         dumps(schedule)
 
 
-GROUPED = '{"format": "counterflow-schedule", "format_version": 2, "scheme": "own", "options": {}, '
+GROUPED = '{"format": "counterflow-schedule", "format_version": 1, "scheme": "own", "options": {}, '
 
 
 @pytest.mark.parametrize(

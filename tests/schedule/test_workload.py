@@ -160,16 +160,6 @@ def test_bad_files_are_refused_at_reading(old: str, new: str, message: str) -> N
         loads(text.replace(old, new), "x.json")
 
 
-def test_a_file_of_the_first_format_is_read() -> None:
-    schedule = schemes.wpipe(2, 2, periods=3)
-    lines = dumps(schedule).replace('"format_version": 2', '"format_version": 1').splitlines()
-    start = next(i for i, line in enumerate(lines) if '"versions"' in line)
-    stop = next(i for i in range(start, len(lines)) if lines[i].startswith("  ]"))
-    old = "\n".join(lines[:start] + lines[stop + 1 :])
-    assert '"versions"' not in old
-    assert loads(old, "x.json") == schedule
-
-
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.integers(2, 6), st.integers(1, 12), st.integers(0, 12))
 def test_a_scheme_states_the_workload_that_its_orders_run(depth: int, n: int, extra: int) -> None:

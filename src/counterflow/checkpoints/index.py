@@ -118,11 +118,6 @@ class Index(_Part):
             raise damaged from None
         if not isinstance(found, dict):
             raise damaged
-        if found.get("format") == FORMAT:  # earlier versions had no digest
-            raise ConfigError(
-                f"{place}: is a checkpoint of version {str(found.get('format_version'))[:20]}, and this "
-                f"Counterflow reads version {VERSION}; go on with the one that wrote it"
-            )
         data = found.get("checkpoint")
         if not isinstance(data, dict) or found.get("digest") != _digest(data):
             raise damaged

@@ -36,7 +36,6 @@ from .commands.synthesize import synthesize
 from .commands.train import train
 from .commands.verify import verify
 from .options.flags import with_flags
-from .options.old_names import Command
 from .options.wording import in_flags
 
 
@@ -228,7 +227,7 @@ def application() -> typer.Typer:
     for command, examples in _EXAMPLES.items():
         shown = [f"  counterflow {example}" for example in examples]
         epilog = "\n\n".join(["Examples:" if len(shown) > 1 else "Example:", *shown])
-        app.command(name=command.__name__, cls=Command, epilog=epilog)(with_flags(command))
+        app.command(name=command.__name__, epilog=epilog)(with_flags(command))
     return app
 
 

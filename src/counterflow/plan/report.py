@@ -1,8 +1,7 @@
 """A search's result as plain data: what ``counterflow plan --json`` prints and its tables show.
 
 Times in seconds, memory in bytes, throughput in samples a second; keys end in ``_seconds`` and ``_bytes``.
-Their names of before stay beside them: ``samples``, ``sync``, ``parts``, ``second_parts``, and ``weights``,
-``activations``, ``buffers`` in ``memory``. What it does not do: print.
+What it does not do: print.
 """
 
 from __future__ import annotations
@@ -47,11 +46,9 @@ def as_json(
         "omitted": [{"what": omission.what, "reason": omission.reason} for omission in found.omissions],
         "why": {
             "parts_seconds": parts_json(explained.parts),
-            "parts": parts_json(explained.parts),
             "limit": explained.limit,
             "second": explained.second and explained.second.play.configuration.scheme,
             "second_parts_seconds": explained.second_parts and parts_json(explained.second_parts),
-            "second_parts": explained.second_parts and parts_json(explained.second_parts),
             "second_wins_if": [
                 {"what": change.what, "times": change.times} for change in explained.break_evens
             ],
@@ -123,9 +120,6 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
                 "gradients_bytes": worker.gradients,
                 "optimizer_bytes": worker.optimizer,
                 "casts_bytes": worker.casts,
-                "weights": worker.weights,
-                "activations": worker.activations,
-                "buffers": worker.buffers,
             }
             for worker in prediction.memory
         ],
@@ -142,10 +136,8 @@ def configuration_json(configuration: Configuration) -> dict[str, Any]:
         "options": dict(configuration.options),
         "replicas": configuration.replicas,
         "micro_batch_size": configuration.samples,
-        "samples": configuration.samples,
         "recompute": configuration.recompute.value,
         "sync_mode": configuration.sync.value,
-        "sync": configuration.sync.value,
         "arrangement": configuration.arrangement.value,
         "nodes": [{"kind": kind, "nodes": count} for kind, count in configuration.nodes],
         "zero_stage": configuration.zero_stage,

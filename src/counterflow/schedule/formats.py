@@ -15,14 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from counterflow.errors import ConfigError
 
-from . import registry, torch_csv
+from . import torch_csv
 from .ir import Op, OpKind, OptionValue, Schedule
 from .placement import Placement
 from .workload import SkipLink, Versions, Workload, passes_of
 
 FORMAT = "counterflow-schedule"
-VERSION = 2
-"""The format that is written. Version 1, which had neither split backwards nor ``versions``, is read too."""
+VERSION = 1
+"""The version of the format."""
 
 _OP = re.compile(
     r"(?P<kind>[FBIW])(?:(?P<one>\d+)|\((?P<group>\d+(?:,\d+)+)\))\.(?P<stage>\d+)"
@@ -45,7 +45,7 @@ class _File(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     format: Literal["counterflow-schedule"]
-    format_version: Literal[1, 2]
+    format_version: Literal[1]
     scheme: Annotated[str, Field(min_length=1)]
     options: dict[str, OptionValue | bool] = {}
     synchronous: bool = True
@@ -209,17 +209,13 @@ def _refuse_versions(orders: Iterable[Iterable[Op]], periods: int, name: str) ->
 
 
 def _versions(file: _File, stages: int, name: str) -> Versions | None:
-    """The weight versions promised: the file's, or, in the older format, those of the scheme it names."""
+    """The weight versions that the file promises; None: it promises none."""
     if file.synchronous:
         if file.versions is not None:
             raise ConfigError(f"{name}: versions: a synchronous schedule has one version; leave them out")
         return None
     if file.versions is None:
-        known = registry.find(file.scheme)
-        if known is None or known.version is None:
-            return None
-        promised = known.version
-        return tuple(tuple(promised(stages, s, t) for t in range(file.periods)) for s in range(stages))
+        return None
     if len(file.versions) != stages or any(len(row) != file.periods for row in file.versions):
         raise ConfigError(f"{name}: versions: expected {stages} rows, one a stage, of {file.periods} periods")
     return tuple(map(tuple, file.versions))

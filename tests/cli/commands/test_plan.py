@@ -80,15 +80,6 @@ def test_json_is_one_object(run: Run, inputs: str) -> None:
     ] == (pytest.approx(best["peak_bytes"]))
 
 
-def test_names_of_before_stay_beside_those_with_units(run: Run, inputs: str) -> None:
-    shown = run(f"plan {inputs} --json").json
-    best, why = shown["best"][0], shown["why"]
-    assert (best["samples"], best["sync"]) == (best["micro_batch_size"], best["sync_mode"])
-    for worker in best["memory"]:
-        assert all(worker[name] == worker[f"{name}_bytes"] for name in ("weights", "activations", "buffers"))
-    assert (why["parts"], why["second_parts"]) == (why["parts_seconds"], why["second_parts_seconds"])
-
-
 def test_the_plan_is_a_file_that_train_runs(run: Run, inputs: str, tmp_path: Path) -> None:
     out = tmp_path / "plan.toml"
     answer = run(f"plan {inputs} --scheme chimera --workers 2 --micro-batch-size 4 --out", str(out))

@@ -21,10 +21,8 @@ class ConfigurationShown(Part):
     options: Annotated[Options, said("the scheme's options")]
     replicas: Annotated[int, said("copies of the whole pipeline group")]
     micro_batch_size: Annotated[int, said("samples of a micro-batch")]
-    samples: Annotated[int, said("the older name of `micro_batch_size`")]
     recompute: Annotated[str, said("none, stage or layer")]
     sync_mode: Annotated[str, said("end, eager or eager-opt")]
-    sync: Annotated[str, said("the older name of `sync_mode`")]
     arrangement: Annotated[str, said("pipeline-inside, replicas-inside or copies-inside a node")]
     nodes: Annotated[
         list[NodesShown], said("the order in which nodes of different kinds stand; empty: the cluster's")
@@ -48,9 +46,6 @@ class MemoryShown(Part):
     gradients_bytes: Annotated[float, said("of `weights_bytes`, gradients; 0: not profiled")]
     optimizer_bytes: Annotated[float, said("of `weights_bytes`, the optimiser's state; 0: not profiled")]
     casts_bytes: Annotated[float, said("of `weights_bytes`, weights cast to another precision")]
-    weights: Annotated[float, said("the older name of `weights_bytes`")]
-    activations: Annotated[float, said("the older name of `activations_bytes`")]
-    buffers: Annotated[float, said("the older name of `buffers_bytes`")]
 
 
 class FormShown(Part):
@@ -147,11 +142,9 @@ class WhyShown(Part):
     """Why the best plan is the best."""
 
     parts_seconds: PartsShown
-    parts: Annotated[PartsShown, said("the older name of `parts_seconds`")]
     limit: Annotated[str | None, said("the part that costs most beside compute")]
     second: Annotated[str | None, said("the scheme of the best plan of another one")]
     second_parts_seconds: PartsShown | None
-    second_parts: Annotated[PartsShown | None, said("the older name of `second_parts_seconds`")]
     second_wins_if: list[ChangeShown]
     in_more_memory: Annotated[LargerShown | None, said("a faster plan that does not fit")]
 

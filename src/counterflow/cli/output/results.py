@@ -110,16 +110,6 @@ class Simulated(_Scheduled):
     ops: Annotated[list[OpPlayed], said("with `--timeline`")] = Field(default_factory=list)
     gradient_syncs: Annotated[list[SyncPlayed], said("with `--timeline`")] = Field(default_factory=list)
     messages: Annotated[list[MessagePlayed], said("with `--messages`")] = Field(default_factory=list)
-    timeline: Annotated[
-        list[tuple[int, str, int, int, list[int], float, float]],
-        said(
-            "with `--timeline`, the older form of `ops`: worker, kind, pipe, stage, micro-batches, start, end"
-        ),
-    ] = Field(default_factory=list)
-    syncs: Annotated[
-        list[tuple[int, int, int, float, float]],
-        said("with `--timeline`, the older form of `gradient_syncs`: worker, stage, period, start, end"),
-    ] = Field(default_factory=list)
 
 
 class Synthesized(_Scheduled):
@@ -395,18 +385,14 @@ def simulated(result: Simulation, costs: dict[str, Any], *, timeline: bool, mess
     if result.memory is not None:
         more["peak_bytes"] = [exact(use.peak) for use in result.memory]
     if timeline:
-        spans = result.timeline
-        more["ops"] = [OpPlayed(**_op(s.op), worker=s.worker, start=s.start, end=s.end) for s in spans]
-        more["timeline"] = [
-            (s.worker, s.op.kind.value, s.op.pipe, s.op.stage, list(s.op.micro_batches), s.start, s.end)
-            for s in spans
+        more["ops"] = [
+            OpPlayed(**_op(s.op), worker=s.worker, start=s.start, end=s.end) for s in result.timeline
         ]
         if result.syncs:
             more["gradient_syncs"] = [
                 SyncPlayed(worker=s.worker, stage=s.stage, period=s.period, start=s.start, end=s.end)
                 for s in result.syncs
             ]
-            more["syncs"] = [(s.worker, s.stage, s.period, s.start, s.end) for s in result.syncs]
     if messages:
         more["messages"] = [
             MessagePlayed(
