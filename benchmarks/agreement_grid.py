@@ -31,11 +31,11 @@ from typing import Any
 import torch
 
 from counterflow.errors import CounterflowError
+from counterflow.program.segments import segments
+from counterflow.program.sync import needs_sync
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule
-from counterflow.schedule.program.segments import segments
-from counterflow.schedule.program.sync import needs_sync
 from counterflow.train.trial import Trial, small_trial
 from counterflow.verify.agreement import Trained
 

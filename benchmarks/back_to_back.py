@@ -66,10 +66,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 import counterflow as cf
+from counterflow.program.actions import Compute, Matching, Receive, Send
+from counterflow.program.lowering import lower
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.ir import OpKind
-from counterflow.schedule.program.actions import Compute, Matching, Receive, Send
-from counterflow.schedule.program.lowering import lower
 
 GOALS = {4: 1.04, 8: 1.06}
 """By depth: a step over the work, with one copy of the model and 1F1B's memory."""

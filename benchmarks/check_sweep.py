@@ -17,8 +17,8 @@ import sys
 import time
 from collections.abc import Iterator
 
+from counterflow.program.check import inspect
 from counterflow.schedule import schemes
-from counterflow.schedule.check import inspect
 from counterflow.schedule.ir import Schedule
 
 

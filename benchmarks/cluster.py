@@ -42,7 +42,7 @@ from namespaces import all_done, inside, nodes, probe
 from torch import Tensor, nn
 
 import counterflow as cf
-from counterflow.plan import (
+from counterflow.planning import (
     AllReduce,
     Arrangement,
     Cluster,
@@ -53,9 +53,9 @@ from counterflow.plan import (
     Predictor,
     Profile,
 )
-from counterflow.plan.device_placement import devices
-from counterflow.plan.search import search
-from counterflow.plan.space import Constraints
+from counterflow.planning.cost.device_placement import devices
+from counterflow.planning.search.search import search
+from counterflow.planning.search.space import Constraints
 from counterflow.runtime.workers.place import place
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import registry

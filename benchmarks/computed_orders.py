@@ -34,9 +34,9 @@ from machine import machine, shown
 import counterflow as cf
 from counterflow.schedule.placement import Placement, bidirectional, linear, wave
 from counterflow.schedule.workload import Workload, plain
-from counterflow.synthesize import Synthesis, problem_of, synthesize
-from counterflow.synthesize.named import named
-from counterflow.synthesize.problem import value_of
+from counterflow.synthesis import Synthesis, problem_of, synthesize
+from counterflow.synthesis.named import named
+from counterflow.synthesis.problem import value_of
 
 RESULTS = Path(__file__).parent / "results"
 SEQUENCE = 1024

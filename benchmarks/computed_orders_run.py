@@ -27,8 +27,8 @@ from torch import Tensor, nn
 import counterflow as cf
 from counterflow.schedule.placement import Placement, wave
 from counterflow.schedule.workload import plain
-from counterflow.synthesize.named import named
-from counterflow.synthesize.problem import problem_of
+from counterflow.synthesis.named import named
+from counterflow.synthesis.problem import problem_of
 
 GOAL = 0.05
 RESULTS = Path(__file__).parent / "results"

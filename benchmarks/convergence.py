@@ -44,8 +44,8 @@ from torch import Tensor, nn
 import counterflow as cf
 from counterflow.data.batches import NextByte
 from counterflow.data.text import shipped_text, unigram_entropy
-from counterflow.draw import palette
-from counterflow.draw.figure import DOTS_PER_INCH, SETTINGS, UNDATED
+from counterflow.drawing import palette
+from counterflow.drawing.figure import DOTS_PER_INCH, SETTINGS, UNDATED
 from counterflow.models.gpt import GPTConfig
 from counterflow.models.presets import preset
 from counterflow.models.resnext import Norm, ResNeXtConfig

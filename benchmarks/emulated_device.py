@@ -51,12 +51,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import _ComputationType as Kind
 
 import counterflow as cf
+from counterflow.program.actions import Compute, Matching, Receive, Send
+from counterflow.program.lowering import lower
+from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.runtime import later
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.ir import OpKind
-from counterflow.schedule.program.actions import Compute, Matching, Receive, Send
-from counterflow.schedule.program.lowering import lower
-from counterflow.schedule.runnable import refuse_what_cannot_run
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.020, 0.040
 SAMPLES = 4

@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 import counterflow as cf
+from counterflow.program.actions import Action, Compute, Matching, Receive, Send
 from counterflow.runtime.execution import synchronous
 from counterflow.runtime.mini_batch.losses import Counts
 from counterflow.runtime.transport import Group, Status, Transport, TransportKind
 from counterflow.schedule.ir import OpKind
-from counterflow.schedule.program.actions import Action, Compute, Matching, Receive, Send
 
 RESULTS = Path(__file__).parent / "results" / "engine_cost.txt"
 SHAPE = (1, 4)

@@ -13,7 +13,7 @@ from counterflow.papers.examples import GIB, Example
 from counterflow.papers.figures import FIGURES
 from counterflow.papers.figures.published import Figure, Run, Stated
 from counterflow.papers.figures.reproduction import best_plan, reproduce
-from counterflow.plan.cluster import Cluster, Link
+from counterflow.planning.inputs.cluster import Cluster, Link
 from counterflow.schedule.modes import Recompute
 
 Change = Callable[[Example], Example]

@@ -39,7 +39,7 @@ import counterflow as cf
 from counterflow.models.bert import BERTConfig
 from counterflow.models.gpt import GPTConfig
 from counterflow.models.presets import preset
-from counterflow.plan import Configuration, Predictor
+from counterflow.planning import Configuration, Predictor
 from counterflow.runtime.stages.estimates import estimated_costs
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import registry

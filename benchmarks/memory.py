@@ -30,7 +30,7 @@ from torch import nn
 from counterflow.measure.allocations import allocated
 from counterflow.measure.layer_times import bytes_of
 from counterflow.models.gpt import GPTConfig
-from counterflow.plan import Cluster, Configuration, Link, Model, Predictor, Profile
+from counterflow.planning import Cluster, Configuration, Link, Model, Predictor, Profile
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import registry

@@ -29,25 +29,25 @@ RESULTS = ROOT / "benchmarks" / "results" / "mutants.txt"
 EQUIVALENT = ROOT / "benchmarks" / "mutants.toml"
 
 MODULES: dict[str, tuple[str, ...]] = {
-    "schedule/rules.py": (
-        "schedule/test_rules.py",
+    "program/rules.py": (
+        "program/test_rules.py",
         "schedule/test_skips.py",
-        "schedule/program/test_posting.py",
+        "program/test_posting.py",
     ),
-    "schedule/program/sync.py": ("schedule/program/test_sync.py",),
-    "schedule/program/lowering.py": (
-        *("schedule/program/test_lowering.py", "schedule/program/test_posting.py"),
-        *("schedule/test_skips.py", "schedule/program/test_segments.py"),
+    "program/sync.py": ("program/test_sync.py",),
+    "program/lowering.py": (
+        *("program/test_lowering.py", "program/test_posting.py"),
+        *("schedule/test_skips.py", "program/test_segments.py"),
     ),
-    "plan/bounds.py": ("plan/test_bounds.py",),
-    "plan/least_times.py": ("plan/test_bounds.py",),
-    "synthesize/bounds/lower.py": ("synthesize/bounds/test_lower.py",),
-    "synthesize/bounds/windows.py": ("synthesize/bounds/test_lower.py",),
+    "planning/search/bounds.py": ("planning/search/test_bounds.py",),
+    "planning/search/least_times.py": ("planning/search/test_bounds.py",),
+    "synthesis/bounds/lower.py": ("synthesis/bounds/test_lower.py",),
+    "synthesis/bounds/windows.py": ("synthesis/bounds/test_lower.py",),
     "runtime/parameters/weights.py": ("runtime/parameters", "runtime/test_pipeline.py"),
     "runtime/parameters/gradients.py": ("runtime/parameters",),
     "verify/agreement.py": ("verify",),
     "verify/reference.py": ("verify",),
-    "train/fence.py": ("train/test_fence.py",),
+    "train/supervision/fence.py": ("train/supervision/test_fence.py",),
     "checkpoints/index.py": ("checkpoints", "train/test_resuming.py"),
 }
 """The tests of each module, from ``tests``: those that say what it does, and are quick."""

@@ -22,7 +22,7 @@ SEARCH = """
 import sys
 from time import process_time as now
 from counterflow.papers.examples import example
-from counterflow.plan.search import search
+from counterflow.planning.search.search import search
 given = example(sys.argv[1])
 began = now()
 found = search(given.model, given.profile, given.cluster, given.mini_batch)

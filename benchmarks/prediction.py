@@ -6,7 +6,7 @@ Claim: the planner's prediction is off by 3 % in the median and 10 % at most.
 
 `gpt`: the GPT example on two workers of this machine over Gloo, one thread and one core each. Layers are
 profiled as `counterflow profile` does, every scheme is predicted from that profile by
-`counterflow.plan.predict`, with several micro-batch sizes and counts, and trained for some steps.
+`counterflow.planning.predict`, with several micro-batch sizes and counts, and trained for some steps.
 `emulated`: stages that sleep (`emulated_device.py`) at depth 4 and 8, profiled in steps of gpipe alone, and
 predicted likewise.
 
@@ -57,8 +57,8 @@ from counterflow.measure.layer_times import AtSize, LayerTimer, StepTimer
 from counterflow.measure.links import measure_allreduces, measure_messages
 from counterflow.measure.op_times import WARM_UP_STEPS, OpTimer, OpTimes, least
 from counterflow.papers.step_times import beside
-from counterflow.plan import Cluster, Configuration, LayerProfile, Model, Predictor, Profile
-from counterflow.plan.predict import Play
+from counterflow.planning import Cluster, Configuration, LayerProfile, Model, Predictor, Profile
+from counterflow.planning.predict import Play
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import registry
 from counterflow.train import load_config

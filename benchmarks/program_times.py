@@ -34,9 +34,9 @@ from machine import machine, shown
 from torch import Tensor, nn
 
 import counterflow as cf
+from counterflow.program.actions import StartSync, Summed, WaitSync
 from counterflow.runtime.transport.local import Hub, LocalTransport
-from counterflow.schedule.program.actions import StartSync, Summed, WaitSync
-from counterflow.simulate import Link
+from counterflow.simulation import Link
 
 GOAL = 0.05
 WIDTH = 4

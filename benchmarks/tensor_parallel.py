@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import counterflow as cf
 from counterflow.measure.links import measure_allreduces, measure_messages
-from counterflow.plan import (
+from counterflow.planning import (
     AllReduce,
     Cluster,
     Configuration,

@@ -29,11 +29,20 @@ from emulated_device import note, precise_sleep, undisturbed
 from machine import machine, shown
 
 import counterflow as cf
-from counterflow.plan import Cluster, Configuration, LayerProfile, Link, Model, NodeKind, Predictor, Profile
-from counterflow.plan.device_placement import devices
-from counterflow.plan.node_orders import in_words, node_orders
-from counterflow.plan.search import search
-from counterflow.plan.space import Constraints
+from counterflow.planning import (
+    Cluster,
+    Configuration,
+    LayerProfile,
+    Link,
+    Model,
+    NodeKind,
+    Predictor,
+    Profile,
+)
+from counterflow.planning.cost.device_placement import devices
+from counterflow.planning.search.node_orders import in_words, node_orders
+from counterflow.planning.search.search import search
+from counterflow.planning.search.space import Constraints
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import registry
 from counterflow.schedule.modes import Recompute

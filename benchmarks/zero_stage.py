@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import counterflow as cf
 from counterflow.measure.links import Travel, measure_messages
-from counterflow.plan import AllReduce, Cluster, Configuration, LayerProfile, Model, Predictor, Profile
+from counterflow.planning import AllReduce, Cluster, Configuration, LayerProfile, Model, Predictor, Profile
 from counterflow.runtime.workers.world import current_transport
 from counterflow.train.profiling import MESSAGES, fitted
 

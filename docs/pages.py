@@ -21,12 +21,12 @@ import counterflow
 from counterflow import toml
 from counterflow.cli import application
 from counterflow.cli.commands.train import keys_shown
-from counterflow.draw.notebook import svg_of
+from counterflow.drawing.notebook import svg_of
 from counterflow.papers import closed_forms
 from counterflow.schedule import registry
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.scheme import Option, Scheme
-from counterflow.simulate import Costs, simulate
+from counterflow.simulation import Costs, simulate
 
 ROOT = Path(__file__).parents[1]
 
@@ -137,7 +137,7 @@ def keys_page() -> str:
 
 API = {
     "counterflow": [name for name in counterflow.__all__ if name not in ("models", "schemes")],
-    "counterflow.plan": ["Configuration", "Prediction", "predict", "Model", "Profile", "Cluster"],
+    "counterflow.planning": ["Configuration", "Prediction", "predict", "Model", "Profile", "Cluster"],
     "counterflow.train": ["load_config", "Callback", "TensorBoard"],
     "counterflow.train.run": ["run"],
 }

@@ -2,22 +2,18 @@
 
 One schedule object, made by a pure function, is what the checker proves, the simulator times, the
 pictures draw and the runtime executes. Importing this package does not import torch.
-
-``simulate``, ``synthesize`` and ``draw`` are functions here, and packages of the same names hold the rest:
-``from counterflow.synthesize import lower_bound``. (``import counterflow.synthesize.problem as p`` finds the
-function and fails; write ``from counterflow.synthesize import problem as p``.)
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .draw import draw
+from .drawing import draw
 from .errors import ConfigError, CounterflowError, DeadlockError, ScheduleError, WorkerError
+from .program.check import check
 from .schedule import schemes
-from .schedule.check import check
 from .schedule.ir import Op, OpKind, Schedule
-from .simulate import ByteCosts, Costs, Simulation, lower, simulate
-from .synthesize import Synthesis, synthesize
+from .simulation import ByteCosts, Costs, Simulation, lower, simulate
+from .synthesis import Synthesis, synthesize
 
 if TYPE_CHECKING:
     from . import models

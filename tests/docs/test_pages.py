@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 
 import counterflow as cf
 from counterflow.cli import application
-from counterflow.plan import Model, files
-from counterflow.plan.search import search
-from counterflow.plan.space import Constraints
+from counterflow.planning import Model
+from counterflow.planning.inputs import files
+from counterflow.planning.search.search import search
+from counterflow.planning.search.space import Constraints
 from counterflow.runtime.stages.skips import links_of, stage_skips
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import formats, registry

@@ -154,7 +154,7 @@ def test_the_dockerfile(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (told,) = (wheel.read(name).decode() for name in wheel.namelist() if name.endswith("/METADATA"))
         (started,) = (name for name in wheel.namelist() if name.endswith("/entry_points.txt"))
         assert "counterflow = " in wheel.read(started).decode()
-        assert "counterflow/draw/page.html" in wheel.namelist()
+        assert "counterflow/drawing/page.html" in wheel.namelist()
     runs = [rest for kind, rest in steps if kind == "RUN"]
     (extras,) = re.findall(r"^pip install --no-cache-dir \"/source\[(.*)\]\"$", runs[1])
     assert set(extras.split(",")) <= set(re.findall(r"^Provides-Extra: (.*)$", told, re.MULTILINE))

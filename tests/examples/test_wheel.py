@@ -24,7 +24,7 @@ def test_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
     files = {name for name in files if "__pycache__" not in name and ".egg-info" not in name}
     assert {name for name in names if ".dist-info/" not in name} == files
-    assert {"counterflow/py.typed", "counterflow/draw/page.html"} <= names
+    assert {"counterflow/py.typed", "counterflow/drawing/page.html"} <= names
 
     site = tmp_path / "site"
     install = [
@@ -64,6 +64,6 @@ def test_the_sdist_has_what_a_wheel_and_the_tests_need(
     monkeypatch.chdir(ROOT)
     with tarfile.open(tmp_path / build_sdist(str(tmp_path))) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
-    needed = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "src/counterflow/draw/page.html"}
+    needed = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "src/counterflow/drawing/page.html"}
     assert needed | {"examples/gpt.toml", "docs/planning.md", "tests/examples/test_wheel.py"} <= names
     assert not any("__pycache__" in name or name.startswith((".venv", "runs")) for name in names)

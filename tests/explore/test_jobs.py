@@ -14,7 +14,7 @@ from counterflow.explore.jobs import Jobs
 from counterflow.explore.orders import order, workload_of
 from counterflow.explore.plans import changed, known, plan, task_of
 from counterflow.papers.examples import example
-from counterflow.plan import files
+from counterflow.planning.inputs import files
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps, loads
 

@@ -18,8 +18,8 @@ from counterflow.explore.follow import AT_ONCE, Pace, Runs
 from counterflow.explore.runs import difference, state_of
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps
-from counterflow.simulate import ByteCosts, Costs, Span, simulate
-from counterflow.train import events
+from counterflow.simulation import ByteCosts, Costs, Span, simulate
+from counterflow.train.supervision import events
 from counterflow.train.timeline import Timeline
 from counterflow.train.window import Window
 

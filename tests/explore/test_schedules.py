@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.registry import SCHEMES
-from counterflow.simulate import ByteCosts, Costs, simulate
+from counterflow.simulation import ByteCosts, Costs, simulate
 
 from .conftest import asked, refused
 

@@ -13,8 +13,8 @@ from counterflow.measure.allocations import allocated
 from counterflow.measure.layer_times import bytes_of
 from counterflow.measure.stage_costs import measure_stages
 from counterflow.models.gpt import GPTConfig
-from counterflow.plan import Cluster, Configuration, Link, Model, Profile
-from counterflow.plan.predict import Predictor
+from counterflow.planning import Cluster, Configuration, Link, Model, Profile
+from counterflow.planning.predict import Predictor
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import registry, schemes

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from counterflow import Costs, Op, OpKind, Schedule, simulate
+from counterflow import Costs, Op, OpKind, Schedule
+from counterflow.simulation import simulate
 
 EQUAL_SLOTS = Costs(forward=1.0, backward=1.0)
 """The papers' *equal slots*: a backward lasts as long as a forward."""

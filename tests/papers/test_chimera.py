@@ -10,9 +10,10 @@ from fractions import Fraction
 
 import pytest
 
-from counterflow import Costs, OpKind, Schedule, simulate
+from counterflow import Costs, OpKind, Schedule
 from counterflow.schedule.placement import bidirectional
 from counterflow.schedule.schemes import chimera, hanayo
+from counterflow.simulation import simulate
 
 from .reading import EQUAL_SLOTS, grid, orders, staircase
 

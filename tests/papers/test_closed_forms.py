@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from counterflow import Costs, Schedule, simulate
+from counterflow import Costs, Schedule
 from counterflow.papers import closed_forms as forms
 from counterflow.papers.closed_forms import Range
 from counterflow.schedule.graph import OpGraph
@@ -20,6 +20,7 @@ from counterflow.schedule.schemes import (
     pipedream_2bw,
     wpipe,
 )
+from counterflow.simulation import simulate
 
 from . import formulas
 

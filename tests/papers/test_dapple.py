@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from counterflow import Costs, OpKind, simulate
+from counterflow import Costs, OpKind
 from counterflow.schedule.schemes import dapple, gpipe
+from counterflow.simulation import simulate
 
 from .reading import grid, orders, staircase
 

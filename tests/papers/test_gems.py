@@ -6,8 +6,9 @@ from fractions import Fraction
 
 import pytest
 
-from counterflow import Costs, OpKind, simulate
+from counterflow import Costs, OpKind
 from counterflow.schedule.schemes import gems
+from counterflow.simulation import simulate
 
 from .reading import grid, staircase
 

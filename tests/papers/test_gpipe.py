@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from counterflow import Costs, simulate
+from counterflow import Costs
 from counterflow.schedule.schemes import gpipe
+from counterflow.simulation import simulate
 
 from .reading import EQUAL_SLOTS, grid, staircase
 

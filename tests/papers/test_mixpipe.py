@@ -11,8 +11,9 @@ from functools import cache
 
 import pytest
 
-from counterflow import OpKind, Simulation, simulate
+from counterflow import OpKind, Simulation
 from counterflow.schedule.schemes import chimera, mixpipe
+from counterflow.simulation import simulate
 
 from .reading import orders
 

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from counterflow import Costs, Op, OpKind, Schedule, simulate
+from counterflow import Costs, Op, OpKind, Schedule
 from counterflow.schedule.schemes import pipedream, pipedream_2bw
+from counterflow.simulation import simulate
 
 from .reading import EQUAL_SLOTS, grid, orders, staircase
 

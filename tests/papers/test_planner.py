@@ -9,9 +9,9 @@ import pytest
 from counterflow import ConfigError
 from counterflow.models import preset, shapes
 from counterflow.papers import examples, transformers
-from counterflow.plan import Arrangement, Configuration, Cutting, Predictor
-from counterflow.plan.search import search
-from counterflow.plan.space import Constraints
+from counterflow.planning import Arrangement, Configuration, Cutting, Predictor
+from counterflow.planning.search.search import search
+from counterflow.planning.search.space import Constraints
 from counterflow.runtime.stages.layers import parameter_count
 from counterflow.schedule.modes import Recompute
 

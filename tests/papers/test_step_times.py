@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from counterflow.papers.step_times import ClosedForm, beside, plan_with_form_json
-from counterflow.plan import Cluster, Configuration, LayerProfile, Link, Model, Predictor, Profile
-from counterflow.plan.search import Plan
+from counterflow.planning import Cluster, Configuration, LayerProfile, Link, Model, Predictor, Profile
+from counterflow.planning.search.search import Plan
 
 
 def block(forward: float, weights: float) -> LayerProfile:

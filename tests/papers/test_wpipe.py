@@ -9,11 +9,12 @@ from fractions import Fraction
 
 import pytest
 
-from counterflow import ByteCosts, Costs, OpKind, Schedule, simulate
+from counterflow import ByteCosts, Costs, OpKind, Schedule
 from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.placement import looped
 from counterflow.schedule.residency import peak_activations
 from counterflow.schedule.schemes import gpipe, pipedream, pipedream_2bw, wpipe
+from counterflow.simulation import simulate
 
 from .reading import EQUAL_SLOTS
 

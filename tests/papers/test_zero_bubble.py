@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from counterflow import Costs, OpKind, Schedule, simulate
+from counterflow import Costs, OpKind, Schedule
 from counterflow.errors import ConfigError
-from counterflow.schedule.check import check
+from counterflow.program.check import check
+from counterflow.program.rules import RULES, Subject, details
 from counterflow.schedule.residency import peak_activations
-from counterflow.schedule.rules import RULES, Subject, details
 from counterflow.schedule.schemes import (
     dapple,
     dualpipe,
@@ -28,6 +28,7 @@ from counterflow.schedule.schemes import (
     zb_h2,
     zb_v,
 )
+from counterflow.simulation import simulate
 
 from .reading import orders
 

@@ -13,17 +13,17 @@ from typer.testing import CliRunner
 
 from counterflow import ConfigError, schemes
 from counterflow.cli import application
-from counterflow.draw.chart import chart_of
+from counterflow.drawing.chart import chart_of
 from counterflow.papers.step_times import StageTimes, closed_form
-from counterflow.plan import Configuration
-from counterflow.plan.report import choices
+from counterflow.planning import Configuration
+from counterflow.planning.report import choices
 from counterflow.schedule import registry
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.placement import looped
 from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Kind, Option, Scheme
 from counterflow.schedule.workload import Pass, Share, Workload
-from counterflow.simulate import simulate
+from counterflow.simulation import simulate
 from counterflow.train import load_config
 
 # --- A scheme, in less than 40 lines ---------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from counterflow import ConfigError, OpKind, Schedule, simulate
+from counterflow import ConfigError, OpKind, Schedule
 from counterflow.schedule.placement import bidirectional, linear, looped, wave
 from counterflow.schedule.registry import SCHEMES, build, scheme
 from counterflow.schedule.scheme import Kind
@@ -34,6 +34,7 @@ from counterflow.schedule.schemes import (
     zb_h2,
     zb_v,
 )
+from counterflow.simulation import simulate
 
 
 def orders(schedule: Schedule) -> list[str]:

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counterflow import Costs, Op, OpKind, Schedule, simulate
+from counterflow import Costs, Op, OpKind, Schedule
 from counterflow.schedule.registry import SCHEMES, build
 from counterflow.schedule.schemes import Concat, chimera, dapple, mixpipe
 from counterflow.schedule.workload import passes_of
+from counterflow.simulation import simulate
 
 moderate = settings(max_examples=25, deadline=None, derandomize=bool(os.environ.get("CI")))
 

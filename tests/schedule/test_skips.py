@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 
 from counterflow.errors import ConfigError, ScheduleError
+from counterflow.program.actions import Action, Matching, Program, Receive, Send
+from counterflow.program.check import check, inspect
+from counterflow.program.lowering import lower, lower_evaluation
+from counterflow.program.segments import segments
 from counterflow.schedule import schemes
-from counterflow.schedule.check import check, inspect
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import Schedule, SkipLink
-from counterflow.schedule.program.actions import Action, Matching, Program, Receive, Send
-from counterflow.schedule.program.lowering import lower, lower_evaluation
-from counterflow.schedule.program.segments import segments
 
 from .test_check import every_scheme
 

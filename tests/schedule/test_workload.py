@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterflow.errors import ConfigError, ScheduleError
+from counterflow.program.check import check, inspect
+from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.schedule import registry, schemes
-from counterflow.schedule.check import check, inspect
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import Op, OpKind, Product, Schedule
 from counterflow.schedule.placement import linear
 from counterflow.schedule.residency import peak_activations
-from counterflow.schedule.runnable import refuse_what_cannot_run
 from counterflow.schedule.workload import Pass, Share, Workload, passes_of, plain
-from counterflow.simulate import ByteCosts, Costs, simulate
+from counterflow.simulation import ByteCosts, Costs, simulate
 
 from .test_check import broken, every_scheme
 

@@ -91,7 +91,7 @@ def train(config: Configure) -> Train:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Path]]:
     """What would be drawn, and where to: drawing takes longer than training."""
     calls: list[tuple[Any, Path]] = []
-    room = importlib.import_module("counterflow.draw")  # the package has a function of that name
+    room = importlib.import_module("counterflow.drawing")  # the package has a function of that name
     monkeypatch.setattr(room, "draw_charts", lambda charts, path: calls.append((charts, path)))
     return calls
 

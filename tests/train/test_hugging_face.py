@@ -16,9 +16,9 @@ import transformers as tf
 from torch import Tensor
 
 from counterflow.errors import ConfigError
-from counterflow.plan import files
-from counterflow.plan.search import search
-from counterflow.plan.space import Constraints
+from counterflow.planning.inputs import files
+from counterflow.planning.search.search import search
+from counterflow.planning.search.space import Constraints
 from counterflow.train import RunConfig, load_config
 from counterflow.train.folder import read_metrics
 from counterflow.train.job import prepare, rate_factor

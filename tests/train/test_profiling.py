@@ -11,7 +11,8 @@ import torch
 
 from counterflow.errors import ConfigError
 from counterflow.measure.links import Travel, measure_allreduces, measure_messages
-from counterflow.plan import Configuration, files, predict
+from counterflow.planning import Configuration, predict
+from counterflow.planning.inputs import files
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.place import Place
 from counterflow.runtime.workers.world import current_transport

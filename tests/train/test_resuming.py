@@ -20,10 +20,10 @@ from counterflow.checkpoints.index import complete
 from counterflow.checkpoints.reader import Checkpoint
 from counterflow.errors import CounterflowError, WorkerError
 from counterflow.train import load_config, loop
-from counterflow.train.appending import Appending
 from counterflow.train.folder import RunFolder, folder_of, lines_of, read_metrics
-from counterflow.train.lock import Lock
 from counterflow.train.run import run
+from counterflow.train.supervision.appending import Appending
+from counterflow.train.supervision.lock import Lock
 
 from .conftest import Configure, Train, Watcher, losses
 

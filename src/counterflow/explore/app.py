@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from counterflow.draw.page import asset
+from counterflow.drawing.page import asset
 from counterflow.errors import CounterflowError
 from counterflow.schedule.formats import dumps
 

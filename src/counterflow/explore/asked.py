@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute, Sync
-from counterflow.simulate import Costs, Link
-from counterflow.simulate.cost_texts import bytes_of, costs_from, numbers_of, read
-from counterflow.simulate.costs import MOST_COST
+from counterflow.simulation import Costs, Link
+from counterflow.simulation.cost_texts import bytes_of, costs_from, numbers_of, read
+from counterflow.simulation.costs import MOST_COST
 
 Text = Annotated[str, Field(max_length=20_000)]
 Count = Annotated[int, Field(ge=0, le=10**9)]

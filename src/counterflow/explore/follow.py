@@ -31,7 +31,7 @@ from counterflow.train.folder import (
     read_schedule,
     read_timeline,
 )
-from counterflow.train.lock import LOCK
+from counterflow.train.supervision.lock import LOCK
 
 from .asked import RunsAsked
 from .runs import about_of, events_of, pictured, state_of

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from counterflow import synthesize
-from counterflow.draw.units import time_unit
+from counterflow.drawing.units import time_unit
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.workload import Workload, plain
-from counterflow.simulate import Costs
+from counterflow.simulation import Costs
+from counterflow.synthesis import synthesize
 
 from .asked import Order, limits_of
 

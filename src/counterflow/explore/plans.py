@@ -6,18 +6,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from counterflow.draw import chart_of
-from counterflow.draw.page import page_data
-from counterflow.draw.units import bytes_text, compact, time_unit
+from counterflow.drawing import chart_of
+from counterflow.drawing.page import page_data
+from counterflow.drawing.units import bytes_text, compact, time_unit
 from counterflow.errors import ConfigError
 from counterflow.papers import examples
-from counterflow.plan import files
-from counterflow.plan.cluster import Cluster, Link
-from counterflow.plan.node_orders import in_words
-from counterflow.plan.report import choices
-from counterflow.plan.search import Plan, search
-from counterflow.plan.space import Constraints
-from counterflow.plan.why import why
+from counterflow.planning.inputs import files
+from counterflow.planning.inputs.cluster import Cluster, Link
+from counterflow.planning.report import choices
+from counterflow.planning.search.node_orders import in_words
+from counterflow.planning.search.search import Plan, search
+from counterflow.planning.search.space import Constraints
+from counterflow.planning.why import why
 
 from .asked import PlanAsked
 

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from counterflow.checkpoints.index import complete
-from counterflow.draw.page import page_data
-from counterflow.draw.units import TimeUnit, bytes_text, time_unit
+from counterflow.drawing.page import page_data
+from counterflow.drawing.units import TimeUnit, bytes_text, time_unit
 from counterflow.errors import CounterflowError
-from counterflow.simulate import Cause, Simulation
-from counterflow.train import events
+from counterflow.simulation import Cause, Simulation
 from counterflow.train.config import RunConfig
 from counterflow.train.folder import CHECKPOINT, CONFIG, EVENTS, METRICS, SUMMARY
 from counterflow.train.load import load_config
-from counterflow.train.lock import LOCK
+from counterflow.train.supervision import events
+from counterflow.train.supervision.lock import LOCK
 from counterflow.train.timeline import Timeline
 from counterflow.train.window import Window
 

@@ -17,18 +17,18 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from counterflow.draw import Chart, chart_of, draw_charts, order_chart
-from counterflow.draw.page import page_data
-from counterflow.draw.units import AmountUnit, bytes_text, compact, time_unit
+from counterflow.drawing import Chart, chart_of, draw_charts, order_chart
+from counterflow.drawing.page import page_data
+from counterflow.drawing.units import AmountUnit, bytes_text, compact, time_unit
 from counterflow.errors import ConfigError, ScheduleError
+from counterflow.program.check import inspect
 from counterflow.schedule import registry
-from counterflow.schedule.check import inspect
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import Op, Schedule
 from counterflow.schedule.scheme import DEPTH
-from counterflow.simulate import Cause, Costs, Simulation, simulate
-from counterflow.simulate.kernel import load_numba
+from counterflow.simulation import Cause, Costs, Simulation, simulate
+from counterflow.simulation.kernel import load_numba
 
 from .asked import Check, Download, Look, Move, Subject, limits_of
 

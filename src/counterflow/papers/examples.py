@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from counterflow.errors import ConfigError
-from counterflow.plan.cluster import Cluster, Link
-from counterflow.plan.model import Model
-from counterflow.plan.profile import Profile
+from counterflow.planning.inputs.cluster import Cluster, Link
+from counterflow.planning.inputs.model import Model
+from counterflow.planning.inputs.profile import Profile
 
 from .transformers import (
     BERT_48,

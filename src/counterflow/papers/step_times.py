@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from counterflow.plan.predict import Play, sync_seconds
-from counterflow.plan.report import plan_json
-from counterflow.plan.search import Plan
+from counterflow.planning.predict import Play, sync_seconds
+from counterflow.planning.report import plan_json
+from counterflow.planning.search.search import Plan
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute
 
@@ -70,7 +70,7 @@ def beside(play: Play) -> ClosedForm | None:
 
     The forms know no workers that differ in speed.
 
-    >>> from counterflow.plan import Configuration, Predictor
+    >>> from counterflow.planning import Configuration, Predictor
     >>> from .examples import example
     >>> task = example("chimera-bert48")
     >>> dapple = Configuration.of("dapple", {"stages": 4, "micro_batches": 4}, replicas=8, samples=16)

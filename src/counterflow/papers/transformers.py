@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from counterflow.plan.model import Model
-from counterflow.plan.profile import Division, LayerProfile, Profile
+from counterflow.planning.inputs.model import Model
+from counterflow.planning.inputs.profile import Division, LayerProfile, Profile
 
 MIB = 2**20
 

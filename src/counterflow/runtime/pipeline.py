@@ -22,14 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from counterflow.errors import ConfigError, CounterflowError
-from counterflow.schedule.check import checked_program
+from counterflow.program.actions import Matching, Program
+from counterflow.program.check import checked_program
+from counterflow.program.lowering import OpTimes, Shared, lower_evaluation
+from counterflow.program.runnable import refuse_what_cannot_run
+from counterflow.program.segments import segments
 from counterflow.schedule.cuts import balance, explicit
 from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.modes import Recompute, Sync, parse_mode
-from counterflow.schedule.program.actions import Matching, Program
-from counterflow.schedule.program.lowering import OpTimes, Shared, lower_evaluation
-from counterflow.schedule.program.segments import segments
-from counterflow.schedule.runnable import refuse_what_cannot_run
 
 from .execution.asynchronous import AsynchronousRunner
 from .execution.interpreter import Interpreter

@@ -6,9 +6,9 @@ It need not be correct: the checker (``check.py``) decides that, so that edited 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from importlib import import_module
+from typing import ClassVar
 
 from .op import Op, OpKind, Product
 from .placement import Placement
@@ -33,6 +33,9 @@ class Schedule:
     workload: Workload
     orders: tuple[tuple[Op, ...], ...]
     steady: tuple[tuple[int, int], ...] | None = None
+
+    _repr_html_: ClassVar[Callable[[Schedule], str]]
+    """The schedule in a notebook: the room of pictures, which knows this one, puts it here."""
 
     @property
     def placement(self) -> Placement:
@@ -86,10 +89,6 @@ class Schedule:
         """Every op, worker by worker in its order."""
         for order in self.orders:
             yield from order
-
-    def _repr_html_(self) -> str:
-        """The schedule in a notebook."""
-        return str(import_module("counterflow.draw.notebook").html_of(self))  # which knows this room
 
     def __str__(self) -> str:
         shown = ", ".join(f"{name}={value}" for name, value in self.options)

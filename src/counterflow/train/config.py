@@ -28,8 +28,8 @@ from pydantic_core import InitErrorDetails
 from counterflow import toml
 from counterflow.errors import ConfigError, ScheduleError
 from counterflow.models.shapes import EXAMPLE, SHAPES, Family
+from counterflow.program.check import check
 from counterflow.schedule import registry
-from counterflow.schedule.check import check
 from counterflow.schedule.formats import loads
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.modes import Recompute, Sync

@@ -23,11 +23,11 @@ from counterflow.errors import ConfigError, CounterflowError
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule
 
-from .appending import Appending
 from .config import AUTO, RunConfig
-from .fence import Fence
-from .lock import Lock
 from .report import Numbers, Summary
+from .supervision.appending import Appending
+from .supervision.fence import Fence
+from .supervision.lock import Lock
 from .timeline import Timeline, timeline_from
 from .window import Window, window_from
 
@@ -216,7 +216,7 @@ class RunFolder:
         (self.path / LIVE).unlink(missing_ok=True)
         with whole(self.path / TIMELINE) as file:
             file.write(timeline.dumps().encode())
-        from counterflow.draw import draw_charts  # noqa: PLC0415  (matplotlib takes a while)
+        from counterflow.drawing import draw_charts  # noqa: PLC0415  (matplotlib takes a while)
 
         draw_charts(timeline.charts(), self.path / PICTURE)
 

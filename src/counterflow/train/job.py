@@ -31,12 +31,12 @@ from counterflow.models import (
     next_token_loss,
 )
 from counterflow.models.shapes import Family
+from counterflow.program.runnable import refuse_what_cannot_run
+from counterflow.program.segments import segments
 from counterflow.runtime.stages.estimates import estimated_costs
 from counterflow.runtime.stages.layers import Model, layers_of, parameter_count
 from counterflow.schedule.cuts import balance, stage_layers
 from counterflow.schedule.ir import Schedule
-from counterflow.schedule.program.segments import segments
-from counterflow.schedule.runnable import refuse_what_cannot_run
 
 from .carrier import with_carrier, workers_here
 from .config import SCHEME, ModelSection, OptimizerSection, RunConfig

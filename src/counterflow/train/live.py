@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule.ir import Op, Schedule
-from counterflow.simulate import Costs, Span
-from counterflow.simulate.periods import period_ops
+from counterflow.simulation import Costs, Span
+from counterflow.simulation.periods import period_ops
 
 from .folder import RunFolder
 from .timeline import Timeline

@@ -31,18 +31,18 @@ from counterflow.runtime.mini_batch.samples import cut
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.transport import Transport
 from counterflow.runtime.workers.world import current_transport
-from counterflow.simulate import Costs, Simulation, Span
+from counterflow.simulation import Costs, Simulation, Span
 
 from .config import AUTO, RunConfig
-from .events import RESTARTED, Event, note, run_of
-from .fence import Fence
 from .folder import ADAPTER, CHECKPOINT, MODEL, RunFolder, read_metrics, with_records
 from .job import Job, prepare
 from .live import Live, spans_of
 from .report import Numbers, Pair, Summary
 from .resuming import HISTORY, history, read
-from .same_run import check_same_run
-from .stopping import STOP, listen
+from .supervision.events import RESTARTED, Event, note, run_of
+from .supervision.fence import Fence
+from .supervision.same_run import check_same_run
+from .supervision.stopping import STOP, listen
 from .timeline import Timeline, costs_of
 
 _LOG = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from itertools import groupby
 
-from counterflow.plan import NodeKind
+from counterflow.planning import NodeKind
 
 _NOTICED = 0.1
 """Nodes whose times are nearer than this to the profile's are as the profile says."""

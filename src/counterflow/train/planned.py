@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from counterflow.errors import ConfigError
-from counterflow.plan import Cluster, Model, Prediction, Profile
-from counterflow.plan.device_placement import devices
+from counterflow.planning import Cluster, Model, Prediction, Profile
+from counterflow.planning.cost.device_placement import devices
 
 from .config import RunConfig
 

@@ -34,7 +34,7 @@ from counterflow.measure.layer_times import AtSize, LayerTimer, StepTimer, Subje
 from counterflow.measure.links import Travel, measure_allreduces, measure_messages
 from counterflow.measure.machine import cores, device_name, memory_bytes
 from counterflow.measure.stage_costs import StageCost
-from counterflow.plan import AllReduce, Cluster, LayerProfile, LayerSkip, LayerTie, Link, Model, Profile
+from counterflow.planning import AllReduce, Cluster, LayerProfile, LayerSkip, LayerTie, Link, Model, Profile
 from counterflow.runtime.parameters.gradients import sum_dtype
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.place import Place, place

@@ -25,16 +25,27 @@ from counterflow.runtime.workers.launch import Tell, launch_watched
 
 from .callbacks import Callbacks, loggers
 from .config import AUTO, RunConfig
-from .events import FEWER, GAVE_UP, RESTARTED, STARTED, STOPPED, Event, in_words, note, read, run_of
-from .fence import Fence
-from .fewer import Absence, leave_out, wait_for_others, with_fewer
 from .folder import RunFolder, folder_of
 from .job import Job, prepare
 from .loop import Trainer, work
 from .report import Reporter, Summary
-from .restarts import Restarts, note_failure, telling, with_memory
 from .resuming import history
-from .stopping import STOP, Phase, listening
+from .supervision.events import (
+    FEWER,
+    GAVE_UP,
+    RESTARTED,
+    STARTED,
+    STOPPED,
+    Event,
+    in_words,
+    note,
+    read,
+    run_of,
+)
+from .supervision.fence import Fence
+from .supervision.fewer import Absence, leave_out, wait_for_others, with_fewer
+from .supervision.restarts import Restarts, note_failure, telling, with_memory
+from .supervision.stopping import STOP, Phase, listening
 
 _LOG = logging.getLogger(__name__)
 

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from counterflow.draw import Chart, chart_of
-from counterflow.draw.units import bytes_text, compact, time_unit
+from counterflow.drawing import Chart, chart_of
+from counterflow.drawing.units import bytes_text, compact, time_unit
 from counterflow.errors import ConfigError
 from counterflow.schedule.formats import parse_op
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute
-from counterflow.simulate import ByteCosts, Cause, Costs, Simulation, Span, simulate
-from counterflow.simulate.costs import MOST_COST
-from counterflow.simulate.timed_schedule import Played, timed
+from counterflow.simulation import ByteCosts, Cause, Costs, Simulation, Span, simulate
+from counterflow.simulation.costs import MOST_COST
+from counterflow.simulation.timed_schedule import Played, timed
 
 if TYPE_CHECKING:
     from counterflow.measure.stage_costs import StageCost

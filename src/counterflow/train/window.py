@@ -13,14 +13,14 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
-from counterflow.draw import Chart, chart_of
-from counterflow.draw.chart import Bubble
-from counterflow.draw.units import compact, time_unit
+from counterflow.drawing import Chart, chart_of
+from counterflow.drawing.chart import Bubble
+from counterflow.drawing.units import compact, time_unit
 from counterflow.errors import ConfigError, CounterflowError
+from counterflow.program.actions import Compute
+from counterflow.program.segments import segments
 from counterflow.schedule.ir import Schedule
-from counterflow.schedule.program.actions import Compute
-from counterflow.schedule.program.segments import segments
-from counterflow.simulate import Costs, Simulation, Span, simulate
+from counterflow.simulation import Costs, Simulation, Span, simulate
 
 from .timeline import WAITING, read, written
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from counterflow.schedule.rules import RULES
+from counterflow.program.rules import RULES
 
 from ..conftest import Run
 

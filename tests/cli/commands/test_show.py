@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import counterflow as cf
-from counterflow.simulate import Simulation
+from counterflow.simulation import Simulation
 
 from ..conftest import Run
 
@@ -60,7 +60,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
     ) -> None:
         calls.append((result, compare, memory))
 
-    monkeypatch.setattr(importlib.import_module("counterflow.draw"), "draw_terminal", draw_terminal)
+    monkeypatch.setattr(importlib.import_module("counterflow.drawing"), "draw_terminal", draw_terminal)
     return calls
 
 

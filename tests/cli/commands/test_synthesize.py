@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 import counterflow as cf
-from counterflow.draw.chart import chart_of
-from counterflow.plan import Cluster, LayerProfile, Link, Model, Profile, files
+from counterflow.drawing.chart import chart_of
+from counterflow.planning import Cluster, LayerProfile, Link, Model, Profile
+from counterflow.planning.inputs import files
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps, loads
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from counterflow.errors import ConfigError, WorkerError
+from counterflow.program.segments import segments
 from counterflow.runtime import later
 from counterflow.runtime.execution.step import Step
 from counterflow.runtime.parameters.versions import Versions
@@ -19,7 +20,6 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.schedule.program.segments import segments
 from counterflow.train.trial import small_trial
 from counterflow.verify.agreement import Agreement, compare
 

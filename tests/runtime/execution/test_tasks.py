@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import counterflow as cf
+from counterflow.program.actions import Action, Compute, Matching, Program, Receive
+from counterflow.program.check import checked_program
+from counterflow.program.lowering import AHEAD, lower
+from counterflow.program.segments import segments
 from counterflow.runtime.execution.tasks import Preparation, Task
-from counterflow.schedule.check import checked_program
-from counterflow.schedule.program.actions import Action, Compute, Matching, Program, Receive
-from counterflow.schedule.program.lowering import AHEAD, lower
-from counterflow.schedule.program.segments import segments
 
 S = cf.schemes
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 import counterflow as cf
-from counterflow.plan import Cluster, Configuration, Division, LayerProfile, Link, Model, Profile, predict
+from counterflow.planning import Cluster, Configuration, Division, LayerProfile, Link, Model, Profile, predict
 from counterflow.runtime.mesh.parallel import StageModule
 from counterflow.schedule.ir import Schedule
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from counterflow.plan import LayerTie
+from counterflow.planning import LayerTie
 from counterflow.runtime.parameters import gradients
 from counterflow.runtime.parameters.gradients import GradientGroup
 from counterflow.runtime.pipeline import Pipeline

@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from counterflow.plan import Cluster, Configuration, LayerProfile, LayerTie, Link, Model, Predictor, Profile
+from counterflow.planning import (
+    Cluster,
+    Configuration,
+    LayerProfile,
+    LayerTie,
+    Link,
+    Model,
+    Predictor,
+    Profile,
+)
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes

@@ -15,12 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 import counterflow as cf
 from counterflow.errors import ConfigError
+from counterflow.program.actions import Send
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.skips import links_of, stage_skips
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule, SkipLink
-from counterflow.schedule.program.actions import Send
 from counterflow.verify.agreement import Agreement, verify
 
 F = torch.float64

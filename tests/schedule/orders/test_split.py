@@ -9,16 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counterflow import Costs, Op, OpKind, Schedule, simulate
+from counterflow import Costs, Op, OpKind, Schedule
 from counterflow.errors import DeadlockError
+from counterflow.program.rules import RULES, Subject, details
 from counterflow.schedule.orders import fill
 from counterflow.schedule.orders.fill import filled
 from counterflow.schedule.orders.split import split_backwards
 from counterflow.schedule.placement import linear
 from counterflow.schedule.residency import peak_activations
-from counterflow.schedule.rules import RULES, Subject, details
 from counterflow.schedule.schemes import chimera, dapple, gems, hanayo, interleaved, mixpipe
 from counterflow.schedule.workload import plain
+from counterflow.simulation import simulate
 
 moderate = settings(max_examples=25, deadline=None, derandomize=bool(os.environ.get("CI")))
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from counterflow.schedule.check import Report, inspect
+from counterflow.program.check import Report, inspect
 
 from ..options.flags import JsonFlag, SchemeOptions, SubjectArgument
 from ..options.subject import schedule_of

@@ -19,9 +19,9 @@ from ..output.search_bar import order_bar, search_bar
 
 if TYPE_CHECKING:
     from counterflow.papers.examples import Example
-    from counterflow.plan.orders import Orders
-    from counterflow.plan.search import Found, Plan
-    from counterflow.plan.space import Constraints
+    from counterflow.planning.orders import Orders
+    from counterflow.planning.search.search import Found, Plan
+    from counterflow.planning.search.space import Constraints
 
 _INPUTS = "What is planned: an example, files, or both: files take its place"
 _LIMITS = "What a plan has to be: may be repeated; not given: all is tried"
@@ -189,10 +189,10 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Choose scheme, depth, width, micro-batch and recomputation for a model on a cluster, by simulation."""
-    from counterflow.plan.device_placement import Arrangement  # noqa: PLC0415  (numpy and pydantic take a while)
-    from counterflow.plan.search import search  # noqa: PLC0415
-    from counterflow.plan.space import Constraints  # noqa: PLC0415
-    from counterflow.plan.why import why  # noqa: PLC0415
+    from counterflow.planning.cost.device_placement import Arrangement  # noqa: PLC0415  (numpy and pydantic take a while)
+    from counterflow.planning.search.search import search  # noqa: PLC0415
+    from counterflow.planning.search.space import Constraints  # noqa: PLC0415
+    from counterflow.planning.why import why  # noqa: PLC0415
 
     if listed:
         _list(as_json)
@@ -235,7 +235,7 @@ def plan(
     written = None if out is None else _write(task, found.best[0], out)
     if as_json:
         from counterflow.papers.step_times import plan_with_form_json  # noqa: PLC0415
-        from counterflow.plan.report import as_json as data  # noqa: PLC0415
+        from counterflow.planning.report import as_json as data  # noqa: PLC0415
 
         from ..output.plan_results import Planned  # noqa: PLC0415
 
@@ -262,7 +262,7 @@ def _ordered(
     found: Found, constraints: Constraints, seconds: float | None, moves: int | None
 ) -> tuple[Found, Orders]:
     """What was found, with orders computed for the best plans."""
-    from counterflow.plan.orders import compute_orders, with_orders  # noqa: PLC0415
+    from counterflow.planning.orders import compute_orders, with_orders  # noqa: PLC0415
 
     limit = 30.0 if seconds is None else seconds
     with order_bar(None if moves is not None else limit) as told:
@@ -285,7 +285,7 @@ def _task(
         ConfigError: neither an example nor all that one has.
     """
     from counterflow.papers import examples  # noqa: PLC0415
-    from counterflow.plan import files  # noqa: PLC0415
+    from counterflow.planning.inputs import files  # noqa: PLC0415
 
     given: dict[str, Any] = {}
     readers: dict[str, tuple[Path | None, Callable[[Path], Any]]] = {
@@ -328,7 +328,7 @@ def _list(as_json: bool) -> None:
 
 
 def _save(task: Example, folder: Path) -> None:
-    from counterflow.plan import files  # noqa: PLC0415
+    from counterflow.planning.inputs import files  # noqa: PLC0415
 
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -342,7 +342,7 @@ def _save(task: Example, folder: Path) -> None:
 
 def _write(task: Example, best: Plan, path: Path) -> Path | None:
     """The plan's config, and a computed order beside it: its file, None where a scheme makes the order."""
-    from counterflow.plan.orders import SYNTHESIZED  # noqa: PLC0415
+    from counterflow.planning.orders import SYNTHESIZED  # noqa: PLC0415
     from counterflow.schedule.formats import dumps  # noqa: PLC0415
     from counterflow.train.planned import planned_config  # noqa: PLC0415
 

@@ -50,7 +50,7 @@ def profile(
 
     Under torchrun all workers measure, on all nodes, links between nodes too; the first writes.
     """
-    from counterflow.plan import files  # noqa: PLC0415  (torch and pydantic take a while)
+    from counterflow.planning.inputs import files  # noqa: PLC0415  (torch and pydantic take a while)
     from counterflow.runtime.workers.place import place  # noqa: PLC0415
     from counterflow.train import load_config  # noqa: PLC0415
     from counterflow.train.profiling import SIZES, measure  # noqa: PLC0415
@@ -114,7 +114,7 @@ def _print(found: Measured) -> None:
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    from counterflow.draw.units import time_unit  # noqa: PLC0415
+    from counterflow.drawing.units import time_unit  # noqa: PLC0415
 
     def shown(seconds: float) -> str:
         return time_unit(seconds).text(seconds)

@@ -10,10 +10,9 @@ from typing import Annotated
 
 import typer
 
-from counterflow import simulate
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
-from counterflow.simulate import Simulation
+from counterflow.simulation import Simulation, simulate
 
 from ..options.flags import CostOptions, SchemeOptions, schemes_from
 from ..options.subject import (
@@ -90,7 +89,7 @@ def show(
     ] = False,
 ) -> None:
     """Draw the timeline of a schedule, or of a run: in the terminal, or into files."""
-    from counterflow.draw import draw, draw_terminal  # noqa: PLC0415  (slow to load)
+    from counterflow.drawing import draw, draw_terminal  # noqa: PLC0415  (slow to load)
 
     if messages and (is_run(subject) or not out):
         why = "a run's messages are not measured" if is_run(subject) else "the terminal draws no arrows"
@@ -131,7 +130,7 @@ def _show_run(
     memory: bool,
 ) -> None:
     """A run as it was measured, above its prediction or another run."""
-    from counterflow.draw import draw_charts, print_charts  # noqa: PLC0415  (slow to load)
+    from counterflow.drawing import draw_charts, print_charts  # noqa: PLC0415  (slow to load)
     from counterflow.train.folder import read_timeline  # noqa: PLC0415
 
     if given:

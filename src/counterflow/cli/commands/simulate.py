@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from counterflow import simulate as play
 from counterflow.schedule.ir import OpKind, Schedule
-from counterflow.simulate import Simulation
-from counterflow.simulate.cost_texts import BYTES, SECONDS
+from counterflow.simulation import Simulation
+from counterflow.simulation import simulate as play
+from counterflow.simulation.cost_texts import BYTES, SECONDS
 
 from ..options.flags import CostOptions, JsonFlag, SchemeOptions, SubjectArgument
 from ..options.subject import is_file, periods_for_steady, schedule_of, warn_if_wrong

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from counterflow import synthesize as compute
 from counterflow.errors import ConfigError
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement
 from counterflow.schedule.scheme import MOST_OPS
 from counterflow.schedule.workload import Workload, plain
-from counterflow.simulate import Costs
-from counterflow.synthesize import Limit, Objective, Synthesis
+from counterflow.simulation import Costs
+from counterflow.synthesis import Limit, Objective, Synthesis
+from counterflow.synthesis import synthesize as compute
 
 from ..options.flags import CostOptions, JsonFlag, bytes_of, numbers_of
 from ..options.placements import placement_of
@@ -22,7 +22,7 @@ from ..output.console import byte_size, console, note, number, print_json, unit_
 from ..output.search_bar import order_bar
 
 if TYPE_CHECKING:
-    from counterflow.plan.predict import Play
+    from counterflow.planning.predict import Play
 
 
 _WORK = "Work: what is ordered"
@@ -187,13 +187,13 @@ def _workload(placement: Placement, micro_batches: int, *, split: bool) -> Workl
 
 def _profiled(workload: Workload, costs: CostOptions, files: dict[str, Any]) -> Play:
     """The measured costs of a model's stages, cut so that they are balanced."""
-    from counterflow.plan.device_placement import network  # noqa: PLC0415  (pydantic takes a while)
-    from counterflow.plan.files import load_cluster, load_model, load_profile  # noqa: PLC0415
-    from counterflow.plan.predict import Play, Predictor  # noqa: PLC0415
-    from counterflow.plan.prediction import Configuration  # noqa: PLC0415
-    from counterflow.plan.stages import Cutting  # noqa: PLC0415
-    from counterflow.synthesize.compute import one_by_one  # noqa: PLC0415
-    from counterflow.synthesize.problem import problem_of  # noqa: PLC0415
+    from counterflow.planning.cost.device_placement import network  # noqa: PLC0415  (pydantic takes a while)
+    from counterflow.planning.cost.stages import Cutting  # noqa: PLC0415
+    from counterflow.planning.inputs.files import load_cluster, load_model, load_profile  # noqa: PLC0415
+    from counterflow.planning.predict import Play, Predictor  # noqa: PLC0415
+    from counterflow.planning.prediction import Configuration  # noqa: PLC0415
+    from counterflow.synthesis.compute import one_by_one  # noqa: PLC0415
+    from counterflow.synthesis.problem import problem_of  # noqa: PLC0415
 
     missing = [name for name, value in files.items() if value is None]
     if missing:

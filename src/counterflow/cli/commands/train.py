@@ -73,7 +73,7 @@ def train(
     Ctrl-C ends it after the step under way and keeps what was reached (exit code 130). So do SIGTERM, SIGUSR1
     and SIGHUP, with exit code 75: the same run can go on from its checkpoint.
     """
-    from counterflow.train.stopping import STOP, Phase, listening  # noqa: PLC0415  (pydantic takes a while)
+    from counterflow.train.supervision.stopping import STOP, Phase, listening  # noqa: PLC0415  (pydantic takes a while)
 
     with listening(), STOP.during(Phase.LEAVE):  # nothing is begun yet, and torch takes seconds to load
         from counterflow.train import load_config  # noqa: PLC0415
@@ -90,7 +90,7 @@ def train(
 
 def _run(config: RunConfig, *, max_restarts: int, as_json: bool) -> None:
     from counterflow.train.run import run  # noqa: PLC0415  (imports torch)
-    from counterflow.train.stopping import STOP  # noqa: PLC0415
+    from counterflow.train.supervision.stopping import STOP  # noqa: PLC0415
 
     from ..output.train_progress import Progress  # noqa: PLC0415
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from counterflow.errors import ConfigError
-from counterflow.schedule.check import checked_program
+from counterflow.program.check import checked_program
+from counterflow.program.runnable import refuse_what_cannot_run
+from counterflow.program.segments import segments
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute, Sync
-from counterflow.schedule.program.segments import segments
-from counterflow.schedule.runnable import refuse_what_cannot_run
 
 from ..options.flags import JsonFlag, SchemeOptions, SubjectArgument
 from ..options.subject import schedule_of

@@ -22,7 +22,7 @@ from counterflow.schedule import registry
 from counterflow.schedule.ir import OpKind, OptionValue, Schedule
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.scheme import DEPTH, SPLIT, Kind, Option
-from counterflow.simulate import Costs, Link, cost_texts
+from counterflow.simulation import Costs, Link, cost_texts
 
 from .wording import flag
 

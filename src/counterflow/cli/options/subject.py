@@ -136,7 +136,7 @@ def warn_if_wrong(subject: str, schedule: Schedule) -> None:
     """Say on stderr if a schedule file does not pass the checker; what schemes make always does."""
     if not is_file(subject):
         return
-    from counterflow.schedule.check import inspect  # noqa: PLC0415  (only files need it)
+    from counterflow.program.check import inspect  # noqa: PLC0415  (only files need it)
 
     broken = [result.rule for result in inspect(schedule).results if result.ok is False]
     if broken:

@@ -13,7 +13,7 @@ from counterflow.schedule.scheme import Kind
 from .flags import plain_value
 
 if TYPE_CHECKING:
-    from counterflow.plan.stages import Cuts
+    from counterflow.planning.cost.stages import Cuts
 
 
 def wanted_options(texts: Sequence[str]) -> tuple[tuple[str, tuple[OptionValue, ...]], ...]:
@@ -51,7 +51,7 @@ def wanted_cuts(text: str | None) -> Cuts:
     Raises:
         ConfigError: it is something else.
     """
-    from counterflow.plan.stages import Cutting  # noqa: PLC0415  (numpy and pydantic take a while)
+    from counterflow.planning.cost.stages import Cutting  # noqa: PLC0415  (numpy and pydantic take a while)
 
     if text is None:
         return Cutting.BALANCED

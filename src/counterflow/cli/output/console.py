@@ -17,7 +17,7 @@ from counterflow.errors import ConfigError, CounterflowError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from counterflow.simulate import Simulation
+    from counterflow.simulation import Simulation
 
     from .result import Result
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def show_figure(figure: Figure, out: Sequence[Path], *, as_json: bool) -> None:
     """Predict a figure, print it, and draw it into each of the files."""
-    from counterflow.draw.bars import require_form  # noqa: PLC0415  (only a figure needs them)
+    from counterflow.drawing.bars import require_form  # noqa: PLC0415  (only a figure needs them)
     from counterflow.papers.figures.reproduction import reproduce  # noqa: PLC0415
 
     for path in out:
@@ -35,7 +35,7 @@ def show_figure(figure: Figure, out: Sequence[Path], *, as_json: bool) -> None:
 
 
 def _draw(found: Reproduction, path: Path) -> None:
-    from counterflow.draw.bars import Bars, Series, draw_bars  # noqa: PLC0415
+    from counterflow.drawing.bars import Bars, Series, draw_bars  # noqa: PLC0415
     from counterflow.papers.figures.throughputs import scheme_bars  # noqa: PLC0415
 
     figure = found.figure

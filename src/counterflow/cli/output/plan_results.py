@@ -1,4 +1,4 @@
-"""What ``counterflow plan --json`` prints; ``counterflow.plan.report`` makes it."""
+"""What ``counterflow plan --json`` prints; ``counterflow.planning.report`` makes it."""
 
 from __future__ import annotations
 

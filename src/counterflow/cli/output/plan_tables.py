@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from counterflow.papers.step_times import beside
-from counterflow.plan.node_orders import in_words
-from counterflow.plan.report import choices, mesh_of
+from counterflow.planning.report import choices, mesh_of
+from counterflow.planning.search.node_orders import in_words
 from counterflow.schedule.modes import Recompute
 
 from .console import WIDE, byte_size, console, number
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from counterflow.papers.examples import Example
-    from counterflow.plan.cluster import Cluster
-    from counterflow.plan.orders import Orders
-    from counterflow.plan.prediction import Configuration, Parts, Prediction
-    from counterflow.plan.search import Found, Plan
-    from counterflow.plan.why import Why
+    from counterflow.planning.inputs.cluster import Cluster
+    from counterflow.planning.orders import Orders
+    from counterflow.planning.prediction import Configuration, Parts, Prediction
+    from counterflow.planning.search.search import Found, Plan
+    from counterflow.planning.why import Why
 
 
 def print_plans(

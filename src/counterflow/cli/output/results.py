@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from counterflow.schedule.ir import Op, Schedule
-from counterflow.simulate import Simulation
-from counterflow.synthesize import Synthesis
+from counterflow.simulation import Simulation
+from counterflow.synthesis import Synthesis
 
 from .console import unit_of
 from .plan_results import PLAN_PARTS, Planned

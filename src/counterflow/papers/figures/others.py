@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from counterflow.plan.device_placement import Arrangement
+from counterflow.planning.cost.device_placement import Arrangement
 from counterflow.schedule.modes import Recompute
 
 from ..examples import Example, hanayo_tacc, mixpipe, wpipe

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from counterflow.plan.device_placement import Arrangement
-from counterflow.plan.space import Constraints
-from counterflow.plan.stages import Cutting
+from counterflow.planning.cost.device_placement import Arrangement
+from counterflow.planning.cost.stages import Cutting
+from counterflow.planning.search.space import Constraints
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute
 

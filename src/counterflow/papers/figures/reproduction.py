@@ -12,9 +12,9 @@ from statistics import fmean
 from typing import Any
 
 from counterflow.errors import PlanError
-from counterflow.plan.report import choices, parts_json
-from counterflow.plan.search import Plan, search
-from counterflow.plan.space import Constraints
+from counterflow.planning.report import choices, parts_json
+from counterflow.planning.search.search import Plan, search
+from counterflow.planning.search.space import Constraints
 from counterflow.schedule.modes import Recompute
 
 from ..examples import Example

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from counterflow.schedule.ir import Schedule
-from counterflow.simulate import Costs, Simulation, simulate
+from counterflow.simulation import Costs, Simulation, simulate
 
 from ..closed_forms import Range
 from .layout import Relation, Row

@@ -18,7 +18,7 @@ from counterflow.schedule.schemes import (
     pipedream_2bw,
     wpipe,
 )
-from counterflow.simulate import ByteCosts, Costs, simulate
+from counterflow.simulation import ByteCosts, Costs, simulate
 
 from .. import closed_forms as forms
 from ..closed_forms import Range

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.schemes import dapple, dualpipe_v, interleaved_zb, zb_h1, zb_h2, zb_v
-from counterflow.simulate import ByteCosts, Costs, Simulation, simulate
+from counterflow.simulation import ByteCosts, Costs, Simulation, simulate
 
 from ..closed_forms import Range
 from .layout import COLUMNS, Relation, Row, Table

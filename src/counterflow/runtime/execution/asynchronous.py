@@ -1,6 +1,6 @@
 """Runs schedules without a flush: a step begins a mini-batch and leaves the last ones under way.
 
-What a step runs is a segment of the schedule (``schedule/program/segments.py``); the next step goes on where
+What a step runs is a segment of the schedule (``program/segments.py``); the next step goes on where
 it ended, so that no worker waits for the others between two steps. For the same reason loss and norm of a
 mini-batch are told by a later step, when everybody has sent its part long before, those of short periods
 several at a time; and gradients are clipped stage by stage, because a stage is updated before the gradients
@@ -19,8 +19,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from counterflow.errors import ConfigError, WorkerError
-from counterflow.schedule.program.actions import StartSync, WaitSync
-from counterflow.schedule.program.segments import Segments
+from counterflow.program.actions import StartSync, WaitSync
+from counterflow.program.segments import Segments
 
 from .. import later
 from ..mini_batch.batch import Batch

@@ -14,8 +14,7 @@ from typing import Protocol
 import torch
 
 from counterflow.errors import CounterflowError
-from counterflow.schedule.ir import Op, OpKind, Schedule
-from counterflow.schedule.program.actions import (
+from counterflow.program.actions import (
     Action,
     Agree,
     Program,
@@ -26,7 +25,8 @@ from counterflow.schedule.program.actions import (
     Update,
     WaitSync,
 )
-from counterflow.schedule.program.segments import shifted, shifted_op
+from counterflow.program.segments import shifted, shifted_op
+from counterflow.schedule.ir import Op, OpKind, Schedule
 
 from ..messages.compression import Compression
 from ..mini_batch.batch import Batch

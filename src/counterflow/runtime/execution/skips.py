@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from counterflow.errors import ConfigError
+from counterflow.program.actions import Compute
 from counterflow.schedule.ir import SkipLink
-from counterflow.schedule.program.actions import Compute
 
 from ..messages.arrivals import Taken
 from ..messages.message_queue import MessageQueue

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from counterflow.errors import ConfigError, WorkerError
-from counterflow.schedule.program.actions import Program, StartSync, Summed, WaitSync
+from counterflow.program.actions import Program, StartSync, Summed, WaitSync
 
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import Counts, added, consistent, refuse_no_graph

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from counterflow.program.actions import Action, Compute, Message, Program, Receive, Send
 from counterflow.schedule.ir import Op, OpKind, Schedule, SkipLink
-from counterflow.schedule.program.actions import Action, Compute, Message, Program, Receive, Send
 
 from ..messages.once import Link, Sharing
 from ..messages.values import Structure, TensorSpec, Unit

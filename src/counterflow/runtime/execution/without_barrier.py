@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from counterflow.schedule.program.actions import Program
+from counterflow.program.actions import Program
 
 from .. import later
 from ..mini_batch.batch import Batch

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from counterflow.schedule.program.actions import Receive, Send
+from counterflow.program.actions import Receive, Send
 from counterflow.schedule.workload import SkipLink
 
 from ..execution.tasks import Task

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from counterflow.errors import ConfigError
-from counterflow.schedule.program.actions import StartSync, Summed, SyncAction, WaitSync
+from counterflow.program.actions import StartSync, Summed, SyncAction, WaitSync
 
 from ..mesh.dtensors import is_dtensor, like, local, part_of, whole
 from ..mesh.layout import REPLICA, WORKER

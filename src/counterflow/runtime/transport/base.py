@@ -1,7 +1,7 @@
 """What the interpreter asks of a transport.
 
 Invariant: messages between two ranks are sent and received in one order, the same on both, whichever way
-they go (``schedule/program/lowering.py`` sees to it); a transport may match them by that order or by tag.
+they go (``program/lowering.py`` sees to it); a transport may match them by that order or by tag.
 It knows ranks, tensors and tags, nothing of stages or schedules.
 """
 
@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from counterflow.schedule.program.actions import Matching
+from counterflow.program.actions import Matching
 
 MOST_TAGS = 2**29 - 2
 """Tags are smaller than this."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from counterflow.schedule.program.actions import Matching
+from counterflow.program.actions import Matching
 
 from .base import Group, TransportKind
 from .control import DistributedTransport

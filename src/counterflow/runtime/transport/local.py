@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from counterflow.schedule.program.actions import Matching
+from counterflow.program.actions import Matching
 
 from .base import Described, Group, Lost, Pending, Status, TimedOut, Transport, TransportKind
 from .turns import elsewhere

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from counterflow.schedule.program.actions import Matching
+from counterflow.program.actions import Matching
 
 from .base import Described, Group, Pending, Transport
 from .headers import announced, as_bytes, describe

@@ -1,0 +1,492 @@
+"""What a picture shows: a timeline as plain boxes, made from a simulation by a pure function.
+
+Invariant: a ``Chart`` holds all that any drawer needs, and drawers look at nothing else, so a measured
+timeline is drawn like a predicted one. Charts drawn together share one time axis. Nothing is drawn here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate, pairwise
+from weakref import WeakKeyDictionary
+
+from counterflow.schedule import registry
+from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
+from counterflow.schedule.modes import Recompute
+from counterflow.schedule.placement import Placement
+from counterflow.simulation import Cause, Costs, MemoryUse, MessageSpan, Piece, Simulation, Span, SyncSpan
+from counterflow.simulation.timed_schedule import TimedSchedule
+
+from .palette import HUES, Shade
+from .units import AmountUnit, TimeUnit, compact, time_unit
+
+
+class BoxKind(Enum):
+    """What a box stands for."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INPUT_GRADIENT = "input gradient"
+    WEIGHT_GRADIENTS = "weight gradients"
+    SYNC = "sync"
+
+    @property
+    def shade(self) -> Shade | None:
+        """The shade of its lane's hue; None for a sync, which has no lane."""
+        return _SHADES[self]
+
+
+_SHADES = {
+    BoxKind.FORWARD: Shade.LIGHT,
+    BoxKind.BACKWARD: Shade.DARK,
+    BoxKind.INPUT_GRADIENT: Shade.DARK,
+    BoxKind.WEIGHT_GRADIENTS: Shade.MIDDLE,
+    BoxKind.SYNC: None,
+}
+_KINDS = {
+    OpKind.FORWARD: BoxKind.FORWARD,
+    OpKind.BACKWARD: BoxKind.BACKWARD,
+    OpKind.INPUT_GRADIENT: BoxKind.INPUT_GRADIENT,
+    OpKind.WEIGHT_GRADIENTS: BoxKind.WEIGHT_GRADIENTS,
+}
+LETTERS = {box: op.value for op, box in _KINDS.items()}
+"""The letter of each kind of op."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """What a box's colour stands for: a pipe, or a chunk of a worker's stages.
+
+    ``name`` is empty where there is only one; ``hue`` counts into the palette.
+    """
+
+    name: str
+    hue: int
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """An op or a gradient sync, from ``start`` to ``end`` (seconds) on ``worker``.
+
+    ``lane`` and ``pipe`` are None for a sync; ``label`` is short, for inside the box; ``detail`` adds to
+    the rest in a sentence, such as ``"half 1 of 2"``; ``op`` is the op as schedules write it; ``needs``
+    are the boxes that make what it takes, counted in its chart.
+    """
+
+    worker: int
+    start: float
+    end: float
+    kind: BoxKind
+    label: str
+    stage: int
+    lane: int | None = None
+    pipe: int | None = None
+    micro_batches: tuple[int, ...] = ()
+    detail: str = ""
+    op: str = ""
+    needs: tuple[int, ...] = ()
+
+    @property
+    def what(self) -> str:
+        """The box in a few words.
+
+        >>> Box(0, 0.0, 1.0, BoxKind.FORWARD, "2,3", 1, micro_batches=(2, 3)).what
+        'forward of micro-batches 2, 3'
+        """
+        if self.kind is BoxKind.SYNC:
+            return f"gradient sync of stage {self.stage}"
+        many = "es" if len(self.micro_batches) > 1 else ""
+        return f"{self.kind.value} of micro-batch{many} {', '.join(map(str, self.micro_batches))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Bubble:
+    """Time in which ``worker`` has nothing to run, and why."""
+
+    worker: int
+    start: float
+    end: float
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arrow:
+    """A message between two workers, on its link from ``start`` to ``end`` (seconds)."""
+
+    sender: int
+    receiver: int
+    start: float
+    end: float
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Every worker's memory over time, as steps."""
+
+    unit: AmountUnit
+    workers: tuple[MemoryUse, ...]
+
+    @property
+    def peak(self) -> float:
+        """The largest amount on any worker."""
+        return max(use.peak for use in self.workers)
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One timeline. ``makespan`` in seconds; ``steady`` is each worker's (start, end) of its steady part.
+
+    ``in_forwards``: times are no seconds but in units of a forward. ``playable``: false of orders that
+    deadlock, whose ops stand one after another. The page alone shows what follows:
+    ``slack`` of the first boxes, in seconds; ``circle``, pairs of boxes of which the first waits for the
+    second, where workers wait in a circle; ``limit``, the most that each worker may have of ``memory``.
+    """
+
+    heading: str
+    summary: str
+    workers: int
+    makespan: float
+    lanes: tuple[Lane, ...]
+    boxes: tuple[Box, ...]
+    memory: Memory | None = None
+    steady: tuple[tuple[float, float], ...] | None = None
+    bubbles: tuple[Bubble, ...] = ()
+    messages: tuple[Arrow, ...] = ()
+    in_forwards: bool = False
+    playable: bool = True
+    slack: tuple[float, ...] | None = None
+    circle: tuple[tuple[int, int], ...] = ()
+    limit: tuple[float, ...] | None = None
+
+    @property
+    def title(self) -> str:
+        """Heading and summary in one line."""
+        return f"{self.heading} — {self.summary}" if self.summary else self.heading
+
+    @property
+    def split(self) -> str:
+        """Bubbles by cause in a line, as shares of all workers' time.
+
+        >>> Chart("", "", 2, 10.0, (), (), bubbles=(Bubble(1, 0.0, 1.0, "warm-up"),)).split
+        'bubbles 5 %: warm-up 5 %'
+        """
+        if not self.playable:
+            return ""
+        sums = {cause.value: 0.0 for cause in Cause}
+        for bubble in self.bubbles:
+            sums[bubble.cause] = sums.get(bubble.cause, 0.0) + bubble.end - bubble.start
+        whole = self.makespan * self.workers
+        if not whole or not self.bubbles:
+            return "no bubbles"
+        causes = ", ".join(f"{cause} {_percent(time / whole)}" for cause, time in sums.items() if time)
+        return f"bubbles {_percent(sum(sums.values()) / whole)}: {causes}"
+
+    def told(self, box: Box) -> tuple[tuple[str, str], ...]:
+        """What there is to know of a box, by name."""
+        lane = "" if box.lane is None else self.lanes[box.lane].name
+        unit = shared_unit([self])
+        rows = [("op", box.op), ("stage", str(box.stage)), ("worker", f"P{box.worker}")]
+        rows += [(lane.rstrip("0123456789 ").rsplit(" ", 1)[-1], lane)]
+        rows += [("", part) for part in box.detail.split("; ")]
+        for need in (self.boxes[i] for i in box.needs):
+            rows.append(("needs", f"{need.what}, stage {need.stage}, P{need.worker}"))
+        rows += [("start", unit.text(box.start)), ("end", unit.text(box.end))]
+        return tuple((name, text) for name, text in rows if text)
+
+    @property
+    def kinds(self) -> tuple[BoxKind, ...]:
+        """The kinds of op in it; forward and backward where there is none."""
+        kinds = tuple(
+            kind for kind in BoxKind if kind.shade is not None and any(box.kind is kind for box in self.boxes)
+        )
+        return kinds or (BoxKind.FORWARD, BoxKind.BACKWARD)
+
+    @property
+    def has_syncs(self) -> bool:
+        """Whether any box is a gradient sync."""
+        return any(box.kind is BoxKind.SYNC for box in self.boxes)
+
+    def rows(self) -> tuple[tuple[Box, ...], ...]:
+        """The ops of each worker, by start."""
+        return self._by_worker(sync=False)
+
+    def sync_rows(self) -> tuple[tuple[Box, ...], ...]:
+        """The gradient syncs of each worker, by start."""
+        return self._by_worker(sync=True)
+
+    def _by_worker(self, *, sync: bool) -> tuple[tuple[Box, ...], ...]:
+        rows: list[list[Box]] = [[] for _ in range(self.workers)]
+        for box in self.boxes:
+            if (box.kind is BoxKind.SYNC) is sync:
+                rows[box.worker].append(box)
+        return tuple(tuple(sorted(row, key=lambda b: (b.start, b.end))) for row in rows)
+
+    def legend(self) -> tuple[tuple[int, str], ...]:
+        """Each hue in use and what it stands for; lanes that share a hue are named together.
+
+        >>> lanes = tuple(Lane(f"chunk {i}", i % 8) for i in range(9))
+        >>> Chart("", "", 1, 1.0, lanes, ()).legend()[:2]
+        ((0, 'chunk 0, 8'), (1, 'chunk 1'))
+        """
+        by_hue: dict[int, list[str]] = {}
+        for lane in self.lanes:
+            by_hue.setdefault(lane.hue, []).append(lane.name)
+        return tuple((hue, _together(names)) for hue, names in sorted(by_hue.items()))
+
+
+def _together(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    word = names[0].rsplit(" ", 1)[0]
+    numbers = [name.rsplit(" ", 1)[1] for name in names]
+    if len(numbers) > 3:
+        numbers = [*numbers[:2], "…", numbers[-1]]
+    return f"{word} {', '.join(numbers)}"
+
+
+def chart_of(simulation: Simulation, *, memory: bool = False, messages: bool = False) -> Chart:
+    """The chart of a simulated schedule.
+
+    Args:
+        simulation: what ``simulate`` gave.
+        messages: add every message between workers.
+        memory: add each worker's memory over time: bytes if the costs had byte costs, else stashed
+            forwards in (stage × micro-batch) units.
+
+    >>> from counterflow.schedule.schemes import chimera
+    >>> from counterflow.simulation import simulate
+    >>> chart = chart_of(simulate(chimera(stages=4, micro_batches=4)))
+    >>> chart.title
+    'chimera  D=4, N=4, direct — makespan 16 F, bubble ratio 25 %, peak 4 activations'
+    >>> [lane.name for lane in chart.lanes], len(chart.boxes)
+    (['down pipe', 'up pipe'], 32)
+    """
+    schedule = simulation.schedule
+    unit, uses = _memory(simulation)
+    peak = Memory(unit, uses).peak
+    lanes, lane_of = _lanes(schedule)
+    boxes = list(_op_boxes(simulation, lane_of))
+    boxes += [_sync_box(schedule, span) for span in simulation.syncs]
+    return Chart(
+        heading=_heading(schedule, simulation.costs),
+        summary=_summary(simulation, unit.text(peak)),
+        workers=schedule.workers,
+        makespan=simulation.makespan,
+        lanes=lanes,
+        boxes=tuple(boxes),
+        memory=Memory(unit, uses) if memory else None,
+        steady=_steady(simulation),
+        messages=tuple(map(_arrow, simulation.messages)) if messages else (),
+        bubbles=tuple(Bubble(gap.worker, gap.start, gap.end, gap.cause.value) for gap in simulation.gaps),
+        in_forwards=simulation.costs.in_forwards,
+    )
+
+
+def order_chart(schedule: Schedule, costs: Costs) -> Chart:
+    """The chart of orders that cannot be played: each worker's ops one after another, waiting for nothing.
+
+    Args:
+        schedule: any schedule of legal stages and workers, however wrong.
+        costs: what ops cost; messages and syncs are left out.
+    """
+    ops, spans = costs.of_ops(schedule.stages), []
+    for worker, order in enumerate(schedule.orders):
+        at = 0.0
+        for op in order:
+            piece = Piece(op.kind, op.stage, worker, len(op.micro_batches), op.parts)
+            spans.append(Span(worker, op, at, at := at + ops.seconds(piece)))
+    lanes, lane_of = _lanes(schedule)
+    return Chart(
+        heading=_heading(schedule, costs),
+        summary="cannot be played: each worker's ops one after another",
+        workers=schedule.workers,
+        makespan=max((span.end for span in spans), default=0.0),
+        lanes=lanes,
+        boxes=tuple(Box(s.worker, s.start, s.end, *_name(schedule, lane_of, s.op)) for s in spans),
+        in_forwards=costs.in_forwards,
+        playable=False,
+    )
+
+
+def _arrow(span: MessageSpan) -> Arrow:
+    what = f"message from {span.maker} to {span.taker}"
+    return Arrow(span.sender, span.receiver, span.start, span.end, what)
+
+
+def _memory(simulation: Simulation) -> tuple[AmountUnit, tuple[MemoryUse, ...]]:
+    if simulation.memory is not None:
+        return AmountUnit.BYTES, simulation.memory
+    return AmountUnit.ACTIVATIONS, simulation.activations_over_time
+
+
+_Named = tuple[BoxKind, str, int, int, int, tuple[int, ...], str, str, tuple[int, ...]]
+"""Of an op's box what no cost changes: what comes after its times in ``Box``."""
+
+_kept: WeakKeyDictionary[TimedSchedule, list[_Named]] = WeakKeyDictionary()
+"""By schedule as the simulator keeps it, so that another cost names nothing again."""
+
+
+def _op_boxes(simulation: Simulation, lane_of: dict[tuple[int, int], int]) -> Iterator[Box]:
+    model, schedule = simulation.model, simulation.schedule
+    named = _kept.get(model)
+    if named is None:
+        ops = zip(model.graph.ops, simulation.needs, strict=True)
+        named = _kept[model] = [_name(schedule, lane_of, op, needs) for op, needs in ops]
+    start, end = simulation.start.tolist(), simulation.end.tolist()
+    times = zip(model.graph.worker, start, end, named, strict=True)
+    return (Box(worker, begins, ends, *name) for worker, begins, ends, name in times)
+
+
+def _name(
+    schedule: Schedule, lane_of: dict[tuple[int, int], int], op: Op, needs: tuple[int, ...] = ()
+) -> _Named:
+    label = ",".join(map(str, op.micro_batches))
+    if op.parts > 1:
+        label += chr(ord("a") + op.part) if op.parts <= 26 else f".{op.part}"
+    lane, detail = lane_of[op.pipe, op.stage], _detail(schedule, op)
+    return _KINDS[op.kind], label, op.stage, lane, op.pipe, op.micro_batches, detail, str(op), needs
+
+
+def _detail(schedule: Schedule, op: Op) -> str:
+    parts = []
+    if op.parts > 1:
+        share = "half" if op.parts == 2 else "part"
+        parts.append(f"{share} {op.part + 1} of {op.parts}")
+    if not schedule.synchronous:
+        parts.append(f"period {schedule.period_of(op)}, weights of version {op.version}")
+    return "; ".join(parts)
+
+
+def _sync_box(schedule: Schedule, span: SyncSpan) -> Box:
+    detail = "" if schedule.synchronous else f"period {span.period}"
+    return Box(span.worker, span.start, span.end, BoxKind.SYNC, str(span.stage), span.stage, detail=detail)
+
+
+def _steady(simulation: Simulation) -> tuple[tuple[float, float], ...] | None:
+    schedule = simulation.schedule
+    if schedule.steady is None:
+        return None
+    firsts = accumulate((len(order) for order in schedule.orders), initial=0)
+    return tuple(
+        (float(simulation.start[first + begin]), float(simulation.end[first + stop - 1]))
+        for first, (begin, stop) in zip(firsts, schedule.steady, strict=False)
+    )
+
+
+# --- lanes ---------------------------------------------------------------------------------------
+
+
+def _lanes(schedule: Schedule) -> tuple[tuple[Lane, ...], dict[tuple[int, int], int]]:
+    """The lanes, and the lane of each (pipe, stage)."""
+    placement = schedule.placement
+    held = [(pipe, stage) for pipe in range(placement.pipes) for stage in range(placement.stages)]
+    if placement.pipes > 1:
+        return _pipe_lanes(placement), {(pipe, stage): pipe for pipe, stage in held}
+    lane_of: dict[tuple[int, int], int] = {}
+    seen: dict[int, int] = {}
+    for stage, worker in enumerate(placement.pipes_stages[0]):
+        lane_of[0, stage] = seen[worker] = seen.get(worker, -1) + 1
+    count = max(lane_of.values()) + 1
+    known = registry.find(schedule.scheme)
+    turns = any(a == b for a, b in pairwise(placement.pipes_stages[0])) and placement.workers > 1
+    word = known.chunk if known else "leg" if turns else "chunk"
+    names = [f"{word} {i}" for i in range(count)] if count > 1 else [""]
+    return tuple(Lane(name, i % len(HUES)) for i, name in enumerate(names)), lane_of
+
+
+def _pipe_lanes(placement: Placement) -> tuple[Lane, ...]:
+    """Down pipes in cool hues, up pipes in warm ones; what goes neither way takes hues in turn."""
+    words = [_direction(stages) for stages in placement.pipes_stages]
+    if not {"down", "up"}.issuperset(words):
+        return tuple(Lane(f"pipe {i}", i % len(HUES)) for i in range(len(words)))
+    lanes = []
+    for pipe, word in enumerate(words):
+        index = words[:pipe].count(word)
+        number = f" {index}" if words.count(word) > 1 else ""
+        hue = (2 * index + (word == "up")) % len(HUES)
+        lanes.append(Lane(f"{word} pipe{number}", hue))
+    return tuple(lanes)
+
+
+def _direction(holders: Sequence[int]) -> str:
+    """Which way a pipe runs over the workers; steps that wrap around are outvoted by the others."""
+    downs = sum(b > a for a, b in pairwise(holders))
+    ups = sum(b < a for a, b in pairwise(holders))
+    return "down" if downs > ups else "up" if ups > downs else "other"
+
+
+# --- titles --------------------------------------------------------------------------------------
+
+
+def _heading(schedule: Schedule, costs: Costs) -> str:
+    words = [_option(schedule.scheme, *option) for option in schedule.options]
+    if costs.replicas > 1:
+        words.append(f"W={costs.replicas}")
+    if costs.recompute is not Recompute.NONE:
+        words.append(f"recompute {costs.recompute}")
+    return f"{schedule.scheme}  {', '.join(filter(None, words))}"
+
+
+def _option(scheme: str, name: str, value: OptionValue) -> str:
+    known = registry.option(scheme, name)
+    return known.told(value) if known else f"{name}={value}"
+
+
+def _summary(simulation: Simulation, peak: str) -> str:
+    unit = time_unit(simulation.makespan, in_forwards=simulation.costs.in_forwards)
+    bubbles = f"bubble ratio {_percent(simulation.bubble_ratio)}"
+    if simulation.steady_bubble_ratio is not None:
+        bubbles += f" (steady {_percent(simulation.steady_bubble_ratio)})"
+    steady, makespan = simulation.steady_step, unit.text(simulation.makespan)
+    shown = "" if steady is None else unit.text(steady)
+    step = f", steady step {shown}" if shown not in ("", makespan) else ""
+    return f"makespan {makespan}{step}, {bubbles}, peak {peak}"
+
+
+def _percent(ratio: float) -> str:
+    return f"{compact(100 * ratio, 3)} %"
+
+
+# --- together ------------------------------------------------------------------------------------
+
+
+def shared_unit(charts: Sequence[Chart]) -> TimeUnit:
+    """The unit of the time axis that all ``charts`` share."""
+    return time_unit(shared_end(charts), in_forwards=all(chart.in_forwards for chart in charts))
+
+
+def shared_end(charts: Sequence[Chart]) -> float:
+    """The end of the time axis that all ``charts`` share, in seconds."""
+    return max((chart.makespan for chart in charts), default=0.0) or 1.0
+
+
+def marks_input_gradients(charts: Sequence[Chart]) -> bool:
+    """Whether backwards and input gradients, which share a shade, both occur: the latter get a mark."""
+    kinds = {kind for chart in charts for kind in chart.kinds}
+    return {BoxKind.BACKWARD, BoxKind.INPUT_GRADIENT} <= kinds
+
+
+def ways(chart: Chart) -> str:
+    """What a lane's shades mean, in a legend.
+
+    >>> ways(Chart("", "", 1, 1.0, (), ()))
+    'forward | backward'
+    """
+    return " | ".join(kind.value for kind in chart.kinds)
+
+
+def shared_peak(charts: Sequence[Chart], unit: AmountUnit) -> float:
+    """The most memory in ``unit`` on any worker of any chart; 1 if there is none."""
+    peaks = [chart.memory.peak for chart in charts if chart.memory and chart.memory.unit is unit]
+    return max(peaks, default=0.0) or 1.0
+
+
+def steps_until(use: MemoryUse, end: float) -> Iterator[tuple[float, float, float]]:
+    """A worker's memory as (start, end, amount) until ``end``; steps without length are left out."""
+    for index, (start, amount) in enumerate(zip(use.times, use.amounts, strict=True)):
+        stop = use.times[index + 1] if index + 1 < len(use.times) else end
+        if stop > start:
+            yield start, stop, amount

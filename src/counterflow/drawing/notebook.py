@@ -1,0 +1,51 @@
+"""What simulations and schedules show of themselves in a notebook: a picture, or the orders as a table.
+
+Invariant: the picture is an SVG that refers to nothing outside, and all text is escaped; nothing of this is
+loaded before something is shown.
+"""
+
+from __future__ import annotations
+
+from counterflow.errors import ScheduleError
+from counterflow.html import said, table, titled
+from counterflow.program.check import check
+from counterflow.schedule.ir import Schedule
+from counterflow.simulation import Simulation, simulate
+
+from .chart import chart_of
+
+MOST_OPS = 5_000
+"""Ops that are drawn; more make a notebook slow, and no op of theirs can be seen."""
+
+
+def svg_of(result: Simulation) -> str | None:
+    """The timeline as an SVG element; None where there are too many ops to be seen."""
+    from .figure import svg  # noqa: PLC0415 - matplotlib takes a while to import
+
+    if not 0 < sum(map(len, result.schedule.orders)) <= MOST_OPS:
+        return None
+    drawn = svg([chart_of(result, memory=result.costs.memory is not None)])
+    return drawn[drawn.index("<svg") :]
+
+
+def html_of(schedule: Schedule) -> str:
+    """A schedule as it plays with unit costs; one that is wrong as its orders, with what is wrong."""
+    if sum(map(len, schedule.orders)) > MOST_OPS:
+        return titled(str(schedule), _orders(schedule))
+    try:
+        check(schedule)
+    except ScheduleError as error:
+        return titled(f"{schedule} is wrong", said(str(error)), _orders(schedule))
+    return titled(str(schedule), svg_of(simulate(schedule)) or "")
+
+
+_SHOWN = 60
+"""Ops of a worker that its row shows."""
+
+
+def _orders(schedule: Schedule) -> str:
+    rows = []
+    for worker, order in enumerate(schedule.orders):
+        more = f" … {len(order) - _SHOWN:,} more" if len(order) > _SHOWN else ""
+        rows.append((f"P{worker}", " ".join(map(str, order[:_SHOWN])) + more))
+    return table(("worker", "ops"), rows[:_SHOWN])

@@ -1,0 +1,84 @@
+"""The colours of every picture.
+
+A lane (a pipe, or a chunk of a worker's stages) has a hue. Its forwards are light, its backwards and input
+gradients dark, its weight gradients between the two, so that they differ in grey too. Hues alternate between
+cool and warm. They were found by search for the largest smallest distance between all shades (and the
+background) as seen with normal vision, protanopia, deuteranopia and tritanopia, the first four first;
+``tests/drawing/test_palette.py`` holds them to it.
+
+Invariant: ``HUES`` alternates cool and warm, so that pipes of the two directions never share a hue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Shade(Enum):
+    """Which of a hue's colours: its place in ``Hue.shades``."""
+
+    LIGHT = 0
+    DARK = 1
+    MIDDLE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Hue:
+    """A lane's colours, as ``#rrggbb``."""
+
+    name: str
+    forward: str
+    backward: str
+    weights: str
+
+    @property
+    def shades(self) -> tuple[str, str, str]:
+        """Forward, backward and weight gradients: a colour for each ``Shade``."""
+        return self.forward, self.backward, self.weights
+
+
+HUES = (
+    Hue("blue", "#96c8fe", "#215dac", "#6783ed"),
+    Hue("orange", "#fcbc48", "#986214", "#a7991c"),
+    Hue("green", "#b6e2b1", "#074b02", "#798d62"),
+    Hue("pink", "#fb86b2", "#833155", "#bc63a9"),
+    Hue("violet", "#bd9cfc", "#513b7f", "#9f6bcc"),
+    Hue("yellow", "#fdd977", "#6e5400", "#c7a762"),
+    Hue("teal", "#62dfda", "#018073", "#6ca587"),
+    Hue("red", "#fda19b", "#a73949", "#d85c46"),
+)
+
+BACKGROUND = "#ffffff"
+"""Paper, and therefore bubbles."""
+
+INK = "#16181d"
+"""Text on paper and on forwards, edges, the lines around the steady part."""
+
+FAINT = "#6b7280"
+"""Axes and second lines."""
+
+ON_DARK = "#ffffff"
+"""Text on backwards."""
+
+INKS = Hue("text", INK, ON_DARK, INK)
+"""Text on each ``Shade``."""
+
+NEUTRAL = Hue("grey", "#d3d7de", "#565d69", "#979ca5")
+"""What a legend shows where it means all lanes."""
+
+SYNC = "#e5e7eb"
+"""Gradient syncs: light grey under a hatch in ``SYNC_HATCH``."""
+
+SYNC_HATCH = "#30343b"
+
+MEMORY = "#9aa3b2"
+"""The area under a worker's memory."""
+
+HEAT = ("#f4f5f7", "#c3c9d4", "#8f99aa", "#5a6476", "#2b313c")
+"""Memory as a strip: from none to the most, a grey that belongs to no lane."""
+
+
+def hue(lane_hue: int) -> Hue:
+    """The hue of that number; numbers past the last start again."""
+    return HUES[lane_hue % len(HUES)]

@@ -1,0 +1,32 @@
+"""Which plan: clusters and costs as data, predictions, the search, device placement."""
+
+from __future__ import annotations
+
+from .cost.device_placement import Arrangement
+from .cost.stages import Cutting
+from .inputs.cluster import AllReduce, Cluster, Link, NodeKind
+from .inputs.model import LayerSkip, LayerTie, Model
+from .inputs.profile import Division, LayerProfile, Profile
+from .predict import Predictor, predict
+from .prediction import Configuration, Parts, Prediction, WorkerMemory
+
+__all__ = [
+    "AllReduce",
+    "Arrangement",
+    "Cluster",
+    "Configuration",
+    "Cutting",
+    "Division",
+    "LayerProfile",
+    "LayerSkip",
+    "LayerTie",
+    "Link",
+    "Model",
+    "NodeKind",
+    "Parts",
+    "Prediction",
+    "Predictor",
+    "Profile",
+    "WorkerMemory",
+    "predict",
+]

@@ -1,0 +1,321 @@
+"""Which device drives which worker of which replica, and what messages and all-reduces then find.
+
+Three arrangements of W replicas of D workers on nodes, devices counted node by node, in the cluster's order
+of nodes or another (``node_orders.py``):
+
+* pipeline-inside: a replica's workers side by side; messages stay inside a node as far as they can, gradients
+  are summed between nodes (WPipe, section 4.2.2, case A).
+* replicas-inside: the replicas of one worker side by side: the reverse (WPipe's case B).
+* copies-inside: all copies of a stage side by side, both directions and all replicas (MixPipe, Figure 5 b):
+
+      D=4, W=2, two servers of 4     server 0: P0 P0 P3 P3     server 1: P1 P1 P2 P2
+
+Invariant: every device drives one worker of one replica. Which arrangement is best is not decided here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from counterflow.schedule.ir import SkipLink
+from counterflow.schedule.placement import Placement
+
+from ..inputs.cluster import Broadcasts, Cluster, Collective, Link, Node, all_reduce, broadcasts, slowest
+from ..search.node_orders import Ints, Runs, devices_in_row, node_of_devices
+
+
+class Arrangement(StrEnum):
+    """What stands side by side on a node."""
+
+    PIPELINE_INSIDE = "pipeline-inside"
+    REPLICAS_INSIDE = "replicas-inside"
+    COPIES_INSIDE = "copies-inside"
+
+
+def devices(
+    placement: Placement,
+    replicas: int,
+    arrangement: Arrangement,
+    cluster: Cluster | None = None,
+    nodes: Runs = (),
+) -> tuple[tuple[int, ...], ...]:
+    """``devices[replica][worker]``: the device, counted from 0 node by node in the cluster's order.
+
+    Args:
+        placement: which worker holds which stage.
+        replicas: copies of the whole pipeline group.
+        arrangement: what stands side by side.
+        cluster: where ``nodes`` are given, theirs.
+        nodes: the order in which they stand.
+
+    >>> from counterflow.schedule.placement import bidirectional
+    >>> devices(bidirectional(4), 2, Arrangement.COPIES_INSIDE)
+    ((0, 4, 6, 2), (1, 5, 7, 3))
+    """
+    found = _places(placement, replicas, arrangement)
+    if cluster is not None and nodes:
+        found = devices_in_row(cluster, nodes)[found]
+    return tuple(map(tuple, found.tolist()))
+
+
+def mesh(
+    placement: Placement,
+    replicas: int,
+    arrangement: Arrangement,
+    positions: int,
+    *,
+    cluster: Cluster | None = None,
+    nodes: Runs = (),
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """``mesh[replica][worker][position]``: the device; positions of tensor parallelism are side by side.
+
+    Args:
+        placement: which worker holds which stage.
+        replicas: copies of the whole pipeline group.
+        arrangement: what stands side by side.
+        positions: T; ``cluster`` has a place for each so many devices.
+        cluster: where ``nodes`` are given, theirs.
+        nodes: the order in which they stand.
+
+    >>> from counterflow.schedule.placement import bidirectional
+    >>> mesh(bidirectional(2), 1, Arrangement.PIPELINE_INSIDE, 2)
+    (((0, 1), (2, 3)),)
+    """
+    beside = range(positions)
+    return tuple(
+        tuple(tuple(positions * place + other for other in beside) for place in replica)
+        for replica in devices(placement, replicas, arrangement, cluster, nodes)
+    )
+
+
+def _nodes(
+    cluster: Cluster, placement: Placement, replicas: int, arrangement: Arrangement, nodes: Runs
+) -> Ints:
+    """``[replica][worker]``: the node, counted from 0 in the cluster's order."""
+    places = _places(placement, replicas, arrangement)
+    if not cluster.kinds:
+        return places // cluster.devices
+    return node_of_devices(cluster)[devices_in_row(cluster, nodes)][places]
+
+
+def _places(placement: Placement, replicas: int, arrangement: Arrangement) -> Ints:
+    """``[replica][worker]``: the place in the row of devices."""
+    workers = placement.workers
+    if arrangement is Arrangement.PIPELINE_INSIDE:
+        return np.arange(replicas * workers).reshape(replicas, workers)
+    place = np.arange(workers)
+    if arrangement is Arrangement.COPIES_INSIDE:
+        place[[worker for group in _sharing(placement) for worker in group]] = np.arange(workers)
+    return place * replicas + np.arange(replicas)[:, np.newaxis]
+
+
+def _sharing(placement: Placement) -> list[list[int]]:
+    """The workers in groups that hold copies of the same stages, by their first worker."""
+    group: dict[int, list[int]] = {w: [w] for w in range(placement.workers)}
+    for stage in range(placement.stages):
+        holders = [worker for _, worker in placement.copies(stage)]
+        for other in holders[1:]:
+            first, second = group[holders[0]], group[other]
+            if first is not second:
+                first += second
+                group.update((worker, first) for worker in second)
+    found = {id(members): sorted(members) for members in group.values()}
+    return sorted(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What a schedule's messages and gradient syncs find, in the worst of the replicas.
+
+    Attributes:
+        latency_seconds: α of a message, ``[sender][receiver]``; 0 where no message is sent.
+        seconds_per_byte: β in the same form.
+        ways: by which way out of its worker each message goes, likewise; None: each link is a way of its own.
+        allreduce: of each stage.
+        crossed: of each stage, the nodes whose one way out its all-reduce shares with others; empty if none.
+        copies: how many copies of each stage are summed.
+        broadcasts: of each stage's weights, from one who holds them to all others.
+        slowness: seconds of each worker's ops for each that the profile says, on the slowest of the devices
+            on which it is in a replica; empty where all devices are alike.
+        usable_bytes: what it has on the smallest of these, without the reserve; likewise.
+        cores: of each node whose workers are on cores, these workers and how many cores; likewise.
+    """
+
+    latency_seconds: tuple[tuple[float, ...], ...]
+    seconds_per_byte: tuple[tuple[float, ...], ...]
+    ways: tuple[tuple[int, ...], ...] | None
+    allreduce: tuple[Collective, ...]
+    crossed: tuple[tuple[int, ...], ...]
+    copies: int
+    broadcasts: tuple[Broadcasts, ...] = ()
+    slowness: tuple[float, ...] = ()
+    usable_bytes: tuple[float, ...] = ()
+    cores: tuple[tuple[tuple[int, ...], int], ...] = ()
+
+
+def network(
+    cluster: Cluster,
+    placement: Placement,
+    replicas: int,
+    arrangement: Arrangement,
+    skips: Sequence[SkipLink] = (),
+    *,
+    nodes: Runs = (),
+) -> Network:
+    """The links of one arrangement, and where devices differ, what each worker is on.
+
+    Replicas and pipes run in step: with ``shared_adapter``, messages between the same stages that several of
+    them send out of a node at one time share its way out. What a worker sends to several others on other
+    nodes leaves it one after another. All-reduces share a node's way out with those under way at that time.
+    Messages and all-reduces do not share; nor do messages of different stages on different workers.
+
+    Args:
+        cluster: with ``placement.workers * replicas`` devices or more.
+        placement: which worker holds which stage.
+        replicas: copies of the whole pipeline group.
+        arrangement: which devices they are on.
+        skips: what goes from stages to others than the next.
+        nodes: the order in which nodes stand.
+    """
+    node = _nodes(cluster, placement, replicas, arrangement, nodes)
+    like = _Like(cluster)
+    workers = placement.workers
+    latency, per_byte = np.zeros((workers, workers)), np.zeros((workers, workers))
+    ways = np.tile(np.arange(workers), (workers, 1))
+    for alike in _messages(placement, skips):
+        crossing = [node[node[:, sender] != node[:, receiver], sender] for sender, receiver in alike]
+        leaving = np.concatenate(crossing)
+        share = int(np.bincount(leaving).max()) if len(leaving) and cluster.shared_adapter else 1
+        for (sender, receiver), crossed in zip(alike, crossing, strict=True):
+            link = like.link(node[:, sender], node[:, receiver])
+            latency[sender, receiver] = link.latency_seconds
+            each = link.seconds_per_byte * (share if len(crossed) else 1)
+            per_byte[sender, receiver] = max(per_byte[sender, receiver], each)
+            if len(crossed):
+                ways[sender, receiver] = sender
+    several = any(np.count_nonzero(row == sender) > 2 for sender, row in enumerate(ways))
+    sums, sends, crossed_nodes = [], [], []
+    for stage in range(placement.stages):
+        on = node[:, sorted({w for _, w in placement.copies(stage)})].ravel()
+        having, counts = np.unique(on, return_counts=True)
+        its = counts.tolist(), like.nodes(having)
+        sums.append(all_reduce(cluster, *its))
+        sends.append(broadcasts(cluster, *its))
+        crossed_nodes.append(tuple(having.tolist()) if sums[-1].crossing_seconds_per_byte else ())
+    # Only a way that several all-reduces take is shared.
+    taken = Counter(way for crossed in crossed_nodes for way in crossed)
+    return Network(
+        tuple(map(tuple, latency.tolist())),
+        tuple(map(tuple, per_byte.tolist())),
+        tuple(map(tuple, ways.tolist())) if several else None,
+        tuple(sums),
+        tuple(tuple(way for way in crossed if taken[way] > 1) for crossed in crossed_nodes),
+        placement.pipes * replicas,
+        tuple(sends),
+        *like.workers(node),
+    )
+
+
+def sum_over(
+    cluster: Cluster,
+    placement: Placement,
+    replicas: int,
+    arrangement: Arrangement,
+    stages: Sequence[int],
+    *,
+    nodes: Runs = (),
+) -> Collective:
+    """The all-reduce among all who hold one of some stages."""
+    node = _nodes(cluster, placement, replicas, arrangement, nodes)
+    members = sorted({w for stage in stages for _, w in placement.copies(stage)})
+    having, counts = np.unique(node[:, members].ravel(), return_counts=True)
+    return all_reduce(cluster, counts.tolist(), _Like(cluster).nodes(having))
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Ranks that hold the same, on all replicas.
+
+    Attributes:
+        ranks: ascending.
+        nodes: that have any of them.
+        sends: what broadcasts among them take.
+    """
+
+    ranks: tuple[int, ...]
+    nodes: tuple[int, ...]
+    sends: Broadcasts
+
+
+def holding(
+    cluster: Cluster,
+    placement: Placement,
+    replicas: int,
+    arrangement: Arrangement,
+    workers: Sequence[int],
+    *,
+    nodes: Runs = (),
+) -> Holding:
+    """What some workers of each replica are on, and what broadcasts among all of them take."""
+    place = placement, replicas, arrangement
+    ranks = np.sort(np.array(devices(*place, cluster, nodes))[:, list(workers)].ravel())
+    node = _nodes(cluster, *place, nodes)[:, list(workers)].ravel()
+    having, counts = np.unique(node, return_counts=True)
+    sends = broadcasts(cluster, counts.tolist(), _Like(cluster).nodes(having))
+    return Holding(tuple(ranks.tolist()), tuple(having.tolist()), sends)
+
+
+class _Like:
+    """What the nodes of a cluster are like, by their numbers."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._kinds = [node for node, _ in cluster.kinds_of_nodes()]
+        self._equal = not cluster.kinds
+        self._kind = np.repeat(np.arange(len(self._kinds)), [many for _, many in cluster.kinds_of_nodes()])
+
+    def nodes(self, numbers: Ints) -> list[Node]:
+        """The different ones among them."""
+        if self._equal:
+            return self._kinds
+        return [self._kinds[kind] for kind in np.unique(self._kind[numbers])]
+
+    def link(self, sender: Ints, receiver: Ints) -> Link:
+        """The slowest on which a message goes, by replica; where one leaves its node, of those that do."""
+        away = sender != receiver
+        if not away.any():
+            return slowest(node.inside for node in self.nodes(sender))
+        return slowest(node.between for node in self.nodes(np.concatenate((sender[away], receiver[away]))))
+
+    def workers(self, node: Ints) -> tuple[Any, ...]:
+        """Slowness, usable bytes and shared cores; ``node``: of each worker by replica."""
+        if self._equal:
+            return (), (), ()
+        kind = self._kind[node]
+        slowness = np.array([one.slowness for one in self._kinds])[kind].max(axis=0)
+        usable = np.array([one.usable_bytes for one in self._kinds])[kind].min(axis=0)
+        cores = tuple(
+            (tuple(np.nonzero(node == number)[1].tolist()), on.cores)
+            for number in np.unique(node)
+            if (on := self._kinds[self._kind[number]]).cores is not None
+        )
+        return tuple(slowness.tolist()), tuple(usable.tolist()), cores
+
+
+def _messages(placement: Placement, skips: Sequence[SkipLink]) -> Iterator[list[tuple[int, int]]]:
+    """The (sender, receiver) pairs of messages, forwards and backwards; those of all pipes that are between
+    the same stages, and so are sent at one time, together.
+    """
+    pairs = [(stage, stage + 1) for stage in range(placement.stages - 1)]
+    pairs += [(skip.source, skip.target) for skip in skips]
+    for source, target in pairs:
+        there = [(pipe[source], pipe[target]) for pipe in placement.pipes_stages]
+        there = [(one, other) for one, other in there if one != other]
+        if there:
+            yield there
+            yield [(other, one) for one, other in there]

@@ -1,0 +1,245 @@
+"""Optimiser state sharded over the holders of a stage (ZeRO stage 1): who owns what, and what is sent for it.
+
+It goes as the runtime has it (``runtime/parameters/sharded_updates.py``): whole parameters are owned, by
+``owners``; when a step ends each worker goes through the groups of ranks that hold the same, in the order of
+their ranks, and in each the owners send what they updated, one after another, in pieces.
+
+Invariant: what is owned, updated and sent does not depend on orders, sync modes or recomputation. Where a
+profile does not tell the sizes of parameters, the bytes of a stage are shared out evenly.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from counterflow.schedule.owners import PIECE_BYTES, owners, pieces
+from counterflow.schedule.placement import Placement
+
+from ..inputs.cluster import Cluster
+from ..inputs.model import Model
+from ..inputs.profile import Profile
+from ..search.node_orders import Ints, Runs
+from .device_placement import Arrangement, Holding, devices, holding
+from .stages import StageCosts
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedState:
+    """What each worker owns, of its replicas the one with most.
+
+    Attributes:
+        owned: by replica, by worker: bytes of the trained weights whose optimiser state it keeps. One row for
+            all where each has as much.
+        most: by worker: the most of all replicas.
+        spared: by worker: bytes of optimiser state that it has less than were none sharded.
+        updating: by worker: bytes that it needs beside its state while it updates, or sends and receives.
+        seconds: to send updated weights when a step ends.
+    """
+
+    owned: tuple[tuple[float, ...], ...]
+    most: tuple[float, ...]
+    spared: tuple[float, ...]
+    updating: tuple[float, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A trained parameter: its bytes, the layers that have it, and what its update needs beside its state."""
+
+    size: float
+    layers: tuple[int, ...]
+    update_peak: float
+
+
+def parameters_of(model: Model, profile: Profile) -> list[Parameter] | None:
+    """All trained parameters in the model's order, a shared one where it comes first; None: not told.
+
+    Of several of one layer that have the bytes of a shared one, the first is taken for it.
+    """
+    rows: list[list[Parameter]] = []
+    for number, kind in enumerate(model.layers):
+        layer = profile.layer(kind)
+        sizes = layer.parameter_bytes
+        if layer.trained_bytes and not sizes:
+            return None
+        whole = (sum(sizes) if profile.update_together else max(sizes)) if sizes else 0.0
+        each = layer.update_peak_bytes / whole if whole else 0.0
+        rows.append([Parameter(size, (number,), size * each) for size in sizes])
+    for tie in model.ties:
+        if not tie.trained:
+            continue
+        first, *others = tie.layers
+        for number in (first, *others):
+            row = rows[number]
+            alike = [i for i, one in enumerate(row) if one.size == tie.size_bytes and one.layers == (number,)]
+            if not alike:
+                return None
+            if number == first:
+                row[alike[0]] = Parameter(tie.size_bytes, tie.layers, row[alike[0]].update_peak)
+            else:
+                del row[alike[0]]
+    return [one for row in rows for one in row]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Those who hold the same: workers of each replica, and where they are."""
+
+    workers: tuple[int, ...]
+    on: Holding
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of all replicas."""
+        return self.on.ranks
+
+
+class Sharding:
+    """Which ranks hold the same on a cluster; one for all cuts and sizes.
+
+    Args:
+        cluster: its links.
+        placement: which worker holds which stage.
+        replicas: copies of the whole pipeline group.
+        arrangement: which devices they are on.
+        nodes: the order in which nodes stand.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        placement: Placement,
+        replicas: int,
+        arrangement: Arrangement,
+        nodes: Runs = (),
+    ) -> None:
+        self.placement, self._nodes = placement, nodes
+        self._where = cluster, placement, replicas, arrangement
+        self._groups: dict[tuple[int, ...], _Group] = {}
+
+    @cached_property
+    def _ranks(self) -> Ints:
+        cluster, placement, replicas, arrangement = self._where
+        rows = devices(placement, replicas, arrangement, cluster, self._nodes)
+        return np.array(rows, dtype=np.int64)
+
+    def of(self, stages: Sequence[int]) -> _Group:
+        """The ranks that hold any of some stages."""
+        workers = tuple(sorted({worker for stage in stages for worker in _holders(self.placement)[stage]}))
+        if workers not in self._groups:
+            self._groups[workers] = _Group(workers, holding(*self._where, workers, nodes=self._nodes))
+        return self._groups[workers]
+
+    def state(
+        self, stages: StageCosts, parameters: Sequence[Parameter] | None, states: float, *, together: bool
+    ) -> ShardedState:
+        """What is owned and sent.
+
+        Args:
+            stages: what the placement's stages cost.
+            parameters: as ``parameters_of`` gives them.
+            states: bytes of optimiser state for each byte of trained weights.
+            together: whether the optimiser updates all weights of a stage at once.
+        """
+        if parameters is None:
+            return self._even(stages, states, together=together)
+        return self._exact(stages.cuts, parameters, states, together=together)
+
+    def _exact(
+        self, cuts: Sequence[int], parameters: Sequence[Parameter], states: float, *, together: bool
+    ) -> ShardedState:
+        on = [tuple(sorted({bisect_right(cuts, layer) for layer in one.layers})) for one in parameters]
+        groups = [self.of(its) for its in on]
+        owner = owners((one.size, group.ranks) for one, group in zip(parameters, groups, strict=True))
+        owned, held = np.zeros(self._ranks.max() + 1), np.zeros(self.placement.workers)
+        sent: dict[tuple[int, ...], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        needs: dict[tuple[int, int], list[float]] = defaultdict(list)
+        """By owner and stage: what the updates of its parameters need."""
+        for one, its, group, rank in zip(parameters, on, groups, owner, strict=True):
+            owned[rank] += one.size
+            held[list(group.workers)] += one.size
+            sent[group.workers][rank].append(one.size)
+            needs[rank, its[0]].append(one.update_peak)
+        updating = np.zeros(self._ranks.max() + 1)
+        for (rank, _), peaks in needs.items():
+            updating[rank] = max(updating[rank], (sum if together else max)(peaks))
+        rows: list[tuple[_Group, float, int]] = []
+        for workers, by_owner in sent.items():
+            group = self._groups[workers]
+            if len(group.ranks) < 2:
+                continue
+            parts = [piece for sizes in by_owner.values() for piece in pieces(sizes)]
+            rows.append((group, sum(map(sum, parts)), len(parts)))
+            moving = max(sum(piece) + max(piece) for piece in parts)  # all, and a copy of one at a time
+            updating[list(group.ranks)] = np.maximum(updating[list(group.ranks)], moving)
+        by_replica = owned[self._ranks]
+        most = by_replica.max(axis=0)
+        return ShardedState(
+            tuple(map(tuple, by_replica.tolist())),
+            tuple(most.tolist()),
+            tuple((states * (held - most)).tolist()),
+            tuple(updating[self._ranks].max(axis=0).tolist()),
+            self._seconds(rows),
+        )
+
+    def _even(self, stages: StageCosts, states: float, *, together: bool) -> ShardedState:
+        count = self.placement.workers
+        owned, held, updating = [0.0] * count, [0.0] * count, [0.0] * count
+        sizes: dict[tuple[int, ...], float] = defaultdict(float)
+        for its, size in (
+            *(((stage,), size) for stage, size in enumerate(stages.summed)),
+            *((tie.stages, tie.trained_bytes) for tie in stages.ties),
+        ):
+            group = self.of(its)
+            share = size / len(group.ranks)
+            sizes[group.workers] += size
+            for worker in group.workers:
+                owned[worker] += share
+                held[worker] += size
+                needs = stages.update_peaks[its[0]] if stages.update_peaks and len(its) == 1 else 0.0
+                updating[worker] = max(updating[worker], needs / len(group.ranks) if together else needs)
+        rows = []
+        for workers, size in sizes.items():
+            group = self._groups[workers]
+            if len(group.ranks) < 2 or not size:
+                continue
+            each = size / len(group.ranks)
+            rows.append((group, size, len(group.ranks) * math.ceil(each / PIECE_BYTES)))
+            for worker in workers:
+                updating[worker] = max(updating[worker], min(each, PIECE_BYTES))
+        spared = tuple(states * (all_ - own) for all_, own in zip(held, owned, strict=True))
+        return ShardedState((tuple(owned),), tuple(owned), spared, tuple(updating), self._seconds(rows))
+
+    def _seconds(self, rows: Sequence[tuple[_Group, float, int]]) -> float:
+        """Until all are done: a worker is in one group at a time; a node's one way out carries them all."""
+        free = [0.0] * self.placement.workers
+        crossing: dict[int, float] = defaultdict(float)
+        for group, size, count in sorted(rows, key=lambda row: row[0].ranks):
+            done = max(free[w] for w in group.workers) + group.on.sends.seconds(size, count)
+            for worker in group.workers:
+                free[worker] = done
+            for node in group.on.nodes:
+                crossing[node] += group.on.sends.crossing_seconds_per_byte * size
+        return max(*free, *crossing.values())
+
+
+@lru_cache(maxsize=256)
+def _holders(placement: Placement) -> tuple[tuple[int, ...], ...]:
+    """The workers of each stage."""
+    return tuple(
+        tuple(sorted({worker for _, worker in placement.copies(stage)})) for stage in range(placement.stages)
+    )
+
+
+@lru_cache(maxsize=1024)
+def several_hold(placement: Placement, replicas: int) -> bool:
+    """Whether any stage is held by several workers, of all replicas."""
+    return replicas > 1 or any(len(workers) > 1 for workers in _holders(placement))

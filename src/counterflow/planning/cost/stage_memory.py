@@ -1,0 +1,176 @@
+"""What a stage's ops hold at most, from what each of its layers does.
+
+Invariant: a tensor that two layers keep, one as its output and the next as its input, counts once. Layers run
+one after another: in a forward what was saved stays, in a backward it goes layer by layer, from the last one.
+A split backward drops layer by layer what only the input gradient needed, and adds what the weights wait for.
+A layer whose weights wait holds its input, too: its graph does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from counterflow.simulation.op_costs import Workspace
+
+from ..inputs.profile import LayerProfile
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes of a stage, for one micro-batch; the fields are those of ``Workspace`` but for four.
+
+    Attributes:
+        saved: what a forward saves, its input if that is saved.
+        beyond_input: the same without its input.
+        kept_output: of it, the stage's output.
+        kept: between the halves of a split backward, the stage's input as far as it was saved.
+    """
+
+    saved: float
+    beyond_input: float
+    kept_output: float
+    kept: float
+    forward: float
+    forward_alone: float
+    backward: float
+    layer_backward: float
+    input_gradient: float
+    weight_gradients: float
+
+
+def stage_memory(layers: Sequence[LayerProfile], inputs: Sequence[float], samples: float) -> StageMemory:
+    """A stage's bytes.
+
+    Args:
+        layers: of the stage.
+        inputs: bytes of each layer's input, for the micro-batch.
+        samples: of it.
+
+    >>> one = LayerProfile((1,), (0,), (0,), (30,), weights_bytes=0, output_bytes=10,
+    ...     kept_input_bytes=(10,), forward_peak_bytes=(35,), backward_peak_bytes=(25,))
+    >>> found = stage_memory([one, one], [10, 10], 1)  # 20 and its output, 20 and 15 more of the next
+    >>> found.saved, found.beyond_input, found.forward, found.backward
+    (60.0, 50.0, 65.0, 25.0)
+    """
+    gone = forward = alone = 0.0  # gone: what layers before this one left, beside the stage's input
+    own: list[float] = []
+    between: list[float] = []
+    first_kept = layers[0].kept_input(samples, inputs[0])
+    for number, (layer, size) in enumerate(zip(layers, inputs, strict=True)):
+        entering = kept = 0.0
+        if number:
+            made = min(layers[number - 1].kept_output(samples), size)  # counted with the layer before
+            entering = size - made
+            kept = max(0.0, layer.kept_input(samples, size) - made)
+        rise = layer.forward_peak(samples, size)
+        forward = max(forward, gone + entering + rise)
+        alone = max(alone, entering + rise)
+        mine = max(0.0, layer.saved(samples) - layer.kept_input(samples, size))
+        own.append(mine)
+        between.append(kept)
+        gone += kept + mine
+    return StageMemory(
+        saved=float(gone + first_kept),
+        beyond_input=float(gone),
+        kept_output=float(layers[-1].kept_output(samples)),
+        kept=float(first_kept + _kept(layers, inputs, samples)),
+        forward=float(forward),
+        forward_alone=float(alone),
+        backward=_backward(layers, inputs, samples, own, between),
+        layer_backward=_layer_by_layer(layers, inputs, samples),
+        input_gradient=_input_gradient(layers, inputs, samples, own, between),
+        weight_gradients=max(layer.peak(layer.weight_gradients_peak_bytes, samples) for layer in layers),
+    )
+
+
+def _backward(
+    layers: Sequence[LayerProfile],
+    inputs: Sequence[float],
+    samples: float,
+    own: Sequence[float],
+    between: Sequence[float],
+) -> float:
+    """The most that a backward holds beside what there was; ``own`` and ``between`` go layer by layer."""
+    most = freed = 0.0
+    for number in reversed(range(len(layers))):
+        layer = layers[number]
+        given = inputs[number + 1] if number + 1 < len(layers) else 0.0  # the gradient of its output
+        most = max(most, given - freed + layer.peak(layer.backward_peak_bytes, samples))
+        freed += own[number] + between[number] - _cast_gradients(layer)
+    return float(most)
+
+
+def _layer_by_layer(layers: Sequence[LayerProfile], inputs: Sequence[float], samples: float) -> float:
+    """The same of a backward that computes each layer again, from its input, which goes after it.
+
+    The second run of a layer ends with the last tensor that is saved: its output is not made again
+    (``torch.utils.checkpoint``'s early stop).
+    """
+    most = freed = 0.0
+    for number in reversed(range(len(layers))):
+        layer, size = layers[number], inputs[number]
+        given = inputs[number + 1] if number + 1 < len(layers) else 0.0  # the last one's is somebody else's
+        anyway = layer.peak(layer.kept_anyway_bytes, samples)
+        saved = max(0.0, layer.saved(samples) - layer.kept_input(samples, size) - anyway)
+        again = max(0.0, saved - layer.kept_output(samples)) + layer.peak(layer.backward_peak_bytes, samples)
+        forward = layer.forward_peak(samples, size) - anyway if layer.forward_peak_bytes else 0.0
+        most = max(most, given - freed + max(forward, again))
+        freed += anyway + (size if number else 0.0)  # the stage's own input stays
+        freed -= _cast_gradients(layer)
+    return float(most)
+
+
+def _cast_gradients(layer: LayerProfile) -> float:
+    """Gradients of cast weights: an earlier micro-batch made the casts, and autograd turns to them last."""
+    return layer.cast_bytes * layer.trained_bytes / layer.weights_bytes if layer.weights_bytes else 0.0
+
+
+def _kept(layers: Sequence[LayerProfile], inputs: Sequence[float], samples: float) -> float:
+    """What stays between the halves of a split backward, beside the stage's input."""
+    found = sum(layer.kept(samples) for layer in layers)
+    found += sum(layer.peak(layer.held_input_bytes, samples) for layer in layers[1:])
+    return found - _needed_input(layers[0], inputs[0], samples)
+
+
+def _needed_input(layer: LayerProfile, size: float, samples: float) -> float:
+    """Of what a layer keeps for its weights' gradients, its input."""
+    saved = layer.kept(samples) - layer.peak(layer.kept_gradient_bytes, samples)
+    held = layer.peak(layer.held_input_bytes, samples)
+    return max(0.0, min(saved, layer.kept_input(samples, size), size - held))
+
+
+def _input_gradient(
+    layers: Sequence[LayerProfile],
+    inputs: Sequence[float],
+    samples: float,
+    own: Sequence[float],
+    between: Sequence[float],
+) -> float:
+    """The same of the first half of a split backward."""
+    most = held = stays = 0.0  # stays: of the output
+    for number in reversed(range(len(layers))):
+        layer, last = layers[number], number + 1 == len(layers)
+        given = 0.0 if last else inputs[number + 1]  # the last one's is somebody else's
+        most = max(most, held + given + layer.peak(layer.input_gradient_peak_bytes, samples))
+        gradients = layer.peak(layer.kept_gradient_bytes, samples)
+        needed = _needed_input(layer, inputs[number], samples)
+        kept = max(0.0, layer.kept(samples) - gradients - needed)  # of what the forward saved
+        held -= max(0.0, own[number] - kept - stays)
+        stays = needed + layer.peak(layer.held_input_bytes, samples)
+        held -= max(0.0, between[number] - stays)
+        stays = max(0.0, stays - between[number])
+        held += max(0.0, gradients - layer.output_bytes * samples) if last else gradients
+    return float(most)
+
+
+def workspace_of(stages: Sequence[StageMemory]) -> Workspace:
+    """Of all stages, for the simulator."""
+    return Workspace(
+        forward=tuple(one.forward for one in stages),
+        forward_alone=tuple(one.forward_alone for one in stages),
+        backward=tuple(one.backward for one in stages),
+        layer_backward=tuple(one.layer_backward for one in stages),
+        input_gradient=tuple(one.input_gradient for one in stages),
+        weight_gradients=tuple(one.weight_gradients for one in stages),
+    )

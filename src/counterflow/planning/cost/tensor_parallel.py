@@ -1,0 +1,183 @@
+"""Tensor parallelism in a plan: one of T positions as a device of its own, on a cluster of such places.
+
+T devices of a node stand side by side and share the work of each layer. At every position stands a whole
+pipeline, and all of them do the same at the same time; so a plan with T is a plan on a cluster whose nodes
+have devices/T places, with the layers of one position: its share of what is divided (``Division``) and all of
+the rest. All-reduces over the positions are made within an op, and compute waits for them.
+
+Between stages and replicas every position sends and sums by itself: the whole output, and its own weights'
+gradients. Where the devices of a node share its way out, positions share it too.
+
+Where nodes differ, the slowest links inside one count, and on a slow device all-reduces are as slow as ops.
+
+Not known: which all-reduces a second forward leaves out, norms and digests over the positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from counterflow.errors import ConfigError
+
+from ..inputs.cluster import Cluster, Collective, Link, all_reduce
+from ..inputs.model import Model
+from ..inputs.profile import Division, LayerProfile, Profile
+
+
+def places(cluster: Cluster, positions: int) -> Cluster:
+    """The cluster as it is to one position: a place for each worker, of ``positions`` devices.
+
+    Its ``cores`` are those of the node still, for the workers of all positions.
+
+    Raises:
+        ConfigError: so many positions do not stand in a node.
+
+    >>> server = Cluster("c", 2, 8, 1e9, Link(0, 1.0), Link(0, 2.0), shared_adapter=True)
+    >>> here = places(server, 4)
+    >>> here.size, here.between.seconds_per_byte
+    (4, 8.0)
+    """
+    for devices in {node.devices: None for node, _ in cluster.kinds_of_nodes()}:
+        if positions < 1 or devices % positions:
+            raise ConfigError(
+                f"tensor_parallel={positions}: must divide the {devices} "
+                f"device{'s' if devices > 1 else ''} of a node of cluster {cluster.name}"
+            )
+    if positions == 1:
+        return cluster
+    crowd = positions if cluster.shared_adapter else 1
+    sums = cluster.allreduce_between
+    return replace(
+        cluster,
+        devices=cluster.devices // positions,
+        between=_shared(cluster.between, crowd),
+        allreduce_between=sums and _shared(sums, crowd),
+        kinds=tuple(
+            replace(
+                kind,
+                devices=kind.devices and kind.devices // positions,
+                between=kind.between and _shared(kind.between, crowd),
+            )
+            for kind in cluster.kinds
+        ),
+    )
+
+
+def _shared(link: Link, users: int) -> Link:
+    """The link for each of several who use it at one time."""
+    return Link(link.latency_seconds, link.seconds_per_byte * users)
+
+
+def positioned(model: Model, profile: Profile, cluster: Cluster, positions: int) -> Profile:
+    """The profile of one position, with its all-reduces over the others in the seconds of its layers.
+
+    Args:
+        model: whose layers are divided.
+        profile: of whole layers.
+        cluster: the devices, not ``places``: positions find the links inside a node.
+        positions: T, 1 or more.
+
+    Raises:
+        ConfigError: what is divided has no T parts, optimiser state is sharded, or layers that share a weight
+            would be divided.
+    """
+    if positions == 1:
+        return profile
+    if model.shards_state:
+        raise ConfigError(
+            f"tensor_parallel={positions}: does not go with pipeline.zero_stage = 1 of the profiled config; "
+            "leave one of them out"
+        )
+    tied = {model.layers[i]: tie for tie in model.ties for i in tie.layers}
+    found = dict(profile.layers)
+    collective = all_reduce(cluster, [positions], [node for node, _ in cluster.kinds_of_nodes()])
+    for kind in dict.fromkeys(model.layers):
+        layer = profile.layer(kind)
+        division = layer.tensor_parallel
+        if division is None:
+            continue
+        if division.parts % positions:
+            raise ConfigError(
+                f"tensor_parallel={positions}: layers of kind {kind!r} are divided by their "
+                f"{division.parts} parts, which it has to divide"
+            )
+        if division.weights and kind in tied:
+            raise ConfigError(
+                f"tensor_parallel={positions}: layers of kind {kind!r} share a weight with others, which no "
+                "plan divides; leave weights out of its tensor_parallel table"
+            )
+        found[kind] = of_position(layer, division, positions, collective)
+    return replace(profile, layers=found)
+
+
+def of_position(
+    layer: LayerProfile, division: Division, positions: int, collective: Collective
+) -> LayerProfile:
+    """A layer as one position has it.
+
+    Args:
+        layer: whole.
+        division: what of it is divided.
+        positions: T.
+        collective: an all-reduce over the positions.
+
+    >>> whole = LayerProfile((1.0,), (8.0,), (16.0,), (100.0,), weights_bytes=40.0, output_bytes=10.0)
+    >>> half = Division(weights=1.0, forward=0.5, backward=0.5, saved=0.4, forward_sums=2, backward_sums=2)
+    >>> one = of_position(whole, half, 2, Collective(latency_seconds=1.0, seconds_per_byte=0.1))
+    >>> one.forward(1), one.backward(1), one.saved(1), one.weights_bytes  # 6 + 2·(1 + 1), 12 + 4
+    (10.0, 16.0, 80.0, 20.0)
+    """
+
+    def left(share: float) -> float:
+        return 1 - share + share / positions
+
+    def shrunk(values: tuple[float, ...], share: float) -> tuple[float, ...]:
+        return tuple(left(share) * value for value in values)
+
+    def seconds(
+        of: Callable[[float], float], share: float, sums: int = 0, more: float = 0.0
+    ) -> tuple[float, ...]:
+        return tuple(
+            (1 - share) * of(n) + share * _of_fewer(of, layer.samples, n / positions) + sums * one + more
+            for n, one in zip(layer.samples, each, strict=True)
+        )
+
+    size = layer.output_bytes if division.sum_bytes is None else division.sum_bytes
+    each = [collective.seconds(size * samples) for samples in layer.samples]
+
+    weights, more = left(division.weights), division.overhead_seconds
+    return replace(
+        layer,
+        forward_seconds=seconds(layer.forward, division.forward, division.forward_sums, more),
+        backward_seconds=seconds(layer.backward, division.backward, division.backward_sums, more),
+        input_gradient_seconds=seconds(layer.input_gradient, division.backward, division.backward_sums, more),
+        weight_gradients_seconds=seconds(layer.weight_gradients, division.backward),
+        saved_bytes=shrunk(layer.saved_bytes, division.saved),
+        kept_bytes=shrunk(layer.kept_bytes, division.saved),
+        kept_gradient_bytes=shrunk(layer.kept_gradient_bytes, division.saved),
+        forward_peak_bytes=shrunk(layer.forward_peak_bytes, division.peaks),
+        backward_peak_bytes=shrunk(layer.backward_peak_bytes, division.peaks),
+        input_gradient_peak_bytes=shrunk(layer.input_gradient_peak_bytes, division.peaks),
+        weight_gradients_peak_bytes=shrunk(layer.weight_gradients_peak_bytes, division.peaks),
+        weights_bytes=weights * layer.weights_bytes,
+        frozen_bytes=weights * layer.frozen_bytes,
+        low_precision_bytes=weights * layer.low_precision_bytes,
+        cast_bytes=weights * layer.cast_bytes,
+        update_peak_bytes=weights * layer.update_peak_bytes,
+        parameter_bytes=(),  # which of them are divided is not told
+    )
+
+
+def _of_fewer(of: Callable[[float], float], sizes: Sequence[float], samples: float) -> float:
+    """Seconds of so few samples; below the smallest size on the line of the first two.
+
+    It is no less than in proportion. A micro-batch has whole samples, so that a profile's curves stay there;
+    a layer's parts are less.
+    """
+    first = sizes[0]
+    if samples >= first:
+        return of(samples)
+    whole = of(first)
+    rate = (of(sizes[1]) - whole) / (sizes[1] - first) if len(sizes) > 1 else whole / first
+    return min(whole, max(whole - rate * (first - samples), whole * samples / first))

@@ -1,0 +1,385 @@
+"""Computed orders for the best plans: the best order of each plan's ops that can be found, and cuts to match.
+
+The best plan of each scheme fixes placement, replicas and micro-batches. For the first few that differ in
+placement or replicas, orders of the same micro-batches are computed, backwards whole and split, with each
+kind of recomputation, for the plan's costs and within the memory that its devices have left. Where the
+planner is free to cut, order and cuts are improved in turns: layers move between neighbouring stages while
+the order stays, then an order is computed for these stages.
+
+Invariant: a computed order is a ``Play`` like any other, and no seconds are told but those that it takes.
+What a bound shows to be no quicker than the best plan is not looked for, and told (``Omission``). Not here:
+other placements, widths and micro-batches than the best plans have; plans without a flush.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from operator import attrgetter
+
+from counterflow.errors import ConfigError
+from counterflow.schedule.ir import Schedule
+from counterflow.schedule.modes import Recompute
+from counterflow.schedule.orders.split import split_backwards
+from counterflow.schedule.scheme import SPLIT
+from counterflow.schedule.workload import Workload, plain
+from counterflow.synthesis import Objective, Synthesis, lower_bound, problem_of, synthesize
+from counterflow.synthesis.compute import START
+
+from .cost.stages import Cutting
+from .predict import Play
+from .search.search import Found, Plan
+from .search.space import Constraints, Omission
+
+Progress = Callable[[float, float, str], None]
+"""Called with the best step's seconds, those that no order of the ops at hand beats, and what is going on."""
+
+SYNTHESIZED = "synthesized"
+"""Stands for a scheme's name where an order is computed."""
+
+_PLANS = 4
+"""So many of the best plans are looked at ..."""
+
+_JOBS = 6
+"""... and of what can be ordered for them so many, those with the lowest bounds."""
+
+_TURNS = 3
+"""The most orders that are computed for stages that are cut anew."""
+
+_FIRST = 0.7
+"""The share of time for the first order, where stages may be cut anew after it."""
+
+_LESS = 1 - 1e-9
+"""Of a time: what is above it is no gain, since sums of floats round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A computed order for a plan.
+
+    Attributes:
+        named: the plan whose placement, replicas and micro-batches it has.
+        play: the order, played; its cuts may be others than the plan's.
+        synthesis: the order, its bound, and what found it.
+        method: what found it.
+    """
+
+    named: Plan
+    play: Play
+    synthesis: Synthesis
+    method: str
+
+    @property
+    def seconds(self) -> float:
+        """Of one step."""
+        return self.play.seconds
+
+    @property
+    def bound_seconds(self) -> float:
+        """No order of these ops within the memory has a shorter step."""
+        return min(self.play.step_seconds(self.synthesis.lower_bound), self.seconds)
+
+    @property
+    def gap(self) -> float:
+        """How much of its step a better order of these ops could save at most."""
+        return 1 - self.bound_seconds / self.seconds if self.seconds else 0.0
+
+    @property
+    def split(self) -> bool:
+        """Whether its backwards are split."""
+        return _is_split(self.play.schedule.workload)
+
+    @property
+    def recut(self) -> bool:
+        """Whether its stages are other ones than the rule for cuts makes."""
+        return isinstance(self.play.configuration.cuts, tuple) and (
+            self.play.configuration.cuts != self.named.play.configuration.cuts
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What was computed for the best plans.
+
+    Attributes:
+        named: the best plan before.
+        computed: the orders, best first.
+        omissions: what was not looked for, and why.
+        stopped: whether it was interrupted.
+    """
+
+    named: Plan
+    computed: tuple[Computed, ...]
+    omissions: tuple[Omission, ...]
+    stopped: bool
+
+    @property
+    def best(self) -> Computed | None:
+        """The best order, if it is quicker than the best named plan."""
+        found = self.computed[0] if self.computed else None
+        return found if found is not None and found.seconds < self.named.seconds * _LESS else None
+
+    @property
+    def gain(self) -> float:
+        """How much of the best named plan's step the best order saves."""
+        return 0.0 if self.best is None else 1 - self.best.seconds / self.named.seconds
+
+
+def compute_orders(
+    found: Found,
+    constraints: Constraints,
+    *,
+    seconds: float = 30.0,
+    moves: int | None = None,
+    progress: Progress | None = None,
+) -> Orders:
+    """Orders for the best plans of a search; Ctrl-C ends it with what was found so far.
+
+    Args:
+        found: what the search found.
+        constraints: what a plan has to be.
+        seconds: about how long to look, in all.
+        moves: so many moves of the search for each order in place of ``seconds``; the result is then the
+            same on every machine.
+        progress: told how far it is.
+    """
+    return _Run(found, constraints, seconds, moves, progress or (lambda _best, _bound, _what: None)).run()
+
+
+def with_orders(found: Found, orders: Orders) -> Found:
+    """What was found, the best computed order at its head if it wins."""
+    if orders.best is None:
+        return found
+    winner = Plan(orders.best.seconds, -1, orders.best.play)
+    larger = found.in_more_memory
+    return replace(
+        found,
+        best=(winner, *found.best)[: len(found.best)],
+        of_schemes=(winner, *found.of_schemes),
+        in_more_memory=larger if larger and larger.seconds < winner.seconds else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Ops to be ordered: ``play`` has their costs and no order yet."""
+
+    named: Plan
+    play: Play
+    bound_seconds: float
+
+    def __str__(self) -> str:
+        plan, schedule = self.play.configuration, self.play.schedule
+        return (
+            f"{self.named.play.configuration.scheme}'s placement (D={schedule.workers}, W={plan.replicas}, "
+            f"B={plan.samples}, N={schedule.micro_batches}), backwards "
+            f"{'split' if _is_split(schedule.workload) else 'whole'}, recompute {plan.recompute.value}"
+        )
+
+
+class _Run:
+    def __init__(
+        self,
+        found: Found,
+        constraints: Constraints,
+        seconds: float,
+        moves: int | None,
+        progress: Progress,
+    ) -> None:
+        self._found, self._constraints = found, constraints
+        self._until = time.monotonic() + seconds
+        self._moves, self._progress = moves, progress
+        self._best = found.best[0]
+        self._computed: list[Computed] = []
+        self._omissions: list[Omission] = []
+
+    def run(self) -> Orders:
+        stopped = False
+        try:
+            jobs = self._jobs()
+            for job in jobs[_JOBS:]:
+                self._omit(job, f"{_JOBS} others have lower bounds")
+            jobs = jobs[:_JOBS]
+            for number, job in enumerate(jobs):
+                if not job.bound_seconds < self._seconds * _LESS:
+                    self._omit(job, self._too_slow(job.bound_seconds))
+                    continue
+                share = (self._until - time.monotonic()) / (len(jobs) - number)
+                if self._order(job, max(share, 0.0)):
+                    stopped = True
+                    break
+        except KeyboardInterrupt:
+            stopped = True
+        computed = tuple(sorted(self._computed, key=attrgetter("seconds")))
+        return Orders(self._best, computed, tuple(self._omissions), stopped)
+
+    @property
+    def _seconds(self) -> float:
+        """The best step so far."""
+        return min([self._best.seconds, *(each.seconds for each in self._computed)])
+
+    def _jobs(self) -> list[_Job]:
+        """What can be ordered for the best plans, by rising bound; what cannot win is left out.
+
+        The same micro-batches come one after the other, whole backwards first: split, they begin with their
+        order.
+        """
+        alike = []
+        for plan in self._plans():
+            for recompute in self._constraints.recompute:
+                both = [self._job(plan, recompute, split=split) for split in self._splits()]
+                if jobs := [job for job in both if job is not None]:
+                    alike.append(jobs)
+        alike.sort(key=lambda jobs: min(job.bound_seconds for job in jobs))
+        return [job for jobs in alike for job in jobs]
+
+    def _plans(self) -> list[Plan]:
+        """The best plans, the first of each placement, number of replicas and of micro-batches."""
+        found: dict[object, Plan] = {}
+        for plan in self._found.of_schemes:
+            schedule, width = plan.play.schedule, plan.play.configuration.replicas
+            if schedule.synchronous:
+                found.setdefault((schedule.placement, width), plan)
+        return list(found.values())[:_PLANS]
+
+    def _splits(self) -> tuple[bool, ...]:
+        wanted = dict(self._constraints.options).get(SPLIT.name)
+        return tuple(one for one in (False, True) if wanted is None or one in wanted)
+
+    def _job(self, plan: Plan, recompute: Recompute, *, split: bool) -> _Job | None:
+        before = plan.play
+        configuration = replace(before.configuration, scheme=SYNTHESIZED, options=(), recompute=recompute)
+        schedule = Schedule(SYNTHESIZED, (), _workload(before.schedule.workload, split=split), ())
+        play = before.predictor.play_order(configuration, schedule, before.mini_batch)
+        job = _Job(plan, play, 0.0)
+        try:
+            bound = lower_bound(
+                problem_of(
+                    play.schedule.workload,
+                    play.costs,
+                    memory_bytes=_memory(play),
+                    objective=_objective(play),
+                )
+            )
+        except ConfigError as error:
+            self._omit(job, str(error))
+            return None
+        seconds = play.step_seconds(bound.seconds)
+        if not seconds < self._best.seconds * _LESS:
+            self._omit(job, self._too_slow(seconds))
+            return None
+        return replace(job, bound_seconds=seconds)
+
+    def _omit(self, job: _Job, reason: str) -> None:
+        self._omissions.append(Omission(str(job), reason))
+
+    def _too_slow(self, bound_seconds: float) -> str:
+        return (
+            f"no order of it takes less than {bound_seconds:.4g} s, and the best takes {self._seconds:.4g} s"
+        )
+
+    def _order(self, job: _Job, seconds: float) -> bool:
+        """Compute its order, its cuts in turns; whether it was interrupted."""
+        until = time.monotonic() + seconds
+        free = self._constraints.cuts is Cutting.BALANCED
+        found = self._synthesize(job, self._begun(job), seconds * (_FIRST if free else 1.0), None)
+        self._computed.append(found)
+        for _ in range(_TURNS if free else 0):
+            if found.synthesis.stopped or (self._moves is None and time.monotonic() >= until):
+                break
+            play = self._recut(found.play, until)
+            if play is None:
+                break
+            again = self._synthesize(job, play, max(until - time.monotonic(), 0.0), found)
+            if not again.seconds < found.seconds * _LESS:
+                break
+            self._computed[-1] = found = again
+        return found.synthesis.stopped
+
+    def _begun(self, job: _Job) -> Play:
+        """The job; in the order, and the stages, found for the same micro-batches with whole backwards."""
+        plan = job.play.configuration
+        if not _is_split(job.play.schedule.workload):
+            return job.play
+        for known in self._computed:
+            like = known.play.configuration
+            if known.named is job.named and like.recompute is plan.recompute and not known.split:
+                orders = split_backwards(known.play.schedule).orders
+                return job.play.predictor.play_order(
+                    replace(plan, cuts=like.cuts),
+                    replace(job.play.schedule, orders=orders),
+                    job.play.mini_batch,
+                )
+        return job.play
+
+    def _synthesize(self, job: _Job, play: Play, seconds: float, before: Computed | None) -> Computed:
+        """An order for the ops of ``play``, no worse than its own where it has one."""
+        best = self._seconds
+
+        def report(value: float, bound: float, doing: str) -> None:
+            self._progress(min(best, play.step_seconds(value)), play.step_seconds(bound), f"{job}: {doing}")
+
+        found = synthesize(
+            play.schedule.workload,
+            play.costs,
+            memory_bytes=_memory(play),
+            objective=_objective(play),
+            seconds=seconds,
+            moves=self._moves,
+            start=play.schedule if any(play.schedule.orders) else None,
+            report=report,
+        )
+        method = before.method if before is not None and found.method == START else found.method
+        size = ("workers", found.schedule.workers), ("micro_batches", found.schedule.micro_batches)
+        return Computed(
+            job.named, replace(play, schedule=replace(found.schedule, options=size)), found, method
+        )
+
+    def _recut(self, play: Play, until: float) -> Play | None:
+        """The same order, layers moved between neighbouring stages while that gains; None: none did."""
+        best, improved = play, True
+        while improved:
+            improved = False
+            for stage in range(len(best.stages.cuts)):
+                for by in (-1, 1):
+                    if self._moves is None and time.monotonic() >= until:
+                        return best if best is not play else None
+                    other = _moved(best, stage, by)
+                    if other is not None and other.fits and other.seconds < best.seconds * _LESS:
+                        best, improved = other, True
+        return best if best is not play else None
+
+
+def _workload(workload: Workload, *, split: bool) -> Workload:
+    """The same micro-batches through the same pipes, one by one, all backwards whole or all split."""
+    pipe_of = {m: one.pipe for one in workload.passes for m in one.micro_batches}
+    same = plain(
+        workload.placement, workload.micro_batches, pipe_of=[pipe_of[m] for m in sorted(pipe_of)], split=split
+    )
+    return replace(same, skips=workload.skips)
+
+
+def _is_split(workload: Workload) -> bool:
+    return any(share.split for one in workload.passes for share in one.shares)
+
+
+def _memory(play: Play) -> tuple[float, ...]:
+    """What each worker has beside its message buffers; less what the search may be above a limit."""
+    each = zip(play.usable_bytes, play.buffers, strict=True)
+    return tuple((usable - room) * (1 - 1e-8) for usable, room in each)
+
+
+def _objective(play: Play) -> Objective:
+    return Objective.MAKESPAN if play.predictor.model.barrier else Objective.STEADY
+
+
+def _moved(play: Play, stage: int, by: int) -> Play | None:
+    """The same order, where the stage after ``stage`` begins ``by`` layers later; None: one is left empty."""
+    cuts = list(play.stages.cuts)
+    cuts[stage] += by
+    ends = [0, *cuts, len(play.predictor.model.layers)]
+    if not ends[stage] < ends[stage + 1] < ends[stage + 2]:
+        return None
+    configuration = replace(play.configuration, cuts=tuple(cuts))
+    return play.predictor.play_order(configuration, play.schedule, play.mini_batch)

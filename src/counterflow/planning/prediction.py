@@ -1,0 +1,208 @@
+"""What is predicted, as plain records: a configuration, where its step goes, its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from counterflow.html import said, table, titled
+from counterflow.schedule.ir import OptionValue
+from counterflow.schedule.modes import Recompute, Sync
+
+from .cost.device_placement import Arrangement
+from .cost.stages import Cuts, Cutting
+from .search.node_orders import Runs
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """One way to train: what ``predict`` predicts and a plan file says.
+
+    Attributes:
+        scheme: the scheme's name.
+        options: its options without ``periods``: how many updates an asynchronous scheme plays is no choice.
+        replicas: W, copies of the whole pipeline group.
+        samples: B, samples of a micro-batch.
+        recompute: what is computed again in a backward.
+        sync: when gradients are summed.
+        arrangement: which devices the workers are on.
+        cuts: where the layers are cut.
+        tensor_parallel: T, positions of tensor parallelism, at each of which stands a whole pipeline group.
+        nodes: the order in which nodes of different kinds stand; empty: the cluster's.
+        zero_stage: 1: of all who hold a weight one keeps its optimiser state, updates it and sends it on.
+    """
+
+    scheme: str
+    options: tuple[tuple[str, OptionValue], ...]
+    replicas: int
+    samples: int
+    recompute: Recompute = Recompute.NONE
+    sync: Sync = Sync.EAGER_OPT
+    arrangement: Arrangement = Arrangement.PIPELINE_INSIDE
+    cuts: Cuts = Cutting.BALANCED
+    tensor_parallel: int = 1
+    nodes: Runs = ()
+    zero_stage: int = 0
+
+    @classmethod
+    def of(
+        cls, scheme: str, options: Mapping[str, OptionValue], replicas: int, samples: int, **more: Any
+    ) -> Configuration:
+        """The same with the options as a mapping."""
+        return cls(scheme, tuple(options.items()), replicas, samples, **more)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMemory:
+    """What a worker holds when it holds most, in bytes.
+
+    Attributes:
+        weights: weights, gradients and optimiser state of every copy and version, casts too.
+        activations: what forwards keep for their backwards.
+        buffers: of messages that are received ahead or on their way.
+        workspace: what the op that needs most needs beside that while it runs; or the update.
+        gradients: of ``weights``, the gradients.
+        optimizer: of ``weights``, the optimiser's state.
+        casts: of ``weights``, what weights are cast to in another precision.
+    """
+
+    weights: float
+    activations: float
+    buffers: float
+    workspace: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    casts: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it, without the cluster's reserve."""
+        return self.weights + self.activations + self.workspace + self.buffers
+
+    def parts(self) -> dict[str, float]:
+        """All of it by part, by a profile that has the peaks of ops.
+
+        >>> sum(WorkerMemory(10.0, 5.0, 2.0, 1.0, 3.0, 6.0).parts().values())
+        18.0
+        """
+        return {
+            "weights": self.weights - self.gradients - self.optimizer - self.casts,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "casts": self.casts,
+            "activations": self.activations,
+            "workspace": self.workspace,
+            "messages": self.buffers,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Where a step's seconds go; they add up to the step.
+
+    Attributes:
+        compute: ops of a worker, the mean of all workers.
+        imbalance: what the busiest worker computes beyond the mean.
+        bubbles: idle time of the busiest worker that the order alone makes.
+        messages: what messages add.
+        allreduce: what gradient syncs add that nothing hides.
+        update: the optimiser, and what an update takes whatever is in it.
+        shared_cores: what workers add that wait for a core.
+        broadcasts: what sending updated weights adds, where optimiser state is sharded.
+    """
+
+    compute: float
+    imbalance: float
+    bubbles: float
+    messages: float
+    allreduce: float
+    update: float
+    shared_cores: float
+    broadcasts: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a configuration costs.
+
+    Attributes:
+        configuration: what was predicted, its cuts resolved.
+        schedule: the schedule's text.
+        workers: D, workers of a replica.
+        micro_batches: N, micro-batches of an update on each replica.
+        step_seconds: one mini-batch of ``mini_batch`` samples; in the steady state where there is no flush.
+        steady_step_seconds: the same where steps follow each other without a barrier.
+        mini_batch: samples of all replicas that the step is counted for.
+        updates: updates of the weights in that time; more than 1 where each micro-batch has its own.
+        bubble_ratio: share of the step in which a worker computes nothing, the mean of all workers.
+        memory: of each worker at its peak.
+        usable_bytes: what a device has for it.
+        notes: what to know before believing the numbers.
+        usable_by_worker: where devices differ, what each worker has; else empty.
+    """
+
+    configuration: Configuration
+    schedule: str
+    workers: int
+    micro_batches: int
+    step_seconds: float
+    steady_step_seconds: float
+    mini_batch: int
+    updates: int
+    bubble_ratio: float
+    memory: tuple[WorkerMemory, ...]
+    usable_bytes: float
+    notes: tuple[str, ...] = ()
+    usable_by_worker: tuple[float, ...] = ()
+
+    @property
+    def samples_per_second(self) -> float:
+        """Throughput of all replicas."""
+        return self.mini_batch / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Each worker's memory, without the reserve."""
+        return tuple(worker.total for worker in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every worker's memory is there."""
+        usable = self.usable_by_worker or (self.usable_bytes,) * len(self.memory)
+        return all(peak <= there for peak, there in zip(self.peak_bytes, usable, strict=True))
+
+    def _repr_html_(self) -> str:
+        """The figures in a notebook."""
+        return titled(self.schedule, ranking([self]), *map(said, self.notes))
+
+
+def ranking(predictions: Iterable[Prediction]) -> str:
+    """Predictions as a table of HTML, a row each."""
+    heads = (
+        "scheme",
+        "D",
+        "W",
+        "T",
+        "B",
+        "N",
+        "recompute",
+        "sync",
+        "step",
+        "samples/s",
+        "bubbles",
+        "peak memory",
+    )
+    rows = []
+    for found in predictions:
+        plan, peak = found.configuration, max(found.peak_bytes) / 2**30
+        rows.append(
+            (
+                *(plan.scheme, found.workers, plan.replicas, plan.tensor_parallel),
+                *(plan.samples, found.micro_batches),
+                *(plan.recompute.value, plan.sync.value, f"{found.step_seconds:.4g} s"),
+                *(f"{found.samples_per_second:.4g}", f"{found.bubble_ratio:.1%}"),
+                f"{peak:.4g} GiB{'' if found.fits else ': too large'}",
+            )
+        )
+    return table(heads, rows)

@@ -1,0 +1,91 @@
+"""The least that ops take, of what a schedule with these shares and splits may run.
+
+Invariant: no schedule of the shape runs a micro-batch through a stage in less, whatever its order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from counterflow.schedule.modes import Recompute
+
+from ..cost.stages import StageCosts, doubled_forward, halved_forward, stage_costs
+from ..inputs.model import Model
+from ..inputs.profile import Profile
+from .shape import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Least seconds by stage: of a forward and a backward a micro-batch, and of a single backward op.
+
+    Split, ``through`` is a forward and an input gradient a micro-batch, ``backward_op`` an input gradient;
+    else ``through`` is ``both``.
+    """
+
+    forward: list[float]
+    both: list[float]
+    through: list[float]
+    backward_op: list[float]
+
+    def on(self, holders: Sequence[int], slowness: Sequence[float]) -> Times:
+        """The same on the workers that hold the stages of a pipe, so many times as slow; none: all alike."""
+        if not slowness:
+            return self
+        by = [slowness[worker] for worker in holders]
+        return Times(
+            *(
+                [seconds * slow for seconds, slow in zip(each, by, strict=True)]
+                for each in (self.forward, self.both, self.through, self.backward_op)
+            )
+        )
+
+
+def least_times(shape: Shape, stages: StageCosts, recompute: Recompute) -> Times:
+    """Of each stage of a placement."""
+    again = recompute is not Recompute.NONE
+    forward, both, through, backward_op = [], [], [], []
+    backwards = stages.backward
+    if shape.split:
+        halves = zip(stages.backward, stages.input_gradient, stages.weight_gradients, strict=True)
+        backwards = tuple(min(whole, first + second) for whole, first, second in halves)
+    for f, layers, b, doubled, in_halves, half, first in zip(
+        stages.forward,
+        stages.again,
+        backwards,
+        doubled_forward(stages, recompute),
+        halved_forward(stages, recompute),
+        stages.half_backward,
+        stages.input_gradient,
+        strict=True,
+    ):
+        backward = b + (layers if again else 0.0)
+        half_op = half + (layers / 2 if again else 0.0)
+        smallest = half_op if shape.parts == 2 else min(half_op, backward / shape.parts)
+        # A doubled forward serves two micro-batches, a half backward half of one, whose forward may then run
+        # in halves.
+        shared = max(shape.together) > 1
+        halved = shape.parts > 1
+        one = min(f, doubled / 2) if shared else min(f, in_halves) if halved else f
+        forward.append(one)
+        both.append(one + (min(backward, 2 * half_op) if halved else backward))
+        if shape.split and not halved:
+            gradient = min(backward, first + (layers if again else 0.0))
+            through.append(one + gradient)
+            backward_op.append(gradient)
+        else:
+            through.append(both[-1])
+            backward_op.append(min(backward, smallest) if halved else backward)
+    return Times(forward, both, through, backward_op)
+
+
+def least_work(shape: Shape, model: Model, profile: Profile, samples: int, recompute: Recompute) -> float:
+    """Seconds of a micro-batch's forwards and backwards on all stages, however layers are cut into them.
+
+    A stage's ops take what its layers take, and the overhead of an op; so they take no less than each layer
+    in the quickest way, without any. Workers together run so much for each micro-batch that passes a pipe.
+    """
+    bare = replace(profile, op_overhead_seconds=0.0)
+    each_layer = stage_costs(model, bare, range(1, len(model.layers)), samples)
+    return sum(least_times(shape, each_layer, recompute).both)

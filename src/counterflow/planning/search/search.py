@@ -1,0 +1,513 @@
+"""Which plan is best: every candidate of the space, by rising bound, until no bound is below what is found.
+
+Exact over its space: the plans found are the best ones, of all and of every scheme, and equal ones are told
+apart by their place in the space. What is pruned is pruned by the work that it is (``least_times.py``), or,
+once its layers are cut, by a bound (``bounds.py`` proves each); what is refused for memory is refused with
+its bytes. A schedule is built once for all candidates of its group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
+from itertools import product
+from operator import attrgetter
+
+from counterflow.errors import PlanError
+from counterflow.html import titled
+from counterflow.schedule.modes import Recompute, Sync
+
+from ..cost.device_placement import Arrangement, Network
+from ..inputs.cluster import Cluster
+from ..inputs.model import Model
+from ..inputs.profile import Profile
+from ..predict import Play, Predictor
+from ..prediction import Configuration, ranking
+from .bounds import Bounds, Common, common
+from .least_times import least_work
+from .node_orders import Runs, node_orders
+from .shape import Shape
+from .sketch import least_seconds
+from .space import Constraints, Group, Omission, space
+
+Progress = Callable[[int, int, str], None]
+"""Called with candidates decided, candidates in all, and what is going on."""
+
+_PREFERRED = (Sync.EAGER_OPT, Sync.EAGER, Sync.END)
+"""Of sync modes that are equally quick the first is taken."""
+
+_ROUNDING = 1 + 1e-9
+"""A bound adds the same seconds as a play in another order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A candidate that fits, with its simulated step.
+
+    Attributes:
+        seconds: of one step.
+        place: its place in the space; of two equal plans the first is taken.
+        play: the candidate, played; ``play.prediction()`` says all of it.
+    """
+
+    seconds: float
+    place: int
+    play: Play
+
+
+@dataclass(frozen=True, slots=True)
+class TooLarge:
+    """A candidate that does not fit.
+
+    Attributes:
+        scheme: its scheme.
+        candidate: what it was.
+        needed_bytes: memory of the fullest worker, at least; without the reserve.
+        worker: that worker; where devices differ, the one that has most too many.
+        usable_bytes: what it has.
+    """
+
+    scheme: str
+    candidate: Configuration
+    needed_bytes: float
+    worker: int
+    usable_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rejections:
+    """What became of a scheme's candidates, in numbers.
+
+    Attributes:
+        candidates: all of them.
+        too_large: those that do not fit, unless they were known to be slower before.
+        slower: those whose work, bound, or sketch is above what was found, so that they were never simulated.
+        simulated: those that were, in each sync mode.
+        closest: of those that do not fit the one that needs the least memory; None if there is none.
+    """
+
+    candidates: int
+    too_large: int
+    slower: int
+    simulated: int
+    closest: TooLarge | None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the search found.
+
+    Attributes:
+        best: the best plans of all, best first.
+        of_schemes: the best plan of every scheme that has one, best first.
+        rejections: by scheme.
+        omissions: parts of the space without a candidate.
+        in_more_memory: the best candidate that was refused for memory alone and would beat all plans.
+        mini_batch: samples of a step.
+        usable_bytes: memory of a device without the reserve.
+    """
+
+    best: tuple[Plan, ...]
+    of_schemes: tuple[Plan, ...]
+    rejections: dict[str, Rejections]
+    omissions: tuple[Omission, ...]
+    in_more_memory: Plan | None
+    mini_batch: int
+    usable_bytes: float
+
+    def _repr_html_(self) -> str:
+        """The best plan of every scheme in a notebook."""
+        plans = [plan.play.prediction() for plan in self.of_schemes]
+        return titled(f"Mini-batch {self.mini_batch:,}: the best plan of each scheme", ranking(plans))
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """A member of a group: one arrangement, one way to recompute, one ``zero_stage``, every sync mode."""
+
+    group: Group
+    place: int
+    recompute: Recompute
+    arrangement: Arrangement
+    nodes: Runs
+    links: Network
+    updates: float
+    work: float
+    """Seconds of a step's work, shared out evenly: no bound is below."""
+    zero_stage: int = 0
+    bound: Bounds = field(init=False)
+
+    @property
+    def seconds(self) -> float:
+        return self.bound.seconds * self.updates
+
+    @property
+    def seconds_in_any_memory(self) -> float:
+        return self.bound.seconds_in_any_memory * self.updates
+
+
+@dataclass(slots=True)
+class _Tally:
+    candidates: int = 0
+    too_large: int = 0
+    slower: int = 0
+    simulated: int = 0
+    closest: TooLarge | None = None
+
+    def refuse(self, found: TooLarge) -> None:
+        self.too_large += 1
+        more = found.needed_bytes - found.usable_bytes
+        if self.closest is None or more < self.closest.needed_bytes - self.closest.usable_bytes:
+            self.closest = found
+
+
+@dataclass(slots=True)
+class _Best:
+    """The best plans so far."""
+
+    count: int
+    plans: list[Plan] = field(default_factory=list)
+    of_schemes: dict[str, Plan] = field(default_factory=dict)
+
+    def add(self, scheme: str, plan: Plan) -> None:
+        key = attrgetter("seconds", "place")
+        self.plans = sorted([*self.plans, plan], key=key)[: self.count]
+        kept = self.of_schemes.get(scheme)
+        if kept is None or key(plan) < key(kept):
+            self.of_schemes[scheme] = plan
+
+    def needs(self, scheme: str, bound: float) -> bool:
+        """Whether a candidate of that bound may be among the best: it may also be as good as its bound."""
+        return bound <= self.limit(scheme)
+
+    def limit(self, scheme: str) -> float:
+        """The longest step that may still be among the best."""
+        kept = self.of_schemes.get(scheme)
+        if kept is None or len(self.plans) < self.count:
+            return math.inf
+        return max(kept.seconds, self.plans[-1].seconds) * _ROUNDING
+
+
+def search(
+    model: Model,
+    profile: Profile,
+    cluster: Cluster,
+    mini_batch: int,
+    constraints: Constraints | None = None,
+    *,
+    count: int = 10,
+    progress: Progress | None = None,
+) -> Found:
+    """The best plans.
+
+    Args:
+        model: what is trained.
+        profile: what its layers cost on a device.
+        cluster: the devices and their links.
+        mini_batch: samples of one update, of all replicas together.
+        constraints: what a plan has to be.
+        count: how many of the best plans to find; the best of every scheme are found besides.
+        progress: told how far the search is.
+
+    Raises:
+        ConfigError: a constraint that nothing can meet.
+        PlanError: no candidate fits; the message says what each scheme would need.
+    """
+    constraints = Constraints() if constraints is None else constraints
+    best, tallies, omissions = _Best(count), dict[str, _Tally](), list[Omission]()
+    runs: list[_Search] = []
+    whole = Predictor(model, profile, cluster)
+    for positions in dict.fromkeys(constraints.tensor_parallel):
+        predictor = whole.at(positions)
+        wanted = constraints.at(positions, cluster)
+        groups, omitted = space(model, predictor.cluster, mini_batch, wanted)
+        if elsewhere := sorted({*(constraints.depths or ())}.difference(wanted.depths or ())):
+            reason = f"does not divide the {predictor.cluster.size} places of {positions} devices"
+            omitted += [Omission(f"depth {depth}", reason) for depth in elsewhere]
+        if len({*constraints.tensor_parallel}) > 1:
+            omitted = [_of_positions(positions, each) for each in omitted]
+        omissions += [each for each in omitted if each not in omissions]
+        place = runs[-1].total if runs else 0
+        runs.append(
+            _Search(predictor, mini_batch, constraints, best, tallies, progress=progress, place=place)
+        )
+        runs[-1].run(groups)
+    if not best.plans:
+        raise PlanError(runs[0].nothing_fits(omissions))
+    in_more_memory = None
+    for run in runs:
+        limit = (in_more_memory or best.plans[0]).seconds
+        in_more_memory = run.in_more_memory(limit) or in_more_memory
+    return Found(
+        best=tuple(best.plans),
+        of_schemes=tuple(sorted(best.of_schemes.values(), key=attrgetter("seconds", "place"))),
+        rejections={
+            name: Rejections(t.candidates, t.too_large, t.slower, t.simulated, t.closest)
+            for name, t in tallies.items()
+        },
+        omissions=tuple(omissions),
+        in_more_memory=in_more_memory,
+        mini_batch=mini_batch,
+        usable_bytes=cluster.usable_bytes,
+    )
+
+
+def _of_positions(positions: int, omission: Omission) -> Omission:
+    """An omission of one of several numbers of positions."""
+    if "--stale" in omission.reason:  # whatever the number
+        return omission
+    of = "without tensor parallelism" if positions == 1 else f"with tensor parallelism over {positions}"
+    return replace(omission, what=f"{of}, {omission.what}")
+
+
+class _Search:
+    """The candidates of one number of positions; the best plans are those of all numbers so far."""
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        mini_batch: int,
+        constraints: Constraints,
+        best: _Best,
+        tallies: dict[str, _Tally],
+        *,
+        progress: Progress | None,
+        place: int,
+    ) -> None:
+        self.predictor, self.mini_batch, self.constraints = predictor, mini_batch, constraints
+        self.sync = tuple(mode for mode in _PREFERRED if mode in constraints.sync)
+        self.best, self.tallies = best, tallies
+        self.refused: list[_Candidate] = []
+        self.progress = progress or (lambda _done, _of, _what: None)
+        self.decided = self.total = place
+        self.networks: dict[tuple[object, ...], list[tuple[Arrangement, Runs, Network]]] = {}
+        self.orders = node_orders(predictor.cluster)
+        self.known: dict[tuple[object, ...], Common] = {}
+        self.works: dict[tuple[object, ...], float] = {}
+
+    def run(self, groups: list[Group]) -> None:
+        waiting = self._by_work(groups)
+        while waiting:
+            _, _, bounded, members = heappop(waiting)
+            scheme = members[0].group.scheme
+            if bounded:
+                self.refused += self._decide(members)
+                self.decided += len(members)
+            else:
+                left = [one for one in members if self.best.needs(scheme, one.work)]
+                self.tallies[scheme].slower += len(members) - len(left)
+                self.decided += len(members) - len(left)
+                for one in left:
+                    one.bound = self._bounds(one)
+                if left:
+                    left.sort(key=attrgetter("seconds", "place"))
+                    heappush(waiting, (left[0].seconds, left[0].place, True, left))
+            self.progress(self.decided, self.total, scheme)
+
+    def _by_work(self, groups: list[Group]) -> list[tuple[float, int, bool, list[_Candidate]]]:
+        """A heap of the candidates of every group: the least seconds known of any, and whether by bounds."""
+        waiting = []
+        place = self.total
+        for number, group in enumerate(groups):
+            members = list(self._members(group, place))
+            waiting.append((min(one.work for one in members), place, False, members))
+            place += len(members)
+            self.tallies.setdefault(group.scheme, _Tally()).candidates += len(members)
+            if number % 100 == 0:
+                self.progress(0, len(groups), "bounds")
+        self.total = place
+        heapify(waiting)
+        return waiting
+
+    def _members(self, group: Group, place: int) -> Iterator[_Candidate]:
+        shape = group.shape
+        updates = self.mini_batch / (group.replicas * group.samples * sum(shape.passes))
+        each = updates * sum(shape.passes) / group.depth
+        work = [(recompute, each * self._work(group, recompute)) for recompute in self.constraints.recompute]
+        for arrangement, nodes, links in self._networks(shape, group.replicas):
+            # Shared out evenly among workers that differ, it is in proportion to their speed.
+            slow = group.depth / sum(1 / each for each in links.slowness) if links.slowness else 1.0
+            for recompute, seconds in work:
+                for zero_stage in group.zero_stages:
+                    where = arrangement, nodes, links
+                    yield _Candidate(group, place, recompute, *where, updates, seconds * slow, zero_stage)
+                    place += 1
+
+    def _work(self, group: Group, recompute: Recompute) -> float:
+        shape = group.shape
+        again = recompute is not Recompute.NONE
+        key = group.samples, again, max(shape.together) > 1, shape.parts, shape.split
+        if key not in self.works:
+            predictor = self.predictor
+            self.works[key] = least_work(shape, predictor.model, predictor.profile, group.samples, recompute)
+        return self.works[key]
+
+    def _bounds(self, candidate: _Candidate) -> Bounds:
+        """Most of them depends on the shape, not on all options; so many groups share it."""
+        group, recompute = candidate.group, candidate.recompute
+        shape = group.shape
+        where = candidate.arrangement, candidate.nodes
+        key = (*shape.without_promise, group.replicas, group.samples, *where, recompute)
+        if key not in self.known:
+            stages = self.predictor.stages(
+                self.constraints.cuts,
+                shape.placement,
+                group.samples,
+                recompute,
+                passes=-(-sum(shape.passes) // len(shape.passes)),
+                on=candidate.links,
+            )
+            place = shape.placement, group.replicas, *where
+            self.known[key] = common(
+                shape,
+                stages,
+                candidate.links,
+                self.predictor.cluster,
+                recompute,
+                update_seconds_per_byte=self.predictor.profile.update_seconds_per_byte,
+                step_overhead_seconds=self.predictor.profile.step_overhead_seconds,
+                barrier=self.predictor.model.barrier,
+                sharded=self.predictor.sharded_state(stages, *place) if 1 in group.zero_stages else None,
+            )
+        return self.known[key].bounds(shape.most_stashed, candidate.zero_stage)
+
+    def _networks(self, shape: Shape, replicas: int) -> list[tuple[Arrangement, Runs, Network]]:
+        """The arrangements, and orders of nodes, that differ in what workers, messages and sums find."""
+        key = (shape.placement, replicas)
+        if key not in self.networks:
+            found: dict[object, tuple[Arrangement, Runs, Network]] = {}
+            arrangements = self.constraints.arrangements
+            if self._alike(shape, replicas):
+                arrangements = arrangements[:1]
+            for arrangement, nodes in product(arrangements, self.orders):
+                links = self.predictor.network(shape.placement, replicas, arrangement, nodes=nodes)
+                # Skips, which depend on the cuts, may find other links where other messages find the same.
+                same = (arrangement, nodes) if self.predictor.model.skips else links
+                found.setdefault(same, (arrangement, nodes, links))
+            self.networks[key] = list(found.values())
+        return self.networks[key]
+
+    def _alike(self, shape: Shape, replicas: int) -> bool:
+        """Whether all arrangements are one: a device is a node, or all are, and no way out is shared."""
+        predictor = self.predictor
+        cluster = predictor.cluster
+        if predictor.model.skips or cluster.kinds or 1 < cluster.devices < cluster.size:
+            return False
+        links = predictor.network(shape.placement, replicas, self.constraints.arrangements[0])
+        return not any(links.crossed)
+
+    def _decide(self, members: list[_Candidate]) -> list[_Candidate]:
+        """Refuse, prune or simulate each; those that memory refuses are given back."""
+        refused = []
+        usable = (self.predictor.cluster.usable_bytes,) * members[0].group.depth
+        played: dict[tuple[Recompute, Arrangement, Runs], tuple[Play, Play | None]] = {}
+        """Those that differ in ``zero_stage`` alone are played once; and the quickest sync mode is one."""
+        for candidate in members:
+            alike = candidate.recompute, candidate.arrangement, candidate.nodes
+            scheme = candidate.group.scheme
+            tally = self.tallies[scheme]
+            if candidate.bound.too_many_bytes > 0:
+                found = TooLarge(
+                    scheme,
+                    self._configuration(candidate),
+                    candidate.bound.least_bytes,
+                    candidate.bound.fullest,
+                    (candidate.links.usable_bytes or usable)[candidate.bound.fullest],
+                )
+                tally.refuse(found)
+                refused.append(candidate)
+            elif not self.best.needs(scheme, candidate.seconds):
+                tally.slower += 1
+            else:
+                known, quickest = played.get(alike, (None, None))
+                if known is None:
+                    play = self.predictor.play(self._configuration(candidate), self.mini_batch)
+                else:
+                    play = known.with_zero_stage(candidate.zero_stage)
+                played[alike] = play, quickest
+                if not play.fits:
+                    tally.refuse(_too_large(scheme, play))
+                    refused.append(candidate)
+                elif quickest is not None:
+                    tally.simulated += 1
+                    play = quickest.with_zero_stage(candidate.zero_stage)
+                    self.best.add(scheme, Plan(play.seconds, candidate.place, play))
+                elif not self.best.needs(scheme, least_seconds(play, self.best.limit(scheme))):
+                    tally.slower += 1
+                else:
+                    tally.simulated += 1
+                    plan = self._quickest(play, candidate.place)
+                    played[alike] = play, plan.play
+                    self.best.add(scheme, plan)
+        return refused
+
+    def _configuration(self, candidate: _Candidate) -> Configuration:
+        group = candidate.group
+        return Configuration(
+            group.scheme,
+            group.options,
+            group.replicas,
+            group.samples,
+            candidate.recompute,
+            self.sync[0],
+            candidate.arrangement,
+            self.constraints.cuts,
+            self.predictor.tensor_parallel,
+            candidate.nodes,
+            candidate.zero_stage,
+        )
+
+    def _quickest(self, play: Play, place: int) -> Plan:
+        """The candidate in the quickest sync mode; of equal ones the first."""
+        plays = [play]
+        if play.network.copies > 1 and play.schedule.synchronous:
+            plays += [play.with_sync(sync) for sync in self.sync[1:]]
+        quickest = min(plays, key=attrgetter("seconds"))
+        return Plan(quickest.seconds, place, quickest)
+
+    def in_more_memory(self, limit: float) -> Plan | None:
+        """The best candidate that memory refused, if its step is below ``limit``; by rising bound."""
+        found: Plan | None = None
+        for candidate in sorted(self.refused, key=lambda c: (c.seconds_in_any_memory, c.place)):
+            if candidate.seconds_in_any_memory >= limit:
+                break
+            self.progress(self.total, self.total, "more memory")
+            play = self.predictor.play(self._configuration(candidate), self.mini_batch)
+            if least_seconds(play, limit * _ROUNDING) >= limit * _ROUNDING:
+                continue
+            plan = self._quickest(play, candidate.place)
+            if plan.seconds < limit:
+                limit, found = plan.seconds, plan
+        return found
+
+    def nothing_fits(self, omissions: list[Omission]) -> str:
+        cluster = self.predictor.cluster
+        if not self.tallies:
+            return "\n".join(["no plan meets the constraints", *_reasons(omissions)])
+        lines = [
+            f"no plan fits: a device of cluster {cluster.name} has {_gib(cluster.usable_bytes)} for it"
+            + (f" ({_gib(cluster.reserve_bytes)} are reserved)" if cluster.reserve_bytes else "")
+        ]
+        for name, tally in self.tallies.items():
+            if tally.closest is not None:
+                closest = tally.closest
+                of = f" on worker {closest.worker}, which has {_gib(closest.usable_bytes)}"
+                told = f"  {name}: needs at least {_gib(closest.needed_bytes)}"
+                lines.append(told + (of if cluster.kinds else ""))
+        return "\n".join([*lines, *_reasons(omissions)])
+
+
+def _too_large(scheme: str, play: Play) -> TooLarge:
+    needed, usable = [worker.total for worker in play.memory], play.usable_bytes
+    fullest = max(range(len(needed)), key=lambda worker: needed[worker] - usable[worker])
+    return TooLarge(scheme, play.configuration, needed[fullest], fullest, usable[fullest])
+
+
+def _reasons(omissions: list[Omission]) -> list[str]:
+    return [f"  {omission.what}: {omission.reason}" for omission in omissions]
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.4g} GiB" if size >= 2**20 else f"{size:g} bytes"

@@ -1,0 +1,51 @@
+"""What a schedule cannot beat in any sync mode: its ops played once without syncs, then the syncs at least.
+
+Between a bound, which knows nothing of the order, and a play in every sync mode: most candidates whose bound
+is low are told apart here for the price of one play, or a part of one.
+
+Invariant: no sync mode's step is shorter. A sync slows ops that run beside it and delays none otherwise, so
+ops end no earlier than without. A worker sums the gradients of a stage after the other, none before all of
+its copies are made.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from counterflow.simulation import may_play, ops_alone, simulate
+
+from ..predict import Play, sync_seconds
+from .bounds import all_summed, owned_stages
+
+
+def least_seconds(play: Play, limit: float = math.inf) -> float:
+    """One step takes at least so long in every sync mode; 0 where steps may overlap.
+
+    Above the limit, also in seconds of a step, it need not be told how far.
+    """
+    schedule = play.schedule
+    if not schedule.synchronous or not play.predictor.model.barrier:
+        return 0.0
+    costs = replace(play.costs, sync=0.0, sync_crossings=None)
+    copies = play.network.copies > 1
+    if may_play(schedule, costs) and not play.predictor.shares_cores:
+        update = play.step_seconds(0.0)
+        seconds, made = ops_alone(
+            schedule, costs, limit=(limit - update) / play.updates, tail=_last_syncs(play) if copies else None
+        )
+        if made is None:
+            return play.step_seconds(seconds)
+    else:
+        alone = simulate(schedule, costs)
+        seconds, made = alone.makespan, alone.gradients_made
+    if copies:
+        seconds = max(seconds, all_summed(owned_stages(schedule.placement), play.stages, play.network, made))
+    return play.step_seconds(seconds)
+
+
+def _last_syncs(play: Play) -> list[float]:
+    """Seconds of the sum that cannot start before each worker's last op has ended; 0: there is none."""
+    syncs = sync_seconds(play.stages, play.network)
+    lasts = [order[-1] if order else None for order in play.schedule.orders]
+    return [syncs[op.stage] if op is not None and op.kind.makes_weight_gradients else 0.0 for op in lasts]

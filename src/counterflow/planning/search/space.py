@@ -1,0 +1,401 @@
+"""The space of plans: every scheme and its options, depth, width, micro-batch, recomputation, arrangement,
+and whether optimiser state is sharded.
+
+Invariant: a candidate is legal: its schedule builds, its micro-batches make up the mini-batch exactly, it
+uses all devices of the cluster. What of the space is left out, and why, is counted (``Omission``).
+
+Depth is the number of workers of a replica; depth times width is the number of devices. A micro-batch has a
+power of two of samples, or a number the user gives, and a replica has at most 4,096 of them. Every scheme
+updates once a mini-batch. Of one that updates after each micro-batch that is a replica's whole share; with
+``more_updates`` smaller ones are tried too, and the mini-batch is then only what its step is counted for.
+
+Which options are worth trying a scheme's own record says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from counterflow.errors import ConfigError
+from counterflow.schedule import registry
+from counterflow.schedule.cuts import explicit
+from counterflow.schedule.ir import OptionValue
+from counterflow.schedule.modes import Recompute, Sync
+from counterflow.schedule.scheme import DEPTH, PERIODS, Scheme
+
+from ..cost.device_placement import Arrangement
+from ..cost.sharded_state import several_hold
+from ..cost.stages import Cuts, Cutting, may_cut
+from ..inputs.cluster import Cluster
+from ..inputs.model import Model
+from .shape import Options, Shape, shape_of
+
+MOST_SAMPLES = 100_000
+"""The largest mini-batch that is planned."""
+
+MOST_MICRO_BATCHES = 4096
+"""The most micro-batches of a replica that are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """What a plan has to be; None leaves it open.
+
+    Attributes:
+        schemes: only these.
+        stale: schemes without a flush, too, whose work uses old weights; those that ``schemes`` names are
+            tried all the same. On one worker they are never tried: there is nothing to gain.
+        depths: only these numbers of workers.
+        samples: only these micro-batches, in samples; they need not be powers of two.
+        more_samples: these besides the powers of two.
+        recompute: only these.
+        sync: only these.
+        arrangements: only these.
+        cuts: how layers are cut.
+        zero_stages: only these, where a stage has several holders; where none has, they are one.
+        options: (name, values) pairs: a scheme that has an option of that name takes only these values of it;
+            ``scheme.name``: of that scheme alone, in place of what is said of all. A value that is not
+            tried leaves no candidate.
+        more_updates: of schemes that update after each micro-batch, also several updates in a mini-batch.
+        tensor_parallel: these numbers of positions of tensor parallelism, each divides the devices of a node.
+    """
+
+    schemes: tuple[str, ...] | None = None
+    stale: bool = False
+    depths: tuple[int, ...] | None = None
+    samples: tuple[int, ...] | None = None
+    more_samples: tuple[int, ...] = ()
+    recompute: tuple[Recompute, ...] = tuple(Recompute)
+    sync: tuple[Sync, ...] = tuple(Sync)
+    arrangements: tuple[Arrangement, ...] = tuple(Arrangement)
+    cuts: Cuts = Cutting.BALANCED
+    zero_stages: tuple[int, ...] = (0, 1)
+    options: tuple[tuple[str, tuple[OptionValue, ...]], ...] = ()
+    more_updates: bool = False
+    tensor_parallel: tuple[int, ...] = (1,)
+
+    def at(self, positions: int, cluster: Cluster) -> Constraints:
+        """The same for one of several numbers of positions: depths that another allows are left out.
+
+        Raises:
+            ConfigError: optimiser state is to be sharded, with which several positions do not go.
+        """
+        stages = self.zero_stages if positions == 1 else (0,)
+        if 0 in stages and 0 not in self.zero_stages:
+            raise ConfigError(f"tensor_parallel={positions}: does not go with zero_stage=1; give one of them")
+        if self.depths is None or len({*self.tensor_parallel}) == 1:
+            return replace(self, zero_stages=stages)
+        legal = {
+            each: [d for d in self.depths if d > 0 and not cluster.size // each % d]
+            for each in self.tensor_parallel
+        }
+        of_none = {*self.depths}.difference(*legal.values())
+        return replace(self, depths=(*legal[positions], *of_none), zero_stages=stages)
+
+    def of_scheme(self, scheme: Scheme) -> dict[str, tuple[OptionValue, ...]]:
+        """The wanted values of a scheme's options.
+
+        >>> wanted = Constraints(options=(("micro_batches", (8,)), ("chimera.micro_batches", (4, 8))))
+        >>> [wanted.of_scheme(registry.scheme(name)) for name in ("dapple", "chimera")]
+        [{'micro_batches': (8,)}, {'micro_batches': (4, 8)}]
+        """
+        given = dict(self.options)
+        names = [option.name for option in scheme.options]
+        own = {name: given.get(f"{scheme.name}.{name}", given.get(name)) for name in names}
+        return {name: values for name, values in own.items() if values is not None}
+
+    def allows(self, scheme: Scheme, options: Options) -> bool:
+        """Whether these options of a scheme have only wanted values.
+
+        >>> wanted, chimera = Constraints(options=(("pairs", (1,)),)), registry.scheme("chimera")
+        >>> [wanted.allows(chimera, (("stages", 8), *more)) for more in ([("pairs", 1)], [("pairs", 2)], [])]
+        [True, False, True]
+        """
+        return all(_value(scheme, name, options) in values for name, values in self.of_scheme(scheme).items())
+
+
+def _value(scheme: Scheme, name: str, options: Options) -> OptionValue | None:
+    """The value of a scheme's option, given or not."""
+    given = dict(options)
+    option = scheme.option(name)
+    if name in given or option is None:
+        return given.get(name)
+    return option.default if option.like is None else given.get(option.like)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Candidates that share a schedule: they differ in recomputation, sync mode, arrangement, ``zero_stage``.
+
+    Attributes:
+        scheme: the scheme's name.
+        options: its options, without ``periods``.
+        shape: of its schedule.
+        replicas: W.
+        samples: B, samples of a micro-batch.
+        zero_stages: what is tried of it.
+    """
+
+    scheme: str
+    options: Options
+    shape: Shape
+    replicas: int
+    samples: int
+    zero_stages: tuple[int, ...] = (0,)
+
+    @property
+    def depth(self) -> int:
+        """D, workers of a replica."""
+        return self.shape.placement.workers
+
+    @property
+    def stages(self) -> int:
+        """Stages the model is cut into."""
+        return self.shape.placement.stages
+
+
+@dataclass(frozen=True, slots=True)
+class Omission:
+    """A part of the space with no candidate in it, and the rule it breaks.
+
+    Attributes:
+        what: a scheme, or depths of every scheme.
+        reason: the rule, with its numbers.
+    """
+
+    what: str
+    reason: str
+
+
+def space(
+    model: Model, cluster: Cluster, mini_batch: int, constraints: Constraints
+) -> tuple[list[Group], list[Omission]]:
+    """All groups of candidates, and what is left out.
+
+    Raises:
+        ConfigError: a constraint that nothing can meet: an unknown scheme, an option that no wanted scheme
+            has, or a value that it cannot have, cuts that make no stages, a depth that does not divide the
+            devices, a mini-batch or micro-batch below 1, a mini-batch above ``MOST_SAMPLES``.
+    """
+    if constraints.schemes is None:
+        schemes = list(registry.SCHEMES.values())
+    else:
+        schemes = list(dict.fromkeys(map(registry.scheme, constraints.schemes)))
+    _refuse_what_nothing_meets(model, mini_batch, constraints, schemes)
+    groups: list[Group] = []
+    depths = _depths(cluster, constraints)
+    without = dict(_without_candidates(model, cluster, mini_batch, depths, constraints))
+    omissions = list(_by_reason(without))
+    depths = [depth for depth in depths if depth not in without]
+    for scheme in schemes:
+        if not (scheme.synchronous or constraints.stale or constraints.schemes):
+            omissions.append(
+                Omission(scheme.name, "works without a flush, on old weights: only with --stale")
+            )
+            continue
+        if not scheme.synchronous and not _zero_stages(model, constraints, flush=False):
+            reason = "updates each stage at its own time, and zero_stage = 1 needs a flush"
+            omissions.append(Omission(scheme.name, reason))
+            continue
+        if not scheme.synchronous and any(tie.trained for tie in model.ties):
+            reason = "updates each stage at its own time, and layers share weights; only schemes with a flush"
+            omissions.append(Omission(scheme.name, reason))
+            continue
+        found = [
+            group
+            for depth in depths
+            for group in _of_depth(scheme, depth, model, cluster.size // depth, (mini_batch, constraints))
+        ]
+        if not found and depths:
+            reason = _why_none(scheme, depths, model, cluster, (mini_batch, constraints))
+            omissions.append(Omission(scheme.name, reason))
+        groups += found
+    return groups, omissions
+
+
+def _refuse_what_nothing_meets(
+    model: Model, mini_batch: int, constraints: Constraints, schemes: Sequence[Scheme]
+) -> None:
+    if mini_batch < 1:
+        raise ConfigError(f"mini_batch={mini_batch}: must be 1 or more")
+    if mini_batch > MOST_SAMPLES:
+        raise ConfigError(f"mini_batch={mini_batch}: at most {MOST_SAMPLES:,} samples are planned")
+    for size in (*(constraints.samples or ()), *constraints.more_samples):
+        if size < 1:
+            raise ConfigError(f"micro_batch={size}: must be 1 or more samples")
+    for name, values in constraints.options:
+        _refuse_option(name, values, schemes)
+    for stage in constraints.zero_stages:
+        if stage not in (0, 1):
+            raise ConfigError(f"zero_stage={stage}: must be 0 or 1")
+    if not model.barrier and 0 not in constraints.zero_stages:
+        raise ConfigError(
+            "zero_stage=1: updated weights are sent when a step ends on all workers, and with barrier = "
+            "false it does not; leave one of them out"
+        )
+    if not isinstance(constraints.cuts, Cutting):
+        explicit(constraints.cuts, len(model.layers), len(constraints.cuts) + 1)
+
+
+def _zero_stages(model: Model, constraints: Constraints, *, flush: bool) -> tuple[int, ...]:
+    """What may be tried where a stage has several holders: what its config asks for, else both."""
+    wanted = constraints.zero_stages
+    if model.shards_state and wanted == Constraints().zero_stages:
+        wanted = (1,)
+    return tuple(sorted({stage for stage in wanted if not stage or (flush and model.barrier)}))
+
+
+def _refuse_option(name: str, values: Sequence[OptionValue], schemes: Sequence[Scheme]) -> None:
+    """Refuse wanted values of an option that no wanted scheme has, or that is no choice of the planner.
+
+    Raises:
+        ConfigError: they are such.
+    """
+    of, _, own = name.rpartition(".")
+    place = f"option={name}"
+    wanted = [scheme for scheme in schemes if not of or scheme == registry.scheme(of)]
+    if not wanted:
+        names = ", ".join(scheme.name for scheme in schemes)
+        raise ConfigError(f"{place}: {of} is not among the wanted schemes ({names})")
+    if own in DEPTH:
+        raise ConfigError(f"{place}: the depth has a constraint of its own; give depth={values[0]}")
+    if own == PERIODS.name:
+        raise ConfigError(f"{place}: a plan plays as many updates as it takes; leave it out")
+    known = [option for scheme in wanted if (option := scheme.option(own)) is not None]
+    if not known:
+        chosen = {o.name: None for scheme in wanted for o in scheme.options if o.name not in _NO_CHOICE}
+        who = wanted[0].name if len(wanted) == 1 else f"none of {', '.join(scheme.name for scheme in wanted)}"
+        has = f"{who} has no option {own!r}" if len(wanted) == 1 else f"{who} has an option {own!r}"
+        raise ConfigError(f"{place}: {has}; those that can be wanted: {', '.join(chosen)}")
+    for value in values:
+        try:
+            known[0].refuse(value)
+        except ConfigError as error:
+            rule = str(error).partition(": ")[2]
+            raise ConfigError(f"{place}={_shown(value)}: {rule}") from None
+
+
+_NO_CHOICE = (*DEPTH, PERIODS.name)
+"""Options that are wanted by other means, or not at all."""
+
+
+def _depths(cluster: Cluster, constraints: Constraints) -> list[int]:
+    divisors = [d for d in range(1, cluster.size + 1) if cluster.size % d == 0]
+    if constraints.depths is None:
+        return divisors
+    for depth in constraints.depths:
+        if depth not in divisors:
+            raise ConfigError(
+                f"depth={depth}: must divide the {cluster.size} devices of cluster {cluster.name}; "
+                f"legal: {', '.join(map(str, divisors))}"
+            )
+    return sorted(set(constraints.depths))
+
+
+def _without_candidates(
+    model: Model, cluster: Cluster, mini_batch: int, depths: list[int], constraints: Constraints
+) -> Iterator[tuple[int, str]]:
+    """Depths at which no scheme has a candidate, and why."""
+    layers = len(model.layers)
+    for depth in depths:
+        replicas = cluster.size // depth
+        share = mini_batch // replicas
+        if depth > layers:
+            yield depth, f"more workers than the model's {layers} layers"
+        elif mini_batch % replicas:
+            reason = f"a mini-batch of {mini_batch} cannot be shared out evenly among {replicas} replicas"
+            yield depth, reason
+        elif not _samples(share, constraints):
+            reason = f"a replica's share of {share} samples cannot be cut into"
+            if constraints.samples is not None:
+                sizes = ", ".join(map(str, constraints.samples))
+                yield depth, f"{reason} micro-batches of {sizes}"
+            else:
+                yield depth, f"{reason} {MOST_MICRO_BATCHES:,} or fewer micro-batches of a power of two"
+
+
+def _by_reason(without: dict[int, str]) -> Iterator[Omission]:
+    for reason in dict.fromkeys(without.values()):
+        yield Omission(_named([depth for depth, why in without.items() if why == reason]), reason)
+
+
+def _named(depths: list[int]) -> str:
+    return f"depth{'s' if len(depths) > 1 else ''} {', '.join(map(str, depths))}"
+
+
+def _of_depth(
+    scheme: Scheme, depth: int, model: Model, replicas: int, wanted: tuple[int, Constraints]
+) -> Iterator[Group]:
+    mini_batch, constraints = wanted
+    if depth > len(model.layers) or mini_batch % replicas:
+        return
+    if depth == 1 and not scheme.synchronous:
+        return  # no bubble to save, for which work would use old weights
+    share = mini_batch // replicas
+    sizes = _samples(share, constraints)
+    if scheme.updates_each_micro_batch and not constraints.more_updates:
+        sizes = [share] if constraints.samples is None or share in constraints.samples else []
+    for samples in sizes:
+        for options in _choices(scheme, depth, share // samples, len(model.layers)):
+            if not constraints.allows(scheme, options):
+                continue
+            try:
+                shape = shape_of(scheme, options)
+            except ConfigError:
+                continue  # it has no such schedule
+            if samples < shape.parts:
+                continue  # half of one sample is none
+            if may_cut(model, constraints.cuts, shape.placement.stages):
+                several = several_hold(shape.placement, replicas)
+                stages = _zero_stages(model, constraints, flush=scheme.synchronous) if several else (0,)
+                yield Group(scheme.name, options, shape, replicas, samples, stages)
+
+
+def _choices(scheme: Scheme, depth: int, micro_batches: int, layers: int) -> Iterator[Options]:
+    """All options of a scheme that are worth trying with so many workers and micro-batches."""
+    base: dict[str, OptionValue] = {scheme.depth: depth}
+    if not scheme.updates_each_micro_batch:
+        base["micro_batches"] = micro_batches
+    for more in scheme.planner(depth, micro_batches, layers):
+        yield tuple((base | dict(more)).items())
+
+
+def _samples(share: int, constraints: Constraints) -> list[int]:
+    """The micro-batches that a replica's share of the mini-batch can be cut into."""
+    sizes = constraints.samples
+    if sizes is None:
+        powers = [2**i for i in range(share.bit_length())]
+        sizes = (*powers, *constraints.more_samples)
+    return sorted({size for size in sizes if share % size == 0 and share // size <= MOST_MICRO_BATCHES})
+
+
+def _why_none(
+    scheme: Scheme, depths: list[int], model: Model, cluster: Cluster, wanted: tuple[int, Constraints]
+) -> str:
+    """What a scheme needs, where it has no candidate at any depth."""
+    mini_batch, constraints = wanted
+    told = []
+    for name, values in constraints.of_scheme(scheme).items():
+        tried = {
+            _value(scheme, name, options)
+            for depth in depths
+            for samples in _samples(mini_batch // (cluster.size // depth), constraints)
+            for options in _choices(
+                scheme, depth, mini_batch // (cluster.size // depth) // samples, len(model.layers)
+            )
+        }
+        if tried and tried.isdisjoint(values):
+            shown = ", ".join(sorted(map(_shown, tried), key=lambda text: (len(text), text)))
+            told.append(f"with {name} {' or '.join(map(_shown, values))} (tried: {shown})")
+    if not isinstance(constraints.cuts, Cutting):
+        told.append(f"with {len(constraints.cuts) + 1} stages, which the cuts make")
+    rule = f"needs {scheme.needs}; " if scheme.needs and not told else ""
+    if not scheme.synchronous and depths == [1]:
+        rule = "uses old weights, and one worker has no bubble to save for it; "
+    return " ".join([f"{rule}no candidate at {_named(depths)}", *told])
+
+
+def _shown(value: OptionValue | None) -> str:
+    """A value as users write it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,274 @@
+"""Cuts for workers that hold several stages, and for memory that stages of equal cost do not fit into.
+
+Stages of equal cost are not best where a worker holds two of them (two directions, waves, loops): what counts
+is when the last worker is done. Layers move from a stage of the worst worker to another stage while that is
+better.
+
+Invariant: the cuts are never worse by this measure than those that balance stages, and the same inputs give
+the same cuts. The measure is an estimate: how long an order takes with them, and whether it fits, is played.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from counterflow.schedule.modes import Recompute
+from counterflow.schedule.placement import Placement
+
+from ..inputs.model import Model
+from ..inputs.profile import LayerProfile, Profile
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_ROUNDING = 1e-9
+"""Of a measure: what differs by less is equal."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What cuts are judged by.
+
+    Attributes:
+        model: the layers.
+        profile: what they cost.
+        placement: which worker holds which stage.
+        passes: micro-batches of an update that go through each pipe.
+        samples: of a micro-batch.
+        recompute: what is computed again in a backward.
+        usable_bytes: memory of a worker, or of each.
+        slowness: what seconds are multiplied by, by worker; empty: all workers are alike.
+    """
+
+    model: Model
+    profile: Profile
+    placement: Placement
+    passes: int
+    samples: int
+    recompute: Recompute
+    usable_bytes: float | tuple[float, ...]
+    known: dict[tuple[int, bool], dict[str, Floats]] = field(default_factory=dict, compare=False, repr=False)
+    """Sums over layers, of the same model and profile, by ``samples`` and whether anything runs again."""
+    slowness: tuple[float, ...] = ()
+
+    def balanced(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
+        """Cuts that begin as these, better for the slowest worker, whatever its memory."""
+        if len({*self.slowness}) > 1 or any(len(held) > 1 for held in self._table.held):
+            return self._moved(cuts, by_memory=False)
+        return cuts
+
+    def fitting(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
+        """Cuts that begin as these, better for memory if all fit in the end."""
+        if self._excess(cuts) == 0 or not self._may_fit:
+            return cuts
+        fitting = self._moved(cuts, by_memory=True)
+        return fitting if self._excess(fitting) == 0 else cuts
+
+    def _moved(self, cuts: tuple[int, ...], *, by_memory: bool) -> tuple[int, ...]:
+        """Move one layer after another, each time the best move, while there is a better one."""
+        ends = self._ends(cuts)
+        while True:
+            worst = int((self._over(ends) if by_memory else self._seconds(ends))[0].argmax())
+            tried = self._moves(ends, worst)
+            best = self._best(tried, by_memory=by_memory)
+            if best == 0:
+                return tuple(ends[0, 1:-1].tolist())
+            ends = tried[best : best + 1]
+
+    def _best(self, ends: Ints, *, by_memory: bool) -> int:
+        """The best, the first of equal ones: by bytes too many, then by when the slowest worker is done, then
+        by the longest stage, which all micro-batches have to pass, then by how even workers are.
+        """
+        measures = [self._slowest, self._longest, self._uneven]
+        if by_memory:
+            measures.insert(0, self._too_many)
+        left = np.arange(len(ends))
+        for measure in measures:
+            values = measure(ends[left])
+            left = left[values <= values.min() * (1 + _ROUNDING)]
+            if len(left) == 1:
+                break
+        return int(left[0])
+
+    def _slowest(self, ends: Ints) -> Floats:
+        found: Floats = self._seconds(ends).max(axis=1)
+        return found
+
+    def _longest(self, ends: Ints) -> Floats:
+        each = self._of_stages("seconds", ends)
+        if self.slowness:
+            each = each * _slowed(self.placement, self.slowness).most
+        found: Floats = each.max(axis=1)
+        return found
+
+    def _uneven(self, ends: Ints) -> Floats:
+        found: Floats = np.square(self._seconds(ends)).sum(axis=1)
+        return found
+
+    def _too_many(self, ends: Ints) -> Floats:
+        found: Floats = np.maximum(self._over(ends).max(axis=1), 0.0)
+        return found
+
+    def _over(self, ends: Ints) -> Floats:
+        """About how many bytes each worker has too many."""
+        found: Floats = self._bytes(ends) - np.array(self.usable_bytes)
+        return found
+
+    def _moves(self, ends: Ints, worker: int) -> Ints:
+        """The cuts as they are, then a layer moved from each stage of a worker to each other stage; those
+        between move up by one.
+        """
+        may = [stage for stage in self._table.held[worker] if ends[0, stage + 1] - ends[0, stage] > 1]
+        return np.concatenate((ends, *(ends + _shifts(self.placement.stages, stage) for stage in may)))
+
+    def _ends(self, cuts: tuple[int, ...]) -> Ints:
+        return np.array([[0, *cuts, len(self.model.layers)]], dtype=np.int64)
+
+    def _excess(self, cuts: tuple[int, ...]) -> float:
+        return max(0.0, float(self._over(self._ends(cuts)).max()))
+
+    def _seconds(self, ends: Ints) -> Floats:
+        """When each worker is done at the earliest: its first input, all of its work, its last gradient."""
+        if self.slowness:
+            slowed = _slowed(self.placement, self.slowness)
+            weighed = self.passes * slowed.holds + slowed.before
+            found: Floats = self._of_stages("seconds", ends) @ weighed
+            return found
+        first = self._sums["seconds"][ends[:, self._table.first]]
+        return self.passes * self._by_worker(self._of_stages("seconds", ends)) + first
+
+    def _bytes(self, ends: Ints) -> Floats:
+        """About what each worker holds."""
+        fixed, saved, inputs = (self._of_stages(name, ends) for name in ("fixed", "saved", "inputs"))
+        stages = self.placement.stages
+        ahead = np.minimum(self.passes, stages - np.arange(stages))  # from a forward to its backward
+        working = 0.0
+        if self.recompute is Recompute.NONE:
+            kept = saved
+        elif self.recompute is Recompute.LAYER:
+            kept = inputs
+        else:
+            kept, working = self._sums["each input"][ends[:, :-1]], saved.max(axis=1, keepdims=True)
+        buffers = 2 * float(self._sums["each input"][1:].max(initial=0.0))
+        found: Floats = self._by_worker(fixed + ahead * kept) + working + buffers
+        return found
+
+    def _of_stages(self, name: str, ends: Ints) -> Floats:
+        """A number of each layer, summed over what each stage has."""
+        before = self._sums[name][ends]
+        found: Floats = before[:, 1:] - before[:, :-1]
+        return found
+
+    def _fixed(self, layer: LayerProfile) -> float:
+        state = self.model.optimizer_states * layer.trained_bytes
+        return layer.weights_bytes + layer.gradient_bytes + state
+
+    def _by_worker(self, stages: Floats) -> Floats:
+        """A number of each stage, summed over what each worker holds."""
+        found: Floats = stages @ self._table.holds
+        return found
+
+    @property
+    def _may_fit(self) -> bool:
+        """Whether any cuts may: all workers together have no less than one stash of each stage they hold."""
+        sums, copies = self._sums, self.placement.pipes
+        kept = 0.0
+        if self.recompute is Recompute.NONE:
+            kept = sums["saved"][-1]
+        elif self.recompute is Recompute.LAYER:
+            kept = sums["inputs"][-1]
+        least = copies * (sums["fixed"][-1] + kept)
+        if isinstance(self.usable_bytes, tuple):
+            usable = sum(self.usable_bytes)
+        else:
+            usable = self.placement.workers * self.usable_bytes
+        return bool(least <= usable * (1 + _ROUNDING))
+
+    @property
+    def _table(self) -> _Held:
+        return _held(self.placement)
+
+    @property
+    def _sums(self) -> dict[str, Floats]:
+        """Of all layers before each; and what each takes."""
+        key = self.samples, self.recompute is not Recompute.NONE
+        if key not in self.known:
+            self.known[key] = self._summed()
+        return self.known[key]
+
+    def _summed(self) -> dict[str, Floats]:
+        samples, again = self.samples, self.recompute is not Recompute.NONE
+        outputs = [self.profile.layer(kind).output_bytes for kind in self.model.layers[:-1]]
+        inputs = samples * np.array([self.model.input_bytes, *outputs])
+        rows: dict[str, Any] = {"inputs": inputs}
+        for name, of in (
+            ("seconds", lambda layer: (1 + again) * layer.forward(samples) + layer.backward(samples)),
+            ("fixed", self._fixed),
+            ("saved", lambda layer: layer.saved(samples)),
+        ):
+            each = {kind: of(self.profile.layer(kind)) for kind in set(self.model.layers)}
+            rows[name] = [each[kind] for kind in self.model.layers]
+        found = {name: np.concatenate(([0.0], np.cumsum(row))) for name, row in rows.items()}
+        return found | {"each input": inputs}
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a placement's workers hold: the stages of each, its first one, and how many of each stage."""
+
+    held: list[list[int]]
+    first: list[int]
+    holds: Floats
+
+
+@lru_cache(maxsize=256)
+def _held(placement: Placement) -> _Held:
+    held: list[list[int]] = [[] for _ in range(placement.workers)]
+    holds = np.zeros((placement.stages, placement.workers))
+    for stages in placement.pipes_stages:
+        for stage, worker in enumerate(stages):
+            held[worker].append(stage)
+            holds[stage, worker] += 1
+    return _Held(held, [min(stages) for stages in held], holds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slowed:
+    """What a second of each stage is on workers that differ, ``[stage][worker]``.
+
+    ``holds``: in ops of the stages that it holds; ``before``: on the way from stage 0 to the first of these,
+    on those who hold the stages in between. ``most``: by stage, on the slowest of its holders.
+    """
+
+    holds: Floats
+    before: Floats
+    most: Floats
+
+
+@lru_cache(maxsize=256)
+def _slowed(placement: Placement, slowness: tuple[float, ...]) -> _Slowed:
+    first = _held(placement).first
+    slow = np.array(slowness)
+    before = np.zeros((placement.stages, placement.workers))
+    most = np.zeros(placement.stages)
+    for holders in placement.pipes_stages:
+        most = np.maximum(most, slow[list(holders)])
+        for stage, worker in enumerate(holders):
+            if stage == first[worker]:
+                before[:stage, worker] = slow[list(holders[:stage])]
+    return _Slowed(_held(placement).holds * slow, before, most)
+
+
+@lru_cache(maxsize=1024)
+def _shifts(stages: int, stage: int) -> Ints:
+    """What moving a layer from a stage to each other one adds to where stages begin, one move a row."""
+    found = np.zeros((stages, stages + 1), dtype=np.int64)
+    for other in range(stages):
+        found[other, stage + 1 : other + 1] = -1
+        found[other, other + 1 : stage + 1] = 1
+    return np.delete(found, stage, axis=0)

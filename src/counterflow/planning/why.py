@@ -1,0 +1,137 @@
+"""Why a plan is the best: what limits it, and what would have to change for the second to win.
+
+Invariant: every number comes from playing the plans again with other links, other all-reduces or more memory;
+nothing is guessed. It also says when no such change would make the second win.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from .predict import Play
+from .prediction import Parts
+from .search.search import Found, Plan
+
+_MOST = 64.0
+"""How many times slower or faster links and all-reduces are tried."""
+
+_NEAR = 1e-8
+"""A gap is gone where so small a part of it is left."""
+
+_MOST_CHORDS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class BreakEven:
+    """A change that makes two plans equally quick.
+
+    Attributes:
+        what: ``messages`` or ``all-reduces``.
+        times: what their seconds are multiplied by; above 1 they are slower.
+    """
+
+    what: str
+    times: float
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """What there is to say of the best plan.
+
+    Attributes:
+        parts: where its step's seconds go.
+        limit: the largest part beyond compute, by its name in ``Parts``; None if all of it is compute.
+        second: the best plan of another scheme; None if there is none.
+        second_parts: where that one's seconds go.
+        break_evens: changes with which the second is as quick as the best.
+        in_more_memory: the plan that would be best if a device had ``needed_bytes``, without the reserve.
+        needed_bytes: what that plan's fullest worker needs; where devices differ, the one that lacks most.
+        had_bytes: what that worker has.
+    """
+
+    parts: Parts
+    limit: str | None
+    second: Plan | None
+    second_parts: Parts | None
+    break_evens: tuple[BreakEven, ...]
+    in_more_memory: Plan | None
+    needed_bytes: float | None
+    had_bytes: float | None
+
+
+def why(found: Found) -> Why:
+    """Explain what a search found.
+
+    Args:
+        found: its result, with one plan or more.
+    """
+    best = found.of_schemes[0]
+    second = found.of_schemes[1] if len(found.of_schemes) > 1 else None
+    parts = best.play.parts()
+    beyond = {name: getattr(parts, name) for name in Parts.__slots__ if name != "compute"}
+    limit = max(beyond, key=lambda name: beyond[name])
+    larger = found.in_more_memory
+    needed, had = _lacking(larger.play) if larger else (None, None)
+    return Why(
+        parts=parts,
+        limit=limit if beyond[limit] > 1e-9 * best.seconds else None,
+        second=second,
+        second_parts=second.play.parts() if second else None,
+        break_evens=tuple(_break_evens(best.play, second.play)) if second else (),
+        in_more_memory=larger,
+        needed_bytes=needed,
+        had_bytes=had,
+    )
+
+
+def _lacking(play: Play) -> tuple[float, float]:
+    """What the worker needs and has that lacks most."""
+    needed = [worker.total for worker in play.memory]
+    return max(zip(needed, play.usable_bytes, strict=True), key=lambda both: both[0] - both[1])
+
+
+def _break_evens(best: Play, second: Play) -> list[BreakEven]:
+    found = []
+    for what, change in _CHANGES.items():
+
+        def gap(times: float, change: Callable[[Play, float], Play] = change) -> float:
+            return change(second, times).seconds - change(best, times).seconds
+
+        for end in (1 / _MOST, _MOST):
+            times = _crossing(gap, end)
+            if times is not None:
+                found.append(BreakEven(what, times))
+    return found
+
+
+_CHANGES: dict[str, Callable[[Play, float], Play]] = {
+    "messages": lambda play, times: replace(play, p2p_scale=times),
+    "all-reduces": lambda play, times: replace(play, allreduce_scale=times),
+}
+
+
+def _crossing(gap: Callable[[float], float], end: float) -> float | None:
+    """A factor between 1 and ``end`` at which the gap is 0, if it is gone at the end.
+
+    By chords; an end that stays twice has its value halved (the Illinois rule). Gaps are straight in pieces.
+    """
+    inner, outer, moved = 1.0, end, 0
+    over, under = gap(inner), gap(outer)
+    if over <= 0 or under > 0:
+        return None
+    near = _NEAR * over
+    for _ in range(_MOST_CHORDS):
+        middle = inner + (outer - inner) * over / (over - under)
+        here = gap(middle)
+        if abs(here) <= near:
+            return middle
+        if here > 0:
+            inner, over = middle, here
+            under /= 2 if moved > 0 else 1
+            moved = 1
+        else:
+            outer, under = middle, here
+            over /= 2 if moved < 0 else 1
+            moved = -1
+    return outer

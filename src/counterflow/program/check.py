@@ -1,0 +1,109 @@
+"""The checker: is a schedule right? Rule by rule, with the place of what is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from counterflow.html import table, titled
+from counterflow.schedule.ir import Schedule
+from counterflow.schedule.modes import Sync
+
+from .actions import Matching, Program
+from .lowering import NOTHING_SHARED, OpTimes, Shared, lower
+from .rules import RULES, Subject, details, require
+
+
+@dataclass(frozen=True, slots=True)
+class RuleResult:
+    """What came of one rule. ``ok`` is None where it could not be looked at; ``detail`` says why."""
+
+    rule: str
+    ok: bool | None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What came of all rules."""
+
+    results: tuple[RuleResult, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every rule was looked at and holds."""
+        return all(result.ok for result in self.results)
+
+    def _repr_html_(self) -> str:
+        """The rules in a notebook."""
+        signs = {True: "✓", False: "✗", None: "·"}
+        rows = [(signs[result.ok], result.rule, result.detail) for result in self.results]
+        return titled("Right" if self.ok else "Wrong", table(("", "rule", "detail"), rows))
+
+
+def inspect(schedule: Schedule, *, program: Program | None = None, peak_limit: float | None = None) -> Report:
+    """Every rule of the checker on a schedule.
+
+    Args:
+        schedule: any schedule, however wrong.
+        program: its action lists; by default they are lowered from it.
+        peak_limit: the most forwards, in (stage x micro-batch) units, a worker may stash; None: no limit.
+
+    >>> from counterflow.schedule.schemes import chimera
+    >>> inspect(chimera(stages=4, micro_batches=4)).ok
+    True
+    """
+    results: dict[str, RuleResult] = {}
+    subject = Subject(schedule, program, peak_limit)
+    for rule in RULES:
+        broken = [name for name in rule.after if not results[name].ok]
+        if not broken and rule.lowered and subject.program is None:
+            subject.program = lower(schedule, recheck=False)
+        if broken:
+            results[rule.name] = RuleResult(rule.name, None, f"not checked, because '{broken[0]}' fails")
+            continue
+        detail = details(rule, subject)
+        results[rule.name] = RuleResult(rule.name, not detail, detail)
+    return Report(tuple(results.values()))
+
+
+def check(schedule: Schedule, *, program: Program | None = None, peak_limit: float | None = None) -> None:
+    """Raise if the schedule breaks a rule; see ``inspect`` for the arguments.
+
+    Raises:
+        DeadlockError: the workers wait for each other in a circle; the message shows it.
+        ScheduleError: another rule is broken; the message says which, where, expected and got.
+    """
+    subject = Subject(schedule, program, peak_limit)
+    for rule in RULES:
+        if rule.lowered and subject.program is None:
+            subject.program = lower(schedule, recheck=False)
+        require(subject, (rule,))
+
+
+def checked_program(
+    schedule: Schedule,
+    *,
+    replicas: int = 1,
+    sync: Sync | str = Sync.EAGER_OPT,
+    times: OpTimes | None = None,
+    matching: Matching = Matching.ORDER,
+    shared: Shared = NOTHING_SHARED,
+    norm: bool = True,
+) -> Program:
+    """The action lists of a schedule that may be hand-made; see ``lower`` for the arguments.
+
+    Raises:
+        DeadlockError: the workers wait for each other in a circle; the message shows it.
+        ScheduleError: another rule is broken.
+        ConfigError: replicas below 1, an unknown sync mode.
+    """
+    require(Subject(schedule), (rule for rule in RULES if not rule.lowered))
+    return lower(
+        schedule,
+        replicas=replicas,
+        sync=sync,
+        times=times,
+        matching=matching,
+        shared=shared,
+        norm=norm,
+    )

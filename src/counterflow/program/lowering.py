@@ -1,0 +1,369 @@
+"""Lowering: from a schedule to one action list a worker, as a chain of pure passes.
+
+1. ``with_messages``: every op as a compute action, a send right after each op whose product another
+   worker needs, and its receive early on the other side (Hanayo section 4.2).
+2. ``with_syncs``: gradient syncs started as the mode says.
+3. ``with_updates``: waits for the syncs, sums of tied weights, the agreement on loss and norm, updates with
+   the weight versions each one frees, averages of running statistics.
+4. ``with_early_loss``, where updates shall not wait for the norm.
+
+This is the only place where a list is made or ordered: what comes out is proved, timed and run as it stands.
+After each pass the rules of the checker that already must hold are checked again.
+
+Messages between two workers have one order, the same on both, whichever way they go: the order in which
+they are sent when forwards take 1 and backwards 2. A receive is posted before the op during which its
+message is sent, and at least one op before the op that needs it; but not before an earlier message of
+the same two workers. That play of the schedule is then also a play with sends that block until their
+receive is posted, in which no send has to wait; and since whether a play gets stuck does not depend on
+how long things take, no play with blocking sends gets stuck. Nor does one in which receives block as well
+(``posting.py``). Where messages are matched by tag, nobody waits
+longer because a receive is there earlier: every one is posted ``AHEAD`` ops before it is needed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter
+
+from counterflow.errors import ConfigError, ScheduleError
+from counterflow.schedule.graph import OpGraph
+from counterflow.schedule.ir import Schedule
+from counterflow.schedule.modes import Sync, parse_mode
+
+from .actions import (
+    Action,
+    Agree,
+    Compute,
+    Matching,
+    Program,
+    Receive,
+    Send,
+    StartSync,
+    Summed,
+    SyncAction,
+    Update,
+    WaitSync,
+)
+from .early_loss import with_early_loss
+from .posting import Posting, settle
+from .rules import (
+    AGREED,
+    COMPUTES,
+    DEADLOCK_HOLDING,
+    DEADLOCK_RENDEZVOUS,
+    MESSAGES,
+    PLACED,
+    POSTED,
+    SUMS,
+    SYNCS,
+    VERSIONS,
+    Rule,
+    Subject,
+    require,
+)
+from .sync import by_last_backward, first_users, gradient_syncs, plan_syncs
+
+AHEAD = 3
+"""Ops by which a receive is posted before the op that needs it, where messages are matched by tag.
+
+Over Gloo a message does not leave before its receiver has said that there is a place for it. Where links are
+slow that has to be on its way before: with 5 ms, 100 Mbit/s and ops of 5 ms, zb-v's steps are 1.4 times as
+long with 1 as with 3.
+"""
+
+Gaps = list[dict[int, list[Action]]]
+"""For each worker, what stands before its op number i (i = number of ops: at the end)."""
+
+
+OpTimes = tuple[Sequence[float], Sequence[float]]
+"""Start and end of every op, worker by worker in order, in any unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What of a model is summed besides the gradients of a stage's copies.
+
+    Attributes:
+        ties: groups of stages that share weights, each ascending.
+        statistics: stages whose running statistics (batch norms) are averaged over their copies.
+    """
+
+    ties: tuple[tuple[int, ...], ...] = ()
+    statistics: tuple[int, ...] = ()
+
+
+NOTHING_SHARED = Shared()
+
+
+def lower(
+    schedule: Schedule,
+    *,
+    replicas: int = 1,
+    sync: Sync | str = Sync.EAGER_OPT,
+    times: OpTimes | None = None,
+    matching: Matching = Matching.ORDER,
+    shared: Shared = NOTHING_SHARED,
+    norm: bool = True,
+    recheck: bool = True,
+) -> Program:
+    """The action lists of a schedule.
+
+    Args:
+        schedule: a schedule that the checker accepts.
+        replicas: pipeline groups that share each stage's gradients, 1 or more.
+        sync: when gradients are summed.
+        times: start and end of every op, worker by worker in order, in any unit, by which ``eager-opt``
+            decides (``counterflow.lower`` takes them from costs); by default those of forwards that take 1
+            and backwards that take 2.
+        matching: how the transport matches messages.
+        shared: what is summed besides the gradients of a stage's copies.
+        norm: whether the updates of a synchronous schedule wait for everybody's gradient norm; else for the
+            loss alone.
+        recheck: whether the checker's rules are checked after each pass.
+
+    Raises:
+        DeadlockError: the schedule's workers wait for each other in a circle.
+        ScheduleError: an op has no input, or a pass broke a rule (a bug, or a hand-made placement that
+            cannot be lowered).
+        ConfigError: replicas below 1, an unknown sync mode.
+    """
+    if replicas < 1:
+        raise ConfigError(f"replicas={replicas}: must be 1 or more")
+    mode = parse_mode(Sync, "sync", sync)
+    graph = OpGraph(schedule)
+    if recheck:
+        require(Subject(schedule, graph=graph), (PLACED,))
+    unit = unit_times(graph)
+    traffic = COMPUTES, MESSAGES, DEADLOCK_RENDEZVOUS, POSTED, DEADLOCK_HOLDING
+    passes: list[tuple[Callable[[Program], Program], tuple[Rule, ...]]] = [
+        (partial(with_messages, graph=graph, times=unit), traffic),
+        (partial(with_syncs, graph=graph, times=times or unit), traffic),
+        (partial(with_updates, shared=shared), (*traffic, VERSIONS, SYNCS, SUMS, AGREED)),
+    ]
+    if not norm and schedule.synchronous:
+        passes.append((with_early_loss, (*traffic, AGREED)))
+    program = Program(schedule, (), replicas, mode, matching)
+    for lowering_pass, rules in passes:
+        program = lowering_pass(program)
+        if recheck:
+            require(Subject(schedule, program, graph=graph), rules)
+    return program
+
+
+def lower_evaluation(schedule: Schedule, *, matching: Matching = Matching.ORDER) -> Program:
+    """The action lists that compute one mini-batch's loss without gradients: the forwards of one period.
+
+    Raises:
+        ScheduleError: a pass broke a rule.
+    """
+    orders = tuple(
+        tuple(op._replace(version=0) for op in order if op.kind.makes_output and schedule.period_of(op) == 0)
+        for order in schedule.orders
+    )
+    forwards = replace(schedule, workload=schedule.workload.evaluation(), orders=orders, steady=None)
+    graph = OpGraph(forwards)
+    program = with_messages(Program(forwards, (), matching=matching), graph, unit_times(graph))
+    require(
+        Subject(forwards, program, graph=graph), (MESSAGES, DEADLOCK_RENDEZVOUS, POSTED, DEADLOCK_HOLDING)
+    )
+    return program
+
+
+def unit_times(graph: OpGraph) -> tuple[list[int], list[int]]:
+    """Start and end of every node with F = I = W = 1 and B = 2, in units of stage and micro-batch / parts."""
+    scale = max((op.parts for op in graph.ops), default=1)
+    return graph.earliest([int(len(op.kind.products) * scale * op.work) or 1 for op in graph.ops])
+
+
+def with_messages(program: Program, graph: OpGraph, times: tuple[list[int], list[int]]) -> Program:
+    """Compute actions, each send right after its op, each receive early (see the module docstring)."""
+    orders = program.schedule.orders
+    gaps: Gaps = [defaultdict(list) for _ in orders]
+    bounds = [(0, len(order)) for order in orders]
+    for worker, index, _, action in messages(graph, times[1], bounds, program.matching):
+        gaps[worker][index].append(action)
+    return _woven(program, compute_actions(program.schedule), gaps)
+
+
+def messages(
+    graph: OpGraph, ends: Sequence[int], bounds: Sequence[Sequence[int]], matching: Matching
+) -> Iterator[tuple[int, int, int, Action]]:
+    """Sends and receives, as (worker, op before which it stands, segment, action).
+
+    Two workers' messages are in the order of their sending, segment by segment; what an op makes for a skip
+    is sent last. A receive is posted before
+    the op during which its message is sent and at least one op before it is needed, as far as the segment
+    reaches in which its message is sent.
+
+    Args:
+        graph: the ops.
+        ends: of every op, in any unit.
+        bounds: by worker, the op with which each segment begins, and the number of its ops.
+        matching: by order, no receive is posted before an earlier message of the two workers, nor so early
+            that workers which each message holds would wait in a circle; by tag, every
+            one ``AHEAD`` ops before it is needed, or more. Those that are moved for it come last.
+
+    Raises:
+        ScheduleError: a message is needed in an earlier segment than the one it is sent in.
+    """
+    latest: dict[tuple[int, int], int] = defaultdict(int)
+    by_worker = [ends[graph.first[w] : graph.first[w + 1]] for w in range(len(bounds))]
+    placed = []
+    for index, (source, target, skip) in enumerate(graph.messages):
+        sender = graph.worker[source]
+        number = bisect_right(bounds[sender], source - graph.first[sender]) - 1
+        placed.append((number, ends[source], sender, source, target, index, skip))
+    placed.sort(key=itemgetter(0, 1, 2, 3, 5))
+    found = []
+    wanted = []
+    for number, end, sender, source, target, _, _ in placed:
+        receiver = graph.worker[target]
+        sent = source - graph.first[sender] + 1
+        needed = target - graph.first[receiver]
+        start, stop = bounds[receiver][number : number + 2]
+        if needed < start:
+            raise ScheduleError(
+                f"{graph.place(target)} comes before the mini-batch that {graph.place(source)} needs; "
+                "the schedule cannot be run as mini-batches come in"
+            )
+        turn = max(min(bisect_right(by_worker[receiver], end), stop), start)
+        posted = max(min(turn, needed - 1), start, latest[receiver, sender])
+        latest[receiver, sender], latest[sender, receiver] = posted, sent
+        found.append(Posting(sender, receiver, sent, posted, turn))
+        wanted.append(max(needed - AHEAD, start))
+    if matching is Matching.ORDER:
+        settle(found, len(bounds))
+    moved: list[tuple[int, int, int, Action]] = []
+    for (number, _, _, source, _, _, skip), message, ahead in zip(placed, found, wanted, strict=True):
+        output = graph.ops[source]
+        yield message.sender, message.sent, number, Send(output, message.receiver, skip)
+        receive = Receive(output, message.sender, skip)
+        if matching is Matching.TAG and message.posted > ahead:
+            moved.append((message.receiver, ahead, number, receive))
+        else:
+            yield message.receiver, message.posted, number, receive
+    yield from moved
+
+
+def with_syncs(program: Program, graph: OpGraph, times: tuple[Sequence[float], Sequence[float]]) -> Program:
+    """The start of each stage's gradient sync, after the compute of its last backward and its sends."""
+    schedule = program.schedule
+    gaps: Gaps = [defaultdict(list) for _ in schedule.orders]
+    if schedule.synchronous:
+        for item in plan_syncs(graph, program.sync, *times):
+            stage, workers = item.sync.stage, item.sync.workers
+            if program.needs_sync:
+                for worker, before in item.starts:
+                    gaps[worker][before].append(StartSync(stage, item.sync.period, workers))
+    else:
+        for sync in gradient_syncs(schedule):
+            if program.needs_sync:
+                for worker, last in sync.last:
+                    before = len(schedule.orders[worker]) if last is None else last + 1
+                    gaps[worker][before].append(StartSync(sync.stage, sync.period, sync.workers))
+    return _woven(program, program.actions, gaps)
+
+
+def with_updates(program: Program, shared: Shared = NOTHING_SHARED) -> Program:
+    """Waits and updates: at the end of a synchronous schedule; else before the first op that needs them.
+
+    Where nothing has to be summed an asynchronous update follows the last backward of its period at once.
+    """
+    schedule = program.schedule
+    gaps: Gaps = [defaultdict(list) for _ in schedule.orders]
+    users = first_users(schedule)
+    for sync in by_last_backward(schedule):
+        for worker, last in sync.last:
+            order = schedule.orders[worker]
+            if program.needs_sync or last is None or schedule.synchronous:
+                before = users.get((worker, sync.stage, sync.period), len(order))
+            else:
+                before = last + 1
+            if program.needs_sync:
+                wait = WaitSync(sync.stage, sync.period, sync.workers)
+                gaps[worker][before].append(wait)
+            gaps[worker][before].append(Update(sync.stage, sync.period + 1, frees=()))
+    if schedule.synchronous:
+        for worker, gap in enumerate(gaps):
+            end = len(schedule.orders[worker])
+            gap[end] = _at_the_end(program, worker, gap[end], shared)
+    woven = _woven(program, program.actions, gaps)
+    return replace(woven, actions=tuple(tuple(freeing((), row)) for row in woven.actions))
+
+
+def freeing(before: Iterable[Action], row: Sequence[Action]) -> Iterator[Action]:
+    """A list whose updates free, of the weight versions held by then, what nothing after them uses.
+
+    Args:
+        before: what its worker has done before.
+        row: the list.
+    """
+    held: dict[int, set[int]] = defaultdict(lambda: {0})
+    for action in before:
+        if isinstance(action, Update):
+            held[action.stage] |= {action.version}
+            held[action.stage] -= set(action.frees)
+    for index, action in enumerate(row):
+        if not isinstance(action, Update):
+            yield action
+            continue
+        after = (later.op for later in row[index:] if isinstance(later, Compute))
+        used = {op.version for op in after if op.stage == action.stage}
+        there = held[action.stage]
+        frees = tuple(sorted(v for v in there if v < min(used, default=action.version)))
+        held[action.stage] = (there | {action.version}) - set(frees)
+        yield replace(action, frees=frees)
+
+
+def _at_the_end(program: Program, worker: int, actions: Sequence[Action], shared: Shared) -> list[Action]:
+    """All sums are waited for before loss and norm are agreed on, and these before the first update."""
+    updates = [action for action in actions if isinstance(action, Update)]
+    waits = [action for action in actions if not isinstance(action, Update)]
+    tied = _sums(program, worker, ((Summed.TIED, stages) for stages in shared.ties))
+    return [*waits, *tied, Agree(0), *updates, *statistics_sums(program, worker, shared, period=0)]
+
+
+def statistics_sums(program: Program, worker: int, shared: Shared, period: int) -> list[SyncAction]:
+    """The averages of running statistics that a worker takes part in."""
+    stages = ((Summed.STATISTICS, (stage,)) for stage in shared.statistics)
+    return _sums(program, worker, stages, period)
+
+
+def _sums(
+    program: Program, worker: int, wanted: Iterable[tuple[Summed, tuple[int, ...]]], period: int = 0
+) -> list[SyncAction]:
+    """All starts, then all waits, of the sums over several holders that a worker takes part in."""
+    starts = []
+    for what, (stage, *others) in wanted:
+        workers = program.holders(stage, *others)
+        if worker in workers and len(workers) * program.replicas > 1:
+            starts.append(StartSync(stage, period, workers, what, tuple(others)))
+    return [*starts, *(WaitSync(s.stage, s.period, s.workers, s.what, s.tied) for s in starts)]
+
+
+def compute_actions(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+    """The ops alone, as actions."""
+    return tuple(tuple(map(Compute, order)) for order in schedule.orders)
+
+
+def _woven(program: Program, actions: tuple[tuple[Action, ...], ...], gaps: Gaps) -> Program:
+    """``actions`` with what ``gaps`` says before each compute action.
+
+    In one gap: what was there already, then what is added; so sends stay right behind their op.
+    """
+    woven = []
+    for worker, old in enumerate(actions):
+        new: list[Action] = []
+        index = 0
+        for action in old:
+            if isinstance(action, Compute):
+                new += gaps[worker].get(index, ())
+                index += 1
+            new.append(action)
+        new += gaps[worker].get(index, ())
+        woven.append(tuple(new))
+    return replace(program, actions=tuple(woven))

@@ -1,0 +1,30 @@
+"""What the engine cannot run of what the checker accepts, told before anything starts."""
+
+from __future__ import annotations
+
+from counterflow.errors import ConfigError
+from counterflow.schedule.ir import Schedule
+
+
+def refuse_what_cannot_run(schedule: Schedule) -> None:
+    """Refuse a schedule whose ops the engine does not have.
+
+    Raises:
+        ConfigError: a backward is of several micro-batches at once, or parts of one micro-batch differ in
+            size.
+    """
+    for op in schedule.ops():
+        if not op.kind.makes_output and len(op.micro_batches) > 1:
+            raise ConfigError(
+                f"the schedule ({schedule.scheme}) has a backward of several micro-batches ({op}), which "
+                "cannot be trained; give each micro-batch a backward of its own"
+            )
+    for one in schedule.workload.passes:
+        parts = {share.micro_batches: share.parts for share in one.shares}
+        for share in one.shares:
+            if share.parts != parts[share.micro_batches]:
+                raise ConfigError(
+                    f"the schedule ({schedule.scheme}) divides the backward of micro-batch "
+                    f"{share.micro_batches[0]} in parts of other sizes, which cannot be trained; "
+                    "divide it evenly"
+                )

@@ -1,0 +1,102 @@
+"""When things run: costs in, timeline out. Time, memory and bubbles of a schedule."""
+
+from __future__ import annotations
+
+from counterflow.program import lowering
+from counterflow.program.actions import Matching, Program
+from counterflow.schedule.ir import Schedule
+
+from .alone import may_play, ops_alone
+from .costs import Costs, Link
+from .memory import MemoryUse, peaks_of
+from .op_costs import ByteCosts, OpCosts, Piece
+from .result import Bubbles, Cause, Gap, MessageSpan, Simulation, Span, SyncSpan
+from .timed_schedule import timed
+
+__all__ = [
+    "Bubbles",
+    "ByteCosts",
+    "Cause",
+    "Costs",
+    "Gap",
+    "Link",
+    "MemoryUse",
+    "MessageSpan",
+    "OpCosts",
+    "Piece",
+    "Simulation",
+    "Span",
+    "SyncSpan",
+    "lower",
+    "may_play",
+    "ops_alone",
+    "peak_bytes",
+    "simulate",
+]
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
+    """Play a schedule: every worker runs its order, each op as soon as its inputs are there.
+
+    Args:
+        schedule: what to play.
+        costs: seconds (and bytes); by default a forward costs 1, a backward 2, messages nothing.
+
+    Raises:
+        ScheduleError: an op's input is computed nowhere.
+        DeadlockError: the workers wait for each other in a circle.
+        ConfigError: costs that do not fit the schedule (another number of stages or workers).
+
+    >>> from counterflow.schedule.schemes import chimera
+    >>> result = simulate(chimera(stages=4, micro_batches=4))
+    >>> result.makespan, result.idle, result.peak_activations
+    (16.0, (4.0, 4.0, 4.0, 4.0), (3.0, 4.0, 4.0, 3.0))
+    """
+    costs = Costs() if costs is None else costs
+    model = timed(schedule)
+    return Simulation(model, costs, model.play(costs))
+
+
+def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+    """Each worker's largest memory, in bytes: ``Simulation.peak_bytes`` without a play.
+
+    Args:
+        schedule: whose order decides.
+        costs: with ``memory``; nothing else of them matters.
+    """
+    model = timed(schedule)
+    return peaks_of(model.first, model.changes(costs))
+
+
+def lower(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    matching: Matching = Matching.ORDER,
+    shared: lowering.Shared = lowering.NOTHING_SHARED,
+) -> Program:
+    """The action lists of a schedule, with gradient syncs where these costs let them be.
+
+    This is the program that ``simulate`` times with the same costs: ``eager-opt`` starts a sync early where
+    the schedule, played with them, leaves its worker idle.
+
+    Args:
+        schedule: a schedule that the checker accepts.
+        costs: seconds, replicas and sync mode; by default a forward costs 1, a backward 2, messages nothing.
+        matching: how the transport matches messages.
+        shared: what is summed besides the gradients of a stage's copies.
+
+    Raises:
+        ScheduleError: an op's input is computed nowhere.
+        DeadlockError: the workers wait for each other in a circle.
+        ConfigError: costs that do not fit the schedule.
+    """
+    costs = Costs() if costs is None else costs
+    return lowering.lower(
+        schedule,
+        replicas=costs.replicas,
+        sync=costs.sync_mode,
+        times=simulate(schedule, costs).op_times,
+        matching=matching,
+        shared=shared,
+    )

@@ -1,0 +1,154 @@
+"""What an update adds in a scheme without a flush: how long a period takes once all are alike.
+
+The steady part of a schedule repeats one period. Which op, message or sync of a period waits for which, and
+of how many periods before, is read from it; what a period takes is the largest mean of a circle of these
+waits (``cycle_ratio.py``). So it is exact however few periods are played, and free of how they begin.
+
+Invariant: but for what was measured, nothing is read from when things happen: a play starts and ends.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from counterflow.program.sync import GradientSync
+from counterflow.schedule.ir import Schedule
+
+from .cycle_ratio import largest_cycle_ratio
+from .edges import Edges
+from .kernel import Floats, Ints
+
+if TYPE_CHECKING:
+    from .costs import Costs
+    from .timed_schedule import Played, TimedSchedule
+
+_NONE = -1_000_000
+"""The period of what is in no whole one."""
+
+
+def period_ops(schedule: Schedule, worker: int) -> int:
+    """Ops of a worker in a period: asynchronous schemes have no doubled ones and no halves."""
+    return 2 * schedule.micro_batches * sum(1 for _ in schedule.placement.held(worker))
+
+
+def whole_periods(schedule: Schedule) -> int:
+    """The whole periods in the steady part of an asynchronous schedule, on the worker with the fewest."""
+    if schedule.steady is None:
+        return 0
+    return min(
+        (stop - begin) // period_ops(schedule, worker) for worker, (begin, stop) in enumerate(schedule.steady)
+    )
+
+
+def period_seconds(model: TimedSchedule, costs: Costs, played: Played) -> float | None:
+    """Seconds from one update to the next in the steady state.
+
+    Where gradient syncs share a way out of a node, a period takes at least what all of them take there; what
+    else meets on it is not counted.
+
+    Returns:
+        None: there are too few whole periods to see what repeats, or what is said to be steady does not.
+    """
+    schedule = model.schedule
+    if whole_periods(schedule) < 3:
+        return None
+    slowed = costs.sync_slowdown and len(played.syncs)
+    ready = model.ready(costs, played.end - played.start if slowed else model.seconds(costs))
+    edges, delay, lasts = ready.edges, ready.delay, ready.lasts
+    syncs: list[GradientSync] = []
+    if model.synced(costs):
+        edges, delay, lasts, syncs = model.with_syncs(costs, ready)
+    period, slot = _of_ops(schedule, model.graph.first)
+    if ready.lanes:
+        period, slot = _with_messages(model.messages.makers, period, slot)
+    ends = [model.graph.first[sync.last[0][0]] + (sync.last[0][1] or 0) for sync in syncs]
+    ends_of = np.array(ends, dtype=np.int64)
+    period = np.concatenate((period, period[ends_of]))
+    slot = np.concatenate((slot, slot.max() + 1 + np.array([sync.stage for sync in syncs], dtype=np.int64)))
+    if slowed:
+        lasts = _mean(lasts, period, slot)
+    waits = _repeated(edges, period, slot, whole_periods(schedule) - 1)
+    if waits is None:
+        return None
+    source, taker, lag, edge = waits
+    seconds = lasts[edges.order[edges.sources[edge]]] + delay[edge]
+    least = largest_cycle_ratio(source, taker, seconds, lag)
+    carried: dict[int, float] = {}
+    for ways, crossing in (costs.sync_crossings or ()) if len(syncs) else ():
+        for way in ways:
+            carried[way] = carried.get(way, 0.0) + crossing
+    return max([least, *carried.values()])
+
+
+def measured_period_seconds(schedule: Schedule, start: Floats) -> float | None:
+    """The same of measured ops: of the slowest worker, the mean over the periods after the first."""
+    if whole_periods(schedule) < 3:
+        return None
+    assert schedule.steady is not None
+    slowest, first = 0.0, 0
+    for worker, (begin, stop) in enumerate(schedule.steady):
+        length = period_ops(schedule, worker)
+        periods = (stop - begin) // length - 2
+        node = first + begin + length
+        slowest = max(slowest, float(start[node + periods * length] - start[node]) / periods)
+        first += len(schedule.orders[worker])
+    return slowest
+
+
+def _of_ops(schedule: Schedule, first: list[int]) -> tuple[Ints, Ints]:
+    """The period of each op, and its place in a period among those of all workers."""
+    assert schedule.steady is not None
+    period = np.full(first[-1], _NONE, dtype=np.int64)
+    slot = np.zeros(first[-1], dtype=np.int64)
+    before = 0
+    for worker, (begin, stop) in enumerate(schedule.steady):
+        length = period_ops(schedule, worker)
+        place = np.arange((stop - begin) // length * length)
+        nodes = slice(first[worker] + begin, first[worker] + begin + len(place))
+        period[nodes] = place // length
+        slot[nodes] = before + place % length
+        before += length
+    return period, slot
+
+
+def _with_messages(makers: Ints, period: Ints, slot: Ints) -> tuple[Ints, Ints]:
+    """The same with messages after the ops: each in the period of its op, those of one op one by one."""
+    number = np.arange(len(makers))
+    if len(makers):
+        begins = np.concatenate(([True], makers[1:] != makers[:-1]))
+        number -= number[begins][np.cumsum(begins) - 1]
+    ops = int(slot.max()) + 1
+    sent = ops + number * ops + slot[makers]
+    return np.concatenate((period, period[makers])), np.concatenate((slot, sent))
+
+
+def _mean(lasts: Floats, period: Ints, slot: Ints) -> Floats:
+    """What each lasts in the mean of all periods: beside which syncs it runs differs in the first ones."""
+    inside = period >= 0
+    total = np.bincount(slot[inside], weights=lasts[inside], minlength=int(slot.max()) + 1)
+    count = np.bincount(slot[inside], minlength=len(total))
+    found = lasts.copy()
+    found[inside] = (total / np.maximum(count, 1))[slot[inside]]
+    return found
+
+
+def _repeated(edges: Edges, period: Ints, slot: Ints, last: int) -> tuple[Ints, Ints, Ints, Ints] | None:
+    """Of each wait in a period: slots of source and taker, periods between them, and the edge.
+
+    The last period that all workers have, if it is like the one before.
+    """
+    takers = edges.order[np.repeat(np.arange(len(edges.order)), np.diff(edges.first))]
+    sources = edges.order[edges.sources]
+    rows = []
+    for at in (last - 1, last):
+        edge = np.flatnonzero(period[takers] == at)
+        lag = at - period[sources[edge]]
+        if (period[sources[edge]] == _NONE).any():
+            return None
+        order = np.lexsort((lag, slot[sources[edge]], slot[takers[edge]]))
+        edge, lag = edge[order], lag[order]
+        rows.append((slot[sources[edge]], slot[takers[edge]], lag, edge))
+    same = all(np.array_equal(one, other) for one, other in zip(rows[0][:3], rows[1][:3], strict=True))
+    return rows[1] if same else None

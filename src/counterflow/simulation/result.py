@@ -1,0 +1,358 @@
+"""What a simulation found: times, bubbles, activations, weight copies, memory.
+
+Invariant: everything here follows from the schedule, its costs, and the start and end of each op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from itertools import pairwise
+from typing import ClassVar
+
+import numpy as np
+
+from counterflow.schedule.ir import Op, Schedule
+from counterflow.schedule.residency import weight_copies
+
+from .costs import Costs
+from .kernel import Floats
+from .memory import MemoryUse, memory_use, peaks_of
+from .op_costs import ByteCosts
+from .periods import measured_period_seconds, period_ops, period_seconds
+from .slack import slack_of
+from .steady import steady_step_seconds, with_statistics, with_ties
+from .timed_schedule import Played, TimedSchedule
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One op as it ran. Times in seconds."""
+
+    worker: int
+    op: Op
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class SyncSpan:
+    """One gradient sync as it ran beside the compute of a worker. Times in seconds."""
+
+    worker: int
+    stage: int
+    period: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class MessageSpan:
+    """One message: what ``maker`` made for ``taker``, on its link from ``start`` to ``end``, in seconds."""
+
+    maker: Op
+    taker: Op
+    sender: int
+    receiver: int
+    start: float
+    end: float
+
+
+class Cause(Enum):
+    """Why a worker has no op to run; ``Bubbles`` says what each means."""
+
+    WARM_UP = "warm-up"
+    DEPENDENCY = "dependency"
+    MESSAGE = "message"
+    DRAIN = "drain"
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Time in which a worker has no op to run, for one reason. Times in seconds."""
+
+    worker: int
+    start: float
+    end: float
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class Bubbles:
+    """A worker's idle seconds by cause; together they are ``Simulation.idle``.
+
+    Attributes:
+        warm_up: before its first op.
+        dependency: between ops, while what the next one takes is not made yet.
+        message: between ops, while it is made and has not come yet, or while the worker is busy sending.
+        drain: after its last op, until the makespan.
+    """
+
+    warm_up: float
+    dependency: float
+    message: float
+    drain: float
+
+
+class Simulation:
+    """A schedule played with costs, made by ``simulate``; or with the times that were measured."""
+
+    _repr_svg_: ClassVar[Callable[[Simulation], str | None]]
+    """The timeline in a notebook: the room of pictures, which knows this one, puts it here."""
+
+    def __init__(self, model: TimedSchedule, costs: Costs, played: Played, *, measured: bool = False) -> None:
+        self.schedule: Schedule = model.schedule
+        self.costs = costs
+        self.start = played.start
+        """Start of each op, worker by worker in order, in seconds."""
+        self.end = played.end
+        """End of each op, worker by worker in order, in seconds."""
+        self.model = model
+        """The schedule made ready to be timed, which simulations of one schedule share."""
+        self._played = played
+        self._measured = measured
+        self._syncs = played.syncs
+        self._sent, self._arrived, self._released = played.sent, played.arrived, played.released
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the start to the end of the last op or sum, with the agreement after it; seconds."""
+        last = max(float(self.end.max()), 0.0) if len(self.end) else 0.0
+        summed = max(last, float(self._syncs[:, 3].max()) if len(self._syncs) else 0.0)
+        if not self.schedule.synchronous:
+            return summed
+        if not self.costs.ties and self.costs.statistics == 0.0:
+            return summed + self.costs.agreement
+        tied = with_ties(self.schedule, self.costs, self._ended)
+        agreed = np.full_like(tied, tied.max() + self.costs.agreement)
+        return float(with_statistics(self.schedule, self.costs, agreed).max())
+
+    @property
+    def _ended(self) -> Floats:
+        """When each worker has its last op and its stages' gradients."""
+        first = self.model.graph.first
+        found = np.array([self.end[stop - 1] if stop > begin else 0.0 for begin, stop in pairwise(first)])
+        for _, stage, _, until in self._syncs.tolist():
+            members = [worker for _, worker in self.schedule.placement.copies(int(stage))]
+            found[members] = np.maximum(found[members], until)
+        return found
+
+    @cached_property
+    def gradients_made(self) -> tuple[float, ...]:
+        """By stage of a schedule with a flush, when the last of its copies has its gradients."""
+        first, released = self.model.graph.first, self._released
+        return tuple(
+            max((float(released[first[w] + last]) for w, last in sync.last if last is not None), default=0.0)
+            for sync in self.model.gradient_syncs
+        )
+
+    @cached_property
+    def op_times(self) -> tuple[list[float], list[float]]:
+        """Start of every op and when its worker goes on, by which ``eager-opt`` places gradient syncs."""
+        return self.start.tolist(), self._released.tolist()
+
+    @property
+    def needs(self) -> tuple[tuple[int, ...], ...]:
+        """Of each op those whose products it takes, by place among all ops, worker by worker in order."""
+        return self.model.needs
+
+    @cached_property
+    def slack(self) -> tuple[float, ...] | None:
+        """How much later each op could end without the last op ending later, in seconds; 0: it is critical.
+
+        None where it is not known: of a measured timeline, or where ops wait for gradient syncs.
+        """
+        found = None if self._measured else slack_of(self.model, self.costs, self._played)
+        return None if found is None else tuple(found.tolist())
+
+    @cached_property
+    def spans(self) -> tuple[float, ...]:
+        """From each worker's first start to its last end, in seconds."""
+        spans = []
+        for first, stop in pairwise(self.model.graph.first):
+            spans.append(float(self.end[stop - 1] - self.start[first]) if stop > first else 0.0)
+        return tuple(spans)
+
+    @cached_property
+    def gaps(self) -> tuple[Gap, ...]:
+        """When each worker has no op to run, and why, by worker and time."""
+        pieces = (
+            Gap(worker, start, end, cause)
+            for worker, (first, stop) in enumerate(pairwise(self.model.graph.first))
+            for start, end, cause in self._pieces(first, stop)
+        )
+        return tuple(gap for gap in pieces if gap.end > gap.start)
+
+    def _pieces(self, first: int, stop: int) -> Iterator[tuple[float, float, Cause]]:
+        """Of one worker, whose ops are those from ``first`` to ``stop``; some have no length."""
+        if stop == first:
+            yield 0.0, self.makespan, Cause.WARM_UP
+            return
+        yield 0.0, float(self.start[first]), Cause.WARM_UP
+        made, come = self._taken
+        waits = first + 1 + np.flatnonzero(self.start[first + 1 : stop] > self.end[first : stop - 1])
+        for node in waits.tolist():
+            before, begins = float(self.end[node - 1]), float(self.start[node])
+            sent = min(max(before, float(self._released[node - 1])), begins)
+            left = min(max(sent, float(made[node])), begins)
+            arrived = min(max(left, float(come[node])), begins)
+            yield before, sent, Cause.MESSAGE
+            yield sent, left, Cause.DEPENDENCY
+            yield left, arrived, Cause.MESSAGE
+            # What it waits for on its own worker's lanes: an update.
+            yield arrived, begins, Cause.DEPENDENCY
+        yield float(self.end[stop - 1]), self.makespan, Cause.DRAIN
+
+    @cached_property
+    def _taken(self) -> tuple[Floats, Floats]:
+        """Of each op, when what it takes by messages was made and when it came; 0 where it takes none."""
+        messages = self.model.messages
+        made, come = np.zeros(len(self.start)), np.zeros(len(self.start))
+        np.maximum.at(made, messages.takers, self.end[messages.makers])
+        np.maximum.at(come, messages.takers, self._arrived)
+        return made, come
+
+    @cached_property
+    def bubbles(self) -> tuple[Bubbles, ...]:
+        """Each worker's idle time by its cause: the sums of ``gaps``."""
+        sums = [dict.fromkeys(Cause, 0.0) for _ in range(self.schedule.workers)]
+        for gap in self.gaps:
+            sums[gap.worker][gap.cause] += gap.end - gap.start
+        return tuple(Bubbles(*(by_cause[cause] for cause in Cause)) for by_cause in sums)
+
+    @cached_property
+    def messages(self) -> tuple[MessageSpan, ...]:
+        """Every message between two workers, in the order of the ops that make them."""
+        messages, ops = self.model.messages, self.model.graph.ops
+        rows = zip(
+            messages.makers.tolist(),
+            messages.takers.tolist(),
+            messages.senders.tolist(),
+            messages.receivers.tolist(),
+            self._sent.tolist(),
+            self._arrived.tolist(),
+            strict=True,
+        )
+        return tuple(MessageSpan(ops[m], ops[t], s, r, start, end) for m, t, s, r, start, end in rows)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds each worker computes."""
+        seconds = np.bincount(
+            self.model.worker, weights=self.end - self.start, minlength=self.schedule.workers
+        )
+        return tuple(seconds.tolist())
+
+    @cached_property
+    def idle(self) -> tuple[float, ...]:
+        """Seconds each worker has no op to run, until the makespan."""
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    @cached_property
+    def bubble_ratio(self) -> float:
+        """Idle time over makespan, the mean of all workers."""
+        if not self.makespan:
+            return 0.0
+        return sum(self.idle) / (self.makespan * self.schedule.workers)
+
+    @cached_property
+    def steady_bubble_ratio(self) -> float | None:
+        """Idle over whole steady periods of an asynchronous schedule; None if it has none.
+
+        Where they are too few to see the steady step, as they are played.
+        """
+        if self.schedule.steady is None:
+            return None
+        first = self.model.graph.first
+        idle = total = 0.0
+        if self.steady_step is not None and not self._measured:
+            for worker, (begin, _) in enumerate(self.schedule.steady):
+                nodes = slice(
+                    first[worker] + begin, first[worker] + begin + period_ops(self.schedule, worker)
+                )
+                idle += self.steady_step - float((self.end[nodes] - self.start[nodes]).sum())
+            total = self.steady_step * self.schedule.workers
+            return max(0.0, idle / total) if total else 0.0
+        for worker, (begin, stop) in enumerate(self.schedule.steady):
+            nodes = slice(first[worker] + begin, first[worker] + stop)
+            window = float(self.end[nodes][-1] - self.start[nodes][0])
+            total += window
+            idle += window - float((self.end[nodes] - self.start[nodes]).sum())
+        return max(0.0, idle / total) if total else 0.0
+
+    @cached_property
+    def steady_step(self) -> float | None:
+        """Seconds that a step adds when steps follow each other: with a flush, if no barrier ends them.
+
+        Where updates wait for nothing but their own stages' gradients (``steady_step_clipped``: for those of
+        all stages). Without a flush None if there are too few periods to see it.
+        """
+        if not self.schedule.synchronous:
+            if self._measured:
+                return measured_period_seconds(self.schedule, self.start)
+            return period_seconds(self.model, self.costs, self._played)
+        return steady_step_seconds(self.model, self.costs, self._played)
+
+    @cached_property
+    def steady_step_clipped(self) -> float | None:
+        """The same where every update waits for the gradient norm of all stages, as clipping needs it.
+
+        Without a flush each stage is clipped by its own norm, and nothing waits.
+        """
+        if not self.schedule.synchronous:
+            return self.steady_step
+        return steady_step_seconds(self.model, self.costs, self._played, norm=True)
+
+    @property
+    def peak_activations(self) -> tuple[float, ...]:
+        """Most forwards stashed at once on each worker, in (stage x micro-batch) units."""
+        return self.model.peak_activations
+
+    @cached_property
+    def weight_copies(self) -> tuple[int, ...]:
+        """Stages each worker holds at most at once, versions counted."""
+        return weight_copies(self.schedule)
+
+    @cached_property
+    def timeline(self) -> tuple[Span, ...]:
+        """Every op with its times, worker by worker in order."""
+        start, end = self.start.tolist(), self.end.tolist()
+        graph = self.model.graph
+        return tuple(
+            Span(graph.worker[node], op, start[node], end[node]) for node, op in enumerate(graph.ops)
+        )
+
+    @cached_property
+    def syncs(self) -> tuple[SyncSpan, ...]:
+        """The gradient syncs that took time, once for every worker that takes part."""
+        return tuple(
+            SyncSpan(worker, int(stage), int(period), start, end)
+            for period, stage, start, end in self._syncs.tolist()
+            for worker in sorted({w for _, w in self.schedule.placement.copies(int(stage))})
+        )
+
+    @cached_property
+    def memory(self) -> tuple[MemoryUse, ...] | None:
+        """Each worker's memory over time; None when no byte costs were given."""
+        if self.costs.memory is None:
+            return None
+        return self._memory_use(self.costs)
+
+    @cached_property
+    def peak_bytes(self) -> tuple[float, ...] | None:
+        """Each worker's largest memory in bytes; None when no byte costs were given."""
+        if self.costs.memory is None:
+            return None
+        return peaks_of(self.model.first, self.model.changes(self.costs))
+
+    @cached_property
+    def activations_over_time(self) -> tuple[MemoryUse, ...]:
+        """Stashed forwards of each worker over time, in (stage x micro-batch) units, not bytes."""
+        units = Costs(memory=ByteCosts(activations=1.0))
+        return self._memory_use(units)
+
+    def _memory_use(self, costs: Costs) -> tuple[MemoryUse, ...]:
+        changes = self.model.changes(costs)
+        return memory_use(self.model.graph, changes, self.start.tolist(), self.end.tolist())

@@ -1,0 +1,169 @@
+"""What a step of a scheme with a flush adds when steps follow each other without a barrier.
+
+A synchronous schedule is played again and again: in each step a worker begins where it ended the one before,
+once its own stages are summed over their copies and updated, and a link is free once it has carried what it
+had to. Where workers stand to each other at the border of two steps repeats itself after some steps; from
+then on the time between is the steady step.
+
+Invariant: a play whose workers all begin at once is the schedule's simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from counterflow.errors import ConfigError
+from counterflow.program.sync import PlannedSync, needs_sync, plan_syncs
+from counterflow.schedule.ir import Schedule
+from counterflow.schedule.modes import Sync
+
+from .edges import with_nodes
+from .kernel import Floats, Ints
+from .op_costs import per_stage
+from .sync_times import sync_times
+
+if TYPE_CHECKING:
+    from .costs import Costs
+    from .timed_schedule import Played, TimedSchedule
+
+MOST_STEPS = 64
+"""Played until workers stand as they did some steps before; else the second half of them is measured."""
+
+_LOOKED_BACK = 12
+"""Steps after which they may stand so again."""
+
+_CLOSE = 1e-9
+"""Of a step: borders that differ by less are the same."""
+
+
+def steady_step_seconds(model: TimedSchedule, costs: Costs, played: Played, *, norm: bool = False) -> float:
+    """Seconds that a step of a synchronous schedule adds without a barrier.
+
+    Args:
+        model: the schedule.
+        costs: its costs.
+        played: one step alone.
+        norm: whether every update waits until all workers have their gradients, and for their agreement.
+    """
+    schedule = model.schedule
+    border = _Border(model, costs, played)
+    seconds = 0.0
+    before: list[tuple[float, Floats]] = []
+    at = np.zeros(schedule.workers + len(border.links))
+    for _ in range(MOST_STEPS):
+        at = border.after(at, norm=norm)
+        passed = float(at[: schedule.workers].min(initial=np.inf))
+        seconds += passed
+        at = np.maximum(at - passed, 0.0)
+        for steps, (then, was) in enumerate(reversed(before[-_LOOKED_BACK:]), 1):
+            if np.abs(at - was).max(initial=0.0) <= _CLOSE * max(passed, 1e-300):
+                return (seconds - then) / steps
+        before.append((seconds, at))
+    middle = len(before) // 2
+    return (seconds - before[middle][0]) / (len(before) - 1 - middle)
+
+
+class _Border:
+    """Plays steps that begin where others ended."""
+
+    def __init__(self, model: TimedSchedule, costs: Costs, played: Played) -> None:
+        schedule, graph = model.schedule, model.graph
+        self.model = model
+        self.costs = costs
+        ready = model.ready(costs, played.end - played.start)
+        self.busy = ready.busy
+        self.ops = len(played.start)
+        self.links = _ends_of_links(model.links(costs)) if ready.lanes else []
+        nodes = len(ready.lasts)
+        begins = {
+            first: [nodes + worker]
+            for worker, (first, stop) in enumerate(pairwise(graph.first))
+            if stop > first
+        }
+        for number, (first, _) in enumerate(self.links):
+            begins[self.ops + first] = [nodes + schedule.workers + number]
+        borders: list[list[tuple[int, float]]] = [[] for _ in range(schedule.workers + len(self.links))]
+        known = model.border
+        if known is None or known[0] is not ready.edges:
+            counted = np.arange(1.0, len(ready.delay) + 1)  # each edge's number, where its delay will stand
+            edges, numbers = with_nodes(ready.edges, counted, begins, borders)
+            known = model.border = ready.edges, edges, numbers.astype(np.int64)
+        self.edges, self.delay = known[1], np.concatenate(([0.0], ready.delay))[known[2]]
+        self.lasts = ready.lasts
+        self.synced = per_stage("sync", costs.sync, schedule.stages)
+        self.planned: Sequence[PlannedSync] = ()
+        if needs_sync(schedule, costs.replicas):
+            mode = Sync(costs.sync_mode)
+            self.planned = plan_syncs(graph, mode, played.start.tolist(), played.released.tolist())
+
+    def after(self, at: Floats, *, norm: bool) -> Floats:
+        """When each worker has updated, and each link carried all, if they begin at ``at``."""
+        graph, workers = self.model.graph, self.model.schedule.workers
+        _, end = self.edges.play(self.delay, np.concatenate((self.lasts, at)))
+        released = end[: self.ops] + self.busy
+        ended = np.array(
+            [
+                released[stop - 1] if stop > first else at[worker]
+                for worker, (first, stop) in enumerate(pairwise(graph.first))
+            ]
+        )
+        lane = at[:workers].copy()
+        crossings = self.costs.sync_crossings
+        times = sync_times(self.planned, released, graph.first, self.synced, lane, crossings=crossings)
+        for _, _, until, members in times:
+            ended[members] = np.maximum(ended[members], until)
+        ended = with_ties(self.model.schedule, self.costs, ended)
+        if norm:
+            ended[:] = ended.max(initial=0.0) + self.costs.agreement
+        ended = with_statistics(self.model.schedule, self.costs, ended)
+        carried = [end[self.ops + last] for _, last in self.links]
+        return np.concatenate((ended, carried))
+
+
+def with_ties(schedule: Schedule, costs: Costs, ended: Floats) -> Floats:
+    """When each worker has the sums of weights that stages share.
+
+    Args:
+        schedule: what was played.
+        costs: its costs.
+        ended: when each worker has done all else.
+
+    Raises:
+        ConfigError: they name a stage that there is not.
+    """
+    for stages, seconds in costs.ties:
+        for stage in stages:
+            if not 0 <= stage < schedule.stages:
+                raise ConfigError(f"ties: stage {stage} of a pipeline of {schedule.stages} stages")
+        ended = _summed(schedule, costs, ended, stages, seconds)
+    return ended
+
+
+def with_statistics(schedule: Schedule, costs: Costs, ended: Floats) -> Floats:
+    """When each worker has the averages of its stages' running statistics."""
+    if costs.statistics == 0.0:
+        return ended
+    for stage, seconds in enumerate(per_stage("statistics", costs.statistics, schedule.stages)):
+        ended = _summed(schedule, costs, ended, (stage,), seconds)
+    return ended
+
+
+def _summed(schedule: Schedule, costs: Costs, ended: Floats, stages: Sequence[int], seconds: float) -> Floats:
+    """After a sum over all who hold one of some stages, if there are several."""
+    members = sorted({w for stage in stages for _, w in schedule.placement.copies(stage)})
+    if len(members) * costs.replicas > 1:
+        ended = ended.copy()
+        ended[members] = ended[members].max() + seconds
+    return ended
+
+
+def _ends_of_links(links: Ints) -> list[tuple[int, int]]:
+    """Of each link, the numbers of its first and its last message."""
+    found: dict[int, tuple[int, int]] = {}
+    for number, link in enumerate(links.tolist()):
+        found[link] = found.get(link, (number, number))[0], number
+    return list(found.values())

@@ -1,0 +1,123 @@
+"""When gradient syncs begin and end, on a lane beside each worker's compute.
+
+Invariant: a worker's syncs run one after another in the planned order, none before all of its members are
+ready. What it does not do: decide that order, or let ops wait for a sync.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from counterflow.program.sync import PlannedSync
+
+from .kernel import Floats
+
+if TYPE_CHECKING:
+    from .costs import Crossings
+
+
+def sync_times(
+    planned: Sequence[PlannedSync],
+    released: Floats,
+    first: Sequence[int],
+    lasts: Sequence[float],
+    lane: Floats,
+    *,
+    crossings: Crossings | None = None,
+) -> list[tuple[int, float, float, list[int]]]:
+    """Stage, start, end and workers of each sync.
+
+    Those under way at one time share the ways that they have in common: with k on a way, each takes k times
+    its seconds there.
+
+    Args:
+        planned: the syncs, with their places.
+        released: when each op's worker goes on.
+        first: each worker's first op.
+        lasts: seconds of each stage's sync alone.
+        lane: from when on each worker's lane is free; changed.
+        crossings: see ``Costs.sync_crossings``.
+    """
+    found = []
+    for item in planned:
+        stage, members = item.sync.stage, list(item.sync.workers)
+        ready = [released[first[worker] + before - 1] for worker, before in item.starts if before]
+        found.append(_Sync(stage, members, float(max(ready, default=0.0)), lasts[stage]))
+    if crossings is None:
+        for sync in found:
+            sync.begin = max(sync.ready, float(lane[sync.members].max()))
+            sync.end = sync.begin + sync.left
+            lane[sync.members] = sync.end
+    else:
+        for sync in found:
+            ways, crossing = crossings[sync.stage]
+            sync.ways, sync.share = ways, min(1.0, crossing / sync.left) if sync.left else 0.0
+        _share(found, lane)
+    return [(sync.stage, sync.begin, sync.end, sync.members) for sync in found]
+
+
+@dataclass(slots=True, eq=False)
+class _Sync:
+    """A sync on its way.
+
+    Attributes:
+        stage: whose gradients it sums.
+        members: the workers that take part.
+        ready: when the last of them starts its part.
+        left: seconds it still takes alone.
+        ways: those that it shares.
+        share: of its seconds, those that are on a shared way.
+    """
+
+    stage: int
+    members: list[int]
+    ready: float
+    left: float
+    ways: Sequence[int] = ()
+    share: float = 0.0
+    begin: float = 0.0
+    end: float = 0.0
+
+    def slower(self, taken: Counter[int]) -> float:
+        """How many times as long it takes with so many syncs on each way."""
+        return 1 + (max((taken[way] for way in self.ways), default=1) - 1) * self.share
+
+
+def _share(syncs: list[_Sync], lane: Floats) -> None:
+    """Begin and end of syncs that share ways, from one begin or end to the next."""
+    before = [0] * len(syncs)  # syncs of the same workers that have not ended
+    followers: list[list[int]] = [[] for _ in syncs]
+    last: dict[int, int] = {}
+    for number, sync in enumerate(syncs):
+        sync.ready = max(sync.ready, float(lane[sync.members].max()))
+        for other in {last[worker] for worker in sync.members if worker in last}:
+            before[number] += 1
+            followers[other].append(number)
+        last |= dict.fromkeys(sync.members, number)
+    now = 0.0
+    under_way: list[int] = []
+    due = [number for number, count in enumerate(before) if not count]
+    while under_way or due:
+        taken = Counter(way for number in under_way for way in syncs[number].ways)
+        ends = {number: now + syncs[number].left * syncs[number].slower(taken) for number in under_way}
+        at = max(now, min([*ends.values(), *(syncs[number].ready for number in due)]))
+        for number, end in ends.items():
+            syncs[number].left -= (at - now) / syncs[number].slower(taken)
+            if end > at:
+                continue
+            syncs[number].end = end
+            for follower in followers[number]:
+                before[follower] -= 1
+                if not before[follower]:
+                    due.append(follower)
+        now = at
+        begun = [number for number in due if syncs[number].ready <= now]
+        for number in begun:
+            syncs[number].begin = now
+        due = [number for number in due if syncs[number].ready > now]
+        under_way = [number for number in under_way if ends[number] > now] + begun
+    for sync in syncs:
+        lane[sync.members] = sync.end

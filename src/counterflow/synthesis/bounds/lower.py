@@ -1,0 +1,319 @@
+"""What no order can beat: lower bounds with their reasons.
+
+Each bound holds for every schedule of the problem within its limits, for any placement, number of pipes and
+unequal workers:
+
+* *path*: one micro-batch through all stages, and what precedes and follows it on its workers;
+* *work*: of one worker, or link, whose ops have heads and tails (Jackson's preemptive one-machine bound);
+* *memory*: while its first micro-batch makes its round trip through the other workers, a worker can run only
+  the forwards that its limit holds; after its last forward it can run only the backwards of what it held then
+  (Qi et al., arXiv 2401.10241, appendix B, has the first half);
+* *room*: each micro-batch holds memory for a least time, and only so many fit beside each other.
+
+Invariant: sums of floats round, so a bound may exceed the truth by 1e-9 of it, and by no more.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from counterflow.schedule.ir import OpKind
+
+from ..problem import CLOSE, Problem, Store
+from .windows import Windows, count_within, windows_of
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What is not beaten, and why.
+
+    Attributes:
+        seconds: of the objective.
+        reason: why it holds, in a sentence.
+    """
+
+    seconds: float
+    reason: str
+
+
+def lower_bound(problem: Problem) -> Bound:
+    """The best bound of all; of equal ones the first, which is the simplest.
+
+    >>> from counterflow.schedule.placement import linear
+    >>> from counterflow.schedule.workload import plain
+    >>> from counterflow.synthesis.problem import problem_of
+    >>> print(lower_bound(problem_of(plain(linear(4), 8))))
+    Bound(seconds=33.0, reason='worker 3 has 24 to do, with 9 before or after it that it cannot use')
+    """
+    best = Bound(0.0, "time does not run backwards")
+    for bound in bounds(problem):
+        if bound.seconds > best.seconds * (1 + 1e-12):
+            best = bound
+    return best
+
+
+def bounds(problem: Problem) -> Iterator[Bound]:
+    """All bounds of a problem, simple ones first.
+
+    In the steady state a worker's span, from its first start until it has its gradients, takes the place of
+    the makespan: its mean over many steps is no more than the step time, and each step alone keeps all rules.
+    """
+    windows = windows_of(problem)
+    if not problem.steady:
+        yield _path(windows)
+    for worker in range(problem.workers):
+        if problem.of_worker(worker):
+            yield from _worker(_Side(windows, worker))
+        summed = [one for one in problem.sums if worker in one.workers]
+        if summed:
+            seconds = math.fsum(one.seconds for one in summed)
+            if not problem.steady:
+                ready = [
+                    max(windows.heads[n][-1] + problem.letters[n].seconds for n in one.letters)
+                    for one in summed
+                ]
+                jobs = zip(ready, (one.seconds for one in summed), [problem.tail] * len(summed), strict=True)
+                seconds = one_machine(jobs)
+            yield Bound(seconds, f"the gradient syncs of worker {worker} go one after another")
+    yield from _links(windows)
+
+
+def _path(windows: Windows) -> Bound:
+    letters = windows.problem.letters
+    most, at = max(
+        (windows.heads[n][k] + x.seconds + windows.tails[n][k], n)
+        for n, x in enumerate(letters)
+        for k in range(x.count)
+    )
+    name, worker = letters[at], letters[at].worker
+    return Bound(most, f"micro-batches need so long on their way by {name} of worker {worker}")
+
+
+def _worker(side: _Side) -> Iterator[Bound]:
+    """A worker's work, and what it idles for each reason.
+
+    Where its forwards do not all fit into its memory, the last one starts after a backward. Then what it
+    idles before its first backward and after its last forward adds up. Else one of the two counts, and in
+    place of the other what it idles before its first op or after its last.
+    """
+    most = one_machine(side.jobs())
+    name = f"worker {side.worker} has {side.work:,.6g} to do"
+    lost = f", with {most - side.work:,.6g} before or after it that it cannot use" if most > side.work else ""
+    yield Bound(most, name + lost)
+    first, last = side.before_first, side.after_last
+    before = max(side.before_backward - side.forwards_within, first)
+    after = max(side.after_forward - side.after_last_forward, last)
+    if not side.full:
+        if before - first >= after - last:
+            after = last
+        else:
+            before = first
+    yield Bound(
+        before + side.work + after,
+        f"{name}, idles {before:,.6g} before its first backward can start and {after:,.6g} after its last "
+        "forward, when no more fits its memory",
+    )
+    for area, store in side.areas:
+        yield Bound(
+            first + area + last,
+            f"worker {side.worker} holds {store.name} of each micro-batch too long for its limit, "
+            f"{store.most[side.worker]:,.10g}",
+        )
+
+
+def _links(windows: Windows) -> Iterator[Bound]:
+    problem = windows.problem
+    if not problem.lanes:
+        return
+    heads, tails, letters = windows.heads, windows.tails, problem.letters
+    jobs: dict[int, list[tuple[float, float, float]]] = {}
+    ends: dict[int, tuple[int, int]] = {}
+    for n, x in enumerate(letters):
+        for need in x.needs:
+            if need.link is None:
+                continue
+            ends[need.link] = letters[need.letter].worker, x.worker
+            made = letters[need.letter].seconds
+            jobs.setdefault(need.link, []).extend(
+                (heads[need.letter][k] + made, need.seconds, x.seconds + tails[n][k]) for k in range(x.count)
+            )
+    for link, own in jobs.items():
+        sender, receiver = ends[link]
+        work = sum(p for _, p, _ in own)
+        seconds = work if problem.steady else one_machine(own)
+        yield Bound(seconds, f"the messages from worker {sender} to {receiver} take {work:,.6g}")
+
+
+# One worker
+
+
+class _Side:
+    """What limits one worker.
+
+    Attributes:
+        worker: its number.
+        own: its letters.
+        work: seconds of compute, with messages where it is busy with them.
+        before_first: seconds before its first op can start.
+        after_last: seconds that follow its last op.
+        before_backward: seconds before its first backward can start.
+        after_forward: seconds from the start of its last forward to the end.
+        forwards_within: seconds of compute that it can do at most before its first backward.
+        after_last_forward: seconds of compute that it can do at most from the start of its last forward on.
+        full: whether its forwards do not all fit into its memory.
+        areas: how long it takes to hold all that micro-batches hold, by store.
+    """
+
+    def __init__(self, windows: Windows, worker: int) -> None:
+        problem = windows.problem
+        self._problem, self._windows = problem, windows
+        self.worker = worker
+        self.own = problem.of_worker(worker)
+        letters = problem.letters
+        self._takes = [x.seconds + busy for x, busy in zip(letters, windows.busy, strict=True)]
+        self.work = math.fsum(letters[n].count * self._takes[n] for n in self.own)
+        if problem.steady:
+            self._heads, self._tails = windows.of_span(worker)
+        else:
+            self._heads, self._tails = windows.heads, windows.tails
+        self.before_first = min(self._heads[n][0] for n in self.own)
+        self.after_last = min(self._tails[n][-1] - windows.busy[n] for n in self.own)
+        self._forwards = [n for n in self.own if letters[n].kind is OpKind.FORWARD]
+        # The first backward is one of the highest stage of some pipe, since the others need it; likewise
+        # the last forward.
+        highest = {letters[n].pipe: letters[n].stage for n in self._forwards}
+        last = [n for n in self._forwards if letters[n].stage == highest[letters[n].pipe]]
+        self._last_forwards = last
+        self.before_backward = min(self._heads[self._of_stage(n)[0]][0] for n in last)
+        self.after_forward = min(letters[n].seconds + self._tails[n][-1] for n in last)
+        self.forwards_within = math.fsum(letters[n].count * self._takes[n] for n in self._forwards)
+        self.after_last_forward = self._rest()
+        self.full = False
+        self.areas: list[tuple[float, Store]] = []
+        for store in problem.stores:
+            if math.isinf(store.most[worker]) or not all(self._states(store, n) for n in self._forwards):
+                continue
+            self._limit(store)
+
+    def jobs(self) -> Iterator[tuple[float, float, float]]:
+        """Its ops with heads and tails."""
+        for n in self.own:
+            takes, busy = self._takes[n], self._windows.busy[n]
+            for head, tail in zip(self._heads[n], self._tails[n], strict=True):
+                yield head, takes, tail - busy
+
+    def _of_stage(self, forward: int) -> list[int]:
+        """The backwards of a forward's stage, in their order."""
+        letters = self._problem.letters
+        x = letters[forward]
+        own = [n for n in self.own if (letters[n].pipe, letters[n].stage) == (x.pipe, x.stage)]
+        return sorted(
+            (n for n in own if n != forward), key=lambda n: letters[n].kind is OpKind.WEIGHT_GRADIENTS
+        )
+
+    def _states(self, store: Store, forward: int) -> list[tuple[float, float]]:
+        """What a micro-batch holds after its forward and after its input gradient; what is then still to do.
+
+        Empty where it holds less than nothing at some time, which no bound here covers.
+        """
+        held = store.at_start[forward] + store.at_end[forward]
+        rest = self._of_stage(forward)
+        found = []
+        for place, n in enumerate(rest):
+            if held < 0 or held + store.at_start[n] < 0:
+                return []
+            found.append((held, math.fsum(self._takes[m] for m in rest[place:])))
+            held += store.at_start[n] + store.at_end[n]
+        return found if store.at_start[forward] >= 0 else []
+
+    def _limit(self, store: Store) -> None:
+        letters, most = self._problem.letters, store.most[self.worker]
+        held = {n: self._states(store, n) for n in self._forwards}
+        # Before the first backward nothing is freed.
+        goods = [(self._takes[n], held[n][0][0], letters[n].count) for n in self._forwards]
+        self.forwards_within = min(self.forwards_within, most_within(most, goods))
+        if math.fsum(letters[n].count * held[n][0][0] for n in self._forwards) > most * (1 + CLOSE):
+            self.full = True
+        # When the last forward starts, what is still to do is held, and room is left for that forward.
+        goods = [(rest, size, letters[n].count) for n in self._forwards for size, rest in held[n]]
+        rests = []
+        for last in self._last_forwards:
+            itself = self._takes[last] + held[last][0][1]
+            rests.append(itself + most_within(most - store.at_start[last], goods))
+        self.after_last_forward = min(self.after_last_forward, max(rests))
+        area = math.fsum(letters[n].count * self._area(store, n, held[n]) for n in self._forwards)
+        sizes = {size for n in self._forwards for size, _ in held[n]}
+        if len(sizes) == 1 and (size := sizes.pop()) > 0:
+            most = min(most, size * count_within(most, size))
+        self.areas.append((area / most, store))
+
+    def _area(self, store: Store, forward: int, held: list[tuple[float, float]]) -> float:
+        """What one micro-batch holds of a store, times how long, at least."""
+        letters, rest = self._problem.letters, self._of_stage(forward)
+        own = letters[forward].seconds
+        started = self._windows.later(forward, rest)
+        ended = [own, *(started[n] + letters[n].seconds for n in rest)]
+        area = min(store.at_start[forward], held[0][0]) * own
+        for (size, _), begin, end in zip(held, ended, ended[1:], strict=False):
+            area += size * (end - begin)
+        return area
+
+    def _rest(self) -> float:
+        letters = self._problem.letters
+        forwards = max(self._takes[n] for n in self._last_forwards)
+        return forwards + math.fsum(
+            letters[n].count * self._takes[n] for n in self.own if n not in self._forwards
+        )
+
+
+def most_within(most: float, goods: Iterable[tuple[float, float, int]]) -> float:
+    """The most value of (value, size, count) goods that fits into a limit.
+
+    Parts of goods count; whole ones only where all have one size.
+
+    >>> most_within(2.5, [(3, 1, 1), (2, 1, 4)]), round(most_within(2.5, [(3, 1, 1), (2, 2, 4)]), 6)
+    (5.0, 4.5)
+    """
+    found = [(value, size, count) for value, size, count in goods if count and value > 0]
+    sizes = {size for _, size, _ in found}
+    total, left = 0.0, max(most, 0.0) * (1 + CLOSE)
+    if len(sizes) == 1 and (size := sizes.pop()) > 0:
+        left, found = float(count_within(max(most, 0.0), size)), [(value, 1.0, n) for value, _, n in found]
+    for value, size, count in sorted(found, key=lambda good: -good[0] / good[1] if good[1] else -math.inf):
+        taken = min(count, left / size) if size else count
+        total += value * taken
+        left -= size * taken
+    return total
+
+
+def one_machine(jobs: Iterable[tuple[float, float, float]]) -> float:
+    """The least makespan of (head, seconds, tail) jobs on one machine that may interrupt them.
+
+    At every moment it runs, of the jobs whose head has passed, that with the longest tail (Jackson's rule).
+
+    >>> one_machine([(0, 2, 5), (1, 3, 0), (1, 1, 9)])
+    11.0
+    """
+    waiting: list[tuple[float, float]] = []
+    now = most = 0.0
+    coming = sorted(jobs)
+    place = 0
+    while place < len(coming) or waiting:
+        if not waiting:
+            now = max(now, coming[place][0])
+        while place < len(coming) and coming[place][0] <= now:
+            _, seconds, tail = coming[place]
+            heapq.heappush(waiting, (-tail, seconds))
+            place += 1
+        tail, seconds = heapq.heappop(waiting)
+        until = coming[place][0] if place < len(coming) else math.inf
+        if now + seconds > until:
+            heapq.heappush(waiting, (tail, now + seconds - until))
+            now = until
+        else:
+            now += seconds
+            most = max(most, now - tail)
+    return float(most)

@@ -1,0 +1,310 @@
+"""Runs the methods one after another, until time is up or the best order is proved.
+
+Invariant: what is returned keeps all limits, and no named scheme of the same workload that keeps them, and
+for which there was time, is better. Placement and micro-batches stay as they are given.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.util import find_spec
+
+from counterflow.schedule.ir import OptionValue, Schedule
+from counterflow.schedule.op import OpKind
+from counterflow.schedule.placement import linear
+from counterflow.schedule.workload import Workload, plain
+from counterflow.simulation import Costs
+
+from .bounds.lower import Bound, lower_bound
+from .named import named
+from .problem import ACTIVATIONS, Limit, Objective, Problem, Words, problem_of, value_of
+from .result import PROVED, Synthesis
+
+Report = Callable[[float, float, str], None]
+"""Told of the best value, the bound, and what found it or is looked for."""
+
+START = "the order to begin with"
+"""The method of a result that nothing improved."""
+
+_NAMED = 0.4
+"""The share of time after which each named scheme is built once, and not with further options."""
+
+_REPEATED = 0.4
+"""The share of what is then left for repeating blocks and for squeezing."""
+
+_SQUEEZED = 8
+"""So many of the best named orders are squeezed."""
+
+_VALUED = 0.2
+"""The share of its time that the simulator may have while orders get better quickly."""
+
+_MOVES_TURN = 10_000
+"""Moves of the search for each turn of the blocks."""
+
+_SEARCHED = 0.4
+"""The share of time for the search, where the exact method follows ..."""
+
+_LEFT = 0.3
+"""... which has at least this share, or ..."""
+
+_PROOF = 3.0
+"""... so many seconds, however long anything before it took."""
+
+_EFFORT = 1e-4
+"""Of the solver's deterministic time, for each move."""
+
+
+def synthesize(
+    workload: Workload,
+    costs: Costs | None = None,
+    *,
+    peak: Limit | None = None,
+    memory_bytes: Limit | None = None,
+    objective: Objective | str = Objective.MAKESPAN,
+    seconds: float = 30.0,
+    moves: int | None = None,
+    seed: int = 0,
+    start: Schedule | None = None,
+    report: Report | None = None,
+) -> Synthesis:
+    """The best schedule of a workload that can be found, and how far it is from the best there is.
+
+    Ctrl-C ends it with what was found so far. OR-tools, an extra (``counterflow[synthesize]``), proves and
+    improves orders of small problems; without it there are only the bounds that need no solver.
+
+    Args:
+        workload: what is ordered: synchronous, its micro-batches one by one.
+        costs: seconds and bytes; by default a forward costs 1, a backward 2, messages nothing.
+        peak: most activations that a worker stashes, in (stage x micro-batch) units; one number, or one a
+            worker.
+        memory_bytes: most bytes that a worker has, weights and optimiser state included; likewise.
+        objective: ``makespan`` of one step, or ``steady``: the step time without a barrier.
+        seconds: about how long to look, unless an order is proved earlier. When it is used on a machine for
+            the first time, half a minute is added, in which loops are compiled.
+        moves: so many moves of the search in place of ``seconds``; the result is then the same on every
+            machine.
+        seed: of the search.
+        start: a schedule of this workload to begin with, beside the named schemes; taken where it keeps the
+            limits.
+        report: told of the best value, the bound and what is being done.
+
+    Raises:
+        ConfigError: the workload has doubled forwards, divided backwards or no flush, costs do not fit it,
+            what is limited is too little for one micro-batch, or ``start`` is of another workload.
+
+    >>> from counterflow.schedule.placement import linear
+    >>> from counterflow.schedule.workload import plain
+    >>> found = synthesize(plain(linear(4), 8, split=True), peak=4)
+    >>> found.makespan, found.lower_bound, found.proved, found.method
+    (27.0, 27.0, True, 'zb-h1(stages=4, micro_batches=8)')
+    """
+    began = time.monotonic()
+    problem = problem_of(workload, costs, peak=peak, memory_bytes=memory_bytes, objective=objective)
+    first = None if start is None else problem.words_of(start)
+    return _Run(problem, report, first).run(began, seconds, moves, seed)
+
+
+class _Run:
+    """One computation: the best so far, and the bound."""
+
+    def __init__(self, problem: Problem, report: Report | None, first: Words | None) -> None:
+        self._problem, self._report, self._first = problem, report, first
+        self._bound = lower_bound(problem)
+        self._words = one_by_one(problem)
+        self._known: list[tuple[float, Words]] = []
+        self._value, self._method = math.inf, ""
+        self._named: tuple[str, float] | None = None
+        self._stopped = False
+
+    def run(self, began: float, seconds: float, moves: int | None, seed: int) -> Synthesis:
+        until = math.inf if moves is not None else began + seconds
+        self._take(self._words, "one micro-batch after another")
+        try:
+            self._build_named(began + _NAMED * seconds if moves is None else until, until)
+            if self._first is not None and self._problem.fits(self._first):
+                self._take(self._first, START)
+            if not self._proved:
+                before = time.monotonic()
+                _compile()
+                until += time.monotonic() - before
+                self._repeat(_left(until) * _REPEATED, moves, seed)
+            if not self._proved:
+                self._search(_left(until), moves, seed)
+            if not self._proved:
+                self._prove(max(_left(until), min(seconds * _LEFT, _PROOF)), moves, seed)
+        except KeyboardInterrupt:
+            self._stopped = True
+        schedule = self._problem.schedule(self._words, options=options_of(self._problem))
+        return Synthesis(
+            schedule,
+            self._problem.costs,
+            self._problem.objective,
+            self._bound,
+            self._method,
+            self._named,
+            self._stopped,
+        )
+
+    @property
+    def _proved(self) -> bool:
+        return self._value <= self._bound.seconds * (1 + PROVED)
+
+    def _build_named(self, another: float, until: float) -> None:
+        """Take named orders: until then one of each scheme, and until an earlier time another of each."""
+        for name, words in named(self._problem, lambda: time.monotonic() < another):
+            if self._problem.fits(words):
+                value = self._take(words, name)
+                if self._named is None or value < self._named[1]:
+                    self._named = name, value
+            if self._proved or time.monotonic() > until:
+                return
+
+    def _repeat(self, seconds: float, moves: int | None, seed: int) -> None:
+        from .blocks.candidates import candidates  # noqa: PLC0415  (compiled loops take a while)
+
+        turns = None if moves is None else 1 + moves // _MOVES_TURN
+        starts = [words for _, words in sorted(self._known, key=lambda one: one[0])[:_SQUEEZED]]
+        next_look, waiting = 0.0, None
+        try:
+            goal = self._bound.seconds
+            for words in candidates(
+                self._problem, starts, seconds=seconds, turns=turns, seed=seed, goal=goal
+            ):
+                now = time.monotonic()
+                if moves is None and now < next_look:  # each is better than all before
+                    waiting = words
+                    continue
+                waiting = None
+                self._take(words, "repeating blocks")
+                if self._proved:
+                    return
+                after = time.monotonic()
+                next_look = after + (after - now) / _VALUED
+        finally:
+            if waiting is not None:
+                self._take(waiting, "repeating blocks")
+
+    def _search(self, seconds: float, moves: int | None, seed: int) -> None:
+        from .search.improve import Stopped, improve  # noqa: PLC0415  (compiled loops take a while)
+
+        left = seconds * (_SEARCHED if self._provable else 1.0)
+        told: list[str] = []
+
+        def report(value: float, how: str) -> None:
+            told[:] = [how]
+            self._tell(min(value, self._value), how)
+
+        try:
+            words = improve(
+                self._problem,
+                [words for _, words in sorted(self._known, key=lambda one: one[0])],
+                seconds=left,
+                moves=moves,
+                seed=seed,
+                goal=self._bound.seconds,
+                report=report,
+            )
+        except Stopped as stopped:
+            if stopped.words is not None:
+                self._take(stopped.words, *told)
+            raise
+        if words is not None:
+            self._take(words, *told)
+
+    @property
+    def _provable(self) -> bool:
+        """Whether the exact method is worth trying, and there."""
+        from .exact.solve import tractable  # noqa: PLC0415
+
+        return tractable(self._problem) and find_spec("ortools") is not None
+
+    def _prove(self, seconds: float, moves: int | None, seed: int) -> None:
+        if not self._provable:
+            return
+        from .exact.solve import solve  # noqa: PLC0415
+
+        found = solve(
+            self._problem,
+            self._words,
+            self._bound.seconds,
+            seconds=seconds if moves is None else math.inf,
+            effort=None if moves is None else moves * _EFFORT,
+            seed=seed,
+            threads=1 if moves is not None else min(8, os.cpu_count() or 1),
+            report=self._told_by_solver,
+        )
+        if found.words is not None:
+            self._take(found.words, "exact method")
+        if found.bound > self._bound.seconds * (1 + PROVED):
+            self._bound = Bound(found.bound, "the solver proved that no order within the limits takes less")
+        if found.stopped:
+            raise KeyboardInterrupt
+
+    def _told_by_solver(self, value: float, bound: float, doing: str) -> None:
+        if self._report is not None:
+            self._report(value, max(bound, min(self._bound.seconds, value)), f"exact method: {doing}")
+
+    def _take(self, words: Words, method: str = "search") -> float:
+        """Keep an order if it is better; its value."""
+        value = value_of(self._problem, words)
+        self._known.append((value, words))
+        if value < self._value * (1 - PROVED):
+            self._words, self._value, self._method = words, value, method
+            self._tell(value, method)
+        return value
+
+    def _tell(self, value: float, method: str) -> None:
+        if self._report is not None:
+            self._report(value, min(self._bound.seconds, value), method)
+
+
+def options_of(problem: Problem) -> Iterator[tuple[str, OptionValue]]:
+    """What a computed schedule says of itself beside its orders: sizes, limits and objective."""
+    yield "workers", problem.workers
+    yield "micro_batches", problem.workload.micro_batches
+    for store in problem.stores:
+        ends = sorted({min(store.most), max(store.most)})
+        told = " to ".join(f"{most:,.10g}" for most in ends)
+        name = "peak" if store.name == ACTIVATIONS else f"activation_{store.name}"
+        yield name, int(told) if told.isdecimal() else told
+    if problem.steady:
+        yield "objective", str(problem.objective)
+
+
+@cache
+def _compile() -> None:
+    """Have all loops compiled, on a problem of next to no size."""
+    from .blocks.candidates import candidates  # noqa: PLC0415  (compiled loops take a while)
+    from .search.improve import improve  # noqa: PLC0415
+
+    for objective in Objective:
+        tiny = problem_of(plain(linear(2), 2, split=True), peak=2, objective=objective)
+        words = list(candidates(tiny, [one_by_one(tiny)], seconds=0, turns=1, moves=1))
+        improve(tiny, words, moves=1)
+
+
+def _left(until: float) -> float:
+    """Seconds until then."""
+    return max(0.0, until - time.monotonic())
+
+
+def one_by_one(problem: Problem) -> Words:
+    """One micro-batch after another, through all its stages and back: what every limit allows."""
+    letters = problem.letters
+
+    def place(n: int) -> tuple[int, int, int, bool]:
+        x = letters[n]
+        forward = x.kind is OpKind.FORWARD
+        weights = x.kind is OpKind.WEIGHT_GRADIENTS
+        return x.pipe, not forward, x.stage if forward else -x.stage, weights
+
+    words: list[list[int]] = [[] for _ in range(problem.workers)]
+    for k in range(max(x.count for x in letters)):
+        for n in sorted(range(len(letters)), key=place):
+            if k < letters[n].count:
+                words[letters[n].worker].append(n)
+    return tuple(map(tuple, words))

@@ -1,0 +1,87 @@
+"""The orders that named schemes have for a problem: what a computed order has to beat."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+from counterflow.errors import ConfigError
+from counterflow.schedule import registry
+from counterflow.schedule.ir import OptionValue
+from counterflow.schedule.placement import Placement
+from counterflow.schedule.scheme import SPLIT, Scheme
+from counterflow.schedule.workload import Workload
+
+from .problem import Problem, Words
+
+
+def named(problem: Problem, more: Callable[[], bool] = lambda: True) -> Iterator[tuple[str, Words]]:
+    """Every named scheme with the same ops, as words; which micro-batch goes through which pipe may differ.
+
+    Those of large problems take seconds each. So every scheme has a turn before one has its next, and begins
+    with the last of its options, which ask for the most memory. Before a scheme has another turn, ``more`` is
+    asked whether to go on.
+
+    >>> from counterflow.schedule.placement import linear
+    >>> from counterflow.schedule.workload import plain
+    >>> from counterflow.synthesis.problem import problem_of
+    >>> sorted({name.partition("(")[0] for name, _ in named(problem_of(plain(linear(3), 4, split=True)))})
+    ['dapple', 'zb-h1', 'zb-h2']
+    """
+    known: set[Words] = set()
+    waiting = deque(_of_scheme(problem, one) for one in registry.SCHEMES.values() if one.synchronous)
+    first = len(waiting)
+    while waiting and (first > 0 or more()):
+        first -= 1
+        orders = waiting.popleft()
+        for name, words in orders:
+            if words not in known:
+                known.add(words)
+                yield name, words
+                waiting.append(orders)
+                break
+
+
+def _of_scheme(problem: Problem, scheme: Scheme) -> Iterator[tuple[str, Words]]:
+    """The orders of one scheme."""
+    wanted = _likeness(problem.workload)
+    for options in reversed(list(_options(scheme, problem.workload))):
+        try:
+            scheme.refuse_too_large(options)
+            if _likeness(scheme.workload_of(options)) != wanted:
+                continue
+            schedule = scheme.build(**options)
+        except ConfigError:  # none of this size
+            continue
+        if _likeness(schedule.workload) != wanted:
+            continue
+        words = replace(problem, workload=schedule.workload).words_of(schedule)
+        if words is not None:
+            yield str(schedule), words
+
+
+_Likeness = tuple[Placement, Counter[tuple[int, tuple[tuple[int, int, tuple[int, ...]], ...]]]]
+
+
+def _likeness(workload: Workload) -> _Likeness | None:
+    """What two workloads have in common whose orders are words of the same letters."""
+    if not workload.synchronous or not workload.trains or workload.periods != 1:
+        return None
+    if any(len(one.micro_batches) != 1 for one in workload.passes):
+        return None
+    shares = ((one.pipe, tuple((s.part, s.parts, s.split) for s in one.shares)) for one in workload.passes)
+    return workload.placement, Counter(shares)
+
+
+def _options(scheme: Scheme, workload: Workload) -> Iterator[Mapping[str, OptionValue]]:
+    """The options with which a scheme may have this workload."""
+    placement = workload.placement
+    size: dict[str, OptionValue] = {
+        scheme.depth: placement.workers,
+        "micro_batches": workload.micro_batches,
+    }
+    for more in scheme.planner(placement.workers, workload.micro_batches, placement.stages):
+        yield size | dict(more)
+        if scheme.option(SPLIT.name) is not None:
+            yield size | dict(more) | {SPLIT.name: not more.get(SPLIT.name, SPLIT.default)}

@@ -1,0 +1,467 @@
+"""The problem: what has to be ordered, as letters and numbers. Plain, frozen data.
+
+Micro-batches of one pipe are alike. Take any schedule, and on each stage give the k-th forward to start to
+micro-batch k, likewise each other kind of op: no op has to start later, and as much is held. So only
+schedules need to be looked at that run micro-batches in their order on every stage. A worker's order is
+then a word: it says only *which* stage's forward, backward, … comes next. A ``Letter`` is what a word is
+made of.
+
+Invariant: a problem knows no order and no time; every op of the workload is the k-th of exactly one letter.
+What it cannot say (doubled forwards, divided backwards, several periods) is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from counterflow.errors import ConfigError, DeadlockError
+from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
+from counterflow.schedule.modes import Recompute
+from counterflow.schedule.residency import stash_change
+from counterflow.schedule.workload import Workload
+from counterflow.simulation import Costs, Link, Piece, simulate
+from counterflow.simulation.op_costs import per_stage, stage_bytes
+
+Limit = float | Sequence[float]
+"""One number for every worker, or one a worker."""
+
+Words = tuple[tuple[int, ...], ...]
+"""By worker, the numbers of the letters in the order in which it runs them."""
+
+
+class Objective(StrEnum):
+    """What is made small."""
+
+    MAKESPAN = "makespan"
+    STEADY = "steady"
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What the k-th op of a letter takes: what the k-th of another one makes.
+
+    Attributes:
+        letter: the other's number.
+        seconds: how long the message travels.
+        link: the number of its link; None: no message, both are on one worker.
+    """
+
+    letter: int
+    seconds: float = 0.0
+    link: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """One kind of op of one stage of one pipe. Its k-th op is that of the pipe's k-th micro-batch.
+
+    Attributes:
+        kind: what is computed.
+        pipe: in which pipe.
+        stage: of which stage.
+        worker: on which worker.
+        count: how many ops there are: the micro-batches of the pipe.
+        seconds: how long one takes.
+        needs: what it takes.
+    """
+
+    kind: OpKind
+    pipe: int
+    stage: int
+    worker: int
+    count: int
+    seconds: float
+    needs: tuple[Need, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}.{self.stage}" + (f"p{self.pipe}" if self.pipe else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Something that ops take and free, of which each worker has so much.
+
+    What a worker holds follows from its order alone: an op adds ``at_start`` when it starts and ``at_end``
+    (below 0: it frees) when it has ended.
+
+    Attributes:
+        name: of what, for messages.
+        at_start: by letter.
+        at_end: by letter.
+        most: by worker; infinite where nothing is limited.
+    """
+
+    name: str
+    at_start: tuple[float, ...]
+    at_end: tuple[float, ...]
+    most: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """A sum of gradients, once all ops of some letters are done; on a lane beside its workers' compute.
+
+    Attributes:
+        letters: those that make the gradients.
+        workers: who sums.
+        seconds: how long it takes.
+    """
+
+    letters: tuple[int, ...]
+    workers: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What has to be ordered, within which limits, and what is made small.
+
+    Attributes:
+        workload: what has to be computed.
+        costs: what things cost.
+        objective: what is made small.
+        letters: by worker, then pipe and stage, then kind.
+        stores: what is limited.
+        sums: of the gradients of stages of which there are several copies.
+        tail: seconds after the last op and sum, before a step ends (agreement); 0 for the steady step.
+        links: how many links messages use.
+        lanes: whether a link carries one message at a time.
+        busy: whether a worker is busy while its messages travel.
+    """
+
+    workload: Workload
+    costs: Costs
+    objective: Objective
+    letters: tuple[Letter, ...]
+    stores: tuple[Store, ...]
+    sums: tuple[Summed, ...]
+    tail: float
+    links: int
+    lanes: bool
+    busy: bool
+
+    @property
+    def workers(self) -> int:
+        """How many workers there are."""
+        return self.workload.placement.workers
+
+    @property
+    def steady(self) -> bool:
+        """Whether the steady step is made small, not the makespan."""
+        return self.objective is Objective.STEADY
+
+    @property
+    def ops(self) -> int:
+        """How many ops there are."""
+        return sum(letter.count for letter in self.letters)
+
+    def work(self) -> tuple[float, ...]:
+        """Seconds of compute of each worker."""
+        found = [0.0] * self.workers
+        for letter in self.letters:
+            found[letter.worker] += letter.count * letter.seconds
+        return tuple(found)
+
+    def of_worker(self, worker: int) -> tuple[int, ...]:
+        """The numbers of a worker's letters."""
+        return tuple(n for n, letter in enumerate(self.letters) if letter.worker == worker)
+
+    def fits(self, words: Words) -> bool:
+        """Whether each worker's word stays within all limits (to the last place but a few)."""
+        return all(
+            peak <= most * (1 + CLOSE)
+            for store in self.stores
+            for peak, most in zip(peaks(store, words), store.most, strict=True)
+        )
+
+    def words_of(self, schedule: Schedule) -> Words | None:
+        """The words of a schedule of this workload; None where its ops are not alike in order.
+
+        Raises:
+            ConfigError: it is a schedule of another workload.
+        """
+        if schedule.workload != self.workload:
+            raise ConfigError(f"{schedule}: is a schedule of another workload")
+        number = {(x.kind, x.pipe, x.stage): n for n, x in enumerate(self.letters)}
+        words = []
+        for order in schedule.orders:
+            last: dict[int, int] = {}
+            word = []
+            for op in order:
+                letter = number[op.kind, op.pipe, op.stage]
+                if op.micro_batches[0] < last.get(letter, -1):
+                    return None
+                last[letter] = op.micro_batches[0]
+                word.append(letter)
+            words.append(tuple(word))
+        return tuple(words)
+
+    def schedule(
+        self, words: Words, scheme: str = "synthesized", options: Iterable[tuple[str, OptionValue]] = ()
+    ) -> Schedule:
+        """The schedule whose workers run these words."""
+        batches: list[list[int]] = [[] for _ in range(self.workload.placement.pipes)]
+        for one in self.workload.passes:
+            batches[one.pipe] += one.micro_batches
+        for of_pipe in batches:
+            of_pipe.sort()
+        orders = []
+        for word in words:
+            done = [0] * len(self.letters)
+            order = []
+            for number in word:
+                x = self.letters[number]
+                order.append(Op(x.kind, x.stage, (batches[x.pipe][done[number]],), x.pipe))
+                done[number] += 1
+            orders.append(tuple(order))
+        return Schedule(scheme, tuple(options), self.workload, tuple(orders))
+
+
+CLOSE = 1e-9
+"""Of a limit: so much more is still within it, since sums of floats round."""
+
+
+def peaks(store: Store, words: Words) -> tuple[float, ...]:
+    """The most of a store that each worker takes at once."""
+    found = []
+    for word in words:
+        held = most = 0.0
+        for letter in word:
+            held += store.at_start[letter]
+            most = max(most, held)
+            held += store.at_end[letter]
+            most = max(most, held)
+        found.append(most)
+    return tuple(found)
+
+
+def value_of(problem: Problem, words: Words) -> float:
+    """The objective of an order, as the simulator has it; infinite where its workers wait in a circle."""
+    try:
+        played = simulate(problem.schedule(words), problem.costs)
+    except DeadlockError:
+        return math.inf
+    if not problem.steady:
+        return played.makespan
+    assert played.steady_step is not None  # the workload is synchronous
+    return played.steady_step
+
+
+def problem_of(
+    workload: Workload,
+    costs: Costs | None = None,
+    *,
+    peak: Limit | None = None,
+    memory_bytes: Limit | None = None,
+    objective: Objective | str = Objective.MAKESPAN,
+) -> Problem:
+    """The problem of ordering a workload.
+
+    Args:
+        workload: synchronous, its micro-batches one by one.
+        costs: seconds and bytes; by default a forward costs 1, a backward 2, messages nothing.
+        peak: most activations that a worker stashes, in (stage x micro-batch) units, from a forward's start
+            to the end of its weight gradients.
+        memory_bytes: most bytes that a worker has, weights and optimiser state included; needs
+            ``costs.memory`` or ``costs.ops``.
+        objective: ``makespan`` or ``steady``.
+
+    Raises:
+        ConfigError: the workload has doubled forwards, divided backwards or several periods, costs do not
+            fit it, or what is limited is too little for one micro-batch.
+    """
+    costs = Costs() if costs is None else costs
+    try:
+        objective = Objective(objective)
+    except ValueError:
+        raise ConfigError(f"objective={str(objective)!r}: legal: {', '.join(Objective)}") from None
+    _refuse(workload)
+    letters, links = _letters(workload, costs)
+    stores = []
+    if peak is not None:
+        stores.append(_activations(letters, _limits("peak", peak, workload.placement.workers)))
+    if memory_bytes is not None:
+        stores.append(_bytes(workload, costs, letters, memory_bytes))
+    for store in stores:
+        _refuse_too_little(workload, letters, store)
+    travels = any(need.seconds for letter in letters for need in letter.needs)
+    return Problem(
+        workload,
+        costs,
+        objective,
+        letters,
+        tuple(stores),
+        _sums(workload, costs, letters),
+        costs.agreement if objective is Objective.MAKESPAN else 0.0,
+        links,
+        lanes=travels and costs.link is Link.ONE_AT_A_TIME,
+        busy=travels and not costs.overlap,
+    )
+
+
+def with_peak(problem: Problem, peak: Limit) -> Problem:
+    """The same problem with another limit of activations."""
+    others = tuple(store for store in problem.stores if store.name != ACTIVATIONS)
+    store = _activations(problem.letters, _limits("peak", peak, problem.workers))
+    _refuse_too_little(problem.workload, problem.letters, store)
+    return replace(problem, stores=(store, *others))
+
+
+def _refuse(workload: Workload) -> None:
+    for fault in workload.faults():
+        raise ConfigError(f"the workload is not right: {fault}")
+    if not workload.synchronous or workload.periods != 1:
+        raise ConfigError("orders are computed for one synchronous mini-batch; this workload has no flush")
+    if not workload.trains:
+        raise ConfigError("orders are computed for training; this workload has no backwards")
+    if any(skip.once for skip in workload.skips):
+        raise ConfigError("orders are not computed for values that are sent once a step; leave them out")
+    shares = set()
+    for one in workload.passes:
+        if len(one.micro_batches) != 1 or len(one.shares) != 1 or one.shares[0].parts != 1:
+            raise ConfigError(
+                "orders are computed for micro-batches that go one by one; this workload has doubled "
+                "forwards or divided backwards"
+            )
+        shares.add(one.shares[0].split)
+    if len(shares) > 1:
+        raise ConfigError(
+            "orders are computed where all micro-batches split the backwards of the same stages"
+        )
+
+
+def _letters(workload: Workload, costs: Costs) -> tuple[tuple[Letter, ...], int]:
+    """The letters, and how many links messages use."""
+    placement = workload.placement
+    first: dict[int, int] = {}
+    count: dict[int, int] = {}
+    for one in workload.passes:
+        first.setdefault(one.pipe, one.micro_batches[0])
+        count[one.pipe] = count.get(one.pipe, 0) + 1
+    ops = [op for op in workload.ops() if first[op.pipe] == op.micro_batches[0]]
+    kinds = list(OpKind)
+
+    def place(op: Op) -> tuple[int, int, int, int]:
+        return placement.worker(op.pipe, op.stage), op.pipe, op.stage, kinds.index(op.kind)
+
+    ops.sort(key=place)
+    number = {op: n for n, op in enumerate(ops)}
+    seconds = costs.of_ops(workload.placement.stages)
+    travel = _Travel(workload, costs)
+    links: dict[tuple[int, int], int] = {}
+    letters = []
+    for op in ops:
+        worker = placement.worker(op.pipe, op.stage)
+        takes = seconds.seconds(Piece(op.kind, op.stage, worker))
+        if not 0 <= takes < math.inf:
+            raise ConfigError(f"{op} takes {takes} seconds: must be finite, 0 or more")
+        needs = []
+        for need in workload.needs(op):
+            sender = placement.worker(need.pipe, need.stage)
+            if sender == worker:
+                needs.append(Need(number[need]))
+            else:
+                link = links.setdefault((sender, costs.way(sender, worker)), len(links))
+                needs.append(Need(number[need], travel.seconds(need, op), link))
+        letters.append(Letter(op.kind, op.pipe, op.stage, worker, count[op.pipe], takes, tuple(needs)))
+    return tuple(letters), len(links)
+
+
+class _Travel:
+    """How long messages travel."""
+
+    def __init__(self, workload: Workload, costs: Costs) -> None:
+        self._placement = workload.placement
+        self._costs = costs
+        self._sizes = per_stage("message_bytes", costs.message_bytes, workload.placement.stages)
+        self._skips = {(s.source, s.target): n for n, s in enumerate(workload.skips)}
+        given = costs.skip_bytes
+        self._skip_bytes = per_stage("skip_bytes", given, len(workload.skips)) if workload.skips else []
+
+    def seconds(self, maker: Op, taker: Op) -> float:
+        """From the op that makes something to the one on another worker that takes it."""
+        sender = self._placement.worker(maker.pipe, maker.stage)
+        receiver = self._placement.worker(taker.pipe, taker.stage)
+        each, per_byte = (_of_link(x, sender, receiver) for x in (self._costs.p2p, self._costs.p2p_per_byte))
+        lower, upper = sorted((maker.stage, taker.stage))
+        size = self._sizes[lower] if upper == lower + 1 else self._skip_bytes[self._skips[lower, upper]]
+        return each + per_byte * size
+
+
+def _of_link(value: float | Sequence[Sequence[float]], sender: int, receiver: int) -> float:
+    return float(value) if isinstance(value, (int, float)) else float(value[sender][receiver])
+
+
+ACTIVATIONS = "activations"
+BYTES = "bytes"
+
+
+def _limits(name: str, value: Limit, workers: int) -> tuple[float, ...]:
+    if isinstance(value, (int, float)):
+        value = [value] * workers
+    if len(value) != workers:
+        raise ConfigError(f"{name}: {len(value)} numbers for {workers} workers; give one, or one a worker")
+    for number in value:
+        if not number > 0:
+            raise ConfigError(f"{name}={number}: must be above 0")
+    return tuple(float(number) for number in value)
+
+
+def _activations(letters: Sequence[Letter], most: tuple[float, ...]) -> Store:
+    change = [stash_change(Op(x.kind, x.stage, (0,))) for x in letters]
+    at_start = tuple(max(c, 0.0) for c in change)
+    return Store(ACTIVATIONS, at_start, tuple(min(c, 0.0) for c in change), most)
+
+
+def _bytes(workload: Workload, costs: Costs, letters: Sequence[Letter], limit: Limit) -> Store:
+    if costs.memory is None:
+        raise ConfigError("memory_bytes: needs the bytes of each stage; give costs with `memory`")
+    placement = workload.placement
+    each = stage_bytes(costs.memory, Recompute(costs.recompute), placement.stages)
+    most = []
+    for worker, all_bytes in enumerate(_limits("memory_bytes", limit, placement.workers)):
+        base = sum(each.fixed[stage] + each.weights[stage] for _, stage in placement.held(worker))
+        if base >= all_bytes:
+            raise ConfigError(
+                f"memory_bytes={all_bytes:,.0f}: worker {worker} holds {base:,.0f} bytes of weights, "
+                "gradients and optimiser state before its first op"
+            )
+        most.append(all_bytes - base)
+    ops = costs.of_ops(placement.stages)
+    changes = [ops.bytes(Piece(x.kind, x.stage, x.worker)) for x in letters]
+    return Store(BYTES, tuple(a for a, _ in changes), tuple(b for _, b in changes), tuple(most))
+
+
+def _refuse_too_little(workload: Workload, letters: Sequence[Letter], store: Store) -> None:
+    """Refuse a limit under which a worker cannot run one micro-batch through all its stages."""
+    for worker, most in enumerate(store.most):
+        for pipe in range(workload.placement.pipes):
+            own = [n for n, x in enumerate(letters) if x.worker == worker and x.pipe == pipe]
+            if not own:
+                continue
+            forwards = [n for n in own if letters[n].kind is OpKind.FORWARD]
+            word = forwards + sorted((n for n in own if n not in forwards), key=lambda n: -letters[n].stage)
+            held = replace(store, most=(most,))
+            (need,) = peaks(held, (tuple(word),))
+            if need > most * (1 + CLOSE):
+                raise ConfigError(
+                    f"worker {worker} may hold {most:,.10g} {store.name} and one micro-batch needs "
+                    f"{need:,.10g}; allow more"
+                )
+
+
+def _sums(workload: Workload, costs: Costs, letters: Sequence[Letter]) -> tuple[Summed, ...]:
+    """The sums of gradients, where stages have several copies."""
+    seconds: list[float] = per_stage("sync", costs.sync, workload.placement.stages)
+    found = []
+    for stage in range(workload.placement.stages):
+        workers = sorted({worker for _, worker in workload.placement.copies(stage)})
+        if len(workers) * costs.replicas > 1 and seconds[stage]:
+            makers = tuple(
+                n for n, x in enumerate(letters) if x.stage == stage and x.kind.makes_weight_gradients
+            )
+            found.append(Summed(makers, tuple(workers), seconds[stage]))
+    return tuple(found)

@@ -1,0 +1,106 @@
+"""What was computed: a schedule, how good it is, and how good one could be at best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from counterflow.html import table, titled
+from counterflow.schedule.ir import Schedule
+from counterflow.simulation import Costs, Simulation, simulate
+
+from .bounds.lower import Bound
+from .problem import Objective
+
+PROVED = 1e-9
+"""Of a value: a bound that is nearer to it proves it, since sums of floats round."""
+
+
+@dataclass(frozen=True)
+class Synthesis:
+    """A computed order. Times in the unit of the costs.
+
+    Attributes:
+        schedule: the best schedule found.
+        costs: for which it was computed.
+        objective: what was made small.
+        bound: what no schedule of this workload within the limits beats, and why.
+        method: what found the schedule.
+        named: the best named scheme of the same workload within the limits, and its objective; None: there
+            is none.
+        stopped: whether it was interrupted.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    objective: Objective
+    bound: Bound
+    method: str
+    named: tuple[str, float] | None = None
+    stopped: bool = False
+
+    def _repr_html_(self) -> str:
+        """The figures and the timeline in a notebook."""
+        facts = [
+            (self.objective.value, f"{self.value:.6g}"),
+            ("no order below", f"{self.lower_bound:.6g}"),
+            ("gap", "none: proved" if self.proved else f"{self.gap:.2%}"),
+            ("found by", self.method),
+        ]
+        if self.named is not None:
+            facts.append((f"best named scheme, {self.named[0]}", f"{self.named[1]:.6g}"))
+        return titled(str(self.schedule), table(("", ""), facts), self.simulation._repr_svg_() or "")
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The schedule, played."""
+        return simulate(self.schedule, self.costs)
+
+    @property
+    def makespan(self) -> float:
+        """From the start to the end of one step."""
+        return self.simulation.makespan
+
+    @property
+    def steady(self) -> float:
+        """What a step adds when steps follow each other without a barrier."""
+        found = self.simulation.steady_step
+        assert found is not None  # the workload is synchronous
+        return found
+
+    @property
+    def value(self) -> float:
+        """What was made small: ``makespan`` or ``steady``."""
+        return self.makespan if self.objective is Objective.MAKESPAN else self.steady
+
+    @property
+    def proved(self) -> bool:
+        """Whether no schedule is better."""
+        return self.value <= self.bound.seconds * (1 + PROVED)
+
+    @property
+    def lower_bound(self) -> float:
+        """No schedule of this workload takes less within the limits."""
+        return self.value if self.proved else self.bound.seconds
+
+    @property
+    def gap(self) -> float:
+        """How much of its value a better schedule could save at most: 0.02 is 2 %."""
+        return 0.0 if not self.value else 1 - self.lower_bound / self.value
+
+    @property
+    def gain(self) -> float | None:
+        """How much of the best named scheme's value it saves; None where there is no such scheme."""
+        if self.named is None or not self.named[1]:
+            return None
+        return 1 - self.value / self.named[1]
+
+    @property
+    def peak(self) -> tuple[float, ...]:
+        """Most activations that each worker stashes, in (stage x micro-batch) units."""
+        return self.simulation.peak_activations
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """How long each worker has no op to run, until the makespan."""
+        return self.simulation.idle

@@ -1,0 +1,91 @@
+"""What happened to a run beside its steps: failures, restarts, the end. A line of JSON each, in its folder.
+
+Invariant: a line is written in one piece by the process that knows of it, and stays; what is shown of a
+failure is what is written. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import uuid
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ..folder import EVENTS
+
+_LOG = logging.getLogger(__name__)
+
+Event = dict[str, Any]
+"""``time`` (ISO 8601, UTC), ``event``, and by event:
+
+* ``began``: ``run``, a name of its own.
+* ``started``: ``restarts`` that this command allows.
+* ``failed``: ``attempt``, from 0; ``step`` under way; ``worker`` to blame and its ``action``, as far as is
+  known; ``message``; ``lost``, whether a worker, a device or a link was gone, and not the run's own doing.
+* ``restarted``: ``attempt``; ``step`` that it goes on from; ``source``: ``memory``, ``checkpoint`` or
+  ``beginning``.
+* ``fewer``: ``workers`` that are left, of all replicas together; ``runs``, what they run, in words.
+* ``gave up``: ``message``.
+* ``stopped``: ``signal``, ``step``.
+"""
+
+BEGAN, STARTED, FAILED = "began", "started", "failed"
+RESTARTED, GAVE_UP, STOPPED = "restarted", "gave up", "stopped"
+FEWER = "fewer"
+
+
+def note(folder: Path, event: str, **more: Any) -> Event:
+    """Add an event; where it cannot be written, that is logged and nothing else."""
+    line: Event = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **more}
+    try:
+        handle = os.open(folder / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(handle, (json.dumps(line) + "\n").encode())
+        finally:
+            os.close(handle)
+    except OSError as error:
+        _LOG.warning("%s cannot be written: %s", folder / EVENTS, error.strerror)
+    return line
+
+
+def read(folder: Path) -> list[Event]:
+    """All events of a run, in order; without a line that is not whole."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in (folder / EVENTS).read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                found.append(json.loads(line))
+    return found
+
+
+def of_this_start(folder: Path) -> list[Event]:
+    """The events since the command that allows restarts was given."""
+    events = read(folder)
+    starts = [index for index, event in enumerate(events) if event["event"] == STARTED]
+    return events[starts[-1] if starts else 0 :]
+
+
+def run_of(folder: Path) -> str:
+    """The name of the run in a folder; it is given one where it has none."""
+    names = [str(event["run"]) for event in read(folder) if event["event"] == BEGAN]
+    return names[0] if names else str(note(folder, BEGAN, run=uuid.uuid4().hex)["run"])
+
+
+def in_words(event: Event) -> str:
+    """A failure, a restart or that workers are fewer, in a sentence; empty for other events."""
+    if event["event"] == FAILED:
+        action = f" (in {event['action']})" if event.get("action") else ""
+        return f"step {event['step']} failed: {event['message']}{action}"
+    if event["event"] == RESTARTED:
+        source = {"memory": "from the workers' memory", "checkpoint": "from its checkpoint"}
+        where = source.get(event["source"])
+        place = f"after step {event['step']}, {where}" if where else "from the beginning"
+        return f"restart {event['attempt']}: going on {place}"
+    if event["event"] == FEWER:
+        left = f"{event['workers']} worker{'s are' if event['workers'] > 1 else ' is'} left"
+        return f"{left}: going on with {event['runs']}"
+    return ""

@@ -1,0 +1,197 @@
+"""A run goes on with fewer workers: when one stays away, and what those that are left run.
+
+Invariant: mini-batches stay the same, and micro-batches as large, so that the curve does too. The planner
+chooses among schemes with a flush, by what layers are estimated to cost: nothing is measured, for who would
+measure has just failed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+from counterflow.errors import ConfigError, PlanError
+from counterflow.measure.machine import cores, memory_bytes
+from counterflow.planning import Cluster, LayerProfile, Link, Model, Profile
+from counterflow.planning.cost.device_placement import Arrangement
+from counterflow.planning.search.search import search
+from counterflow.planning.search.space import Constraints
+from counterflow.runtime.stages.estimates import estimated_costs
+from counterflow.schedule.modes import Recompute
+
+from ..config import PlanSection, RunConfig
+from ..job import Job, prepare
+from ..planned import kept_of, planned_config
+from ..profiling import kinds_of
+from .events import FAILED, RESTARTED, Event, of_this_start, read
+
+_TRIES = 4
+"""Attempts within the time that a worker may stay away, after the first one."""
+
+_OPS_A_SECOND, _MESSAGE_SECONDS, _BYTES_A_SECOND, _OP_SECONDS = 1e10, 1e-4, 1e9, 1e-4
+"""Of a core, and of Gloo; of GPUs all are more, in about the same proportions."""
+
+_STATES = {"sgd": 1.0, "adam": 2.0, "adamw": 2.0}
+
+
+class Absence:
+    """How long a worker has stayed away, for whoever starts the workers.
+
+    Args:
+        folder: of the run.
+        after_seconds: how long one may; None: for ever.
+        now: the time, in seconds.
+        sleep: waits so many seconds.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        after_seconds: float | None,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.folder, self.after_seconds = folder, after_seconds
+        self._now, self._sleep = now, sleep
+        self._since = 0.0
+
+    def over(self, failed: Event) -> bool:
+        """After a failure: whether to go on without a worker now; if not, waits before another attempt.
+
+        Args:
+            failed: as it was noted.
+        """
+        if self.after_seconds is None or not failed["lost"]:
+            return False
+        came = not failed["attempt"] or any(
+            event["event"] == RESTARTED and event["attempt"] == failed["attempt"]
+            for event in of_this_start(self.folder)
+        )
+        if came:
+            self._since = self._now()
+        away = self._now() - self._since
+        if away >= self.after_seconds:
+            return True
+        if not came:
+            self._sleep(min(self.after_seconds / _TRIES, self.after_seconds - away))
+        return False
+
+
+def wait_for_others(folder: Path, after_seconds: float) -> None:
+    """As one of too few workers: wait until those that are missing have been away for so long.
+
+    torchrun starts all of them again when they come meanwhile.
+    """
+    failures = [event for event in read(folder) if event["event"] == FAILED]
+    since = datetime.fromisoformat(failures[-1]["time"]).timestamp() if failures else time.time()
+    time.sleep(min(after_seconds, max(0.0, since + after_seconds - time.time())))
+
+
+def with_fewer(config: RunConfig, processes: int) -> RunConfig:
+    """A config that trains the same with fewer workers, as the planner chooses.
+
+    Args:
+        config: of the run.
+        processes: how many workers there are, of all replicas together.
+
+    Raises:
+        ConfigError: there is no plan for so many.
+    """
+    job = prepare(config, ())
+    pipeline, train = config.pipeline, config.train
+    on_gpu = job.config.pipeline.transport == "nccl"
+    model, profile = _model(job), _profile(job)
+    link = Link(_MESSAGE_SECONDS, 1 / _BYTES_A_SECOND)
+    cluster = Cluster(
+        name="those that are left",
+        nodes=1,
+        devices=processes,
+        memory_bytes=memory_bytes("cuda" if on_gpu else "cpu", processes),
+        inside=link,
+        between=link,
+        cores=None if on_gpu else max(processes, cores()),
+    )
+    micro, rest = divmod(train.samples, job.schedule.micro_batches)
+    mini_batch = train.samples * pipeline.replicas
+    recompute = tuple(Recompute) if pipeline.recompute is Recompute.NONE else (pipeline.recompute,)
+    constraints = Constraints(
+        samples=None if rest else (micro,),
+        recompute=recompute,
+        sync=(pipeline.sync,),
+        arrangements=(Arrangement.PIPELINE_INSIDE,),
+        zero_stages=(pipeline.zero_stage,),
+    )
+    try:
+        found = search(model, profile, cluster, mini_batch, constraints, count=1)
+    except PlanError as error:
+        raise ConfigError(f"{processes} workers are left, and nothing runs on them: {error}") from error
+    planned = planned_config(model, profile, cluster, found.best[0].play.prediction())
+    same = {"transport": pipeline.transport, "sync": pipeline.sync}
+    return planned.model_copy(
+        update={"pipeline": planned.pipeline.model_copy(update=same), "plan": PlanSection()}
+    )
+
+
+def without_device(visible: str | None, count: int, gone: int | None, left: int) -> str:
+    """What CUDA_VISIBLE_DEVICES is to be when a device is gone.
+
+    >>> without_device(None, 4, 1, 3), without_device("4,5,6", 3, 2, 2), without_device(None, 3, None, 3)
+    ('0,2,3', '4,5', '0,1,2')
+
+    Args:
+        visible: what it is; None: not set.
+        count: how many devices are seen.
+        gone: the rank of the worker whose device it was, if that is known.
+        left: how many are needed.
+    """
+    every = visible.split(",") if visible else [str(number) for number in range(count)]
+    if gone is not None and len(every) > left:
+        every = [name for rank, name in enumerate(every) if rank != gone]
+    return ",".join(every[:left])
+
+
+def leave_out(worker: int | None, left: int) -> None:
+    """Let the workers that are started next see other GPUs than that of a worker."""
+    if torch.cuda.is_available():
+        name = "CUDA_VISIBLE_DEVICES"
+        os.environ[name] = without_device(os.environ.get(name), torch.cuda.device_count(), worker, left)
+
+
+def _model(job: Job) -> Model:
+    section = job.config.optimizer
+    return Model(
+        name=job.about.model,
+        layers=tuple(kinds_of(job.layers)),
+        optimizer_states=_STATES[section.name] if section.name != "sgd" or section.momentum else 0.0,
+        train=job.config.model.given(),
+        config=kept_of(job.config),
+    )
+
+
+def _profile(job: Job) -> Profile:
+    """What layers cost for one sample, by their operations and the widths of their matrices."""
+    positions, hidden = job.batches.positions, job.config.model.hidden
+    sample = None
+    if not job.config.model.is_hugging_face:
+        sample, _ = job.batches.batch(0, 1)
+    assert not isinstance(sample, dict)
+    costs = estimated_costs(job.layers, sample)
+    layers = {}
+    for kind, layer, cost in zip(kinds_of(job.layers), job.layers, costs, strict=True):
+        operations = cost * (positions if sample is None else 1)
+        widths = sum(weight.shape[-1] for weight in layer.parameters() if weight.dim() > 1)
+        layers[kind] = LayerProfile(
+            samples=(1.0,),
+            forward_seconds=(operations / _OPS_A_SECOND,),
+            backward_seconds=(2 * operations / _OPS_A_SECOND,),
+            saved_bytes=(8.0 * positions * widths,),
+            weights_bytes=float(sum(weight.nbytes for weight in layer.parameters())),
+            output_bytes=4.0 * positions * hidden,
+        )
+    return Profile(name="estimated", machine="", date="", layers=layers, op_overhead_seconds=_OP_SECONDS)

@@ -1,0 +1,57 @@
+"""Whether all workers were given the same run: under torchrun or Slurm each reads its own config and data.
+
+Invariant: it is agreed upon before anything is made; workers that differ would train on, each on its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from counterflow import toml
+from counterflow.errors import ConfigError
+from counterflow.runtime.transport import Transport
+
+from ..config import RunConfig
+
+_MAY_DIFFER = {"train.out", "train.resume", "train.threads"}
+"""Rank 0's folder counts; machines may have other numbers of cores."""
+
+_DATA = "the data"
+
+
+def check_same_run(config: RunConfig, data: str, transport: Transport) -> None:
+    """Refuse workers with other configs or data than rank 0's; all workers call it.
+
+    Args:
+        config: this worker's.
+        data: a digest of what it trains on.
+        transport: how to reach the others.
+
+    Raises:
+        ConfigError: there are some; the message names what differs.
+    """
+    mine: dict[str, Any] = {_DATA: data}
+    for section, keys in config.model_dump(mode="json").items():
+        for key, value in keys.items() if isinstance(keys, dict) else [("", keys)]:
+            mine[f"{section}.{key}"] = value
+    rows = cast("list[dict[str, Any]]", transport.gather_objects(mine))
+    first = rows[0]
+    for rank, row in enumerate(rows):
+        differing = [
+            key
+            for key in sorted(first.keys() | row.keys())
+            if key not in _MAY_DIFFER and first.get(key) != row.get(key)
+        ]
+        if differing:
+            key = differing[0]
+            said = ": the files differ" if key == _DATA else f" = {_shown(first, key)} and {_shown(row, key)}"
+            more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
+            raise ConfigError(
+                f"ranks 0 and {rank} were given different runs: {key}{said}{more}; give every machine the "
+                "same config and the same data"
+            )
+
+
+def _shown(row: dict[str, Any], key: str) -> str:
+    value = row.get(key)
+    return "not given" if value is None else toml.shown(value)

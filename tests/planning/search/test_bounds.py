@@ -1,0 +1,436 @@
+"""Bounds of small candidates by hand: what a plan cannot beat, and not less than that either."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from counterflow.planning import LayerProfile, Model, Profile
+from counterflow.planning.cost.device_placement import Network
+from counterflow.planning.cost.sharded_state import ShardedState
+from counterflow.planning.cost.stages import StageCosts, StageTie
+from counterflow.planning.inputs.cluster import Cluster, Collective, Link
+from counterflow.planning.search.bounds import Common, _Path, _ready, _State, _summed, _Worker, common
+from counterflow.planning.search.least_times import Times, least_times, least_work
+from counterflow.planning.search.shape import Shape
+from counterflow.schedule.modes import Recompute
+from counterflow.schedule.placement import bidirectional, linear, looped, wave
+from counterflow.simulation import ByteCosts
+from counterflow.simulation.op_costs import Workspace
+
+CLUSTER = Cluster("c", nodes=1, devices=2, memory_bytes=1000.0, inside=Link(0.0, 0.0), between=Link(0.0, 0.0))
+
+
+def costs(forward: tuple[float, ...], backward: tuple[float, ...], **others: Any) -> StageCosts:
+    """Stages with these seconds; ops on two or on half a micro-batch take as much for each, unless told."""
+    stages = len(forward)
+    half = tuple(b / 2 for b in backward)
+    twice = tuple(2 * f for f in forward)
+    none = (0.0,) * stages
+    found: dict[str, Any] = {
+        "samples": 1,
+        "cuts": tuple(range(1, stages)),
+        "forward": forward,
+        "again": forward,
+        "backward": backward,
+        "doubled_forward": twice,
+        "doubled_in_turn": twice,
+        "halved_forward": forward,
+        "half_backward": half,
+        "input_gradient": half,
+        "weight_gradients": half,
+        "half_input_gradient": none,
+        "half_weight_gradients": none,
+        "output_bytes": none,
+        "bytes": ByteCosts(),
+        "trained": none,
+        "summed": none,
+    }
+    found |= others
+    return StageCosts(**{"synced": found["summed"], **found})  # gradients as large as their weights
+
+
+def links(workers: int, latency: float = 0.0, **others: Any) -> Network:
+    """Links of one latency between all workers."""
+    none = ((0.0,) * workers,) * workers
+    apart = tuple(tuple(0.0 if a == b else latency for b in range(workers)) for a in range(workers))
+    found: dict[str, Any] = {
+        "latency_seconds": apart,
+        "seconds_per_byte": none,
+        "ways": None,
+        "allreduce": (),
+        "crossed": ((),) * workers,
+        "copies": 1,
+    }
+    return Network(**found | others)
+
+
+def straight(workers: int, micro_batches: int, **others: Any) -> Shape:
+    """A straight pipeline with a flush."""
+    found: dict[str, Any] = {
+        "placement": linear(workers),
+        "passes": (micro_batches,),
+        "together": (1,),
+        "parts": 1,
+        "split": False,
+        "most_stashed": None,
+        "synchronous": True,
+    }
+    return Shape(**found | others)
+
+
+def bounded(shape: Shape, stages: StageCosts, network: Network, **others: Any) -> Common:
+    return common(shape, stages, network, CLUSTER, Recompute.NONE, **others)
+
+
+def test_pairs_that_begin_together_leave_less_room_empty() -> None:
+    """Forward doubling: two stages, 20 s apart, four micro-batches, two stashes at most.
+
+    A micro-batch stays on worker 0 for F + 20 + F + B + 20 + B = 46 s. Four of them on two places need
+    92 s, and since two begin at once, no place has to stay empty before both are taken.
+    """
+    shape = straight(2, 4, together=(2,), most_stashed=2)
+    stages = costs((1.0, 1.0), (2.0, 2.0))
+    assert bounded(shape, stages, links(2, 20.0)).bounds(2).seconds_in_any_memory == 92
+    # One after the other: the second place stays empty for a forward, and at the end for a backward.
+    alone = replace(shape, together=(1,))
+    assert bounded(alone, stages, links(2, 20.0)).bounds(2).seconds_in_any_memory == 92 + (1 + 2) / 2
+    # Three places: the third is filled a pair later, so that it stays empty for (3 − 2) / 2 · (1 + 2).
+    three = bounded(shape, stages, links(2, 20.0)).bounds(3)
+    assert three.seconds_in_any_memory == pytest.approx(4 * 46 / 3 + 1.5)
+    # With four places the other worker decides: 21 s before its first op, 12 s of work, 22 s after.
+    for places in (4, 9):
+        assert bounded(shape, stages, links(2, 20.0)).bounds(places).seconds_in_any_memory == 21 + 12 + 22
+
+
+def test_a_pipe_s_ways_up_down_and_around() -> None:
+    """Worker 0 holds stages 0 and 2, worker 1 stage 1; gradients travel as halves."""
+    latency, per_byte = ((0.0, 100.0), (1000.0, 0.0)), ((0.0, 0.5), (0.25, 0.0))
+    network = links(2, latency_seconds=latency, seconds_per_byte=per_byte)
+    stages = costs((1.0, 2.0, 4.0), (8.0, 16.0, 32.0), output_bytes=(10.0, 20.0, 0.0))
+    times = Times([1.0, 2.0, 4.0], [9.0, 18.0, 36.0], [9.0, 18.0, 36.0], [8.0, 16.0, 32.0])
+    path = _Path.of((0, 1, 0), times, stages, network, 2)
+    up, down = (100 + 5, 1000 + 5), (1000 + 2.5 / 2, 100 + 10 / 2)
+    assert path.before == [0, 1 + up[0], 1 + up[0] + 2 + up[1]]
+    assert path.after == [0, 8 + down[0], 8 + down[0] + 16 + down[1]]
+    last = 4 + 32
+    middle = last + up[1] + down[1] + 2 + 16
+    assert path.stay == [middle + up[0] + down[0] + 1 + 8, middle, last]
+    # Stages side by side on one worker send nothing.
+    beside = _Path.of((0, 0, 0), times, stages, network, 2)
+    assert (beside.before, beside.after, beside.stay) == ([0, 1, 3], [0, 8, 24], [63, 54, 36])
+
+
+def test_sums_of_a_worker_follow_each_other() -> None:
+    syncs, ready = (5.0, 7.0, 1.0), [10.0, 9.0, 20.0]
+    assert _summed([{0}], syncs, ready) == 15
+    assert _summed([{0, 1}], syncs, ready) == 9 + 7 + 5  # stage 1 is ready first, and then both are summed
+    assert _summed([{0, 2}], syncs, ready) == 21  # stage 0 is summed long before stage 2 is ready
+    assert _summed([{2}, {0, 1}, {0}], syncs, ready) == 21
+    assert _summed([], syncs, ready) == 0
+
+
+def test_when_gradients_are_ready_at_the_earliest() -> None:
+    """A wave: worker 0 holds stages 0 and 3, worker 1 stages 1 and 2; two micro-batches."""
+    shape = straight(2, 2, placement=wave(2, 1))
+    forward, backward = [1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 30.0, 40.0]
+    both = [f + b for f, b in zip(forward, backward, strict=True)]
+    path = _Path([0.0, 1.0, 3.0, 6.0], [0.0, 10.0, 30.0, 60.0], [0.0] * 4)
+    times = Times(forward, both, both, backward)
+    # Stage 3: twice its own 44 and stage 0's forward. Then one backward after the other.
+    assert _ready(shape, [times], [path]) == [150, 140, 120, 90]
+    # Stage 1 waits for its worker, which has stages 1 and 2 to do twice from 1 on, if stage 3 takes nothing.
+    slow = Times([1.0, 2.0, 3.0, 0.0], [11.0, 22.0, 33.0, 0.0], [11.0, 22.0, 33.0, 0.0], backward)
+    quick = _Path([0.0, 1.0, 3.0, 6.0], [0.0, 1.0, 2.0, 3.0], [0.0] * 4)
+    assert _ready(shape, [slow], [quick]) == [112, 1 + 2 * (22 + 33), 1 + 2 * (2 + 33), 2 * (0 + 1)]
+
+
+def test_weight_gradients_of_their_own_are_ready_when_a_stage_has_all_its_ops() -> None:
+    shape = straight(2, 3)
+    times = Times([10.0, 1.0], [32.0, 4.0], [22.0, 3.0], [12.0, 2.0])
+    path = _Path([0.0, 10.0], [0.0, 12.0], [0.0] * 2)
+    assert _ready(shape, [times], [path]) == [3 * 32, 10 + 3 * 4]
+
+
+def test_pipes_without_micro_batches_have_no_gradients() -> None:
+    shape = straight(2, 2, placement=bidirectional(2), passes=(2, 0), together=(1, 1))
+    times, path = Times([1.0] * 2, [3.0] * 2, [3.0] * 2, [2.0] * 2), _Path([0.0, 1.0], [0.0, 2.0], [0.0] * 2)
+    dear = Times([100.0] * 2, [300.0] * 2, [300.0] * 2, [200.0] * 2)
+    assert _ready(shape, [times, dear], [path, path]) == [1 + 6 + 2, 1 + 6]
+    assert _ready(replace(shape, passes=(0, 2)), [dear, times], [path, path]) == [9, 7]
+    # Both: the later one of each stage.
+    assert _ready(replace(shape, passes=(1, 1)), [dear, times], [path, path]) == [303, 301]
+
+
+def test_the_fullest_worker_and_what_its_stashes_need() -> None:
+    state = _State.of(9.0, (10.0, 20.0), (5.0, 7.0), (100.0, 30.0), [(0, 4.0, 900.0), (1, 6.0, 50.0)])
+    assert state == _State(9.0, 4 + 900 / 90, 27.0, 1, -3.0)
+    # Worker 0 has more to hold; worker 1 has less room than it needs.
+    state = _State.of(0.0, (50.0, 20.0), (5.0, 7.0), (100.0, 20.0), [(0, 4.0, 100.0), (1, 6.0, 50.0)])
+    assert state == _State(0.0, 4 + 100 / 50, 27.0, 1, 7.0)
+    assert _State.of(0.0, (1.0,), (0.0,), (1.0,), []) == _State(0.0, 0.0, 1.0, 0, 0.0)
+    # Half a byte is room as well.
+    assert _State.of(0.0, (1.0,), (0.0,), (1.5,), [(0, 4.0, 3.0)]).stored == 4 + 6
+
+
+def test_what_follows_from_a_promised_peak() -> None:
+    worker = _Worker(around=3.0, through=20.0, count=4, stay=60.0, apart=1.5, slope=5.0)
+    assert worker.promised(2, 1) == 3 + 60 / 2 + 5 / 2
+    assert worker.promised(3, 1) == 3 + 60 / 3 + 5
+    assert worker.promised(4, 1) == worker.promised(9, 1) == 3 + 60 / 4 + 3 * 5 / 2
+    # Where stashes stay for a short time its work decides, with all but k weight gradients.
+    quick = replace(worker, stay=6.0)
+    assert quick.promised(1, 1) == 3 + 20 + 3 * 1.5
+    assert quick.promised(3, 1) == 3 + 20 + 1.5
+    assert quick.promised(9, 1) == 3 + 20
+
+
+STAGES = costs(
+    (1.0, 2.0),
+    (4.0, 8.0),
+    output_bytes=(3.0, 0.0),
+    bytes=ByteCosts(weights=[100, 50], activations=[10, 20]),
+    trained=(10.0, 30.0),
+    summed=(1.0, 2.0),
+)
+"""Two stages; a worker of stage 0 has 200 bytes of weights and gradients, one of stage 1 has 100."""
+SUMMED = links(2, allreduce=(Collective(5.0), Collective(66.0, 2.0)), copies=2)
+"""On two replicas: stage 0 is summed in 5 s, stage 1 in 70 s."""
+LAST = 1 + 4
+"""Seconds before worker 1's first op and after its last one: stage 0's forward and backward."""
+
+
+def test_work_and_what_stands_around_it() -> None:
+    found = bounded(straight(2, 3), STAGES, links(2)).bounds(None)
+    assert found.seconds == found.seconds_in_any_memory == LAST + 3 * 10
+    assert (found.fullest, found.least_bytes, found.too_many_bytes) == (0, 200 + 10 + 2 * 3, 216 - 1000)
+
+
+def test_the_update_is_of_the_worker_that_has_most() -> None:
+    update = {"update_seconds_per_byte": 0.5, "step_overhead_seconds": 2.0}
+    assert bounded(straight(2, 3), STAGES, links(2), **update).bounds(None).seconds == 35 + 15 + 2
+    slow = links(2, slowness=(4.0, 1.0))
+    found = bounded(straight(2, 3), STAGES, slow, **update).bounds(None)
+    assert found.seconds == max(3 * 4 * 5, 4 * LAST + 30) + 0.5 * 40 + 2
+
+
+def test_sums_come_on_top() -> None:
+    found = bounded(straight(2, 3), STAGES, SUMMED).bounds(None)
+    assert found.seconds == 1 + 30 + 70  # stage 1 is ready at 31
+    quick = replace(SUMMED, allreduce=(Collective(5.0), Collective(6.0)))
+    assert bounded(straight(2, 3), STAGES, quick).bounds(None).seconds == 35 + 5
+    # A promise says something of the ops; the sum of stage 0 follows.
+    far = replace(quick, latency_seconds=links(2, 20.0).latency_seconds)
+    stay = 5 + 2 * 20 + 10
+    assert bounded(straight(2, 3), STAGES, far).bounds(1).seconds_in_any_memory == 3 * stay + 5
+
+
+def test_sums_that_share_the_way_out_of_a_node() -> None:
+    per_byte = (Collective(0.0, 5.0, 5.0), Collective(0.0, 6.0, 6.0))
+    network = links(2, allreduce=per_byte, copies=2, crossed=((0,), (0,)))
+    # Stage 1 is ready at 31, stage 0 at 35: both go by one way, for 5 s and 12 s.
+    assert bounded(straight(2, 3), STAGES, network).bounds(None).seconds == 31 + 17
+    apart = replace(network, crossed=((0,), (1,)))
+    assert bounded(straight(2, 3), STAGES, apart).bounds(None).seconds == 31 + 12
+
+
+def test_weight_gradients_may_come_last() -> None:
+    stages = replace(STAGES, input_gradient=(2.0, 3.0), weight_gradients=(2.0, 5.0))
+    shape = straight(2, 3, split=True)
+    # Worker 1 begins at 1 and has 3 · 10 to do; to the end of stage 0's it is 1 + 3 · 5 + 2.
+    assert bounded(shape, stages, links(2)).bounds(None).seconds == 31
+    assert bounded(shape, stages, SUMMED).bounds(None).seconds == 31 + 70
+    # With one stash all but one have had their weight gradients (2 s at least) at the last forward.
+    (first, last) = bounded(shape, stages, links(2)).workers
+    assert (first.around, first.through, first.apart, first.slope) == (0, 9, 2, 3)
+    assert (last.around, last.through, last.apart, last.slope) == (3, 15, 5, 5)
+    assert (first.stay, last.stay, first.count) == (3 * 8, 3 * 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "barrier"),
+    [
+        (straight(2, 3, synchronous=False), True),
+        (straight(2, 3), False),
+        (straight(2, 3, split=True, parts=2), True),
+    ],
+)
+def test_where_steps_overlap_a_worker_still_runs_all_its_ops(shape: Shape, barrier: bool) -> None:
+    found = bounded(shape, STAGES, SUMMED, barrier=barrier)
+    assert (found.least, found.after, found.workers, found.together) == (30, 0, (), 1)
+    assert found.bounds(1).seconds == 30
+
+
+def test_no_worker_s_memory_is_counted_twice() -> None:
+    """A wave of two workers whose first and last stage share weights of 40 bytes."""
+    stages = costs(
+        (1.0,) * 4,
+        (2.0,) * 4,
+        bytes=ByteCosts(weights=[100, 1, 1, 90], gradients=0, activations=[1, 2, 4, 8]),
+        ties=(StageTie((0, 3), 10.0, 10.0, 40.0),),
+    )
+    shape = straight(2, 1, placement=wave(2, 1))
+    found = bounded(shape, stages, links(2)).bounds(None)
+    assert (found.fullest, found.least_bytes) == (0, 190 - 40 + 8)
+    small = links(2, usable_bytes=(500.0, 5.0))
+    found = bounded(shape, stages, small).bounds(None)
+    assert (found.fullest, found.least_bytes, found.too_many_bytes) == (1, 2 + 4, 1)
+
+
+def test_stashes_find_place_one_after_the_other() -> None:
+    """Worker 0 has place for one stash beside its weights; each stays for 15 s and 40 s on the way."""
+    tight = links(2, 20.0, usable_bytes=(216.0, 1000.0))
+    found = bounded(straight(2, 3), STAGES, tight).bounds(None)
+    assert found.seconds_in_any_memory == LAST + 40 + 30
+    assert found.seconds == pytest.approx(3 * 55 * 10 / (216 - 206))
+    assert found.too_many_bytes == 0
+
+
+def test_pipes_that_nothing_passes_need_no_place() -> None:
+    stages = costs(
+        (1.0, 2.0), (4.0, 8.0), bytes=ByteCosts(weights=0, gradients=0, optimizer=0, activations=[10, 20])
+    )
+    shape = straight(2, 3, placement=bidirectional(2), passes=(3, 0), together=(1, 1))
+    found = bounded(shape, stages, links(2))
+    assert found.bounds(None).seconds == LAST + 30
+    assert (found.bounds(None).fullest, found.bounds(None).least_bytes) == (1, 20)
+    assert [worker.count for worker in found.workers] == [3, 3]
+
+
+def test_sharded_state_is_less_on_each_worker_and_is_sent() -> None:
+    sharded = ShardedState(((5.0, 15.0),), (5.0, 15.0), (60.0, 10.0), (0.0, 0.0), 9.0)
+    both = bounded(straight(2, 3), STAGES, links(2), sharded=sharded, update_seconds_per_byte=2.0)
+    assert both.bounds(None, 0).seconds == 35 + 60
+    found = both.bounds(None, 1)
+    assert found.seconds == 35 + 30 + 9
+    assert found.least_bytes == 200 + 10 + 6 - 60
+
+
+# -- least times
+
+ONE = costs(
+    (10.0,),
+    (20.0,),
+    again=(8.0,),
+    doubled_in_turn=(18.0,),
+    doubled_forward=(14.0,),
+    halved_forward=(9.5,),
+    half_backward=(9.0,),
+    input_gradient=(7.0,),
+    weight_gradients=(12.0,),
+)
+
+
+@pytest.mark.parametrize(
+    ("others", "recompute", "expected"),
+    [
+        ({}, Recompute.NONE, (10, 30, 30, 20)),
+        ({}, Recompute.STAGE, (10, 38, 38, 28)),
+        ({"together": (2,)}, Recompute.NONE, (9, 29, 29, 20)),  # half of two in turn
+        ({"together": (2,)}, Recompute.STAGE, (7, 35, 35, 28)),  # half of two at once
+        ({"parts": 2}, Recompute.NONE, (9.5, 27.5, 27.5, 9)),  # two halves are quicker
+        ({"parts": 2}, Recompute.STAGE, (10, 36, 36, 13)),
+        ({"parts": 4}, Recompute.NONE, (9.5, 27.5, 27.5, 5)),
+        ({"parts": 3}, Recompute.STAGE, (10, 36, 36, 28 / 3)),
+        ({"split": True}, Recompute.NONE, (10, 29, 17, 7)),  # the two halves are quicker than the whole
+        ({"split": True}, Recompute.LAYER, (10, 37, 25, 15)),
+        ({"split": True, "parts": 2}, Recompute.NONE, (9.5, 27.5, 27.5, 9)),
+    ],
+)
+def test_the_least_that_ops_take(
+    others: dict[str, Any], recompute: Recompute, expected: tuple[float, ...]
+) -> None:
+    found = least_times(straight(1, 4, **others), ONE, recompute)
+    assert (found.forward, found.both, found.through, found.backward_op) == tuple([one] for one in expected)
+
+
+def test_a_whole_backward_may_be_the_quicker_one() -> None:
+    dear = replace(ONE, weight_gradients=(50.0,), half_backward=(30.0,), halved_forward=(11.0,))
+    assert least_times(straight(1, 4, split=True), dear, Recompute.NONE).both == [30]
+    halves = least_times(straight(1, 4, parts=2), dear, Recompute.NONE)
+    assert (halves.forward, halves.both, halves.backward_op) == ([10], [30], [20])
+    slow = replace(ONE, input_gradient=(25.0,))
+    assert least_times(straight(1, 4, split=True), slow, Recompute.NONE).backward_op == [20]
+    in_turn = replace(ONE, doubled_in_turn=(22.0,))
+    assert least_times(straight(1, 4, together=(2,)), in_turn, Recompute.NONE).forward == [10]
+
+
+def test_slower_workers_take_longer() -> None:
+    times = Times([1.0, 2.0], [3.0, 6.0], [5.0, 7.0], [2.0, 4.0])
+    assert times.on((1, 0), (10.0, 100.0)) == Times([100, 20], [300, 60], [500, 70], [200, 40])
+    assert times.on((1, 0), ()) is times
+
+
+def test_the_work_of_all_layers_is_without_the_overhead_of_ops() -> None:
+    layer = LayerProfile((1.0, 2.0), (1.0, 2.0), (3.0, 6.0), (0.0, 0.0), 0.0, 0.0)
+    dear = LayerProfile((1.0, 2.0), (10.0, 20.0), (30.0, 60.0), (0.0, 0.0), 0.0, 0.0)
+    profile = Profile("p", "", "", {"block": layer, "head": dear}, op_overhead_seconds=7.0)
+    model = Model("m", ("block", "block", "head"))
+    assert least_work(straight(2, 4), model, profile, 1, Recompute.NONE) == pytest.approx(4 + 4 + 40)
+    assert least_work(straight(2, 4), model, profile, 2, Recompute.LAYER) == pytest.approx(10 + 10 + 100)
+
+
+def test_each_layer_is_in_its_quickest_way() -> None:
+    """One layer is quicker by twos, the other one by one: no stage of both is as quick as both alone."""
+    by_twos = LayerProfile((1.0, 2.0), (10.0, 18.0), (20.0, 40.0), (0.0, 0.0), 0.0, 0.0)
+    by_one = LayerProfile((1.0, 2.0), (1.0, 3.0), (2.0, 4.0), (0.0, 0.0), 0.0, 0.0)
+    profile = Profile("p", "", "", {"block": by_twos, "head": by_one})
+    shape, model = straight(2, 4, together=(2,)), Model("m", ("block", "head"))
+    assert least_work(shape, model, profile, 1, Recompute.STAGE) == pytest.approx((9 + 30) + (1 + 3))
+
+
+def test_what_follows_the_ops_follows_them_in_any_memory() -> None:
+    tight = replace(SUMMED, latency_seconds=links(2, 20.0).latency_seconds, usable_bytes=(216.0, 1000.0))
+    found = bounded(straight(2, 3), STAGES, tight, update_seconds_per_byte=0.5).bounds(None)
+    assert found.seconds == pytest.approx(165 + 5 + 15)
+
+
+def test_stages_that_take_next_to_nothing() -> None:
+    """No second is added: the seconds of two stages of 1 and 2 ms, and 3 and 4 ms back."""
+    quick = costs((1e-3, 2e-3), (3e-3, 4e-3), summed=(1.0, 1.0))
+    found = bounded(straight(2, 1), quick, links(2))
+    assert found.bounds(None).seconds == pytest.approx(10e-3)
+    assert [worker.apart for worker in found.workers] == [0, 0]
+    summed = links(2, allreduce=(Collective(1e-3), Collective(2e-3)), copies=2)
+    assert bounded(straight(2, 1), quick, summed).bounds(None).seconds == pytest.approx(11e-3)
+    path = _Path([0.0, 1e-3], [0.0, 3e-3], [0.0, 0.0])
+    times = Times([1e-3, 2e-3], [4e-3, 6e-3], [4e-3, 6e-3], [3e-3, 4e-3])
+    assert _ready(straight(2, 1), [times], [path]) == pytest.approx([10e-3, 7e-3])
+
+
+def test_the_weight_gradients_of_several_stages_come_before_a_sum() -> None:
+    """A wave, one micro-batch: worker 1 begins at 1 and has two stages of 12 s, and then a sum of 5 s."""
+    stages = costs(
+        (1.0,) * 4, (11.0,) * 4, input_gradient=(1.0,) * 4, weight_gradients=(10.0,) * 4, summed=(1.0,) * 4
+    )
+    summed = links(2, allreduce=(Collective(5.0),) * 4, copies=2, crossed=((),) * 4)
+    shape = straight(2, 1, placement=wave(2, 1), split=True)
+    assert bounded(shape, stages, summed).bounds(None).seconds == 1 + 24 + 5
+
+
+def test_a_worker_of_two_pipes_has_the_ops_of_both_before_the_last_sum() -> None:
+    stages = costs((1.0, 1.0), (2.0, 2.0), summed=(1.0, 1.0))
+    summed = links(2, allreduce=(Collective(5.0), Collective(6.0)), copies=2)
+    shape = straight(2, 6, placement=bidirectional(2), passes=(3, 3), together=(1, 1))
+    assert bounded(shape, stages, summed).bounds(None).seconds == 6 * 3 + 5
+
+
+def test_all_later_stages_of_a_worker_come_before_the_first() -> None:
+    times = Times([1.0] * 3, [3.0] * 3, [3.0] * 3, [2.0] * 3)
+    path = _Path([0.0, 1.0, 2.0], [0.0, 2.0, 4.0], [0.0] * 3)
+    shape = straight(1, 2, placement=looped(1, 3))
+    assert _ready(shape, [times], [path]) == [2 * 9, 2 * 7, 2 * 5]
+
+
+def test_a_pipe_that_nothing_passes_stashes_nothing() -> None:
+    stages = costs((1.0, 2.0), (4.0, 8.0), bytes=ByteCosts(gradients=0, activations=[0, 20]))
+    shape = straight(2, 3, placement=bidirectional(2), passes=(3, 0), together=(1, 1))
+    none = bounded(shape, stages, links(2, usable_bytes=(0.0, 1000.0))).bounds(None)
+    assert (none.fullest, none.least_bytes) == (0, 0)
+
+
+def test_where_messages_are_walked_their_buffers_are_not_there_throughout() -> None:
+    walked = replace(STAGES, bytes=replace(STAGES.bytes, workspace=Workspace(0, 0, 0, 0, 0, 0)))
+    assert bounded(straight(2, 3), walked, links(2)).bounds(None).least_bytes == 200 + 10

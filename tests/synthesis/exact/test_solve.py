@@ -1,0 +1,196 @@
+"""The exact method against every order there is, and against what is known."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+
+import counterflow as cf
+from counterflow.schedule import schemes
+from counterflow.schedule.placement import bidirectional, linear, wave
+from counterflow.schedule.workload import Workload, plain
+from counterflow.simulation import ByteCosts
+from counterflow.synthesis.bounds.lower import lower_bound
+from counterflow.synthesis.exact.model import Model, whole
+from counterflow.synthesis.exact.solve import solve
+from counterflow.synthesis.problem import Problem, Words, problem_of, value_of
+
+from ..bounds.test_lower import SCHEDULES, uneven
+
+pytest.importorskip("ortools")
+
+
+def every_word(problem: Problem, worker: int) -> Iterator[tuple[int, ...]]:
+    """All words of a worker that do not wait for themselves."""
+    letters = problem.letters
+
+    def grown(word: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        more = [n for n in problem.of_worker(worker) if word.count(n) < letters[n].count]
+        if not more:
+            yield word
+        for n in more:
+            own = [need.letter for need in letters[n].needs if letters[need.letter].worker == worker]
+            if all(word.count(m) > word.count(n) for m in own):
+                yield from grown((*word, n))
+
+    return grown(())
+
+
+def least(problem: Problem) -> tuple[float, Words]:
+    """The best of all orders within the limits, and the worst."""
+    words = list(product(*(every_word(problem, worker) for worker in range(problem.workers))))
+    fitting = [(value_of(problem, word), word) for word in words if problem.fits(word)]
+    played = [(value, word) for value, word in fitting if value < float("inf")]
+    return min(played)[0], max(played)[1]
+
+
+TINY = {
+    "straight": plain(linear(3), 2, split=True),
+    "straight, whole": plain(linear(2), 3),
+    "vee": plain(wave(2, 1), 1, split=True),
+    "two ways": plain(bidirectional(2), 2, split=True, pipe_of=lambda m: m % 2),
+}
+
+
+@pytest.mark.parametrize("workload", TINY.values(), ids=TINY)
+def test_it_finds_the_best_of_all_orders(workload: Workload) -> None:
+    draw = random.Random(len(workload.passes) + workload.placement.stages)
+    stages = workload.placement.stages
+
+    def drawn() -> tuple[float, ...]:
+        return tuple(draw.choice([1, 1.5, 2, 3.25]) for _ in range(stages))
+
+    memory = ByteCosts(activations=drawn(), kept_for_weights=0.5)
+    costs = cf.Costs(
+        drawn(), drawn(), drawn(), drawn(), p2p=0.75, sync=drawn(), sync_mode="eager", memory=memory
+    )
+    tight = 16 + 4 * stages
+    for objective, memory_bytes in (("makespan", None), ("makespan", tight), ("steady", tight)):
+        problem = problem_of(workload, costs, objective=objective, memory_bytes=memory_bytes)
+        best, worst = least(problem)
+        bound = lower_bound(problem)
+        assert bound.seconds <= best * (1 + 1e-9)
+        found = solve(problem, worst, bound.seconds, seconds=20)
+        assert found.bound <= best * (1 + 1e-9)
+        if objective == "makespan":  # links carry on from step to step, which the model leaves out
+            assert found.proved
+            assert found.value == pytest.approx(best)
+        if found.words is not None:
+            assert problem.fits(found.words)
+            assert value_of(problem, found.words) == pytest.approx(found.value)
+
+
+def test_without_an_answer_nothing_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the solver is asked again and again, and what it says of the bound is nothing."""
+    asked: list[int] = []
+
+    def unknown(model: Model, **_: Any) -> tuple[str, int]:
+        asked.append(model.target)
+        return "unknown", 0
+
+    h1 = schemes.zb_h1(2, 4)
+    problem = problem_of(h1.workload, cf.Costs(backward=2.0), peak=3, objective="steady")
+    words = problem.words_of(h1)
+    assert words is not None
+    monkeypatch.setattr(Model, "solve", unknown)
+    monkeypatch.setattr(Model, "refuted", False, raising=False)
+    found = solve(problem, words, 10.0, seconds=20)
+    assert (found.value, found.bound, found.proved, found.words) == (13, 10, False, None)
+    assert asked
+
+
+def test_a_longer_span_is_improved_and_proved() -> None:
+    """With room for one more forward zb-h1 need not wait."""
+    h1 = schemes.zb_h1(2, 4)
+    problem = problem_of(h1.workload, cf.Costs(backward=2.0), peak=3, objective="steady")
+    words = problem.words_of(h1)
+    assert words is not None
+    assert value_of(problem, words) == 13
+    told: list[tuple[float, float]] = []
+
+    def report(best: float, bound: float, _doing: str) -> None:
+        told.append((best, bound))
+
+    found = solve(problem, words, seconds=60, effort=5.0, report=report)
+    assert (found.value, found.bound, found.proved) == (12, 12, True)
+    best, bound = told[-1]
+    assert best == bound == 12
+    again = solve(problem, words, seconds=60, effort=5.0)
+    assert again.words == found.words
+
+
+def test_a_target_below_the_least_value_is_refuted() -> None:
+    """V, four workers, F, I, W = 3, 4, 2, a peak of 4: 187 is a bound that can be proved by hand."""
+    costs = cf.Costs(forward=3, input_gradient=4, weight_gradients=2)
+    problem = problem_of(plain(wave(4, 1), 8, split=True), costs, peak=4)
+    assert lower_bound(problem).seconds == 187
+    model = Model(whole(problem).problem, 186, minimize=False)
+    status, bound = model.solve(seconds=20, seed=0, threads=1, effort=None, found=lambda *_: False)
+    assert (status, bound) == ("infeasible", 187)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_model_has_every_schedule_that_can_be_played(seed: int) -> None:
+    """With its order given it is at its own value: with messages, sums, limits of bytes and busy senders."""
+    draw = random.Random(seed)
+    small = [one for one in SCHEDULES if sum(map(len, one.orders)) < 110]
+    schedule = draw.choice([one for one in small if problem_of(one.workload).words_of(one)])
+    costs = uneven(schedule, draw)
+    played = cf.simulate(schedule, costs)
+    problem = problem_of(
+        schedule.workload,
+        costs,
+        peak=played.peak_activations if seed % 3 == 0 else None,
+        memory_bytes=played.peak_bytes if seed % 3 == 1 else None,
+        objective="steady" if seed % 2 else "makespan",
+    )
+    words = problem.words_of(schedule)
+    assert words is not None
+    units = whole(problem)
+    model = Model(units.problem, math.ceil(value_of(problem, words) / float(units.unit)), minimize=False)
+    assert not model.refuted
+    for literal, value in model._hints(words):
+        model._model.add(literal == value)
+    found: list[Words] = []
+
+    def keep(found_words: Words, _bound: int) -> bool:
+        found.append(found_words)
+        return False
+
+    status, _ = model.solve(seconds=60, seed=0, threads=1, effort=None, found=keep)
+    assert status == "optimal"
+    assert found[0] == words
+
+
+def test_durations_with_many_decimals_are_rounded_down() -> None:
+    costs = cf.Costs(forward=1 / 3, backward=0.1234567890123)
+    found = whole(problem_of(plain(linear(2), 40), costs))
+    assert not found.exact
+    for was, is_now in zip(
+        problem_of(plain(linear(2), 40), costs).letters, found.problem.letters, strict=True
+    ):
+        assert 0 <= was.seconds - is_now.seconds * float(found.unit) <= float(found.unit) * (1 + 1e-6)
+
+
+def test_without_or_tools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Absent:
+        """No ortools here."""
+
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == "ortools":
+                raise ModuleNotFoundError(name, name=name)
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ortools"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Absent, *sys.meta_path])
+    problem = problem_of(plain(linear(2), 2))
+    words = ((0, 0, 1, 1), (2, 2, 3, 3))
+    with pytest.raises(cf.ConfigError, match=r"pip install .counterflow\[synthesize\]"):
+        solve(problem, words)

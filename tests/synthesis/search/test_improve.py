@@ -1,0 +1,132 @@
+"""Orders by list scheduling and local moves."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import counterflow as cf
+from counterflow.schedule import schemes
+from counterflow.schedule.placement import Placement, bidirectional, linear, looped, wave
+from counterflow.schedule.workload import plain
+from counterflow.simulation import Link
+from counterflow.synthesis.problem import Problem, problem_of, value_of
+from counterflow.synthesis.search.improve import Search, improve
+
+UNIT = cf.Costs(forward=1, input_gradient=1, weight_gradients=1)
+UNEVEN = cf.Costs(forward=3, input_gradient=4, weight_gradients=2)
+
+
+def problem(
+    placement: Placement, micro_batches: int, peak: float, costs: cf.Costs = UNIT, objective: str = "makespan"
+) -> Problem:
+    workload = plain(placement, micro_batches, split=True, pipe_of=lambda m: m % placement.pipes)
+    return problem_of(workload, costs, peak=peak, objective=objective)
+
+
+@pytest.mark.parametrize(
+    ("placement", "costs", "peak", "proved"),
+    [
+        pytest.param(linear(4), UNIT, 4, 27, id="straight"),
+        pytest.param(wave(4, 1), UNIT, 6, 53, id="vee-6"),
+        pytest.param(wave(4, 1), UNIT, 4, 59, id="vee-4"),
+        pytest.param(bidirectional(4), UNIT, 4, 25, id="two-way"),
+        pytest.param(wave(4, 1), UNEVEN, 8, 156, id="uneven"),
+    ],
+)
+def test_proved_least_makespans_are_found(
+    placement: Placement, costs: cf.Costs, peak: float, proved: float
+) -> None:
+    """Eight micro-batches; what takes longer is in benchmarks."""
+    found = problem(placement, 8, peak, costs)
+    words = improve(found, moves=200_000, seed=1, goal=proved)
+    assert words is not None
+    schedule = found.schedule(words)
+    cf.check(schedule)
+    assert cf.simulate(schedule, costs).makespan == proved
+    assert max(cf.simulate(schedule).peak_activations) <= peak
+
+
+def test_least_spans_are_found() -> None:
+    for peak, span in ((5, 26), (7, 24)):
+        found = problem(linear(4), 8, peak, objective="steady")
+        words = improve(found, moves=200_000, seed=1, goal=span)
+        assert words is not None
+        assert cf.simulate(found.schedule(words), UNIT).steady_step == span
+
+
+PLACEMENTS = [
+    linear(3),
+    linear(4),
+    wave(2, 2),
+    wave(3, 1),
+    looped(3, 2),
+    bidirectional(4),
+    bidirectional(4, 2),
+]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data())
+def test_the_compiled_play_is_the_simulator(data: st.DataObject) -> None:
+    placement = data.draw(st.sampled_from(PLACEMENTS))
+    stages = placement.stages
+    seconds = st.lists(st.integers(1, 9), min_size=stages, max_size=stages)
+    costs = cf.Costs(
+        forward=data.draw(seconds),
+        input_gradient=data.draw(seconds),
+        weight_gradients=data.draw(seconds),
+        p2p=data.draw(st.sampled_from([0, 0.5, 2])),
+        link=data.draw(st.sampled_from(list(Link))),
+        overlap=data.draw(st.booleans()),
+        sync=data.draw(st.sampled_from([0, 3])),
+        sync_mode="eager",
+    )
+    workload = plain(
+        placement,
+        data.draw(st.integers(1, 6)),
+        split=data.draw(st.booleans()),
+        pipe_of=lambda m: m % placement.pipes,
+    )
+    peak = max(data.draw(st.integers(1, 8)), stages * placement.pipes // placement.workers)
+    found = problem_of(workload, costs, peak=peak)
+    search = Search(found)
+    for words in search.starts(tries=3):
+        assert found.fits(words)
+        schedule = found.schedule(words)
+        cf.check(schedule)
+        simulated = cf.simulate(schedule, costs).makespan
+        if costs.sync:  # the search lets sums begin in any order, the program has one
+            assert search.seconds(words) <= simulated * 1.001
+        else:
+            assert search.seconds(words) == pytest.approx(simulated, rel=1e-3)
+
+
+def test_moves_give_the_same_orders_again() -> None:
+    found = problem(wave(3, 1), 5, 5, UNEVEN, "steady")
+    first, second = (improve(found, moves=20_000, seed=3) for _ in range(2))
+    assert first == second
+
+
+def test_known_orders_are_never_made_worse() -> None:
+    schedule = schemes.zb_h2(stages=4, micro_batches=12)
+    found = problem_of(schedule.workload, UNIT, peak=8, objective="steady")
+    words = found.words_of(schedule)
+    assert words is not None
+    best = improve(found, [words], moves=1_000, seed=0)
+    assert best is not None
+    step = cf.simulate(schedule, UNIT).steady_step
+    assert step is not None
+    assert value_of(found, best) <= step
+
+
+def test_each_better_order_is_reported() -> None:
+    told: list[tuple[float, str]] = []
+    found = problem(linear(3), 6, 3)
+    improve(found, moves=5_000, report=lambda seconds, how: told.append((seconds, how)))
+    values = [Fraction(seconds) for seconds, _ in told]
+    assert values == sorted(values, reverse=True)
+    assert told[0][1] == "list scheduling"
+    assert np.isfinite(told[-1][0])
