@@ -18,6 +18,7 @@ from hypothesis import settings
 
 _CACHE = tempfile.TemporaryDirectory()  # of datasets that tests read
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": _CACHE.name}
+os.environ["TERMINAL_WIDTH"] = "200"  # typer reads it once, whichever test is the first to show a help text
 
 settings.register_profile("counterflow", deadline=None, derandomize=True)
 settings.load_profile("counterflow")

@@ -33,7 +33,7 @@ from counterflow.schedule.placement import Placement
 from counterflow.schedule.workload import plain
 from counterflow.simulation import Cause, Costs, Link, Piece, Simulation, lower, simulate
 
-from ..schedule.test_check import every_scheme
+from ..program.test_check import every_scheme
 
 
 def skip_between(schedule: Schedule, one: Op, other: Op) -> SkipLink | None:

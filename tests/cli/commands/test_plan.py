@@ -295,7 +295,8 @@ def test_a_model_without_a_train_table_has_no_plan_file(run: Run, inputs: str, t
 
 def test_planning_starts_without_torch() -> None:
     code = (
-        "import sys; from counterflow.papers import examples; from counterflow.planning.search import search; from counterflow.planning.inputs import files;"
+        "import sys; from counterflow.papers import examples; from counterflow.planning.search import search;"
+        "from counterflow.planning.inputs import files;"
         "e = examples.example('chimera-bert48');"
         "search.search(e.model, e.profile, e.cluster, 512,"
         " search.Constraints(schemes=('dapple',), depths=(4,), samples=(4,)));"
