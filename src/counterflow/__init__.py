@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .runtime.stages.counters import sum_over_copies
     from .runtime.stages.skips import Skip
     from .runtime.workers.launch import launch
+    from .verify.same_model import SameModel, same_model
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ __all__ = [
     "Op",
     "OpKind",
     "Pipeline",
+    "SameModel",
     "Schedule",
     "ScheduleError",
     "Simulation",
@@ -51,6 +53,7 @@ __all__ = [
     "load_weights",
     "lower",
     "models",
+    "same_model",
     "save_checkpoint",
     "schemes",
     "simulate",
@@ -63,10 +66,12 @@ _LATE = {
     "ENTRIES": "runtime.mini_batch.entries",
     "LossSum": "loss_sum",
     "Pipeline": "runtime.pipeline",
+    "SameModel": "verify.same_model",
     "Skip": "runtime.stages.skips",
     "launch": "runtime.workers.launch",
     "load_checkpoint": "checkpoints",
     "load_weights": "checkpoints",
+    "same_model": "verify.same_model",
     "save_checkpoint": "checkpoints",
     "sum_over_copies": "runtime.stages.counters",
 }

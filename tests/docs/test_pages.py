@@ -37,8 +37,8 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_train_your_own_model(tmp_path: Path) -> None:
-    program, *_, skips, named, meta = blocks("train-your-own-model.md", "python")
+def test_train_your_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    same, program, _, skips, named, meta = blocks("train-your-own-model.md", "python")
     script = tmp_path / "train.py"
     assert "stages=4" in program
     script.write_text(program.replace("stages=4", "stages=2").replace("workers=4", "workers=2"))
@@ -49,6 +49,11 @@ def test_train_your_own_model(tmp_path: Path) -> None:
     found = re.fullmatch(r"loss ([\d.]+) -> ([\d.]+)\n", done.stdout)
     assert found, done.stdout
     assert float(found[2]) < 0.9 * float(found[1])
+    exec(same, {})
+    compared = capsys.readouterr().out.splitlines()
+    assert compared[0].startswith("SameModel: the same (")
+    assert compared[1].startswith("layer 3 (Linear): 'head' takes another input than in the model (by ")
+    assert compared[1].endswith("before it calls 'head' (what 'second' of layer 2 returns is the same)")
     scope: dict[str, object] = {}
     exec(f"import torch\nfrom torch import nn\n{meta}", scope)
     assert len(scope["layers"]) == 64  # type: ignore[arg-type]

@@ -1,0 +1,264 @@
+"""Runs of a model and of its layers in copies, so that nothing of the user's changes.
+
+Model, layers and loss function are copied together, so that what they share is shared in the copy. Each run
+has a copy of its own: what one run leaves in buffers and attributes the other does not find.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from counterflow.errors import ConfigError
+from counterflow.runtime.mini_batch.losses import read_loss
+from counterflow.runtime.stages.recomputation import mapped
+
+from .calls import Run, Watch, copied, place_of
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a user gave to compare.
+
+    Attributes:
+        model: the whole model.
+        layers: of it.
+        inputs: of the model and of the first layer.
+        targets: of the loss.
+        kwargs: keyword arguments; None: none.
+        loss: output and targets to a loss; None: a weighted sum of the outputs.
+        run: calls the model; None: as the first layer is called.
+    """
+
+    model: nn.Module
+    layers: Sequence[nn.Module]
+    inputs: Any
+    targets: Any
+    kwargs: dict[str, Any] | None
+    loss: Any
+    run: Callable[[Any, Any], Any] | None
+
+    def refuse_meta(self) -> None:
+        """Refuse what has no numbers.
+
+        Raises:
+            ConfigError: something is on the meta device.
+        """
+        if any(tensor.is_meta for tensor in self._tensors()):
+            raise ConfigError(
+                f"the {type(self.model).__name__} or its layers are on the meta device and have no numbers "
+                "to compare; make a small one of the same kind, on a device, and compare that"
+            )
+
+    def shared(self) -> set[str]:
+        """The names of the model's modules that layers have too."""
+        of_layers = {id(module) for layer in self.layers for module in layer.modules()}
+        return {name for name, module in self.model.named_modules() if id(module) in of_layers}
+
+    def gpus(self) -> list[int]:
+        """The GPUs that anything is on."""
+        leaves = pytree.tree_leaves((self.inputs, self.kwargs, self.targets))
+        tensors = [*self._tensors(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        return sorted({t.device.index or 0 for t in tensors if t.device.type == "cuda"})
+
+    def _tensors(self) -> list[Tensor]:
+        return [t for m in (self.model, *self.layers) for t in (*m.parameters(), *m.buffers())]
+
+
+class _Copy:
+    """Model, layers and loss function, copied together, and the inputs.
+
+    Raises:
+        ConfigError: they cannot be copied.
+    """
+
+    def __init__(self, given: Given, *, doubled: bool) -> None:
+        try:
+            self.model, self.layers, self.loss, self._run = copy.deepcopy(
+                (given.model, list(given.layers), given.loss, given.run)
+            )
+        except Exception as error:
+            raise ConfigError(
+                f"the {type(given.model).__name__}, its layers or the loss function cannot be copied "
+                f"({type(error).__name__}: {error}); compare before they hold what copy.deepcopy refuses"
+            ) from error
+        roots = [self.model, *self.layers, *([self.loss] if isinstance(self.loss, nn.Module) else [])]
+        for root in roots if doubled else ():
+            root.double()
+        self.inputs, self.kwargs, self.targets = _own(
+            (given.inputs, given.kwargs, given.targets), doubled=doubled
+        )
+        self.parameters = dict(self.model.named_parameters())
+        if isinstance(self.loss, nn.Module):
+            self.parameters |= {f"loss_function.{n}": p for n, p in self.loss.named_parameters()}
+
+    def of_model(self) -> Any:
+        """The model's output."""
+        if self._run is not None:
+            return self._run(self.model, self.inputs)
+        return self.call(self.model)
+
+    def call(self, module: nn.Module) -> Any:
+        """What the model, or the first layer, makes of the inputs."""
+        if self.kwargs is None:
+            return module(self.inputs)
+        return module(**self.kwargs) if self.inputs is None else module(self.inputs, **self.kwargs)
+
+    def loss_of(self, output: Any) -> Tensor | None:
+        """The loss, or the sum of all outputs with weights drawn for them; None: no output is a number."""
+        if self.loss is not None:
+            found = read_loss(self.loss(output, self.targets))
+            return found.loss if found.weight is None else found.loss / found.weight
+        draw = torch.Generator().manual_seed(1)
+        total = None
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+                value = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+                weights = torch.rand(value.shape, generator=draw, dtype=torch.float64) + 0.5
+                part = (value.double() * weights.to(value.device)).sum()
+                total = part if total is None else total + part
+        return total
+
+
+def run_model(given: Given, *, doubled: bool) -> Run:
+    """Run a copy of the model."""
+    name = f"the {type(given.model).__name__} itself"
+    return _ran(given, lambda made, _: made.of_model(), name, doubled=doubled)
+
+
+def run_layers(given: Given, *, doubled: bool) -> Run:
+    """Run copies of the layers, one after another."""
+
+    def forward(made: _Copy, watch: Watch) -> Any:
+        value = made.inputs
+        for index, layer in enumerate(made.layers):
+            watch.layer = index
+            value = made.call(layer) if not index else layer(value)
+        return value
+
+    return _ran(given, forward, "the list of layers", doubled=doubled)
+
+
+def _ran(given: Given, forward: Callable[[_Copy, Watch], Any], name: str, *, doubled: bool) -> Run:
+    """A run, forward and backward, or what failed in it.
+
+    Raises:
+        ConfigError: the copy cannot be made, or the original ran in its place.
+    """
+    run = Run()
+    made = _Copy(given, doubled=doubled)
+    watch = Watch(run, dict(made.model.named_modules()), given.shared(), partial(_seed, given.gpus()))
+    place = name
+    with _random_state_back(given.gpus()), _originals_unused(given), torch.enable_grad():
+        try:
+            with watch:
+                output = forward(made, watch)
+                run.output = copied(output)
+                place, watch.layer, watch.recording = f"the backward or the loss of {name}", -1, False
+                loss = made.loss_of(output)
+                if loss is not None and loss.requires_grad:
+                    loss.backward()
+        except ConfigError:
+            raise
+        except Exception as error:  # a user's code may raise anything
+            if watch.layer >= 0:
+                place = place_of(given.layers, watch.layer)
+            text = next(iter(str(error).splitlines()), "")
+            run.failure, run.error = f"{place} fails ({type(error).__name__}: {text})", error
+            return run
+    run.loss = None if loss is None else loss.detach()
+    run.gradients = {n: _dense(p.grad) for n, p in made.parameters.items() if p.grad is not None}
+    run.buffers = {name: buffer.detach() for name, buffer in made.model.named_buffers()}
+    return run
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.layout != torch.strided else gradient
+
+
+def _own(tree: Any, *, doubled: bool) -> Any:
+    """A tree with tensors of its own, in float64 if asked; an input that needs a gradient needs one again."""
+
+    def own(tensor: Tensor) -> Tensor:
+        made = tensor.detach().clone()
+        if doubled and made.is_floating_point():
+            made = made.double()
+        return made.requires_grad_(tensor.requires_grad)
+
+    return mapped(own, tree)
+
+
+def _seed(gpus: Sequence[int]) -> None:
+    """Set torch's random states."""
+    torch.default_generator.manual_seed(0)
+    for gpu in gpus:
+        torch.cuda.default_generators[gpu].manual_seed(0)
+
+
+@contextmanager
+def _random_state_back(gpus: Sequence[int]) -> Iterator[None]:
+    """Let torch, Python and numpy draw as in every other run, and put their random states back."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - users draw from the old one
+    try:
+        with torch.random.fork_rng(devices=gpus):
+            _seed(gpus)
+            random.seed(0)
+            np.random.seed(0)  # noqa: NPY002
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+
+
+@contextmanager
+def _originals_unused(given: Given) -> Iterator[None]:
+    """Refuse functions that hold the user's modules or parameters, which a copy does not replace.
+
+    Raises:
+        ConfigError: one of them ran, or was given a gradient.
+    """
+    roots = {
+        "the model": given.model,
+        **{place_of(given.layers, i): m for i, m in enumerate(given.layers)},
+    }
+
+    def refusal(name: str, owner: str) -> ConfigError:
+        return ConfigError(
+            f"{name!r} of {owner} is used by a function that holds it (a lambda, a closure), so that it "
+            "cannot be copied with its layer, and its weights belong to no layer; let the layer have it as "
+            "an attribute"
+        )
+
+    def refuse(name: str, owner: str) -> Callable[[Any, Any], None]:
+        def hook(module: Any, args: Any) -> None:
+            del module, args
+            raise refusal(name, owner)
+
+        return hook
+
+    modules = {m: (n, o) for o, root in reversed(roots.items()) for n, m in root.named_modules()}
+    parameters = {p: (n, o) for o, root in reversed(roots.items()) for n, p in root.named_parameters()}
+    gradients = {parameter: parameter.grad for parameter in parameters}
+    hooks = [m.register_forward_pre_hook(refuse(*at), prepend=True) for m, at in modules.items()]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        yield
+        for parameter, at in parameters.items():
+            if parameter.grad is not None:
+                raise refusal(*at)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
