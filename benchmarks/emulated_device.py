@@ -56,7 +56,7 @@ from counterflow.program.lowering import lower
 from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.runtime import later
 from counterflow.runtime.workers.world import current_transport
-from counterflow.schedule.ir import OpKind
+from counterflow.schedule.ir import OpKind, Product
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.020, 0.040
 SAMPLES = 4
@@ -510,7 +510,7 @@ class Bare:
     @staticmethod
     def key(op: Any, ahead: int = 0) -> tuple[Any, ...]:
         """Of what an op sends, or what is sent ``ahead`` stages on: an output or an input gradient."""
-        return op.kind.makes_output, op.stage + ahead, op.micro_batches, op.part
+        return op.kind.whole, op.stage + ahead, op.micro_batches, op.part
 
     def step(self, _: Tensor, __: Tensor) -> None:
         send, receive = self.lane.send, self.lane.recv
@@ -524,8 +524,8 @@ class Bare:
                 leaving.append(send([self.sent], action.peer, self.tags[self.key(action.output)]))
             elif isinstance(action, Compute):
                 op = action.op
-                forward = action.op.kind.makes_output
-                takes = forward or op.kind.makes_input_gradient
+                forward = action.op.kind.whole
+                takes = forward or op.kind.gives is Product.INPUT_GRADIENT
                 work = arriving.pop(self.key(op, -1 if forward else 1), None) if takes else None
                 if work is not None:
                     work.wait()
@@ -535,7 +535,7 @@ class Bare:
 
     def compute(self, op: Any, *, forward: bool) -> None:
         whole = FORWARD_SECONDS if forward else BACKWARD_SECONDS
-        part = len(op.kind.products) / 2 if not forward else 1.0  # one gradient of the two, or both
+        part = len(op.kind.makes) / 2 if not forward else 1.0  # one gradient of the two, or both
         seconds = op.work * self.share * whole * part
         DEVICE.compute(time.perf_counter(), seconds)
 
@@ -641,10 +641,8 @@ def our_orders(schedule: cf.Schedule) -> list[list[Needed]]:
     share, last = schedule.workers / schedule.stages, schedule.stages - 1
 
     def needed(op: cf.Op) -> Needed:
-        forward, kind = op.kind.makes_output, op.kind
-        seconds = (
-            op.work * share * (FORWARD_SECONDS if forward else BACKWARD_SECONDS / 2 * len(kind.products))
-        )
+        forward, kind = op.kind.whole, op.kind
+        seconds = op.work * share * (FORWARD_SECONDS if forward else BACKWARD_SECONDS / 2 * len(kind.makes))
         if kind is OpKind.WEIGHT_GRADIENTS:
             return ("W", op), None, seconds
         before = op.stage - 1 if forward else op.stage + 1

@@ -131,7 +131,7 @@ def forwards_before_input_gradients(schedule: Schedule) -> list[int]:
     for order in schedule.orders:
         ahead = most = 0
         for op in order:
-            ahead += op.kind.makes_output - op.kind.makes_input_gradient
+            ahead += op.kind.gives.goes if op.kind.gives else 0
             most = max(most, ahead)
         found.append(most)
     return found

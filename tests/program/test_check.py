@@ -26,7 +26,7 @@ from counterflow.program.actions import (
 from counterflow.program.check import check, inspect
 from counterflow.program.lowering import Shared, lower
 from counterflow.schedule import schemes
-from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.ir import Op, OpKind, Product, Schedule
 from counterflow.schedule.modes import Sync
 from counterflow.schedule.placement import looped
 
@@ -190,9 +190,7 @@ def test_swapped_receives_break_only_the_order_of_messages() -> None:
     program = lower(schedule)
 
     def swap(actions: list[Action]) -> None:
-        one, other = [
-            i for i, a in enumerate(actions) if isinstance(a, Receive) and a.output.kind.makes_output
-        ][:2]
+        one, other = [i for i, a in enumerate(actions) if isinstance(a, Receive) and a.output.kind.whole][:2]
         early = actions.pop(other)
         actions.insert(one, early)
 
@@ -272,7 +270,9 @@ def test_a_sync_before_the_last_backward_breaks_only_the_gradient_sync() -> None
     def hurry(actions: list[Action]) -> None:
         start = next(i for i, a in enumerate(actions) if isinstance(a, StartSync) and a.stage == 3)
         first = next(
-            i for i, a in enumerate(actions) if isinstance(a, Compute) and a.op.kind.makes_weight_gradients
+            i
+            for i, a in enumerate(actions)
+            if isinstance(a, Compute) and Product.WEIGHT_GRADIENTS in a.op.kind.makes
         )
         actions.insert(first, actions.pop(start))
 

@@ -21,7 +21,7 @@ from counterflow.schedule import registry
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.placement import looped
-from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Kind, Option, Scheme
+from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Option, OptionType, Scheme
 from counterflow.schedule.workload import Pass, Share, Workload
 from counterflow.simulation import simulate
 from counterflow.train import load_config
@@ -58,8 +58,8 @@ def worth_trying(workers: int, _micro_batches: int, layers: int) -> Iterator[Map
 
 SLICES = Option("slices", "1 or more", "slices of the model on a worker", 1, noun="slice", unsaid=1)
 WORDS = ("first-in", "last-in")
-BACKWARDS = Option("backwards", "", "which comes first", "first-in", kind=Kind.WORD, words=WORDS)
-HALVES = Option("halves", "", "divide every backward", default=False, kind=Kind.FLAG)
+BACKWARDS = Option("backwards", "", "which comes first", "first-in", kind=OptionType.WORD, words=WORDS)
+HALVES = Option("halves", "", "divide every backward", default=False, kind=OptionType.FLAG)
 STAGES = Option("stages", "1 or more", "workers", letter="D")
 OPTIONS = (STAGES, MICRO_BATCHES, SLICES, BACKWARDS, HALVES)
 QUEUE = Scheme("queue", queue, "a queue", "this test", OPTIONS, planner=worth_trying, chunk="slice")
@@ -226,7 +226,7 @@ def test_a_record_agrees_with_its_builder(name: str) -> None:
     schedule = scheme.build(**given)
     built: dict[str, Any] = dict(schedule.options)
     # What is false is not said.
-    flags = {option.name: False for option in scheme.options if option.kind is Kind.FLAG}
+    flags = {option.name: False for option in scheme.options if option.kind is OptionType.FLAG}
     assert list(built | flags) == [option.name for option in scheme.options]
     assert built.keys().isdisjoint(flags)
     for flag in flags:

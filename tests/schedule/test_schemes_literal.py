@@ -12,7 +12,7 @@ import pytest
 from counterflow import ConfigError, OpKind, Schedule
 from counterflow.schedule.placement import bidirectional, linear, looped, wave
 from counterflow.schedule.registry import SCHEMES, build, scheme
-from counterflow.schedule.scheme import Kind
+from counterflow.schedule.scheme import OptionType
 from counterflow.schedule.schemes import (
     Concat,
     chimera,
@@ -399,7 +399,7 @@ def test_options_build_the_same_schedule_again(name: str) -> None:
     assert schedule.scheme == name
     assert schedule.synchronous == known.synchronous
     # A flag is said where it is set.
-    flags = {o.name for o in known.options if o.kind is Kind.FLAG}
+    flags = {o.name for o in known.options if o.kind is OptionType.FLAG}
     assert {option for option, _ in schedule.options} == {o.name for o in known.options} - flags
     for flag in flags:
         schedule = build(name, {**given, flag: True})
@@ -513,7 +513,7 @@ def test_every_number_of_every_scheme_must_be_a_positive_whole_one(name: str, wr
     optional = [
         option.name
         for option in known.options
-        if option.kind is Kind.NUMBER and option.default is not None and name != "mixpipe"
+        if option.kind is OptionType.NUMBER and option.default is not None and name != "mixpipe"
     ]
     for option in (*required, *optional):
         options = {**dict.fromkeys(required, 4), option: wrong}

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterflow import Costs, Op, OpKind, Schedule
+from counterflow.schedule.ir import Product
 from counterflow.schedule.registry import SCHEMES, build
 from counterflow.schedule.schemes import Concat, chimera, dapple, mixpipe
 from counterflow.schedule.workload import passes_of
@@ -276,7 +277,7 @@ def test_makespan_is_at_least_the_work_and_the_critical_path(
     assert set(result.busy) == {work / schedule.workers}
     assert result.makespan >= work / schedule.workers
     for op in schedule.ops():
-        if op.kind.makes_input_gradient and op.stage == 0:
+        if op.kind.gives is Product.INPUT_GRADIENT and op.stage == 0:
             # Unsaid, an input gradient takes half of the backward.
             least = backward if op.kind is OpKind.BACKWARD and "dualpipe" not in name else backward / 2
             assert result.makespan >= schedule.stages * (forward + least / op.parts)

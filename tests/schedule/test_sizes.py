@@ -6,7 +6,7 @@ import pytest
 
 from counterflow.errors import ConfigError
 from counterflow.schedule import registry
-from counterflow.schedule.scheme import Kind
+from counterflow.schedule.scheme import OptionType
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from counterflow.schedule.scheme import Kind
         (name, option.name)
         for name, known in registry.SCHEMES.items()
         for option in known.options
-        if option.kind is Kind.NUMBER
+        if option.kind is OptionType.NUMBER
     ],
 )
 def test_no_number_makes_a_schedule_too_large_to_build(name: str, option: str) -> None:

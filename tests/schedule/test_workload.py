@@ -183,7 +183,7 @@ def test_what_an_op_needs_is_what_the_graph_says(depth: int, n: int, extra: int)
             elsewhere = [need for need in needs if need.stage != op.stage]
             assert elsewhere == ([] if source is None else [graph.ops[source]])
             here = {need.kind for need in needs if need.stage == op.stage}
-            assert here == (set() if op.kind.makes_output else {OpKind.FORWARD})
+            assert here == (set() if op.kind.whole else {OpKind.FORWARD})
 
 
 def test_every_product_of_a_split_workload_once() -> None:
@@ -191,7 +191,7 @@ def test_every_product_of_a_split_workload_once() -> None:
     mixed = Pass(0, (0,), (Share((0,), split=(0, 2)),))
     ops = list(Workload(placement, 1, (mixed,)).ops())
     assert " ".join(map(str, ops)) == "F0.0 F0.1 F0.2 I0.0 W0.0 B0.1 I0.2 W0.2"
-    made = [(op.stage, product) for op in ops for product in op.kind.products]
+    made = [(op.stage, product) for op in ops for product in op.kind.makes]
     assert sorted(made, key=str) == sorted(((s, p) for s in range(3) for p in EVERY), key=str)
     needs = {str(op): " ".join(map(str, Workload(placement, 1, (mixed,)).needs(op))) for op in ops}
     assert needs["B0.1"] == "F0.1 I0.2"

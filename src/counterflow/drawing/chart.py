@@ -45,12 +45,7 @@ _SHADES = {
     BoxKind.WEIGHT_GRADIENTS: Shade.MIDDLE,
     BoxKind.SYNC: None,
 }
-_KINDS = {
-    OpKind.FORWARD: BoxKind.FORWARD,
-    OpKind.BACKWARD: BoxKind.BACKWARD,
-    OpKind.INPUT_GRADIENT: BoxKind.INPUT_GRADIENT,
-    OpKind.WEIGHT_GRADIENTS: BoxKind.WEIGHT_GRADIENTS,
-}
+_KINDS = {kind: BoxKind(kind.word) for kind in OpKind}
 LETTERS = {box: op.value for op, box in _KINDS.items()}
 """The letter of each kind of op."""
 

@@ -127,7 +127,7 @@ class OpTimer:
 
     def _waits_for_nobody(self, op: Op) -> bool:
         """Whether an op takes the mini-batch, or its own stage's loss."""
-        return op.stage == (0 if op.kind.makes_output else self._last_stage)
+        return op.stage == (0 if op.kind.whole else self._last_stage)
 
 
 def least(found: Sequence[T], share: float, key: Callable[[T], float]) -> list[T]:

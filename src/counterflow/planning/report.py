@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from counterflow.schedule import registry
-from counterflow.schedule.scheme import DEPTH, Kind
+from counterflow.schedule.scheme import DEPTH, OptionType
 
 from .cost.device_placement import mesh
 from .orders import Orders
@@ -165,7 +165,7 @@ def choices(configuration: Configuration) -> str:
     for name, value in configuration.options:
         option = registry.scheme(configuration.scheme).option(name)
         assert option is not None
-        plain = option.unsaid if option.kind is Kind.NUMBER else option.default
+        plain = option.unsaid if option.kind is OptionType.NUMBER else option.default
         if value != plain and name not in (*DEPTH, "micro_batches"):
             told.append(f"{name}={value}")
     if configuration.zero_stage:

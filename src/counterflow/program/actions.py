@@ -10,18 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.ir import Op, OpKind, Product, Schedule
 from counterflow.schedule.modes import Sync
 from counterflow.schedule.workload import SkipLink
 
 from .sync import needs_sync
 
-_WORDS = {
-    OpKind.FORWARD: "Forward",
-    OpKind.BACKWARD: "Backward",
-    OpKind.INPUT_GRADIENT: "InputGradient",
-    OpKind.WEIGHT_GRADIENTS: "WeightGradients",
-}
+_WORDS = {kind: kind.word.title().replace(" ", "") for kind in OpKind}
+_CARRIED = {Product.OUTPUT: "Activation", Product.INPUT_GRADIENT: "Gradient"}
 
 
 class Matching(Enum):
@@ -166,18 +162,18 @@ Action = Compute | Message | SyncAction | TellLoss | Agree | Update
 def named(message: Message) -> str:
     """What tells a message from others of the same workers.
 
-    >>> named(Send(Op(OpKind.FORWARD, 0, (3,)), 1, SkipLink(0, 2)))
+    >>> named(Send(Op(OpKind("F"), 0, (3,)), 1, SkipLink(0, 2)))
     'F3.0 for stage 2'
     """
     if message.skip is None:
         return str(message.output)
-    forward = message.output.kind.makes_output
+    forward = message.output.kind.gives is Product.OUTPUT
     stage = message.skip.target if forward else message.skip.source
     return f"{message.output} for stage {stage}{' once' if message.skip.once else ''}"
 
 
 def _what(op: Op) -> str:
-    return "Activation" if op.kind.makes_output else "Gradient"
+    return _CARRIED[op.kind.gives] if op.kind.gives else op.kind.word
 
 
 def _summed(sync: SyncAction) -> str:

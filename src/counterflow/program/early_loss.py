@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from counterflow.schedule.ir import OpKind
+from counterflow.schedule.ir import Product
 
 from .actions import Action, Agree, Compute, Program, Send, TellLoss
 
@@ -47,13 +47,13 @@ SendGradient B0.1 to worker 0; TellLoss of period 0; Agree on loss of period 0; 
 def _when_told(actions: Sequence[Action], last: int) -> int:
     """Where a worker tells: after an op and what is sent of it."""
     ops = [(index, action.op) for index, action in enumerate(actions) if isinstance(action, Compute)]
-    made = [at for at, (_, op) in enumerate(ops) if op.kind.makes_output and op.stage == last]
+    made = [at for at, (_, op) in enumerate(ops) if op.kind.gives is Product.OUTPUT and op.stage == last]
     at = made[-1] if made else 0
     if not ops:
         return 0
     if made and at + 1 < len(ops):
         after = ops[at + 1][1]
-        at += after.stage == last or after.kind is OpKind.WEIGHT_GRADIENTS  # what these need is there
+        at += after.stage == last or after.kind.takes is None  # what these need is there
     end = ops[at][0] + 1
     while isinstance(actions[end], Send):
         end += 1

@@ -161,7 +161,7 @@ def lower_evaluation(schedule: Schedule, *, matching: Matching = Matching.ORDER)
         ScheduleError: a pass broke a rule.
     """
     orders = tuple(
-        tuple(op._replace(version=0) for op in order if op.kind.makes_output and schedule.period_of(op) == 0)
+        tuple(op._replace(version=0) for op in order if op.kind.whole and schedule.period_of(op) == 0)
         for order in schedule.orders
     )
     forwards = replace(schedule, workload=schedule.workload.evaluation(), orders=orders, steady=None)
@@ -176,7 +176,7 @@ def lower_evaluation(schedule: Schedule, *, matching: Matching = Matching.ORDER)
 def unit_times(graph: OpGraph) -> tuple[list[int], list[int]]:
     """Start and end of every node with F = I = W = 1 and B = 2, in units of stage and micro-batch / parts."""
     scale = max((op.parts for op in graph.ops), default=1)
-    return graph.earliest([int(len(op.kind.products) * scale * op.work) or 1 for op in graph.ops])
+    return graph.earliest([int(len(op.kind.makes) * scale * op.work) or 1 for op in graph.ops])
 
 
 def with_messages(program: Program, graph: OpGraph, times: tuple[list[int], list[int]]) -> Program:

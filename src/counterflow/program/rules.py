@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from operator import itemgetter
 
 from counterflow.errors import DeadlockError, ScheduleError
 from counterflow.schedule.graph import OpGraph
-from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.ir import Op, OpKind, Product, Schedule
+from counterflow.schedule.op import maker_of
 from counterflow.schedule.residency import stash_change
 
 from .actions import (
@@ -77,7 +79,7 @@ def _complete(subject: Subject) -> Iterator[str]:
     yield from workload.faults()
     wanted = {_unversioned(op) for op in workload.ops()}
     found: Counter[Op] = Counter()
-    makers: dict[tuple[int, int, tuple[int, ...], int, int], OpKind] = {}
+    makers: dict[tuple[Product, tuple[object, ...]], OpKind] = {}
     for worker, order in enumerate(schedule.orders):
         for index, versioned in enumerate(order):
             op = _unversioned(versioned)
@@ -89,10 +91,11 @@ def _complete(subject: Subject) -> Iterator[str]:
                 yield f"{place} is none of the workload's ops, which share or split this work in another way"
             if found[op] == 2:
                 yield f"{place} is there more than once"
-            elif op.kind.makes_input_gradient and found[op] == 1:
-                first = makers.setdefault((op.pipe, op.stage, op.micro_batches, op.part, op.parts), op.kind)
+            elif op.kind.gives is not None and found[op] == 1:
+                first = makers.setdefault((op.kind.gives, op[1:]), op.kind)
                 if first is not op.kind:
-                    yield f"{place} makes an input gradient that {op._replace(kind=first)} makes as well"
+                    given = op.kind.gives.value
+                    yield f"{place} makes an {given} that {op._replace(kind=first)} makes as well"
     for op in sorted(wanted - found.keys(), key=lambda op: (op.pipe, op.micro_batches, op.stage, op.part)):
         yield f"{op} is in no order, though other stages of pipe {op.pipe} have its micro-batch"
 
@@ -109,7 +112,7 @@ def _in_range(schedule: Schedule, op: Op) -> bool:
         and all(0 <= m < schedule.total_micro_batches for m in op.micro_batches)
         and len({m // schedule.micro_batches for m in op.micro_batches}) == 1
         and 0 <= op.part < op.parts
-        and (op.parts == 1 or not op.kind.makes_output)
+        and (op.parts == 1 or not op.kind.whole)
     )
 
 
@@ -132,25 +135,22 @@ def _placed(subject: Subject) -> Iterator[str]:
                 )
 
 
-def _forward_first(subject: Subject) -> Iterator[str]:
-    for worker, order in enumerate(subject.schedule.orders):
-        done: set[tuple[int, int, int]] = set()
-        for index, op in enumerate(order):
-            keys = [(op.pipe, op.stage, m) for m in op.micro_batches]
-            if op.kind.makes_output:
-                done.update(keys)
-            elif op.kind.makes_input_gradient and not done.issuperset(keys):
-                yield f"worker {worker}, op {index}: {op} comes before its forward"
+def _own_first(product: Product, subject: Subject) -> Iterator[str]:
+    """Ops that come before the op of their own stage whose product they need."""
 
+    def keys(op: Op) -> list[tuple[object, ...]]:
+        if product is Product.OUTPUT:  # of each micro-batch, however many were computed together
+            return [(op.pipe, op.stage, m) for m in op.micro_batches]
+        return [op[1:]]
 
-def _input_gradient_first(subject: Subject) -> Iterator[str]:
+    maker = maker_of(product)
     for worker, order in enumerate(subject.schedule.orders):
-        done: set[Op] = set()
+        done: set[tuple[object, ...]] = set()
         for index, op in enumerate(order):
-            if op.kind is OpKind.INPUT_GRADIENT:
-                done.add(op)
-            elif op.kind is OpKind.WEIGHT_GRADIENTS and op._replace(kind=OpKind.INPUT_GRADIENT) not in done:
-                yield f"worker {worker}, op {index}: {op} comes before its input gradient"
+            if op.kind is maker:
+                done.update(keys(op))
+            elif op.kind.first is product and not done.issuperset(keys(op)):
+                yield f"worker {worker}, op {index}: {op} comes before its {maker.word}"
 
 
 def _no_deadlock(subject: Subject) -> Iterator[str]:
@@ -325,7 +325,9 @@ def _held_versions(  # noqa: C901 - one case an action; the cases are short
     held: dict[int, set[int]] = {stage: {0} for _, stage in schedule.placement.held(worker)}
     updates = dict.fromkeys(held, 0)
     left = Counter(
-        (op.stage, schedule.period_of(op)) for op in schedule.orders[worker] if op.kind.makes_weight_gradients
+        (op.stage, schedule.period_of(op))
+        for op in schedule.orders[worker]
+        if Product.WEIGHT_GRADIENTS in op.kind.makes
     )
     for index, action in enumerate(actions):
         place = f"worker {worker}, action {index}: {action}"
@@ -334,7 +336,7 @@ def _held_versions(  # noqa: C901 - one case an action; the cases are short
                 if op.version not in held[op.stage]:
                     shown = ", ".join(map(str, sorted(held[op.stage])))
                     yield f"{place}: version {op.version} of stage {op.stage} is not there, only {shown}"
-                if op.kind.makes_weight_gradients:
+                if Product.WEIGHT_GRADIENTS in op.kind.makes:
                     left[op.stage, schedule.period_of(op)] -= 1
             case Update(stage, version, frees):
                 if version - 1 not in held[stage] or version in held[stage]:
@@ -387,7 +389,7 @@ def _worker_syncs(  # noqa: C901 - one case an action; the cases are short
     for index, action in enumerate(actions):
         place = f"worker {worker}, action {index}: {action}"
         match action:
-            case Compute(op) if op.kind.makes_weight_gradients:
+            case Compute(op) if Product.WEIGHT_GRADIENTS in op.kind.makes:
                 period = schedule.period_of(op)
                 if (op.stage, period) in mine:
                     yield f"{place} comes after the start of the gradient sync of its stage"
@@ -478,7 +480,7 @@ def _told(schedule: Schedule, worker: int, actions: tuple[Action, ...]) -> Itera
     for index in range(places.get(TellLoss, len(actions)), len(actions)):
         action = actions[index]
         place = f"worker {worker}, action {index}: {action}"
-        if isinstance(action, Compute) and action.op.kind.makes_output:
+        if isinstance(action, Compute) and action.op.kind.gives is Product.OUTPUT:
             if action.op.stage == schedule.stages - 1:
                 yield f"{place} comes after the worker told its loss"
         elif isinstance(action, TellLoss) and index > places[Agree]:
@@ -502,9 +504,13 @@ def _peak(subject: Subject) -> Iterator[str]:
 
 COMPLETE = Rule("every product exactly once", _complete)
 PLACED = Rule("every op on the worker that holds its stage", _placed, (COMPLETE.name,))
-FORWARD_FIRST = Rule("forward before its backward", _forward_first, (COMPLETE.name, PLACED.name))
+FORWARD_FIRST = Rule(
+    "forward before its backward", partial(_own_first, Product.OUTPUT), (COMPLETE.name, PLACED.name)
+)
 INPUT_GRADIENT_FIRST = Rule(
-    "input gradient before its weight gradients", _input_gradient_first, (COMPLETE.name, PLACED.name)
+    "input gradient before its weight gradients",
+    partial(_own_first, Product.INPUT_GRADIENT),
+    (COMPLETE.name, PLACED.name),
 )
 DEADLOCK = Rule(
     "no deadlock with buffered sends", _no_deadlock, (COMPLETE.name, PLACED.name), error=DeadlockError

@@ -14,7 +14,7 @@ def refuse_what_cannot_run(schedule: Schedule) -> None:
             size.
     """
     for op in schedule.ops():
-        if not op.kind.makes_output and len(op.micro_batches) > 1:
+        if not op.kind.whole and len(op.micro_batches) > 1:
             raise ConfigError(
                 f"the schedule ({schedule.scheme}) has a backward of several micro-batches ({op}), which "
                 "cannot be trained; give each micro-batch a backward of its own"

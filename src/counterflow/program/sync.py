@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from counterflow.schedule.graph import OpGraph
-from counterflow.schedule.ir import Schedule
+from counterflow.schedule.ir import Product, Schedule
 from counterflow.schedule.modes import Sync
 
 
@@ -56,7 +56,7 @@ def gradient_syncs(schedule: Schedule) -> tuple[GradientSync, ...]:
     last: dict[tuple[int, int, int], int] = {}
     for worker, order in enumerate(schedule.orders):
         for index, op in enumerate(order):
-            if op.kind.makes_weight_gradients:
+            if Product.WEIGHT_GRADIENTS in op.kind.makes:
                 last[schedule.period_of(op), op.stage, worker] = index
     holders = [
         sorted({worker for _, worker in schedule.placement.copies(stage)}) for stage in range(schedule.stages)
@@ -154,7 +154,7 @@ def first_users(schedule: Schedule) -> dict[tuple[int, int, int], int]:
         done: dict[int, int] = {}
         for index, op in enumerate(order):
             needed = op.version
-            if op.kind.makes_weight_gradients:
+            if Product.WEIGHT_GRADIENTS in op.kind.makes:
                 needed = max(needed, schedule.period_of(op))
             for update in range(done.get(op.stage, 0), needed):
                 users[worker, op.stage, update] = index

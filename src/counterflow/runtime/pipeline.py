@@ -28,7 +28,7 @@ from counterflow.program.lowering import OpTimes, Shared, lower_evaluation
 from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.program.segments import segments
 from counterflow.schedule.cuts import balance, explicit
-from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.ir import Op, Schedule
 from counterflow.schedule.modes import Recompute, Sync, parse_mode
 
 from .execution.asynchronous import AsynchronousRunner
@@ -1083,7 +1083,7 @@ class Pipeline:
         return keeps_buffers() if self._split_stages else nullcontext()
 
     def _note_split_stages(self) -> None:
-        split = {op.stage for op in self.schedule.ops() if op.kind is OpKind.WEIGHT_GRADIENTS}
+        split = {op.stage for op in self.schedule.ops() if op.kind.takes is None}
         self._split_stages = tuple(s for s, copy in self.stages.items() if s in split and copy.trains)
         self._perhaps_unsplit = set(self._split_stages)
         for stage in self._split_stages:
@@ -1306,7 +1306,7 @@ def _version_of(copy: StageCopy) -> int:
 def _order_of_use(schedule: Schedule, worker: int) -> list[int]:
     """The micro-batches in the order in which a worker runs them through its first or its last stage."""
     ends = 0, schedule.stages - 1
-    ops = (op for op in schedule.orders[worker] if op.stage in ends and op.kind.makes_output)
+    ops = (op for op in schedule.orders[worker] if op.stage in ends and op.kind.whole)
     return list(dict.fromkeys(number % schedule.micro_batches for op in ops for number in op.micro_batches))
 
 

@@ -167,7 +167,7 @@ def _schedule(file: _File, name: str) -> Schedule:
         for w, order in enumerate(file.orders)
     )
     _refuse_versions(orders, file.periods, name)
-    there = sum(len(op.micro_batches) for order in orders for op in order if op.kind.makes_output)
+    there = sum(len(op.micro_batches) for order in orders for op in order if op.kind.whole)
     if file.micro_batches * file.periods > there:
         raise ConfigError(
             f"{name}: micro_batches={file.micro_batches} and periods={file.periods}, but the orders run "

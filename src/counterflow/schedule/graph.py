@@ -18,14 +18,9 @@ from counterflow.errors import DeadlockError, ScheduleError
 from .ir import Op, OpKind, Product, Schedule
 from .workload import SkipLink
 
-_MAKES = {kind: tuple(product.value for product in kind.products) for kind in OpKind}
-_TAKES = {
-    OpKind.FORWARD: (Product.OUTPUT.value, -1),
-    OpKind.BACKWARD: (Product.INPUT_GRADIENT.value, 1),
-    OpKind.INPUT_GRADIENT: (Product.INPUT_GRADIENT.value, 1),
-    OpKind.WEIGHT_GRADIENTS: (Product.INPUT_GRADIENT.value, 0),
-}
-"""What an op takes: the product, and how many stages further on it is made."""
+_MAKES = {kind: tuple(product.value for product in kind.makes) for kind in OpKind}
+_TAKES = {kind: (kind.takes.value, -kind.takes.goes) if kind.takes else ("", 0) for kind in OpKind}
+"""What an op takes of another stage: the product, and how many stages further on it is made."""
 
 
 def outside(schedule: Schedule, op: Op) -> ScheduleError:
@@ -83,15 +78,34 @@ class OpGraph:
             if step and stage + step in stages:
                 source = self._makers.get((product, pipe, stage + step, batches, part, parts))
                 if source is None:
-                    raise self._no_input(node, "forward" if step < 0 else "backward", stage + step)
+                    raise self._no_input(node, stage + step)
             sources.append(source)
         return sources
 
-    def _no_input(self, node: int, name: str, stage: int) -> ScheduleError:
+    def _no_input(self, node: int, stage: int) -> ScheduleError:
+        takes = self.ops[node].kind.takes
+        maker = next(kind for kind in OpKind if takes in kind.makes)
         return ScheduleError(
-            f"{self.place(node)} has no input: no {name} of stage {stage} on the same micro-batches "
+            f"{self.place(node)} has no input: no {maker.word} of stage {stage} on the same micro-batches "
             "is in any order"
         )
+
+    @cached_property
+    def needs(self) -> list[list[int]]:
+        """By node the nodes whose products it takes: of the stage before or after, and of its own."""
+        outputs: dict[tuple[int, int, int], int] = {}
+        for node, op in enumerate(self.ops):
+            if op.kind.whole:
+                outputs.update(((op.pipe, op.stage, m), node) for m in op.micro_batches)
+        needs: list[list[int]] = []
+        for (kind, stage, batches, pipe, part, parts, _), source in zip(self.ops, self.source, strict=True):
+            taken = [] if source is None else [source]
+            if kind.first is Product.OUTPUT:
+                taken.append(outputs[pipe, stage, batches[0]])
+            elif kind.first is not None:
+                taken.append(self._makers[kind.first.value, pipe, stage, batches, part, parts])
+            needs.append(taken)
+        return needs
 
     def place(self, node: int) -> str:
         """Where a node stands, for messages: ``worker 2, op 5: B1.3``."""
@@ -120,20 +134,22 @@ class OpGraph:
             yield from self._first_of(skip, apart)
             return
         for node, op in enumerate(self.ops):
-            step = (skip.source, skip.target) if op.kind.makes_output else (skip.target, skip.source)
-            if op.kind is OpKind.WEIGHT_GRADIENTS or op.stage != step[1] or not apart[op.pipe]:
+            takes = op.kind.takes
+            if takes is None or not apart[op.pipe]:
                 continue
-            product = (Product.OUTPUT if op.kind.makes_output else Product.INPUT_GRADIENT).value
-            source = self._makers.get((product, op.pipe, step[0], op.micro_batches, op.part, op.parts))
+            before, after = (skip.source, skip.target)[:: takes.goes]
+            if op.stage != after:
+                continue
+            source = self._makers.get((takes.value, op.pipe, before, op.micro_batches, op.part, op.parts))
             if source is None:
-                raise self._no_input(node, "forward" if op.kind.makes_output else "backward", step[0])
+                raise self._no_input(node, before)
             yield source, node, skip
 
     def _first_of(self, skip: SkipLink, apart: Sequence[bool]) -> Iterator[tuple[int, int, SkipLink]]:
         """The same where it is made once: from the first forward of a pipe and period to the first."""
         first: dict[tuple[int, int, int], int] = {}
         for node, op in enumerate(self.ops):
-            if op.kind.makes_output and op.stage in (skip.source, skip.target) and apart[op.pipe]:
+            if op.kind.whole and op.stage in (skip.source, skip.target) and apart[op.pipe]:
                 first.setdefault((op.pipe, self.schedule.period_of(op), op.stage), node)
         for (pipe, period, stage), node in first.items():
             if stage == skip.target:

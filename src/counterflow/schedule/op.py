@@ -9,16 +9,35 @@ from typing import NamedTuple
 class Product(Enum):
     """What an op makes."""
 
+    __hash__ = object.__hash__  # as of ``OpKind``
+
     OUTPUT = "output"
     INPUT_GRADIENT = "input gradient"
     WEIGHT_GRADIENTS = "weight gradients"
 
+    @property
+    def goes(self) -> int:
+        """How many stages further on it is taken: 1 the next one, -1 the one before, 0 where it is made."""
+        return _GOES[self]
+
+
+_GOES = {Product.OUTPUT: 1, Product.INPUT_GRADIENT: -1, Product.WEIGHT_GRADIENTS: 0}
+
 
 class OpKind(Enum):
-    """What an op computes, with its letter.
+    """What an op computes, with its letter; the table of facts says the rest, and all else asks it.
 
     A backward makes two products at once. Split, it is two ops: the input gradient, which the stage before
     waits for, and the weight gradients, which only the update waits for.
+
+    Attributes:
+        word: what it is called.
+        first: the product of its own stage that it needs; None: none.
+        takes: the product of another stage that it takes, as far away as that goes; None: none.
+        makes: its products.
+        stash: what it changes of the graphs that its stage holds: 1, -1 or 0.
+        gives: of its products the one that goes to another stage; None: none.
+        whole: whether it is always of whole micro-batches, as what needs nothing of its own stage is.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 2.
     """
@@ -30,30 +49,49 @@ class OpKind(Enum):
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENTS = "W"
 
-    @property
-    def makes_output(self) -> bool:
-        """Whether it makes its stage's output."""
-        return self is OpKind.FORWARD
+    word: str
+    first: Product | None
+    takes: Product | None
+    makes: tuple[Product, ...]
+    stash: int
+    gives: Product | None
+    whole: bool
 
     @property
-    def makes_input_gradient(self) -> bool:
-        """Whether it makes the gradient of its stage's input."""
-        return self is OpKind.BACKWARD or self is OpKind.INPUT_GRADIENT
+    def halves(self) -> tuple[OpKind, ...]:
+        """What it is split into: itself, if it makes one product."""
+        if len(self.makes) == 1:
+            return (self,)
+        return tuple(maker_of(product) for product in self.makes)
 
     @property
-    def makes_weight_gradients(self) -> bool:
-        """Whether it makes the gradients of its stage's weights."""
-        return self is OpKind.BACKWARD or self is OpKind.WEIGHT_GRADIENTS
+    def rest(self) -> OpKind | None:
+        """The other half of a backward that it began; None: it is no first half."""
+        if len(self.makes) > 1:
+            return None
+        return next((kind for kind in OpKind if kind.takes is None and kind.first in self.makes), None)
 
-    @property
-    def products(self) -> tuple[Product, ...]:
-        """What it makes."""
-        made = (
-            (self.makes_output, Product.OUTPUT),
-            (self.makes_input_gradient, Product.INPUT_GRADIENT),
-            (self.makes_weight_gradients, Product.WEIGHT_GRADIENTS),
-        )
-        return tuple(product for makes, product in made if makes)
+
+F, B, I, W = OpKind  # noqa: E741 - the letters of the papers, for orders
+_OUT, _IN, _WEIGHTS = Product
+
+_Row = tuple[str, Product | None, Product | None, tuple[Product, ...], int]
+_FACTS: dict[OpKind, _Row] = {
+    # kind: word, needs first, takes, makes, stash
+    F: ("forward", None, _OUT, (_OUT,), 1),
+    B: ("backward", _OUT, _IN, (_IN, _WEIGHTS), -1),
+    I: ("input gradient", _OUT, _IN, (_IN,), 0),
+    W: ("weight gradients", _IN, None, (_WEIGHTS,), -1),
+}
+for _kind, _row in _FACTS.items():
+    _kind.word, _kind.first, _kind.takes, _kind.makes, _kind.stash = _row
+    _kind.gives = next((product for product in _kind.makes if product.goes), None)
+    _kind.whole = _kind.first is None
+
+
+def maker_of(product: Product) -> OpKind:
+    """The kind of op that makes a product alone."""
+    return next(kind for kind in OpKind if kind.makes == (product,))
 
 
 class Op(NamedTuple):
@@ -94,3 +132,8 @@ class Op(NamedTuple):
     def work(self) -> float:
         """Work in micro-batches: 2 for a doubled forward, 0.5 for a half backward."""
         return len(self.micro_batches) / self.parts
+
+    @property
+    def boundary(self) -> int:
+        """The stage whose output it gives to another stage, or the gradient of whose output."""
+        return self.stage if self.kind.gives is Product.OUTPUT else self.stage - 1

@@ -16,7 +16,7 @@ from counterflow.errors import ConfigError
 
 from . import schemes
 from .ir import OptionValue, Schedule
-from .scheme import DEPTH, PERIODS, Kind, Option, Scheme
+from .scheme import DEPTH, PERIODS, Option, OptionType, Scheme
 
 SCHEMES: dict[str, Scheme] = {}
 """Every known scheme by its name; ``register`` adds to it."""
@@ -101,7 +101,9 @@ def about(known: Mapping[str, Option]) -> str:
     """What an option means for each scheme that has it, for people; ``known`` is of ``options()``."""
     schemes: dict[str, list[str]] = {}
     for scheme, option in known.items():
-        default = "" if option.usual is None or option.kind is Kind.FLAG else f", default {option.usual}"
+        default = (
+            "" if option.usual is None or option.kind is OptionType.FLAG else f", default {option.usual}"
+        )
         schemes.setdefault(option.help + default, []).append(scheme)
     return "; ".join(f"{text} ({', '.join(names)})" for text, names in schemes.items())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .ir import Op, Schedule
+from .ir import Op, Product, Schedule
 
 
 def stash_change(op: Op) -> float:
@@ -12,9 +12,7 @@ def stash_change(op: Op) -> float:
 
     A forward is stashed until its weight gradients are made.
     """
-    if op.kind.makes_output:
-        return op.work
-    return -op.work if op.kind.makes_weight_gradients else 0.0
+    return op.kind.stash * op.work
 
 
 def peak_activations(schedule: Schedule, stages: range | None = None) -> tuple[float, ...]:
@@ -48,7 +46,7 @@ def version_lives(schedule: Schedule, worker: int) -> Iterator[tuple[int, int, i
     last_use: dict[tuple[int, int, int], int] = {}
     for index, op in enumerate(order):
         last_use[op.pipe, op.stage, op.version] = index
-        if op.kind.makes_weight_gradients:
+        if Product.WEIGHT_GRADIENTS in op.kind.makes:
             last_backward[op.pipe, op.stage, schedule.period_of(op)] = index
     for pipe, stage in schedule.placement.held(worker):
         # A synchronous schedule ends with its update, which is made in place.

@@ -22,7 +22,7 @@ MOST_OPS = 1_000_000
 """Ops of the largest schedule that is built by name: 500 workers and 1,000 micro-batches have so many."""
 
 
-class Kind(Enum):
+class OptionType(Enum):
     """What an option's values are."""
 
     NUMBER = "a whole number"
@@ -62,7 +62,7 @@ class Option:
     help: str
     default: OptionValue | None = None
     like: str | None = None
-    kind: Kind = Kind.NUMBER
+    kind: OptionType = OptionType.NUMBER
     words: tuple[str, ...] = ()
     letter: str | None = None
     noun: str | None = None
@@ -83,7 +83,7 @@ class Option:
     @property
     def values(self) -> str:
         """What its values are, in the words of an error."""
-        if self.kind is Kind.WORD:
+        if self.kind is OptionType.WORD:
             return f"one of {', '.join(self.words)}"
         return " or ".join([self.kind.value, *self.words])
 
@@ -100,9 +100,9 @@ class Option:
         is_flag = isinstance(value, bool)
         if isinstance(value, str) and value in self.words:
             return
-        if self.kind is Kind.WORD:
+        if self.kind is OptionType.WORD:
             raise ConfigError(f"{self.name}={value!r}: unknown; legal: {', '.join(self.words)}")
-        if is_flag is not (self.kind is Kind.FLAG) or not isinstance(value, int):
+        if is_flag is not (self.kind is OptionType.FLAG) or not isinstance(value, int):
             raise ConfigError(f"{self.name}={value!r}: must be {self.values} ({self.legal})")
 
     def told(self, value: OptionValue) -> str:
@@ -113,9 +113,9 @@ class Option:
         """
         if value == self.unsaid:
             return ""
-        if self.kind is Kind.FLAG:
+        if self.kind is OptionType.FLAG:
             return self.name.replace("_", " ") if value else ""
-        if self.kind is Kind.WORD:
+        if self.kind is OptionType.WORD:
             return str(value)
         if self.noun is not None:
             return f"{value} {self.noun}{'' if value == 1 else 's'}"
@@ -129,7 +129,7 @@ SPLIT = Option(
     "true or false",
     "input and weight gradients apart, the latter where a worker would wait",
     default=False,
-    kind=Kind.FLAG,
+    kind=OptionType.FLAG,
     unsaid=False,
 )
 

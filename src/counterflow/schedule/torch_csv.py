@@ -95,7 +95,7 @@ def loads(text: str, name: str) -> Schedule:
                     f"{name}: stage {op.stage} is on row {where[op.stage]} and on row {rank}; each stage "
                     "lies on one rank"
                 )
-    forwards = {op.micro_batches[0] for order in orders for op in order if op.kind.makes_output}
+    forwards = {op.micro_batches[0] for order in orders for op in order if op.kind.whole}
     _refuse_gaps(where, "stage", name)
     _refuse_gaps(forwards, "micro-batch", name)
     workload = Workload(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
-from .op import Op, OpKind
+from .op import Op, OpKind, Product
 from .placement import Placement
 
 Versions = tuple[tuple[int, ...], ...]
@@ -150,24 +150,28 @@ class Workload:
         one = self._pass_of[op.micro_batches[0]]
         period = self.period_of(op)
 
-        def other(kind: OpKind, stage: int, share: Share) -> Op:
-            version = op.version if stage == op.stage else self.version(stage, period) or 0
-            return Op(kind, stage, share.micro_batches, op.pipe, share.part, share.parts, version)
-
-        if op.kind.makes_output:
-            before = [op.stage - 1] if op.stage else []
-            before += [s.source for s in self.skips if s.target == op.stage and not s.once]
-            return tuple(other(op.kind, stage, Share(op.micro_batches)) for stage in before)
         key = op.micro_batches, op.part, op.parts
         share = next((s for s in one.shares if (s.micro_batches, s.part, s.parts) == key), None)
-        if share is None:
+        if share is None and not op.kind.whole:
             raise KeyError(op)
-        if not op.kind.makes_input_gradient:
-            return (other(OpKind.INPUT_GRADIENT, op.stage, share),)
-        needed = [other(OpKind.FORWARD, op.stage, Share(one.micro_batches))]
-        after = [op.stage + 1] if op.stage + 1 < self.placement.stages else []
-        after += [s.target for s in self.skips if s.source == op.stage and not s.once]
-        needed += [other(kinds_of(share, stage)[0], stage, share) for stage in after]
+
+        def maker(product: Product, stage: int) -> Op:
+            version = op.version if stage == op.stage else self.version(stage, period) or 0
+            if share is None or product is Product.OUTPUT:
+                return Op(OpKind.FORWARD, stage, one.micro_batches, op.pipe, version=version)
+            kind = next(kind for kind in kinds_of(share, stage) if product in kind.makes)
+            return Op(kind, stage, share.micro_batches, op.pipe, share.part, share.parts, version)
+
+        needed = [] if op.kind.first is None else [maker(op.kind.first, op.stage)]
+        takes = op.kind.takes
+        if takes is not None:
+            ends = [(op.stage - takes.goes, op.stage)[:: takes.goes]]
+            ends = [end for end in ends if 0 <= end[0] < end[1] < self.placement.stages]
+            ends += [(skip.source, skip.target) for skip in self.skips if not skip.once]
+            for end in ends:
+                before, after = end[:: takes.goes]
+                if after == op.stage:
+                    needed.append(maker(takes, before))
         return tuple(needed)
 
     @cached_property
@@ -254,8 +258,7 @@ class Workload:
 
 def kinds_of(share: Share, stage: int) -> tuple[OpKind, ...]:
     """The kinds of op that differentiate a share on a stage."""
-    split = OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENTS
-    return split if stage in share.split else (OpKind.BACKWARD,)
+    return OpKind.BACKWARD.halves if stage in share.split else (OpKind.BACKWARD,)
 
 
 def plain(
@@ -294,11 +297,11 @@ def passes_of(ops: Iterable[Op]) -> tuple[Pass, ...]:
     forwards: set[tuple[tuple[int, ...], int]] = set()
     shares: dict[tuple[int, tuple[int, ...], int, int], set[int]] = defaultdict(set)
     for op in ops:
-        if op.kind.makes_output:
+        if op.kind.whole:
             forwards.add((op.micro_batches, op.pipe))
         else:
             split = shares[op.pipe, op.micro_batches, op.part, op.parts]
-            if op.kind is not OpKind.BACKWARD:
+            if len(op.kind.makes) == 1:
                 split.add(op.stage)
     group_of = {(m, pipe): group for group, pipe in forwards for m in group}
     found: dict[tuple[tuple[int, ...], int], list[Share]] = {key: [] for key in sorted(forwards)}

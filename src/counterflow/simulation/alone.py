@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from counterflow.errors import DeadlockError
-from counterflow.schedule.ir import OpKind, Schedule
+from counterflow.schedule.ir import OpKind, Product, Schedule
 
 from .costs import Costs, Link
 from .op_costs import per_stage
@@ -87,7 +87,7 @@ class _Play:
         self.model, self.schedule, self.costs = model, model.schedule, costs
         self.lasts = model.seconds(costs).tolist()
         self.ways: dict[tuple[OpKind, int, int], _Ways] = {}
-        self.there: dict[tuple[bool, int, int], dict[_Key, float]] = {}
+        self.there: dict[tuple[Product, int, int], dict[_Key, float]] = {}
         self.free: list[float] = []
         self.lanes: dict[tuple[int, int], int] = {}
         self.sizes = per_stage("message_bytes", costs.message_bytes, self.schedule.stages)
@@ -152,23 +152,21 @@ class _Play:
         gives: dict[_Key, float] | None = None
         lane: int | None = None
         target, latency, per_work = worker, 0.0, 0.0
-        forward = kind.makes_output
-        step = 1 if forward else -1
-        if kind is not OpKind.WEIGHT_GRADIENTS:
-            if 0 <= stage - step < len(holders):
-                takes = self.there.setdefault((forward, pipe, stage), {})
-            if 0 <= stage + step < len(holders):
-                gives = self.there.setdefault((forward, pipe, stage + step), {})
-                target = holders[stage + step]
+        if kind.takes is not None and 0 <= stage - kind.takes.goes < len(holders):
+            takes = self.there.setdefault((kind.takes, pipe, stage), {})
+        if kind.gives is not None and 0 <= stage + kind.gives.goes < len(holders):
+            target = holders[stage + kind.gives.goes]
+            gives = self.there.setdefault((kind.gives, pipe, stage + kind.gives.goes), {})
+            boundary = min(stage, stage + kind.gives.goes)
         if gives is not None and target != worker:
             costs = self.costs
             latency = _of_link(costs.p2p, worker, target)
-            per_work = _of_link(costs.p2p_per_byte, worker, target) * self.sizes[stage - (not forward)]
+            per_work = _of_link(costs.p2p_per_byte, worker, target) * self.sizes[boundary]
             by = target if costs.ways is None else costs.ways[worker][target]
             lane = self.lanes.setdefault((worker, by), len(self.free))
             if lane == len(self.free):
                 self.free.append(0.0)
-        own = stage if kind.makes_weight_gradients else -1
+        own = stage if Product.WEIGHT_GRADIENTS in kind.makes else -1
         found = _Ways(takes, gives, target, lane, latency, per_work, own)
         self.ways[kind, stage, pipe] = found
         return found

@@ -127,7 +127,7 @@ class TimedSchedule:
     def sent(self) -> tuple[Ints, Floats]:
         """Of each message the stage whose output it is, or the gradient of that, and the work of its op."""
         made = [self.ops[node] for node in self.messages.makers.tolist()]
-        outputs = [op.stage - op.kind.makes_input_gradient for op in made]
+        outputs = [op.boundary for op in made]
         return np.array(outputs, dtype=np.int64), np.array([op.work for op in made], dtype=np.float64)
 
     @cached_property
@@ -176,11 +176,10 @@ class TimedSchedule:
         shares = {m: len(one.shares) for one in self.schedule.workload.passes for m in one.micro_batches}
         numbers: dict[tuple[OpKind, int, int, int, int, int], int] = {}
         which = []
-        forward = OpKind.FORWARD
         for (kind, stage, batches, _, _, parts, _), worker in zip(
             self.ops, self.worker.tolist(), strict=True
         ):
-            each = shares.get(batches[0], 1) if kind is forward else 1
+            each = shares.get(batches[0], 1) if kind.whole else 1
             key = kind, stage, worker, len(batches), parts, each
             which.append(numbers.setdefault(key, len(numbers)))
         if any(stage >= self.schedule.stages for _, stage, *_ in numbers):

@@ -14,7 +14,6 @@ from functools import cache
 from importlib.util import find_spec
 
 from counterflow.schedule.ir import OptionValue, Schedule
-from counterflow.schedule.op import OpKind
 from counterflow.schedule.placement import linear
 from counterflow.schedule.workload import Workload, plain
 from counterflow.simulation import Costs
@@ -298,8 +297,8 @@ def one_by_one(problem: Problem) -> Words:
 
     def place(n: int) -> tuple[int, int, int, bool]:
         x = letters[n]
-        forward = x.kind is OpKind.FORWARD
-        weights = x.kind is OpKind.WEIGHT_GRADIENTS
+        forward = x.kind.whole
+        weights = x.kind.takes is None
         return x.pipe, not forward, x.stage if forward else -x.stage, weights
 
     words: list[list[int]] = [[] for _ in range(problem.workers)]

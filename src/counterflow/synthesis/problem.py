@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from counterflow.errors import ConfigError, DeadlockError
-from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
+from counterflow.schedule.ir import Op, OpKind, OptionValue, Product, Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.residency import stash_change
 from counterflow.schedule.workload import Workload
@@ -442,7 +442,7 @@ def _refuse_too_little(workload: Workload, letters: Sequence[Letter], store: Sto
             own = [n for n, x in enumerate(letters) if x.worker == worker and x.pipe == pipe]
             if not own:
                 continue
-            forwards = [n for n in own if letters[n].kind is OpKind.FORWARD]
+            forwards = [n for n in own if letters[n].kind.whole]
             word = forwards + sorted((n for n in own if n not in forwards), key=lambda n: -letters[n].stage)
             held = replace(store, most=(most,))
             (need,) = peaks(held, (tuple(word),))
@@ -461,7 +461,9 @@ def _sums(workload: Workload, costs: Costs, letters: Sequence[Letter]) -> tuple[
         workers = sorted({worker for _, worker in workload.placement.copies(stage)})
         if len(workers) * costs.replicas > 1 and seconds[stage]:
             makers = tuple(
-                n for n, x in enumerate(letters) if x.stage == stage and x.kind.makes_weight_gradients
+                n
+                for n, x in enumerate(letters)
+                if x.stage == stage and Product.WEIGHT_GRADIENTS in x.kind.makes
             )
             found.append(Summed(makers, tuple(workers), seconds[stage]))
     return tuple(found)

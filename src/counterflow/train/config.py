@@ -33,7 +33,7 @@ from counterflow.schedule import registry
 from counterflow.schedule.formats import loads
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.modes import Recompute, Sync
-from counterflow.schedule.scheme import DEPTH, Kind, Option
+from counterflow.schedule.scheme import DEPTH, Option, OptionType
 
 SCHEME = "chimera"
 """The scheme of the built-in example, and of any config that names none."""
@@ -856,7 +856,7 @@ class RunConfig(Section):
 
 def _legal(option: Option) -> str:
     """What an option may be in a file, in the words of an error."""
-    if option.kind is Kind.WORD:
+    if option.kind is OptionType.WORD:
         return f"one of {', '.join(option.words)}, in quotes"
     return ", or ".join([option.kind.value, *map(toml.shown, option.words)])
 
@@ -865,7 +865,7 @@ def _is_of_kind(option: Option, value: object) -> bool:
     """Whether a file's value can be one of the option; whether it is legal the scheme tells."""
     if isinstance(value, str):
         return bool(option.words)
-    return type(value) is {Kind.FLAG: bool, Kind.NUMBER: int}.get(option.kind)
+    return type(value) is {OptionType.FLAG: bool, OptionType.NUMBER: int}.get(option.kind)
 
 
 def _in_keys(message: str) -> str:

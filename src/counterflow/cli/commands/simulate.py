@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from counterflow.schedule.ir import OpKind, Schedule
+from counterflow.schedule.ir import Schedule
 from counterflow.simulation import Simulation
 from counterflow.simulation import simulate as play
 from counterflow.simulation.cost_texts import BYTES, SECONDS
@@ -133,7 +133,7 @@ def _paid(result: Simulation, costs: CostOptions) -> str:
 
 
 def _has_backwards(result: Simulation) -> bool:
-    return any(op.kind is OpKind.BACKWARD for order in result.schedule.orders for op in order)
+    return any(len(op.kind.makes) > 1 for op in result.schedule.ops())
 
 
 def _workers(result: Simulation) -> Any:

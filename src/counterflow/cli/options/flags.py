@@ -19,9 +19,9 @@ import typer
 
 from counterflow.errors import ConfigError
 from counterflow.schedule import registry
-from counterflow.schedule.ir import OpKind, OptionValue, Schedule
+from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.modes import Recompute, Sync
-from counterflow.schedule.scheme import DEPTH, SPLIT, Kind, Option
+from counterflow.schedule.scheme import DEPTH, SPLIT, Option, OptionType
 from counterflow.simulation import Costs, Link, cost_texts
 
 from .wording import flag
@@ -84,9 +84,9 @@ def _scheme_flag(name: str, known: Mapping[str, Option]) -> Any:
     if name in DEPTH:
         about += f" Other schemes take it in place of {flag(DEPTH[1 - DEPTH.index(name)])}."
     kind: Any = int
-    if option.kind is Kind.FLAG:
+    if option.kind is OptionType.FLAG:
         kind, names = bool, (f"{flag(name)}/--no-{flag(name)[2:]}",)
-    elif option.kind is Kind.WORD:
+    elif option.kind is OptionType.WORD:
         kind, metavar = Enum(name, {word: word for word in option.words}, module=__name__), "MODE"
         about += f" One of {', '.join(option.words)}."
     elif option.words:
@@ -258,7 +258,7 @@ class CostOptions:
 
 def _is_split(schedule: Schedule) -> bool:
     """Whether any of its backwards is two ops."""
-    return any(op.kind is OpKind.INPUT_GRADIENT for order in schedule.orders for op in order)
+    return any(op.kind.rest is not None for op in schedule.ops())
 
 
 def _in_flag(name: str) -> str:

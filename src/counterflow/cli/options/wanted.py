@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from counterflow.errors import ConfigError
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue
-from counterflow.schedule.scheme import Kind
+from counterflow.schedule.scheme import OptionType
 
 from .flags import plain_value
 
@@ -40,7 +40,7 @@ def wanted_options(texts: Sequence[str]) -> tuple[tuple[str, tuple[OptionValue, 
 
 def _value(option: str, text: str) -> OptionValue:
     known = next(iter(registry.options().get(option, {}).values()), None)
-    if known is not None and known.kind is Kind.FLAG and text in ("true", "false"):
+    if known is not None and known.kind is OptionType.FLAG and text in ("true", "false"):
         return text == "true"
     return plain_value(text)
 

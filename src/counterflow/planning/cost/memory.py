@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from counterflow.program.actions import Action, Matching, Receive
 from counterflow.program.lowering import messages, unit_times
-from counterflow.schedule.ir import Op, Schedule
+from counterflow.schedule.ir import Op, Product, Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.simulation.op_costs import StageBytes, per_stage
 from counterflow.simulation.timed_schedule import timed
@@ -135,8 +135,7 @@ class _Walk:
                 continue
             if isinstance(action, Receive):
                 op = action.output
-                stage = op.stage if op.kind.makes_output else op.stage - 1
-                self.pool += self.outputs[stage] * op.work
+                self.pool += self.outputs[op.boundary] * op.work
                 self.most_pool = max(self.most_pool, self.pool)
             else:  # in place of the message before it
                 self.sent[action.peer] = action.output, self.made  # type: ignore[union-attr]
@@ -157,7 +156,7 @@ class _Walk:
         self.here -= self.gone_here
         self.gone_here = 0.0
         at_start, at_end = (amount * op.work for amount in self.held.changes(op.kind, op.stage))
-        if op.kind.makes_output:
+        if op.kind.whole:
             self._forward(op, at_start, at_end)
         else:
             self._backward(op, at_start, at_end)
@@ -177,7 +176,8 @@ class _Walk:
         return max(0.0, self.outputs[stage] - self.kept[stage])
 
     def _backward(self, op: Op, at_start: float, at_end: float) -> None:
-        stage, first, ends = op.stage, op.kind.makes_input_gradient, op.kind.makes_weight_gradients
+        stage, first = op.stage, op.kind.takes is not None
+        ends = Product.WEIGHT_GRADIENTS in op.kind.makes
         if first and stage < self.last:
             self._answered(op)
         gradient = self.outputs[stage] * op.work if stage < self.last else 0.0
@@ -211,7 +211,7 @@ class _Walk:
         peer = self.placement.worker(op.pipe, op.stage + 1)
         if peer in self.sent:
             made, _ = self.sent[peer]
-            about = made.kind.makes_output and made.stage == op.stage
+            about = made.kind.whole and made.stage == op.stage
             if about and op.micro_batches[0] in made.micro_batches:
                 del self.sent[peer]
 

@@ -15,7 +15,7 @@ from functools import cached_property
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.cuts import balance, explicit, stage_layers
-from counterflow.schedule.ir import OpKind, SkipLink
+from counterflow.schedule.ir import OpKind, Product, SkipLink
 from counterflow.schedule.modes import Recompute
 from counterflow.simulation import ByteCosts, Piece
 from counterflow.simulation.op_costs import StageBytes, stage_bytes
@@ -138,7 +138,7 @@ class PlannedOps:
 
     def _profiled(self, piece: Piece) -> float:
         stages, s = self.stages, piece.stage
-        if piece.kind.makes_output:
+        if piece.kind.whole:
             if piece.micro_batches == 2:
                 return doubled_forward(stages, self.recompute)[s]
             if piece.shares > piece.micro_batches:
@@ -146,7 +146,7 @@ class PlannedOps:
             return stages.forward[s] * piece.work
         whole, half = self._backwards(piece.kind)
         seconds = half[s] if piece.work == 0.5 else whole[s] * piece.work
-        if self.recompute is not Recompute.NONE and piece.kind.makes_input_gradient:
+        if self.recompute is not Recompute.NONE and piece.kind.gives is Product.INPUT_GRADIENT:
             seconds += stages.again[s] * piece.work  # split, too
         return seconds
 

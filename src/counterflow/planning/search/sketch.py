@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from counterflow.schedule.ir import Product
 from counterflow.simulation import may_play, ops_alone, simulate
 
 from ..predict import Play, sync_seconds
@@ -48,4 +49,7 @@ def _last_syncs(play: Play) -> list[float]:
     """Seconds of the sum that cannot start before each worker's last op has ended; 0: there is none."""
     syncs = sync_seconds(play.stages, play.network)
     lasts = [order[-1] if order else None for order in play.schedule.orders]
-    return [syncs[op.stage] if op is not None and op.kind.makes_weight_gradients else 0.0 for op in lasts]
+    return [
+        syncs[op.stage] if op is not None and Product.WEIGHT_GRADIENTS in op.kind.makes else 0.0
+        for op in lasts
+    ]

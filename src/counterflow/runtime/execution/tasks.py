@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from counterflow.program.actions import Action, Compute, Message, Program, Receive, Send
-from counterflow.schedule.ir import Op, OpKind, Schedule, SkipLink
+from counterflow.schedule.ir import Op, OpKind, Product, Schedule, SkipLink
 
 from ..messages.once import Link, Sharing
 from ..messages.values import Structure, TensorSpec, Unit
@@ -129,32 +129,25 @@ class Preparation:
         self.last_stage = schedule.stages - 1
         self.first_number = 0
         """Of messages."""
-        self._parts = {op.micro_batches[0]: op.parts for op in schedule.ops() if not op.kind.makes_output}
+        self._parts = {op.micro_batches[0]: op.parts for op in schedule.ops() if not op.kind.whole}
         self._most_parts = max(self._parts.values(), default=1)
         self._skips = schedule.workload.skips
         self._first: dict[tuple[int, int, int], Op] = {}
         """By pipe, stage and period its first forward."""
         self._last: dict[tuple[int, int, int], Op] = {}
         for op in schedule.ops():
-            if op.kind.makes_output:
+            if op.kind.whole:
                 key = op.pipe, op.stage, schedule.period_of(op)
                 self._first.setdefault(key, op)
                 self._last[key] = op
         self._forwards = {
-            (op.stage, number): op
-            for op in schedule.ops()
-            if op.kind.makes_output
-            for number in op.micro_batches
+            (op.stage, number): op for op in schedule.ops() if op.kind.whole for number in op.micro_batches
         }
         self._begins: dict[tuple[int, int], set[int]] = {}
         """By pipe and stage the micro-batches that a period begins with there: mostly one for all periods."""
         for (pipe, stage, _), op in self._first.items():
             self._begins.setdefault((pipe, stage), set()).add(op.micro_batches[0] % schedule.micro_batches)
-        self._split = {
-            (op.stage, op.micro_batches[0])
-            for op in schedule.ops()
-            if op.kind.makes_input_gradient and not op.kind.makes_weight_gradients
-        }
+        self._split = {(op.stage, op.micro_batches[0]) for op in schedule.ops() if op.kind.rest is not None}
 
     def tasks(
         self,
@@ -186,20 +179,20 @@ class Preparation:
         return Tasks(tuple(tasks[:prefix]), tuple(tasks[prefix:]))
 
     def _gives_loss(self, op: Op) -> bool:
-        return op.kind.makes_output and op.stage == self.last_stage
+        return op.kind.whole and op.stage == self.last_stage
 
     def _computes(self, task: Task, op: Op, period_offset: int) -> None:
         task.op, task.stage, task.copy = op, op.stage, self.stages[op.stage]
         task.slot, task.units = self._units(op, period_offset)
         task.splits = any((op.stage, number) in self._split for number in op.micro_batches)
-        if not (op.kind.makes_output or op.kind.makes_input_gradient):
+        if op.kind.gives is None:
             return
-        ahead = 1 if op.kind.makes_output else -1
+        ahead = op.kind.gives.goes
         goes_to = self._worker(op, op.stage + ahead)
         task.hands_over = goes_to == self.worker
         if self._worker(op, op.stage - ahead) not in (None, self.worker):
             task.number = self._number(op, op.stage - ahead, task.units[0])
-            if not op.kind.makes_output:
+            if not op.kind.whole:
                 made = self._forwards[op.stage, op.micro_batches[0]]
                 task.answers = self._number(made, op.stage, self._units(made, period_offset)[1][0])
         if goes_to not in (None, self.worker):
@@ -209,7 +202,7 @@ class Preparation:
 
     def _skipping(self, task: Task, op: Op, period_offset: int) -> None:
         """What an op takes and makes by skips; gradients go the other way."""
-        forward = op.kind.makes_output
+        forward = op.kind.whole
         for skip in self._skips:
             before, after = (skip.source, skip.target) if forward else (skip.target, skip.source)
             if op.stage not in (before, after) or (skip.once and not forward):
@@ -235,7 +228,7 @@ class Preparation:
         task.stage = op.stage
         task.peer = self.ranks[message.peer]
         task.number = self._number(op, message.skip or op.stage, task.units[0])
-        task.activation = op.kind.makes_output
+        task.activation = op.kind.whole
         if message.skip is not None and message.skip.once:
             task.units = task.units[:1]
         elif task.activation:
@@ -256,7 +249,7 @@ class Preparation:
         found = []
         for number in op.micro_batches:
             m = number % self.schedule.micro_batches
-            if not op.kind.makes_output:
+            if not op.kind.whole:
                 found.append(Unit(m, op.part, op.parts, slot))
             else:  # of a whole micro-batch, also if there is no backward
                 parts = self._parts.get(number, 1)
@@ -269,7 +262,7 @@ class Preparation:
         It is the same on all workers.
         """
         micro_batch = first.slot * self.schedule.micro_batches + first.micro_batch
-        gradient = op.kind.makes_input_gradient
+        gradient = op.kind.gives is Product.INPUT_GRADIENT
         place = source if isinstance(source, int) else self.schedule.stages + self._skips.index(source)
         number = ((micro_batch * self._sources + place) * 2 + gradient) * self._most_parts + op.part
         return self.first_number + number
@@ -288,5 +281,5 @@ class Preparation:
         """Whether no other worker sees it, and nothing in it depends on what others were given."""
         action = task.action
         if isinstance(action, Compute):
-            return action.op.kind.makes_output and action.op.stage == 0 != self.last_stage
+            return action.op.kind.whole and action.op.stage == 0 != self.last_stage
         return isinstance(action, Receive)

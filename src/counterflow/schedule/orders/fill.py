@@ -38,7 +38,7 @@ def filled(
         DeadlockError: the workers wait for each other in a circle.
     """
     graph = OpGraph(schedule)
-    needs = _needs(graph)
+    needs = graph.needs
     ended = [inf] * len(graph.ops)
     workers = [
         _Worker(graph, w, needs, limit, movable)
@@ -55,33 +55,13 @@ def filled(
         node = worker.taken_at(now, ended)
         if node is not None:
             op = graph.ops[node]
-            end = now + op.work * (2 if op.kind is OpKind.BACKWARD else 1)
+            end = now + op.work * len(op.kind.makes)
             ended[node] = worker.busy_until = end
             for other in waked[node]:
                 heappush(moments, (end, other))
     if any(worker.left for worker in workers):
         raise DeadlockError(graph.describe_cycle())
     return replace(schedule, orders=tuple(tuple(worker.done) for worker in workers))
-
-
-def _needs(graph: OpGraph) -> list[list[int]]:
-    """The nodes whose products each node takes, of its own stage and of the one before or after."""
-    forwards: dict[tuple[int, int, int], int] = {}
-    gradients: dict[tuple[int, int, tuple[int, ...], int, int], int] = {}
-    for node, op in enumerate(graph.ops):
-        if op.kind.makes_output:
-            forwards.update(((op.pipe, op.stage, m), node) for m in op.micro_batches)
-        elif op.kind is OpKind.INPUT_GRADIENT:
-            gradients[op.pipe, op.stage, op.micro_batches, op.part, op.parts] = node
-    needs: list[list[int]] = []
-    for op, source in zip(graph.ops, graph.source, strict=True):
-        taken = [] if source is None else [source]
-        if op.kind is OpKind.WEIGHT_GRADIENTS:
-            taken.append(gradients[op.pipe, op.stage, op.micro_batches, op.part, op.parts])
-        elif not op.kind.makes_output:
-            taken.append(forwards[op.pipe, op.stage, op.micro_batches[0]])
-        needs.append(taken)
-    return needs
 
 
 def _waked(graph: OpGraph, needs: list[list[int]]) -> list[set[int]]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from counterflow.errors import ConfigError
 
-from ..ir import Op, OpKind, Schedule
+from ..ir import Op, Schedule
 from ..residency import peak_activations, stash_change
 from ..workload import Workload
 from .fill import filled
@@ -78,31 +78,25 @@ def weights_in_waits(schedule: Schedule, limits: Sequence[float]) -> Schedule:
             it stashes where weight gradients follow their input gradients at once.
     """
     late = (tuple(_late(order, limit)) for order, limit in zip(schedule.orders, limits, strict=True))
-    return filled(
-        replace(schedule, orders=tuple(late)), limits, lambda op: op.kind is OpKind.WEIGHT_GRADIENTS
-    )
+    return filled(replace(schedule, orders=tuple(late)), limits, lambda op: op.kind.takes is None)
 
 
 def _halves(order: Sequence[Op]) -> Iterator[Op]:
     for op in order:
-        if op.kind is OpKind.BACKWARD:
-            yield op._replace(kind=OpKind.INPUT_GRADIENT)
-            yield op._replace(kind=OpKind.WEIGHT_GRADIENTS)
-        else:
-            yield op
+        yield from (op._replace(kind=kind) for kind in op.kind.halves)
 
 
 def _late(order: Sequence[Op], limit: float) -> Iterator[Op]:
     """The order in which weight gradients come as late as memory allows."""
     stashed, waiting = 0.0, deque[Op]()
     for op in order:
-        if op.kind is OpKind.WEIGHT_GRADIENTS:
+        if op.kind.takes is None:
             continue
         while waiting and stashed + stash_change(op) > limit:
             stashed += stash_change(waiting[0])
             yield waiting.popleft()
         stashed += stash_change(op)
-        if op.kind is OpKind.INPUT_GRADIENT:
-            waiting.append(op._replace(kind=OpKind.WEIGHT_GRADIENTS))
+        if op.kind.rest is not None:
+            waiting.append(op._replace(kind=op.kind.rest))
         yield op
     yield from waiting

@@ -31,11 +31,12 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from counterflow.errors import ConfigError
-from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
+from counterflow.schedule.ir import Op, OptionValue, Schedule
+from counterflow.schedule.op import B, F
 from counterflow.schedule.orders.slots import Placed, orders_by_slot, spread
 from counterflow.schedule.orders.split import split_backwards, split_workload
 from counterflow.schedule.placement import Placement, bidirectional
-from counterflow.schedule.scheme import MICRO_BATCHES, SPLIT, Directions, Kind, Option, Scheme
+from counterflow.schedule.scheme import MICRO_BATCHES, SPLIT, Directions, Option, OptionType, Scheme
 from counterflow.schedule.workload import Pass, Share, Workload
 
 from ._legal import at_least
@@ -159,7 +160,7 @@ def _passes(
 
 
 def _placed(placement: Placement, passes: Sequence[_Slots]) -> Iterator[Placed]:
-    forward_op, backward_op = OpKind.FORWARD, OpKind.BACKWARD
+    forward_op, backward_op = F, B
     for work, forward, backwards in passes:
         pipe, batches = work.pipe, work.micro_batches
         workers = placement.pipes_stages[pipe]
@@ -210,7 +211,7 @@ SCHEME = Scheme(
             ", ".join(Concat),
             "how units of D micro-batches follow each other",
             default=Concat.DIRECT.value,
-            kind=Kind.WORD,
+            kind=OptionType.WORD,
             words=tuple(way.value for way in Concat),
         ),
         SPLIT,

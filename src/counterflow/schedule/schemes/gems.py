@@ -14,7 +14,8 @@ Source: Jain et al., GEMS (SC'20); Chimera (SC'21) section 2, Figure 2.
 
 from __future__ import annotations
 
-from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.ir import Op, Schedule
+from counterflow.schedule.op import B, F
 from counterflow.schedule.orders.split import split_backwards, split_workload
 from counterflow.schedule.placement import bidirectional
 from counterflow.schedule.scheme import MICRO_BATCHES, SPLIT, Directions, Option, Scheme
@@ -42,7 +43,7 @@ def gems(stages: int, micro_batches: int, split: bool = False) -> Schedule:
         tuple(
             Op(kind, worker if m % 2 == 0 else stages - 1 - worker, (m,), pipe=m % 2)
             for m in range(micro_batches)
-            for kind in (OpKind.FORWARD, OpKind.BACKWARD)
+            for kind in (F, B)
         )
         for worker in range(stages)
     )

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
+from counterflow.schedule.ir import Op, OptionValue, Schedule
+from counterflow.schedule.op import B, F
 from counterflow.schedule.placement import looped
 from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme, counts
 from counterflow.schedule.workload import Workload, plain
@@ -56,10 +57,10 @@ def _workload(stages: int, micro_batches: int, groups: int = 1) -> Workload:
 def _order(worker: int, workers: int, chunks: int, micro_batches: int) -> Iterator[Op]:
     for chunk in range(chunks):
         for m in range(micro_batches):
-            yield Op(OpKind.FORWARD, chunk * workers + worker, (m,))
+            yield Op(F, chunk * workers + worker, (m,))
     for chunk in reversed(range(chunks)):
         for m in reversed(range(micro_batches)):
-            yield Op(OpKind.BACKWARD, chunk * workers + worker, (m,))
+            yield Op(B, chunk * workers + worker, (m,))
 
 
 def _planned(workers: int, _micro_batches: int, layers: int) -> Iterator[Mapping[str, OptionValue]]:

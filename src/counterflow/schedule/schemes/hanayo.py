@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
+from counterflow.schedule.ir import Op, OptionValue, Schedule
+from counterflow.schedule.op import B, F
 from counterflow.schedule.orders.slots import Placed, orders_by_slot
 from counterflow.schedule.orders.split import split_backwards, split_workload
 from counterflow.schedule.placement import Placement, wave
@@ -62,8 +63,8 @@ def _placed(placement: Placement, micro_batches: int) -> Iterator[Placed]:
         unit, j = divmod(m, placement.workers)
         start = unit * (last + 1) + 2 * j
         for s, worker in enumerate(holders):
-            yield start + s, worker, Op(OpKind.FORWARD, s, (m,))
-            yield start + last - s, worker, Op(OpKind.BACKWARD, s, (m,))
+            yield start + s, worker, Op(F, s, (m,))
+            yield start + last - s, worker, Op(B, s, (m,))
 
 
 def _planned(workers: int, _micro_batches: int, layers: int) -> Iterator[Mapping[str, OptionValue]]:

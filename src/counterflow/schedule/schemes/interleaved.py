@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
+from counterflow.schedule.op import B, F
 from counterflow.schedule.orders.slots import spread
 from counterflow.schedule.orders.split import split_backwards, split_workload
 from counterflow.schedule.placement import looped
@@ -59,8 +60,8 @@ def _workload(workers: int, micro_batches: int, chunks: int = 2, split: bool = F
 
 def _order(worker: int, workers: int, chunks: int, rounds: list[int]) -> tuple[Op, ...]:
     stages = [chunk * workers + worker for chunk in range(chunks)]
-    forwards = list(in_rounds(OpKind.FORWARD, stages, rounds))
-    backwards = list(in_rounds(OpKind.BACKWARD, stages[::-1], rounds))
+    forwards = list(in_rounds(F, stages, rounds))
+    backwards = list(in_rounds(B, stages[::-1], rounds))
     behind = workers - 1 - worker
     warm_up = behind if chunks == 1 else (chunks - 1) * rounds[0] + 2 * behind
     warm_up = min(warm_up, len(forwards))

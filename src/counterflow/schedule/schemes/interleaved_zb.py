@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
+from counterflow.schedule.ir import Op, OptionValue, Schedule
+from counterflow.schedule.op import F, I, W
 from counterflow.schedule.orders.slots import spread
 from counterflow.schedule.placement import looped
 from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme, counts
@@ -60,9 +61,9 @@ def _rounds(workers: int, micro_batches: int) -> list[int]:
 
 def _order(worker: int, workers: int, chunks: int, rounds: list[int]) -> tuple[Op, ...]:
     stages = [chunk * workers + worker for chunk in range(chunks)]
-    forwards = list(in_rounds(OpKind.FORWARD, stages, rounds))
-    gradients = list(in_rounds(OpKind.INPUT_GRADIENT, stages[::-1], rounds))
-    weights = [op._replace(kind=OpKind.WEIGHT_GRADIENTS) for op in gradients]
+    forwards = list(in_rounds(F, stages, rounds))
+    gradients = list(in_rounds(I, stages[::-1], rounds))
+    weights = [op._replace(kind=W) for op in gradients]
     warm_up = min((chunks - 1) * rounds[0] + workers - 1 - worker, len(forwards))
     order = forwards[:warm_up]
     for index, gradient in enumerate(gradients):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from counterflow.schedule.ir import Op, OpKind
+from counterflow.schedule.op import B, F
 
 
 def one_forward_one_backward(
@@ -32,11 +33,11 @@ def one_forward_one_backward(
         return Op(kind, stage, (m,), version=version(m) if version else 0)
 
     warm_up = min(in_flight, micro_batches)
-    order = [op(OpKind.FORWARD, m) for m in range(warm_up)]
+    order = [op(F, m) for m in range(warm_up)]
     for m in range(micro_batches):
-        order.append(op(OpKind.BACKWARD, m))
+        order.append(op(B, m))
         if m + warm_up < micro_batches:
-            order.append(op(OpKind.FORWARD, m + warm_up))
+            order.append(op(F, m + warm_up))
     return tuple(order)
 
 

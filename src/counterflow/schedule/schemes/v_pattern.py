@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
-from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
+from counterflow.schedule.ir import Op, OptionValue, Schedule
+from counterflow.schedule.op import F, I, W
 from counterflow.schedule.orders.fill import filled
 from counterflow.schedule.orders.split import weights_in_waits
 from counterflow.schedule.placement import wave
@@ -26,7 +27,7 @@ Starts = tuple[int, int, int, int]
 INTERVAL = 6
 """Two stages' ops, each of one time: when the next micro-batch's block starts."""
 
-KINDS = OpKind.FORWARD, OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.INPUT_GRADIENT
+KINDS = F, F, I, I
 
 
 def v_workload(workers: int, micro_batches: int) -> Workload:
@@ -111,8 +112,8 @@ def _order(worker: int, workers: int, micro_batches: int, starts: Starts) -> Ite
         op = placed.get(time)
         if op is not None:
             yield op
-            if op.kind is OpKind.INPUT_GRADIENT:
-                waiting.append(Op(OpKind.WEIGHT_GRADIENTS, op.stage, op.micro_batches))
+            if op.kind is I:
+                waiting.append(Op(W, op.stage, op.micro_batches))
         elif waiting:
             yield waiting.popleft()
     yield from waiting

@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from counterflow.schedule.ir import Op, OpKind
+from counterflow.schedule.op import B, I, W
 
-_COUNTED_WITH = {OpKind.INPUT_GRADIENT: OpKind.BACKWARD}
+_COUNTED_WITH = {I: B}
 
 
 def ops_of(words: Iterable[str], op: Callable[[OpKind, int, int], Op]) -> Iterator[Op]:
@@ -32,13 +33,13 @@ def ops_of(words: Iterable[str], op: Callable[[OpKind, int, int], Op]) -> Iterat
     waiting: list[tuple[str, int]] = []
     for word in words:
         kind, stage = OpKind(word[0]), word[1:]
-        if kind is OpKind.WEIGHT_GRADIENTS:
+        if kind is W:
             oldest = next(one for one in waiting if stage in ("", one[0]))
             waiting.remove(oldest)
             yield op(kind, int(oldest[0]), oldest[1])
             continue
         counted = _COUNTED_WITH.get(kind, kind), stage
-        if kind is OpKind.INPUT_GRADIENT:
+        if kind is I:
             waiting.append((stage, begun[counted]))
         yield op(kind, int(stage), begun[counted])
         begun[counted] += 1

@@ -20,6 +20,7 @@ from functools import partial
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.op import B, F
 from counterflow.schedule.orders.slots import Placed, orders_by_slot
 from counterflow.schedule.placement import looped
 from counterflow.schedule.scheme import PERIODS, Option, Scheme
@@ -79,9 +80,9 @@ def _placed(workers: int, micro_batches: int, periods: int) -> Iterator[Placed]:
                 for w in range(workers):
                     stage = group * workers + w
                     if t < periods:
-                        yield 2 * v + w, w, op(OpKind.FORWARD, stage, t, j)
+                        yield 2 * v + w, w, op(F, stage, t, j)
                     if 0 <= backward_period < periods:
-                        backward = op(OpKind.BACKWARD, stage, backward_period, j)
+                        backward = op(B, stage, backward_period, j)
                         yield 2 * v + 2 * workers - 1 - w, w, backward
                 v += 1
 
@@ -90,8 +91,8 @@ def _steady(orders: tuple[tuple[Op, ...], ...], micro_batches: int) -> tuple[tup
     """Whole periods on each worker, from its first backward of G0 to its last forward of G1."""
     slices = []
     for worker, order in enumerate(orders):
-        first = next(i for i, op in enumerate(order) if op.kind is OpKind.BACKWARD and op.stage == worker)
-        last = max(i for i, op in enumerate(order) if op.kind is OpKind.FORWARD)
+        first = next(i for i, op in enumerate(order) if op.kind is B and op.stage == worker)
+        last = max(i for i, op in enumerate(order) if op.kind is F)
         whole = (last + 1 - first) // (4 * micro_batches)
         if whole < 1:
             return None

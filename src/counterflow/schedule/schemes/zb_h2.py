@@ -11,7 +11,8 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024, arXiv 2401.10241
 
 from __future__ import annotations
 
-from counterflow.schedule.ir import OpKind, Schedule
+from counterflow.schedule.ir import Schedule
+from counterflow.schedule.op import W
 from counterflow.schedule.orders.fill import filled
 from counterflow.schedule.residency import peak_activations
 from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme
@@ -42,7 +43,7 @@ def zb_h2(stages: int, micro_batches: int) -> Schedule:
     if micro_batches >= 2 * stages - 1:  # no worker waits after its first input gradient
         return schedule
     peaks = peak_activations(schedule)
-    return filled(schedule, peaks, movable=lambda op: op.kind is OpKind.WEIGHT_GRADIENTS)
+    return filled(schedule, peaks, movable=lambda op: op.kind is W)
 
 
 SCHEME = Scheme(

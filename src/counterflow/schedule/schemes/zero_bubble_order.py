@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from counterflow.schedule.ir import Op, OpKind
+from counterflow.schedule.op import F, I, W
 from counterflow.schedule.placement import linear
 from counterflow.schedule.workload import Workload, plain
 
@@ -37,12 +38,12 @@ def zero_bubble_order(stage: int, micro_batches: int, in_flight: int, delay: int
         return Op(kind, stage, (m,))
 
     warm_up = min(in_flight, micro_batches)
-    order = [op(OpKind.FORWARD, m) for m in range(warm_up)]
+    order = [op(F, m) for m in range(warm_up)]
     for m in range(micro_batches):
-        order.append(op(OpKind.INPUT_GRADIENT, m))
+        order.append(op(I, m))
         if m >= delay:
-            order.append(op(OpKind.WEIGHT_GRADIENTS, m - delay))
+            order.append(op(W, m - delay))
         if m + warm_up < micro_batches:
-            order.append(op(OpKind.FORWARD, m + warm_up))
+            order.append(op(F, m + warm_up))
     late = range(max(0, micro_batches - delay), micro_batches)
-    return (*order, *(op(OpKind.WEIGHT_GRADIENTS, m) for m in late))
+    return (*order, *(op(W, m) for m in late))

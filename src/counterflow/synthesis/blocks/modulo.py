@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from counterflow.schedule.ir import OpKind
-
 from ..problem import CLOSE, Problem, Words
 from ..search.compiled import Floats, Ints, compiled
 
@@ -116,7 +114,7 @@ def ring_of(problem: Problem) -> Ring:
         first=np.array([0, *accumulate(len(row) for row in rows)]),
         maker=np.array([m for row in rows for m, _ in row], dtype=np.int64),
         after=np.array([a for row in rows for _, a in row], dtype=np.float64),
-        chain=np.array([x.stage if x.kind is OpKind.FORWARD else 2 * stages - x.stage for x in letters]),
+        chain=np.array([x.stage if x.kind.whole else 2 * stages - x.stage for x in letters]),
         pipe=np.array([x.pipe for x in letters]),
         takes=start + np.maximum(end, 0.0),
         net=start + end,

@@ -20,8 +20,6 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from counterflow.schedule.ir import OpKind
-
 from ..problem import CLOSE, Problem, Store
 from .windows import Windows, count_within, windows_of
 
@@ -181,7 +179,7 @@ class _Side:
             self._heads, self._tails = windows.heads, windows.tails
         self.before_first = min(self._heads[n][0] for n in self.own)
         self.after_last = min(self._tails[n][-1] - windows.busy[n] for n in self.own)
-        self._forwards = [n for n in self.own if letters[n].kind is OpKind.FORWARD]
+        self._forwards = [n for n in self.own if letters[n].kind.whole]
         # The first backward is one of the highest stage of some pipe, since the others need it; likewise
         # the last forward.
         highest = {letters[n].pipe: letters[n].stage for n in self._forwards}
@@ -210,9 +208,7 @@ class _Side:
         letters = self._problem.letters
         x = letters[forward]
         own = [n for n in self.own if (letters[n].pipe, letters[n].stage) == (x.pipe, x.stage)]
-        return sorted(
-            (n for n in own if n != forward), key=lambda n: letters[n].kind is OpKind.WEIGHT_GRADIENTS
-        )
+        return sorted((n for n in own if n != forward), key=lambda n: letters[n].kind.takes is None)
 
     def _states(self, store: Store, forward: int) -> list[tuple[float, float]]:
         """What a micro-batch holds after its forward and after its input gradient; what is then still to do.

@@ -15,8 +15,6 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from counterflow.schedule.op import OpKind
-
 from ..problem import CLOSE, Problem, Words
 
 Floats = NDArray[np.float64]
@@ -128,7 +126,7 @@ def numbers_of(problem: Problem) -> Numbers:
         maker=np.array([need.letter for x in letters for need in x.needs], dtype=np.int64),
         late=np.array([need.seconds for x in letters for need in x.needs], dtype=np.float64),
         own=np.array(own, dtype=np.int64),
-        forward=np.array([x.kind is OpKind.FORWARD for x in letters]),
+        forward=np.array([x.kind.whole for x in letters]),
         at_start=np.array([s.at_start for s in problem.stores]).reshape(-1, len(letters)),
         at_end=np.array([s.at_end for s in problem.stores]).reshape(-1, len(letters)),
         most=most * (1 + CLOSE),

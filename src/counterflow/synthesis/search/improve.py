@@ -20,7 +20,7 @@ from time import monotonic
 
 import numpy as np
 
-from counterflow.schedule.op import OpKind
+from counterflow.schedule.ir import Product
 
 from ..bounds.windows import first_starts
 from ..problem import Problem, Words, value_of
@@ -101,23 +101,22 @@ class Search:
         self._room = room_of(self.numbers, problem.workers)
         lengths = np.bincount(self.numbers.worker, weights=self.numbers.ops, minlength=problem.workers)
         self._first = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
-        self._forward = np.array([x.kind is OpKind.FORWARD for x in problem.letters])
-        self._weights = np.array([x.kind is OpKind.WEIGHT_GRADIENTS for x in problem.letters])
+        self._forward = np.array([x.kind.whole for x in problem.letters])
+        self._weights = np.array([x.kind.takes is None for x in problem.letters])
         self._round = max(problem.work()) / np.maximum(self.numbers.ops, 1)
         early = np.array(first_starts(problem))
         self._out, self._back = (
-            self._of_stage(early, kinds)
-            for kinds in ((OpKind.FORWARD,), (OpKind.BACKWARD, OpKind.INPUT_GRADIENT))
+            self._of_stage(early, product) for product in (Product.OUTPUT, Product.INPUT_GRADIENT)
         )
         self._trip = self._back - self._out
         seconds = np.where(self._forward, self.numbers.seconds, 0.0)
         of_worker = np.bincount(self.numbers.worker, weights=seconds, minlength=problem.workers)
         self._forwards = np.maximum(of_worker[self.numbers.worker], 1e-9 * self._round)
 
-    def _of_stage(self, early: Floats, kinds: tuple[OpKind, ...]) -> Floats:
-        """By letter, when the op of some kind of its stage could start."""
+    def _of_stage(self, early: Floats, product: Product) -> Floats:
+        """By letter, when the op of its stage could start that gives a product to another one."""
         letters = self.problem.letters
-        found = {(x.pipe, x.stage): early[i] for i, x in enumerate(letters) if x.kind in kinds}
+        found = {(x.pipe, x.stage): early[i] for i, x in enumerate(letters) if x.kind.gives is product}
         return np.array([found[x.pipe, x.stage] for x in letters])
 
     def seconds(self, words: Words) -> float:
