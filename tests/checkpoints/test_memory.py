@@ -38,6 +38,7 @@ def keep_and_die(root: str, steps: list[int]) -> list[int | None]:
     before = Memory(transport, "run", [], root=Path(root))
     for step in steps:
         before.keep(at(step), [])
+    before.settle()
     again = Memory(transport, "run", [], root=Path(root))
     found = [again.find()]
 
@@ -47,8 +48,9 @@ def keep_and_die(root: str, steps: list[int]) -> list[int | None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Slot, "_lay_out", die)
+        again.keep(at(steps[-1] + 1), [])
         with pytest.raises(Killed):
-            again.keep(at(steps[-1] + 1), [])
+            again.settle()
     found.append(Memory(transport, "run", [], root=Path(root)).find())
     return [one.step if one is not None else None for one in found]
 
@@ -62,6 +64,7 @@ def test_what_was_found_stays_until_there_is_a_newer_one(tmp_path: Path, steps: 
 def make(root: str) -> str:
     memory = Memory(current_transport(), "run", [], root=Path(root))
     memory.keep(made(), [])
+    memory.settle()
     return oct(memory.folder.stat().st_mode)
 
 

@@ -62,11 +62,11 @@ class SavePlan:
         """Who writes what is no tensor: the first that has it."""
 
     def part(self) -> Part:
-        """What this worker writes, as it is now: copies on the CPU."""
+        """What this worker writes: the tensors themselves, or of DTensors what is at hand."""
         found: Part = {}
         for item in self._mine.items:
             tensor = cast("Tensor", self._planner.resolve_data(item)).detach()
-            found[item.index.fqn] = tensor.to("cpu", copy=True), tuple(_data(item).chunk.offsets)
+            found[item.index.fqn] = tensor, tuple(_data(item).chunk.offsets)
         return found
 
     def table(self) -> dict[str, Stored]:

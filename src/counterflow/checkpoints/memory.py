@@ -3,6 +3,8 @@
 After a step each worker copies its weights and what its optimiser keeps into a file in memory (/dev/shm).
 That outlives the worker's process, and not its machine: of a machine that is gone, the stages come from the
 machines of the other workers that hold them. Of two files one is whole while the other one is written.
+The device makes the copy and a thread writes it while the next step computes; only its update waits for the
+device's part.
 
 Optimiser state that is sharded over a stage's holders is there once: if its owner's machine is gone, no step
 of the memory counts, and all comes from a checkpoint.
@@ -23,6 +25,7 @@ import math
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,8 +40,9 @@ from counterflow.runtime.parameters.sharded_updates import Owners
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.transport import Transport
 
-from .memory_file import Slot, opened, packed, unpacked
-from .state import EXTRA, MODEL, OPTIMIZER, OPTIONS, at_hand, first_names
+from .host_copies import HostCopies
+from .memory_file import Slot, described, opened, packed, unpacked
+from .state import EXTRA, MODEL, OPTIMIZER, OPTIONS, at_hand, changing_in_forward, first_names
 
 _LOG = logging.getLogger(__name__)
 
@@ -90,15 +94,23 @@ class Memory:
         self._slots = [Slot(self.folder / f"rank-{transport.rank}.{turn}") for turn in (0, 1)]
         self._turn = 0
         self._full = False
+        self._copies = HostCopies(transport.device)
+        self._writer: threading.Thread | None = None
+        self._failed: BaseException | None = None
+        """Why the last copy is not whole."""
         _make(self.folder)
 
     def keep(self, pipeline: Pipeline, records: Records) -> None:
-        """Copy what this worker holds, with nothing under way.
+        """Begin to copy what this worker holds, with nothing under way; the copy before is whole then.
+
+        The pipeline's next update waits until the device has made the copy; until then nobody else changes
+        weights. A thread writes it.
 
         Args:
             pipeline: after a step.
             records: the metrics of that step.
         """
+        self.settle()
         if self._full:
             return
         tensors, objects = at_hand(pipeline)
@@ -112,19 +124,45 @@ class Memory:
             "layout": self.layout,
             "records": records,
         }
-        try:
-            self._slots[self._turn].write(pipeline.steps, tensors, about)
-        except OSError as error:
+        step, tail, slot = pipeline.steps, described(tensors, about), self._slots[self._turn]
+        copy = self._copies.begin(tensors, changing_in_forward(pipeline, tensors))
+        pipeline.weights.change_after(copy.order)
+
+        def write() -> None:
+            try:
+                copy.wait()
+                slot.write(step, copy.tensors, tail)
+            except BaseException as error:  # raised where the worker settles
+                self._failed = error
+
+        # A daemon: a device that hangs must not keep the process from ending.
+        self._writer = threading.Thread(target=write, name="copy to memory", daemon=True)
+        self._writer.start()
+
+    def settle(self) -> None:
+        """Wait until the copy that was begun is whole, and see what became of it."""
+        if self._writer is None:
+            return
+        self.wait()
+        self._writer, failed, self._failed = None, self._failed, None
+        if failed is None:
+            self._turn = 1 - self._turn
+        elif isinstance(failed, OSError):
             self._full = True
             self.clear()
             _LOG.warning(
                 "%s has no room for copies of weights (%s): a restart goes on from a checkpoint; "
                 "train.memory_every = 0 keeps none",
                 self.folder,
-                error.strerror,
+                failed.strerror,
             )
-            return
-        self._turn = 1 - self._turn
+        else:
+            raise failed
+
+    def wait(self, limit_seconds: float | None = None) -> None:
+        """Wait for a copy that is being written, so long at most; None: as long as it takes."""
+        if self._writer is not None:
+            self._writer.join(limit_seconds)
 
     def find(self) -> Found | None:
         """What all can go on from; all workers call it, before they keep anything.
@@ -149,6 +187,7 @@ class Memory:
 
     def clear(self) -> None:
         """Give this worker's memory back."""
+        self.settle()
         for slot in self._slots:
             slot.remove()
         with contextlib.suppress(OSError):

@@ -37,14 +37,18 @@ class Slot:
         self._views: dict[str, Tensor] = {}
         self._map: mmap.mmap | None = None
 
-    def write(self, step: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    def write(self, step: int, tensors: Mapping[str, Tensor], tail: bytes) -> None:
         """Write a copy; whole once it is done.
+
+        Args:
+            step: that it is of.
+            tensors: on the host.
+            tail: what ``described`` gives of them.
 
         Raises:
             OSError: there is no room.
         """
-        table = {key: (str(t.dtype), tuple(t.shape)) for key, t in tensors.items()}
-        tail = packed({**about, "table": table})
+        table = _table(tensors)
         if self._map is None or table != self._table or self._begin + len(tail) > len(self._map):
             self._lay_out(tensors, len(tail))
             self._table = table
@@ -81,6 +85,15 @@ class Slot:
         finally:
             os.close(handle)
         self._views = {key: _view(self._map, offsets[key], t.dtype, t.shape) for key, t in tensors.items()}
+
+
+def described(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
+    """The tail of a file with such tensors: what says of them all that there is to say, as it is now."""
+    return packed({**about, "table": _table(tensors)})
+
+
+def _table(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {key: (str(t.dtype), tuple(t.shape)) for key, t in tensors.items()}
 
 
 def _offsets(table: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[dict[str, int], int]:

@@ -1,8 +1,8 @@
 """Writes checkpoints while the training goes on: one object a worker, whose calls all workers make alike.
 
-``start`` copies what this worker writes to the CPU, and a thread writes it into a draft. ``poll`` agrees, by
-one small gather, on whether all have written; then rank 0 writes the index and gives the draft its name. No
-worker waits in a collective for a disk, so that a write may take longer than any timeout.
+``start`` begins to copy what this worker writes to the CPU, and a thread writes it into a draft. ``poll``
+agrees, by one small gather, on whether all have written; then rank 0 writes the index and gives the draft its
+name. No worker waits in a collective for a disk, so that a write may take longer than any timeout.
 
 Invariant: a folder ``step-N`` is there complete or not at all. What fails (a full disk, a lost mount) leaves
 no draft and no other checkpoint touched; it is told, and training may go on.
@@ -28,9 +28,10 @@ from counterflow.errors import ConfigError, CounterflowError
 from counterflow.runtime.pipeline import Pipeline
 
 from . import files
+from .host_copies import HostCopies
 from .index import INDEX, Index, Written, complete, draft_of, name_of, remove_drafts
 from .renames import put
-from .state import at_hand, file_and_name, first_names
+from .state import at_hand, changing_in_forward, file_and_name, first_names
 
 if TYPE_CHECKING:
     from .dcp import Part
@@ -88,6 +89,7 @@ class Saver:
         """The step whose checkpoint is being written."""
         self.last: Outcome | None = None
         """What became of the last one that ended."""
+        self._copies = HostCopies(pipeline.device)
         self._transport = pipeline.transport
         self._writes_index = self._transport.rank == 0
         self._thread: threading.Thread | None = None
@@ -103,12 +105,18 @@ class Saver:
         # A worker that was frozen, and thaws when others have gone on, must not write among their files.
         self._mark = str(self._transport.gather_objects(secrets.token_hex(4))[0])  # drafts of before are gone
 
-    def start(self, about: Mapping[str, Any], extras: Mapping[str, Extra] | None = None) -> None:
+    def start(
+        self, about: Mapping[str, Any], extras: Mapping[str, Extra] | None = None, *, beside: bool = False
+    ) -> None:
         """Begin a checkpoint of the pipeline as it is, with nothing under way; all workers call it.
+
+        The host does not wait for the device: what that is given next runs when the weights are copied.
 
         Args:
             about: what the index says of it; rank 0's counts.
             extras: further files, or who makes them while the pipeline goes on; rank 0's count.
+            beside: whether nothing but the pipeline changes weights from here to the next step: then that
+                computes while they are copied, and its update alone waits.
 
         Raises:
             ConfigError: gradients or another checkpoint are under way, or something cannot be written down.
@@ -125,7 +133,6 @@ class Saver:
         pipeline.weights.check_copies(f"after {pipeline.steps} steps")
         tensors, objects = at_hand(pipeline)
         plan = SavePlan(tensors, objects, self._transport)
-        part = plan.part()
         mine = {key: value for key, value in objects.items() if plan.objects[key] == self._transport.rank}
         packed = _packed(mine)
         step, draft = pipeline.steps, self.root / draft_of(pipeline.steps, self._mark)
@@ -145,7 +152,24 @@ class Saver:
             }
         self.under_way, self._completing = step, False
         further = dict(extras or {}) if self._writes_index else {}
-        self._begin(lambda: self._write(draft, part, packed, further))
+        part = plan.part()
+        live = {key: tensor for key, (tensor, _) in part.items()}
+        copy = self._copies.begin(live, changing_in_forward(pipeline, live))
+        if beside:
+            pipeline.weights.change_after(copy.order)
+        else:
+            copy.order()
+        copied = {key: (copy.tensors[key], begins) for key, (_, begins) in part.items()}
+
+        def write() -> dict[str, Written]:
+            try:
+                copy.wait()
+                return self._write(draft, copied, packed, further)
+            finally:
+                copied.clear()
+                self._copies.forget()
+
+        self._begin(write)
 
     def poll(self) -> Outcome | None:
         """Agree on whether the checkpoint under way is written; all workers call it.

@@ -10,7 +10,7 @@ Invariant: nothing here copies a tensor; whoever writes copies only what it writ
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -67,6 +67,14 @@ def at_hand(pipeline: Pipeline) -> tuple[dict[str, Tensor], dict[str, Any]]:
     for key, tensor in tensors.items():
         dtype_name(tensor, key)
     return tensors, objects
+
+
+def changing_in_forward(pipeline: Pipeline, tensors: Iterable[str]) -> set[str]:
+    """Of the keys of tensors at hand those that a forward may change: buffers, and weights seen to change."""
+    weights = pipeline.weights
+    steady = {first for names in weights.names for _, first in names} - weights.changed_in_forward
+    kinds = ((key, *key.partition("/")[::2]) for key in tensors)
+    return {key for key, kind, name in kinds if kind == MODEL and name not in steady}
 
 
 def file_and_name(key: str) -> tuple[str, str]:

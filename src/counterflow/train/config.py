@@ -566,7 +566,7 @@ class TrainSection(Section):
     memory_every: int | None = _count(
         None,
         "copy weights to the machines' memory each so many steps, for restarts; 0: never; where not given, "
-        "each step if restarts are allowed",
+        "as often as takes 5 % of the time at most, if restarts are allowed",
         _MANY,
         least=0,
     )

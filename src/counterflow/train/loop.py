@@ -39,6 +39,7 @@ from .job import Job, prepare
 from .live import Live, spans_of
 from .report import Numbers, Pair, Summary
 from .resuming import HISTORY, history, read
+from .supervision.copy_turns import CopyTurns
 from .supervision.events import RESTARTED, Event, note, run_of
 from .supervision.fence import Fence
 from .supervision.same_run import check_same_run
@@ -67,6 +68,9 @@ _LOOK_SECONDS = 0.5
 
 _LAST = 10
 """Steps whose mean is the final training loss."""
+
+_COPY_SECONDS = 10.0
+"""How long a worker that ends waits for a copy to memory that is being written."""
 
 Watch = Callable[[Numbers], None]
 
@@ -107,8 +111,7 @@ class Trainer:
         attempt: int = 0,
         fence: Fence | None = None,
     ) -> None:
-        config = job.config
-        self.config = config
+        config = self.config = job.config
         transport = current_transport(
             config.pipeline.transport, timeout_seconds=config.pipeline.timeout_seconds
         )
@@ -178,19 +181,20 @@ class Trainer:
         """The step of the last checkpoint that was begun."""
         self.stopped = False
         """Whether all agreed to end the run early."""
-        self.next_look = job.first_step
-        self.began = 0.0
+        self.next_look, self.began = job.first_step, 0.0
         self.made = job.first_step
         """Updates of the run; there are more in the end, where ops are timed."""
         self.before = self._remember()
         """Seconds that the run had taken when it was begun again."""
+        self.turns = CopyTurns(config.train.memory_every, job.first_step)
+        """When state is copied to memory."""
         self.recent: list[Numbers] = []
         """Lines of the metrics since the last copy to memory."""
         if kept is not None and self.memory is not None:  # also where a machine is new
             self.memory.keep(self.pipeline, kept.records)
 
     def _memory(self, job: Job, transport: Transport) -> Memory | None:
-        if not job.config.train.memory_every:
+        if job.config.train.memory_every == 0:
             return None
         name = transport.gather_objects(run_of(self.folder.path) if self.folder is not None else "")[0]
         return Memory(transport, str(name), job.cuts)
@@ -226,6 +230,13 @@ class Trainer:
 
     def run(self) -> Summary | None:
         """Train; rank 0 gives what came of it."""
+        try:
+            return self._trained()
+        finally:
+            if self.memory is not None:  # what a restart goes on from
+                self.memory.wait(_COPY_SECONDS)
+
+    def _trained(self) -> Summary | None:
         costs = self.costs = self._measure()
         self.live = Live(self.pipeline, self.job.schedule, costs, self.folder)
         forget_peak_bytes(self.pipeline.device)
@@ -324,8 +335,10 @@ class Trainer:
             self._evaluate()
         if train.checkpoint_every and done % train.checkpoint_every == 0 and done < train.steps:
             self._save()
-        if self.memory is not None and done < train.steps and done % (train.memory_every or 1) == 0:
+        if self.memory is not None and done < train.steps and self.turns.due(done):
+            began = time.perf_counter()
             self.memory.keep(self.pipeline, self.recent)
+            self.turns.copied(done, time.perf_counter() - began)
             self.recent = []
         self.live.show_if_timed(done)
         return done < train.steps and self._stops(done)
@@ -354,6 +367,7 @@ class Trainer:
         step = self._made(number)
         self.live.went_on()
         self.took_seconds[number] = step.seconds
+        self.turns.stepped(number, step.seconds)
         self._told(step)
         return step
 
@@ -422,8 +436,9 @@ class Trainer:
         self.saver.poll()
         mean = self.training_seconds / (done - self.job.first_step)
         rows = self.pipeline.transport.gather(
-            [float(STOP.signal or 0), mean, float(self.writes and self.live.due())]
+            [float(STOP.signal or 0), mean, float(self.writes and self.live.due()), *self.turns.row()]
         )
+        self.turns.agree([row[3:] for row in rows])
         self.next_look = done + max(1, int(_LOOK_SECONDS / max(row[1] for row in rows)))
         STOP.signal = int(max(row[0] for row in rows)) or STOP.signal
         evaluated = self.validation[0] == self.pipeline.steps  # whose ops are now the last ones
@@ -458,7 +473,7 @@ class Trainer:
         if validated == self.pipeline.steps:
             about["validation_loss"] = loss
         extras = {HISTORY: self.folder.history_until_now()} if self.folder is not None else {}
-        self.saver.start(about, extras)
+        self.saver.start(about, extras, beside=True)
         self.saved = self.pipeline.steps
 
     def save_now(self) -> None:

@@ -132,6 +132,37 @@ def test_without_memory_it_goes_on_from_its_checkpoint(
     assert step in (2, 4)  # the second one may not have been complete
 
 
+def test_as_often_as_time_allows(
+    train: Train, fails: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("counterflow.train.run.with_memory", lambda config, _: config)  # as among processes
+    train("whole", **OPTIONS, train__memory_every=0)
+    fails()
+    train("again", max_restarts=1, **OPTIONS)
+    assert losses(tmp_path / "again") == losses(tmp_path / "whole")
+    ((step, source),) = sources(tmp_path / "again")
+    assert source == "memory"
+    assert step in (2, 4)  # the second copy may be for later: steps take their time
+
+
+@pytest.mark.parametrize(
+    ("restarts", "changes", "every"),
+    [
+        (1, {}, None),
+        (0, {}, 0),
+        (1, {"train__memory_every": 3}, 3),
+        (0, {"train__memory_every": 3}, 3),
+        (1, {"pipeline__barrier": False}, 0),
+        (1, {"pipeline__transport": "local"}, 0),
+    ],
+)
+def test_copies_are_for_restarts(
+    config: Configure, restarts: int, changes: dict[str, Any], every: int | None
+) -> None:
+    found = with_memory(config(**{"pipeline__transport": "gloo", **changes}), restarts)
+    assert found.train.memory_every == every
+
+
 def test_what_rank_0_had_no_time_to_write_is_written(
     train: Train, fails: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -235,6 +266,7 @@ def test_copies_of_a_step_are_equal(train: Train, monkeypatch: pytest.MonkeyPatc
 
     def kept_(self: Memory, pipeline: Pipeline, records: Any) -> None:
         keep(self, pipeline, records)
+        self.settle()
         for path in kept.glob(f"*/rank-{pipeline.transport.rank}.*"):
             held = memory._holding(path)
             assert held is not None

@@ -83,11 +83,8 @@ class Weights:
         sharded: bool = False,
     ) -> None:
         self.stages = stages
-        self.names = names
-        self.aliases = aliases
-        self.holders = holders
-        self.layout = sharding.layout
-        self.sharding = sharding
+        self.names, self.aliases, self.holders = names, aliases, holders
+        self.layout, self.sharding = sharding.layout, sharding
         self.transport = transport
         self.keeps_gradients = False
         self.kept_gradients: dict[str, Tensor] = {}
@@ -108,6 +105,10 @@ class Weights:
         self._tied_apart: dict[str, nn.Parameter] = {}
         """Such weights, by name."""
         self._averages: dict[int, _Statistics] = {}
+        self.changed_in_forward: set[str] = set()
+        """Weights that a layer was seen to change in its forward, by first name."""
+        self._copied: list[Callable[[], None]] = []
+        """For each copy that is being made: orders what follows behind it."""
         self._make_shards()
         self.hooks = Hooks(parameter for copy in stages.values() for parameter in copy.parameters())
         self._streams = streams
@@ -353,6 +354,7 @@ class Weights:
                     f"each of the {len(group.ranks)} copies of stage {stage} would change its own; take a "
                     "scheme with one copy of a stage and one replica, or let only the optimizer change it"
                 )
+            self.changed_in_forward.add(full)
         for stage, before in self._held.items():
             group, copy = self._groups[stage], self.stages[stage]
             assert group is not None
@@ -513,6 +515,7 @@ class Weights:
         Raises:
             ConfigError: it draws, and another stage's updates one of its weights on another worker.
         """
+        self._order_behind_copies()
         for gradients in self._updated_with(stage):
             gradients.show()
             if self.keeps_gradients:
@@ -543,6 +546,18 @@ class Weights:
         if before is not None:
             refuse_changed(optimizer, before, stage)
             self._untried.discard(stage)
+
+    def change_after(self, order: Callable[[], None]) -> None:
+        """Let the next change of weights or optimiser state, an update or a load, call ``order`` before.
+
+        Args:
+            order: lets what the device is given from then on wait for a copy that is being made of them.
+        """
+        self._copied.append(order)
+
+    def _order_behind_copies(self) -> None:
+        while self._copied:
+            self._copied.pop()()
 
     def share(self) -> None:
         """After the updates of all stages: send those made here to the other holders, if they are sharded."""
@@ -670,6 +685,7 @@ class Weights:
         Raises:
             ConfigError: a name is missing, or a shape differs.
         """
+        self._order_behind_copies()
         parts = []
         for copy in self.stages.values():
             for layer in copy.with_weights:
@@ -733,6 +749,7 @@ class Weights:
         Raises:
             ConfigError: a parameter is missing, or a scheduler that fits.
         """
+        self._order_behind_copies()
         for stage, optimizer in self.optimizers.items():
             names = self.updated_names(stage)
             for group in optimizer.param_groups:

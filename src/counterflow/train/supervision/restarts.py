@@ -106,7 +106,7 @@ def telling(attempt: int, fence: Fence) -> Iterator[None]:
 
 
 def with_memory(config: RunConfig, max_restarts: int) -> RunConfig:
-    """A config that says how often weights are copied to memory.
+    """A config that says how often weights are copied to memory; None: as often as time allows.
 
     Raises:
         ConfigError: copies were asked for, and between steps there is nothing whole to copy, or there is no
@@ -127,7 +127,8 @@ def with_memory(config: RunConfig, max_restarts: int) -> RunConfig:
             f"train.memory_every = {every}: this system keeps no files in memory ({memory.ROOT}); leave it "
             "out, and a restart goes on from the last checkpoint"
         )
-    if every is None:
-        every = int(bool(max_restarts) and whole and there and config.pipeline.transport != "local")
+    wanted = max_restarts and whole and there and config.pipeline.transport != "local"
+    if every is None and not wanted:
+        every = 0
     train = config.train.model_copy(update={"memory_every": every})
     return config.model_copy(update={"train": train})

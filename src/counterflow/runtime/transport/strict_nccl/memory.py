@@ -99,23 +99,48 @@ class Copy:
         """What the host finds from here on."""
         raise NotImplementedError
 
+    def order(self) -> None:
+        """Another stream waits for it: what that is given later runs after it."""
+
 
 class ToHost(Copy):
     """A copy from a device into host memory, which has none of the values before it is waited for.
 
     Args:
         target: the host memory, with the values in it already.
+        source: the memory of the device, where the copy is made on another stream than the one that changes
+            it; else None.
     """
 
-    def __init__(self, target: Tensor) -> None:
+    def __init__(self, target: Tensor, source: Tensor | None = None) -> None:
         with without_modes(), torch.no_grad(), torch.inference_mode(mode=False):
             self._target = target.data
             self._values = self._target.clone()
+            self._source = None if source is None else (source.data, _bytes(source.data).clone())
         spoil(target)
 
     def come(self) -> None:
-        """The values are there."""
+        """The values are there.
+
+        Raises:
+            CopyError: as ``order``.
+        """
+        self.order()
         self._target.copy_(self._values)
+
+    def order(self) -> None:
+        """From here on the memory of the device may change.
+
+        Raises:
+            CopyError: it has.
+        """
+        found, self._source = self._source, None
+        if found is not None and not _bytes(found[0]).equal(found[1]):
+            raise CopyError(
+                f"device memory of shape {tuple(found[0].shape)} was changed while another stream copied "
+                "it: on a GPU the copy would have parts of both; let the stream that changes it wait for the "
+                "copy's event first"
+            )
 
 
 class FromHost(Copy):

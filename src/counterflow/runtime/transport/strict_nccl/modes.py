@@ -139,7 +139,7 @@ def _copy(device: Device, func: Any, args: Any, kwargs: Any, places: list[Place]
         return found
     stream = streams.current_stream() or device.stream
     if to == PINNED:
-        stream.copy(ToHost(target))
+        stream.copy(ToHost(target, source if stream is not device.stream else None))
     elif of == PINNED:
         stream.copy(FromHost(source))
     return found

@@ -132,7 +132,11 @@ class Stream:
         event = found
         for launch in event._launches:  # noqa: SLF001 - of this module
             self.wait_for(launch)
-        self._copies += [copy for copy in event._copies if not copy.over]  # noqa: SLF001 - of this module
+        coming = [copy for copy in event._copies if not copy.over]  # noqa: SLF001 - of this module
+        with without_modes():
+            for copy in coming:
+                copy.order()
+        self._copies += coming
 
     def wait_stream(self, stream: Stream) -> None:
         """As ``wait_for``, for all that another stream waits for."""

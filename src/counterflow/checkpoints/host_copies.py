@@ -1,0 +1,127 @@
+"""Copies of a device's tensors in host memory, made beside what the device computes.
+
+On a device that runs behind its host they go into pinned memory on a stream of their own; the host sleeps
+until they are made in the thread that writes them. On a CPU they are made at once.
+
+Invariant: what is copied has the values of the moment of ``begin``, whoever changes the tensors later, if the
+device was told to ``order`` that change behind the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from counterflow.runtime.devices import module_of, used_on
+from counterflow.runtime.later import holds_host
+
+_SLAB_BYTES = 2**28
+"""Memory is pinned in pieces of so much, a power of two: torch rounds each piece up to one."""
+
+_ALIGNED = 64
+
+
+class HostCopy:
+    """A copy that was begun.
+
+    Attributes:
+        tensors: by key where it is made in host memory; nothing is in them before ``wait``.
+
+    Args:
+        tensors: as above.
+        device: where the tensors are that are copied.
+        made: the event after the last one; None: they are there.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, made: Any) -> None:
+        self.tensors = tensors
+        self._device, self._made = device, made
+
+    def wait(self) -> None:
+        """Let the host sleep until it is made; any thread may."""
+        if self._made is not None:
+            self._made.synchronize()
+
+    def order(self) -> None:
+        """Let what the device is given from here on run when the copy is made; the host goes on."""
+        if self._made is not None:
+            module_of(self._device).current_stream(self._device).wait_event(self._made)
+
+
+class HostCopies:
+    """Memory of the host for copies of a device's tensors, and the stream on which they are made.
+
+    Args:
+        device: where the tensors are; those on the host are copied too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = module_of(device) if holds_host(device) else None
+        self._stream: Any = None if self._module is None else self._module.Stream(device=device)
+        self._table: dict[str, tuple[torch.dtype, torch.Size]] = {}
+        self._targets: dict[str, Tensor] = {}
+
+    def begin(self, tensors: Mapping[str, Tensor], soon: Collection[str] = ()) -> HostCopy:
+        """Begin to copy tensors as they are when all has run that the device was given.
+
+        The memory is that of the copy before, if the tensors are alike: that one has been read.
+
+        Args:
+            tensors: by key; the same memory is not under two.
+            soon: the keys of those that may change before ``HostCopy.order``: they are copied first, and what
+                the device is given next waits for them.
+        """
+        table = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
+        if table != self._table:
+            self.forget()
+            self._targets = _targets(tensors, pinned=self._module is not None)
+            self._table = table
+        if self._module is None:
+            self._copy(tensors, tensors)
+            return HostCopy(self._targets, self._device, None)
+        current = self._module.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with self._module.stream(self._stream):
+            first = self._copy(tensors, soon)
+            last = self._copy(tensors, [key for key in tensors if key not in soon])
+        if soon:
+            current.wait_event(first)
+        return HostCopy(self._targets, self._device, last)
+
+    def forget(self) -> None:
+        """Give the memory back; the copies have been read."""
+        self._table, self._targets = {}, {}
+
+    def _copy(self, tensors: Mapping[str, Tensor], keys: Collection[str]) -> Any:
+        """Copy some on the current stream; the event after them, where there are any."""
+        with torch.no_grad():
+            for key in keys:
+                self._targets[key].copy_(tensors[key], non_blocking=True)
+                if self._stream is not None and tensors[key].device.type != "cpu":
+                    used_on(tensors[key], self._stream)
+        if self._module is None:
+            return None
+        made = self._module.Event(blocking=True)  # blocking: the host sleeps, it does not spin
+        made.record()
+        return made
+
+
+def _targets(tensors: Mapping[str, Tensor], *, pinned: bool) -> dict[str, Tensor]:
+    """Host memory of the shapes of tensors, in few pieces."""
+    found: dict[str, Tensor] = {}
+    sizes = {key: -(-tensor.nbytes // _ALIGNED) * _ALIGNED for key, tensor in tensors.items()}
+    left, begin = sum(sizes.values()), 0
+    slab = torch.empty(0, dtype=torch.uint8, device="cpu")
+    for key, tensor in tensors.items():
+        if begin + sizes[key] > len(slab):
+            piece = max(sizes[key], min(_SLAB_BYTES, left))
+            slab, begin = torch.empty(piece, dtype=torch.uint8, device="cpu", pin_memory=pinned), 0
+        bytes_of = slab[begin : begin + tensor.nbytes]
+        found[key] = bytes_of.view(tensor.dtype).view(tensor.shape)
+        begin += sizes[key]
+        left -= sizes[key]
+    return found
