@@ -388,3 +388,10 @@ def test_a_training_goes_on_with_an_optimizer_whose_steps_are_on_the_device(
 
     for alone, resumed in cf.launch(work, workers=2, transport="strict-nccl"):
         assert resumed == alone
+
+
+def test_a_thread_without_a_device_can_be_profiled() -> None:
+    on_device(lambda device: torch.ones(1, device=device.handle))  # it is registered
+    with torch.profiler.profile() as found:
+        torch.ones(3)
+    assert found.events() is not None

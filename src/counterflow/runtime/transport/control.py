@@ -372,8 +372,10 @@ class DistributedTransport(Transport):
         if self.failed:
             self._break_waits()
         ended = self._stager is None or self._stager.close(_CLOSE_SECONDS)
+        ended = self._gathers.close(_CLOSE_SECONDS) and ended
         if not (self._reaper.close(_CLOSE_SECONDS) and ended):  # something was never received
             self._break_waits()
+            self._gathers.close(_CLOSE_SECONDS)
             self._reaper.close(_CLOSE_SECONDS)
         if not self.failed:
             for group in self._groups:

@@ -1,36 +1,96 @@
-"""Gathers of a few numbers by rank, over the control plane."""
+"""Gathers of a few numbers by rank, over the control plane.
+
+Few workers send each other their rows directly. Of many each has a place in a grid: it sends its row to those
+of its group, whose ranks follow each other, and their rows together to one or more of each other group. So
+each sends and receives about twice the square root of the workers' number of messages, in two rounds.
+
+Invariant: a gather ends when all have started it; nobody has to wait for it before others can.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
+import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
+from .base import TimedOut
 from .tags import GATHER_TAG
 
 if TYPE_CHECKING:
     from .control import DistributedTransport
 
 _FEW_WORKERS = 16
-"""So many tell each other directly what they gather."""
+"""So many send each other directly what they gather."""
 
 _ROW_WORDS = 32
-"""They do it in rows of so many float64, a longer one in several: all messages of a tag are alike."""
+"""They do it in rows of so many float64, a longer one in several: all messages between two are alike."""
 
 _GATHERS_AHEAD = 4
 """Rows of so many gathers are asked for before they are needed: two a step, and what its caller gathers."""
 
 
-class Rows(NamedTuple):
-    """Rows of a gather under way or to come: their place, and by peer (-1: all together) what brings them."""
+class Way(NamedTuple):
+    """Whom a worker sends rows to, and from whom it receives.
 
-    rows: Tensor
-    arriving: Mapping[int, Sequence[Work]]
+    Attributes:
+        group: the ranks of its group, itself among them.
+        sources: by rank of another group that sends that group's rows, these.
+        targets: the ranks of other groups to which it sends its group's rows.
+    """
+
+    group: range
+    sources: Mapping[int, range]
+    targets: Sequence[int]
+
+
+def way_of(rank: int, world_size: int) -> Way:
+    """The way of a worker's rows.
+
+    >>> way_of(3, 4)
+    Way(group=range(0, 4), sources={}, targets=[])
+    >>> way_of(3, 18)
+    Way(group=range(0, 4), sources={7: range(4, 9), 12: range(9, 13), 16: range(13, 18)}, targets=[7, 12, 16])
+    """
+    count = 1 if world_size <= _FEW_WORKERS else round(math.sqrt(world_size))
+    edges = [number * world_size // count for number in range(count + 1)]
+    groups = [range(*pair) for pair in itertools.pairwise(edges)]
+    mine = next(group for group in groups if rank in group)
+    others = [group for group in groups if group is not mine]
+    place = rank - mine.start
+    return Way(
+        mine,
+        {group[place % len(group)]: group for group in others},
+        [peer for group in others for peer in group if (peer - group.start) % len(mine) == place],
+    )
+
+
+class Rows:
+    """Rows of a gather under way or to come.
+
+    Attributes:
+        rows: their place.
+        near: by peer of the group what brings its row.
+        far: by peer of another group what brings that group's rows.
+        over: set when all are there, or ``error`` is; of many workers.
+    """
+
+    __slots__ = ("error", "far", "near", "over", "rows")
+
+    def __init__(
+        self, rows: Tensor, near: Mapping[int, Sequence[Work]], far: Mapping[int, Sequence[Work]]
+    ) -> None:
+        self.rows, self.near, self.far = rows, near, far
+        self.over = threading.Event()
+        self.error: Exception | None = None
 
 
 class Gathering:
@@ -44,15 +104,29 @@ class Gathering:
     def wait(self) -> list[list[float]]:
         """See ``base.Gathering.wait``."""
         for part in self.parts:
-            for peer, works in part.arriving.items():
-                self.transport.wait(works, peer)
+            if part.far:
+                self._wait_far(part)
+            else:
+                for peer, works in part.near.items():
+                    self.transport.wait(works, peer)
         whole = self.parts[0].rows if len(self.parts) == 1 else torch.cat([p.rows for p in self.parts], 1)
         gathered: list[list[float]] = whole[:, : self.width].tolist()
         return gathered
 
+    def _wait_far(self, part: Rows) -> None:
+        transport, began = self.transport, time.monotonic()
+        transport.status.waiting_for = -1
+        if not part.over.wait(transport.timeout_seconds):
+            raise TimedOut(None, transport.timeout_seconds)
+        if isinstance(part.error, RuntimeError):
+            raise transport.trouble(part.error, -1, time.monotonic() - began) from part.error
+        if part.error is not None:
+            raise part.error
+        transport.status.waiting_for = None
+
 
 class Gathers:
-    """The gathers of one transport: few workers tell each other directly, many by a collective of Gloo.
+    """The gathers of one transport.
 
     Args:
         transport: whose they are.
@@ -60,24 +134,19 @@ class Gathers:
 
     def __init__(self, transport: DistributedTransport) -> None:
         self._transport = transport
+        self._way = way_of(transport.rank, transport.world_size)
         self._expected: deque[Rows] = deque()
         """The gathers to come whose receives are posted; their messages come in this order."""
+        self._passing: SimpleQueue[Rows | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
 
     def start(self, values: Sequence[float]) -> Gathering:
         """Begin one.
 
-        Of few workers the last one to come has all the rows at once, and the others have its row after one
-        message, where Gloo's ring takes one after another.
+        Of few workers the last one to start has all the rows at once, and the others have its row after one
+        message, where Gloo's ring takes one after another; of many, after two.
         """
         transport, width = self._transport, len(values)
-        if transport.world_size > _FEW_WORKERS:
-            mine = torch.tensor(values or [0.0], dtype=torch.float64, device="cpu")
-            rows = torch.empty(transport.world_size, len(mine), dtype=torch.float64, device="cpu")
-            work = transport.collective(
-                lambda: dist.all_gather(list(rows.unbind()), mine, group=transport.control, async_op=True)
-            )
-            assert work is not None
-            return Gathering(transport, (Rows(rows, {-1: (work,)}),), width)
         parts = []
         for at in range(0, max(width, 1), _ROW_WORDS):
             piece = values[at : at + _ROW_WORDS]
@@ -87,21 +156,63 @@ class Gathers:
             part = self._expected.popleft() if self._expected else self._expect()
             part.rows[transport.rank] = mine
             works: list[Work] = []
-            for peer in part.arriving:
+            for peer in part.near:
                 works += transport.post((mine,), peer, GATHER_TAG)
             transport.sent(-1, works)
+            if part.far:
+                self._pass_on(part)
             parts.append(part)
         return Gathering(transport, parts, width)
 
     def expect(self) -> None:
         """Post receives ahead: a row that is asked for only when it is needed comes a way later."""
-        if self._transport.world_size <= _FEW_WORKERS:
-            while len(self._expected) < _GATHERS_AHEAD:
-                self._expected.append(self._expect())
+        while len(self._expected) < _GATHERS_AHEAD:
+            self._expected.append(self._expect())
+
+    def close(self, within_seconds: float) -> bool:
+        """Let the thread end after what it was given; whether it did so in time."""
+        if self._thread is None:
+            return True
+        self._passing.put(None)
+        self._thread.join(within_seconds)
+        return not self._thread.is_alive()
 
     def _expect(self) -> Rows:
         """Post the receives of a gather's rows."""
         transport = self._transport
         rows = torch.empty(transport.world_size, _ROW_WORDS, dtype=torch.float64, device="cpu")
-        peers = (rank for rank in range(transport.world_size) if rank != transport.rank)
-        return Rows(rows, {peer: transport.accept((rows[peer],), peer, GATHER_TAG) for peer in peers})
+
+        def from_(peer: int, ranks: range) -> list[Work]:
+            return transport.accept((rows[ranks.start : ranks.stop],), peer, GATHER_TAG)
+
+        near = {
+            peer: from_(peer, range(peer, peer + 1)) for peer in self._way.group if peer != transport.rank
+        }
+        return Rows(rows, near, {peer: from_(peer, ranks) for peer, ranks in self._way.sources.items()})
+
+    # -- of many: in a thread, because the worker may wait for something else meanwhile
+
+    def _pass_on(self, part: Rows) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="counterflow gathers", daemon=True)
+            self._thread.start()
+        self._passing.put(part)
+
+    def _run(self) -> None:
+        transport, way = self._transport, self._way
+        while (part := self._passing.get()) is not None:
+            try:
+                _await(part.near)
+                ours = part.rows[way.group.start : way.group.stop]
+                works = [work for peer in way.targets for work in transport.post((ours,), peer, GATHER_TAG)]
+                transport.sent(-1, works)
+                _await(part.far)
+            except Exception as error:  # raised where the worker waits
+                part.error = error
+            part.over.set()
+
+
+def _await(arriving: Mapping[int, Sequence[Work]]) -> None:
+    for works in arriving.values():
+        for work in works:
+            work.wait()

@@ -198,9 +198,13 @@ def stream(one: Stream) -> AbstractContextManager[None]:
 
 
 def synchronize(device: object = None) -> None:
-    """Hold the host until the device has come to its end."""
+    """Hold the host until the device has come to its end; a thread without one has nothing to wait for.
+
+    torch's profiler calls it on every thread, once the device is registered.
+    """
     del device
-    _here().synchronize()
+    if _thread.device is not None:
+        _thread.device.synchronize()
 
 
 class _Module:
