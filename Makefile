@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train explore browser test lint docs sweep benchmarks mutants clean
+.PHONY: train explore browser test lint docs house sweep benchmarks mutants clean
 
 # The built-in example: a small GPT on the text that ships with Python, 4 workers, chimera; about two minutes.
 train: .venv/.installed
@@ -28,6 +28,10 @@ lint: .venv/.installed
 # The site, in build/site; a warning ends it, and so does a page that loads anything from elsewhere.
 docs: .venv/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The size of the code, and how many places know one fact.
+house: .venv/.installed
+	$(BIN)/python benchmarks/house.py
 
 sweep: .venv/.installed
 	$(BIN)/python benchmarks/check_sweep.py

@@ -133,7 +133,7 @@ def _thinned(column: list[float]) -> list[float]:
 
 
 @dataclass(slots=True)
-class _Known:
+class _KnownRun:
     """A run as it was seen last; each of its files with the stamp that it had when it was read."""
 
     metrics: _Metrics = field(default_factory=_Metrics)
@@ -161,7 +161,7 @@ class Runs:
     def __init__(self, places: Sequence[Path], pace: Pace = Pace()) -> None:
         self._places = tuple(places)
         self._pace = pace
-        self._runs: dict[Path, _Known] = {}
+        self._runs: dict[Path, _KnownRun] = {}
         self._walked = float("-inf")
         self._rows: list[dict[str, Any]] = []
         self._listed = ""
@@ -229,8 +229,8 @@ class Runs:
                 except OSError:
                     continue
 
-    def _seen(self, path: Path) -> _Known | None:
-        run = self._runs.get(path) or _Known()
+    def _seen(self, path: Path) -> _KnownRun | None:
+        run = self._runs.get(path) or _KnownRun()
         try:
             run.metrics.update(path / METRICS)
         except OSError:  # it is no run, or has been removed

@@ -11,7 +11,7 @@ from .search_bar import search_bar
 
 if TYPE_CHECKING:
     from counterflow.papers.figures.published import Figure
-    from counterflow.papers.figures.reproduction import Reproduction, Row
+    from counterflow.papers.figures.reproduction import Checked, Reproduction
 
 
 def show_figure(figure: Figure, out: Sequence[Path], *, as_json: bool) -> None:
@@ -113,7 +113,7 @@ def _table(columns: Sequence[str], rows: Sequence[tuple[dict[str, str], bool]]) 
     return table
 
 
-def _best(found: Reproduction, row: Row) -> tuple[dict[str, str], bool]:
+def _best(found: Reproduction, row: Checked) -> tuple[dict[str, str], bool]:
     cells = {
         "scheme": row.published.label,
         "run": _runs(row),
@@ -125,7 +125,7 @@ def _best(found: Reproduction, row: Row) -> tuple[dict[str, str], bool]:
     return cells, row.holds
 
 
-def _found(row: Row) -> tuple[dict[str, str], bool]:
+def _found(row: Checked) -> tuple[dict[str, str], bool]:
     cells = {
         "scheme": row.published.label,
         "run": _runs(row),
@@ -138,7 +138,7 @@ def _found(row: Row) -> tuple[dict[str, str], bool]:
     return cells, row.holds
 
 
-def _stated(found: Reproduction, row: Row) -> tuple[dict[str, str], bool]:
+def _stated(found: Reproduction, row: Checked) -> tuple[dict[str, str], bool]:
     from counterflow.papers.figures.reproduction import within  # noqa: PLC0415
 
     cells = {
@@ -156,7 +156,7 @@ def _short(configuration: str) -> str:
     return configuration.replace("recompute stage", "R").replace("recompute", "R")
 
 
-def _runs(row: Row) -> str:
+def _runs(row: Checked) -> str:
     runs = row.published.runs
     if len(runs) < 2:
         return runs[0]

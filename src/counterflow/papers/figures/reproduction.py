@@ -57,7 +57,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Checked:
     """A published value and the predicted one.
 
     Attributes:
@@ -103,7 +103,7 @@ class Reproduction:
 
     figure: Figure
     entries: tuple[Entry, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[Checked, ...]
     constants: Mapping[str, str]
 
     def entry(self, label: str, run: str) -> Entry:
@@ -211,16 +211,16 @@ def _entry(competitor: Competitor, run: Run, task: Example) -> Entry:
     return Entry(competitor.label, run.label, found, states, stated, task.cluster.size, mini_batch)
 
 
-def _row(figure: Figure, published: Published, entries: Mapping[tuple[str, str], Entry]) -> Row:
+def _row(figure: Figure, published: Published, entries: Mapping[tuple[str, str], Entry]) -> Checked:
     mine = [entries[published.label, run] for run in published.runs]
     subject = [entries[figure.subject, run] for run in published.runs]
     found = tuple(dict.fromkeys(_configuration(entry.found) for entry in mine))
     if published.quantity is Quantity.BEST:
         stated = figure.competitor(published.label).stated
         assert stated is not None
-        return Row(published, found, None, None, all(_is(entry.found, stated) for entry in mine))
+        return Checked(published, found, None, None, all(_is(entry.found, stated) for entry in mine))
     of = _speedup if published.quantity is Quantity.SPEEDUP else _efficiency
-    return Row(published, found, of(subject, mine, False), of(subject, mine, True), None)
+    return Checked(published, found, of(subject, mine, False), of(subject, mine, True), None)
 
 
 def _speedup(subject: list[Entry], other: list[Entry], at_stated: bool) -> float | None:
@@ -287,7 +287,7 @@ def _difference(predicted: float | None, published: float | None) -> float | Non
     return None if predicted is None or published is None else predicted / published - 1
 
 
-def _row_json(figure: Figure, row: Row) -> dict[str, Any]:
+def _row_json(figure: Figure, row: Checked) -> dict[str, Any]:
     stated = figure.competitor(row.published.label).stated
     return {
         "scheme": row.published.label,

@@ -30,7 +30,7 @@ class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class _Run(_Table):
+class _RunOfLayers(_Table):
     kind: str
     count: Annotated[int, Field(ge=1, le=100_000)] = 1
 
@@ -40,7 +40,7 @@ class _Model(_Table):
     optimizer_states: float = 2.0
     input_bytes: float = 0.0
     source: str = ""
-    layers: list[_Run]
+    layers: list[_RunOfLayers]
     train: dict[str, TrainValue] = {}
     config: dict[str, dict[str, ConfigValue]] = {}
     skips: list[LayerSkip] = []

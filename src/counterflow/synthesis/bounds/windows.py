@@ -28,7 +28,7 @@ _NEAR = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class Precedence:
     """The (k + shift)-th op of a letter starts so long after the end of the k-th of another."""
 
     before: int
@@ -49,7 +49,7 @@ class Windows:
 
     problem: Problem
     busy: tuple[float, ...]
-    rules: tuple[Rule, ...]
+    rules: tuple[Precedence, ...]
 
     @cached_property
     def heads(self) -> list[list[float]]:
@@ -81,7 +81,7 @@ class Windows:
     def _heads(self, starts: list[float], near: int | None = None) -> list[list[float]]:
         """Longest paths to each op, from ops that start at ``starts`` or later; -inf where there is none."""
         letters = self.problem.letters
-        into: list[list[Rule]] = [[] for _ in letters]
+        into: list[list[Precedence]] = [[] for _ in letters]
         for rule in self.rules:
             into[rule.after].append(rule)
         found: list[list[float]] = [[] for _ in letters]
@@ -102,7 +102,7 @@ class Windows:
     def _tails(self, lasts: list[float], near: int | None = None) -> list[list[float]]:
         """Longest paths from the end of each op to so long after the ends of ops."""
         letters = self.problem.letters
-        out: list[list[Rule]] = [[] for _ in letters]
+        out: list[list[Precedence]] = [[] for _ in letters]
         for rule in self.rules:
             out[rule.before].append(rule)
         found = [[-math.inf] * x.count for x in letters]
@@ -189,8 +189,8 @@ def windows_of(problem: Problem) -> Windows:
     for n, x in enumerate(letters):
         for need in x.needs:
             waits = busy[need.letter] if need.link is None else need.seconds
-            rules.append(Rule(need.letter, n, 0, waits))
-        rules.append(Rule(n, n, 1, busy[n]))
+            rules.append(Precedence(need.letter, n, 0, waits))
+        rules.append(Precedence(n, n, 1, busy[n]))
     for store in problem.stores:
         for worker in range(problem.workers):
             rules += [
@@ -201,7 +201,7 @@ def windows_of(problem: Problem) -> Windows:
     return Windows(problem, tuple(busy), tuple(rules))
 
 
-def _rules_of_store(problem: Problem, store: Store, worker: int, pipe: int) -> Iterator[Rule]:
+def _rules_of_store(problem: Problem, store: Store, worker: int, pipe: int) -> Iterator[Precedence]:
     """What a limit means on a worker, of the stages that it holds of one pipe, s1 < s2 < ….
 
     Say the forward of s_i for micro-batch k + c has started and the input gradient of s_j for k (j >= i) has
@@ -223,11 +223,11 @@ def _rules_of_store(problem: Problem, store: Store, worker: int, pipe: int) -> I
             # What is then freed is freed by a W of k, where input gradients free nothing.
             waits = min(one.weights for one in chains[: j + 1])
             if 0 < room < letters[chain.forward].count:
-                yield Rule(chains[j].input_gradient, chain.forward, room, waits)
+                yield Precedence(chains[j].input_gradient, chain.forward, room, waits)
         if chain.after > 0 and chain.last != chain.input_gradient:
             room = count_within(most, min(chain.least, chain.after))
             if room < letters[chain.forward].count:
-                yield Rule(chain.last, chain.forward, room)
+                yield Precedence(chain.last, chain.forward, room)
 
 
 @dataclass(frozen=True, slots=True)
