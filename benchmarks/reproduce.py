@@ -9,7 +9,7 @@ import time
 
 from counterflow.papers.figures import FIGURES
 from counterflow.papers.figures.published import TOLERANCE, Quantity, Use
-from counterflow.papers.figures.reproduction import Reproduction, Row, reproduce, within
+from counterflow.papers.figures.reproduction import Checked, Reproduction, reproduce, within
 
 
 def lines(found: Reproduction) -> list[str]:
@@ -22,7 +22,7 @@ def lines(found: Reproduction) -> list[str]:
     ]
 
 
-def runs(row: Row) -> str:
+def runs(row: Checked) -> str:
     """The runs of a row."""
     named = row.published.runs
     if len(named) == 1:
@@ -36,7 +36,7 @@ def value(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.3f}"
 
 
-def difference(row: Row) -> str:
+def difference(row: Checked) -> str:
     """What a prediction is off by, or whether a configuration is found; bold where it misses."""
     if row.same is not None:
         text = "found" if row.same else "another"
@@ -45,7 +45,7 @@ def difference(row: Row) -> str:
     return text if row.holds else f"**{text}**"
 
 
-def there(row: Row) -> str:
+def there(row: Checked) -> str:
     """The same with the configurations that the paper states."""
     if row.same is not None or row.stated_difference is None:
         return ""
