@@ -391,6 +391,8 @@ def _parts(pipeline: Pipeline, *tables: Mapping[str, Any]) -> dict[Part, list[st
             for name in layer.state():
                 full = layer.names[name]
                 of.setdefault(first.get(full, full), []).append((stage,))
+    for names, _ in pipeline.weights.unlisted.entries():  # all workers have it
+        of[first.get(names[0], names[0])] = [(stage,) for stage in pipeline.stages]
     updated = of if pipeline.weights.owners is None else _owned(pipeline, pipeline.weights.owners)
     parts = {OPTIMIZER: updated, OPTIONS: updated, MODEL: of, EXTRA: of}
     found: dict[Part, list[str]] = {part: [] for its in (of, updated) for row in its.values() for part in row}
@@ -436,6 +438,7 @@ def _put(pipeline: Pipeline, tensors: Mapping[str, Tensor], objects: Mapping[str
         for layer in copy.with_weights
         for name in layer.state()
     }
+    names |= {first.get(name, name) for name in pipeline.weights.unlisted.names}
     state = {key.partition("/")[2]: t for key, t in tensors.items() if key.startswith(f"{MODEL}/")}
     state |= {key.partition("/")[2]: v for key, v in objects.items() if key.startswith(f"{EXTRA}/")}
     state = {name: value for name, value in state.items() if name in names}

@@ -88,13 +88,15 @@ def file_and_name(key: str) -> tuple[str, str]:
 
 
 def _entries(pipeline: Pipeline) -> Iterator[tuple[str, Any]]:
-    """What ``state_dict`` of each layer at hand has, by first names."""
+    """What ``state_dict`` of each layer at hand has, and what is in no layer, by first names."""
     first = first_names(pipeline)
     for copy in pipeline.weights.stages.values():
         for layer in copy.with_weights:
             for name, value in layer.state().items():
                 full = layer.names[name]
                 yield first.get(full, full), value
+    for names, value in pipeline.weights.unlisted.entries():
+        yield first.get(names[0], names[0]), value
 
 
 class Wanted:

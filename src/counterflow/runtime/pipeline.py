@@ -55,6 +55,7 @@ from .parameters.alike import start_alike
 from .parameters.names import shared_names
 from .parameters.optimizers import MakeOptimizer, MakeScheduler
 from .parameters.sharded_updates import refuse_unsharded
+from .parameters.unlisted import Unlisted
 from .parameters.weights import Weights
 from .stages.deferred import defer
 from .stages.embeddings import Setting
@@ -164,6 +165,9 @@ class Pipeline:
         WorkerError: another worker failed.
     """
 
+    _taken = True
+    """Whether all that ``stream_weights`` gives here was taken."""
+
     @tells_who
     def __init__(
         self,
@@ -262,6 +266,7 @@ class Pipeline:
             self.stages,
             names=self._names,
             aliases=aliases_of(model),
+            unlisted=self._unlisted,
             holders=self._holders,
             sharding=sharding,
             transport=self.transport,
@@ -365,6 +370,7 @@ class Pipeline:
         self._read_names(model)
 
     def _read_names(self, model: nn.Module | Sequence[nn.Module]) -> None:
+        self._unlisted = Unlisted(model, [layer.names for layer in self.layers])
         self._order = list(model.state_dict(keep_vars=True)) if isinstance(model, nn.Module) else []
         first: dict[int, str] = {}
         self._names: list[list[tuple[str, str]]] = []  # by stage: (name, name of the first that shares it)
@@ -729,6 +735,7 @@ class Pipeline:
         Raises:
             WorkerError: a worker failed, or a loss is not finite.
         """
+        self._only_taken()
         untold, self._untold = self._untold, []
         if not self._run.under_way:
             return untold
@@ -1122,26 +1129,74 @@ class Pipeline:
         """
         return dict(self.weights.kept_gradients)
 
-    def state_dict(self, *, local: bool = False) -> dict[str, Any]:
+    def state_dict(self, *, rank: int | None = None, local: bool = False) -> dict[str, Any]:
         """The model's parameters, buffers and extra state by its own names, on the CPU; all workers call it.
 
-        Flushes first what is under way. Every worker gets the whole model; where that is too large for one,
-        each keeps what it holds (``local=True``).
+        Flushes first what is under way. Tensors go one by one from who holds them to who gets them. Where the
+        whole model is too large for any worker, each keeps what it holds (``local=True``), or one takes it
+        tensor by tensor (``stream_weights``).
 
         Args:
+            rank: the only one that gets the model; the others get an empty dict. None: all get it.
             local: only what this worker holds, without asking the others.
 
         Raises:
+            ConfigError: there is no such rank.
             WorkerError: the copies of a stage differ.
         """
         if local:
             self._only_when_empty("state_dict(local=True)")
             return self.weights.state_dict()
-        self._untold = self.flush()
-        self.weights.check_copies(f"after {self.steps} steps")
-        state = self.weights.whole_state_dict()
+        with self._reported():
+            state = dict(self._streamed(rank))
         order = {name: number for number, name in enumerate(self._order)}
         return dict(sorted(state.items(), key=lambda item: order.get(item[0], len(order))))
+
+    def stream_weights(self, rank: int = 0) -> Iterator[tuple[str, Any]]:
+        """What ``state_dict`` has, name by name on one rank, which has one tensor at a time in memory.
+
+        All workers call it. On ``rank`` it gives names with their values, and all are taken before the next
+        call of the pipeline: who stops in the midst (``break``) takes the rest unseen. On the other ranks it
+        sends what they hold, gives nothing, and returns when ``rank`` has taken all; they wait for the next
+        tensor to be taken as long as for anything else (``timeout_seconds``).
+
+        Args:
+            rank: who gets it.
+
+        Raises:
+            ConfigError: there is no such rank.
+            WorkerError: the copies of a stage differ, or ``rank`` takes nothing for too long.
+        """
+        with self._reported():
+            found = self._streamed(rank)
+            if self.transport.rank != rank:
+                return iter(list(found))
+            self._taken = False
+        return self._taking(found)
+
+    def _streamed(self, rank: int | None) -> Iterator[tuple[str, Any]]:
+        self._refuse_rank(rank)
+        self._untold = self.flush()
+        self.weights.check_copies(f"after {self.steps} steps")
+        return self.weights.stream(rank)
+
+    def _refuse_rank(self, rank: int | None) -> None:
+        if rank is not None and not 0 <= rank < self.transport.world_size:
+            raise ConfigError(f"rank={rank}; there are ranks 0 to {self.transport.world_size - 1}")
+
+    def _taking(self, found: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """The same to its end, also for who stops in the midst."""
+        try:
+            while (pair := self._next(found)) is not None:
+                yield pair
+        finally:
+            while self._next(found) is not None:
+                pass
+            self._taken = True
+
+    def _next(self, found: Iterator[tuple[str, Any]]) -> tuple[str, Any] | None:
+        with self._reported(taking=True):
+            return next(found, None)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take this worker's weights from a whole model's state, or from as much of it as it holds.
@@ -1152,13 +1207,14 @@ class Pipeline:
         self._only_when_empty("load_state_dict")
         self.weights.load_state_dict(state)
 
-    def training_state_dict(self, *, local: bool = False) -> dict[str, Any]:
+    def training_state_dict(self, *, rank: int | None = None, local: bool = False) -> dict[str, Any]:
         """All that a training goes on from, on the CPU; all workers call it.
 
         Flushes first what is under way. Another pipeline of the same model takes it, under any schedule where
         the optimiser is the same; a learning-rate scheduler wants as many stages.
 
         Args:
+            rank: the only one that gets it; the others get an empty dict. None: all get it.
             local: only what this worker holds, without asking the others; with ``zero_stage`` 1, of the
                 optimisers what it updates.
 
@@ -1168,12 +1224,16 @@ class Pipeline:
             from which all random draws come.
 
         Raises:
-            ConfigError: gradients wait for an update, or ``local`` while mini-batches are under way.
+            ConfigError: gradients wait for an update, ``local`` while mini-batches are under way, or there is
+                no such rank.
             WorkerError: the copies of a stage differ.
         """
         self._only_updated("training_state_dict")
-        model = self.state_dict(local=local)
-        rest = self.weights.training_state() if local else self.weights.whole_training_state()
+        model = self.state_dict(rank=rank, local=local)
+        with self._reported():
+            rest = self.weights.training_state() if local else self.weights.whole_training_state(rank)
+        if not local and rank not in (None, self.transport.rank):
+            return {}
         return {"model": model, **rest, "step": self.steps, "seed": self.streams.seed}
 
     def load_training_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -1216,12 +1276,20 @@ class Pipeline:
         if isinstance(self._run, SynchronousRunner) and self._run.waiting:
             raise ConfigError(f"{call} while gradients wait for an update; make a step with one before")
 
+    def _only_taken(self) -> None:
+        if not self._taken:
+            raise ConfigError(
+                "stream_weights() is not at its end, and other workers wait in it; take all that it gives "
+                "before the next call"
+            )
+
     def _only_when_empty(self, call: str) -> None:
+        self._only_taken()
         if self._run.under_way:
             raise ConfigError(f"{call} while mini-batches are under way; call flush() before, on all workers")
 
     @contextmanager
-    def _reported(self) -> Iterator[None]:
+    def _reported(self, *, taking: bool = False) -> Iterator[None]:
         """Tell the other workers of an error, so that none of them waits in vain.
 
         What is made meanwhile is used in later steps: none of it is made in the user's inference mode.
@@ -1232,6 +1300,8 @@ class Pipeline:
                     "workers are threads, and one's pipeline was called in another thread, for which that "
                     "worker may wait; call it where it was made, or launch processes (transport='gloo')"
                 )
+            if not taking:
+                self._only_taken()
             with elsewhere(), torch.inference_mode(mode=False):
                 yield
         except CounterflowError as error:

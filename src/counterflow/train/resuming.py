@@ -9,11 +9,14 @@ import logging
 import tomllib
 from pathlib import Path
 
+from torch import Tensor, nn
+
 from counterflow import toml
 from counterflow.checkpoints.index import complete, put_aside
 from counterflow.checkpoints.reader import CHECKPOINTS, Checkpoint, DamagedError
 from counterflow.checkpoints.state import MODEL
 from counterflow.errors import ConfigError
+from counterflow.runtime.parameters.unlisted import unlisted_names
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.layers import ListLayers, Model, layers_of, state_names
 
@@ -111,11 +114,16 @@ def check(start: Checkpoint, model: Model, list_layers: ListLayers | None, confi
     }
     for first, names in start.index.aliases.items():
         theirs |= {name: theirs[first] for name in names if first in theirs}
-    shapes = {
-        names[name]: tuple(tensor.shape)
-        for names, layer in zip(state_names(model, list_layers), layers_of(model, list_layers), strict=True)
-        for name, tensor in layer.state_dict().items()
+    layers, names_of = layers_of(model, list_layers), state_names(model, list_layers)
+    state = {
+        names[name]: value
+        for names, layer in zip(names_of, layers, strict=True)
+        for name, value in layer.state_dict().items()
     }
+    if isinstance(model, nn.Module):
+        every = model.state_dict()
+        state |= {name: every[name] for name in unlisted_names(model, names_of)}
+    shapes = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
     for name in sorted(shapes.keys() ^ theirs.keys()):
         where = "the checkpoint" if name in theirs else "the config's model"
         raise ConfigError(f"{place}: only {where} has {name!r}; resume with the model it was made with")

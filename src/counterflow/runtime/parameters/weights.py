@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ from .hooks import Hooks
 from .names import Names, named_parameters, shared_names
 from .optimizers import MakeOptimizer, MakeScheduler, home_of, optimizer_of, refuse_others, scheduler_of
 from .sharded_updates import Owners
+from .streaming import Stream
+from .unlisted import Unlisted
 
 
 class _Statistics(NamedTuple):
@@ -63,6 +65,7 @@ class Weights:
         optimizer: a function of parameters to an optimiser.
         scheduler: a function of an optimiser to a learning-rate scheduler.
         named: whether ``optimizer`` takes (name, parameter), and not parameters alone.
+        unlisted: what the model's state has beside that of its layers.
         streams: of random draws: what hooks of parameters and optimisers draw is the same on all copies.
         sharded: whether of a parameter's holders one alone has its optimiser state (ZeRO stage 1).
     """
@@ -80,11 +83,13 @@ class Weights:
         scheduler: MakeScheduler | None,
         streams: RandomStreams,
         named: bool = False,
+        unlisted: Unlisted,
         sharded: bool = False,
     ) -> None:
         self.stages = stages
-        self.names, self.aliases, self.holders = names, aliases, holders
-        self.layout, self.sharding = sharding.layout, sharding
+        self.names, self.aliases, self.unlisted = names, aliases, unlisted
+        self._every_name = {name: tuple(every) for every in aliases.values() for name in every}
+        self.holders, self.layout, self.sharding = holders, sharding.layout, sharding
         self.transport = transport
         self.keeps_gradients = False
         self.kept_gradients: dict[str, Tensor] = {}
@@ -109,6 +114,7 @@ class Weights:
         """Weights that a layer was seen to change in its forward, by first name."""
         self._copied: list[Callable[[], None]] = []
         """For each copy that is being made: orders what follows behind it."""
+        unlisted.start_alike(transport)
         self._make_shards()
         self.hooks = Hooks(parameter for copy in stages.values() for parameter in copy.parameters())
         self._streams = streams
@@ -647,37 +653,41 @@ class Weights:
             found[name, tuple(sorted(self.sharding.along(parameter)))].append(parameter)
         return found
 
-    def state_dict(self, stage: int | None = None, *, local: bool = False) -> dict[str, Any]:
-        """Parameters, buffers and extra state at hand, or those of a stage, by all names; on the CPU.
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters, buffers and extra state at hand, by all names; on the CPU.
 
-        Whole ones, which those who hold the other parts ask for at the same time; with ``local`` DTensors as
-        they are.
+        Whole tensors, also where this worker has a part: who has the others makes the same call.
         """
-        found: dict[str, Any] = {}
-        for copy in self.stages.values() if stage is None else (self.stages[stage],):
-            for layer in copy.with_weights:
-                for name, value in layer.state().items():
-                    kept = _kept(value, local=local)
-                    full = layer.names[name]
-                    for each in self.aliases.get(full, (full,)):
-                        found[each] = kept
-        return found
+        parts = (*map(self._state_of, self.stages), self.unlisted.entries())
+        pairs = ((names, _kept(value)) for entries in parts for names, value in entries)
+        return {name: kept for names, kept in pairs for name in names}
 
-    def _gathered(self, stage: int, ask: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
-        """What the first that holds a stage says of it, whom those ask that hold the other parts; by rank."""
-        rank = self.transport.rank
-        asks = self.worker == self.holders[stage][0] and self.layout.is_first(rank, (REPLICA,))
-        part = ask(stage) if asks else {}
-        tells = asks and self.layout.is_first(rank, self.layout.further)
-        return cast("list[dict[str, Any]]", self.transport.gather_objects(part if tells else {}))
+    def _state_of(self, stage: int) -> Iterator[tuple[Sequence[str], Any]]:
+        """Names and value of all that a stage's state has."""
+        for layer in self.stages[stage].with_weights:
+            for name, value in layer.state().items():
+                full = layer.names[name]
+                yield self._every_name.get(full, (full,)), value
 
-    def whole_state_dict(self) -> dict[str, Any]:
-        """The same of the whole model, on every worker; stage by stage from the first that holds it."""
-        whole: dict[str, Any] = {}
-        for stage in range(len(self.holders)):
-            for row in self._gathered(stage, self.state_dict):
-                whole |= row
-        return whole
+    def stream(self, rank: int | None) -> Iterator[tuple[str, Any]]:
+        """The state of the whole model by all names, on the CPU of one rank, or of all for None.
+
+        Stage by stage from the first that holds it. All workers go through it to the end.
+        """
+        stream = Stream(self.transport, rank)
+        yield from self._stages(stream, self._state_of)
+        first = self.transport.rank == 0
+        yield from stream.part(list(self.unlisted.entries()) if first else None, tells=first)
+
+    def _stages(
+        self, stream: Stream, entries: Callable[[int], Iterator[tuple[Sequence[Any], Any]]]
+    ) -> Iterator[tuple[Any, Any]]:
+        """What the first that holds a stage has of it, whom those follow that hold the other parts."""
+        me = self.transport.rank
+        for stage, holders in enumerate(self.holders):
+            asks = self.worker == holders[0] and self.layout.is_first(me, (REPLICA,))
+            tells = asks and self.layout.is_first(me, self.layout.further)
+            yield from stream.part(list(entries(stage)) if asks else None, tells=tells)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the weights at hand from a model's state.
@@ -704,40 +714,41 @@ class Weights:
                     if isinstance(mine, Tensor) and is_dtensor(mine):
                         part[name] = like(mine, part_of(given.to(mine.device), mine).clone())
                 parts.append((layer, part))
+        unlisted = self.unlisted.found_in(state)
         for layer, part in parts:
             layer.load_state(part)
+        self.unlisted.load(unlisted)
 
-    def training_state(self, stage: int | None = None, *, local: bool = False) -> dict[str, Any]:
-        """What the optimisers and schedulers at hand, or of a stage, keep: by parameter's name, by stage.
+    def training_state(self) -> dict[str, Any]:
+        """What the optimisers and schedulers at hand keep: by parameter's name, by stage; as there."""
+        every = chain.from_iterable(map(self._training_of, self.stages))
+        return _assembled((key, _kept(value)) for (key,), value in every)
 
-        Whole tensors or with ``local`` DTensors, as ``state_dict`` gives.
-        """
-        optimizers = {}
-        stages = self.stages if stage is None else (stage,)
-        for each in (s for s in stages if s in self.optimizers):
-            optimizer, names = self.optimizers[each], self.updated_names(each)
+    def whole_training_state(self, rank: int | None = None) -> dict[str, Any]:
+        """The same of all stages, on one rank or on all for None; nothing on others. All workers call it."""
+        stream = Stream(self.transport, rank)
+        if self.owners is None:
+            return _assembled(self._stages(stream, self._training_of))
+        parts = (  # each that holds a stage has what it updates
+            stream.part(list(self._training_of(stage)) if held else None, tells=held)
+            for stage in range(len(self.holders))
+            for held in (stage in self.stages,)
+        )
+        return _assembled(chain.from_iterable(parts))
+
+    def _training_of(self, stage: int) -> Iterator[tuple[Sequence[_Kept], Any]]:
+        """What a stage's optimiser keeps for each parameter, after its options; and the scheduler's state."""
+        if stage in self.optimizers:
+            optimizer, names = self.optimizers[stage], self.updated_names(stage)
             for group in optimizer.param_groups:
                 options = {key: _kept(value) for key, value in group.items() if not key.startswith("param")}
                 for parameter in group["params"]:
-                    kept = optimizer.state.get(parameter, {})
-                    state = {key: _kept(value, local=local) for key, value in kept.items()}
-                    optimizers[names[id(parameter)]] = {"state": state, "options": options}
-        schedulers = {s: deepcopy(self.schedulers[s].state_dict()) for s in stages if s in self.schedulers}
-        return {"optimizer": optimizers, "scheduler": schedulers}
-
-    def whole_training_state(self) -> dict[str, Any]:
-        """The same of all stages, on every worker."""
-        whole: dict[str, Any] = {"optimizer": {}, "scheduler": {}}
-        for stage in range(len(self.holders)):
-            if self.owners is None:
-                rows = self._gathered(stage, self.training_state)
-            else:
-                held = self.training_state(stage) if stage in self.stages else {}
-                rows = cast("list[dict[str, Any]]", self.transport.gather_objects(held))
-            for row in rows:
-                for part, found in row.items():
-                    whole[part] |= found
-        return whole
+                    name = names[id(parameter)]
+                    yield (_Kept("optimizer", name),), options
+                    for slot, value in optimizer.state.get(parameter, {}).items():
+                        yield (_Kept("optimizer", name, slot),), value
+        if stage in self.schedulers:
+            yield (_Kept("scheduler", stage),), self.schedulers[stage].state_dict()
 
     def load_training_state(self, state: Mapping[str, Any], *, options: bool = True) -> None:
         """Take what the optimisers and schedulers at hand keep from a whole training's state.
@@ -798,10 +809,31 @@ def _schedule(
     return None
 
 
-def _kept(value: Any, *, local: bool = False) -> Any:
+class _Kept(NamedTuple):
+    """What an optimiser keeps for a weight in a slot, or its options; or a stage's scheduler's state."""
+
+    kind: str
+    of: str | int
+    slot: str | None = None
+
+
+def _assembled(found: Iterable[tuple[_Kept, Any]]) -> dict[str, Any]:
+    """What an optimiser's options come before."""
+    state: dict[str, Any] = {"optimizer": {}, "scheduler": {}}
+    for key, value in found:
+        if key.kind == "scheduler":
+            state["scheduler"][key.of] = value
+        elif key.slot is None:
+            state["optimizer"][key.of] = {"state": {}, "options": value}
+        else:
+            state["optimizer"][key.of]["state"][key.slot] = value
+    return state
+
+
+def _kept(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return deepcopy(value)
-    return (value if local else whole(value)).detach().cpu().clone()
+    return whole(value).detach().cpu().clone()
 
 
 def _taken(value: Any, parameter: Tensor, home: torch.device) -> Any:

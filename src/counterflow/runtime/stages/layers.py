@@ -24,7 +24,7 @@ Activation = Tensor | tuple[Tensor, ...]
 Model = nn.Module | Sequence[nn.Module]
 """An ``nn.Sequential``, a list of layers, or any module together with a function that lists its layers."""
 
-_EXTRA = "_extra_state"
+EXTRA_STATE = "_extra_state"
 """What a module's own further state is called in a ``state_dict``."""
 
 ListLayers = Callable[[Any], Iterable[nn.Module]]
@@ -41,7 +41,7 @@ def layers_of(model: Model, list_layers: ListLayers | None = None) -> list[nn.Mo
 
     Raises:
         ConfigError: no layers, something that is no module, a module nobody listed the layers of, or a
-            parameter of the model that no listed layer has and that would never be trained.
+            parameter of the model that requires a gradient and that no listed layer has.
 
     >>> [type(layer).__name__ for layer in layers_of(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))]
     ['Linear', 'ReLU']
@@ -126,7 +126,7 @@ def state_names(model: Model, list_layers: ListLayers | None = None) -> list[dic
             if isinstance(tensor, Tensor):
                 known.setdefault(id(tensor), name)
         for name, module in model.named_modules():
-            extra[id(module)] = f"{name}.{_EXTRA}" if name else _EXTRA
+            extra[id(module)] = f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE
     names = []
     for index, (layer, prefix) in enumerate(zip(layers, _prefixes(model, layers, list_layers), strict=True)):
         entries = layer.state_dict(keep_vars=True)
@@ -136,7 +136,7 @@ def state_names(model: Model, list_layers: ListLayers | None = None) -> list[dic
         mine = {}
         for name, tensor in entries.items():
             owner, _, leaf = name.rpartition(".")
-            ours = extra.get(id(layer.get_submodule(owner))) if leaf == _EXTRA else known.get(id(tensor))
+            ours = extra.get(id(layer.get_submodule(owner))) if leaf == EXTRA_STATE else known.get(id(tensor))
             if ours is None:
                 raise ConfigError(
                     f"{name} of layer {index} ({type(layer).__name__}) is no parameter or buffer of the "
@@ -191,10 +191,10 @@ def _prefixes(model: Model, layers: Sequence[nn.Module], list_layers: ListLayers
 def _refuse_missing(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     listed = {id(parameter) for layer in layers for parameter in layer.parameters()}
     for name, parameter in model.named_parameters():
-        if id(parameter) not in listed:
+        if id(parameter) not in listed and parameter.requires_grad:
             raise ConfigError(
                 f"{name} of the {type(model).__name__} is in none of the {len(layers)} listed layers and "
-                "would never be trained: list a layer that has it"
+                "would never be trained: list a layer that has it, or freeze it by requires_grad_(False)"
             )
 
 

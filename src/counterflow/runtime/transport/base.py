@@ -216,6 +216,10 @@ class Transport(ABC):
     def gather_objects(self, value: object) -> list[object]:
         """Everybody's picklable value by rank, on every rank. Waits; for rare, large or odd things."""
 
+    @abstractmethod
+    def spread(self, tensor: Tensor, source: int) -> None:
+        """Overwrite a host tensor by that of rank ``source``, on all ranks; for rare and large things."""
+
     @property
     def fails_first(self) -> bool:
         """Whether no other worker's failure came before this one's, as far as is known here."""

@@ -238,6 +238,10 @@ class DistributedTransport(Transport):
         self.collective(lambda: dist.all_gather_object(gathered, value, group=self.control))
         return gathered
 
+    def spread(self, tensor: Tensor, source: int) -> None:
+        """See ``Transport.spread``; over the control plane, whatever the data plane is."""
+        self.collective(lambda: dist.broadcast(tensor, source, group=self.control))
+
     def collective(self, call: Callable[[], _T]) -> _T:
         """What a call of torch.distributed with all of a group gives; raises as ``wait`` does."""
         began = time.monotonic()

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -309,6 +310,15 @@ class LocalTransport(Transport):
         self.hub.wait(collective.done, self.status, -1)
         assert isinstance(collective.result, list)
         return list(collective.result)
+
+    def spread(self, tensor: Tensor, source: int) -> None:
+        """See ``Transport.spread``; who has it waits until all others have taken it."""
+        mine = tensor if self.rank == source else None
+        collective = self._join_all(mine)
+        self.hub.wait(collective.done, self.status, -1)
+        if self.rank != source:
+            tensor.copy_(cast("list[Tensor]", collective.result)[source])
+        self.hub.wait(self._join_all(None).done, self.status, -1)
 
     def _join_all(self, value: object) -> _Collective:
         return self._join(Group(tuple(range(self.world_size)), 0), value, list)

@@ -1,0 +1,135 @@
+"""The state of the whole model, tensor by tensor from who holds it to who asks for it.
+
+Invariant: nobody holds more of other workers' weights than what it asked for and one tensor. All workers go
+through the stages and their tensors in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..mesh.dtensors import is_dtensor, whole
+from ..transport import Transport
+
+Entries = Sequence[tuple[Sequence[Any], Any]]
+"""Names (hashable), several where there is one value under several, and the value: a tensor or another."""
+
+_PIECE_BYTES = 2**26
+
+_PLAIN = Tensor, nn.Parameter, nn.Buffer
+"""Tensors that are their bytes, a shape and a dtype; those of other classes are sent as objects."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What is known of a tensor before its numbers."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Stream:
+    """Brings parts of the model's state to one rank, or to all.
+
+    Args:
+        transport: how to reach the others; all workers make their streams in one order.
+        asks: the rank that wants it; None: all do.
+    """
+
+    def __init__(self, transport: Transport, asks: int | None) -> None:
+        self.transport, self.asks = transport, asks
+        self._seen: set[Any] = set()
+        self._tag = transport.reserve_tags(2)
+        self.wants = asks is None or asks == transport.rank
+
+    def part(self, entries: Entries | None, *, tells: bool) -> Iterator[tuple[Any, Any]]:
+        """The state of one part of the model, where it is wanted; all workers go through it.
+
+        Args:
+            entries: the part, on workers that hold it or pieces of it; None on others.
+            tells: whether this worker's numbers are taken. Where several tell, each has whole tensors; what
+                an earlier rank told is not taken again.
+        """
+        if self.asks is not None and not self.wants:
+            self.transport.status.now(f"sending the state to rank {self.asks}, which has to take all of it")
+        mine = None
+        if entries is not None and tells:
+            mine = [(tuple(names), _described(value)) for names, value in entries]
+        rows = cast("list[list[tuple[tuple[Any, ...], Any]] | None]", self.transport.gather_objects(mine))
+        for source, told in enumerate(rows):
+            for number, (names, known) in enumerate(told or ()):
+                if self._seen.issuperset(names):  # a weight that several layers share
+                    continue
+                self._seen.update(names)
+                held = None
+                if entries is not None and isinstance(known, _Shape) and source == self._source(rows, tells):
+                    held = whole(entries[number][1]).detach()
+                yield from self._given(names, known, held if tells else None, source)
+
+    def _source(self, rows: Sequence[object], tells: bool) -> int:
+        """Whose entries this worker's are: its own, or those of the one whom it holds other pieces of."""
+        if tells:
+            return self.transport.rank
+        return next(rank for rank, row in enumerate(rows) if row is not None)
+
+    def _given(
+        self, names: Sequence[Any], known: Any, held: Tensor | None, source: int
+    ) -> Iterator[tuple[Any, Any]]:
+        value = self._tensor(known, held, source) if isinstance(known, _Shape) else known
+        if self.wants:
+            value = value if isinstance(known, _Shape) else deepcopy(known)  # threads are told one object
+            for name in names:
+                yield name, value
+
+    def _tensor(self, known: _Shape, held: Tensor | None, source: int) -> Tensor | None:
+        """A tensor on the host of whoever wants it."""
+        here = source == self.transport.rank
+        if self.asks is None:
+            found = _on_host(held) if held is not None else torch.empty(known.shape, dtype=known.dtype)
+            for piece in _pieces(found):
+                self.transport.spread(piece, source)
+            return found
+        if self.wants and here:
+            assert held is not None
+            return _on_host(held)
+        if self.wants:
+            found = torch.empty(known.shape, dtype=known.dtype)
+            for piece in _pieces(found):
+                (got,) = self.transport.receive_described(source, self._tag, aside=True).wait()
+                piece.copy_(got)
+                self._answer(source)
+            return found
+        if held is not None:
+            for piece in _pieces(_on_host(held)):
+                sent = self.transport.send_described([piece], self.asks, self._tag, aside=True)
+                self.transport.receive_described(self.asks, self._tag + 1, aside=True).wait()
+                sent.wait()
+        return None
+
+    def _answer(self, source: int) -> None:
+        """Let the sender go on, so that no more than a piece is between the two."""
+        self.transport.send_described([torch.zeros(1)], source, self._tag + 1, aside=True).wait()
+
+
+def _described(value: Any) -> Any:
+    """What all are told of a tensor before its numbers; of a number or what is not plain bytes, the value."""
+    if is_dtensor(value) or (type(value) in _PLAIN and value.dim()):
+        return _Shape(tuple(value.shape), value.dtype)
+    return _on_host(value) if isinstance(value, Tensor) else deepcopy(value)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """A host tensor as bytes in the same memory, in pieces."""
+    if not tensor.numel():
+        return ()
+    return list(tensor.reshape(-1).view(torch.uint8).split(_PIECE_BYTES))
