@@ -38,7 +38,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def test_train_your_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    same, program, _, skips, named, meta = blocks("train-your-own-model.md", "python")
+    same, program, _, average, skips, named, meta = blocks("train-your-own-model.md", "python")
     script = tmp_path / "train.py"
     assert "stages=4" in program
     script.write_text(program.replace("stages=4", "stages=2").replace("workers=4", "workers=2"))
@@ -54,6 +54,9 @@ def test_train_your_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert compared[0].startswith("SameModel: the same (")
     assert compared[1].startswith("layer 3 (Linear): 'head' takes another input than in the model (by ")
     assert compared[1].endswith("before it calls 'head' (what 'second' of layer 2 returns is the same)")
+    averaged = launch(_averaged, average, workers=2, transport="local", timeout_seconds=60)
+    assert averaged[0]["loss"] == averaged[1]["loss"]
+    assert len(averaged[0]["state"]) == 4
     scope: dict[str, object] = {}
     exec(f"import torch\nfrom torch import nn\n{meta}", scope)
     assert len(scope["layers"]) == 64  # type: ignore[arg-type]
@@ -64,6 +67,20 @@ def test_train_your_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     exec(f"import torch\nfrom torch import nn\nimport counterflow as cf\n{skips}", unet)
     assert torch.nn.Sequential(*unet["layers"])(torch.ones(2, 1, 8, 8)).shape == (2, 1, 8, 8)
     assert len(links_of(stage_skips(unet["layers"], range(6)))) == 2
+
+
+def _averaged(program: str) -> dict[str, Any]:
+    """What is left of a page's program for a pipeline."""
+    batches = [(torch.ones(4, 2) * number, torch.ones(4, 2)) for number in range(3)]
+    with cf.Pipeline(
+        [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)],
+        torch.nn.MSELoss(),
+        cf.schemes.dapple(2, 2),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    ) as pipeline:
+        scope: dict[str, Any] = {"pipeline": pipeline, "batches": batches}
+        exec(program, scope)
+    return scope
 
 
 SCHEDULES: dict[str, Schedule] = {

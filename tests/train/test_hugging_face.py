@@ -15,6 +15,7 @@ import torch
 import transformers as tf
 from torch import Tensor
 
+from counterflow.checkpoints import load_weights
 from counterflow.errors import ConfigError
 from counterflow.planning.inputs import files
 from counterflow.planning.search.search import search
@@ -229,6 +230,17 @@ def test_a_run_of_adapters(base: Path, tmp_path: Path) -> None:
     assert len(changed) == 2 * 3
     for name, tensor in first.items():
         torch.testing.assert_close(second[name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
+def test_a_run_with_averaged_weights_writes_both_models(base: Path, tmp_path: Path) -> None:
+    run(config(base, tmp_path / "run", **{"train.ema_decay": 0.5}), Watcher())
+    average = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model-ema").state_dict()
+    trained = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict()
+    expected = load_weights(tmp_path / "run", ema=True)
+    assert average.keys() == trained.keys()
+    for name, value in average.items():
+        assert torch.equal(value, expected[name])
+        assert not torch.equal(value, trained[name])
 
 
 def test_fresh_weights(base: Path, tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_workers_beside_a_schedule_file(write: Write) -> None:
             "[train]\nstesp = 1",
             "run.toml: train.stesp: there is no such key; did you mean train.steps? Keys of train: "
             "steps, samples, seed, evaluate_every, checkpoint_every, memory_every, "
-            "fewer_after, keep_last, keep_best, out, resume, loggers, threads",
+            "fewer_after, ema_decay, keep_last, keep_best, out, resume, loggers, threads",
         ),
         (
             "[train]\nreplicas = 1",

@@ -58,6 +58,7 @@ NO_FLUSH = {
     [
         {},
         {"pipeline__barrier": False},
+        {"train__ema_decay": 0.5},
         {"schedule__scheme": "wpipe", "schedule__workers": 1, **NO_FLUSH},
         {"schedule__scheme": "pipedream-2bw", **NO_FLUSH, "schedule__stages": 2},
     ],

@@ -11,8 +11,9 @@ import json
 import os
 import shutil
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class Converted:
     bytes: int
 
 
-def convert(source: Path, target: Path, model: Path | None = None) -> Converted:
+def convert(source: Path, target: Path, model: Path | None = None, *, ema: bool = False) -> Converted:
     """Convert weights from one form into another.
 
     Args:
@@ -49,9 +50,10 @@ def convert(source: Path, target: Path, model: Path | None = None) -> Converted:
             checkpoint, and of checkpoints, with one of step 0, where it is not. Must not exist.
         model: a folder of transformers whose config and tokenizer go with a checkpoint's weights; by default
             the one that the run was given.
+        ema: whether trained weights are their averages, in the weights' precision.
 
     Raises:
-        ConfigError: the source is something else or damaged, or the target exists.
+        ConfigError: the source is something else or damaged, or has no averages; or the target exists.
         CounterflowError: it cannot be written.
     """
     if target.exists() or target.is_symlink():
@@ -64,10 +66,12 @@ def convert(source: Path, target: Path, model: Path | None = None) -> Converted:
     if source.suffix != ".safetensors" and not _is_of_transformers(source):
         found = Checkpoint.load(source, str(source))
         found.verify()
-        table = _weights_of(found)
+        table, read = _weights_of(found, ema=ema), partial(found.weight, ema=ema)
         if into_file:
-            return _into_file(table, lambda name: found.tensor(f"{MODEL}/{name}"), target)
-        return _into_transformers(found, table, target, model)
+            return _into_file(table, read, target)
+        return _into_transformers(found, table, read, target, model)
+    if ema:
+        raise ConfigError(f"{source}: has weights only, and no average of them; leave --ema away")
     opened = _Files(source)
     if into_file:
         return _into_file(opened.sizes, opened.read, target)
@@ -119,18 +123,17 @@ def _shards(folder: Path) -> list[Path]:
         raise ConfigError(f"{folder / _SHARDS}: is damaged") from None
 
 
-def _weights_of(found: Checkpoint) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _weights_of(found: Checkpoint, *, ema: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
     extra = next((key for key in found.index.objects if key.startswith(f"{EXTRA}/")), None)
     if extra is not None:
         raise ConfigError(
             f"{found.place}: {extra.partition('/')[2]} is no tensor, and a safetensors file has only those; "
             "read the checkpoint by counterflow.load_weights"
         )
-    prefix = f"{MODEL}/"
+    stored = found.index.tensors
     return {
-        key.removeprefix(prefix): (stored.dtype, stored.shape)
-        for key, stored in found.index.tensors.items()
-        if key.startswith(prefix)
+        name: (stored[f"{MODEL}/{name}"].dtype, stored[f"{MODEL}/{name}"].shape)
+        for name in found.names(ema=ema)
     }
 
 
@@ -141,7 +144,11 @@ def _into_file(table: Any, read: Any, target: Path) -> Converted:
 
 
 def _into_transformers(
-    found: Checkpoint, table: dict[str, tuple[str, tuple[int, ...]]], target: Path, model: Path | None
+    found: Checkpoint,
+    table: dict[str, tuple[str, tuple[int, ...]]],
+    read: Callable[[str], Tensor],
+    target: Path,
+    model: Path | None,
 ) -> Converted:
     keys = tomllib.loads(str(found.index.about.get("config", "")))
     if keys.get("lora", {}).get("rank") is not None:
@@ -161,9 +168,7 @@ def _into_transformers(
             if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, draft / file.name)
         _note_dtype(draft / "config.json", {dtype for dtype, _ in table.values()})
-        written = files.write_each(
-            draft / SINGLE, table, lambda name: found.tensor(f"{MODEL}/{name}"), {"format": "pt"}
-        )
+        written = files.write_each(draft / SINGLE, table, read, {"format": "pt"})
         files.settle(draft)
     return Converted(target, "a folder that transformers reads", len(table), written.bytes)
 

@@ -42,7 +42,16 @@ from counterflow.runtime.transport import Transport
 
 from .host_copies import HostCopies
 from .memory_file import Slot, described, opened, packed, unpacked
-from .state import EXTRA, MODEL, OPTIMIZER, OPTIONS, at_hand, changing_in_forward, first_names
+from .state import (
+    AVERAGE,
+    EXTRA,
+    MODEL,
+    OPTIMIZER,
+    OPTIONS,
+    at_hand,
+    changing_in_forward,
+    first_names,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -394,7 +403,7 @@ def _parts(pipeline: Pipeline, *tables: Mapping[str, Any]) -> dict[Part, list[st
     for names, _ in pipeline.weights.unlisted.entries():  # all workers have it
         of[first.get(names[0], names[0])] = [(stage,) for stage in pipeline.stages]
     updated = of if pipeline.weights.owners is None else _owned(pipeline, pipeline.weights.owners)
-    parts = {OPTIMIZER: updated, OPTIONS: updated, MODEL: of, EXTRA: of}
+    parts = {OPTIMIZER: updated, OPTIONS: updated, AVERAGE: updated, MODEL: of, EXTRA: of}
     found: dict[Part, list[str]] = {part: [] for its in (of, updated) for row in its.values() for part in row}
     found |= {(stage,): found.get((stage,), []) for stage in pipeline.stages}
     for key in (key for table in tables for key in table):
@@ -444,13 +453,19 @@ def _put(pipeline: Pipeline, tensors: Mapping[str, Tensor], objects: Mapping[str
     state = {name: value for name, value in state.items() if name in names}
     state |= {name: state[its] for name, its in first.items() if its in state}
     pipeline.weights.load_state_dict(state)
-    optimizer = {}
+    optimizer: dict[str, Any] = {}
+    averaged: dict[str, int] = {}
     for key, kept in objects.items():
         kind, _, name = key.partition("/")
         if kind == OPTIONS and name in names:
             slots = {slot: tensors[f"{OPTIMIZER}/{name}/{slot}"] for slot in kept["slots"]}
             optimizer[name] = {"state": {**kept["numbers"], **slots}, "options": kept["options"]}
-    pipeline.weights.load_training_state({"optimizer": optimizer, "scheduler": {}}, options=False)
+            if "averaged" in kept:
+                averaged[name] = kept["averaged"]
+    found: dict[str, Any] = {"optimizer": optimizer, "scheduler": {}}
+    if averaged:
+        found |= {"ema": {name: tensors[f"{AVERAGE}/{name}"] for name in averaged}, "averaged": averaged}
+    pipeline.weights.load_training_state(found, options=False)
 
 
 def _machine(folder: Path) -> str:

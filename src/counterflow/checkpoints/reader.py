@@ -21,26 +21,27 @@ from counterflow.runtime.transport import Transport
 
 from . import files
 from .index import INDEX, Index, complete
-from .state import MODEL, OPTIMIZER, OPTIONS, Wanted, file_and_name
+from .state import AVERAGE, MODEL, OPTIMIZER, OPTIONS, Wanted, dtype_of, file_and_name
 
 CHECKPOINTS = "checkpoint"
 """In the folder of a run: the folder of its checkpoints."""
 
 
-def load_weights(path: Path | str) -> dict[str, Tensor]:
+def load_weights(path: Path | str, *, ema: bool = False) -> dict[str, Tensor]:
     """The weights of a checkpoint, for ``model.load_state_dict``.
 
     Args:
         path: the folder of a run or of checkpoints, of which the last complete one is read; or the folder of
             one of them.
+        ema: whether trained weights are their averages, where there is one.
 
     Returns:
         Parameters and buffers by their names in the model, on the CPU.
 
     Raises:
-        ConfigError: there is no checkpoint, or it is damaged.
+        ConfigError: there is no checkpoint, it is damaged, or has no average.
     """
-    return Checkpoint.load(Path(path), str(path)).model
+    return Checkpoint.load(Path(path), str(path)).weights(ema=ema)
 
 
 class DamagedError(ConfigError):
@@ -162,16 +163,39 @@ class Checkpoint:
     @property
     def model(self) -> dict[str, Any]:
         """Parameters, buffers and extra state, by all their names in the model."""
+        return self.weights()
+
+    def weights(self, *, ema: bool = False) -> dict[str, Any]:
+        """The same; with ``ema`` trained weights are their averages.
+
+        Raises:
+            ConfigError: there is no average.
+        """
         self.verify()
-        prefix = f"{MODEL}/"
-        found = {
-            key.removeprefix(prefix): self.tensor(key) for key in self.index.tensors if key.startswith(prefix)
-        }
+        found = {name: self.weight(name, ema=ema) for name in self.names(ema=ema)}
         for first, names in self.index.aliases.items():
             if first in found:
                 found |= dict.fromkeys(names, found[first])
         extra = [key for key in self.index.objects if key.startswith("extra/")]
         return found | {key.partition("/")[2]: value for key, value in self.objects(extra).items()}
+
+    def names(self, *, ema: bool = False) -> list[str]:
+        """The first names of all weights and buffers.
+
+        Raises:
+            ConfigError: averages are wanted, and there are none.
+        """
+        if ema and not any(key.startswith(f"{AVERAGE}/") for key in self.index.tensors):
+            raise ConfigError(f"{self.place}: has no average of the weights; train with train.ema_decay")
+        prefix = f"{MODEL}/"
+        return [key.removeprefix(prefix) for key in self.index.tensors if key.startswith(prefix)]
+
+    def weight(self, name: str, *, ema: bool = False) -> Tensor:
+        """A whole weight or buffer by its first name; with ``ema`` its average, in the weight's dtype."""
+        key, average = f"{MODEL}/{name}", f"{AVERAGE}/{name}"
+        if ema and average in self.index.tensors:
+            return self.tensor(average).to(dtype_of(self.index.tensors[key], self.place))
+        return self.tensor(key)
 
     @property
     def optimizer(self) -> dict[str, dict[str, Any]]:

@@ -1,8 +1,9 @@
 """A pipeline's state as flat tables, by keys that do not know the layout: what is written, and where it goes.
 
-``model/NAME`` is a weight or a buffer, ``optimizer/NAME/SLOT`` a tensor that the optimiser keeps for it; what
-is no tensor is under ``options/NAME`` (the optimiser's options and numbers), ``extra/NAME`` (a module's extra
-state) and ``scheduler/STAGE``. NAME is the first by which the model knows it.
+``model/NAME`` is a weight or a buffer, ``ema/NAME`` the average of a weight, ``optimizer/NAME/SLOT`` a
+tensor that the optimiser keeps for it; what is no tensor is under ``options/NAME`` (the optimiser's options
+and numbers, and the updates in an average), ``extra/NAME`` (a module's extra state) and ``scheduler/STAGE``.
+NAME is the first by which the model knows it.
 
 Invariant: nothing here copies a tensor; whoever writes copies only what it writes.
 """
@@ -27,6 +28,7 @@ from .index import Index, Stored
 _LOG = logging.getLogger(__name__)
 
 MODEL, OPTIMIZER, OPTIONS, EXTRA, SCHEDULER = "model", "optimizer", "options", "extra", "scheduler"
+AVERAGE = "ema"
 
 
 def first_names(pipeline: Pipeline) -> dict[str, str]:
@@ -62,6 +64,9 @@ def at_hand(pipeline: Pipeline) -> tuple[dict[str, Tensor], dict[str, Any]]:
                     "slots": sorted(slots),
                     "numbers": {slot: value for slot, value in kept.items() if slot not in slots},
                 }
+                if weights.average is not None and name in weights.average.of(stage):
+                    tensors[f"{AVERAGE}/{name}"] = weights.average.of(stage)[name].laid_out
+                    objects[f"{OPTIONS}/{name}"]["averaged"] = weights.average.updates(stage)
     for stage, scheduler in weights.schedulers.items():
         objects[f"{SCHEDULER}/{stage}"] = scheduler.state_dict()
     for key, tensor in tensors.items():
@@ -97,6 +102,9 @@ def _entries(pipeline: Pipeline) -> Iterator[tuple[str, Any]]:
                 yield first.get(full, full), value
     for names, value in pipeline.weights.unlisted.entries():
         yield first.get(names[0], names[0]), value
+
+
+_WHAT = {OPTIONS: "options of the optimiser for ", AVERAGE: "average of "}
 
 
 class Wanted:
@@ -138,8 +146,8 @@ class Wanted:
         found = next((n for n in (name, self.first.get(name, name)) if f"{kind}/{n}" in table), None)
         if found is None:
             raise ConfigError(
-                f"{self.place}: has no {'options of the optimiser for ' if kind == OPTIONS else ''}"
-                f"{name!r}; read it into the model that it was made of, with the same optimiser"
+                f"{self.place}: has no {_WHAT.get(kind, '')}{name!r}; read it into the model that it was "
+                "made of, with the same optimiser"
             )
         self._names[name] = found
         return found
@@ -163,8 +171,12 @@ class Wanted:
             self.tensors[key] = torch.empty(stored.shape, dtype=dtype)
 
     def _want_optimizers(self) -> None:
+        average = self.pipeline.weights.average
+        self.has_average = any(key.startswith(f"{AVERAGE}/") for key in self.index.tensors)
         for stage, name, parameter in _trained(self.pipeline):
-            del stage
+            if average is not None and self.has_average and name in average.of(stage):
+                kept = average.of(stage)[name].laid_out
+                self._want(f"{AVERAGE}/{self._known(AVERAGE, name, self.index.tensors)}", kept, kept.dtype)
             self.objects.add(f"{OPTIONS}/{self._known(OPTIONS, name, self.index.objects)}")
             known = self._names[name]
             weight = self.index.tensors.get(f"{MODEL}/{known}")
@@ -195,7 +207,9 @@ class Wanted:
         Raises:
             ConfigError: the optimiser's state is not all there.
         """
-        optimizer = {}
+        optimizer: dict[str, Any] = {}
+        averages: dict[str, Tensor] = {}
+        updates = 0
         for stage, name, _ in _trained(self.pipeline):
             known, mine = self._names[name], type(self.pipeline.weights.optimizers[stage]).__name__
             kept = objects[f"{OPTIONS}/{known}"]
@@ -214,12 +228,16 @@ class Wanted:
                     )
                 state[slot] = tensor
             optimizer[name] = {"state": state, "options": kept["options"]}
+            average = self.tensors.get(f"{AVERAGE}/{known}")
+            if average is not None:
+                averages[name], updates = average, kept["averaged"]
         schedulers = {
             int(key.partition("/")[2]): value
             for key, value in objects.items()
             if key.startswith(f"{SCHEDULER}/")
         }
-        return {"optimizer": optimizer, "scheduler": schedulers}
+        found = {"optimizer": optimizer, "scheduler": schedulers}
+        return found | {"ema": averages, "averaged": {0: updates}} if self.has_average else found
 
 
 def _trained(pipeline: Pipeline) -> Iterator[tuple[int, str, Tensor]]:

@@ -168,6 +168,9 @@ class Pipeline:
     _taken = True
     """Whether all that ``stream_weights`` gives here was taken."""
 
+    _shows_average = False
+    """Whether the weights are their averages now."""
+
     @tells_who
     def __init__(
         self,
@@ -761,6 +764,8 @@ class Pipeline:
     def _batch(self, given: Given, call: float, *, outputs: bool = False) -> Batch:
         self._only_alone()
         training = call in (_STEP, _KEEP)
+        if training:
+            self._only_own("step")
         call += _WITH_OUTPUTS * outputs
         counts = given.counts()
         mine = tuple(NOT_GIVEN if found is None else sum(found) for found in counts)
@@ -1129,7 +1134,52 @@ class Pipeline:
         """
         return dict(self.weights.kept_gradients)
 
-    def state_dict(self, *, rank: int | None = None, local: bool = False) -> dict[str, Any]:
+    def ema(self, decay: float) -> None:
+        """Keep an exponential moving average of the trained weights from here on; all workers call it.
+
+        After each update of a stage its average becomes ``decay`` times itself and ``1 - decay`` times the
+        new weights, and at the first one the weights, as ``torch.optim.swa_utils.AveragedModel`` with
+        ``get_ema_multi_avg_fn(decay)`` does. A skipped update, or a step without one, leaves it as it is.
+        It takes the memory of the weights once more, in float32 where they are of lower precision; with
+        ``zero_stage`` 1 it is with the optimiser's state. Frozen weights and buffers are the model's own.
+
+        ``averaged``, ``state_dict(ema=True)`` and ``stream_weights(ema=True)`` give it. Training states,
+        checkpoints and copies in memory have it: call ``ema`` before they are loaded. ``load_state_dict``
+        begins it anew.
+
+        Args:
+            decay: from 0 to less than 1, the same on all workers.
+
+        Raises:
+            ConfigError: there is no such decay, workers give others, or gradients wait for an update.
+        """
+        self.settle("ema")
+        with self._reported():
+            self.weights.follow(decay)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within this context ``evaluate`` and ``predict`` are those of the average; all workers enter it.
+
+        Flushes first what is under way. This worker's weights are kept once more meanwhile.
+
+        Raises:
+            ConfigError: there is no average, or the context is entered twice.
+        """
+        self._only_own("averaged()")
+        self._untold = self.flush()
+        with ExitStack() as shown:
+            with self._reported():
+                shown.enter_context(self.weights.averaged())
+            self._shows_average = True
+            try:
+                yield
+            finally:
+                self._shows_average = False
+
+    def state_dict(
+        self, *, rank: int | None = None, local: bool = False, ema: bool = False
+    ) -> dict[str, Any]:
         """The model's parameters, buffers and extra state by its own names, on the CPU; all workers call it.
 
         Flushes first what is under way. Tensors go one by one from who holds them to who gets them. Where the
@@ -1139,20 +1189,22 @@ class Pipeline:
         Args:
             rank: the only one that gets the model; the others get an empty dict. None: all get it.
             local: only what this worker holds, without asking the others.
+            ema: whether trained weights are their averages, in the weights' precision.
 
         Raises:
-            ConfigError: there is no such rank.
+            ConfigError: there is no such rank, or no average.
             WorkerError: the copies of a stage differ.
         """
         if local:
             self._only_when_empty("state_dict(local=True)")
-            return self.weights.state_dict()
+            with self.weights.averaged() if ema else nullcontext():
+                return self.weights.state_dict()
         with self._reported():
-            state = dict(self._streamed(rank))
+            state = dict(self._streamed(rank, ema=ema))
         order = {name: number for number, name in enumerate(self._order)}
         return dict(sorted(state.items(), key=lambda item: order.get(item[0], len(order))))
 
-    def stream_weights(self, rank: int = 0) -> Iterator[tuple[str, Any]]:
+    def stream_weights(self, rank: int = 0, *, ema: bool = False) -> Iterator[tuple[str, Any]]:
         """What ``state_dict`` has, name by name on one rank, which has one tensor at a time in memory.
 
         All workers call it. On ``rank`` it gives names with their values, and all are taken before the next
@@ -1162,27 +1214,30 @@ class Pipeline:
 
         Args:
             rank: who gets it.
+            ema: whether trained weights are their averages, in the weights' precision.
 
         Raises:
-            ConfigError: there is no such rank.
+            ConfigError: there is no such rank, or no average.
             WorkerError: the copies of a stage differ, or ``rank`` takes nothing for too long.
         """
         with self._reported():
-            found = self._streamed(rank)
+            found = self._streamed(rank, ema=ema)
             if self.transport.rank != rank:
                 return iter(list(found))
             self._taken = False
         return self._taking(found)
 
-    def _streamed(self, rank: int | None) -> Iterator[tuple[str, Any]]:
-        self._refuse_rank(rank)
-        self._untold = self.flush()
-        self.weights.check_copies(f"after {self.steps} steps")
-        return self.weights.stream(rank)
-
-    def _refuse_rank(self, rank: int | None) -> None:
+    def _streamed(self, rank: int | None, *, ema: bool) -> Iterator[tuple[str, Any]]:
         if rank is not None and not 0 <= rank < self.transport.world_size:
             raise ConfigError(f"rank={rank}; there are ranks 0 to {self.transport.world_size - 1}")
+        self._only_own("the state")
+        self._untold = self.flush()
+        self.weights.check_copies(f"after {self.steps} steps")
+        return self._averages(rank) if ema else self.weights.stream(rank)
+
+    def _averages(self, rank: int | None) -> Iterator[tuple[str, Any]]:
+        with self.weights.averaged():
+            yield from self.weights.stream(rank)
 
     def _taking(self, found: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """The same to its end, also for who stops in the midst."""
@@ -1272,7 +1327,15 @@ class Pipeline:
         self._only_updated(call)
         self._untold = self.flush()
 
+    def _only_own(self, call: str) -> None:
+        if self._shows_average:
+            raise ConfigError(
+                f"{call} within averaged(), where the weights are their averages; leave it before (the state "
+                "of the average is state_dict(ema=True))"
+            )
+
     def _only_updated(self, call: str) -> None:
+        self._only_own(call)
         if isinstance(self._run, SynchronousRunner) and self._run.waiting:
             raise ConfigError(f"{call} while gradients wait for an update; make a step with one before")
 
@@ -1285,6 +1348,7 @@ class Pipeline:
 
     def _only_when_empty(self, call: str) -> None:
         self._only_taken()
+        self._only_own(call)
         if self._run.under_way:
             raise ConfigError(f"{call} while mini-batches are under way; call flush() before, on all workers")
 

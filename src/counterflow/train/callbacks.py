@@ -45,7 +45,8 @@ class Callback:
 
         Args:
             lines: of a step ``loss``, ``grad_norm``, ``learning_rate`` and ``samples_per_second`` as well; of
-                an evaluation ``validation_loss``. After a restart no step is told again. May be empty.
+                an evaluation ``validation_loss``, with averaged weights ``ema_validation_loss``. After a
+                restart no step is told again. May be empty.
         """
 
     def happened(self, event: str) -> None:
@@ -53,6 +54,10 @@ class Callback:
 
     def ended(self) -> None:
         """No more will come, whatever the reason; ``summary.json`` is in the folder if all went well."""
+
+
+_TAGS = {"validation_loss": "validation/loss", "ema_validation_loss": "validation/ema_loss"}
+"""What has another name on the board than ``train/`` and its own."""
 
 
 class TensorBoard(Callback):
@@ -77,14 +82,14 @@ class TensorBoard(Callback):
         self._purged = about.first_step + 1 if about.first_step else None
 
     def recorded(self, lines: Sequence[Numbers]) -> None:
-        """Write scalars: ``train/loss`` and so on, and ``validation/loss``."""
+        """Write scalars: ``train/loss`` and so on, ``validation/loss`` and ``validation/ema_loss``."""
         for line in lines:
             if self._writer is None:  # not before: a run that makes no step leaves nothing
                 board = imported("torch.utils.tensorboard")
                 self._writer = board.SummaryWriter(str(self.folder), purge_step=self._purged)
             for name, value in line.items():
                 if name not in ("step", "seconds"):
-                    tag = "validation/loss" if name == "validation_loss" else f"train/{name}"
+                    tag = _TAGS.get(name, f"train/{name}")
                     self._writer.add_scalar(tag, value, int(line["step"]))
         if lines:
             self._writer.flush()

@@ -578,6 +578,14 @@ class TrainSection(Section):
         ge=0,
         le=1e6,
     )
+    ema_decay: float | None = _key(
+        None,
+        "keep an exponential moving average of the weights, which keeps this share of itself at an update; "
+        "where not given there is none",
+        _SHARE,
+        ge=0,
+        lt=1,
+    )
     keep_last: int = _count(2, "checkpoints that are kept, the last ones", _MANY)
     keep_best: bool = _key(
         True, "whether the checkpoint of the least validation loss is kept too", "true or false"

@@ -55,11 +55,14 @@ FILES = {
 """What a run writes, and what it is."""
 
 MODEL, ADAPTER, TENSORBOARD = "model", "adapter", "tensorboard"
+MODEL_AVERAGE, ADAPTER_AVERAGE = "model-ema", "adapter-ema"
 
 _OF_SOME = {
     EVENTS: "what failed, and how it went on",
     MODEL: "the model, as from_pretrained of transformers reads it",
     ADAPTER: "the adapters, as from_pretrained of peft reads them",
+    MODEL_AVERAGE: "the model of averaged weights",
+    ADAPTER_AVERAGE: "the adapters of averaged weights",
     TENSORBOARD: "the metrics for TensorBoard",
 }
 """What one writes too that failed or was stopped, trains a model of transformers, or has loggers."""
@@ -163,7 +166,7 @@ class RunFolder:
         if (self.path / METRICS).stat().st_size or self.has_checkpoint:
             return
         for name in (*FILES, *_OF_SOME, LIVE):
-            if name in (CHECKPOINT, MODEL, ADAPTER, TENSORBOARD):
+            if name in (CHECKPOINT, MODEL, ADAPTER, MODEL_AVERAGE, ADAPTER_AVERAGE, TENSORBOARD):
                 shutil.rmtree(self.path / name, ignore_errors=True)
             else:
                 (self.path / name).unlink(missing_ok=True)

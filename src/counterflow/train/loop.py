@@ -34,7 +34,16 @@ from counterflow.runtime.workers.world import current_transport
 from counterflow.simulation import Costs, Simulation, Span
 
 from .config import AUTO, RunConfig
-from .folder import ADAPTER, CHECKPOINT, MODEL, RunFolder, read_metrics, with_records
+from .folder import (
+    ADAPTER,
+    ADAPTER_AVERAGE,
+    CHECKPOINT,
+    MODEL,
+    MODEL_AVERAGE,
+    RunFolder,
+    read_metrics,
+    with_records,
+)
 from .job import Job, prepare
 from .live import Live, spans_of
 from .report import Numbers, Pair, Summary
@@ -155,10 +164,7 @@ class Trainer:
             count_memory_steps=job.first_step + COUNTED_STEPS,
             timeout_seconds=config.pipeline.timeout_seconds,
         )
-        if kept is not None:
-            kept.restore(self.pipeline, job.cuts)
-        elif job.start is not None:
-            read(job.start, self.pipeline, auto=config.train.resume == AUTO)
+        self._go_on(kept)
         self.event: Event | None = None
         """How a run that was begun again goes on, on rank 0."""
         self._begin_metrics(kept, attempt)
@@ -265,14 +271,28 @@ class Trainer:
         self.save_now()
         if isinstance(self.job.model, nn.Module):  # of transformers
             self.fence.check()
-            name = MODEL if self.config.lora.rank is None else ADAPTER
-            hf.save(
-                self.job.model, self.pipeline, self.checkpoints.parent / name, tokenizer=self.job.tokenizer
-            )
+            self._export(MODEL if self.config.lora.rank is None else ADAPTER)
+            if train.ema_decay is not None:
+                self._export(MODEL_AVERAGE if self.config.lora.rank is None else ADAPTER_AVERAGE, ema=True)
         self._forget()
         if not self.job.schedule.synchronous:
             self._time_together()
         return self._finish(costs, seconds)
+
+    def _go_on(self, kept: Found | None) -> None:
+        """Put the pipeline where the run was, in memory or in a checkpoint, with its average of weights."""
+        job, train = self.job, self.config.train
+        if train.ema_decay is not None:
+            self.pipeline.ema(train.ema_decay)
+        if kept is not None:
+            kept.restore(self.pipeline, job.cuts)
+        elif job.start is not None:
+            read(job.start, self.pipeline, auto=train.resume == AUTO)
+
+    def _export(self, name: str, *, ema: bool = False) -> None:
+        """Write the model of transformers, or its adapters, into a folder of the run's."""
+        folder = self.checkpoints.parent / name
+        hf.save(self.job.model, self.pipeline, folder, tokenizer=self.job.tokenizer, ema=ema)  # type: ignore[arg-type]
 
     def _shared(self, transport: Transport) -> Path:
         """Rank 0's folder, if everybody sees it: not one of the same name on a disk of its own.
@@ -419,12 +439,18 @@ class Trainer:
         inputs, targets = self.job.batches.validation(
             samples * pieces, replica=self.pipeline.replica, replicas=self.pipeline.replicas
         )
-        losses = []
-        for piece in range(pieces):
-            rows = slice(piece * samples, (piece + 1) * samples)
-            losses.append(self.pipeline.evaluate(cut(inputs, rows), targets[rows]))
-        self.validation = self.pipeline.steps, self._finite("validation loss", statistics.fmean(losses))
-        self._record(step=self.pipeline.steps, validation_loss=self.validation[1])
+
+        def loss() -> float:
+            every = (slice(piece * samples, (piece + 1) * samples) for piece in range(pieces))
+            losses = [self.pipeline.evaluate(cut(inputs, rows), targets[rows]) for rows in every]
+            return self._finite("validation loss", statistics.fmean(losses))
+
+        self.validation = self.pipeline.steps, loss()
+        line = {"validation_loss": self.validation[1]}
+        if self.config.train.ema_decay is not None:
+            with self.pipeline.averaged():
+                line["ema_validation_loss"] = loss()
+        self._record(step=self.pipeline.steps, **line)
 
     def _stops(self, done: int) -> bool:
         """Whether anybody was asked to end the run; looked at now and then, by all at the same step.

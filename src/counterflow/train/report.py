@@ -15,7 +15,7 @@ Numbers = dict[str, float]
 
 Of a step: ``step`` (updates made so far, this one among them), ``loss``, ``grad_norm``, ``learning_rate``,
 ``samples_per_second`` and ``seconds`` (since training began). Of an evaluation: ``step``,
-``validation_loss`` and ``seconds``.
+``validation_loss``, with averaged weights ``ema_validation_loss``, and ``seconds``.
 """
 
 

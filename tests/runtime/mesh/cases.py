@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import counterflow as cf
 from counterflow.planning import Cluster, Configuration, Division, LayerProfile, Link, Model, Profile, predict
@@ -22,6 +23,7 @@ from counterflow.runtime.mesh.parallel import StageModule
 from counterflow.schedule.ir import Schedule
 
 D = torch.float64
+DECAY = 0.5
 WIDTH, SEQUENCE = 4, 6
 
 
@@ -115,10 +117,11 @@ def both(stage: StageModule, mesh: DeviceMesh) -> None:
 
 def one_process(
     inputs: Tensor, targets: Tensor, steps: int, clip_norm: float, loss: Callable[..., Any]
-) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
-    """(loss, norm) of each step, and the weights after them."""
+) -> tuple[list[tuple[float, float]], dict[str, Tensor], dict[str, Tensor]]:
+    """(loss, norm) of each step, the weights after them, and their average."""
     model = nn.Sequential(*layers())
     optimizer = adamw(model.parameters())
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     found = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -127,8 +130,9 @@ def one_process(
         value.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
+        average.update_parameters(model)
         found.append((value.item(), norm.item()))
-    return found, model.state_dict()
+    return found, model.state_dict(), average.module.state_dict()
 
 
 def samples(count: int = 12) -> tuple[Tensor, Tensor]:
@@ -153,11 +157,12 @@ def check(
     names = ("replica", "worker", *dims)
     mesh = init_device_mesh("cpu", (replicas, schedule.workers, *dims.values()), mesh_dim_names=names)
     inputs, targets = samples(count)
-    expected, weights = one_process(inputs, targets, steps, clip_norm, loss)
+    expected, weights, averages = one_process(inputs, targets, steps, clip_norm, loss)
     pipeline = cf.Pipeline(
         layers(), loss, schedule, optimizer=adamw, mesh=mesh, parallelize=parallelize, clip_norm=clip_norm,
         digest_every=1, **options,
     )  # fmt: skip
+    pipeline.ema(DECAY)
     mine = [tensor.chunk(pipeline.replicas)[pipeline.replica] for tensor in (inputs, targets)]
     for number in range(steps):
         if number == steps - 1:  # another pipeline goes on from a checkpoint
@@ -169,9 +174,11 @@ def check(
                 layers(), loss, schedule, optimizer=adamw, mesh=mesh, parallelize=parallelize,
                 clip_norm=clip_norm, digest_every=1, **options,
             )  # fmt: skip
+            pipeline.ema(DECAY)
             assert cf.load_checkpoint(pipeline, str(folder)) == number
             loaded = pipeline.training_state_dict()
             torch.testing.assert_close(loaded["model"], state["model"], rtol=0, atol=0)
+            torch.testing.assert_close(loaded["ema"], state["ema"], rtol=0, atol=0)
             for name, kept in state["optimizer"].items():
                 found = loaded["optimizer"][name]
                 torch.testing.assert_close(found["state"], kept["state"], rtol=0, atol=0)
@@ -185,6 +192,11 @@ def check(
     state = pipeline.state_dict()
     for name, tensor in weights.items():
         torch.testing.assert_close(state[name], tensor, rtol=1e-10, atol=1e-10)
+    averaged = pipeline.state_dict(ema=True)
+    for name, tensor in averages.items():
+        torch.testing.assert_close(averaged[name], tensor, rtol=1e-10, atol=1e-10)
+    for name, tensor in pipeline.state_dict().items():
+        assert torch.equal(tensor, state[name])
     pipeline.close()
 
 
@@ -281,10 +293,11 @@ def check_without_flush(schedule: Schedule, **options: Any) -> None:
         with cf.Pipeline(
             layers(), mean_loss, schedule, optimizer=adamw, mesh=mesh, parallelize=parallelize, **options
         ) as pipeline:
+            pipeline.ema(DECAY)
             for _ in range(4):
                 pipeline.step(*samples(8))
             told = [(step.loss, step.grad_norm) for step in pipeline.flush()]
-            found.append((told, pipeline.state_dict()))
+            found.append((told, pipeline.state_dict(), pipeline.state_dict(ema=True)))
     torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-10)
 
 

@@ -38,12 +38,15 @@ def convert(
             "run's model.path.",
         ),
     ] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="The average of a run's weights (train.ema_decay), not the weights.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Convert weights, bit by bit as they are: of a run, or into a checkpoint to begin a training with."""
     from counterflow.checkpoints.convert import convert as converted  # noqa: PLC0415  (imports torch)
 
-    found = converted(source, target, model)
+    found = converted(source, target, model, ema=ema)
     if as_json:
         from ..output.results import ConvertedShown  # noqa: PLC0415
 

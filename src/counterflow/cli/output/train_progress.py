@@ -67,9 +67,11 @@ class Progress:
             if "loss" in line:
                 self.recent.append((line["step"], line["seconds"]))
             if "validation_loss" in line:
+                average = line.get("ema_validation_loss")
                 self._print(
                     f"step {line['step']:,}  validation loss {line['validation_loss']:.3f}  "
-                    f"training loss {self.seen['loss']:.3f}"
+                    + ("" if average is None else f"of the average {average:.3f}  ")
+                    + f"training loss {self.seen['loss']:.3f}"
                 )
             elif self.bar is None and line["seconds"] >= self.next_line:
                 self.next_line = line["seconds"] + _LINE_SECONDS

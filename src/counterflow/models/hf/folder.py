@@ -26,7 +26,9 @@ _ADAPTERS = "lora_", "modules_to_save"
 """What is in the names of the tensors that belong to adapters."""
 
 
-def save(model: nn.Module, pipeline: Any, folder: Path | str, *, tokenizer: Any = None) -> None:
+def save(
+    model: nn.Module, pipeline: Any, folder: Path | str, *, tokenizer: Any = None, ema: bool = False
+) -> None:
     """Write what a pipeline has trained as a folder of transformers, or of peft; all workers call it.
 
     Of a model with adapters only these are written, for ``PeftModel.from_pretrained``.
@@ -36,6 +38,7 @@ def save(model: nn.Module, pipeline: Any, folder: Path | str, *, tokenizer: Any 
         pipeline: with nothing under way (``flush``).
         folder: on storage that all workers share.
         tokenizer: to be saved with it.
+        ema: whether trained weights are their averages (``Pipeline.ema``).
 
     Raises:
         ConfigError: the folder cannot be written, or mini-batches are under way.
@@ -44,7 +47,7 @@ def save(model: nn.Module, pipeline: Any, folder: Path | str, *, tokenizer: Any 
     transport = pipeline.transport
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        mine: dict[str, Tensor] = pipeline.state_dict(local=True)
+        mine: dict[str, Tensor] = pipeline.state_dict(local=True, ema=ema)
         if hasattr(model, "peft_config"):
             _save_adapters(model, _kept_for_adapters(mine), transport, folder)
         else:

@@ -6,9 +6,11 @@ micro-batches.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import chain
 from typing import Any, NamedTuple
@@ -29,6 +31,7 @@ from ..stages.recomputation import Contents
 from ..stages.stage import StageCopy
 from ..transport import Group, Pending, Transport
 from .alike import Copies, Key, tensors_of
+from .average import Average, Averaged
 from .coupled import Trial, error, known_coupled, options_of, refuse_changed
 from .gradients import GradientGroup, OwnNorm, SquaredNorms, squared_norm_there, unique
 from .hooks import Hooks
@@ -37,6 +40,8 @@ from .optimizers import MakeOptimizer, MakeScheduler, home_of, optimizer_of, ref
 from .sharded_updates import Owners
 from .streaming import Stream
 from .unlisted import Unlisted
+
+_LOG = logging.getLogger(__name__)
 
 
 class _Statistics(NamedTuple):
@@ -70,6 +75,11 @@ class Weights:
         sharded: whether of a parameter's holders one alone has its optimiser state (ZeRO stage 1).
     """
 
+    keeps_gradients = False
+    """Whether ``kept_gradients`` has those of the last update."""
+    average: Average | None = None
+    """Of the trained weights; None: nobody asked for it."""
+
     def __init__(
         self,
         stages: Mapping[int, StageCopy],
@@ -86,12 +96,10 @@ class Weights:
         unlisted: Unlisted,
         sharded: bool = False,
     ) -> None:
-        self.stages = stages
+        self.stages, self.transport = stages, transport
         self.names, self.aliases, self.unlisted = names, aliases, unlisted
         self._every_name = {name: tuple(every) for every in aliases.values() for name in every}
         self.holders, self.layout, self.sharding = holders, sharding.layout, sharding
-        self.transport = transport
-        self.keeps_gradients = False
         self.kept_gradients: dict[str, Tensor] = {}
         self.groups: list[Group] = []
         """All that were made."""
@@ -279,6 +287,8 @@ class Weights:
             gradients.make()
         self.detach()
         self._refuse_coupled()
+        if self.average is not None:
+            self.average.renew()
 
     def updated_names(self, stage: int) -> dict[int, str]:
         """By identity, the names of the parameters that a stage's update updates."""
@@ -543,6 +553,8 @@ class Weights:
                     )
         if stage in self.schedulers:
             self.schedulers[stage].step()
+        if self.average is not None:
+            self.average.update(stage)
         for gradients in self._updated_with(stage):
             gradients.clear()
 
@@ -554,7 +566,7 @@ class Weights:
             self._untried.discard(stage)
 
     def change_after(self, order: Callable[[], None]) -> None:
-        """Let the next change of weights or optimiser state, an update or a load, call ``order`` before.
+        """Let the next change of weights or optimiser state (update, load, ``averaged``) call ``order``.
 
         Args:
             order: lets what the device is given from then on wait for a copy that is being made of them.
@@ -631,7 +643,52 @@ class Weights:
         for optimizer in self.optimizers.values():
             states = (value for state in optimizer.state.values() for value in state.values())
             total += sum(local(value).nbytes for value in states if isinstance(value, Tensor))
-        return total
+        return total if self.average is None else total + self.average.nbytes
+
+    # -- an average of the weights
+
+    def follow(self, decay: float) -> None:
+        """Keep an average of the trained weights from here on; all workers call it.
+
+        Raises:
+            ConfigError: there is no such decay, or workers give others.
+        """
+        self.average = Average(decay, self._optimized, self.stages)
+        for rank, (other,) in enumerate(self.transport.gather([decay])):
+            if other != decay:
+                raise ConfigError(
+                    f"rank {self.transport.rank} averages weights with a decay of {decay}, rank {rank} with "
+                    f"{other}; all workers make the same calls"
+                )
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within this context the trained weights are their averages; all workers enter it.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        if self.average is None:
+            raise ConfigError(
+                "there is no average of the weights; call ema(decay) before the steps to average"
+            )
+        every = (p for gradients in self._gradient_groups() for p in gradients.parameters.values())
+        trained = [local(parameter).detach() for parameter in every if parameter.requires_grad]
+        own = [weight.clone() for weight in trained]
+        self._order_behind_copies()
+        try:
+            self.average.show()
+            self.share()
+            self._forget_casts()
+            yield
+        finally:
+            for weight, before in zip(trained, own, strict=True):
+                weight.copy_(before)
+            self._forget_casts()
+
+    def _forget_casts(self) -> None:
+        for copy in self.stages.values():
+            copy.precision.forget()
 
     # -- comparing and saving
 
@@ -651,7 +708,21 @@ class Weights:
                 found[stage, tuple(sorted(self.sharding.along(tensor)))].append(tensor)
         for name, parameter in self._tied_apart.items():
             found[name, tuple(sorted(self.sharding.along(parameter)))].append(parameter)
+        tied = shared_names(self.names)
+        for stage, name, (parameter, average) in self._averages_of_all():
+            along = tuple(sorted(self.sharding.along(parameter)))
+            if name in self._tied_apart:
+                found[name, along].append(average)
+            elif name not in tied:
+                found[stage, along].append(average)
         return found
+
+    def _averages_of_all(self) -> Iterator[tuple[int, str, Averaged]]:
+        """Stage, name and average, where all holders of a weight have one."""
+        if self.average is not None and self.owners is None:
+            for stage in self.stages:
+                for name, kept in self.average.of(stage).items():
+                    yield stage, name, kept
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters, buffers and extra state at hand, by all names; on the CPU.
@@ -718,6 +789,8 @@ class Weights:
         for layer, part in parts:
             layer.load_state(part)
         self.unlisted.load(unlisted)
+        if self.average is not None:
+            self.average.begin()
 
     def training_state(self) -> dict[str, Any]:
         """What the optimisers and schedulers at hand keep: by parameter's name, by stage; as there."""
@@ -749,6 +822,10 @@ class Weights:
                         yield (_Kept("optimizer", name, slot),), value
         if stage in self.schedulers:
             yield (_Kept("scheduler", stage),), self.schedulers[stage].state_dict()
+        if self.average is not None:
+            yield (_Kept("averaged", stage),), self.average.updates(stage)
+            for name, kept in self.average.of(stage).items():
+                yield (_Kept("ema", name),), kept.laid_out
 
     def load_training_state(self, state: Mapping[str, Any], *, options: bool = True) -> None:
         """Take what the optimisers and schedulers at hand keep from a whole training's state.
@@ -785,6 +862,26 @@ class Weights:
                     "stages it was saved with"
                 )
             scheduler.load_state_dict(given)
+        self._load_average(state)
+
+    def _load_average(self, state: Mapping[str, Any]) -> None:
+        given = state.get("ema")
+        if self.average is None:
+            if given is not None:
+                _LOG.warning(
+                    "the training state has an average of the weights, and it is not taken: call ema(decay) "
+                    "before the state is loaded"
+                )
+            return
+        if given is None and self.average.nbytes:
+            _LOG.warning("the training state has no average of the weights: it begins with those loaded")
+        if given is None:
+            return
+        every = self.aliases
+        self.average.load(
+            lambda name: next((given[n] for n in (name, *every.get(name, ())) if n in given), None),
+            max(state["averaged"].values(), default=0),
+        )
 
 
 def _schedule(
@@ -810,7 +907,7 @@ def _schedule(
 
 
 class _Kept(NamedTuple):
-    """What an optimiser keeps for a weight in a slot, or its options; or a stage's scheduler's state."""
+    """What an optimiser keeps for a weight in a slot, or its options; or what else a weight or stage has."""
 
     kind: str
     of: str | int
@@ -821,8 +918,8 @@ def _assembled(found: Iterable[tuple[_Kept, Any]]) -> dict[str, Any]:
     """What an optimiser's options come before."""
     state: dict[str, Any] = {"optimizer": {}, "scheduler": {}}
     for key, value in found:
-        if key.kind == "scheduler":
-            state["scheduler"][key.of] = value
+        if key.kind != "optimizer":
+            state.setdefault(key.kind, {})[key.of] = value
         elif key.slot is None:
             state["optimizer"][key.of] = {"state": {}, "options": value}
         else:

@@ -1,0 +1,150 @@
+"""An exponential moving average of a worker's trained weights, stage by stage.
+
+Invariant: who keeps a weight's optimiser state keeps its average: all holders, or with ZeRO stage 1 its
+owner. All holders' averages are equal, bit for bit: they are made of equal weights by the same steps. What is
+frozen is its own average. Averages of weights in bfloat16 and float16 are in float32, and of a weight that is
+cut over further dimensions of the mesh an average is of this rank's part.
+
+Source: the recurrence of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn``, whose first
+update copies the weights.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from counterflow.errors import ConfigError
+
+from ..mesh.dtensors import like, local, part_of
+from .gradients import sum_dtype
+
+
+class Averaged(NamedTuple):
+    """A weight and its average, which has the shape of what this rank holds of it."""
+
+    parameter: nn.Parameter
+    average: Tensor
+
+    @property
+    def laid_out(self) -> Tensor:
+        """The average, laid out as the weight is."""
+        return like(self.parameter, self.average)
+
+
+class Average:
+    """One worker's averages; they begin as the weights are.
+
+    Args:
+        decay: what an average keeps of itself at an update, from 0 to less than 1.
+        updated: of a stage, what this worker's optimiser updates, by name.
+        stages: this worker's.
+
+    Raises:
+        ConfigError: there is no such decay.
+    """
+
+    def __init__(
+        self,
+        decay: float,
+        updated: Callable[[int], Sequence[tuple[str, nn.Parameter]]],
+        stages: Iterable[int],
+    ) -> None:
+        if not 0.0 <= decay < 1.0:
+            raise ConfigError(
+                f"an average of weights with a decay of {decay}; give a number from 0 to less than 1"
+            )
+        self._updated = updated
+        self._into = get_ema_multi_avg_fn(decay)
+        self._kept: dict[int, dict[str, Averaged]] = {stage: {} for stage in stages}
+        self._updates: dict[int, int] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Let the averages be the weights as they are."""
+        for stage in self._kept:
+            self._kept[stage], self._updates[stage] = {}, 0
+        self.renew()
+
+    def renew(self) -> None:
+        """Keep averages of what is trained by now, and of nothing else."""
+        for stage, kept in self._kept.items():
+            self._kept[stage] = {
+                name: kept[name] if name in kept else Averaged(parameter, _begun(parameter))
+                for name, parameter in self._updated(stage)
+                if parameter.requires_grad
+            }
+
+    def of(self, stage: int) -> dict[str, Averaged]:
+        """What is kept of a stage, by the weights' first names."""
+        return self._kept[stage]
+
+    def updates(self, stage: int) -> int:
+        """The updates of a stage that are in its averages."""
+        return self._updates[stage]
+
+    def update(self, stage: int) -> None:
+        """Take in what an update made of a stage's weights."""
+        for averages, weights in _lists(self._kept[stage].values()):
+            if self._updates[stage]:
+                self._into(averages, weights, self._updates[stage])
+            else:
+                torch._foreach_copy_(averages, weights)
+        self._updates[stage] += 1
+
+    def load(self, given: Callable[[str], Tensor | None], updates: int) -> None:
+        """Take averages that were saved.
+
+        Args:
+            given: a weight's name to its whole average, or laid out as the weight.
+            updates: what is in them.
+
+        Raises:
+            ConfigError: one is missing.
+        """
+        for stage, kept in self._kept.items():
+            for name, (parameter, average) in kept.items():
+                found = given(name)
+                if found is None:
+                    raise ConfigError(
+                        f"the training state has no average of {name!r}; call ema() after it is loaded"
+                    )
+                average.copy_(part_of(found, parameter))
+            self._updates[stage] = updates
+
+    def show(self) -> None:
+        """Let the weights be their averages."""
+        with torch.no_grad():
+            for kept in self._kept.values():
+                for parameter, average in kept.values():
+                    local(parameter).detach().copy_(average)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all averages."""
+        return sum(average.nbytes for kept in self._kept.values() for _, average in kept.values())
+
+
+def _begun(parameter: nn.Parameter) -> Tensor:
+    return local(parameter).detach().to(sum_dtype(parameter.dtype), copy=True)
+
+
+def _lists(every: Iterable[Averaged]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Averages and weights of one dtype and device; those of lower precision one by one, as they are cast."""
+    same: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = defaultdict(
+        lambda: ([], [])
+    )
+    for parameter, average in every:
+        weight = local(parameter).detach()
+        if weight.dtype is not average.dtype:
+            yield [average], [weight.to(average.dtype)]
+            continue
+        averages, weights = same[average.dtype, average.device]
+        averages.append(average)
+        weights.append(weight)
+    yield from same.values()

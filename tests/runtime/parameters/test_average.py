@@ -1,0 +1,356 @@
+"""An average of the weights, against torch's own in one process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from counterflow.checkpoints import load_checkpoint, save_checkpoint
+from counterflow.checkpoints.memory import Memory
+from counterflow.errors import ConfigError, WorkerError
+from counterflow.runtime.parameters.average import Average
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.workers.launch import launch
+from counterflow.schedule import schemes
+from counterflow.schedule.ir import Schedule
+from counterflow.verify.reference import Reference, Staleness
+
+DECAY, STEPS = 0.75, 4
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(8)]
+
+
+def tied() -> list[nn.Module]:
+    """The first and the last layer share a weight."""
+    made = layers()
+    made[-1].get_submodule("0").weight = made[0].get_submodule("0").weight
+    return made
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05)
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(8, 6, generator=generator), torch.randn(8, 6, generator=generator)
+
+
+def piped(schedule: Schedule, made: Callable[[], list[nn.Module]] = layers, **options: Any) -> Pipeline:
+    return Pipeline(made(), nn.MSELoss(), schedule, optimizer=adam, digest_every=1, **options)
+
+
+def alone(
+    schedule: Schedule, made: Callable[[], list[nn.Module]] = layers, replicas: int = 1, **options: Any
+) -> tuple[dict[str, Tensor], float]:
+    """The average's state, and the loss of the first mini-batch with it, in one process."""
+    cuts = options.pop("cuts", ())
+    model = Reference(
+        made(),
+        nn.MSELoss(),
+        schedule.micro_batches,
+        optimizer=adam,
+        replicas=replicas,
+        staleness=Staleness.of(schedule, cuts),
+        **options,
+    )
+    modules = nn.ModuleList(layer.module for layer in model.layers)
+    average = AveragedModel(modules, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    for number in range(STEPS):
+        model.step([batch(number)] * replicas)
+        average.update_parameters(modules)
+    state = average.module.state_dict()
+    modules.load_state_dict(state)
+    return state, model.evaluate([batch(0)] * replicas)
+
+
+def trained(
+    schedule: Schedule, made: Callable[[], list[nn.Module]], options: dict[str, Any]
+) -> tuple[Any, ...]:
+    pipeline = piped(schedule, made, **options)
+    pipeline.ema(DECAY)
+    for number in range(STEPS):
+        pipeline.step(*batch(number))
+    own = pipeline.state_dict()
+    state = pipeline.state_dict(ema=True)
+    with pipeline.averaged():
+        loss = pipeline.evaluate(*batch(0))
+        outputs = pipeline.predict(batch(0)[0])
+    local = pipeline.state_dict(local=True, ema=True)
+    for name, value in pipeline.state_dict().items():
+        assert torch.equal(value, own[name])
+    pipeline.step(*batch(9))
+    pipeline.flush()
+    return state, loss, outputs, local, pipeline.cuts, dict(pipeline.stream_weights(1, ema=True))
+
+
+CASES: dict[str, tuple[Schedule, dict[str, Any]]] = {
+    "gpipe": (schemes.gpipe(4, 4), {}),
+    "chimera": (schemes.chimera(4, 4), {}),
+    "chimera, no barrier": (schemes.chimera(4, 4), {"barrier": False}),
+    "chimera, sharded": (schemes.chimera(4, 4), {"zero_stage": 1}),
+    "zero bubble": (schemes.zb_h1(4, 4), {}),
+    "zero bubble, clipped, no barrier": (schemes.zb_h1(4, 4), {"barrier": False, "clip_norm": 0.01}),
+    "pipedream-2bw": (schemes.pipedream_2bw(4, 4), {}),
+    "pipedream": (schemes.pipedream(4, 4), {}),
+}
+
+
+ON_DEVICES = "chimera, sharded", "zero bubble, clipped, no barrier", "pipedream-2bw"
+
+
+@pytest.mark.parametrize(
+    ("case", "transport"),
+    [*((case, "local") for case in CASES), *((case, "strict-nccl") for case in ON_DEVICES)],
+)
+def test_it_is_torchs(case: str, transport: Literal["local", "strict-nccl"]) -> None:
+    schedule, options = CASES[case]
+    rows = launch(
+        trained, schedule, layers, options, workers=schedule.workers, transport=transport, timeout_seconds=60
+    )
+    clip = {"clip_norm": options["clip_norm"]} if "clip_norm" in options else {}
+    expected, loss = alone(schedule, cuts=rows[0][4], **clip)
+    model = nn.Sequential(*layers())
+    model.load_state_dict(expected)
+    for rank, (state, its, outputs, local, _, streamed) in enumerate(rows):
+        assert state.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=2e-5, atol=1e-6)
+        assert its == pytest.approx(loss, rel=1e-5)
+        torch.testing.assert_close(outputs, model(batch(0)[0]), rtol=1e-4, atol=1e-5)
+        for name, value in local.items():
+            assert torch.equal(value, state[name])
+        assert streamed.keys() == (expected.keys() if rank == 1 else set())
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("schedule", [schemes.gpipe(2, 4), schemes.chimera(2, 4)], ids=str)
+def test_replicas_and_tied_weights(schedule: Schedule, zero_stage: int) -> None:
+    rows = launch(
+        trained, schedule, tied, {"zero_stage": zero_stage}, workers=4, transport="local", timeout_seconds=60
+    )
+    expected, loss = alone(schedule, tied, replicas=2)
+    for state, its, *_ in rows:
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=2e-5, atol=1e-6)
+        assert its == pytest.approx(loss, rel=1e-5)
+
+
+def test_low_precision_is_averaged_in_float32() -> None:
+    """Of a weight that moves by less than bfloat16 tells from it."""
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    average = Average(0.999, lambda _: [("0.weight", weight)], [0])
+    expected = torch.ones(3)
+    for step in range(50):
+        with torch.no_grad():
+            weight.fill_(1.0 + step / 128)
+        average.update(0)
+        expected = expected.lerp(weight.detach().float(), 0.001) if step else weight.detach().float()
+    kept = average.of(0)["0.weight"].average
+    assert kept.dtype is torch.float32
+    torch.testing.assert_close(kept, expected)
+    assert not torch.equal(kept, kept.bfloat16().float())
+    assert average.nbytes == 12
+
+
+@pytest.mark.parametrize("options", [{"compute_dtype": torch.bfloat16}, {"autocast": torch.bfloat16}])
+def test_no_cast_of_the_weights_outlives_the_context(options: dict[str, Any]) -> None:
+    def work() -> tuple[float, float, float]:
+        pipeline = piped(schemes.dapple(2, 4), **options)
+        pipeline.ema(DECAY)
+        for number in range(STEPS):
+            pipeline.step(*batch(number))
+        before = pipeline.evaluate(*batch(0))
+        with pipeline.averaged():
+            within = pipeline.evaluate(*batch(0))
+        return before, within, pipeline.evaluate(*batch(0))
+
+    for before, within, after in launch(work, workers=2, transport="local", timeout_seconds=30):
+        assert before == after
+        assert abs(within - before) > 1e-3
+
+
+def test_a_skipped_update_and_a_step_without_one_leave_it() -> None:
+    def work() -> list[dict[str, Any]]:
+        pipeline = piped(schemes.dapple(2, 4), skip_non_finite=True)
+        pipeline.ema(DECAY)
+        pipeline.step(*batch(0))
+        inputs, targets = batch(1)
+        assert pipeline.step(inputs * float("nan"), targets).skipped
+        pipeline.step(*batch(1), update=False)
+        pipeline.step(*batch(2))
+        other = piped(schemes.dapple(2, 4))
+        other.ema(DECAY)
+        other.step(*batch(0))
+        other.step(*batch(1), update=False)
+        other.step(*batch(2))
+        return [pipeline.state_dict(ema=True), other.state_dict(ema=True)]
+
+    for mine, other in launch(work, workers=2, transport="local", timeout_seconds=30):
+        for name, value in other.items():
+            torch.testing.assert_close(mine[name], value)
+
+
+def _resumed(way: str, folder: Path, zero_stage: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    def made(schedule: Schedule) -> Pipeline:
+        pipeline = piped(schedule, tied, zero_stage=zero_stage)
+        pipeline.ema(DECAY)
+        return pipeline
+
+    pipeline, other = made(schemes.chimera(2, 4)), made(schemes.chimera(2, 4))
+    for number in range(2):
+        pipeline.step(*batch(number))
+    if way == "state":
+        other.load_training_state_dict(pipeline.training_state_dict())
+    elif way == "checkpoint":
+        load_checkpoint(other, save_checkpoint(pipeline, folder))
+    else:
+        memory = Memory(pipeline.transport, "run", pipeline.cuts, root=folder)
+        memory.keep(pipeline, [])
+        memory.settle()
+        found = Memory(pipeline.transport, "run", pipeline.cuts, root=folder).find()
+        assert found is not None
+        found.restore(other, other.cuts)
+    for number in range(2, STEPS):
+        pipeline.step(*batch(number))
+        other.step(*batch(number))
+    return pipeline.state_dict(ema=True), other.state_dict(ema=True)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("way", ["state", "checkpoint", "memory"])
+def test_it_goes_on(way: str, zero_stage: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        rows = launch(_resumed, way, tmp_path, zero_stage, workers=2, transport="local", timeout_seconds=60)
+    for whole, resumed in rows:
+        assert whole.keys() == resumed.keys()
+        for name, value in whole.items():
+            assert torch.equal(resumed[name], value)
+    assert not caplog.records
+
+
+def test_a_checkpoint_goes_on_under_another_scheme(tmp_path: Path) -> None:
+    def work() -> tuple[dict[str, Any], dict[str, Any]]:
+        pipeline, other = piped(schemes.chimera(2, 4), zero_stage=1), piped(schemes.gpipe(2, 4), cuts=[3])
+        for one in (pipeline, other):
+            one.ema(DECAY)
+        for number in range(STEPS):
+            pipeline.step(*batch(number))
+        load_checkpoint(other, save_checkpoint(pipeline, tmp_path))
+        return pipeline.state_dict(ema=True), other.state_dict(ema=True)
+
+    for state, found in launch(work, workers=2, transport="local", timeout_seconds=30):
+        for name, value in state.items():
+            assert torch.equal(found[name], value)
+
+
+def test_with_and_without_one_it_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def work() -> None:
+        pipeline, other = piped(schemes.dapple(2, 4)), piped(schemes.dapple(2, 4))
+        pipeline.ema(DECAY)
+        pipeline.step(*batch(0))
+        other.load_training_state_dict(pipeline.training_state_dict())
+        load_checkpoint(other, save_checkpoint(pipeline, tmp_path / "a"))
+        pipeline.load_training_state_dict(other.training_state_dict())
+        load_checkpoint(pipeline, save_checkpoint(other, tmp_path / "b"))
+        averages, weights = pipeline.state_dict(ema=True), pipeline.state_dict()
+        for name, value in averages.items():
+            assert torch.equal(value, weights[name])
+
+    with caplog.at_level(logging.WARNING):
+        launch(work, workers=2, transport="local", timeout_seconds=30)
+    told = [record.getMessage() for record in caplog.records]
+    assert sum("it is not taken: call ema(decay) before" in line for line in told) == 4
+    assert sum("has no average of the weights: it begins with those loaded" in line for line in told) == 4
+
+
+def test_what_is_frozen_is_its_own_average() -> None:
+    def work() -> None:
+        pipeline = piped(schemes.dapple(2, 4))
+        pipeline.ema(DECAY)
+        pipeline.step(*batch(0))
+        pipeline.step(*batch(1))
+        pipeline.set_trainable(lambda name: not name.startswith("7."))
+        pipeline.step(*batch(2))
+        pipeline.set_trainable(lambda _: True)
+        weights, averages = pipeline.state_dict(), pipeline.state_dict(ema=True)
+        for name, value in weights.items():
+            assert torch.equal(value, averages[name]) == name.startswith("7.")
+
+    launch(work, workers=2, transport="local", timeout_seconds=30)
+
+
+@pytest.mark.parametrize(
+    ("decay", "message"),
+    [
+        (lambda _: 1.0, "a decay of 1.0; give a number from 0"),
+        (lambda rank: 0.5 + 0.1 * rank, "rank . with"),
+    ],
+)
+def test_decays_that_are_refused(decay: Callable[[int], float], message: str) -> None:
+    def work() -> None:
+        pipeline = piped(schemes.dapple(2, 4))
+        pipeline.ema(decay(pipeline.transport.rank))
+
+    with pytest.raises(ConfigError, match=message):
+        launch(work, workers=2, transport="local", timeout_seconds=30)
+
+
+@pytest.mark.parametrize("call", ["step", "state_dict", "load_state_dict", "training_state_dict", "averaged"])
+def test_within_it_nothing_but_looking(call: str) -> None:
+    def work() -> None:
+        pipeline = piped(schemes.dapple(2, 4))
+        state = pipeline.state_dict()
+        pipeline.ema(DECAY)
+        with pipeline.averaged():
+            match call:
+                case "step":
+                    pipeline.step(*batch(0))
+                case "averaged":
+                    with pipeline.averaged():
+                        pass
+                case "load_state_dict":
+                    pipeline.load_state_dict(state)
+                case _:
+                    getattr(pipeline, call)()
+
+    with pytest.raises(ConfigError, match="within averaged"):
+        launch(work, workers=2, transport="local", timeout_seconds=30)
+
+
+def test_without_one_there_is_none_to_show() -> None:
+    def work(ema: bool) -> None:
+        pipeline = piped(schemes.dapple(2, 4))
+        if ema:
+            pipeline.state_dict(ema=True)
+        with pipeline.averaged():
+            pass
+
+    for ema in (False, True):
+        with pytest.raises(ConfigError, match="there is no average of the weights; call ema"):
+            launch(work, ema, workers=2, transport="local", timeout_seconds=30)
+
+
+def test_copies_whose_averages_differ_are_told() -> None:
+    def work() -> None:
+        pipeline = piped(schemes.chimera(2, 4))
+        pipeline.ema(DECAY)
+        pipeline.step(*batch(0))
+        if pipeline.transport.rank == 1:
+            average = pipeline.weights.average
+            assert average is not None
+            next(iter(average.of(0).values())).average.add_(1e-3)
+        pipeline.step(*batch(1))
+
+    with pytest.raises(WorkerError, match="copies of stage 0 on ranks 0 and 1 differ"):
+        launch(work, workers=2, transport="local", timeout_seconds=30)
