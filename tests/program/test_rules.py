@@ -655,6 +655,38 @@ def test_a_receive_before_an_op_that_its_message_needs() -> None:
     assert said(rules.POSTED, schedule, early) == []
 
 
+def test_a_circle_of_a_send_that_holds_and_receives_that_hold() -> None:
+    """Worker 1 sends to 2, then 0; 2 receives from 0, then 1; 0 receives from 1, then sends to 2.
+
+    It ends where sends alone hold their worker, and where receives alone do: one rule sees both.
+    """
+    orders = "F0.0 F1.0 B0.0 B1.0", "F0.1 F1.1 B0.1 B1.1", "F0.2 B0.2 F1.2 B1.2"
+    schedule = ordered(*orders).with_skips([SkipLink(0, 2)])
+    program = lower(schedule)
+    for worker, action, before in (
+        (0, "SendActivation F1.0 for stage 2 to worker 2", "Backward B0.0"),
+        (0, "ReceiveGradient B1.2 for stage 0 from worker 2", "Backward B1.0"),
+        (0, "ReceiveGradient B1.1 from worker 1", "Backward B1.0"),
+        (1, "SendActivation F1.1 to worker 2", "SendGradient B0.1 to worker 0"),
+        (1, "ReceiveGradient B1.2 from worker 2", "Backward B1.1"),
+        (2, "ReceiveActivation F1.0 for stage 2 from worker 0", "Forward F1.2"),
+        (2, "ReceiveActivation F1.1 from worker 1", "Forward F1.2"),
+    ):
+        program = rewritten(program, worker, moved(action, before))
+    subject = Subject(schedule, program)
+    assert list(rules._stuck(subject, program, rendezvous=True)) == []
+    assert list(rules._stuck(subject, program, rendezvous=False, holding=True)) == []
+    assert [rule for rule in rules.RULES if rules.details(rule, subject)] == [rules.DEADLOCK_HOLDING]
+    assert said(rules.DEADLOCK_HOLDING, schedule, program) == [
+        "deadlock, the workers wait in a circle:",
+        "  worker 2, action 6: ReceiveActivation F1.0 for stage 2 from worker 0 waits for worker 0 to send "
+        "F1.0 by the skip 0 to 2",
+        "  worker 0, action 6: ReceiveGradient B0.1 from worker 1 waits for worker 1 to send B0.1",
+        "  worker 1, action 7: SendActivation F1.1 to worker 2 waits for worker 2 to post the receive of "
+        "F1.1",
+    ]
+
+
 def test_half_a_stash_above_the_limit_is_too_much() -> None:
     whole = ordered("F0.0 F1.0 B0.0 B1.0")
     half = Op(OpKind.BACKWARD, 0, (0,), part=0, parts=2)
