@@ -41,14 +41,14 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "planning/search/bounds.py": ("planning/search/test_bounds.py",),
     "planning/search/least_times.py": ("planning/search/test_bounds.py",),
-    "synthesis/bounds/lower.py": ("synthesis/bounds/test_lower.py",),
-    "synthesis/bounds/windows.py": ("synthesis/bounds/test_lower.py",),
+    "synthesis/bounds/lower.py": ("synthesis/bounds",),
+    "synthesis/bounds/windows.py": ("synthesis/bounds",),
     "runtime/parameters/weights.py": ("runtime/parameters", "runtime/test_pipeline.py"),
     "runtime/parameters/gradients.py": ("runtime/parameters",),
     "verify/agreement.py": ("verify",),
     "verify/reference.py": ("verify",),
     "train/supervision/fence.py": ("train/supervision/test_fence.py",),
-    "checkpoints/index.py": ("checkpoints", "train/test_resuming.py"),
+    "checkpoints/index.py": ("checkpoints/test_index.py", "checkpoints/test_renames.py"),
 }
 """The tests of each module, from ``tests``: those that say what it does, and are quick."""
 

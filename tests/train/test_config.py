@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import tomllib
@@ -12,12 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from counterflow import ConfigError, schemes
+from counterflow import ConfigError, Pipeline, schemes
 from counterflow.models.shapes import SHAPES, Family
 from counterflow.schedule.formats import dumps
 from counterflow.schedule.registry import SCHEMES
 from counterflow.train import RunConfig, load_config
-from counterflow.train.config import ScheduleSection
+from counterflow.train.config import PipelineSection, ScheduleSection
 from counterflow.train.load import SECTIONS
 
 
@@ -323,3 +324,31 @@ def test_what_is_written_reads_back_equal(values: dict[str, Any], tmp_path: Path
     assert RunConfig.model_validate(tomllib.loads(text)) == config
     (tmp_path / "config.toml").write_text(text, encoding="utf-8", newline="")
     assert load_config(tmp_path / "config.toml") == config
+
+
+NO_KEY = {
+    **dict.fromkeys(
+        ["model", "loss_function", "schedule", "list_layers", "scheduler"], "other sections say it"
+    ),
+    **dict.fromkeys(["optimizer", "seed"], "other sections say it"),
+    "mesh": "the plan's nodes and pipeline.replicas say it",
+    "device": "the launch says it",
+    "costs": "pipeline.cuts says what follows from them",
+    "count_memory_steps": "what is measured is the run's own",
+    **dict.fromkeys(["parallelize", "named_parameters", "op_times"], "a function of the user's, or a table"),
+    **dict.fromkeys(
+        ["input_dims", "target_dims", "kwarg_dims", "output_dims"], "the data section's samples come first"
+    ),
+    "dynamic_shapes": "all samples of the data section have one length",
+    "per_micro_batch_loss": "the models of the model section have losses that are means",
+    "deferred_batch_norm": "no model of the model section has a batch norm",
+    "skip_non_finite": "a run ends at a loss that is not finite, and says so",
+}
+"""Why an option of ``Pipeline`` has no key."""
+
+
+def test_every_option_of_a_pipeline_has_a_key_or_a_reason() -> None:
+    options = set(inspect.signature(Pipeline).parameters)
+    keys = {{"compile": "compile_layers"}.get(key, key) for key in PipelineSection.model_fields}
+    assert keys - options == {"replicas"}
+    assert options - keys == set(NO_KEY)

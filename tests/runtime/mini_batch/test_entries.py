@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import counterflow as cf
 from counterflow.runtime.messages.mappings import know
-from counterflow.runtime.mini_batch.samples import cut, joined, samples_in
+from counterflow.runtime.mini_batch.samples import cut, joined, refuse_whole_entries, samples_in
 
 D = torch.float64
 
@@ -166,6 +166,31 @@ def test_a_list_of_a_tensor_a_sample_is_refused_before_it_is_cut() -> None:
 
     with pytest.raises(cf.ConfigError, match="targets is a list of 8 entries of one kind"):
         launched(work)
+
+
+def test_entries_that_go_whole_to_a_loss_that_fails_on_them() -> None:
+    def work() -> None:
+        cf.Pipeline(net(), of_boxes, cf.schemes.dapple(2, 4), optimizer=sgd, target_dims=None).step(
+            *detections(0)
+        )
+
+    with pytest.raises(cf.ConfigError, match="outputs of 2 samples and targets of 8 entries") as error:
+        launched(work)
+    assert str(error.value).endswith("if each entry is a sample's, say target_dims=cf.ENTRIES")
+    assert "ValueError: zip()" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "dims", "samples", "total"),
+    [
+        (BOXES, None, 2, 2),  # it is the whole mini-batch
+        (BOXES, None, 1, 4),  # as many as there are anchors, say
+        (BOXES, cf.ENTRIES, 1, 2),
+        (torch.zeros(2), None, 1, 2),
+    ],
+)
+def test_other_errors_of_a_loss_stay_its_own(target: Any, dims: Any, samples: int, total: int) -> None:
+    refuse_whole_entries(ValueError("its own"), target, dims, samples, total)
 
 
 # -- micro-batches that are ready need a number of samples, and no dimension

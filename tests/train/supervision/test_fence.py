@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,37 @@ def test_without_room_for_a_mark_those_before_are_over(
     assert first.over()
     assert not second.over()
     assert not list(tmp_path.iterdir())
+
+
+def test_storage_that_fails_to_delete_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fence = Fence(tmp_path)
+
+    def stale(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "unlink", stale)
+    fence.begin()  # its draft has become the mark
+    assert not fence.over()
+    fence.end()
+    monkeypatch.setattr(Path, "write_text", stale)
+    fence.begin()
+    assert fence.mark is None
+
+
+def test_a_mark_is_16_digits_and_what_is_none_is_not_found(tmp_path: Path) -> None:
+    fence = Fence(tmp_path)
+    fence.begin()
+    assert fence.found() == fence.mark
+    assert fence.mark is not None
+    assert re.fullmatch("[0-9a-f]{16}", fence.mark)
+    (tmp_path / ATTEMPT).write_bytes("é".encode())
+    assert fence.found() is None
+    with pytest.raises(WorkerError) as error:
+        fence.check()
+    assert str(error.value) == (
+        f"this attempt at the run in {tmp_path} is over: another one has begun, or the run has ended; nothing "
+        "more is written"
+    )
 
 
 def test_a_signal_while_a_file_is_drafted_leaves_none(

@@ -17,9 +17,11 @@ from ..mesh.dtensors import whole
 from ..messages.values import Layout, Unit, Value, take_apart
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import Found, LossFunction, divisor_of, elements_in, read_loss
-from ..mini_batch.samples import Dims, cut
+from ..mini_batch.samples import Dims, cut, refuse_whole_entries
+from ..stages.randomness import Rows
 from ..stages.recomputation import mapped
 from ..stages.split_backward import Joints
+from ..stages.stage import StageCopy
 from .skips import Output
 from .stash import tensors_in
 from .tasks import Task
@@ -123,7 +125,7 @@ class Outputs:
             if check is not None:
                 check.begin(task.copy, self._loss_function, output, target, samples)
             size = elements_in(output)
-            output = task.copy.loss(self._loss_function, output, target, batch.step, rows)
+            output = self._loss(task.copy, batch, output, target, rows)
         means = task.copy.means
         found = read_loss(output) if means is None else means.read(output, samples)
         batch.losses.note_graph(found.loss, again=again)
@@ -142,6 +144,20 @@ class Outputs:
         if check is not None and check.end(entry):
             batch.check = None
         return None, [found.loss * entry.by]
+
+    def _loss(self, copy: StageCopy, batch: Batch, output: Any, target: Any, rows: Rows) -> Any:
+        """What the loss function returns.
+
+        Raises:
+            ConfigError: it fails, and on targets that are as many as the mini-batch's samples.
+        """
+        assert self._loss_function is not None
+        try:
+            return copy.loss(self._loss_function, output, target, batch.step, rows)
+        except Exception as error:
+            samples = rows.stop - rows.start
+            refuse_whole_entries(error, target, batch.target_dims, samples, sum(batch.samples))
+            raise
 
 
 def part(tree: Any, unit: Unit, batch: Batch, dims: Dims) -> Any:

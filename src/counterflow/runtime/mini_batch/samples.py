@@ -98,6 +98,27 @@ def samples_in(
     return samples
 
 
+def refuse_whole_entries(error: Exception, target: object, dims: Dims, samples: int, total: int) -> None:
+    """Say why a loss function may have failed: on a list of all samples' entries beside outputs of some.
+
+    Args:
+        error: its own.
+        target: what it was given.
+        dims: where the targets' samples are.
+        samples: of the outputs that it was given.
+        total: of the mini-batch.
+
+    Raises:
+        ConfigError: the targets are such a list.
+    """
+    if dims is None and isinstance(target, (list, tuple)) and len(target) == total != samples:
+        raise ConfigError(
+            f"the loss function fails ({type(error).__name__}: {error}) on outputs of {samples} samples and "
+            f"targets of {total} entries, as many as the mini-batch has samples: target_dims=None gives "
+            "each micro-batch the targets whole; if each entry is a sample's, say target_dims=cf.ENTRIES"
+        ) from error
+
+
 def cut(tree: Tree, rows: slice, dims: Dims = 0) -> Tree:
     """Some samples of a mini-batch, whatever its structure."""
     if dims == 0 and isinstance(tree, Tensor) and tree.dim():
