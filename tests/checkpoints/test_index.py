@@ -108,8 +108,8 @@ def test_another_version_is_told(tmp_path: Path) -> None:
     data = {**WHOLE.model_dump(mode="json"), "format_version": "4" * 30}
     path.write_text(digested(data))
     assert refusal(path) == (
-        f"run: is a checkpoint of version {'4' * 20}, and this Counterflow reads version 3; go on with the one "
-        "that wrote it"
+        f"run: is a checkpoint of version {'4' * 20}, and this Counterflow reads version 3; go on with "
+        "the one that wrote it"
     )
 
 

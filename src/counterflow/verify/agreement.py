@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -229,7 +230,7 @@ def _train(
 def compare(reference: Trained, found: Sequence[Trained]) -> Agreement:
     """The largest errors of what all workers found."""
     dtype = next(iter(reference.gradients.values())).dtype.to_real()
-    losses, norms, gradients, weights = [0.0], [0.0], [0.0], [0.0]
+    losses, norms, gradients, weights = [], [], [], []
     for worker in found:
         for ours, theirs in zip(worker.steps, reference.steps, strict=True):
             losses.append(_relative(ours.loss, theirs.loss))
@@ -240,7 +241,13 @@ def compare(reference: Trained, found: Sequence[Trained]) -> Agreement:
         missing = reference.state.keys() - worker.state.keys()
         if missing:
             raise KeyError(f"the pipeline's state has no {min(missing)}")
-    return Agreement(max(losses), max(norms), max(gradients), max(weights), TOLERANCES.get(dtype, 1e-2))
+    worst = [_worst(errors) for errors in (losses, norms, gradients, weights)]
+    return Agreement(*worst, TOLERANCES.get(dtype, 1e-2))
+
+
+def _worst(errors: Sequence[float]) -> float:
+    """The largest; infinite if one is no number, which ``max`` passes over."""
+    return max((math.inf if math.isnan(error) else error for error in errors), default=0.0)
 
 
 def _relative(ours: float, theirs: float) -> float:
@@ -251,10 +258,10 @@ def _largest(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
     """The largest relative error of any tensor of ``ours``."""
     ours, theirs = ({n: t for n, t in each.items() if isinstance(t, Tensor)} for each in (ours, theirs))
     floor = SMALL * max((float(t.abs().max()) for t in theirs.values() if t.numel()), default=0.0)
-    errors = [0.0]
+    errors = []
     for name, tensor in ours.items():
         other = theirs[name].to(tensor.device)
         if tensor.numel():
             scale = max(float(other.abs().max()), floor, 1e-30)
             errors.append(float((real(tensor).double() - real(other).double()).abs().max()) / scale)
-    return max(errors)
+    return _worst(errors)

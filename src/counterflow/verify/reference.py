@@ -237,14 +237,15 @@ class Reference:
         }
 
     def _micro_batches(self, batches: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, Any, Any]]:
-        """(number among those of all replicas, samples, inputs, targets) of every micro-batch."""
+        """(number among those of all replicas, samples, inputs, targets) of micro-batches that have any."""
         found = []
         for replica, (inputs, targets) in enumerate(batches):
             points = split_points(samples_in(inputs), self.micro_batches)
             for m in range(self.micro_batches):
                 part = slice(points[m], points[m + 1])
                 number = replica * self.micro_batches + m
-                found.append((number, part.stop - part.start, cut(inputs, part), cut(targets, part)))
+                if rows := part.stop - part.start:
+                    found.append((number, rows, cut(inputs, part), cut(targets, part)))
         return found
 
     def _loss(self, inputs: Any, targets: Any, drawn: tuple[int, int] | None) -> Found:

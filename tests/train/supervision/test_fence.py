@@ -100,8 +100,8 @@ def test_a_mark_is_16_digits_and_what_is_none_is_not_found(tmp_path: Path) -> No
     with pytest.raises(WorkerError) as error:
         fence.check()
     assert str(error.value) == (
-        f"this attempt at the run in {tmp_path} is over: another one has begun, or the run has ended; nothing "
-        "more is written"
+        f"this attempt at the run in {tmp_path} is over: another one has begun, or the run has ended; "
+        "nothing more is written"
     )
 
 

@@ -1,0 +1,210 @@
+"""One process, against numbers by hand and against torch without any of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import counterflow as cf
+from counterflow.errors import ConfigError
+from counterflow.schedule import schemes
+from counterflow.verify.agreement import one_process
+from counterflow.verify.reference import Reference, Staleness
+
+D = torch.float64
+
+
+class Scale(nn.Module):
+    """Its input times one weight."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(weight, dtype=D))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value * self.weight
+
+
+def mean(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).mean()
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def column(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=D).reshape(-1, 1)
+
+
+def reference(*weights: float, micro_batches: int = 2, loss: Any = mean, **options: Any) -> Reference:
+    return Reference([Scale(w) for w in weights], loss, micro_batches, optimizer=sgd, **options)
+
+
+def weights_of(training: Reference) -> list[float]:
+    return [float(value) for value in training.state_dict().values()]
+
+
+def gradients_of(training: Reference) -> list[float]:
+    return [float(value) for value in training.gradients.values()]
+
+
+def test_a_step_by_hand() -> None:
+    """Loss: mean(x a b - y); gradients: mean(x) b and mean(x) a."""
+    training = reference(3.0, 4.0)
+    batch = column(1, 2, 3), column(0, 0, 6)
+    found = training.step([batch])
+    assert (found.number, found.about, found.samples, found.seconds) == (0, 0, 3, 0.0)
+    assert found.loss == pytest.approx(2 * 12 - 2)
+    assert found.grad_norm == pytest.approx(math.hypot(8, 6))
+    assert gradients_of(training) == pytest.approx([8.0, 6.0])
+    assert weights_of(training) == pytest.approx([-5.0, -2.0])
+    assert list(training.state_dict()) == list(training.gradients) == ["0.weight", "1.weight"]
+    second = training.step([batch])
+    assert (second.number, second.about, training.steps) == (1, 1, 2)
+    assert second.loss == pytest.approx(2 * 10 - 2)
+    assert weights_of(training) == pytest.approx([-5 + 4, -2 + 10])
+    assert training.evaluate([batch]) == pytest.approx(2 * -8 - 2)
+    assert weights_of(training) == pytest.approx([-1.0, 8.0])
+
+
+def test_replicas_count_by_their_samples() -> None:
+    training = reference(1.0, replicas=2)
+    batches = [(column(1, 2, 3), column(0, 0, 0)), (column(5), column(1))]
+    found = training.step(batches)
+    assert found.samples == 4
+    assert found.loss == pytest.approx((6 + 4) / 4)
+    assert gradients_of(training) == pytest.approx([11 / 4])
+    assert training.evaluate(batches) == pytest.approx(11 / 4 * (1 - 11 / 4) - 1 / 4)
+
+
+def test_a_loss_sum_is_divided_by_all_that_counts() -> None:
+    def masked(output: Tensor, target: Tensor) -> cf.LossSum:
+        return cf.LossSum((output * target).sum(), target.sum())
+
+    training = reference(2.0, loss=masked)
+    batch = column(1, 2, 3, 4), column(1, 1, 1, 0)
+    found = training.step([batch])
+    assert found.loss == pytest.approx(2 * 6 / 3)
+    assert gradients_of(training) == pytest.approx([2.0])
+    assert found.grad_norm == pytest.approx(2.0)
+    assert weights_of(training) == pytest.approx([0.0])
+    training = reference(2.0, loss=masked)
+    assert training.evaluate([batch]) == pytest.approx(4.0)
+
+
+def test_clipping_and_a_scheduler() -> None:
+    def slower(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    training = reference(3.0, 4.0, clip_norm=5.0, scheduler=slower)
+    batch = column(1, 2, 3), column(0, 0, 0)
+    found = training.step([batch])
+    assert found.grad_norm == pytest.approx(10.0)  # before it is clipped
+    assert gradients_of(training) == pytest.approx([4.0, 3.0])
+    assert weights_of(training) == pytest.approx([-1.0, 1.0])
+    training.step([batch])  # gradients 2 and -2, at half the rate
+    assert gradients_of(training) == pytest.approx([2.0, -2.0])
+    assert weights_of(training) == pytest.approx([-2.0, 2.0])
+
+
+def test_old_weights_and_a_norm_by_stage() -> None:
+    """Of two stages the first computes one update behind; each is clipped to 5 / sqrt(2)."""
+    late = Staleness((1,), lambda _, stage, period: max(0, period - (stage == 0)))
+    training = reference(3.0, 4.0, staleness=late)
+    batch = column(1, 2, 3), column(0, 0, 0)
+    training.step([batch])
+    assert weights_of(training) == pytest.approx([-5.0, -2.0])
+    training.step([batch])  # with 3 and -2: gradients -4 and 6, on weights -5 and -2
+    assert gradients_of(training) == pytest.approx([-4.0, 6.0])
+    assert weights_of(training) == pytest.approx([-1.0, -8.0])
+    training.flush()
+    training.step([batch])  # with -1 and -8
+    assert gradients_of(training) == pytest.approx([-16.0, -2.0])
+    clipped = reference(3.0, 4.0, staleness=late, clip_norm=5.0)
+    clipped.step([batch])
+    limit = 5 / math.sqrt(2)
+    assert gradients_of(clipped) == pytest.approx([limit, limit])
+
+
+def test_a_loss_sum_of_old_weights_is_each_micro_batchs_own() -> None:
+    def halves(output: Tensor, target: Tensor) -> cf.LossSum:
+        return cf.LossSum((output * target).sum(), target.sum())
+
+    training = reference(1.0, loss=halves, staleness=Staleness((), lambda *_: 0))
+    found = training.step([(column(1, 3, 5, 7), column(1, 1, 1, 0))])
+    assert found.loss == pytest.approx((2 + 5) / 2)
+    assert gradients_of(training) == pytest.approx([3.5])
+
+
+def test_what_a_scheme_states() -> None:
+    assert Staleness.of(schemes.dapple(2, 4), (1,)) is None
+    stale = Staleness.of(schemes.pipedream(3), [1, 2])
+    assert stale is not None
+    assert stale.cuts == (1, 2)
+    assert [stale.version(3, stage, 5) for stage in range(3)] == [3, 4, 5]
+    unknown = schemes.pipedream(3)
+    object.__setattr__(unknown, "scheme", "unheard")
+    with pytest.raises(ConfigError) as error:
+        Staleness.of(unknown, (1, 2))
+    assert str(error.value) == (
+        "no table says which weights unheard computes with; there is nothing to compare it with"
+    )
+
+
+def test_the_users_layers_and_hooks_stay() -> None:
+    first_scale, last_scale = Scale(1.0), Scale(2.0)
+    layers = [first_scale, nn.Dropout(0.5), last_scale]
+    first_scale.weight.register_hook(lambda gradient: 10 * gradient)
+    training = Reference(layers, mean, 2, optimizer=sgd, seed=3)
+    batch = torch.ones(64, 1, dtype=D), torch.zeros(64, 1, dtype=D)
+    first = training.step([batch])
+    again = Reference(layers, mean, 2, optimizer=sgd, seed=3)
+    assert again.step([batch]).loss == first.loss
+    assert Reference(layers, mean, 2, optimizer=sgd, seed=4).step([batch]).loss != first.loss
+    assert (first_scale.weight.item(), last_scale.weight.item()) == (1.0, 2.0)
+    assert first_scale.weight.grad is None
+    assert training.evaluate([batch]) == training.evaluate([batch])  # nothing is dropped
+
+
+def test_frozen_unused_and_sparse_weights() -> None:
+    torch.manual_seed(0)
+    table, head = nn.Embedding(5, 2, sparse=True, dtype=D), nn.Linear(2, 1, dtype=D)
+    head.bias.requires_grad_(False)
+    training = Reference([table, head], mean, 2, optimizer=sgd)
+    training.step([(torch.tensor([0, 1, 1, 3]), torch.zeros(4, 1, dtype=D))])
+    assert list(training.gradients) == ["0.weight", "1.weight"]
+    expected = torch.zeros(5, 1, dtype=D)
+    expected[[0, 1, 3]] = torch.tensor([[0.25], [0.5], [0.25]], dtype=D)
+    torch.testing.assert_close(training.gradients["0.weight"], expected * head.weight)
+
+
+@pytest.mark.parametrize("option", ["autocast", "compute_dtype"])
+def test_lower_precision_is_bfloat16s(option: str) -> None:
+    layers = [nn.Linear(3, 4), nn.Linear(4, 1)]
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(8, 3), torch.zeros(8, 1)
+    full = Reference(layers, nn.MSELoss(), 1, optimizer=sgd).step([(inputs, targets)]).loss
+    training = Reference(layers, nn.MSELoss(), 1, optimizer=sgd, **{option: torch.bfloat16})  # type: ignore[arg-type]
+    found = training.step([(inputs, targets)]).loss
+    assert found != full
+    assert found == pytest.approx(full, rel=0.05)
+    assert all(value.dtype == torch.float32 for value in training.state_dict().values())
+
+
+def test_a_training_is_its_steps_its_flushes_and_an_evaluation() -> None:
+    batches = [[(column(1, 2, 3), column(0, 0, 0))], [(column(2, 2), column(1, 1))]]
+    found = one_process([Scale(3.0)], mean, 2, batches, optimizer=sgd)
+    assert [step.loss for step in found.steps] == pytest.approx([6.0, 2 * 1 - 1])
+    assert float(found.gradients["0.weight"]) == pytest.approx(2.0)
+    assert float(found.state["0.weight"]) == pytest.approx(-1.0)
+    assert found.evaluation == pytest.approx(-2.0)
+    late = Staleness((), lambda _, __, period: max(0, period - 1))
+    flushed = one_process([Scale(3.0)], mean, 2, batches, optimizer=sgd, staleness=late, flush_after=(0,))
+    assert flushed.steps[1].loss == pytest.approx(1.0)
+    running = one_process([Scale(3.0)], mean, 2, batches, optimizer=sgd, staleness=late, flush_after=(1,))
+    assert running.steps[1].loss == pytest.approx(2 * 3 - 1)
