@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +122,9 @@ def mutated(module: str, *, again: bool) -> tuple[Row, list[str]]:
     command = [sys.executable, "-m", "mutmut"]
     alone = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}  # the copy comes first
     names = [name for name, code in codes_in(folder).items() if code in ALIVE] if again else []
+    began = time.perf_counter()
     subprocess.run([*command, "run", "--max-children", "1", *names], cwd=folder, env=alone, check=True)
+    took = time.perf_counter() - began
     codes = codes_in(folder)
     alive = [name for name, code in codes.items() if code in ALIVE]
     reasons = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")).get(module, {})
@@ -139,13 +142,14 @@ def mutated(module: str, *, again: bool) -> tuple[Row, list[str]]:
                 f"  {name.rpartition('.')[2]}: " + " | ".join(line[0] + line[1:].strip() for line in changed)
             )
     killed = len(codes) - len(alive)
+    seconds = seconds_in(folder) or took
     today = str(dt.date.today())
     place = f"{os.cpu_count()} cores of an {machine()['cpu']}"
-    return Row(module, len(codes), killed, equivalent, len(left), seconds_in(folder), today, place), left
+    return Row(module, len(codes), killed, equivalent, len(left), seconds, today, place), left
 
 
 def seconds_in(folder: Path) -> float:
-    """What the tests of all mutants took."""
+    """What the tests of all mutants took; 0 where mutmut does not note it (forkserver)."""
     found = 0.0
     for path in (folder / "mutants").rglob("*.meta"):
         found += sum(json.loads(path.read_text(encoding="utf-8"))["durations_by_key"].values())

@@ -175,5 +175,8 @@ def test_one_machine_runs_the_longest_tail_first() -> None:
 
 def test_what_fits_into_a_limit() -> None:
     assert most_within(5, [(2, 2, 9)]) == 4
+    assert most_within(5, [(2, 2, 9), (0, 3, 1), (7, 3, 0)]) == 4  # what is worth nothing takes no room
+    assert most_within(1, [(3, 1, 1), (4, 2, 1)]) == pytest.approx(3)  # what is worth most for its size
+    assert most_within(3, [(2, 1, 1), (1, 2, 1)]) >= 3  # a limit that is just filled
     assert most_within(-1, [(2, 2, 9)]) == 0
     assert most_within(0, [(2, 0, 3), (1, 1, 5)]) == 6
