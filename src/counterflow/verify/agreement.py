@@ -241,8 +241,8 @@ def compare(reference: Trained, found: Sequence[Trained]) -> Agreement:
         missing = reference.state.keys() - worker.state.keys()
         if missing:
             raise KeyError(f"the pipeline's state has no {min(missing)}")
-    worst = [_worst(errors) for errors in (losses, norms, gradients, weights)]
-    return Agreement(*worst, TOLERANCES.get(dtype, 1e-2))
+    tolerance = TOLERANCES.get(dtype, 1e-2)
+    return Agreement(_worst(losses), _worst(norms), _worst(gradients), _worst(weights), tolerance)
 
 
 def _worst(errors: Sequence[float]) -> float:
