@@ -41,7 +41,6 @@ from .mesh.layout import WORKER, Layout, Mesh, layout_of
 from .mesh.parallel import Parallelize, StageModule, further_mesh, parallelized
 from .mesh.sharding import Sharding
 from .messages.compression import Compression
-from .messages.once import forget_others
 from .messages.values import Unit
 from .mini_batch.batch import Batch, Shapes, rows_of
 from .mini_batch.counted import Means
@@ -1019,8 +1018,6 @@ class Pipeline:
 
     def _remember(self, batch: Batch) -> None:
         if batch.known is None and batch.kept:
-            if self.schedule.synchronous:  # else not all messages have been seen
-                forget_others(batch.learnt)
             self._shapes[self._agreed.kind] = batch.learnt
             if len(self._shapes) > _KINDS:  # all workers of a replica forget the same
                 del self._shapes[next(iter(self._shapes))]

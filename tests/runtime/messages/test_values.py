@@ -79,7 +79,7 @@ X, Y = torch.ones(2, 3), torch.zeros(4, dtype=torch.long)
 def test_a_value_is_the_same_after_a_message(value: Any) -> None:
     structure, tensors = take_apart(value, "here")
     head = described([structure, structure], [len(tensors)] * 2)
-    (found, other), counts, _ = read_description(head, 2)
+    (found, other), counts = read_description(head, 2)
     assert found == other == structure
     assert list(counts) == [len(tensors)] * 2
     result = put_together(found, [tensor.clone() for tensor in tensors])
@@ -116,7 +116,7 @@ def test_a_mask_by_blocks_is_the_same_after_a_message() -> None:
     mask = create_block_mask(causal, None, None, 64, 64, "cpu", BLOCK_SIZE=16)
     structure, tensors = take_apart({"x": X, "masks": [mask]}, "here")
     assert all(isinstance(t, Tensor) and not takes_gradient(t) for t in tensors[1:])
-    (found,), *_ = read_description(described([structure], [len(tensors)]), 1)
+    (found,), _ = read_description(described([structure], [len(tensors)]), 1)
     assert found == structure
     (again,) = put_together(found, [tensor.clone() for tensor in tensors])["masks"]
     assert again.mask_mod is causal

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from counterflow.program.actions import Action, Compute, Message, Program, Receive, Send
 from counterflow.schedule.ir import Op, OpKind, Product, Schedule, SkipLink
 
-from ..messages.once import Link, Sharing
 from ..messages.values import Structure, TensorSpec, Unit
 from ..mini_batch.batch import Shapes
 from ..stages.stage import StageCopy
@@ -49,10 +48,6 @@ class Task:
         specs: of the tensors that travel, by unit.
         message: of the tensors of the message.
         missing: of the gradients that travel, the places of those that there are not.
-        link: that a message of activations goes by; None: nothing of it may go once a step.
-        first: whether it is with the receiver's first micro-batch of a mini-batch.
-        last: whether it is the link's last one of a mini-batch, in this worker's order.
-        sharing: what of it goes once a step, if anything.
     """
 
     action: Action
@@ -78,10 +73,6 @@ class Task:
     specs: Sequence[Sequence[TensorSpec]] = ()
     message: list[TensorSpec] = field(default_factory=list)
     missing: frozenset[int] = frozenset()
-    link: Link | None = None
-    first: bool = False
-    last: bool = False
-    sharing: Sharing | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,19 +125,12 @@ class Preparation:
         self._skips = schedule.workload.skips
         self._first: dict[tuple[int, int, int], Op] = {}
         """By pipe, stage and period its first forward."""
-        self._last: dict[tuple[int, int, int], Op] = {}
         for op in schedule.ops():
             if op.kind.whole:
-                key = op.pipe, op.stage, schedule.period_of(op)
-                self._first.setdefault(key, op)
-                self._last[key] = op
+                self._first.setdefault((op.pipe, op.stage, schedule.period_of(op)), op)
         self._forwards = {
             (op.stage, number): op for op in schedule.ops() if op.kind.whole for number in op.micro_batches
         }
-        self._begins: dict[tuple[int, int], set[int]] = {}
-        """By pipe and stage the micro-batches that a period begins with there: mostly one for all periods."""
-        for (pipe, stage, _), op in self._first.items():
-            self._begins.setdefault((pipe, stage), set()).add(op.micro_batches[0] % schedule.micro_batches)
         self._split = {(op.stage, op.micro_batches[0]) for op in schedule.ops() if op.kind.rest is not None}
 
     def tasks(
@@ -231,13 +215,6 @@ class Preparation:
         task.activation = op.kind.whole
         if message.skip is not None and message.skip.once:
             task.units = task.units[:1]
-        elif task.activation:
-            target = op.stage + 1 if message.skip is None else message.skip.target
-            task.link = message.skip or op.stage, op.pipe, task.slot
-            task.first = self._begins[op.pipe, target] == {op.micro_batches[0] % self.schedule.micro_batches}
-            ends = op.stage if isinstance(message, Send) else target
-            last = self._last[op.pipe, ends, self.schedule.period_of(op)]
-            task.last = last.micro_batches == op.micro_batches
 
     def _worker(self, op: Op, stage: int) -> int | None:
         """Who holds a stage of an op's pipe; None if there is no such stage."""

@@ -82,13 +82,13 @@ class PostedDescribed:
         """What came, by unit; in no buffers of the pool. Of activations the layouts are noted."""
         del as_leaves  # they are as on the sender
         tensors = self.pending.wait()
-        structures, counts, same = read_description(tensors[0], count)
+        structures, counts = read_description(tensors[0], count)
         found: list[Taken] = []
         at = 1
-        for of, structure, own, its in zip(self.of, structures, counts, same, strict=True):
+        for of, structure, own in zip(self.of, structures, counts, strict=True):
             taken = tensors[at : at + own]
             at += own
-            self.learnt[of] = Layout.of(structure, taken, its)
+            self.learnt[of] = Layout.of(structure, taken)
             found.append((structure, taken, NONE))
         return found
 

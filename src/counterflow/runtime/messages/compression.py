@@ -69,10 +69,8 @@ class Compression:
             ),
         ]
 
-    def pack(
-        self, tensors: Sequence[Tensor], beside: Sequence[Tensor] = ()
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """The message, and what follows it in full: what cannot be converted, and then what is ``beside``."""
+    def pack(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The message, and what follows it in full because it cannot be converted."""
         head: list[tuple[int, int]] = []
         message: list[Tensor] = []
         full: list[Tensor] = []
@@ -90,8 +88,7 @@ class Compression:
             head.append((exponent is None, exponent or 0))
         message.insert(0, torch.tensor(head, dtype=_HEAD, device=self._device).reshape(-1, 2))
         self.sent_full += len(full)
-        full += beside
-        self.plain_bytes += sum(tensor.nbytes for tensor in (*tensors, *beside))
+        self.plain_bytes += sum(tensor.nbytes for tensor in tensors)
         self.sent_bytes += sum(tensor.nbytes for tensor in (*message, *full))
         return message, full
 

@@ -10,8 +10,6 @@ A value that the next stage did not use has no gradient, and what was computed f
 as in one process. In a message of known shapes a tensor stands for it that is read as none (``absent``). To
 read it on a GPU would wait for the message: there the same gradients are missing each time, or an error says
 so.
-
-Tensors that are the same for all micro-batches go with the first one alone (``once.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -45,12 +42,9 @@ from .arrivals import (
     of_outputs,
 )
 from .compression import Compression
-from .once import OncePerStep, Sharing
 from .values import (
     NUMBER,
     BufferPool,
-    Layout,
-    Same,
     Structure,
     TensorSpec,
     described,
@@ -80,8 +74,7 @@ class MessageQueue:
         self._arrivals: dict[int, PostedReceive | PostedDescribed] = {}
         self._outbox: dict[int, tuple[Sequence[Tensor | None], Sequence[_Sized]]] = {}
         self.reads = transport.device.type == "cpu"
-        """Whether messages are looked into, to see which gradients are missing and what is the same."""
-        self._once = OncePerStep(self._pool, reads=self.reads)
+        """Whether messages are looked into, to see which gradients are missing."""
         self._last: dict[int, tuple[int, Pending, Sequence[Tensor]]] = {}
         """By rank the last message to it, with its number."""
         self._others: deque[tuple[Pending, Sequence[Tensor]]] = deque()
@@ -146,7 +139,6 @@ class MessageQueue:
             pending.wait()
         self._last.clear()
         self._others.clear()
-        self._once.clear()
 
     def _under_way(self) -> Iterator[tuple[Pending, Sequence[Tensor]]]:
         yield from ((pending, tensors) for _, pending, tensors in self._last.values())
@@ -161,9 +153,8 @@ class MessageQueue:
             laid, structures = self._outbox.pop(task.number)
             tensors = [_MISSING if tensor is None else tensor for tensor in laid]
             if task.activation:
-                same = self._learn(task, tensors, structures)
                 parts, counts = zip(*structures, strict=True)
-                tensors.insert(0, described(parts, counts, same))
+                tensors.insert(0, described(parts, counts))
             else:
                 places = [place for place, tensor in enumerate(laid) if tensor is None]
                 note_missing(self.batches[task.slot].learnt, of_gradient(task), places)
@@ -185,8 +176,7 @@ class MessageQueue:
         else:
             buffers = self._to_receive(task, batch.known)
             pending = self.transport.receive(buffers, task.peer, task.number)
-            plain = self.compression is None and task.sharing is None
-            arrival = PostedReceive(pending, buffers, task, None if plain else self._restore(task))
+            arrival = PostedReceive(pending, buffers, task, self._restore(task))
         self._arrivals[task.number] = arrival
 
     # -- their parts
@@ -197,13 +187,12 @@ class MessageQueue:
             layouts = [known[of] for of in of_outputs(task)]
             task.structures = [layout.structure for layout in layouts]
             task.specs = [layout.tensors for layout in layouts]
-            task.sharing = _sharing(task, layouts)
         else:  # the gradient of what the stage below gave
             layout = known[of_gradient(task)]
             task.structures = [None]
             task.specs = [[spec for spec in layout.tensors if spec.requires_grad]]
             task.missing = layout.missing
-        message = _flat(task.specs) if task.sharing is None else task.sharing.travels
+        message = _flat(task.specs)
         task.message = message if self.compression is None else self.compression.message(message)
         task.known = known
 
@@ -211,14 +200,10 @@ class MessageQueue:
         """A message whose shapes the receiver knows, and what has to follow it in full."""
         laid, structures = self._outbox.pop(task.number)
         tensors: Any = laid
-        full: Sequence[Tensor] = ()
         if task.activation:
             if task.known is not known:
                 self._look_up(task, known)
             _check(task, tensors, structures)
-            if task.sharing is not None:
-                step = self.batches[task.slot].step
-                tensors, full = self._once.to_send(task.sharing, step, tensors)
         else:
             if not self.reads:
                 if task.known is not known:
@@ -229,8 +214,8 @@ class MessageQueue:
                     tensors = self._filled(task, known, laid)
                     break
         if self.compression is None:
-            return tensors, full
-        return self.compression.pack([tensor.detach() for tensor in tensors], full)
+            return tensors, ()
+        return self.compression.pack([tensor.detach() for tensor in tensors])
 
     def _filled(self, task: Task, known: Shapes, laid: Sequence[Tensor | None]) -> list[Tensor]:
         """Gradients with what stands for those that are missing."""
@@ -280,63 +265,27 @@ class MessageQueue:
         return list(map(self._pool.take, task.message))
 
     def _restore(self, task: Task) -> Restore | None:
-        """What makes tensors of a message that is compressed, or without what goes once a step."""
-        if self.compression is None and task.sharing is None:
+        """What makes tensors of a message that is compressed."""
+        if self.compression is None:
             return None
-        return partial(self._restored, task.peer, task.number, _flat(task.specs), task.sharing)
+        return partial(self._restored, self.compression, task.peer, task.number, _flat(task.specs))
 
     def _restored(
         self,
+        compression: Compression,
         peer: int,
         number: int,
         specs: Sequence[TensorSpec],
-        sharing: Sharing | None,
         message: list[Tensor],
     ) -> list[Tensor]:
-        full: list[Tensor] = []
+        def rest() -> Sequence[Tensor]:
+            return self.transport.receive_described(peer, number, aside=True).wait()
 
-        def rest() -> list[Tensor]:
-            if not full:  # there is one such message at most, for both
-                full.extend(self.transport.receive_described(peer, number, aside=True).wait())
-            return full
-
-        if self.compression is not None:
-            travels = specs if sharing is None else sharing.travels
-            message = self.compression.unpack(message, travels, self._pool, rest)
-        return message if sharing is None else self._once.restored(sharing, message, rest)
-
-    def _learn(self, task: Task, tensors: Sequence[Tensor], structures: Sequence[_Sized]) -> Sequence[Same]:
-        """Note what of a message need not go with every micro-batch from now on."""
-        batch = self.batches[task.slot]
-        if task.link is None or not batch.kept or all(structure is None for structure, _ in structures):
-            return ()
-        rows = [batch.rows[unit] for unit in task.units]
-        units = [(n, its.stop - its.start) for (_, n), its in zip(structures, rows, strict=True)]
-        found = self._once.learn(task.link, batch.step, tensors, units, first=task.first)
-        for of, same in zip(of_outputs(task), found, strict=True):
-            batch.learnt[of] = replace(batch.learnt[of], same=same)
-        return found
+        return compression.unpack(message, specs, self._pool, rest)
 
 
 def _flat(by_unit: Sequence[Sequence[TensorSpec]]) -> list[TensorSpec]:
     return [spec for unit in by_unit for spec in unit]
-
-
-def _sharing(task: Task, layouts: Sequence[Layout]) -> Sharing | None:
-    """What of a message goes once a step."""
-    once: dict[int, int] = {}
-    at = 0
-    for layout in layouts:
-        once |= {at + place: place for place in sorted(layout.same.once)}
-        at += len(layout.tensors)
-    kept = sorted(layouts[0].same.kept)
-    if task.link is None or not (kept or once):
-        return None
-    specs = _flat([layout.tensors for layout in layouts])
-    travels = [spec for place, spec in enumerate(specs) if place not in once]
-    if once:
-        travels.append(TensorSpec(torch.Size((len(once),)), torch.uint8, requires_grad=False))
-    return Sharing(task.link, task.last, specs, travels, kept, once)
 
 
 def _check_missing(task: Task, laid: Sequence[Tensor | None]) -> None:

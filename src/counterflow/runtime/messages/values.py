@@ -119,21 +119,6 @@ def _structure(tree: Any, *rest: Any) -> Structure:
     return _flat.setdefault((found.flat, len(found.at)), found)
 
 
-class Same(NamedTuple):
-    """The places of a value's tensors that go once a step.
-
-    Attributes:
-        kept: those that later messages of the link may be without.
-        once: those that are the first message's.
-    """
-
-    kept: frozenset[int] = frozenset()
-    once: frozenset[int] = frozenset()
-
-
-NOTHING_SAME = Same()
-
-
 @dataclass(frozen=True, slots=True)
 class Layout:
     """What a receiver has to know of a value before it comes.
@@ -142,18 +127,16 @@ class Layout:
         structure: None for a lone tensor.
         tensors: of the value.
         missing: of those that take a gradient, the ones that got none.
-        same: those that go once a step.
     """
 
     structure: Structure | None
     tensors: Sequence[TensorSpec]
     missing: frozenset[int] = frozenset()
-    same: Same = NOTHING_SAME
 
     @classmethod
-    def of(cls, structure: Structure | None, tensors: Sequence[Tensor], same: Same = NOTHING_SAME) -> Layout:
-        """That of a value taken apart."""
-        return cls(structure, [TensorSpec.of(tensor) for tensor in tensors], same=same)
+    def of(cls, structure: Structure | None, tensors: Sequence[Tensor]) -> Layout:
+        """The layout of a value that was taken apart."""
+        return cls(structure, [TensorSpec.of(tensor) for tensor in tensors])
 
 
 _LEAF = torch.empty(0)
@@ -278,9 +261,7 @@ def put_together(structure: Structure | None, tensors: Sequence[Tensor]) -> Any:
     return closed(found) if structure.masks else found
 
 
-def described(
-    structures: Sequence[Structure | None], counts: Sequence[int], same: Sequence[Same] = ()
-) -> Tensor:
+def described(structures: Sequence[Structure | None], counts: Sequence[int]) -> Tensor:
     """What goes ahead of values of unknown structure: nothing if they are lone tensors.
 
     Raises:
@@ -289,7 +270,7 @@ def described(
     if all(structure is None for structure in structures):
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     try:
-        data = pickle.dumps((tuple(structures), tuple(counts), tuple(same)))
+        data = pickle.dumps((tuple(structures), tuple(counts)))
     except Exception as error:
         raise ConfigError(
             f"a stage gives what cannot go to another worker ({error}); hand on tensors, numbers and texts "
@@ -299,16 +280,13 @@ def described(
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def read_description(
-    head: Tensor, count: int
-) -> tuple[Sequence[Structure | None], Sequence[int], Sequence[Same]]:
-    """Of ``count`` values their structures, how many tensors each has, and what goes once a step."""
+def read_description(head: Tensor, count: int) -> tuple[Sequence[Structure | None], Sequence[int]]:
+    """The structures of ``count`` values, and how many tensors each has."""
     if not head.numel():
-        return (None,) * count, (1,) * count, (NOTHING_SAME,) * count
-    found: tuple[Sequence[Structure | None], Sequence[int], Sequence[Same]]
+        return (None,) * count, (1,) * count
+    found: tuple[Sequence[Structure | None], Sequence[int]]
     found = pickle.loads(head.cpu().numpy().tobytes())  # noqa: S301 - from a worker of this run
-    structures, counts, same = found
-    return structures, counts, same or (NOTHING_SAME,) * count
+    return found
 
 
 def takes_gradient(tensor: Tensor) -> bool:
