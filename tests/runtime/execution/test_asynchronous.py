@@ -12,10 +12,8 @@ from torch import nn
 
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.program.segments import segments
-from counterflow.runtime import later
 from counterflow.runtime.execution.step import Step
 from counterflow.runtime.parameters.versions import Versions
-from counterflow.runtime.parameters.weights import Weights
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
@@ -230,26 +228,6 @@ def test_steps_before_one_that_is_not_finite_are_told() -> None:
     assert [about for about in told if about is not None] == list(range(13))
 
 
-@pytest.fixture
-def far(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device whose host does not wait for an update's norm."""
-
-    def refused(*_: object) -> None:
-        raise AssertionError("the host waits for the norm of an update")
-
-    monkeypatch.setattr(later, "holds_host", lambda _: True)
-    monkeypatch.setattr(Weights, "squared_norm_of", refused)
-
-
-@pytest.mark.usefixtures("far")
-@pytest.mark.parametrize(
-    ("schedule", "replicas"), [(schemes.pipedream(2), 1), (schemes.pipedream_2bw(2, 2), 2)], ids=str
-)
-def test_updates_on_a_device_agree(schedule: Schedule, replicas: int) -> None:
-    found = agreement(schedule, replicas=replicas)
-    assert found.ok, found
-
-
 class _Exploding(torch.autograd.Function):
     @staticmethod
     def forward(_: Any, value: torch.Tensor) -> torch.Tensor:
@@ -271,9 +249,8 @@ class Exploding(nn.Linear):
         return output if self.count < 3 else _Exploding.apply(output)  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.usefixtures("far")
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
-def test_a_gradient_that_is_not_finite_on_a_device_ends_the_training(clip_norm: float | None) -> None:
+def test_a_gradient_that_is_not_finite_ends_the_training(clip_norm: float | None) -> None:
     layers = [Exploding(3, 3), nn.Linear(3, 3)]
     weights: list[torch.Tensor] = []
 

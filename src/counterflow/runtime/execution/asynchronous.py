@@ -16,6 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from counterflow.errors import ConfigError, WorkerError
@@ -25,7 +26,6 @@ from counterflow.program.segments import Segments
 from .. import later
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import Losses, divisor_of, refuse_no_graph
-from ..parameters.gradients import clip_factor
 from ..parameters.versions import Versions
 from ..parameters.weights import Weights
 from ..transport import Gathering
@@ -103,14 +103,12 @@ class AsynchronousRunner:
         self._batch: Batch | None = None  # that a step brings
         self._samples = 1  # of each mini-batch under way
         self._untold: deque[_Own] = deque()
-        self._squared: dict[int, float] = defaultdict(float)
-        self._clips_there = later.holds_host(workers.transport.device)
-        """Whether norms are worked out and used where the gradients are."""
-        self._later: dict[int, list[tuple[int, later.Later, later.Later]]] = defaultdict(list)
-        """By mini-batch, of stages updated on a device: their squared norms, and whether they are finite."""
+        self._norms: dict[int, list[tuple[int, later.Later]]] = defaultdict(list)
+        """By mini-batch, of stages that were updated: squared norm, and whether all so far were finite."""
         self._alive: dict[int, Tensor] = {}
-        self._stopped: dict[int, tuple[int, str] | None] = {}
-        """Stages that are updated no more, because a gradient was not finite, and which that was."""
+        """By stage, whether all its gradients so far were finite; else they count as zeros from then on."""
+        self._dead: set[int] = set()
+        """Stages with a gradient that was not finite, as far as this worker has read it."""
         self._compared: set[int] = set()
         """Mini-batches after whose updates copies are compared."""
         self._digests: dict[int, list[later.Later]] = defaultdict(list)
@@ -169,7 +167,6 @@ class AsynchronousRunner:
         found = []
         while self._telling or self._heard:
             found.append(self._hear())
-        self._squared.clear()
         self._alive.clear()
         self._compared.clear()
         self._begun = 0
@@ -214,16 +211,21 @@ class AsynchronousRunner:
         batches = [self._untold.popleft() for _ in range(count)]
         row: list[float] = [self._begun, batches[0].step]
         for number, batch in enumerate(batches, first):
-            for stage, counted, alive in self._later.pop(number, ()):
-                self._squared[number] += counted.read()
-                if not alive.read():
-                    self._squared[number] = math.nan
-                    self._stopped.setdefault(stage, (stage, "one of its weights"))
             mine, odd = batch.losses.summed()
-            row += [mine, self._squared.pop(number, 0.0), odd, *batch.losses.weighed()]
+            row += [mine, self._squared(number), odd, *batch.losses.weighed()]
             digests = [each.read() for each in self._digests.pop(number, ())]
             row += map(sum, zip(*digests, strict=True)) if digests else [0.0] * self.weights.copies.columns
         self._telling.append((batches, self.workers.transport.start_gather(row)))
+
+    def _squared(self, number: int) -> float:
+        """Return this worker's part of a mini-batch's squared norm; NaN if a gradient was not finite."""
+        squared = 0.0
+        for stage, norm in self._norms.pop(number, ()):
+            counted, alive = norm.read()
+            squared += counted if alive else math.nan
+            if not alive:
+                self._dead.add(stage)
+        return squared
 
     def _hear(self) -> StepStatistics:
         """What everybody told of the oldest mini-batch that no step has told yet.
@@ -241,13 +243,16 @@ class AsynchronousRunner:
         refuse_no_graph(weighed)
         scale = 1 / self.workers.weight(weighed, batch.step)[0]
         loss = self.workers.loss([(row[0], row[2]) for row in rows], batch.step, scale)
-        norm = self.workers.norm([row[1] for row in rows], loss, batch.step, self._not_finite)
+        norm = self.workers.norm(
+            [row[1] for row in rows],
+            loss,
+            batch.step,
+            lambda: (min(self._dead), "one of its weights") if self._dead else None,
+            updated="its stage counted it and all later ones as zeros",
+        )
         metrics = self.workers.metrics(weighed, batch.losses, scale)
         losses = batch.losses.by_micro_batch()
         return StepStatistics(batch.step, loss, norm, batch.samples, metrics, losses=losses)
-
-    def _not_finite(self) -> tuple[int, str] | None:
-        return min((found for found in self._stopped.values() if found is not None), default=None)
 
     def _gather(self) -> None:
         """Wait for what everybody told next."""
@@ -287,7 +292,8 @@ class AsynchronousRunner:
     def update(self, stage: int, version: int, frees: Sequence[int]) -> None:
         """Make a version of a stage's weights from the gradients at hand.
 
-        From one that is not finite none is made any more; everybody ends when that is heard.
+        The host does not look at them. After one that is not finite a stage's gradients count as zeros, and
+        all workers end when they are told of it.
         """
         self.weights.check_buffers()
         versions = self.weights.stages[stage].versions
@@ -299,31 +305,11 @@ class AsynchronousRunner:
             self.weights.scale(divisor / samples, stage)
         with versions.unseen():
             self.weights.call_hooks(self._first + version - 1, stage)
-        if self._clips_there:
-            self._update_there(stage, version, versions)
-            return
-        squared, counted = self.weights.squared_norm_of(stage)
-        self._squared[version - 1] += counted
-        if not math.isfinite(squared) and stage not in self._stopped:
-            self._stopped[stage] = self.weights.not_finite(stage)
-        if stage in self._stopped:
-            self.weights.clear(stage)
-            return
-        factor = clip_factor(math.sqrt(squared), self.limit)
-        if factor < 1.0:
-            self.weights.scale(factor, stage)
-        self._make_update(stage, version, versions)
-
-    def _make_update(self, stage: int, version: int, versions: Versions) -> None:
+        counted, alive = self.weights.clip(stage, self.limit, self._alive.get(stage))
+        self._alive[stage] = alive
+        self._norms[version - 1].append((stage, later.Later(torch.stack([counted, alive.double()]))))
         with versions.unseen():
             self.weights.update(stage, self._first + version - 1)
         if version - 1 in self._compared:
             digests = self.weights.copies.digests({stage}, buffers=False)
             self._digests[version - 1].append(later.Later(digests))
-
-    def _update_there(self, stage: int, version: int, versions: Versions) -> None:
-        """The same on a device whose host does not wait: gradients that are not finite count as zeros."""
-        counted, alive = self.weights.clip_there(stage, self.limit, self._alive.get(stage))
-        self._alive[stage] = alive
-        self._later[version - 1].append((stage, later.Later(counted), later.Later(alive)))
-        self._make_update(stage, version, versions)

@@ -47,7 +47,8 @@ class Task:
         structures: of the values that travel, by unit.
         specs: of the tensors that travel, by unit.
         message: of the tensors of the message.
-        missing: of the gradients that travel, the places of those that there are not.
+        gradients: how many tensors take one that is asked for in a message of gradients.
+        missing: the places of those among them that get none.
     """
 
     action: Action
@@ -72,6 +73,7 @@ class Task:
     structures: Sequence[Structure | None] = ()
     specs: Sequence[Sequence[TensorSpec]] = ()
     message: list[TensorSpec] = field(default_factory=list)
+    gradients: int = 0
     missing: frozenset[int] = frozenset()
 
 

@@ -7,13 +7,13 @@ that two sets of message numbers tell the steps apart.
 
 Where gradients are clipped, or updates skipped, updates wait for the norm of all as with a barrier: that is
 one gather, which ends when the last worker has its gradients. Else they wait for the loss only, which is
-known by then. So a loss that is not finite ends the run before anything is updated with it. A gradient that
-is not, though the loss is, is known to who has it alone: its worker updates nothing more, the others' updates
-of that step are made, and everybody ends before the next ones.
+known by then. So a loss that is not finite ends the run before anything is updated with it. Where a gradient
+is not, though the loss is, its worker updates with zeros and the others with theirs, and everybody ends
+before the next updates.
 
 Without either, a device always has an op to run while its host reads: the loss is read an op after it was
-made, and the norm is told with the next step's loss, an op into that step. So a device's host does not know
-at an update whether the gradients are finite; on the device all of the worker's are zeros if one is not.
+made, and the norm is told with the next step's loss, an op into that step. So the host does not know at an
+update whether the gradients are finite; where they are, all of the worker's become zeros if one is not.
 """
 
 from __future__ import annotations
@@ -153,22 +153,12 @@ class BarrierFreeRunner(SynchronousRunner):
         norm: OwnNorm | None = None
         if self._updates:
             norm = self.weights.own_norm()
-            if later.holds_host(self.workers.transport.device):
-                norm.drop()
-            elif norm.read()[1] is not None:
-                self._odd = self.weights.not_finite()
+            norm.drop()
             if scale != 1.0:
                 self.weights.scale(scale)
         losses = batch.losses.by_micro_batch()
         statistics = StepStatistics(batch.step, loss, math.nan, batch.total, metrics, losses=losses)
         self._untold = _Untold(statistics, norm, scale)
-
-    def update(self, stage: int, version: int, frees: Sequence[int]) -> None:
-        """Update a stage's weights; not where this worker met a gradient that is not finite."""
-        if self._odd is None:
-            super().update(stage, version, frees)
-        elif self._updates:
-            self.weights.skip(stage)
 
     # -- loss and norm
 

@@ -5,7 +5,7 @@ Invariant: what was received is in a buffer of its own until nothing refers to i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -29,7 +29,7 @@ Restore = Callable[[list[Tensor]], list[Tensor]]
 class PostedReceive:
     """A posted receive of known shapes; ``restore`` makes tensors of what came in another form."""
 
-    __slots__ = ("buffers", "missing", "pending", "restore", "specs", "structures")
+    __slots__ = ("buffers", "gradients", "missing", "pending", "restore", "specs", "structures")
 
     def __init__(
         self,
@@ -39,7 +39,8 @@ class PostedReceive:
         restore: Restore | None,
     ) -> None:
         self.pending, self.buffers, self.restore = pending, buffers, restore
-        self.structures, self.specs, self.missing = task.structures, task.specs, task.missing
+        self.structures, self.specs = task.structures, task.specs
+        self.missing, self.gradients = task.missing, task.gradients
 
     def take(self, count: int, *, as_leaves: bool) -> list[Taken]:
         """What came, by unit: structure, tensors, and the buffers of the pool that they are in.
@@ -68,6 +69,15 @@ class PostedReceive:
             found.append((structure, tensors, own))
         return found
 
+    def take_gradient(self) -> tuple[list[Tensor | None], Sequence[Tensor]]:
+        """The gradients of one unit, None for those that are missing; and their buffers."""
+        ((_, tensors, buffers),) = self.take(1, as_leaves=False)
+        found: list[Tensor | None] = [*tensors]
+        if self.missing:
+            there = iter(tensors)
+            found = [None if place in self.missing else next(there) for place in range(self.gradients)]
+        return found, buffers
+
 
 class PostedDescribed:
     """A posted receive whose shapes come with it."""
@@ -92,12 +102,12 @@ class PostedDescribed:
             found.append((structure, taken, NONE))
         return found
 
-    def take_gradient(self) -> tuple[list[Tensor], Sequence[int]]:
-        """That of one unit, and the places of those that there are not, which are noted."""
+    def take_gradient(self) -> tuple[list[Tensor | None], Sequence[Tensor]]:
+        """The gradients of one unit, None for those that are missing, which are noted; in no buffers."""
         tensors = self.pending.wait()
-        places = [place for place, tensor in enumerate(tensors) if tensor.dtype is torch.bool]
-        note_missing(self.learnt, self.of[0], places)
-        return tensors, places
+        missing = frozenset(place for place, tensor in enumerate(tensors) if tensor.dtype is torch.bool)
+        note_missing(self.learnt, self.of[0], missing)
+        return [None if place in missing else tensor for place, tensor in enumerate(tensors)], NONE
 
 
 def of_gradient(task: Task) -> Of:
@@ -112,7 +122,7 @@ def of_outputs(task: Task) -> list[Of]:
     return [(skip or task.stage, unit.shape) for unit in task.units]
 
 
-def note_missing(learnt: Shapes, of: Of, places: Iterable[int]) -> None:
+def note_missing(learnt: Shapes, of: Of, missing: frozenset[int]) -> None:
     """Note which gradients are missing in a mini-batch whose shapes are learnt."""
-    if places and of in learnt:
-        learnt[of] = replace(learnt[of], missing=frozenset(places))
+    if missing and of in learnt:
+        learnt[of] = replace(learnt[of], missing=missing)

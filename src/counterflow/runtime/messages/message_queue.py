@@ -7,15 +7,14 @@ bytes in each step, however the workers take turns. On a GPU the host is ahead o
 wait.
 
 A value that the next stage did not use has no gradient, and what was computed for it alone gets none either,
-as in one process. In a message of known shapes a tensor stands for it that is read as none (``absent``). To
-read it on a GPU would wait for the message: there the same gradients are missing each time, or an error says
-so.
+as in one process. Which gradients exist is learnt with the shapes, in the first mini-batch of a kind. From
+then on a message has those alone, and where others are missing an error says so: no message is looked into.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
@@ -30,9 +29,7 @@ from ..execution.meters import pointers
 from ..execution.tasks import Task
 from ..mini_batch.batch import Batch, Shapes
 from ..transport import Pending, Transport
-from .absent import absent, is_absent
 from .arrivals import (
-    NONE,
     PostedDescribed,
     PostedReceive,
     Restore,
@@ -73,8 +70,8 @@ class MessageQueue:
         self._pool = BufferPool(transport.device)
         self._arrivals: dict[int, PostedReceive | PostedDescribed] = {}
         self._outbox: dict[int, tuple[Sequence[Tensor | None], Sequence[_Sized]]] = {}
-        self.reads = transport.device.type == "cpu"
-        """Whether messages are looked into, to see which gradients are missing."""
+        self._waits = transport.device.type == "cpu"
+        """Whether the host waits until the message before has left; it is ahead of a device."""
         self._last: dict[int, tuple[int, Pending, Sequence[Tensor]]] = {}
         """By rank the last message to it, with its number."""
         self._others: deque[tuple[Pending, Sequence[Tensor]]] = deque()
@@ -106,20 +103,8 @@ class MessageQueue:
         """
         self.transport.get_ready()
         arrival = self._arrivals.pop(number)
-        places: Iterable[int]
-        buffers: Sequence[Tensor] = NONE
-        if isinstance(arrival, PostedDescribed):
-            tensors, places = arrival.take_gradient()
-        else:
-            ((_, tensors, buffers),) = arrival.take(1, as_leaves=False)
-            if self.reads:
-                places = [place for place, tensor in enumerate(tensors) if is_absent(tensor)]
-            else:
-                places = arrival.missing
+        found, buffers = arrival.take_gradient()
         self._arrived(answers)
-        found: list[Any] = tensors
-        for place in places:
-            found[place] = None
         return found, buffers
 
     def give_back(self, buffers: Sequence[Tensor]) -> None:
@@ -156,8 +141,8 @@ class MessageQueue:
                 parts, counts = zip(*structures, strict=True)
                 tensors.insert(0, described(parts, counts))
             else:
-                places = [place for place, tensor in enumerate(laid) if tensor is None]
-                note_missing(self.batches[task.slot].learnt, of_gradient(task), places)
+                missing = frozenset(place for place, tensor in enumerate(laid) if tensor is None)
+                note_missing(self.batches[task.slot].learnt, of_gradient(task), missing)
             pending = self.transport.send_described(tensors, task.peer, task.number)
             self._keep_other(pending, tensors)
             return
@@ -190,8 +175,9 @@ class MessageQueue:
         else:  # the gradient of what the stage below gave
             layout = known[of_gradient(task)]
             task.structures = [None]
-            task.specs = [[spec for spec in layout.tensors if spec.requires_grad]]
-            task.missing = layout.missing
+            wanted = [spec for spec in layout.tensors if spec.requires_grad]
+            task.specs = [[spec for place, spec in enumerate(wanted) if place not in layout.missing]]
+            task.missing, task.gradients = layout.missing, len(wanted)
         message = _flat(task.specs)
         task.message = message if self.compression is None else self.compression.message(message)
         task.known = known
@@ -205,32 +191,21 @@ class MessageQueue:
                 self._look_up(task, known)
             _check(task, tensors, structures)
         else:
-            if not self.reads:
-                if task.known is not known:
-                    self._look_up(task, known)
-                _check_missing(task, laid)
-            for tensor in laid:
-                if tensor is None:
-                    tensors = self._filled(task, known, laid)
-                    break
+            if task.known is not known:
+                self._look_up(task, known)
+            _check_missing(task, laid)
+            if task.missing:
+                tensors = [tensor for tensor in laid if tensor is not None]
         if self.compression is None:
             return tensors, ()
         return self.compression.pack([tensor.detach() for tensor in tensors])
-
-    def _filled(self, task: Task, known: Shapes, laid: Sequence[Tensor | None]) -> list[Tensor]:
-        """Gradients with what stands for those that are missing."""
-        if task.known is not known:
-            self._look_up(task, known)
-        pairs = zip(laid, task.specs[0], strict=True)
-        device = self.transport.device
-        return [absent(spec, spec.place(device)) if tensor is None else tensor for tensor, spec in pairs]
 
     def _send_full(self, task: Task, tensors: Sequence[Tensor]) -> None:
         self._keep_other(self.transport.send_described(tensors, task.peer, task.number, aside=True), tensors)
 
     def _keep(self, task: Task, pending: Pending, tensors: Sequence[Tensor]) -> None:
         """Keep what is sent in place of the message before it, which has left by now or is waited for."""
-        if not self.reads:
+        if not self._waits:
             self._keep_other(pending, tensors)
             return
         if self._others:

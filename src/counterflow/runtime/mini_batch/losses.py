@@ -288,13 +288,8 @@ def _plain(value: Tensor | float) -> Tensor | float:
 
 
 def _travels(number: object) -> TypeGuard[Tensor]:
-    """Whether it is a device's, which takes a while to come to the host."""
-    return (
-        type(number) is Tensor
-        and number.numel() == 1
-        and not number.is_complex()
-        and later.holds_host(number.device)
-    )
+    """Whether a device computes it, and it takes a while to reach the host."""
+    return type(number) is Tensor and number.numel() == 1 and not number.is_complex()
 
 
 def _with_numbers(entry: Entry, arrived: Iterator[float]) -> Entry:
@@ -330,7 +325,7 @@ class Losses:
     has_graph: bool = False
     graphs_to_come: int = 0
     _later: later.Later | None = None
-    _values: list[float] = field(default_factory=list)
+    _arrived: int = 0
 
     def note_graph(self, loss: Tensor, *, again: bool) -> None:
         """Whether a unit's loss has a graph, which a forward that runs again has the second time."""
@@ -341,39 +336,31 @@ class Losses:
             self.graphs_to_come += 1
 
     def ask(self) -> None:
-        """All are made: let a device's begin their way, so that who reads them waits for no later op."""
-        if self.told:
-            every = (
-                number for e in self.entries for number in (e.loss, e.weight, e.counts, *e.metrics.values())
-            )
-            there = [number.double().reshape(()) for number in every if _travels(number)]
-            self._later = later.Later(torch.stack(there)) if there else None
+        """All are made: start their copies to the host, so that whoever reads them waits for no later op."""
+        every = (number for e in self.entries for number in (e.loss, e.weight, e.counts, *e.metrics.values()))
+        there = [number.double().reshape(()) for number in every if _travels(number)]
+        self._later = later.Later(torch.stack(there)) if there else None
 
     def _arrive(self) -> None:
-        """Have as numbers what was asked for."""
-        if self._later is not None:
-            values, self._later = iter(self._later.read()), None
-            self.entries = [_with_numbers(entry, values) for entry in self.entries]
+        """Have all as numbers."""
+        if self._arrived == len(self.entries):
+            return
+        if self._later is None:
+            self.ask()
+        values = iter(() if self._later is None else self._later.read())
+        self.entries, self._later = [_with_numbers(entry, values) for entry in self.entries], None
+        self._arrived = len(self.entries)
 
     def summed(self) -> tuple[float, int]:
         """The sum of the worker's losses; the first micro-batch whose loss is not finite, or -1."""
         if not (self.entries and self.told):
             return 0.0, -1
         refuse_other_counts([self.weighed()])
-        values = self._numbers()
+        values = [float(entry.loss) for entry in self.entries]
         odd = [
             e.unit.micro_batch for e, value in zip(self.entries, values, strict=True) if not isfinite(value)
         ]
         return added(v * e.by for e, v in zip(self.entries, values, strict=True)), min(odd, default=-1)
-
-    def _numbers(self) -> list[float]:
-        """The losses, from a GPU all at once."""
-        if len(self._values) < len(self.entries):
-            losses = [entry.loss for entry in self.entries]
-            if any(isinstance(loss, Tensor) for loss in losses):
-                losses = torch.stack(cast("list[Tensor]", losses)).tolist()
-            self._values = cast("list[float]", losses)
-        return self._values
 
     def by_micro_batch(self) -> dict[int, float]:
         """The mean loss of each micro-batch whose loss this worker made; of weight 0: NaN."""
@@ -382,8 +369,8 @@ class Losses:
         self._arrive()
         found: dict[int, float] = {}
         halves: dict[int, list[tuple[float, float]]] = {}
-        for (unit, _, by, weight, *_), value in zip(self.entries, self._numbers(), strict=True):
-            number = unit.micro_batch
+        for unit, loss, by, weight, *_ in self.entries:
+            number, value = unit.micro_batch, float(loss)
             if unit.parts == 1 and weight == 1.0:
                 found[number] = value
             else:

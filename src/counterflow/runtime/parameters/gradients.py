@@ -334,10 +334,18 @@ class OwnNorm:
         return sum(square for square, its in squares if its.counted), min(odd, default=None)
 
 
-def squared_norm_there(groups: Iterable[GradientGroup], device: torch.device) -> Tensor:
-    """The sum of squares of gradients, where they are: nobody waits for it."""
-    norms = [norm for group in groups for norm in group.norms()]
-    return (torch.stack(norms) ** 2).sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
+def squared_norms(groups: Sequence[GradientGroup], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Sums of squares of gradients, where they are: of all, and of what this worker counts."""
+    every, counted = [], []
+    for group in groups:
+        norms = group.norms()
+        every += norms
+        if group.counted:
+            counted += norms
+    whole = (torch.stack(every) ** 2).sum() if every else torch.zeros((), dtype=torch.float64, device=device)
+    if len(counted) == len(every):
+        return whole, whole
+    return whole, (torch.stack(counted) ** 2).sum() if counted else torch.zeros_like(whole)
 
 
 def clip_factor(norm: float, limit: float | None) -> float:

@@ -33,7 +33,7 @@ from ..transport import Group, Pending, Transport
 from .alike import Copies, Key, tensors_of
 from .average import Average, Averaged
 from .coupled import Trial, error, known_coupled, options_of, refuse_changed
-from .gradients import GradientGroup, OwnNorm, SquaredNorms, squared_norm_there, unique
+from .gradients import GradientGroup, OwnNorm, SquaredNorms, squared_norms, unique
 from .hooks import Hooks
 from .names import Names, named_parameters, shared_names
 from .optimizers import MakeOptimizer, MakeScheduler, home_of, optimizer_of, refuse_others, scheduler_of
@@ -464,15 +464,8 @@ class Weights:
         """What ``squared_norm()`` gives, and whether all gradients at hand are finite, counted or not."""
         return OwnNorm(self._gradient_groups())
 
-    def squared_norm_of(self, stage: int) -> tuple[float, float]:
-        """The norm of a stage's gradients, squared: of all that is here, and of what this worker counts."""
-        groups = self._own[stage]
-        squares = SquaredNorms(groups).read()
-        counted = (square for square, one in zip(squares, groups, strict=True) if one.counted)
-        return sum(squares), sum(counted)
-
-    def clip_there(self, stage: int, limit: float | None, alive: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Clip a stage's gradients by their norm, where they are; the host goes on.
+    def clip(self, stage: int, limit: float | None, alive: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Clip a stage's gradients by their norm, where they are; the host does not wait for it.
 
         Args:
             stage: whose.
@@ -484,8 +477,7 @@ class Weights:
             are not, and those after them, are set to zero.
         """
         groups = self._own[stage]
-        square = squared_norm_there(groups, self.transport.device)
-        counted = squared_norm_there((one for one in groups if one.counted), self.transport.device)
+        square, counted = squared_norms(groups, self.transport.device)
         finite = square.isfinite()
         alive = finite if alive is None else alive & finite
         factor = None if limit is None else (limit / (square.sqrt() + 1e-6)).clamp(max=1.0)
@@ -514,9 +506,9 @@ class Weights:
                     gradients.call_hooks(self.hooks)
         self.hooks.take()
 
-    def not_finite(self, stage: int | None = None) -> tuple[int, str] | None:
-        """Stage and name of the first parameter whose gradient is not finite; or that of a stage."""
-        for gradients in self._gradient_groups() if stage is None else self._own[stage]:
+    def not_finite(self) -> tuple[int, str] | None:
+        """Stage and name of the first parameter whose gradient is not finite."""
+        for gradients in self._gradient_groups():
             name = gradients.not_finite()
             if name is not None:
                 return gradients.stage, name
@@ -587,9 +579,9 @@ class Weights:
         for shard in self._updated_with(stage):
             shard.clear()
 
-    def clear(self, stage: int | None = None) -> None:
-        """Set all gradients to zero, or those of a stage."""
-        for gradients in self._gradient_groups() if stage is None else self._own[stage]:
+    def clear(self) -> None:
+        """Set all gradients to zero."""
+        for gradients in self._gradient_groups():
             gradients.clear()
 
     def _start_average(self, stage: int) -> _Statistics:
