@@ -74,6 +74,7 @@ ALIVE = (0, 33, None)
 HEAD = [
     f"{'module':<32}  mutants  killed  survived-equivalent  survived  seconds  date        machine",
     "(killed: a test fails or hangs; survived: no test looks at what changed, which is below the row)",
+    "(seconds: of the tests; where mutmut does not note them, of the last run, which --again makes short)",
 ]
 
 
@@ -192,7 +193,7 @@ def keep_row(row: Row, left: list[str]) -> None:
     """Put a module's row and its survivors in place of the ones before."""
     rows: dict[str, list[str]] = {}
     module = ""
-    for line in RESULTS.read_text(encoding="utf-8").splitlines()[2:] if RESULTS.exists() else ():
+    for line in RESULTS.read_text(encoding="utf-8").splitlines()[len(HEAD) :] if RESULTS.exists() else ():
         module = module if line.startswith("  ") else line.split()[0]
         rows.setdefault(module, []).append(line)
     rows[row.module] = [str(row), *left]
