@@ -388,7 +388,6 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (lambda: Does(lambda x: (x, np.ones(3))), r"gives a numpy.ndarray at \[1\]; stages hand on tensors"),
     (lambda: Does(lambda x: (part for part in [x])), "gives a generator; stages hand on tensors"),
-    (Lambda, "computes with a tensor .* that requires a gradient and is no parameter of its layers"),
     (Forces, r"layer 1 \(Forces\) makes gradients in its forward .*; take recompute='stage', or none"),
     (
         lambda: Does(
@@ -404,6 +403,26 @@ def test_what_cannot_be_right_is_refused(layer: Any, message: str) -> None:
     case = Case(lambda: [one.to(F) for one in (linear(), layer(), linear())], plain, options={"cuts": [2]})
     with pytest.raises(ConfigError, match=message):
         launch(piped, case, [(FEW[0], "layer")], workers=2, transport="local", timeout_seconds=30)
+
+
+def _stepped(model: nn.Module, schedule: Any) -> None:
+    given = plain(0)
+    Pipeline(model, nn.functional.mse_loss, schedule, optimizer=adamw).step(given.inputs, given.targets)
+
+
+def test_a_function_that_was_made_with_its_module() -> None:
+    """Right while the module is the user's own; a copy of it would compute with another's weights."""
+    case = Case(seeded(lambda: [linear(), Lambda(), linear(), Lambda()]), plain)
+    agrees(case, 2, schedules=FEW[:2])
+    with pytest.raises(ConfigError, match="a gradient and is no parameter of its layers"):
+        launch(
+            _stepped,
+            nn.Sequential(*case.layers()),
+            FEW[1],
+            workers=2,
+            transport="local",
+            timeout_seconds=30,
+        )
 
 
 class Own(nn.Sequential):

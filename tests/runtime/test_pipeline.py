@@ -6,6 +6,7 @@ import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -112,7 +113,7 @@ def test_the_tied_gradient_is_the_true_one(schedule: Schedule, replicas: int) ->
 
 
 def _several_steps(schedule: Schedule, layers: list[nn.Module], **options: Any) -> Any:
-    pipeline = Pipeline(layers, mean_square, schedule, optimizer=sgd, **options)
+    pipeline = Pipeline(deepcopy(layers), mean_square, schedule, optimizer=sgd, **options)
     losses = []
     for samples in (8, 8, 5, 8, 9):  # an epoch's last mini-batch is smaller, and then there is a larger one
         losses.append(pipeline.step(*numbers(samples)).loss)
@@ -402,7 +403,7 @@ def test_shapes_that_change_have_to_be_announced() -> None:
 
 
 def _without(schedule: Schedule, layers: list[nn.Module], missing: str, worker: int) -> float:
-    pipeline = Pipeline(layers, mean_square, schedule, optimizer=sgd)
+    pipeline = Pipeline(deepcopy(layers), mean_square, schedule, optimizer=sgd)
     inputs, targets = numbers(4)
     if pipeline.worker == worker:
         return pipeline.step(

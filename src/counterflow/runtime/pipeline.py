@@ -60,10 +60,20 @@ from .stages.deferred import defer
 from .stages.embeddings import Setting
 from .stages.estimates import estimated_costs
 from .stages.layers import aliases_of, layers_of, state_names
+from .stages.ownership import Owned
 from .stages.precision import Autocast, Cast, Precision, refuse_scaled
 from .stages.randomness import RandomStreams
+from .stages.remote import refuse_remote
 from .stages.skips import links_of, stage_skips
-from .stages.stage import LOSS, NamedLayer, StageCopy, have_statistics, loss_layer, materialised
+from .stages.stage import (
+    LOSS,
+    NamedLayer,
+    StageCopy,
+    have_statistics,
+    loss_layer,
+    materialised,
+    place_of,
+)
 from .torch_private import keeps_buffers
 from .transport import Gathering, Transport
 from .transport.turns import elsewhere, my_worker
@@ -86,7 +96,8 @@ class Pipeline:
     Args:
         model: an ``nn.Sequential``, a list of layers, each taking the previous one's output (a tensor or a
             tuple of two or more tensors), or any module together with ``list_layers``. Layers on the meta
-            device are made and initialised on their own workers only.
+            device are made and initialised on their own workers only. The layers of this worker are trained
+            themselves; those of others lose their numbers here, and their use is refused.
         loss_function: output of the last layer and target to the mean loss over the samples, to (loss, dict
             of metrics), or to a ``LossSum``. None: the last layer's output is one of them, or a dict or
             object with a ``loss``; no targets are needed then. Weights of a module are trained with the last
@@ -257,7 +268,7 @@ class Pipeline:
             per_micro_batch_loss=per_micro_batch_loss,
             digest_every=digest_every,
         )
-        self.stages = self._make_stages(streams, recompute, precision, defers=deferred_batch_norm)
+        self.stages = self._make_stages(model, streams, recompute, precision, defers=deferred_batch_norm)
         self._note_split_stages()
         self._holders = [Program(schedule, ()).holders(stage) for stage in range(schedule.stages)]
         start_alike(self.stages, self._names, self._holders, layout, self.transport)
@@ -413,6 +424,7 @@ class Pipeline:
 
     def _make_stages(
         self,
+        model: nn.Module | Sequence[nn.Module],
         streams: RandomStreams,
         recompute: Recompute,
         precision: Callable[[StageCopy], Precision],
@@ -420,16 +432,22 @@ class Pipeline:
         defers: bool,
     ) -> dict[int, StageCopy]:
         held = sorted({stage for _, stage in self.schedule.placement.held(self.worker)})
-        mine = [layer for stage in held for layer in self._layers_of[stage]]
+        given = [layer for stage in held for layer in self._layers_of[stage]]
         last = self.schedule.stages - 1
         if self._loss is not None and last in held:
-            mine.append(self._loss)
-        made = materialised(mine, self.device, streams, copied=self.transport.shares_process)
+            given.append(self._loss)
         if defers and not self.schedule.synchronous:
             raise ConfigError(
                 f"deferred_batch_norm: {self.schedule.scheme} begins a mini-batch before the one before has "
                 "ended, so that both would be in one sum; leave it away, or take a scheme with a flush"
             )
+        for layer in given:
+            refuse_remote(layer.index, layer.module)
+        users = [(place_of(layer), layer.module) for layer in given]
+        self._owned = Owned(users, self._modules_of(model), self.transport)
+        trained = zip(given, self._owned.modules, strict=True)
+        made = materialised([replace(layer, module=its) for layer, its in trained], self.device, streams)
+        self._owned.remade()
         if defers:
             defer(layer.module for layer in made)
         by_index = {layer.index: layer for layer in made}
@@ -454,6 +472,23 @@ class Pipeline:
             )
             for stage in held
         }
+
+    def _modules_of(self, model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+        """All modules of the user's: of the model, of layers that wrap parts of it, and of the loss."""
+        roots = [layer.module for layers in self._layers_of for layer in layers]
+        roots += [model] if isinstance(model, nn.Module) else []
+        roots += [] if self._loss is None else [self._loss.module]
+        return list({id(module): module for root in roots for module in root.modules()}.values())
+
+    def _leave_others(self) -> None:
+        """Let the user's model have no numbers of what lives elsewhere."""
+        ranks = self.ranks[self.replica]
+        self._owned.leave(
+            (place_of(layer), layer.module, [ranks[worker] for worker in self._holders[stage]])
+            for stage, layers in enumerate(self._layers_of)
+            if stage not in self.stages
+            for layer in layers
+        )
 
     def _means(self, last: bool) -> Means | None:
         """What watches the stage's loss; without a flush weights change before all that counts is known."""
@@ -533,6 +568,7 @@ class Pipeline:
         every = (*self._run.lists, self._evaluation_tasks)
         peers = {task.peer for tasks in every for task in tasks if task.peer >= 0}
         self.transport.connect(peers, self.weights.groups)
+        self._leave_others()
 
     def close(self) -> None:
         """End what is under way and give back what the pipeline holds of its transport; all workers call it.
@@ -600,7 +636,7 @@ class Pipeline:
             WorkerError: a worker failed, or the loss or a gradient is not finite.
         """
         began = time.perf_counter()
-        with self._reported(), self.streams.step(), self._kept_buffers():
+        with self._reported(), self._owned.used(), self.streams.step(), self._kept_buffers():
             if outputs and not self.schedule.synchronous:
                 raise ConfigError(
                     f"{self.schedule.scheme} ends a mini-batch in later steps, so that a step has no outputs "
@@ -648,7 +684,7 @@ class Pipeline:
         and what the last layer gave in ``outputs``, if asked for. Args and errors as in ``step``.
         """
         self._untold = self.flush()
-        with self._reported(), ExitStack() as evaluating:
+        with self._reported(), self._owned.used(), ExitStack() as evaluating:
             batch = self._batch(
                 self._given(inputs, targets, kwargs, micro_batches, samples), _EVALUATE, outputs=outputs
             )
@@ -678,7 +714,7 @@ class Pipeline:
             WorkerError: a worker failed.
         """
         self._untold = self.flush()
-        with self._reported(), torch.no_grad(), ExitStack() as evaluating:
+        with self._reported(), self._owned.used(), torch.no_grad(), ExitStack() as evaluating:
             batch = self._batch(self._given(inputs, None, kwargs, None, None), _PREDICT, outputs=True)
             batch.has_loss = False
             for stage in self.stages.values():
@@ -742,7 +778,7 @@ class Pipeline:
         if not self._run.under_way:
             return untold
         began = time.perf_counter()
-        with self._reported(), self.streams.step():
+        with self._reported(), self._owned.used(), self.streams.step():
             if isinstance(self._run, BarrierFreeRunner):  # what follows is for all workers together
                 call = _FLUSH + _UNDER_WAY
                 row = [0.0, 0.0, 0.0, call, self.steps]

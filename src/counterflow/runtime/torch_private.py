@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +32,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Tensor = TypeVar("_Tensor", bound=Tensor)
 
 __all__ = ["TorchDispatchMode", "is_traceable_wrapper_subclass"]
 
@@ -234,6 +235,28 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 def same_memory(tensor: Tensor) -> Tensor:
     """The same memory with a count of changes of its own. Without: a copy."""
     return cast("Tensor", torch.ops.aten._unsafe_view(tensor, tensor.shape))  # noqa: SLF001
+
+
+def subclassed(kind: type[_Tensor], tensor: Tensor, *, parameter: bool) -> _Tensor:
+    """A tensor as a leaf of a subclass, made as torch's notes on extending make it; also a parameter."""
+    found = Tensor._make_subclass(kind, tensor, tensor.requires_grad)  # noqa: SLF001
+    if parameter:
+        found._is_param = True  # noqa: SLF001 - isinstance() knows parameters of other classes by it
+    return found
+
+
+def plain_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a function of torch's gives without asking ``__torch_function__`` of its arguments."""
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as torch's notes on extending do
+        return function(*args, **kwargs)
+
+
+_HOOK_TABLES = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
+
+
+def module_hook_tables(module: nn.Module) -> list[dict[int, Any]]:
+    """Where a module keeps its hooks, in one order. Without: hooks that come later are lost in silence."""
+    return [vars(module)[name] for name in _HOOK_TABLES]
 
 
 def schema_of(operator: Any) -> Any:

@@ -18,6 +18,7 @@ from counterflow.runtime.parameters.optimizers import MakeOptimizer, MakeSchedul
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.estimates import estimated_costs
 from counterflow.runtime.stages.layers import layers_of
+from counterflow.runtime.stages.ownership import copied
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule.cuts import balance
 from counterflow.schedule.ir import Schedule
@@ -143,10 +144,16 @@ def verify(
                 autocast=options.get("autocast"),
                 compute_dtype=options.get("compute_dtype"),
             )
+    trained = list(layers)
+    if transport in {"local", "strict-nccl"}:  # threads train what they are given
+        memo: dict[int, Any] = {}
+        trained = [copied(layer, memo) for layer in layers]
+        if isinstance(loss_function, nn.Module):
+            loss_function = copied(loss_function, memo)
     found: list[Trained] = launch(
         _train,
         schedule,
-        list(layers),
+        trained,
         loss_function,
         batches,
         {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from counterflow.runtime.parameters.gradients import clip_factor, real, unique
 from counterflow.runtime.parameters.hooks import Hooks, called
 from counterflow.runtime.parameters.optimizers import MakeOptimizer, MakeScheduler
 from counterflow.runtime.stages.layers import state_names
+from counterflow.runtime.stages.ownership import copied
 from counterflow.runtime.stages.randomness import RandomStreams, Rows
 from counterflow.runtime.stages.recomputation import mapped
 from counterflow.runtime.stages.stage import LOSS, NamedLayer, evaluating, loss_layer, materialised
@@ -108,7 +109,12 @@ class Reference:
             for index, (layer, names) in enumerate(zip(layers, state_names(layers), strict=True))
         ]
         loss = loss_layer(loss_function)
-        made = materialised(named if loss is None else [*named, loss], self.device, self.streams, copied=True)
+        memo: dict[int, Any] = {}
+        mine = [
+            replace(layer, module=copied(layer.module, memo))
+            for layer in (named if loss is None else [*named, loss])
+        ]
+        made = materialised(mine, self.device, self.streams)
         self.layers = made[: len(named)]
         self.with_weights = made
         self.loss_function = loss_function if loss is None else made[-1].module

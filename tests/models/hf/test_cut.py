@@ -76,6 +76,7 @@ def trained(model: nn.Module, schedule: Schedule, batches: list[Batch], **option
 
 
 def agrees(model: Any, schedule: Schedule, batches: list[Batch], **options: Any) -> None:
+    alone = copy.deepcopy(model)
     found = cf.launch(
         trained,
         model,
@@ -87,7 +88,8 @@ def agrees(model: Any, schedule: Schedule, batches: list[Batch], **options: Any)
         **options,
     )
     steps, state = found[0]
-    alone = copy.deepcopy(model)
+    for name, tensor in model.state_dict().items():  # the threads trained the model they were given
+        assert torch.equal(state[name], tensor), name
     optimizer = adamw([p for p in alone.parameters() if p.requires_grad])
     for (loss, norm), (inputs, labels) in zip(steps, batches, strict=True):
         optimizer.zero_grad()

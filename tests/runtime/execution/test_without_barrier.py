@@ -84,7 +84,7 @@ def _train(
 ) -> Any:
     options = dict(options)
     updates = options.pop("updates", [True])
-    pipeline = Pipeline(layers, loss, schedule, **options)
+    pipeline = Pipeline(deepcopy(layers), loss, schedule, **options)
     steps = [
         pipeline.step(*row[pipeline.replica], update=updates[k % len(updates)])
         for k, row in enumerate(batches)
@@ -243,7 +243,7 @@ def test_a_device_has_an_op_to_run_while_its_host_reads(
 
     def work() -> list[int]:
         Noted.ops.count, Noted.ops.waited = 0, []
-        pipeline = Pipeline(layers, mean_square, schedule, optimizer=momentum, barrier=False)
+        pipeline = Pipeline(deepcopy(layers), mean_square, schedule, optimizer=momentum, barrier=False)
         launched = pipeline.transport.computed
 
         def computed() -> None:
@@ -289,7 +289,9 @@ def test_a_worker_goes_on_while_another_has_not_updated(barrier: bool) -> None:
     layers, went_on, found = linears(2), threading.Event(), list[bool]()
 
     def work() -> None:
-        pipeline = Pipeline(layers, mean_square, schemes.dapple(2, 2), optimizer=momentum, barrier=barrier)
+        pipeline = Pipeline(
+            deepcopy(layers), mean_square, schemes.dapple(2, 2), optimizer=momentum, barrier=barrier
+        )
         check = pipeline.weights.check_buffers
 
         def late() -> None:  # after all ops, before anything is heard or updated
@@ -313,7 +315,9 @@ def test_evaluation_and_weights_flush() -> None:
     layers = linears(2)
 
     def work() -> tuple[list[int | None], bool]:
-        pipeline = Pipeline(layers, mean_square, schemes.dapple(2, 2), optimizer=momentum, barrier=False)
+        pipeline = Pipeline(
+            deepcopy(layers), mean_square, schemes.dapple(2, 2), optimizer=momentum, barrier=False
+        )
         steps = [pipeline.step(*numbers(4))]
         pipeline.evaluate(*numbers(6))
         assert not pipeline.under_way
@@ -335,7 +339,7 @@ def test_outputs_are_of_the_step_at_hand() -> None:
     layers = linears(4)
 
     def work(schedule: Schedule, barrier: bool) -> list[Any]:
-        pipeline = Pipeline(layers, mean_square, schedule, optimizer=momentum, barrier=barrier)
+        pipeline = Pipeline(deepcopy(layers), mean_square, schedule, optimizer=momentum, barrier=barrier)
         steps = [pipeline.step(*numbers(4, k), outputs=True) for k in range(3)]
         pipeline.flush()
         return [step.outputs for step in steps]
@@ -352,7 +356,9 @@ def test_mini_batches_that_follow_each_other_are_alike() -> None:
     layers = linears(2)
 
     def work(*, flush: bool) -> list[int]:
-        pipeline = Pipeline(layers, mean_square, schemes.dapple(2, 4), optimizer=momentum, barrier=False)
+        pipeline = Pipeline(
+            deepcopy(layers), mean_square, schemes.dapple(2, 4), optimizer=momentum, barrier=False
+        )
         steps = [pipeline.step(*numbers(4))]
         if flush:
             steps += pipeline.flush()
@@ -369,7 +375,12 @@ def test_inputs_may_be_overwritten_after_a_step() -> None:
 
     def work(barrier: bool) -> list[str]:
         pipeline = Pipeline(
-            layers, mean_square, schemes.dapple(2, 2), optimizer=momentum, barrier=barrier, cuts=(1,)
+            deepcopy(layers),
+            mean_square,
+            schemes.dapple(2, 2),
+            optimizer=momentum,
+            barrier=barrier,
+            cuts=(1,),
         )
         inputs, targets = numbers(4)
         steps = []
@@ -386,7 +397,9 @@ def test_calls_that_differ_are_found(other: str) -> None:
     layers = linears(2)
 
     def work() -> None:
-        pipeline = Pipeline(layers, mean_square, schemes.dapple(2, 2), optimizer=momentum, barrier=False)
+        pipeline = Pipeline(
+            deepcopy(layers), mean_square, schemes.dapple(2, 2), optimizer=momentum, barrier=False
+        )
         pipeline.step(*numbers(4))
         if pipeline.worker and other == "evaluate":
             pipeline.evaluate(*numbers(4))
@@ -403,7 +416,9 @@ def test_other_mini_batches_are_found() -> None:
     layers = linears(2)
 
     def work() -> None:
-        pipeline = Pipeline(layers, mean_square, schemes.dapple(2, 2), optimizer=momentum, barrier=False)
+        pipeline = Pipeline(
+            deepcopy(layers), mean_square, schemes.dapple(2, 2), optimizer=momentum, barrier=False
+        )
         for number in range(3):
             pipeline.step(*numbers(4, number * (1 + pipeline.worker)))
 
@@ -425,7 +440,13 @@ def test_a_loss_that_is_not_finite_leaves_the_last_good_weights(
 
     def work(steps: int, bad: int, barrier: bool) -> list[str]:
         pipeline = Pipeline(
-            layers, mean_square, schedule, optimizer=adam, scheduler=halving, barrier=barrier, **options
+            deepcopy(layers),
+            mean_square,
+            schedule,
+            optimizer=adam,
+            scheduler=halving,
+            barrier=barrier,
+            **options,
         )
         try:
             for number in range(steps):
@@ -454,7 +475,12 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_the_next_update() -> 
 
     def work(clip_norm: float | None) -> None:
         pipeline = Pipeline(
-            layers, root, schemes.dapple(2, 2), optimizer=momentum, barrier=False, clip_norm=clip_norm
+            deepcopy(layers),
+            root,
+            schemes.dapple(2, 2),
+            optimizer=momentum,
+            barrier=False,
+            clip_norm=clip_norm,
         )
         made.append(pipeline)
         for number in range(5):
@@ -487,7 +513,9 @@ def test_an_error_ends_all_workers() -> None:
     layers[2] = Fails(3, 3)
 
     def work() -> None:
-        with Pipeline(layers, mean_square, schemes.dapple(4, 4), optimizer=momentum, barrier=False) as pipe:
+        with Pipeline(
+            deepcopy(layers), mean_square, schemes.dapple(4, 4), optimizer=momentum, barrier=False
+        ) as pipe:
             for number in range(9):
                 pipe.step(*numbers(8, number))
 
@@ -499,7 +527,9 @@ def test_closing_ends_what_is_under_way() -> None:
     layers = linears(2)
 
     def work() -> bool:
-        with Pipeline(layers, mean_square, schemes.dapple(2, 2), optimizer=momentum, barrier=False) as pipe:
+        with Pipeline(
+            deepcopy(layers), mean_square, schemes.dapple(2, 2), optimizer=momentum, barrier=False
+        ) as pipe:
             for number in range(3):
                 pipe.step(*numbers(4, number))
             assert pipe.under_way

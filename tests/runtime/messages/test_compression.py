@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -73,7 +74,7 @@ def test_other_types_go_as_they_are() -> None:
 def _train(
     schedule: Schedule, layers: list[nn.Module], loss: Any, batches: Any, options: dict[str, Any]
 ) -> tuple[list[float], dict[str, Tensor], int, int, int]:
-    pipeline = Pipeline(layers, loss, schedule, **options)
+    pipeline = Pipeline(deepcopy(layers), loss, schedule, **options)
     steps = [pipeline.step(*row[0]) for row in batches] + pipeline.flush()
     losses = [step.loss for step in steps if step.about is not None]
     used = pipeline.compression or Compression(torch.device("cpu"))

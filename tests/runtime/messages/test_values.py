@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import pytest
@@ -289,7 +290,7 @@ def one_process(layers: list[nn.Module], batches: list[Any], micro_batches: int)
 
 
 def _train(layers: list[nn.Module], schedule: Schedule, batches: list[Any], options: dict[str, Any]) -> Any:
-    pipeline = Pipeline(layers, loss, schedule, optimizer=sgd, **options)
+    pipeline = Pipeline(deepcopy(layers), loss, schedule, optimizer=sgd, **options)
     losses = []
     for inputs, targets in batches:
         losses.append(pipeline.step(dict(inputs), targets).loss)
@@ -339,7 +340,8 @@ class Loose(nn.Linear):
 
 
 def _loose(layers: list[nn.Module], dynamic: bool) -> list[float]:
-    pipeline = Pipeline(layers, loss, schemes.dapple(2, 2), optimizer=sgd, dynamic_shapes=dynamic, cuts=[1])
+    options: dict[str, Any] = {"dynamic_shapes": dynamic, "cuts": [1]}
+    pipeline = Pipeline(deepcopy(layers), loss, schemes.dapple(2, 2), optimizer=sgd, **options)
     x = torch.ones(4, 4, dtype=F)
     return [pipeline.step(x, x).loss for _ in range(3)]
 

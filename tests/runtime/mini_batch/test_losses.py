@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -145,7 +146,7 @@ def _mean(output: Tensor, target: Tensor) -> Any:
 
 
 def _flushed(layers: list[nn.Module], schedule: Schedule, loss: Any) -> Any:
-    pipeline = Pipeline(layers, loss, schedule, optimizer=sgd)
+    pipeline = Pipeline(deepcopy(layers), loss, schedule, optimizer=sgd)
     steps = [pipeline.step(*one) for one in BATCHES] + pipeline.flush()
     told = {step.about: (step.loss, step.metrics) for step in steps if step.about is not None}
     assert all(
@@ -169,7 +170,7 @@ class Own(nn.Linear):
 
 
 def _own(layers: list[nn.Module], schedule: Schedule, mode: str) -> list[float]:
-    pipeline = Pipeline(layers, None, schedule, optimizer=sgd, recompute=mode)
+    pipeline = Pipeline(deepcopy(layers), None, schedule, optimizer=sgd, recompute=mode)
     return [*(pipeline.step(x).loss for x, _ in BATCHES), pipeline.evaluate(BATCHES[0][0])]
 
 

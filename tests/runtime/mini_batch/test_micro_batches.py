@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -217,7 +218,7 @@ class Only(Takes):
 
 def _keyworded(layers: list[nn.Module], schedule: Schedule, mode: str, only: bool, split: bool) -> Any:
     pipeline = Pipeline(
-        layers, nn.functional.mse_loss, schedule, optimizer=sgd, recompute=mode,
+        deepcopy(layers), nn.functional.mse_loss, schedule, optimizer=sgd, recompute=mode,
         kwarg_dims={"mask": 0, "scale": None, "table": None, **({"x": 0} if only else {})},
     )  # fmt: skip
     losses = []

@@ -168,10 +168,8 @@ def test_a_layer_frozen_between_steps_stays(schedule: Schedule) -> None:
 @pytest.mark.parametrize("schedule", EVERY, ids=str)
 @pytest.mark.parametrize("to_none", [True, False])
 def test_zero_grad_changes_nothing(schedule: Schedule, to_none: bool) -> None:
-    layers = linears()
-
     def work(calls: bool) -> tuple[list[float], State]:
-        pipeline = Pipeline(layers, mean_square, schedule, optimizer=sgd, clip_norm=0.1, cuts=(1,))
+        pipeline = Pipeline(linears(), mean_square, schedule, optimizer=sgd, clip_norm=0.1, cuts=(1,))
         told = []
         for number in range(4):
             if calls:
@@ -419,7 +417,7 @@ def test_every_module_stays_in_its_own_mode(alone: bool, evaluates: bool) -> Non
     name = "1." if alone else "0.1."
 
     def work() -> State:
-        pipeline = Pipeline(layers, mean_square, schemes.dapple(2, 2), optimizer=adamw)
+        pipeline = Pipeline(copy.deepcopy(layers), mean_square, schemes.dapple(2, 2), optimizer=adamw)
         for number in range(2):
             if evaluates:
                 pipeline.evaluate(*batch())
@@ -731,7 +729,9 @@ def test_an_optimizer_may_take_names(schedule: Schedule) -> None:
         )
 
     def work() -> tuple[State, list[str]]:
-        pipeline = Pipeline(layers, mean_square, schedule, optimizer=groups, named_parameters=True, cuts=(1,))
+        pipeline = Pipeline(
+            copy.deepcopy(layers), mean_square, schedule, optimizer=groups, named_parameters=True, cuts=(1,)
+        )
         for number in range(3):
             pipeline.step(*batch(number))
         made = pipeline.optimizers.values()
@@ -754,7 +754,7 @@ def test_gradients_of_several_steps_make_one_update(schedule: Schedule, replicas
     options: dict[str, Any] = {"optimizer": adamw, "clip_norm": 0.05, "sync": sync}
 
     def work(parts: Sequence[int]) -> tuple[list[float], list[float], State]:
-        pipeline = Pipeline(layers, mean_square, schedule, **options)
+        pipeline = Pipeline(copy.deepcopy(layers), mean_square, schedule, **options)
         losses, norms = [0.0], []
         for number in range(3):
             x, y = (
@@ -821,7 +821,7 @@ def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
 
 def _goes_on(schedule: Schedule, layers: list[nn.Module], state: Any, steps: range, scheduler: Any) -> Any:
     pipeline = Pipeline(
-        layers,
+        copy.deepcopy(layers),
         mean_square,
         schedule,
         optimizer=adamw,
@@ -856,7 +856,7 @@ def test_a_training_without_a_flush_goes_on_from_its_state(schedule: Schedule) -
     layers = linears()
 
     def undisturbed() -> State:
-        pipeline = Pipeline(layers, mean_square, schedule, optimizer=adamw, cuts=(1,), seed=3)
+        pipeline = Pipeline(copy.deepcopy(layers), mean_square, schedule, optimizer=adamw, cuts=(1,), seed=3)
         for number in range(7):
             pipeline.step(*batch(number))
             if number == 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -136,6 +137,7 @@ class Keeps(nn.Linear):
 def test_a_gradient_that_is_retained_is_so_once(schedule: Schedule) -> None:
     torch.manual_seed(0)
     made = [Keeps(WIDTH, WIDTH, dtype=F) for _ in range(4)]
+    alone = deepcopy(made)
     x, y = batch()
 
     def work() -> dict[int, Tensor | None]:
@@ -145,8 +147,8 @@ def test_a_gradient_that_is_retained_is_so_once(schedule: Schedule) -> None:
             return {x.index: x.module.output.grad for c in copies for x in c.layers}  # type: ignore[misc]
 
     found = {n: gradient for row in launch(work, workers=2, transport="local") for n, gradient in row.items()}
-    functional.mse_loss(nn.Sequential(*made)(x), y).backward()
-    for number, layer in enumerate(made):
+    functional.mse_loss(nn.Sequential(*alone)(x), y).backward()
+    for number, layer in enumerate(alone):
         gradient = found[number]
         assert gradient is not None
         assert layer.output.grad is not None

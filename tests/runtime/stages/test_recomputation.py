@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -302,7 +303,7 @@ def test_what_the_stage_before_needs_is_not_changed(schedule: Schedule) -> None:
 
 
 def _norms(schedule: Schedule, layers: list[nn.Module], recompute: str) -> list[float]:
-    pipeline = Pipeline(layers, mean_square, schedule, optimizer=sgd, recompute=recompute)
+    pipeline = Pipeline(deepcopy(layers), mean_square, schedule, optimizer=sgd, recompute=recompute)
     return [pipeline.step(x.clone(), y).grad_norm for ((x, y),) in numbers()]
 
 
@@ -388,7 +389,7 @@ def test_a_loss_may_draw() -> None:
 
 
 def _told(schedule: Schedule, layers: list[nn.Module], loss: Any, recompute: str) -> list[float]:
-    pipeline = Pipeline(layers, loss, schedule, optimizer=sgd, recompute=recompute)
+    pipeline = Pipeline(deepcopy(layers), loss, schedule, optimizer=sgd, recompute=recompute)
     steps = [pipeline.step(x, y) for ((x, y),) in numbers()]
     return [value for step in steps for value in (step.loss, step.grad_norm)]
 
@@ -402,7 +403,9 @@ def test_what_torch_refuses_is_refused_where_bytes_are_counted(recompute: str) -
 
 
 def _evaluated(layers: list[nn.Module], recompute: str, *, inference: bool) -> list[float]:
-    pipeline = Pipeline(layers, mean_square, schemes.chimera(2, 4), optimizer=sgd, recompute=recompute)
+    pipeline = Pipeline(
+        deepcopy(layers), mean_square, schemes.chimera(2, 4), optimizer=sgd, recompute=recompute
+    )
     ((x, y),) = numbers()[0]
     with torch.inference_mode(mode=inference):
         x, y = x.clone(), y.clone()

@@ -27,8 +27,8 @@ def _draws(steps: int) -> list[object]:
     found: list[object] = []
     for _ in range(2):
         layers = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(4)]
-        pipeline = Pipeline(layers, nn.functional.mse_loss, schemes.chimera(4, 4), optimizer=sgd)
         found.append(float(sum(p.detach().sum() for layer in layers for p in layer.parameters())))
+        pipeline = Pipeline(layers, nn.functional.mse_loss, schemes.chimera(4, 4), optimizer=sgd)
         for _ in range(steps):
             x = torch.randn(8, 4) * random.choice([1.0, 2.0]) + float(np.random.rand())  # noqa: NPY002
             found += [float(x.sum()), pipeline.step(x, x).loss]

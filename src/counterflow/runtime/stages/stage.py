@@ -5,7 +5,6 @@ Invariant: whether a layer's weights were given or are made here, they do not de
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from ..parameters.versions import Versions
 from ..torch_private import buffers_of, hooks_of, is_loss
 from .deferred import SUMS, Deferred
 from .graph_split import variable
+from .ownership import attach
 from .precision import Precision
 from .randomness import RandomStreams, Rows, versions
 from .reading import Reads
@@ -61,6 +61,12 @@ class NamedLayer:
         """Take what ``state`` gave."""
         others = {n: value for n, value in self.module.state_dict().items() if n not in self.names}
         self.module.load_state_dict({**others, **state})
+
+
+def place_of(layer: NamedLayer) -> str:
+    """How a layer, or the loss function, is called in messages."""
+    which = "the loss function" if layer.index == LOSS else f"layer {layer.index}"
+    return f"{which} ({type(layer.module).__name__})"
 
 
 _NOTHING = nullcontext()
@@ -528,7 +534,7 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def materialised(
-    layers: Sequence[NamedLayer], device: torch.device, streams: RandomStreams, *, copied: bool
+    layers: Sequence[NamedLayer], device: torch.device, streams: RandomStreams
 ) -> list[NamedLayer]:
     """The layers on the worker's device; those on the meta device are made there and initialised.
 
@@ -540,17 +546,15 @@ def materialised(
         layers: the worker's layers.
         device: where they shall be.
         streams: the run's random streams.
-        copied: whether other workers hold the same objects (threads), so that these must be copied.
 
     Raises:
         ConfigError: a module on the meta device has parameters or buffers but no ``reset_parameters``; or a
             part of a layer is on the meta device and the rest is not.
     """
-    memo: dict[int, Any] = {}
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     result = []
     for layer in layers:
-        module = _copied(layer.module, memo) if copied else layer.module
+        module = layer.module
         tensors = dict((*module.named_parameters(), *module.named_buffers()))
         meta = [name for name, tensor in tensors.items() if tensor.is_meta]
         if meta:
@@ -565,36 +569,6 @@ def materialised(
             module.to(device)
         result.append(NamedLayer(layer.index, layer.names, module))
     return result
-
-
-def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy with what the user attached to parameters, which ``copy.deepcopy`` leaves behind."""
-    for child in module.modules():
-        for value in vars(child).values():
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().clone()  # what a hook before the forward computes anew
-    known = set(memo)
-    found = copy.deepcopy(module, memo)
-    for parameter in module.parameters():
-        if id(parameter) not in known:
-            attached = copy.deepcopy((parameter.__dict__, *hooks_of(parameter)), memo)
-            _attach(memo[id(parameter)], *attached)
-    return found
-
-
-def _attach(
-    parameter: nn.Parameter, attributes: Mapping[str, Any], before: list[Any], after: list[Any]
-) -> None:
-    """Give a parameter attributes and hooks."""
-    for name, value in attributes.items():
-        setattr(parameter, name, value)
-    trains = parameter.requires_grad
-    parameter.requires_grad_(True)  # a frozen one takes no hooks, though it keeps those it has
-    for hook in before:
-        parameter.register_hook(hook)
-    for hook in after:
-        parameter.register_post_accumulate_grad_hook(hook)
-    parameter.requires_grad_(trains)
 
 
 def _made(
@@ -637,4 +611,4 @@ def _made(
             new = getattr(holder, leaf)
             made[id(old)] = old, new  # the old one too, so that its id stays its own
             if new is not old:
-                _attach(new, old.__dict__, *hooks_of(old))
+                attach(new, old.__dict__, *hooks_of(old))

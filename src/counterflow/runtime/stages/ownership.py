@@ -1,0 +1,237 @@
+"""The modules that a worker trains are the user's own.
+
+Workers that are processes have a model each. Workers that are threads may have been given one model, and even
+models that each made for itself may reach objects that all of them have (a configuration of transformers).
+Then the first worker that reaches an object runs the user's modules, and a later one runs copies of its
+layers. The copies hold the user's own parameters and buffers, but for those that an earlier worker holds: of
+these (copies of a stage, weights that stages share) they have copies.
+
+Invariant: no two threads use one module, one tensor, or one other object that can change; and each weight of
+the user's that some worker here holds is trained itself. What the user sets in his modules (modes, freezing,
+numbers, hooks) counts for the copies from the next call on.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from functools import partial
+from types import NoneType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from counterflow.errors import ConfigError
+
+from ..torch_private import hooks_of, module_hook_tables, parameters_of
+from ..transport import Transport
+from .remote import leave, tables
+
+_PLAIN = {bool, int, float, str, NoneType}
+"""What a module's attributes are that the user may set while a copy of it is trained."""
+
+_CONSTANT = (torch.device, torch.Size, frozenset, partial)
+"""Kinds of objects that ``copy.deepcopy`` copies and nobody changes; what they are made of is looked at."""
+
+
+class _Held(NamedTuple):
+    """What a worker has in this process, by identity: what it holds, and all modules of its user's model."""
+
+    objects: set[int]
+    model: set[int]
+
+
+class Owned:
+    """The modules that a worker trains; all workers make theirs at the same time.
+
+    Args:
+        held: of each layer that this worker holds its name in messages, and the user's module.
+        every: all modules of the user's model.
+        transport: how to reach the others.
+
+    Attributes:
+        modules: those to train, in the order of ``held``.
+        shared: whether several threads were given one model.
+
+    Raises:
+        ConfigError: threads were given one model, and one of its layers cannot be copied.
+    """
+
+    def __init__(
+        self, held: Sequence[tuple[str, nn.Module]], every: Sequence[nn.Module], transport: Transport
+    ) -> None:
+        self._every = tuple(every)
+        self._transport = transport
+        self._held = {id(found) for _, module in held for found in _objects(module)}
+        self._twins: list[_Twin] = []
+        self.shared = False
+        self.modules = [module for _, module in held]
+        if transport.shares_process and transport.world_size > 1:
+            self._part(held)
+        self._before = [
+            (table, name, tensor)
+            for module in self.modules
+            for child in module.modules()
+            for table in tables(child)
+            for name, tensor in table.items()
+        ]
+
+    def _part(self, held: Sequence[tuple[str, nn.Module]]) -> None:
+        """Run copies where an earlier thread reaches what this one's layers reach."""
+        mine = _Held(self._held, {id(module) for module in self._every})
+        rows = cast("list[_Held]", self._transport.gather_objects(mine))
+        rank, models = self._transport.rank, [row.model for row in rows]
+        self.shared = sum(map(len, models)) > len(set().union(*models))
+        earlier = set().union(*(row.objects for row in rows[:rank]))
+        memo: dict[int, Any] = {
+            id(tensor): tensor
+            for _, module in held
+            for tensor in (*module.parameters(), *module.buffers())
+            if id(tensor) not in earlier
+        }
+        for _, module in held:
+            for child in module.modules():
+                for table in tables(child) if id(child) not in earlier else ():
+                    if all(id(tensor) in memo for tensor in table.values() if tensor is not None):
+                        memo[id(table)] = table  # what is set in the one is set in the other
+        copies = []
+        for place, module in held:
+            try:
+                copies.append(copied(module, memo))
+            except Exception as error:
+                if self.shared:
+                    raise ConfigError(
+                        f"{place} cannot be copied ({error}), and threads that are given one model copy what "
+                        "several of them use; make the model in the function that launch() runs, or launch "
+                        "processes (transport='gloo')"
+                    ) from error
+        reached = mine.objects | _changeable(memo)
+        before = cast("list[set[int]]", self._transport.gather_objects(reached))[:rank]
+        if len(copies) == len(held) and not reached.isdisjoint(set().union(*before)):
+            pairs = [(child, memo.get(id(child))) for module in self.modules for child in module.modules()]
+            self._twins = [_Twin(own, twin) for own, twin in pairs if isinstance(twin, nn.Module)]
+            self.modules = copies
+        self._held = set().union(*(row.objects for row in rows))
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Around each call of all workers that runs the modules.
+
+        Threads that were given one model begin and end it together, so that nobody reads or sets in it what
+        another thread still computes with.
+        """
+        self._together()
+        for twin in self._twins:
+            twin.follow()
+        self._together()  # evaluation sets modes, which others follow until here
+        yield
+        self._together()
+
+    def _together(self) -> None:
+        if self.shared:
+            self._transport.gather([])
+
+    def remade(self) -> None:
+        """Put tensors that were made anew wherever the user's model had the old ones.
+
+        Those on the meta device are, and buffers on another device.
+        """
+        new = {id(old): (old, table[name]) for table, name, old in self._before if table[name] is not old}
+        self._before.clear()
+        for module in self._every if new else ():
+            for table in tables(module):
+                found = list(table.items())  # another thread may add to it
+                table.update({name: new[id(old)][1] for name, old in found if id(old) in new})
+
+    def leave(self, others: Iterable[tuple[str, nn.Module, Sequence[int]]]) -> None:
+        """When the pipeline is made: free what lives elsewhere; see ``remote.leave``."""
+        self._together()
+        leave(others, self._every, self._held, self._transport.rank)
+        self._every, self._held = (), set()
+
+
+class _Twin:
+    """A copy of a user's module, which follows what he sets in his own."""
+
+    def __init__(self, own: nn.Module, twin: nn.Module) -> None:
+        self._own, self._twin = own, twin
+        self._seen = _plain(own)
+        self._hooks = [set(hooks) for hooks in module_hook_tables(own)]
+
+    def follow(self) -> None:
+        """Set what was set in the user's module since the last time."""
+        now = _plain(self._own)
+        vars(self._twin).update({n: v for n, v in now.items() if n not in self._seen or self._seen[n] != v})
+        self._seen = now
+        of_both = zip(module_hook_tables(self._own), module_hook_tables(self._twin), self._hooks, strict=True)
+        for own, twin, seen in of_both:
+            for gone in seen - own.keys():
+                twin.pop(gone, None)
+            twin.update({key: hook for key, hook in own.items() if key not in seen})
+            seen.clear()
+            seen.update(own)
+        theirs = parameters_of(self._twin)
+        for name, parameter in parameters_of(self._own).items():
+            mine = theirs.get(name)
+            if parameter is not None and mine is not None and mine.requires_grad != parameter.requires_grad:
+                mine.requires_grad_(parameter.requires_grad)
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
+
+
+def _objects(module: nn.Module) -> list[object]:
+    return [*module.modules(), *module.parameters(), *module.buffers()]
+
+
+def _changeable(memo: Mapping[int, Any]) -> set[int]:
+    """By identity, the objects that were copied and that somebody may change."""
+    found = cast("Collection[object]", memo.get(id(memo), ()))  # deepcopy keeps them there
+    constant = [each for each in found if isinstance(each, _CONSTANT) or _is_frozen(each)]
+    left = {id(each) for each in constant} | {
+        id(vars(each)) for each in constant if hasattr(each, "__dict__")
+    }
+    return {id(each) for each in found} - left
+
+
+def _is_frozen(found: object) -> bool:
+    return is_dataclass(found) and bool(cast("Any", found).__dataclass_params__.frozen)
+
+
+def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A copy with what the user attached to parameters, which ``copy.deepcopy`` leaves behind.
+
+    Args:
+        module: what to copy.
+        memo: by identity what stands for an object in copies; those of one memo share what was shared.
+    """
+    for child in module.modules():
+        for value in vars(child).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()  # what a hook before the forward computes anew
+    known = set(memo)
+    found = copy.deepcopy(module, memo)
+    for parameter in module.parameters():
+        if id(parameter) not in known:
+            attached = copy.deepcopy((parameter.__dict__, *hooks_of(parameter)), memo)
+            attach(memo[id(parameter)], *attached)
+    return found
+
+
+def attach(
+    parameter: nn.Parameter, attributes: Mapping[str, Any], before: list[Any], after: list[Any]
+) -> None:
+    """Give a parameter attributes and hooks."""
+    for name, value in attributes.items():
+        setattr(parameter, name, value)
+    trains = parameter.requires_grad
+    parameter.requires_grad_(True)  # a frozen one takes no hooks, though it keeps those it has
+    for hook in before:
+        parameter.register_hook(hook)
+    for hook in after:
+        parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(trains)

@@ -1,0 +1,141 @@
+"""Weights and buffers of layers that live on other workers: without memory, and loud when they are used.
+
+Invariant: all but the numbers of a remote tensor is known: its shape, its dtype, whether it is trained. Who
+asks for its numbers reads in one sentence where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from counterflow.errors import ConfigError
+
+from ..torch_private import buffers_of, parameters_of, plain_call, subclassed
+
+_KNOWN = {
+    "__repr__",
+    "detach",
+    "dim",
+    "element_size",
+    "is_complex",
+    "is_contiguous",
+    "is_floating_point",
+    "ndimension",
+    "nelement",
+    "numel",
+    "requires_grad_",
+    "size",
+    "stride",
+}
+"""What may be called of a remote tensor; its properties may be read too."""
+
+_SET = {"grad", "requires_grad"}
+"""Properties that may be set."""
+
+
+class Remote(Tensor):
+    """A parameter or a buffer whose numbers another worker has. On the meta device.
+
+    Attributes:
+        place: which one it is, where its numbers are, and what to call instead.
+    """
+
+    place: str
+
+    @classmethod
+    def of(cls, tensor: Tensor, place: str) -> Remote:
+        """What stands in place of a tensor."""
+        made = torch.empty_like(tensor.detach(), device="meta").requires_grad_(tensor.requires_grad)
+        found = subclassed(cls, made, parameter=isinstance(tensor, nn.Parameter))
+        found.place = place
+        return found
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Return what is known; everything else asks for the numbers.
+
+        Raises:
+            ConfigError: it does.
+        """
+        del types
+        name = getattr(func, "__name__", "")
+        owner = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name in _KNOWN or name == "__get__" or (name == "__set__" and owner in _SET):
+            found = plain_call(func, args, kwargs or {})
+            return cls.of(found, args[0].place) if type(found) is Tensor and found.is_meta else found
+        given = [*args, *(kwargs or {}).values()]
+        given += [each for row in given if isinstance(row, (list, tuple)) for each in row]
+        raise ConfigError(next(each.place for each in given if isinstance(each, Remote)))
+
+
+def refuse_remote(index: int, module: nn.Module) -> None:
+    """Refuse a layer whose weights went to another worker when an earlier pipeline was made.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if isinstance(tensor, Remote):
+            raise ConfigError(
+                f"{name} of layer {index} ({type(module).__name__}) was left to another worker when an "
+                "earlier pipeline was made of this model, which cut it otherwise; make the model anew, and "
+                "load that pipeline's state_dict() into it before"
+            )
+
+
+def leave(
+    layers: Iterable[tuple[str, nn.Module, Sequence[int]]],
+    every: Iterable[nn.Module],
+    held: Collection[int],
+    rank: int,
+) -> None:
+    """Free the weights and buffers of layers that live elsewhere; their use is refused from now on.
+
+    What is on the meta device already stays as it is.
+
+    Args:
+        layers: of each its name in messages, the user's module, and the ranks on which it lives.
+        every: the modules of the user's model, which may use a tensor outside of any layer.
+        held: by identity, the modules and tensors that live here; these stay wherever they are used.
+        rank: this worker's.
+    """
+    every = tuple(every)
+    here = {
+        id(t) for module in every if id(module) in held for table in tables(module) for t in table.values()
+    }
+    left: dict[int, tuple[Tensor, Remote]] = {}  # the tensors too, so that their ids stay their own
+    for called, layer, ranks in layers:
+        there = f"rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}"
+        for prefix, module in layer.named_modules():
+            for name, tensor in () if id(module) in held else _own(module):
+                if tensor.is_meta or id(tensor) in left or id(tensor) in held or id(tensor) in here:
+                    continue
+                full = f"{prefix}.{name}" if prefix else name
+                place = (
+                    f"{full} of {called} lives on {there} and not on rank {rank}, "
+                    "because a pipeline trains its model: call the pipeline's evaluate() or predict() to run "
+                    "the model, and load its state_dict() into a model made anew to have all weights"
+                )
+                left[id(tensor)] = tensor, Remote.of(tensor, place)
+    for module in every if left else ():
+        for table in tables(module):
+            table.update({name: left[id(t)][1] for name, t in table.items() if id(t) in left})
+
+
+def tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Where a module looks up its own parameters, and its own buffers."""
+    return parameters_of(module), buffers_of(module)
+
+
+def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(n, t) for table in tables(module) for n, t in table.items() if t is not None]
