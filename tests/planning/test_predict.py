@@ -125,6 +125,19 @@ def test_memory_by_hand() -> None:
     assert [w.activations for w in found.memory] == [160, 120, 80, 40]
 
 
+def test_communicators_take_memory_where_the_cluster_says_so() -> None:
+    """Two a neighbour, and one a set of workers that sum."""
+    asked = configured("dapple", replicas=2, stages=4, micro_batches=4)
+    told = replace(CLUSTER, communicator_bytes=1000.0)
+    without, found = (predict(MODEL, PROFILE, cluster, asked) for cluster in (CLUSTER, told))
+    assert [worker.communicators for worker in found.memory] == [3000.0, 5000.0, 5000.0, 3000.0]
+    assert [w.total - w.communicators for w in found.memory] == [w.total for w in without.memory]
+    assert found.memory[1].parts()["communicators"] == 5000.0
+    least = max(found.peak_bytes)
+    assert predict(MODEL, PROFILE, replace(told, memory_bytes=least), asked).fits
+    assert not predict(MODEL, PROFILE, replace(told, memory_bytes=least - 1), asked).fits
+
+
 def test_gradients_of_weights_in_bfloat16_take_twice_their_bytes() -> None:
     """They are added up, and summed over copies, in float32; Adam's state is in bfloat16 too."""
     low = Profile("p", "d", "", {"block": replace(block(), low_precision_bytes=100.0)})

@@ -365,8 +365,8 @@ def _is_split(workload: Workload) -> bool:
 
 
 def _memory(play: Play) -> tuple[float, ...]:
-    """What each worker has beside its message buffers; less what the search may be above a limit."""
-    each = zip(play.usable_bytes, play.buffers, strict=True)
+    """What each worker has beside messages and communicators; less what the search may be above a limit."""
+    each = zip(play.usable_bytes, play.beside, strict=True)
     return tuple((usable - room) * (1 - 1e-8) for usable, room in each)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from counterflow.errors import ConfigError
 from counterflow.program.actions import Matching
+from counterflow.program.communicators import communicators
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule, SkipLink
 from counterflow.schedule.modes import Recompute, Sync
@@ -462,9 +463,10 @@ class Play:
                 gradients=gradient,
                 optimizer=states,
                 casts=cast,
+                communicators=shared,
             )
-            for base, peak, skip, gradient, states, cast in zip(
-                bases, peaks, skips, gradients, optimizer, casts, strict=True
+            for base, peak, skip, gradient, states, cast, shared in zip(
+                bases, peaks, skips, gradients, optimizer, casts, self.communicators, strict=True
             )
         )
 
@@ -479,8 +481,10 @@ class Play:
         fixed = [f - not_there for f, not_there in zip(fixed, less, strict=True)]
         versions = self._further_versions(fixed, peaks)
         return tuple(
-            WorkerMemory(fixed_ + more, peak - fixed_ - more, buffer)
-            for fixed_, more, peak, buffer in zip(fixed, versions, peaks, self.buffers, strict=True)
+            WorkerMemory(fixed_ + more, peak - fixed_ - more, buffer, communicators=shared)
+            for fixed_, more, peak, buffer, shared in zip(
+                fixed, versions, peaks, self.buffers, self.communicators, strict=True
+            )
         )
 
     def _further_versions(self, fixed: list[float], peaks: tuple[float, ...]) -> list[float]:
@@ -515,6 +519,22 @@ class Play:
         return tuple(map(sum, zip(buffers, self._skips, strict=True)))
 
     @cached_property
+    def communicators(self) -> tuple[float, ...]:
+        """Of each worker's communicators."""
+        each = self.predictor.cluster.communicator_bytes
+        if not each:
+            return (0.0,) * self.schedule.workers
+        ties = [tie.stages for tie in self.stages.ties if tie.gradient_bytes]
+        return tuple(
+            each * count for count in communicators(self.schedule, self.configuration.replicas, ties)
+        )
+
+    @property
+    def beside(self) -> tuple[float, ...]:
+        """What each worker has beside weights and activations: message buffers and communicators."""
+        return tuple(map(sum, zip(self.buffers, self.communicators, strict=True)))
+
+    @cached_property
     def _skips(self) -> list[float]:
         """Of skips on their way."""
         placed = self.schedule.placement.pipes_stages
@@ -528,7 +548,7 @@ class Play:
         """Whether every worker's memory is there."""
         usable = self.usable_bytes
         if self.stages.bytes.workspace is None:
-            rows = zip(self._peaks, self.buffers, self._spared, strict=True)
+            rows = zip(self._peaks, self.beside, self._spared, strict=True)
             needed = [peak + buffer - less for peak, buffer, less in rows]
         else:
             needed = [worker.total for worker in self.memory]

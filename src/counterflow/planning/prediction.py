@@ -65,6 +65,7 @@ class WorkerMemory:
         gradients: of ``weights``, the gradients.
         optimizer: of ``weights``, the optimiser's state.
         casts: of ``weights``, what weights are cast to in another precision.
+        communicators: of NCCL, in no tensor.
     """
 
     weights: float
@@ -74,11 +75,12 @@ class WorkerMemory:
     gradients: float = 0.0
     optimizer: float = 0.0
     casts: float = 0.0
+    communicators: float = 0.0
 
     @property
     def total(self) -> float:
         """All of it, without the cluster's reserve."""
-        return self.weights + self.activations + self.workspace + self.buffers
+        return self.weights + self.activations + self.workspace + self.buffers + self.communicators
 
     def parts(self) -> dict[str, float]:
         """All of it by part, by a profile that has the peaks of ops.
@@ -94,6 +96,7 @@ class WorkerMemory:
             "activations": self.activations,
             "workspace": self.workspace,
             "messages": self.buffers,
+            "communicators": self.communicators,
         }
 
 

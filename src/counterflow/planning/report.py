@@ -120,6 +120,7 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
                 "gradients_bytes": worker.gradients,
                 "optimizer_bytes": worker.optimizer,
                 "casts_bytes": worker.casts,
+                "communicators_bytes": worker.communicators,
             }
             for worker in prediction.memory
         ],

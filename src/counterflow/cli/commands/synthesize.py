@@ -141,7 +141,7 @@ def synthesize(
         played = _profiled(workload, costs, files)
         spent = played.costs
         if peaks is None and most is None:
-            most = tuple(u - room for u, room in zip(played.usable_bytes, played.buffers, strict=True))
+            most = tuple(u - room for u, room in zip(played.usable_bytes, played.beside, strict=True))
     else:
         spent = costs.costs()
     with order_bar(None if moves is not None else seconds) as report:

@@ -46,6 +46,7 @@ class MemoryShown(Part):
     gradients_bytes: Annotated[float, said("of `weights_bytes`, gradients; 0: not profiled")]
     optimizer_bytes: Annotated[float, said("of `weights_bytes`, the optimiser's state; 0: not profiled")]
     casts_bytes: Annotated[float, said("of `weights_bytes`, weights cast to another precision")]
+    communicators_bytes: Annotated[float, said("communicators; 0: the cluster does not say what one takes")]
 
 
 class FormShown(Part):

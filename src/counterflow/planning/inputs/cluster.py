@@ -142,6 +142,8 @@ class Cluster:
         allreduce: how all-reduces go: ``hierarchical``, or in one ``ring``.
         reserve_bytes: memory of a device that training cannot have: the runtime's, its libraries', what
             fragmentation loses.
+        communicator_bytes: memory of a device that each of its communicators takes; NCCL's take about 100 MB
+            with as many channels as it likes.
         shared_adapter: whether the devices of a node share one way out, so that what several of them send to
             other nodes at one time takes so many times as long; else each has a way of its own.
         overlap: whether a message travels while its sender computes on.
@@ -166,6 +168,7 @@ class Cluster:
     allreduce_between: Link | None = None
     allreduce: AllReduce = AllReduce.HIERARCHICAL
     reserve_bytes: float = 0.0
+    communicator_bytes: float = 0.0
     shared_adapter: bool = False
     overlap: bool = True
     sync_slowdown: float = 0.0
@@ -181,7 +184,7 @@ class Cluster:
                 f"nodes={self.nodes} with devices={self.devices} each: at most {MOST_DEVICES:,} devices are "
                 "planned for"
             )
-        for name in ("memory_bytes", "reserve_bytes", "sync_slowdown"):
+        for name in ("memory_bytes", "reserve_bytes", "communicator_bytes", "sync_slowdown"):
             require_number(name, getattr(self, name))
         if self.reserve_bytes >= self.memory_bytes:
             raise ConfigError(
