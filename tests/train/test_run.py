@@ -315,9 +315,9 @@ def test_a_checkpoint_is_written_once_a_step(
     saved: list[int] = []
     start = Saver.start
 
-    def counting(saver: Saver, *rest: Any) -> None:
+    def counting(saver: Saver, *rest: Any, **options: Any) -> None:
         saved.append(saver.pipeline.steps)
-        start(saver, *rest)
+        start(saver, *rest, **options)
 
     monkeypatch.setattr(Saver, "start", counting)
     monkeypatch.setattr(loop.Trainer, "_stops", lambda _, done: done == 2)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from counterflow.runtime.messages.mappings import know
+from counterflow.runtime.torch_private import TorchDispatchMode
 
 from .nearness import difference
 
