@@ -108,6 +108,9 @@ class Alone(Transport):
     def broadcast(self, tensor: Tensor, source: int, group: Group) -> None:
         return
 
+    def spread(self, tensor: Tensor, source: int) -> None:
+        return
+
     def start_gather(self, values: Sequence[float]) -> Ready:
         return Ready([list(values)] * self.world_size)
 
