@@ -47,6 +47,12 @@ _NOTHING = nullcontext()
 
 _BITS = 2**64 - 1
 
+_UPDATES = {"optimizer": -1, "hooks": -2}
+"""In the seeds of what makes an update, in the place of the micro-batch."""
+
+_STEPS = 16
+"""Of so many steps the base of the seeds is remembered: without a flush those of several are in use."""
+
 
 class RandomStreams:
     """The streams of one run.
@@ -74,9 +80,8 @@ class RandomStreams:
         self._draws_again = False
         """Whether a layer has drawn for a half what a checkpoint of its own will draw again."""
         self._has_turn = False
-        self._step: int | None = None
-        self._base = 0
-        """Of the seeds of the step's streams."""
+        self._bases: dict[tuple[int, int], int] = {}
+        """Of the seeds of a step's streams, by the run's seed (a load changes it) and step; the last few."""
 
     @cached_property
     def generators(self) -> list[torch.Generator]:
@@ -116,7 +121,14 @@ class RandomStreams:
             step: the number of the step whose mini-batch the update is of.
             of: the stage, or what else tells the weights.
         """
-        return self._seeded(number_of(self.seed, what, step, *of))
+        key = self._key(step, _UPDATES[what], of[0])
+        for more in of[1:]:
+            key = self._mixed(key + more)
+        if self.shared:
+            return self._seeded(key)
+        for generator in self.generators:
+            generator.manual_seed(key)
+        return _NOTHING  # the step restores the state
 
     def run(
         self, layer: Callable[[Value], Value], value: Value, *, index: int, step: int, rows: Rows
@@ -168,9 +180,16 @@ class RandomStreams:
 
     def _key(self, step: int, micro_batch: int, index: int) -> int:
         """The seed of a stream: steps are told apart by a hash, what is in a step by mixing (SplitMix64)."""
-        if step != self._step:
-            self._step, self._base = step, number_of(self.seed, step)
-        mixed = (self._base + micro_batch * 0x9E3779B97F4A7C15 + index * 0xD1342543DE82EF95) & _BITS
+        base = self._bases.get((self.seed, step))
+        if base is None:
+            if len(self._bases) >= _STEPS:
+                self._bases.clear()
+            base = self._bases[self.seed, step] = number_of(self.seed, step)
+        return self._mixed(base + micro_batch * 0x9E3779B97F4A7C15 + index * 0xD1342543DE82EF95)
+
+    @staticmethod
+    def _mixed(number: int) -> int:
+        mixed = number & _BITS
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _BITS
         return mixed >> 12
