@@ -393,7 +393,7 @@ def alone(job: Job, tick: Callable[[], None]) -> Curve:
     training = Reference(
         task.layers(),
         task.config.loss,
-        MICRO_BATCHES,
+        (1,) * MICRO_BATCHES,
         optimizer=task.optimizer,
         scheduler=scheduler_of(task, job.of),
         seed=job.seed,

@@ -141,7 +141,7 @@ def test_a_learning_rate_schedule() -> None:
     schedule = schemes.chimera(4, 4)
     common: dict[str, Any] = {"optimizer": sgd, "scheduler": halved}
     assert verify(schedule, layers, mean_square, batches, **common).ok
-    constant = one_process(layers, mean_square, 4, batches, optimizer=sgd)
+    constant = one_process(layers, mean_square, (1,) * 4, batches, optimizer=sgd)
     assert not verify(schedule, layers, mean_square, batches, **common, reference=constant).ok
 
 

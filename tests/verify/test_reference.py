@@ -42,7 +42,7 @@ def column(*values: float) -> Tensor:
 
 
 def reference(*weights: float, micro_batches: int = 2, loss: Any = mean, **options: Any) -> Reference:
-    return Reference([Scale(w) for w in weights], loss, micro_batches, optimizer=sgd, **options)
+    return Reference([Scale(w) for w in weights], loss, (1,) * micro_batches, optimizer=sgd, **options)
 
 
 def weights_of(training: Reference) -> list[float]:
@@ -160,12 +160,12 @@ def test_the_users_layers_and_hooks_stay() -> None:
     first_scale, last_scale = Scale(1.0), Scale(2.0)
     layers = [first_scale, nn.Dropout(0.5), last_scale]
     first_scale.weight.register_hook(lambda gradient: 10 * gradient)
-    training = Reference(layers, mean, 2, optimizer=sgd, seed=3)
+    training = Reference(layers, mean, (1,) * 2, optimizer=sgd, seed=3)
     batch = torch.ones(64, 1, dtype=D), torch.zeros(64, 1, dtype=D)
     first = training.step([batch])
-    again = Reference(layers, mean, 2, optimizer=sgd, seed=3)
+    again = Reference(layers, mean, (1,) * 2, optimizer=sgd, seed=3)
     assert again.step([batch]).loss == first.loss
-    assert Reference(layers, mean, 2, optimizer=sgd, seed=4).step([batch]).loss != first.loss
+    assert Reference(layers, mean, (1,) * 2, optimizer=sgd, seed=4).step([batch]).loss != first.loss
     assert (first_scale.weight.item(), last_scale.weight.item()) == (1.0, 2.0)
     assert first_scale.weight.grad is None
     assert training.evaluate([batch]) == training.evaluate([batch])  # nothing is dropped
@@ -175,7 +175,7 @@ def test_frozen_unused_and_sparse_weights() -> None:
     torch.manual_seed(0)
     table, head = nn.Embedding(5, 2, sparse=True, dtype=D), nn.Linear(2, 1, dtype=D)
     head.bias.requires_grad_(False)
-    training = Reference([table, head], mean, 2, optimizer=sgd)
+    training = Reference([table, head], mean, (1,) * 2, optimizer=sgd)
     training.step([(torch.tensor([0, 1, 1, 3]), torch.zeros(4, 1, dtype=D))])
     assert list(training.gradients) == ["0.weight", "1.weight"]
     expected = torch.zeros(5, 1, dtype=D)
@@ -188,8 +188,8 @@ def test_lower_precision_is_bfloat16s(option: str) -> None:
     layers = [nn.Linear(3, 4), nn.Linear(4, 1)]
     torch.manual_seed(1)
     inputs, targets = torch.randn(8, 3), torch.zeros(8, 1)
-    full = Reference(layers, nn.MSELoss(), 1, optimizer=sgd).step([(inputs, targets)]).loss
-    training = Reference(layers, nn.MSELoss(), 1, optimizer=sgd, **{option: torch.bfloat16})  # type: ignore[arg-type]
+    full = Reference(layers, nn.MSELoss(), (1,) * 1, optimizer=sgd).step([(inputs, targets)]).loss
+    training = Reference(layers, nn.MSELoss(), (1,) * 1, optimizer=sgd, **{option: torch.bfloat16})  # type: ignore[arg-type]
     found = training.step([(inputs, targets)]).loss
     assert found != full
     assert found == pytest.approx(full, rel=0.05)
@@ -198,13 +198,17 @@ def test_lower_precision_is_bfloat16s(option: str) -> None:
 
 def test_a_training_is_its_steps_its_flushes_and_an_evaluation() -> None:
     batches = [[(column(1, 2, 3), column(0, 0, 0))], [(column(2, 2), column(1, 1))]]
-    found = one_process([Scale(3.0)], mean, 2, batches, optimizer=sgd)
+    found = one_process([Scale(3.0)], mean, (1,) * 2, batches, optimizer=sgd)
     assert [step.loss for step in found.steps] == pytest.approx([6.0, 2 * 1 - 1])
     assert float(found.gradients["0.weight"]) == pytest.approx(2.0)
     assert float(found.state["0.weight"]) == pytest.approx(-1.0)
     assert found.evaluation == pytest.approx(-2.0)
     late = Staleness((), lambda _, __, period: max(0, period - 1))
-    flushed = one_process([Scale(3.0)], mean, 2, batches, optimizer=sgd, staleness=late, flush_after=(0,))
+    flushed = one_process(
+        [Scale(3.0)], mean, (1,) * 2, batches, optimizer=sgd, staleness=late, flush_after=(0,)
+    )
     assert flushed.steps[1].loss == pytest.approx(1.0)
-    running = one_process([Scale(3.0)], mean, 2, batches, optimizer=sgd, staleness=late, flush_after=(1,))
+    running = one_process(
+        [Scale(3.0)], mean, (1,) * 2, batches, optimizer=sgd, staleness=late, flush_after=(1,)
+    )
     assert running.steps[1].loss == pytest.approx(2 * 3 - 1)

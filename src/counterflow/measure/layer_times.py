@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from counterflow.runtime.mini_batch.samples import cut, samples_in
+from counterflow.runtime.mini_batch.samples import samples_in
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.ir import Schedule
@@ -58,9 +58,8 @@ class Subject:
 class AtSize:
     """What layers cost at a size of micro-batches, in samples; seconds by layer.
 
-    ``overhead_seconds`` is what an op takes beside its layers, ``part_overhead_seconds`` what a layer's
-    forward of half a micro-batch takes more than one of as many samples (None for a single sample).
-    ``by_worker`` is what each worker took for all of it, by rank.
+    ``overhead_seconds`` is what an op takes beside its layers, ``by_worker`` what each worker took for
+    all of it, by rank.
     """
 
     size: int
@@ -68,7 +67,6 @@ class AtSize:
     backward: tuple[float, ...]
     costs: tuple[StageCost, ...]
     overhead_seconds: float
-    part_overhead_seconds: tuple[float, ...] | None
     update_seconds_per_byte: float
     update: UpdateMemory
     by_worker: tuple[float, ...] = ()
@@ -89,7 +87,7 @@ def bytes_of(make: Callable[[Schedule], Pipeline], layers: int, inputs: Any, tar
     costs = measure_stages(each, inputs, targets, repeats=1)
     ones = (1.0,) * layers
     size = samples_in(inputs, each.input_dims)
-    return AtSize(size, ones, ones, tuple(costs), 0.0, None, 0.0, measure_update(whole, each))
+    return AtSize(size, ones, ones, tuple(costs), 0.0, 0.0, measure_update(whole, each))
 
 
 class LayerTimer:
@@ -129,7 +127,6 @@ class LayerTimer:
             backward,
             tuple(costs),
             (in_forward + in_backward) / 2,
-            self._part_overhead() if self.size > 1 else None,
             _typical(self._updates, quietest) / max(1, trained_bytes(self._one.pipeline)),
             measure_update(self._one.pipeline, self._each.pipeline),
             together.by_worker,
@@ -139,16 +136,6 @@ class LayerTimer:
         """Free what was timed; all workers call it."""
         self._one.pipeline.close()
         self._each.pipeline.close()
-
-    def _part_overhead(self) -> tuple[float, ...]:
-        pipeline = self._each.pipeline
-        half = [cut(tree, slice(self.size // 2 * MICRO_BATCHES)) for tree in self._batch]
-        alone = measure_stages(pipeline, *half, repeats=9)
-        twice = measure_stages(pipeline, *self._batch, repeats=9, parts=2)
-        return tuple(
-            max(0.0, both.forward_seconds / 2 - one.forward_seconds)
-            for one, both in zip(alone, twice, strict=True)
-        )
 
 
 class StepTimer:

@@ -93,9 +93,7 @@ class SkipCost:
 _Described = tuple[Structure | None, list[tuple[torch.Size, torch.dtype, bool]]]
 
 
-def measure_stages(
-    pipeline: Pipeline, inputs: Any, targets: Any, *, repeats: int = 3, parts: int | None = None
-) -> list[StageCost]:
+def measure_stages(pipeline: Pipeline, inputs: Any, targets: Any, *, repeats: int = 3) -> list[StageCost]:
     """The costs of all stages, by stage; all workers call it with a mini-batch as for ``step``.
 
     To be called between steps: weights, running statistics and random state are left as they were.
@@ -105,15 +103,12 @@ def measure_stages(
         inputs: see ``Pipeline.step``.
         targets: likewise.
         repeats: of each measurement.
-        parts: of a micro-batch that a stage runs on one of, all of which it then costs; None: as the schedule
-            says.
     """
     count = pipeline.schedule.micro_batches
     last = pipeline.schedule.stages - 1
     samples = split_points(samples_in(inputs, pipeline.input_dims), count)[1]
     # What one backward computes is measured: halves do not cost half of a whole to the byte.
-    if parts is None:
-        parts = max((op.parts for op in pipeline.schedule.ops()), default=1)
+    parts = max((op.parts for op in pipeline.schedule.ops()), default=1)
     unit = Unit(0, 0, parts).rows(samples)
     rows = Rows(0, samples, unit.start, unit.stop)
     taken: dict[int, Any] = {}

@@ -66,11 +66,6 @@ def never_compiled(function: _Function) -> _Function:
     return function
 
 
-def saving_hooks() -> Any:
-    """The hooks by which autograd saves at the moment. Without: checkpoints of halves draw other numbers."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001
-
-
 @contextmanager
 def without_modes() -> Iterator[None]:
     """Around what no mode of torch shall see. Without: leave and enter the modes one knows."""

@@ -424,10 +424,6 @@ def layer_profile(
         saved_bytes=median(lambda one, i: one.costs[i].activation_bytes),
         weights_bytes=float(largest.costs[members[0]].weight_bytes),
         output_bytes=max(largest.costs[i].output_bytes for i in members) / largest.size,
-        part_overhead_seconds=statistics.median(
-            [one.part_overhead_seconds[i] for one in by_size if one.part_overhead_seconds for i in members]
-            or [0.0]
-        ),
         input_gradient_seconds=half(lambda cost: cost.input_gradient_seconds),
         weight_gradients_seconds=half(lambda cost: cost.weight_gradients_seconds),
         kept_bytes=median(lambda one, i: one.costs[i].kept_bytes),

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from counterflow.models.gpt import GPTConfig
 from counterflow.schedule.ir import Schedule
 from counterflow.verify.agreement import Agreement, Trained, one_process, verify
+from counterflow.verify.reference import parts_of
 
 CLIP_NORM = 0.5
 """Below the norm of the first gradients, so that they are clipped."""
@@ -47,7 +48,7 @@ class Trial:
         return one_process(
             self.layers,
             self.loss,
-            self.schedule.micro_batches,
+            parts_of(self.schedule),
             self.batches,
             optimizer=self.optimizer,
             clip_norm=clip_norm,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,16 +23,12 @@ from counterflow.runtime.workers.launch import launch
 from counterflow.schedule.cuts import balance
 from counterflow.schedule.ir import Schedule
 
-from .reference import Reference, Staleness
+from .reference import Reference, Staleness, parts_of
 
 Transports = Literal["local", "gloo", "nccl", "strict-nccl"]
 
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-10}
 """The largest relative error at which numbers agree, by the dtype they are computed in."""
-
-HALVED_TOLERANCE = 0.1
-"""That where layers compute in bfloat16 and halves of micro-batches have backwards of their own: a half's
-gradients are rounded by themselves, to numbers that are 2^-8 apart."""
 
 SMALL = 1e-3
 """Errors of a tensor are relative to its own largest value, or to this share of that of all tensors:
@@ -132,7 +128,7 @@ def verify(
             reference = one_process(
                 layers,
                 loss_function,
-                schedule.micro_batches,
+                parts_of(schedule),
                 batches,
                 optimizer=optimizer,
                 scheduler=scheduler,
@@ -173,10 +169,7 @@ def verify(
         timeout_seconds=timeout_seconds,
         threads=threads,
     )
-    agreement = compare(reference, found)
-    if lower and any(op.parts > 1 for op in schedule.ops()):
-        agreement = replace(agreement, tolerance=HALVED_TOLERANCE)
-    return agreement
+    return compare(reference, found)
 
 
 @contextmanager
@@ -193,7 +186,7 @@ def _threads(count: int | None) -> Iterator[None]:
 def one_process(
     layers: Sequence[nn.Module],
     loss_function: LossFunction,
-    micro_batches: int,
+    parts: Sequence[int],
     batches: MiniBatches,
     *,
     flush_after: Sequence[int] = (),
@@ -201,7 +194,7 @@ def one_process(
 ) -> Trained:
     """Train with one process; see ``Reference`` for the options."""
     replicas = len(batches[0])
-    training = Reference(layers, loss_function, micro_batches, replicas=replicas, **options)
+    training = Reference(layers, loss_function, parts, replicas=replicas, **options)
     steps = []
     for number, row in enumerate(batches):
         steps.append(training.step(row))

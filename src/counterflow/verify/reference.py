@@ -1,15 +1,16 @@
 """One process without a pipeline: what every schedule's numbers are held to.
 
-It trains the same model on the same micro-batches, one after another, with the same random streams, and
-knows nothing of workers or schedules. For a scheme without a flush it keeps old weights, and computes each
-stage with the version that the scheme's table states for the period.
+It trains the same model on the same micro-batches (or parts of them, where the schedule divides them), one
+after another, with the same random streams, and knows nothing of workers or orders. For a scheme without a
+flush it keeps old weights, and computes each stage with the version that the scheme's table states for the
+period.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from torch.func import functional_call
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.execution.step import Step
+from counterflow.runtime.messages.values import Unit
 from counterflow.runtime.mini_batch.counted import Means
 from counterflow.runtime.mini_batch.losses import Found, LossFunction, read_loss
 from counterflow.runtime.mini_batch.samples import cut, samples_in, split_points
@@ -66,13 +68,27 @@ class Staleness:
         return cls(tuple(cuts), scheme.version)
 
 
+def parts_of(schedule: Schedule) -> tuple[int, ...]:
+    """By micro-batch, the parts that a schedule's backwards run it in.
+
+    >>> from counterflow.schedule import schemes
+    >>> parts_of(schemes.chimera(2, 2, concat="backward-halving"))
+    (2, 2)
+    """
+    found = [1] * schedule.micro_batches
+    for op in schedule.ops():
+        if not op.kind.whole:
+            found[op.micro_batches[0] % schedule.micro_batches] = op.parts
+    return tuple(found)
+
+
 class Reference:
     """One-process training.
 
     Args:
         layers: the model's layers; copied, so that the same ones can go through a pipeline.
         loss_function: output of the last layer and target to the mean loss over the samples.
-        micro_batches: pieces a replica's mini-batch is cut into.
+        parts: of each micro-batch of a replica, the parts that it is run in, each of which draws its own.
         optimizer: a function of parameters to an optimiser.
         scheduler: a function of an optimiser to a learning-rate scheduler.
         replicas: mini-batches a step, one for each replica of the pipeline it is compared with.
@@ -89,7 +105,7 @@ class Reference:
         self,
         layers: Sequence[nn.Module],
         loss_function: LossFunction,
-        micro_batches: int,
+        parts: Sequence[int],
         *,
         optimizer: MakeOptimizer,
         scheduler: MakeScheduler | None = None,
@@ -118,7 +134,7 @@ class Reference:
         self.layers = made[: len(named)]
         self.with_weights = made
         self.loss_function = loss_function if loss is None else made[-1].module
-        self.micro_batches = micro_batches
+        self.parts = parts
         self.replicas = replicas
         self.clip_norm = clip_norm
         pairs = (
@@ -151,9 +167,10 @@ class Reference:
         losses, weights = [], []
         self._take_old_weights()
         with self.streams.step():
-            for first, rows, inputs, targets in self._micro_batches(batches):
-                found = self._loss(inputs, targets, (first, rows))
-                loss = found.loss * (rows / total if found.weight is None else 1 / total)
+            for rows, inputs, targets in self._pieces(batches, self.parts):
+                found = self._loss(inputs, targets, rows)
+                samples = rows.stop - rows.start
+                loss = found.loss * (samples / total if found.weight is None else 1 / total)
                 loss.backward()
                 losses.append(float(loss.detach()))
                 weights += [] if found.weight is None else [float(found.weight)]
@@ -228,9 +245,10 @@ class Reference:
         total = sum(samples_in(inputs) for inputs, _ in batches)
         losses, weights = [], []
         with torch.no_grad(), evaluating(layer.module for layer in self.with_weights):
-            for _, rows, inputs, targets in self._micro_batches(batches):
+            for rows, inputs, targets in self._pieces(batches, (1,) * len(self.parts)):
                 found = self._loss(inputs, targets, None)
-                losses.append(float(found.loss) * (rows / total if found.weight is None else 1.0))
+                samples = rows.stop - rows.start
+                losses.append(float(found.loss) * (samples / total if found.weight is None else 1.0))
                 weights += [] if found.weight is None else [float(found.weight)]
         return math.fsum(losses) / (math.fsum(weights) if weights else 1.0)
 
@@ -242,28 +260,32 @@ class Reference:
             for name, value in layer.state().items()
         }
 
-    def _micro_batches(self, batches: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, Any, Any]]:
-        """(number among those of all replicas, samples, inputs, targets) of micro-batches that have any."""
-        found = []
+    @staticmethod
+    def _pieces(batches: Sequence[tuple[Any, Any]], every: Sequence[int]) -> Iterator[tuple[Rows, Any, Any]]:
+        """The samples, inputs and targets of each part of every micro-batch, if it has samples."""
+        count = len(every)
         for replica, (inputs, targets) in enumerate(batches):
-            points = split_points(samples_in(inputs), self.micro_batches)
-            for m in range(self.micro_batches):
-                part = slice(points[m], points[m + 1])
-                number = replica * self.micro_batches + m
-                if rows := part.stop - part.start:
-                    found.append((number, rows, cut(inputs, part), cut(targets, part)))
-        return found
+            points = split_points(samples_in(inputs), count)
+            for m, parts in enumerate(every):
+                samples = points[m + 1] - points[m]
+                for part in range(parts):
+                    its = Unit(m, part, parts).rows(samples)
+                    if its.start == its.stop:
+                        continue
+                    rows = Rows(replica * count + m, samples, its.start, its.stop)
+                    piece = slice(points[m] + its.start, points[m] + its.stop)
+                    yield rows, cut(inputs, piece), cut(targets, piece)
 
-    def _loss(self, inputs: Any, targets: Any, drawn: tuple[int, int] | None) -> Found:
+    def _loss(self, inputs: Any, targets: Any, drawn: Rows | None) -> Found:
         with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
             return self._loss_within(inputs, targets, drawn)
 
-    def _loss_within(self, inputs: Any, targets: Any, drawn: tuple[int, int] | None) -> Found:
+    def _loss_within(self, inputs: Any, targets: Any, drawn: Rows | None) -> Found:
         lower = self._compute_dtype
         value: Any = inputs if lower is None else mapped(partial(_in_place_of, dtype=lower), inputs)
         run: Callable[..., Any] = _plainly
         if drawn is not None:
-            run = partial(self.streams.run, step=self.steps, rows=Rows(drawn[0], drawn[1], 0, drawn[1]))
+            run = partial(self.streams.run, step=self.steps, rows=drawn)
         for layer in self.layers:
             module = layer.module if lower is None else partial(_lowered, layer.module, lower)
             value = run(module, value, index=layer.index)

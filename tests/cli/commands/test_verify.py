@@ -13,7 +13,7 @@ BFLOAT16 = [
     ("compute-dtype", "chimera --stages 2 --micro-batches 2", 1e-5),
     ("compute-dtype", "dapple --stages 1 --micro-batches 2", 1e-5),
     ("compute-dtype", "pipedream --stages 2", 1e-5),
-    ("autocast", "chimera --stages 2 --micro-batches 4 --concat backward-halving", 0.1),
+    ("autocast", "chimera --stages 2 --micro-batches 4 --concat backward-halving", 1e-5),
 ]
 
 

@@ -104,7 +104,7 @@ def batches(steps: int = 2) -> list[list[tuple[Tensor, Tensor]]]:
 def reference(name: str) -> tuple[list[nn.Module], Trained]:
     torch.manual_seed(0)
     layers = [layer.double() for layer in MODELS[name]()]
-    return layers, one_process(layers, loss, MICRO_BATCHES, batches(), optimizer=sgd)
+    return layers, one_process(layers, loss, (1,) * MICRO_BATCHES, batches(), optimizer=sgd)
 
 
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])

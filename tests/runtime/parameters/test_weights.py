@@ -19,7 +19,7 @@ from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.verify.agreement import verify
-from counterflow.verify.reference import Reference, Staleness
+from counterflow.verify.reference import Reference, Staleness, parts_of
 
 FLUSHING = [schemes.dapple(2, 2), schemes.chimera(2, 2)]
 CONTINUOUS = [schemes.pipedream(2), schemes.pipedream_2bw(2, 2), schemes.wpipe(1, 2)]
@@ -666,7 +666,7 @@ def test_layers_are_unfrozen_between_steps(schedule: Schedule, recompute: str) -
     layers = linears()
     layers[0].requires_grad_(requires_grad=False)
     alone = Reference(
-        layers, mean_square, schedule.micro_batches, optimizer=adamw, staleness=Staleness.of(schedule, (1,))
+        layers, mean_square, parts_of(schedule), optimizer=adamw, staleness=Staleness.of(schedule, (1,))
     )
 
     def everything(_: str) -> bool:

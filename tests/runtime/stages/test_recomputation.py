@@ -19,6 +19,7 @@ from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.verify.agreement import one_process, verify
+from counterflow.verify.reference import parts_of
 
 RECOMPUTE = ("none", "stage", "layer")
 DOUBLING = schemes.chimera(2, 8, concat="forward-doubling")
@@ -185,7 +186,7 @@ def agree(
     """Train in every scheme and recomputation as one process does."""
     batches = batches or numbers()
     for schedule in schedules:
-        expected = one_process(layers, mean_square, schedule.micro_batches, batches, optimizer=sgd)
+        expected = one_process(layers, mean_square, parts_of(schedule), batches, optimizer=sgd)
         for recompute in RECOMPUTE:
             found = verify(
                 schedule,
@@ -295,7 +296,7 @@ def test_what_the_stage_before_needs_is_not_changed(schedule: Schedule) -> None:
     apart[2].load_state_dict(
         seeded(make)[2].state_dict()
     )  # in one process torch refuses to change what Tanh saved
-    expected = one_process(apart, mean_square, schedule.micro_batches, numbers(), optimizer=sgd)
+    expected = one_process(apart, mean_square, parts_of(schedule), numbers(), optimizer=sgd)
     for recompute in RECOMPUTE:
         options: dict[str, Any] = {"optimizer": sgd, "recompute": recompute, "reference": expected}
         found = verify(schedule, seeded(make), mean_square, numbers(), cuts=[2], **options)
@@ -311,7 +312,7 @@ def _norms(schedule: Schedule, layers: list[nn.Module], recompute: str) -> list[
 def test_the_first_stage_may_change_the_mini_batch(schedule: Schedule) -> None:
     layers = seeded(lambda: [Shift(8, 8), nn.Linear(8, 8)])
     expected = one_process(
-        layers, mean_square, schedule.micro_batches, numbers(), optimizer=sgd
+        layers, mean_square, parts_of(schedule), numbers(), optimizer=sgd
     )  # its micro-batches are views of its own
     for recompute in RECOMPUTE:
         found = launch(_norms, schedule, layers, recompute, workers=schedule.workers, transport="local")[0]

@@ -293,7 +293,7 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
         backward=op(lambda layer: layer.backward(samples)),
         doubled_forward=op(lambda layer: layer.forward(2 * samples)),
         doubled_in_turn=op(lambda layer: 2 * layer.forward(samples)),
-        halved_forward=op(lambda layer: 2 * (layer.forward(samples / 2) + layer.part_overhead_seconds)),
+        halved_forward=op(lambda layer: 2 * layer.forward(samples / 2)),
         half_backward=op(lambda layer: layer.backward(samples / 2)),
         input_gradient=op(lambda layer: layer.input_gradient(samples)),
         weight_gradients=op(lambda layer: layer.weight_gradients(samples)),

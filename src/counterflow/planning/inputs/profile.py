@@ -21,7 +21,6 @@ _AT_SIZES = "forward_seconds", "backward_seconds", "saved_bytes"
 _ALONE = (
     "weights_bytes",
     "output_bytes",
-    "part_overhead_seconds",
     "cast_bytes",
     "frozen_bytes",
     "update_peak_bytes",
@@ -110,8 +109,6 @@ class LayerProfile:
         weights_bytes: the layer's weights, trained or not.
         output_bytes: the layer's output, for one sample.
         sources: where a number comes from, by its name.
-        part_overhead_seconds: what a forward of half a micro-batch takes more than one of as many samples:
-            what it draws at random is drawn for the whole.
         input_gradient_seconds: the first half of a split backward at each size; none: half of the backward.
         weight_gradients_seconds: the other half; none: what the backward takes beyond the first.
         kept_bytes: what is kept between the two at each size; none: all that the forward keeps.
@@ -154,7 +151,6 @@ class LayerProfile:
     weights_bytes: float
     output_bytes: float
     sources: Mapping[str, str] = field(default_factory=dict)
-    part_overhead_seconds: float = 0.0
     input_gradient_seconds: tuple[float, ...] = ()
     weight_gradients_seconds: tuple[float, ...] = ()
     kept_bytes: tuple[float, ...] = ()

@@ -19,7 +19,7 @@ from counterflow.schedule.modes import Recompute
 
 from ..mesh.dtensors import settled
 from ..messages.values import Unit
-from ..stages.randomness import Rows, versions
+from ..stages.randomness import versions
 from ..stages.recomputation import Hold, copied, mapped, refuse_other
 from ..stages.split_backward import SplitBackward, accumulate
 from ..stages.stage import StageCopy
@@ -58,7 +58,6 @@ class Backwards:
         (unit,) = task.units
         stash = self._stashes.pop((task.stage, unit))
         edges: Sequence[Any] | None = stash.edges
-        rows = self._batches[task.slot].rows[unit] if unit.parts > 1 else None
         split: SplitBackward | None = None
         if task.splits and edges is not None:
             split = SplitBackward(copy.splitting, stash.inputs, stash.joints)
@@ -73,7 +72,7 @@ class Backwards:
                 split = SplitBackward(copy.splitting, stash.inputs, stash.joints)
         else:
             edges, known = _with_gradients(edges, gradients)
-        around = self._around_backward(copy, rows)
+        around = self._around_backward(copy)
         if around is None:
             self._differentiate(op, edges, known, split)
         else:
@@ -100,11 +99,10 @@ class Backwards:
             self._way.end_ops()
         (unit,) = task.units
         waiting = self._waiting.pop((task.stage, unit))
-        rows = self._batches[task.slot].rows[unit] if unit.parts > 1 else None
         begin = self._clock.begin()
         if copy.versions is not None:
             copy.versions.use(op.version + self._way.period_offset)
-        around = self._around_backward(copy, rows)
+        around = self._around_backward(copy)
         if around is None:
             waiting.split.weight_gradients()
         else:
@@ -203,9 +201,9 @@ class Backwards:
         there = [(t, g) for t, g in pairs if t.requires_grad and g is not None]
         return [t for t, _ in there], [g for _, g in there]
 
-    def _around_backward(self, copy: StageCopy, rows: Rows | None) -> AbstractContextManager[Any] | None:
-        """What a backward runs in, if there is anything; ``rows`` as for ``RandomStreams.backward``."""
-        drawing, casting = copy.streams.backward(rows), copy.precision.backward()
+    def _around_backward(self, copy: StageCopy) -> AbstractContextManager[Any] | None:
+        """What a backward runs in, if there is anything."""
+        drawing, casting = copy.streams.backward(), copy.precision.backward()
         saved = self._saved
         counts = saved is not None and self._way.counting and copy.recompute is Recompute.LAYER
         if casting is None and not counts:
