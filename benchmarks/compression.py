@@ -39,7 +39,6 @@ class Row:
     compressed: float
     plain_bytes: int
     sent_bytes: int
-    sent_full: int
 
 
 def schedules() -> dict[str, cf.Schedule]:
@@ -113,12 +112,10 @@ def timings(repeats: int) -> list[Row]:
                     if turn >= 3:
                         into.append(seconds)
             used = both[1].compression
-            counts = transport.gather(
-                [float(used.plain_bytes), float(used.sent_bytes), float(used.sent_full)]
-            )
-            plain, sent, full = (int(sum(column)) for column in zip(*counts, strict=True))
+            counts = transport.gather([float(used.plain_bytes), float(used.sent_bytes)])
+            plain, sent = (int(sum(column)) for column in zip(*counts, strict=True))
             times = [statistics.median(each) for each in taken]
-            rows.append(Row(name, size, *times, plain, sent, full))
+            rows.append(Row(name, size, *times, plain, sent))
             note(
                 transport.rank, f"{size}: {name} {times[0] * 1e3:.1f} ms, compressed {times[1] * 1e3:.1f} ms"
             )
@@ -134,7 +131,7 @@ def steady(pipeline: cf.Pipeline, inputs: Tensor, targets: Tensor, transport: An
     return max(row[0] for row in transport.gather([taken]))
 
 
-def losses(name: str, steps: int, compress: bool) -> tuple[float, float, int, int, int]:
+def losses(name: str, steps: int, compress: bool) -> tuple[float, float, int, int]:
     """What every worker runs: the example, its losses and bytes."""
     schedule = schedules()[name]
     config = load_config(sets=[f"train.steps={steps}"])
@@ -155,19 +152,19 @@ def losses(name: str, steps: int, compress: bool) -> tuple[float, float, int, in
     inputs, targets = job.batches.validation(samples, replica=0, replicas=1)
     validation = pipeline.evaluate(inputs, targets)
     used = pipeline.compression
-    mine = [0.0] * 3 if used is None else [used.plain_bytes, used.sent_bytes, used.sent_full]
+    mine = [0.0] * 2 if used is None else [used.plain_bytes, used.sent_bytes]
     counts = pipeline.transport.gather([float(number) for number in mine])
-    plain, sent, full = (int(sum(column)) for column in zip(*counts, strict=True))
-    return statistics.fmean(found[-10:]), validation, plain, sent, full
+    plain, sent = (int(sum(column)) for column in zip(*counts, strict=True))
+    return statistics.fmean(found[-10:]), validation, plain, sent
 
 
 def time_table(rows: Sequence[Row]) -> list[str]:
     lines = [
-        "| scheme | messages | bytes sent / plain | in full | step, ms | compressed, ms | ratio |",
-        "|---|---|---|---|---|---|---|",
+        "| scheme | messages | bytes sent / plain | step, ms | compressed, ms | ratio |",
+        "|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r.name} | {r.kind} | {r.sent_bytes / r.plain_bytes:.3f} | {r.sent_full} | {r.plain * 1e3:.1f} "
+        f"| {r.name} | {r.kind} | {r.sent_bytes / r.plain_bytes:.3f} | {r.plain * 1e3:.1f} "
         f"| {r.compressed * 1e3:.1f} | {r.compressed / r.plain:.3f} |"
         for r in rows
     ]
@@ -187,18 +184,17 @@ def main() -> None:
         "",
         f"## Loss of the GPT example after {options.steps} steps",
         "",
-        "| scheme | messages | training loss, mean of the last 10 | validation loss "
-        "| bytes sent / plain | in full |",
-        "|---|---|---|---|---|---|",
+        "| scheme | messages | training loss, mean of the last 10 | validation loss | bytes sent / plain |",
+        "|---|---|---|---|---|",
     ]
     for name in ("chimera", "wpipe"):
         for compress in (False, True):
-            loss, validation, plain, sent, full = cf.launch(
+            loss, validation, plain, sent = cf.launch(
                 losses, name, options.steps, compress, workers=WORKERS, transport="gloo", threads=1
             )[0]
             share = f"{sent / plain:.3f}" if plain else "1"
             kind = "half precision" if compress else "as they are"
-            lines.append(f"| {name} | {kind} | {loss:.4f} | {validation:.4f} | {share} | {full} |")
+            lines.append(f"| {name} | {kind} | {loss:.4f} | {validation:.4f} | {share} |")
     print("\n".join(lines))
     if options.keep:
         (RESULTS / "compression.txt").write_text("\n".join(lines) + "\n")

@@ -245,7 +245,7 @@ def test_groups_of_the_device_refuse_the_host_and_those_of_the_host_the_device()
         with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
             transport.all_reduce(host, everybody)
         with pytest.raises(RuntimeError, match="No backend type associated with device type pretended"):
-            transport.tell([there], 1 - transport.rank, 0, aside=False)
+            transport.tell([there], 1 - transport.rank, 0)
         with pytest.raises(RuntimeError, match="No backend type associated with device type pretended"):
             transport.gather_objects({"weights": [there]})
         transport.all_reduce(there, everybody).wait()

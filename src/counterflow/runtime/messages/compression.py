@@ -1,20 +1,19 @@
-"""Messages in half precision where that loses little: "automatic precision compression" (APC).
+"""Messages in half precision: "automatic precision compression" (APC).
 
-The sender divides a tensor by a power of two so that its largest value lies near the top of float16's range,
-and converts it. Where that cannot be (a value is not finite, or so small or large that the power of two
-would not be a number of the tensor's own type), the tensor follows in full, in a message of its own; the
-receiver learns it from the head of the first one.
+The sender divides each float32 or float64 tensor by a power of two, so its largest finite value lies near the
+top of float16's range, and converts it. The exponents are the first tensor of the message. Both sides compute
+with them where the tensors are: no host waits for a value.
 
 Invariant: a value that is 2**-28 of its tensor's largest or more is restored to 2**-11 of itself, a smaller
-one to 2**-39 of the largest; a tensor that is zero everywhere stays so, one that is not does not become so.
+one to 2**-39 of the largest; infinities and NaN are restored as they are (a value within 2**-12 of the type's
+largest may become infinite). A tensor that is zero everywhere stays so, one that is not does not become so.
 
 Source: Yang et al., WPipe (ICLR 2022), appendix A.3, Figure 12.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,120 +23,113 @@ from .values import BufferPool, TensorSpec
 _TOP = 14
 """The largest value of a tensor is brought to between 2**14 and 2**15; float16 ends before 2**16."""
 
-_MOST = 120
-"""Powers of two up to this one, and their inverses, are normal numbers of every type that is compressed."""
-
-_COMPRESSED = (torch.float32, torch.float64)
+_BITS = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
+"""By the types that are compressed: integers of their size, bits of the mantissa, and the exponent's bias."""
 
 _HEAD = torch.int16
-"""A message begins with two numbers a compressed tensor: whether it follows in full, and the exponent."""
 
 
 class Compression:
     """Makes smaller messages of tensors, and tensors of these; counts bytes.
 
     Args:
-        device: where the worker computes: what is on the host beside it goes as it is.
+        device: where the worker computes: what a GPU's worker has on its host is sent as it is.
 
     Attributes:
         plain_bytes: of all that was given to be sent.
         sent_bytes: of what was sent instead.
-        sent_full: tensors that could not be converted.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._all_on_host = device.type == "cpu"
         self.plain_bytes = 0
         self.sent_bytes = 0
-        self.sent_full = 0
 
     def _converts(self, dtype: torch.dtype, *, on_host: bool) -> bool:
-        return dtype in _COMPRESSED and (self._all_on_host or not on_host)
+        return dtype in _BITS and (self._all_on_host or not on_host)
 
     def message(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
         """What a message of some tensors consists of."""
-        converted = sum(self._converts(spec.dtype, on_host=spec.on_host) for spec in specs)
-        head = TensorSpec(torch.Size((converted, 2)), _HEAD, requires_grad=False, on_host=self._all_on_host)
-        return [
-            head,
-            *(
-                TensorSpec(spec.shape, torch.float16, requires_grad=False, on_host=spec.on_host)
-                if self._converts(spec.dtype, on_host=spec.on_host)
-                else spec
-                for spec in specs
-            ),
-        ]
+        found = []
+        converted = 0
+        for spec in specs:
+            if self._converts(spec.dtype, on_host=spec.on_host):
+                converted += 1
+                found.append(TensorSpec(spec.shape, torch.float16, requires_grad=False, on_host=spec.on_host))
+            else:
+                found.append(spec)
+        head = TensorSpec(torch.Size((converted,)), _HEAD, requires_grad=False, on_host=self._all_on_host)
+        return [head, *found] if converted else found
 
-    def pack(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The message, and what follows it in full because it cannot be converted."""
-        head: list[tuple[int, int]] = []
+    def pack(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The message of some tensors."""
+        exponents: list[Tensor] = []
         message: list[Tensor] = []
-        full: list[Tensor] = []
         for tensor in tensors:
             if not self._converts(tensor.dtype, on_host=tensor.device.type == "cpu"):
                 message.append(tensor)
                 continue
             exponent = _exponent(tensor)
-            if exponent is None:
-                full.append(tensor)
-                message.append(torch.zeros_like(tensor, dtype=torch.float16))
-            else:
-                half = torch.empty_like(tensor, dtype=torch.float16)
-                message.append(torch.mul(tensor, 2.0**-exponent, out=half))
-            head.append((exponent is None, exponent or 0))
-        message.insert(0, torch.tensor(head, dtype=_HEAD, device=self._device).reshape(-1, 2))
-        self.sent_full += len(full)
+            first, second = _powers(-exponent, tensor.dtype)
+            half = torch.empty_like(tensor, dtype=torch.float16)
+            message.append(torch.mul(tensor * first, second, out=half))
+            exponents.append(exponent)
+        if exponents:
+            message.insert(0, torch.stack(exponents).to(_HEAD))
         self.plain_bytes += sum(tensor.nbytes for tensor in tensors)
-        self.sent_bytes += sum(tensor.nbytes for tensor in (*message, *full))
-        return message, full
+        self.sent_bytes += sum(tensor.nbytes for tensor in message)
+        return message
 
     def unpack(
-        self,
-        message: Sequence[Tensor],
-        specs: Sequence[TensorSpec],
-        pool: BufferPool,
-        rest: Callable[[], Sequence[Tensor]],
+        self, message: Sequence[Tensor], specs: Sequence[TensorSpec], pool: BufferPool
     ) -> list[Tensor]:
         """The tensors that were packed.
 
         Args:
-            message: what came.
+            message: as it was received.
             specs: of the tensors.
             pool: where they are taken from; what is not kept of the message is given to it.
-            rest: receives what follows in full.
         """
-        head = message[0].tolist()
-        full = iter(rest() if any(whole for whole, _ in head) else ())
-        each = iter(head)
+        if len(message) == len(specs):
+            return [*message]
+        head, *parts = message
+        exponents = iter(head.to(torch.int32).unbind())
         found = []
-        done = [message[0]]
-        for spec, part in zip(specs, message[1:], strict=True):
+        done = [head]
+        for spec, part in zip(specs, parts, strict=True):
             if not self._converts(spec.dtype, on_host=spec.on_host):
                 found.append(part)
                 continue
-            whole, exponent = next(each)
+            first, second = _powers(next(exponents), spec.dtype)
             tensor = pool.take(spec)
             with torch.no_grad():
-                if whole:
-                    tensor.copy_(next(full))
-                else:
-                    tensor.copy_(part).mul_(2.0**exponent)
+                tensor.copy_(part).mul_(first).mul_(second)
             found.append(tensor)
             done.append(part)
         pool.give(done)
         return found
 
 
-def _exponent(tensor: Tensor) -> int | None:
-    """Of the power of two that the tensor is divided by; None if it cannot be converted."""
+def _exponent(tensor: Tensor) -> Tensor:
+    """The exponent of the power of two that a tensor is divided by, where the tensor is.
+
+    >>> _exponent(torch.tensor([1.5, -3.0, float("inf")]))
+    tensor(-13, dtype=torch.int32)
+    """
     if not tensor.numel():
-        return 0
-    least, most = torch.stack(torch.aminmax(tensor.detach())).tolist()  # from a GPU both at once
-    largest = max(-least, most)
-    if largest == 0.0:
-        return 0
-    if not (math.isfinite(least) and math.isfinite(most)):
-        return None
-    exponent = math.frexp(largest)[1] - 1 - _TOP
-    return exponent if abs(exponent) <= _MOST else None
+        return torch.zeros((), dtype=torch.int32, device=tensor.device)
+    finite = torch.nan_to_num(tensor.detach(), nan=0.0, posinf=0.0, neginf=0.0)
+    largest = torch.stack(torch.aminmax(finite)).abs().amax()
+    return (torch.frexp(largest).exponent - 1 - _TOP).masked_fill(largest == 0, 0)
+
+
+def _powers(exponent: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Two numbers of a type whose product is a power of two that may be none of its own; to the bit.
+
+    >>> _powers(torch.tensor(140), torch.float32) == (2.0**70, 2.0**70)
+    True
+    """
+    integers, mantissa, bias = _BITS[dtype]
+    first = exponent.to(integers) >> 1
+    second = exponent.to(integers) - first
+    return ((first + bias) << mantissa).view(dtype), ((second + bias) << mantissa).view(dtype)

@@ -146,10 +146,8 @@ class MessageQueue:
             pending = self.transport.send_described(tensors, task.peer, task.number)
             self._keep_other(pending, tensors)
             return
-        message, full = self._to_send(task, known)
+        message = self._to_send(task, known)
         self._keep(task, self.transport.send(message, task.peer, task.number), message)
-        if full:
-            self._send_full(task, full)
 
     def receive(self, task: Task) -> None:
         """Post a receive."""
@@ -182,8 +180,8 @@ class MessageQueue:
         task.message = message if self.compression is None else self.compression.message(message)
         task.known = known
 
-    def _to_send(self, task: Task, known: Shapes) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """A message whose shapes the receiver knows, and what has to follow it in full."""
+    def _to_send(self, task: Task, known: Shapes) -> Sequence[Tensor]:
+        """A message whose shapes the receiver knows."""
         laid, structures = self._outbox.pop(task.number)
         tensors: Any = laid
         if task.activation:
@@ -197,11 +195,8 @@ class MessageQueue:
             if task.missing:
                 tensors = [tensor for tensor in laid if tensor is not None]
         if self.compression is None:
-            return tensors, ()
+            return tensors  # type: ignore[no-any-return]
         return self.compression.pack([tensor.detach() for tensor in tensors])
-
-    def _send_full(self, task: Task, tensors: Sequence[Tensor]) -> None:
-        self._keep_other(self.transport.send_described(tensors, task.peer, task.number, aside=True), tensors)
 
     def _keep(self, task: Task, pending: Pending, tensors: Sequence[Tensor]) -> None:
         """Keep what is sent in place of the message before it, which has left by now or is waited for."""
@@ -243,20 +238,7 @@ class MessageQueue:
         """What makes tensors of a message that is compressed."""
         if self.compression is None:
             return None
-        return partial(self._restored, self.compression, task.peer, task.number, _flat(task.specs))
-
-    def _restored(
-        self,
-        compression: Compression,
-        peer: int,
-        number: int,
-        specs: Sequence[TensorSpec],
-        message: list[Tensor],
-    ) -> list[Tensor]:
-        def rest() -> Sequence[Tensor]:
-            return self.transport.receive_described(peer, number, aside=True).wait()
-
-        return compression.unpack(message, specs, self._pool, rest)
+        return partial(self.compression.unpack, specs=_flat(task.specs), pool=self._pool)
 
 
 def _flat(by_unit: Sequence[Sequence[TensorSpec]]) -> list[TensorSpec]:

@@ -159,21 +159,17 @@ class Transport(ABC):
         """Begin to receive into ``buffers``; does not wait."""
 
     @abstractmethod
-    def send_described(
-        self, tensors: Sequence[Tensor], peer: int, tag: int, *, aside: bool = False
-    ) -> Pending:
+    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Pending:
         """Begin to send tensors together with their shapes, dtypes and whether they require a gradient.
 
         Args:
             tensors: what to send.
             peer: to whom.
             tag: of the message.
-            aside: out of the order of the other messages, and in addition to the one of the same tag; it
-                never waits for its receive, and is for what is rare.
         """
 
     @abstractmethod
-    def receive_described(self, peer: int, tag: int, *, aside: bool = False) -> Described:
+    def receive_described(self, peer: int, tag: int) -> Described:
         """Begin to receive tensors of unknown shapes; does not wait."""
 
     @abstractmethod

@@ -112,11 +112,8 @@ class DistributedTransport(Transport):
 
     # Messages over the host
 
-    def send_described(
-        self, tensors: Sequence[Tensor], peer: int, tag: int, *, aside: bool = False
-    ) -> Pending:
-        """See ``Transport.send_described``; it has lanes of its own and keeps no order anyway."""
-        del aside
+    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Pending:
+        """See ``Transport.send_described``; it has lanes of its own."""
         described = describe(tensors)
         preface = [(described[:HEADER_WORDS], lane_tag(tag, HEADER))]
         if len(described) > HEADER_WORDS:
@@ -129,9 +126,8 @@ class DistributedTransport(Transport):
         works += self.post(tensors, peer, lane_tag(tag, DESCRIBED))
         return self.sent(peer, works)
 
-    def receive_described(self, peer: int, tag: int, *, aside: bool = False) -> Described:
+    def receive_described(self, peer: int, tag: int) -> Described:
         """See ``Transport.receive_described``."""
-        del aside
         header = torch.empty(HEADER_WORDS, dtype=torch.int64, device="cpu")
         works = self.accept((header,), peer, lane_tag(tag, HEADER))
         return DescribedReceiving(self, peer, tag, header, works)

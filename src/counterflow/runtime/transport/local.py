@@ -234,18 +234,15 @@ class LocalTransport(Transport):
         """See ``Transport.send``; in strict mode it waits until the receive is posted."""
         return self._send(tensors, peer, tag)
 
-    def send_described(
-        self, tensors: Sequence[Tensor], peer: int, tag: int, *, aside: bool = False
-    ) -> Pending:
+    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Pending:
         """See ``Transport.send_described``."""
-        return self._send(tensors, peer, tag, aside=aside)
+        return self._send(tensors, peer, tag)
 
-    def _send(self, tensors: Sequence[Tensor], peer: int, tag: int, *, aside: bool = False) -> _Done:
-        strict = self.hub.strict and not aside
-        if strict:
+    def _send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> _Done:
+        if self.hub.strict:
             self.hub.keep_order(self.rank, peer, (self.rank, peer, tag))
-        message = self.hub.message(self.rank, peer, _apart(tag) if aside else tag)
-        if strict:
+        message = self.hub.message(self.rank, peer, tag)
+        if self.hub.strict:
             self.hub.wait(message.posted, self.status, peer)
         with message.lock:
             if message.buffers is not None:
@@ -269,9 +266,9 @@ class LocalTransport(Transport):
         message.posted.set()
         return _Received(self.hub, self.status, message, peer)
 
-    def receive_described(self, peer: int, tag: int, *, aside: bool = False) -> Described:
+    def receive_described(self, peer: int, tag: int) -> Described:
         """See ``Transport.receive_described``."""
-        message = self.hub.message(peer, self.rank, _apart(tag)) if aside else self._post(peer, tag)
+        message = self._post(peer, tag)
         message.posted.set()
         return _ReceivedDescribed(self.hub, self.status, message, peer, self.device)
 
@@ -355,11 +352,6 @@ class LocalTransport(Transport):
 
     def close(self) -> None:
         """Nothing is open."""
-
-
-def _apart(tag: int) -> int:
-    """A tag that no other message has."""
-    return -1 - tag
 
 
 def _copy(tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:

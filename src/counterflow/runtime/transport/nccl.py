@@ -163,10 +163,10 @@ class NcclTransport(OrderedTransport, DistributedTransport):
         event.record()
         return event
 
-    def tell(self, tensors: Sequence[Tensor], peer: int, tag: int, *, aside: bool) -> Pending:
+    def tell(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Pending:
         """See ``OrderedTransport``."""
-        return DistributedTransport.send_described(self, tensors, peer, tag, aside=aside)
+        return DistributedTransport.send_described(self, tensors, peer, tag)
 
-    def hear(self, peer: int, tag: int, *, aside: bool) -> Described:
+    def hear(self, peer: int, tag: int) -> Described:
         """See ``OrderedTransport``."""
-        return DistributedTransport.receive_described(self, peer, tag, aside=aside)
+        return DistributedTransport.receive_described(self, peer, tag)

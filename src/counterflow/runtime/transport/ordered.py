@@ -192,11 +192,11 @@ class OrderedTransport(Transport):
         """An event at the end of the current stream."""
 
     @abstractmethod
-    def tell(self, tensors: Sequence[Tensor], peer: int, tag: int, *, aside: bool) -> Pending:
+    def tell(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Pending:
         """Send host tensors over the control plane, as ``send_described``."""
 
     @abstractmethod
-    def hear(self, peer: int, tag: int, *, aside: bool) -> Described:
+    def hear(self, peer: int, tag: int) -> Described:
         """Receive them."""
 
     @abstractmethod
@@ -235,7 +235,7 @@ class OrderedTransport(Transport):
         group = self._to_higher if peer > self.rank else self._to_lower
         plain = [as_bytes(tensor) for tensor in there if tensor.numel()]
         launched = Launched(self, peer, self._launched(group.send, plain, peer))
-        return Both(self.tell(hosts, peer, tag, aside=False), launched) if hosts else launched
+        return Both(self.tell(hosts, peer, tag), launched) if hosts else launched
 
     def _apart(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """The tensors of a message that are on the device, and those that are on the host."""
@@ -252,7 +252,7 @@ class OrderedTransport(Transport):
     def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> Pending:
         """See ``Transport.receive``."""
         there, hosts = self._apart(buffers)
-        told = self.hear(peer, tag, aside=False) if hosts else None
+        told = self.hear(peer, tag) if hosts else None
         receiving: Launched | _Known
         behind = self._behind[peer]
         if behind:
@@ -272,26 +272,18 @@ class OrderedTransport(Transport):
         plain = [as_bytes(buffer) for buffer in targets if buffer.numel()]
         return Launched(self, peer, self._launched(group.recv, plain, peer), moves)
 
-    def send_described(
-        self, tensors: Sequence[Tensor], peer: int, tag: int, *, aside: bool = False
-    ) -> Pending:
-        """See ``Transport.send_described``; what is aside goes over the control plane."""
-        if aside:
-            return self.tell([tensor.cpu() for tensor in tensors], peer, tag, aside=True)
+    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Pending:
+        """See ``Transport.send_described``."""
         places = [place for place, tensor in enumerate(tensors) if tensor.device != self.device]
         payload = [tensor for place, tensor in enumerate(tensors) if place not in places]
         words = describe(payload)
         hosts = [tensors[place] for place in places]
-        told = self.tell(
-            [words, torch.tensor(places, dtype=torch.int64, device="cpu"), *hosts], peer, tag, aside=False
-        )
+        told = self.tell([words, torch.tensor(places, dtype=torch.int64, device="cpu"), *hosts], peer, tag)
         return Both(told, self.send(payload, peer, tag))
 
-    def receive_described(self, peer: int, tag: int, *, aside: bool = False) -> Described:
+    def receive_described(self, peer: int, tag: int) -> Described:
         """See ``Transport.receive_described``."""
-        if aside:
-            return _OnDevice(self.hear(peer, tag, aside=True), self.device)
-        receiving = _Unknown(self, peer, self.hear(peer, tag, aside=False))
+        receiving = _Unknown(self, peer, self.hear(peer, tag))
         self._behind[peer].append(receiving)
         if self.launches_hold:  # its sender is held until it is posted
             self.post_until(receiving)
@@ -377,16 +369,3 @@ class Both:
         """See ``Pending.wait``."""
         for part in self.parts:
             part.wait()
-
-
-class _OnDevice:
-    """A receive over the control plane, whose tensors are needed on the device."""
-
-    __slots__ = ("device", "pending")
-
-    def __init__(self, pending: Described, device: torch.device) -> None:
-        self.pending, self.device = pending, device
-
-    def wait(self) -> list[Tensor]:
-        """See ``Described.wait``."""
-        return [tensor.to(self.device, non_blocking=True) for tensor in self.pending.wait()]

@@ -96,15 +96,15 @@ class StrictLocalTransport(OrderedTransport, LocalTransport):
         """See ``OrderedTransport``."""
         return (streams.current_stream() or self.endpoint.stream).record_event()
 
-    def tell(self, tensors: Sequence[Tensor], peer: int, tag: int, *, aside: bool) -> Pending:
+    def tell(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Pending:
         """See ``OrderedTransport``."""
         for tensor in tensors:
             refuse_on_device(tensor)
-        return LocalTransport.send_described(self, tensors, peer, tag, aside=aside)
+        return LocalTransport.send_described(self, tensors, peer, tag)
 
-    def hear(self, peer: int, tag: int, *, aside: bool) -> Described:
+    def hear(self, peer: int, tag: int) -> Described:
         """See ``OrderedTransport``."""
-        return LocalTransport.receive_described(self, peer, tag, aside=aside)  # what is told is on the host
+        return LocalTransport.receive_described(self, peer, tag)  # what is told is on the host
 
     def gather_objects(self, value: object) -> list[object]:
         """See ``Transport.gather_objects``; what travels is what is in memory now."""
