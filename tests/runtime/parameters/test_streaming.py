@@ -106,9 +106,9 @@ def test_nobody_has_what_it_did_not_ask_for(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(streaming, "_PIECE_BYTES", 1024)
     plain = LocalTransport.send_described
 
-    def send(self: LocalTransport, tensors: Any, peer: int, tag: int, *, aside: bool = False) -> Any:
+    def send(self: LocalTransport, tensors: Any, peer: int, tag: int) -> Any:
         between[self.rank] = max(between.get(self.rank, 0), sum(t.nbytes for t in tensors))
-        return plain(self, tensors, peer, tag, aside=aside)
+        return plain(self, tensors, peer, tag)
 
     def gathered(self: LocalTransport, value: object) -> list[object]:
         tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]

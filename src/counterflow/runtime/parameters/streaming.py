@@ -101,20 +101,20 @@ class Stream:
         if self.wants:
             found = torch.empty(known.shape, dtype=known.dtype)
             for piece in _pieces(found):
-                (got,) = self.transport.receive_described(source, self._tag, aside=True).wait()
+                (got,) = self.transport.receive_described(source, self._tag).wait()
                 piece.copy_(got)
                 self._answer(source)
             return found
         if held is not None:
             for piece in _pieces(_on_host(held)):
-                sent = self.transport.send_described([piece], self.asks, self._tag, aside=True)
-                self.transport.receive_described(self.asks, self._tag + 1, aside=True).wait()
+                sent = self.transport.send_described([piece], self.asks, self._tag)
+                self.transport.receive_described(self.asks, self._tag + 1).wait()
                 sent.wait()
         return None
 
     def _answer(self, source: int) -> None:
         """Let the sender go on, so that no more than a piece is between the two."""
-        self.transport.send_described([torch.zeros(1)], source, self._tag + 1, aside=True).wait()
+        self.transport.send_described([torch.zeros(1)], source, self._tag + 1).wait()
 
 
 def _described(value: Any) -> Any:
