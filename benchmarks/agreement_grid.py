@@ -1,6 +1,6 @@
 """Pipelines against one process over the whole grid: every number within 1e-10 in float64.
 
-    python benchmarks/agreement_grid.py [--depths 2,4,8] [--transport local|gloo|strict-nccl]
+    python benchmarks/agreement_grid.py [--depths 2,4,8] [--transport strict-local|gloo|strict-nccl]
                                         [--device cpu|cuda] [--kinds flush,continuous] [--only hanayo]
                                         [--every K [--offset I]] [--log FILE]
 
@@ -33,6 +33,7 @@ import torch
 from counterflow.errors import CounterflowError
 from counterflow.program.segments import segments
 from counterflow.program.sync import needs_sync
+from counterflow.runtime.transport.kinds import kinds
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule
@@ -96,7 +97,6 @@ def compared(schedule: Schedule, how: dict[str, Any], transport: str, device: st
     try:
         found = trial.verify(
             transport=transport,
-            strict=transport == "local",
             device=device,
             reference=expected,
             flush_after=flushes,
@@ -111,7 +111,7 @@ def compared(schedule: Schedule, how: dict[str, Any], transport: str, device: st
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--depths", default="2,4,8")
-    parser.add_argument("--transport", default="local", choices=("local", "gloo", "strict-nccl"))
+    parser.add_argument("--transport", default="strict-local", choices=[kind.name for kind in kinds()])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--kinds", default="flush,continuous")
     parser.add_argument("--only", nargs="+", default=[], help="schemes whose name has one of these words")

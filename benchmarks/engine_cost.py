@@ -32,7 +32,8 @@ import counterflow as cf
 from counterflow.program.actions import Action, Compute, Matching, Receive, Send
 from counterflow.runtime.execution import synchronous
 from counterflow.runtime.mini_batch.losses import Counts
-from counterflow.runtime.transport import Group, Status, Transport, TransportKind
+from counterflow.runtime.transport.base import Group, Status, Transport
+from counterflow.runtime.transport.kinds import LOCAL
 from counterflow.schedule.ir import OpKind
 
 RESULTS = Path(__file__).parent / "results" / "engine_cost.txt"
@@ -71,7 +72,7 @@ synchronous.Workers.weight = lambda *_: (1.0, Counts.SAMPLES)  # nor is what the
 class Alone(Transport):
     """A worker without the others: what it sends vanishes, what it receives is there."""
 
-    kind = TransportKind.LOCAL
+    kind = LOCAL
     matching = Matching.TAG
 
     def __init__(self, rank: int, world_size: int) -> None:

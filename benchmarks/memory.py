@@ -215,7 +215,7 @@ def main() -> None:
             print(run.subject, flush=True)
             (known[run.subject],) = launch(profiled, run.subject, workers=1, transport="local")
         plays.append(predicted(run, *known[run.subject]))
-    how: dict[str, Any] = {"transport": "local", "strict": True} if given.local else {"transport": "gloo"}
+    how: dict[str, Any] = {"transport": "strict-local"} if given.local else {"transport": "gloo"}
     peaks: list[list[int]] = [[] for _ in every]
     for workers in sorted({play.schedule.workers for play in plays}):
         mine = [number for number, play in enumerate(plays) if play.schedule.workers == workers]

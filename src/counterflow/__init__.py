@@ -7,6 +7,7 @@ pictures draw and the runtime executes. Importing this package does not import t
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import testing as _testing  # noqa: F401 - it registers its transports
 from .drawing import draw
 from .errors import ConfigError, CounterflowError, DeadlockError, ScheduleError, WorkerError
 from .program.check import check

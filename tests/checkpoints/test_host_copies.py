@@ -17,11 +17,11 @@ from counterflow.checkpoints.memory_file import opened
 from counterflow.checkpoints.saver import Saver
 from counterflow.checkpoints.state import at_hand
 from counterflow.runtime.parameters.weights import Weights
-from counterflow.runtime.transport.strict_nccl.device import Device
-from counterflow.runtime.transport.strict_nccl.memory import CopyError
-from counterflow.runtime.transport.strict_nccl.modes import computing
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.world import current_transport
+from counterflow.testing.strict_nccl.device import Device
+from counterflow.testing.strict_nccl.memory import CopyError
+from counterflow.testing.strict_nccl.modes import computing
 
 from .test_pipelines import adamw, loss
 

@@ -74,7 +74,7 @@ def test_peaks_are_as_predicted(predictor: Predictor, scheme: str, recompute: st
     gc.disable()
     try:
         work = partial(_peak, registry.build(scheme, options), play.stages.cuts, recompute)
-        peaks = launch(work, workers=2, transport="local", strict=True)
+        peaks = launch(work, workers=2, transport="strict-local")
     finally:
         gc.enable()
     assert [worker.total for worker in play.memory] == pytest.approx(peaks, rel=0.05)

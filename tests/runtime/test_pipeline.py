@@ -28,7 +28,7 @@ Work = Callable[..., Any]
 
 
 def run(work: Work, *args: object, workers: int) -> list[Any]:
-    return launch(work, *args, workers=workers, transport="local", strict=True, timeout_seconds=30)
+    return launch(work, *args, workers=workers, transport="strict-local", timeout_seconds=30)
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -280,7 +280,13 @@ def test_stages_hand_on_tuples_of_any_dtype() -> None:
     for schedule in (schemes.dapple(4, 3), schemes.chimera(4, 4), schemes.hanayo(2, 2, waves=1)):
         for recompute in ("none", "stage", "layer"):
             found = verify(
-                schedule, layers, config.loss, batches, optimizer=sgd, strict=True, recompute=recompute
+                schedule,
+                layers,
+                config.loss,
+                batches,
+                optimizer=sgd,
+                transport="strict-local",
+                recompute=recompute,
             )
             assert found.ok, (schedule, recompute, found)
 

@@ -67,7 +67,7 @@ def test_outputs_come_in_the_samples_order(schedule: Schedule, mode: str) -> Non
     layers: list[nn.Module] = [*inner, Last(4, 4, dtype=F)]
     model = nn.Sequential(*layers)
     job = layers, schedule, mode, DIMS
-    for told in launch(_predicted, *job, workers=2, transport="local", strict=True, timeout_seconds=30):
+    for told in launch(_predicted, *job, workers=2, transport="strict-local", timeout_seconds=30):
         for samples, (output, state) in zip(COUNTS, told, strict=True):
             model.load_state_dict(state)
             with torch.no_grad():

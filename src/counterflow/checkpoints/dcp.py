@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
 
-from counterflow.runtime.transport import Transport
+from counterflow.runtime.transport.base import Transport
 
 from .files import dtype_name
 from .index import Chunk, Index, Stored

@@ -38,7 +38,7 @@ from counterflow.errors import ConfigError
 from counterflow.runtime.mesh.dtensors import is_dtensor
 from counterflow.runtime.parameters.sharded_updates import Owners
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.transport import Transport
+from counterflow.runtime.transport.base import Transport
 
 from .host_copies import HostCopies
 from .memory_file import Slot, described, opened, packed, unpacked

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.transport import Transport
+from counterflow.runtime.transport.base import Transport
 
 from . import files
 from .index import INDEX, Index, complete

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from counterflow.runtime.transport.kinds import GLOO, NCCL
 from counterflow.runtime.workers import interface, world
 
 from .machine import cores, memory_bytes, processor
@@ -128,10 +129,14 @@ def _devices() -> Iterator[Finding]:
 
 def _transports() -> Iterator[Finding]:
     gloo, nccl = dist.is_gloo_available(), dist.is_nccl_available()
-    yield Finding("gloo", "there" if gloo else "missing", gloo, "" if gloo else "install a torch with Gloo")
+    yield Finding(
+        GLOO.name, "there" if gloo else "missing", gloo, "" if gloo else "install a torch with Gloo"
+    )
     advice = "install a torch with NCCL" if gpus() and not nccl else ""
-    yield Finding("nccl", "there" if nccl else "missing", False if advice else None, advice)
-    taken = f"nccl for up to {gpus()} workers, gloo for more" if nccl and gpus() else "gloo, on the CPU"
+    yield Finding(NCCL.name, "there" if nccl else "missing", False if advice else None, advice)
+    taken = (
+        f"{NCCL} for up to {gpus()} workers, {GLOO} for more" if nccl and gpus() else f"{GLOO}, on the CPU"
+    )
     yield Finding("transport auto", taken)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from counterflow.runtime.transport import Transport
+from counterflow.runtime.transport.base import Transport
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ from .stages.stage import (
     place_of,
 )
 from .torch_private import keeps_buffers
-from .transport import Gathering, Transport
+from .transport.base import Gathering, Transport
 from .transport.turns import elsewhere, my_worker
 from .workers import lease
 from .workers.arguments import refuse_others
@@ -916,7 +916,7 @@ class Pipeline:
         if by_order and any(other.under_way for other in self._lease.others()):
             raise ConfigError(
                 "another pipeline of these workers has mini-batches under way, and over "
-                f"{self.transport.kind.value} its messages would be taken for this one's; flush() it before"
+                f"{self.transport.kind} its messages would be taken for this one's; flush() it before"
             )
 
     def _as_before(self, mine: Sequence[int], kind: int, sizes: tuple[int, ...]) -> Agreed:

@@ -12,9 +12,10 @@ import re
 import torch
 import torch.distributed as dist
 
+from counterflow.runtime.transport.kinds import GLOO, NCCL, TransportKind, kind_of
 from counterflow.runtime.workers import world
 
-from .config import RunConfig
+from .config import AUTO, RunConfig
 
 
 def workers_here(workers: int) -> int:
@@ -24,19 +25,25 @@ def workers_here(workers: int) -> int:
     return min(workers, int(number[0])) if number else workers
 
 
+def named_carrier(config: RunConfig) -> TransportKind | None:
+    """The transport that a config names; None if it leaves it to the machine."""
+    name = config.pipeline.transport
+    return None if name == AUTO else kind_of(name)
+
+
 def with_carrier(config: RunConfig, workers: int) -> tuple[RunConfig, str]:
     """A config whose transport is chosen, and where its workers compute, in words."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     here, transport = workers_here(workers), config.pipeline.transport
-    if transport == "auto":
+    if transport == AUTO:
         own = gpus == 1 and world.started_by() == "slurm"  # each task sees its own
         fits = dist.is_nccl_available() and (own or gpus >= here)
-        transport = "nccl" if fits else "gloo"
+        transport = (NCCL if fits else GLOO).name
         config = config.model_copy(
             update={"pipeline": config.pipeline.model_copy(update={"transport": transport})}
         )
-    if transport == "nccl":
+    if kind_of(transport).gpu_each:
         name = f" ({torch.cuda.get_device_name(0)})" if gpus else ""
-        return config, f"on a GPU each{name}, messages by nccl"
+        return config, f"on a GPU each{name}, messages by {transport}"
     unused = f", and not on the {gpus} GPU{'s' if gpus > 1 else ''} here" if gpus else ""
     return config, f"on the CPU{unused}, messages by {transport}"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -29,6 +30,7 @@ from counterflow import toml
 from counterflow.errors import ConfigError, ScheduleError
 from counterflow.models.shapes import EXAMPLE, SHAPES, Family
 from counterflow.program.check import check
+from counterflow.runtime.transport.kinds import kinds
 from counterflow.schedule import registry
 from counterflow.schedule.formats import loads
 from counterflow.schedule.ir import OptionValue, Schedule
@@ -67,17 +69,25 @@ def _as_path(value: object) -> Path:
 
 
 AUTO = "auto"
-"""``train.resume``: go on in the run's own folder, wherever it got to."""
+"""``train.resume``: go on in the run's own folder, wherever it got to. ``pipeline.transport``: what fits."""
 
 
 def _as_resumed(value: object) -> Path | str:
     return AUTO if value == AUTO else _as_path(value)
 
 
+def _as_transport(name: str) -> str:
+    if name not in _TRANSPORTS:
+        raise ValueError(name)
+    return name
+
+
 PathKey = Annotated[Path, BeforeValidator(_as_path)]
 ResumeKey = Annotated[Path | str, BeforeValidator(_as_resumed)]
 RecomputeKey = Annotated[Recompute, Strict(False)]
 SyncKey = Annotated[Sync, Strict(False)]
+_TRANSPORTS = AUTO, *(kind.name for kind in kinds(trains=True))
+TransportKey = Annotated[str, AfterValidator(_as_transport)]
 WholeNumbers = Annotated[tuple[int, ...], Strict(False)]
 Betas = Annotated[
     tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Strict(False)
@@ -451,11 +461,11 @@ class PipelineSection(Section):
     sync: SyncKey = _key(
         Sync.EAGER_OPT, "when gradients are summed over the copies of a stage", f"one of {', '.join(Sync)}"
     )
-    transport: Literal["auto", "gloo", "nccl", "local"] = _key(
+    transport: TransportKey = _key(
         "auto",
         "what carries messages; auto: nccl where there is a GPU for each worker, else gloo on the CPU; "
         "local: workers are threads of one process",
-        "one of auto, gloo, nccl, local",
+        f"one of {', '.join(_TRANSPORTS)}",
     )
     cuts: WholeNumbers | None = _key(
         None,

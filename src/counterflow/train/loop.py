@@ -29,7 +29,7 @@ from counterflow.models import hf
 from counterflow.runtime.execution.step import Step
 from counterflow.runtime.mini_batch.samples import cut
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.transport import Transport
+from counterflow.runtime.transport.base import Transport
 from counterflow.runtime.workers.world import current_transport
 from counterflow.simulation import Costs, Simulation, Span
 

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from counterflow.errors import ConfigError
 from counterflow.planning import Cluster, Model, Prediction, Profile
 from counterflow.planning.cost.device_placement import devices
+from counterflow.runtime.transport.kinds import GLOO, NCCL
 
 from .config import RunConfig
 
@@ -98,7 +99,7 @@ def planned_config(
             "recompute": plan.recompute,
             "sync": plan.sync,
             "cuts": plan.cuts,
-            "transport": "nccl" if cluster.cores is None else "gloo",
+            "transport": (NCCL if cluster.cores is None else GLOO).name,
             "zero_stage": plan.zero_stage,
         },
         "optimizer": _OPTIMIZERS.get(model.optimizer_states, {}),

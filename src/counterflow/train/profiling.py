@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from counterflow.measure.machine import cores, device_name, memory_bytes
 from counterflow.measure.stage_costs import StageCost
 from counterflow.planning import AllReduce, Cluster, LayerProfile, LayerSkip, LayerTie, Link, Model, Profile
 from counterflow.runtime.parameters.gradients import sum_dtype
+from counterflow.runtime.transport.kinds import GLOO, LOCAL, NCCL
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.place import Place, place
 from counterflow.runtime.workers.world import current_transport
@@ -105,13 +106,13 @@ def measure(
         here = _workers_of_each_node(placed, workers)
     threads = config.train.threads or max(1, cores() // here)
     about = device_name(device, threads)
-    carrier: Literal["local", "gloo", "nccl"] = "local" if here == 1 else "nccl" if on_gpu else "gloo"
-    run = partial(launch, transport=carrier, device=device, threads=threads)
+    carrier = NCCL if on_gpu else GLOO
+    run = partial(launch, transport=(LOCAL if here == 1 else carrier).name, device=device, threads=threads)
     parts = [("layers", len(sizes)), ("steps", 1), ("links", 1)]
     between: _Travels = (), ()
     with _reported(parts, progress) as done:
         if placed is not None:
-            current_transport("nccl" if on_gpu else "gloo", device=device)
+            current_transport(carrier.name, device=device)
             torch.set_num_threads(threads)
             pairs = _pairs(here, nodes)
             by_size, (gap, around), found = _measured(subject, sizes, repeats, done, pairs=pairs)

@@ -24,6 +24,7 @@ from counterflow.runtime.workers import world
 from counterflow.runtime.workers.launch import Tell, launch_watched
 
 from .callbacks import Callbacks, loggers
+from .carrier import named_carrier
 from .config import AUTO, RunConfig
 from .folder import RunFolder, folder_of
 from .job import Job, prepare
@@ -215,7 +216,8 @@ def _supervised(job: Job, folder: RunFolder, reporter: Reporter, restarts: Resta
 def _without(worker: int | None, job: Job, folder: RunFolder, reporter: Reporter) -> RunConfig:
     """The config that goes on without a worker; told and written."""
     left = job.about.processes - 1
-    if job.config.pipeline.transport == "nccl":
+    kind = named_carrier(job.config)
+    if kind is not None and kind.gpu_each:
         left = min(left, torch.cuda.device_count())
         leave_out(worker, left)
     config = with_fewer(job.config, left)
@@ -240,13 +242,14 @@ def _again(config: RunConfig, folder: Path) -> RunConfig:
 
 def _check_gpus(config: RunConfig) -> None:
     """Refuse to start more workers than there are GPUs, where each needs one."""
-    if config.pipeline.transport != "nccl":
+    kind = named_carrier(config)
+    if kind is None or not kind.gpu_each:
         return
     workers = config.build_schedule().workers * config.pipeline.replicas
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus < workers:
         raise ConfigError(
-            f'pipeline.transport = "nccl": {workers} workers need a GPU each, and there are {gpus} here; '
+            f'pipeline.transport = "{kind}": {workers} workers need a GPU each, and there are {gpus} here; '
             "choose gloo, or fewer workers"
         )
 
@@ -278,9 +281,10 @@ def _fit(config: RunConfig, placed: str, max_restarts: int) -> None:
             "torchrun --max-restarts: workers that are started again have to find their run; give its "
             "folder as --out"
         )
-    if config.pipeline.transport == "local":
+    kind = named_carrier(config)
+    if kind is not None and kind.threads:
         raise ConfigError(
-            f'pipeline.transport = "local": runs in one process, but {placed} started several; '
+            f'pipeline.transport = "{kind}": runs in one process, but {placed} started several; '
             "choose gloo or nccl, or start it without"
         )
     processes, after = world.world_size() or 1, config.train.fewer_after

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,12 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.estimates import estimated_costs
 from counterflow.runtime.stages.layers import layers_of
 from counterflow.runtime.stages.ownership import copied
+from counterflow.runtime.transport.kinds import kind_of
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule.cuts import balance
 from counterflow.schedule.ir import Schedule
 
 from .reference import Reference, Staleness, parts_of
-
-Transports = Literal["local", "gloo", "nccl", "strict-nccl"]
 
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-10}
 """The largest relative error at which numbers agree, by the dtype they are computed in."""
@@ -81,8 +80,7 @@ def verify(
     *,
     optimizer: MakeOptimizer,
     scheduler: MakeScheduler | None = None,
-    transport: Transports = "local",
-    strict: bool = False,
+    transport: str = "local",
     timeout_seconds: float = 120.0,
     seed: int = 0,
     clip_norm: float | None = None,
@@ -101,8 +99,7 @@ def verify(
         batches: mini-batches by step and replica; as many replicas as the first step has.
         optimizer: a function of parameters to an optimiser.
         scheduler: a function of an optimiser to a learning-rate scheduler.
-        transport: ``local`` or ``strict-nccl`` (threads), ``gloo`` or ``nccl`` (processes).
-        strict: ``local`` only: sends that block until they are received.
+        transport: the name of a transport, as ``launch`` takes it.
         timeout_seconds: how long a worker waits for another.
         seed: of all random draws.
         clip_norm: gradients of a larger global norm are scaled down to it.
@@ -141,7 +138,7 @@ def verify(
                 compute_dtype=options.get("compute_dtype"),
             )
     trained = list(layers)
-    if transport in {"local", "strict-nccl"}:  # threads train what they are given
+    if kind_of(transport).threads:  # they train what they are given
         memo: dict[int, Any] = {}
         trained = [copied(layer, memo) for layer in layers]
         if isinstance(loss_function, nn.Module):
@@ -164,7 +161,6 @@ def verify(
         },
         workers=schedule.workers * replicas,
         transport=transport,
-        strict=strict,
         device=device,
         timeout_seconds=timeout_seconds,
         threads=threads,

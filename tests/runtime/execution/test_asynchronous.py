@@ -47,7 +47,9 @@ def agreement(
     trial = small_trial(schedule, replicas=replicas, steps=steps + 2 * flush, dtype=dtype)
     if optimizer is not None:
         trial = replace(trial, optimizer=optimizer)
-    return trial.verify(flush_after=(steps - 1,) if flush else (), **({"strict": True} | options))
+    return trial.verify(
+        flush_after=(steps - 1,) if flush else (), **({"transport": "strict-local"} | options)
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
@@ -78,7 +80,7 @@ class TestOptions:
         assert agreement(schedule, dynamic_shapes=True).ok
 
     def test_buffered_sends_agree(self, schedule: Schedule) -> None:
-        assert agreement(schedule, strict=False).ok
+        assert agreement(schedule, transport="local").ok
 
 
 def test_a_process_without_old_weights_differs() -> None:

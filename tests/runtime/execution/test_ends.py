@@ -214,7 +214,7 @@ def test_all_workers_end_with_the_sentence(case: Case) -> None:
         after = pipeline.weights.state_dict()
         return caught.value, all(torch.equal(before[name], after[name]) for name in before if name in CHANGED)
 
-    found = launch(work, workers=2, transport="local", strict=True, timeout_seconds=20)
+    found = launch(work, workers=2, transport="strict-local", timeout_seconds=20)
     assert kind in {type(error) for error, _ in found}
     for error, same in found:
         assert message in str(error)
@@ -229,4 +229,4 @@ def test_the_launch_raises_it_as_it_is() -> None:
         pipeline.step(*torch.randn(2, 16, WIDTH))
 
     with pytest.raises(ConfigError, match=r"^layer 1 .* changes its buffer 'seen'"):
-        launch(work, workers=2, transport="local", strict=True, timeout_seconds=20)
+        launch(work, workers=2, transport="strict-local", timeout_seconds=20)

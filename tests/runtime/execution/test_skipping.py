@@ -61,7 +61,7 @@ def _train(modules: list[nn.Module], schedule: Schedule, kinds: list[str], waiti
 @pytest.mark.parametrize("bad", ["gradient", "loss"])
 @pytest.mark.parametrize("schedule", SCHEMES, ids=str)
 def test_what_is_skipped_might_not_have_been(schedule: Schedule, bad: str) -> None:
-    job: dict[str, Any] = {"workers": 2, "transport": "local", "strict": True, "timeout_seconds": 60}
+    job: dict[str, Any] = {"workers": 2, "transport": "strict-local", "timeout_seconds": 60}
     with_bad = launch(_train, positive(layers()), schedule, ["good", bad, "good", bad], False, **job)
     without = launch(_train, positive(layers()), schedule, ["good", "good"], False, **job)
     for (steps, state, rates), (_, true, true_rates) in zip(with_bad, without, strict=True):
@@ -74,7 +74,7 @@ def test_what_is_skipped_might_not_have_been(schedule: Schedule, bad: str) -> No
 
 
 def test_an_update_for_several_steps_is_skipped_whole() -> None:
-    job: dict[str, Any] = {"workers": 2, "transport": "local", "strict": True, "timeout_seconds": 60}
+    job: dict[str, Any] = {"workers": 2, "transport": "strict-local", "timeout_seconds": 60}
     kinds = ["good", "good", "loss", "good", "good", "good"]
     whole = launch(_train, positive(layers()), SCHEMES[0], kinds, True, **job)
     without = launch(_train, positive(layers()), SCHEMES[0], ["good"] * 4, True, **job)

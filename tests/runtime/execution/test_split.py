@@ -118,7 +118,7 @@ def test_models_agree_with_one_process(name: str, scheme: str, recompute: str) -
         loss,
         batches(),
         optimizer=sgd,
-        strict=True,
+        transport="strict-local",
         recompute=recompute,
         reference=alone,
     )

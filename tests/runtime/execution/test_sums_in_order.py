@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 
 import counterflow as cf
 from counterflow.program.actions import Compute, StartSync
-from counterflow.runtime.transport import Group
+from counterflow.runtime.transport.base import Group
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule.ir import Schedule
 

@@ -102,7 +102,7 @@ def agrees(
     layers: list[nn.Module] | None = None,
     loss: Any = None,
     batches: Any = None,
-    strict: bool = True,
+    transport: str = "strict-local",
     **options: Any,
 ) -> list[int]:
     """Train with a barrier and without; by how many steps the later told."""
@@ -115,8 +115,7 @@ def agrees(
             *job,
             {"barrier": barrier, **options},
             workers=schedule.workers * replicas,
-            transport="local",
-            strict=strict,
+            transport=transport,
             timeout_seconds=30,
         )
         for barrier in (True, False)
@@ -154,8 +153,8 @@ def test_updates_for_several_steps(options: dict[str, Any]) -> None:
 
 
 def test_sends_that_wait_for_nobody_and_messages_with_their_shapes() -> None:
-    agrees(schemes.dapple(3, 4), strict=False)
-    agrees(schemes.hanayo(2, 2, waves=2), strict=False, dynamic_shapes=True)
+    agrees(schemes.dapple(3, 4), transport="local")
+    agrees(schemes.hanayo(2, 2, waves=2), transport="local", dynamic_shapes=True)
     agrees(schemes.dapple(2, 4), compress=True)
 
 

@@ -92,7 +92,7 @@ def test_training_with_smaller_messages(schedule: Schedule) -> None:
     job = trial.layers, trial.loss, trial.batches
     options = {"optimizer": trial.optimizer, "compress": True}
     workers = schedule.workers
-    found = launch(_train, schedule, *job, options, workers=workers, transport="local", strict=True)
+    found = launch(_train, schedule, *job, options, workers=workers, transport="strict-local")
     plain = launch(_train, schedule, *job, options | {"compress": False}, workers=workers, transport="local")
     for (losses, state, whole, sent), (expected, other, *_) in zip(found, plain, strict=True):
         assert losses == pytest.approx(expected, rel=1e-2)
@@ -113,7 +113,7 @@ class Shrink(nn.Module):
         return value * self.factor * self.weight
 
 
-@pytest.mark.parametrize("transport", ["local", "gloo"])
+@pytest.mark.parametrize("transport", ["strict-local", "gloo"])
 def test_the_smallest_activations_are_close(transport: Any) -> None:
     layers = [Shrink(1e-38), Shrink(1.0), Shrink(1e38)]
     schedule = schemes.dapple(3, 4)
@@ -123,7 +123,7 @@ def test_the_smallest_activations_are_close(transport: Any) -> None:
     ]
     options = {"optimizer": sgd, "cuts": (1, 2), "compress": True}
     job = schedule, layers, nn.functional.mse_loss, batches
-    found = launch(_train, *job, options, workers=3, transport=transport, strict=transport == "local")
+    found = launch(_train, *job, options, workers=3, transport=transport)
     plain = launch(_train, *job, options | {"compress": False}, workers=3, transport="local")
     assert found[0][0][0] == plain[0][0][0]
     assert found[0][0] == pytest.approx(plain[0][0], rel=1e-3)

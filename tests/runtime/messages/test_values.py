@@ -44,7 +44,7 @@ MODES = ["none", "stage", "layer"]
 
 
 def run(work: Callable[..., Any], *args: object, workers: int, **options: Any) -> list[Any]:
-    options = {"transport": "local", "strict": True, **options}
+    options = {"transport": "strict-local", **options}
     return launch(work, *args, workers=workers, timeout_seconds=30, **options)
 
 
@@ -183,7 +183,9 @@ def test_masks_by_blocks_are_handed_on(mode: str) -> None:
     batches = [(torch.randn(4, 32, 16, dtype=F), torch.randn(4, 32, 16, dtype=F)) for _ in range(2)]
     for schedule in (schemes.dapple(4, 4), schemes.chimera(4, 4, concat="backward-halving")):
         rows = [[batch] for batch in batches]
-        found = verify(schedule, layers, nn.MSELoss(), rows, optimizer=sgd, recompute=mode, strict=True)
+        found = verify(
+            schedule, layers, nn.MSELoss(), rows, optimizer=sgd, recompute=mode, transport="strict-local"
+        )
         assert found.ok, found
 
 
@@ -322,7 +324,7 @@ def test_any_pytree_flows_between_processes() -> None:
     schedule = schemes.chimera(2, 4)
     layers = model(2)
     options = {"dynamic_shapes": True}
-    found = run(_train, layers, schedule, BATCHES, options, workers=2, transport="gloo", strict=False)
+    found = run(_train, layers, schedule, BATCHES, options, workers=2, transport="gloo")
     agree(schedule, found, layers, BATCHES)
 
 

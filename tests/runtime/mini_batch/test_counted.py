@@ -32,7 +32,7 @@ WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 3.0, 1.5], dtype=F)
 
 
 def run(work: Callable[..., Any], *args: object, workers: int = 2) -> list[Any]:
-    return launch(work, *args, workers=workers, transport="local", strict=True, timeout_seconds=30)
+    return launch(work, *args, workers=workers, transport="strict-local", timeout_seconds=30)
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -306,7 +306,7 @@ def test_nothing_that_counts_is_an_error() -> None:
 @pytest.mark.parametrize("loss", [plain, by_classes])
 def test_verify_compares_with_the_same(loss: Any) -> None:
     given = [[batch(n)] for n in range(2)]
-    found = verify(SCHEMES[0], layers(), loss, given, optimizer=sgd, cuts=(2,), strict=True)
+    found = verify(SCHEMES[0], layers(), loss, given, optimizer=sgd, cuts=(2,), transport="strict-local")
     assert found.ok, found
 
 

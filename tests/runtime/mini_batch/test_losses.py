@@ -28,7 +28,7 @@ SCHEMES = [
 
 
 def run(work: Callable[..., Any], *args: object, workers: int = 2) -> list[Any]:
-    return launch(work, *args, workers=workers, transport="local", strict=True, timeout_seconds=30)
+    return launch(work, *args, workers=workers, transport="strict-local", timeout_seconds=30)
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

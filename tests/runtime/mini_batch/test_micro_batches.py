@@ -54,9 +54,10 @@ def numbers(samples: int, seed: int = 0) -> Tensor:
     return torch.randn(samples, 4, generator=torch.Generator().manual_seed(samples + 1000 * seed), dtype=F)
 
 
-def run(work: Callable[..., Any], *args: object, workers: int = 2, transport: Any = "local") -> list[Any]:
-    strict: Any = {"strict": True} if transport == "local" else {}
-    return launch(work, *args, workers=workers, transport=transport, timeout_seconds=60, **strict)
+def run(
+    work: Callable[..., Any], *args: object, workers: int = 2, transport: str = "strict-local"
+) -> list[Any]:
+    return launch(work, *args, workers=workers, transport=transport, timeout_seconds=60)
 
 
 COUNTS = (3, 8, 1, 3, 5, 1)

@@ -82,7 +82,7 @@ def test_layouts_in_memory_make_no_difference() -> None:
 
 
 def run(work: Callable[..., Any], *args: object, workers: int) -> list[Any]:
-    return launch(work, *args, workers=workers, transport="local", strict=True, timeout_seconds=30)
+    return launch(work, *args, workers=workers, transport="strict-local", timeout_seconds=30)
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ State = dict[str, Tensor]
 
 
 def run(work: Callable[..., Any], *args: object, workers: int = 2) -> list[Any]:
-    return launch(work, *args, workers=workers, transport="local", strict=True, timeout_seconds=30)
+    return launch(work, *args, workers=workers, transport="strict-local", timeout_seconds=30)
 
 
 @pytest.fixture
@@ -153,14 +153,23 @@ def test_hooks_see_the_whole_gradient(  # noqa: PLR0917
 def test_without_a_flush_too(schedule: Schedule, replicas: int) -> None:
     batches = [[batch(replicas * n + r) for r in range(replicas)] for n in range(8)]
     found = verify(
-        schedule, layers(), mean_square, batches, optimizer=adamw, cuts=(2,), strict=True, clip_norm=0.1
+        schedule,
+        layers(),
+        mean_square,
+        batches,
+        optimizer=adamw,
+        cuts=(2,),
+        transport="strict-local",
+        clip_norm=0.1,
     )
     assert found.ok, found
 
 
 def test_what_verify_compares_with_is_one_process() -> None:
     batches = [[batch(n)] for n in range(3)]
-    found = verify(schemes.dapple(2, 4), layers(), mean_square, batches, optimizer=adamw, strict=True)
+    found = verify(
+        schemes.dapple(2, 4), layers(), mean_square, batches, optimizer=adamw, transport="strict-local"
+    )
     assert found.ok, found
 
 

@@ -19,9 +19,8 @@ from counterflow.schedule.ir import Schedule
 from counterflow.verify.agreement import verify
 
 
-def run(work: Callable[..., Any], *args: object, workers: int, transport: Any = "local") -> list[Any]:
-    strict = transport == "local"
-    return launch(work, *args, workers=workers, transport=transport, strict=strict, timeout_seconds=30)
+def run(work: Callable[..., Any], *args: object, workers: int, transport: Any = "strict-local") -> list[Any]:
+    return launch(work, *args, workers=workers, transport=transport, timeout_seconds=30)
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:

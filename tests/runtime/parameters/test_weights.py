@@ -30,7 +30,7 @@ F = torch.float64
 
 
 def run(work: Callable[..., Any], *args: object, workers: int = 2) -> list[Any]:
-    return launch(work, *args, workers=workers, transport="local", strict=True, timeout_seconds=30)
+    return launch(work, *args, workers=workers, transport="strict-local", timeout_seconds=30)
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def test_without_a_flush_too(schedule: Schedule) -> None:
         [[batch(n)] for n in range(8)],
         optimizer=adamw,
         cuts=(1,),
-        strict=True,
+        transport="strict-local",
     )
     assert found.ok, found
 
@@ -242,7 +242,7 @@ def test_a_loss_function_with_weights_is_trained(schedule: Schedule, recompute: 
         batches,
         optimizer=adamw,
         cuts=(1,),
-        strict=True,
+        transport="strict-local",
         recompute=recompute,
     )
     assert found.ok, found
@@ -296,7 +296,7 @@ def test_a_loss_function_may_share_a_weight_with_the_first_stage() -> None:
         Loss(layers[0].weight),  # type: ignore[arg-type]
         [[batch(n)] for n in range(3)],
         optimizer=adamw,
-        strict=True,
+        transport="strict-local",
     )
     assert found.ok, found
 
@@ -355,7 +355,7 @@ def test_modules_that_keep_their_parameters_elsewhere(schedule: Schedule, recomp
         [[batch(n)] for n in range(8)],
         optimizer=sgd,
         cuts=(1,),
-        strict=True,
+        transport="strict-local",
         recompute=recompute,
     )
     assert found.ok, found
@@ -403,7 +403,9 @@ def test_parameters_that_are_not_the_weights(kind: str, schedule: Schedule) -> N
     torch.manual_seed(0)
     layers = [made(kind), made(kind)]
     batches = [[batch(n)] for n in range(5)]
-    found = verify(schedule, layers, mean_square, batches, optimizer=adamw, cuts=(1,), strict=True)
+    found = verify(
+        schedule, layers, mean_square, batches, optimizer=adamw, cuts=(1,), transport="strict-local"
+    )
     assert found.ok, found
 
 
@@ -443,7 +445,7 @@ def test_complex_weights(schedule: Schedule, clip_norm: float | None) -> None:
         batches,
         optimizer=adamw,
         cuts=(2,),
-        strict=True,
+        transport="strict-local",
         clip_norm=clip_norm,
     )
     assert found.ok, found
@@ -489,7 +491,7 @@ def test_functions_that_add_to_gradients_themselves(schedule: Schedule, recomput
         [[batch(n)] for n in range(6)],
         optimizer=adamw,
         cuts=(1,),
-        strict=True,
+        transport="strict-local",
         recompute=recompute,
     )
     assert found.ok, found

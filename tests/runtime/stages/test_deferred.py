@@ -19,7 +19,7 @@ from counterflow.schedule.ir import Schedule
 
 
 def run(work: Callable[..., Any], *args: object, workers: int = 2) -> list[Any]:
-    return launch(work, *args, workers=workers, transport="local", strict=True, timeout_seconds=60)
+    return launch(work, *args, workers=workers, transport="strict-local", timeout_seconds=60)
 
 
 def numbers(step: int) -> tuple[Tensor, Tensor]:

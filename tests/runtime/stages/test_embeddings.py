@@ -27,7 +27,7 @@ CONTINUOUS = [schemes.pipedream(2), schemes.pipedream_2bw(2, 2)]
 
 
 def run(work: Callable[..., Any], *args: object, workers: int = 2) -> list[Any]:
-    return launch(work, *args, workers=workers, transport="local", strict=True, timeout_seconds=30)
+    return launch(work, *args, workers=workers, transport="strict-local", timeout_seconds=30)
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -68,7 +68,7 @@ def test_sparse_gradients_are_right(schedule: Schedule, recompute: str) -> None:
         [[batch(n)] for n in range(6)],
         optimizer=sgd,
         clip_norm=0.1,
-        strict=True,
+        transport="strict-local",
         recompute=recompute,
     )
     assert found.ok, found

@@ -42,7 +42,7 @@ MODES = ["none", "stage", "layer"]
 
 
 def run(work: Callable[..., Any], *args: object, workers: int, **options: Any) -> list[Any]:
-    options = {"transport": "local", "strict": True, **options}
+    options = {"transport": "strict-local", **options}
     return launch(work, *args, workers=workers, timeout_seconds=60, **options)
 
 
@@ -212,7 +212,7 @@ def verified(schedule: Schedule, name: str, mode: str, *, layers: Any = None, **
         batches,
         optimizer=sgd,
         recompute=mode,
-        **{"strict": True, "clip_norm": 0.5, "costs": [1] * 8, **options},
+        **{"transport": "strict-local", "clip_norm": 0.5, "costs": [1] * 8, **options},
     )
 
 
@@ -478,7 +478,7 @@ def test_skips_between_processes() -> None:
     layers = encoder_decoder()
     layers[1], layers[7] = Table(table, "buffer"), Masked(table)
     schedule = schemes.interleaved(2, 4, chunks=2)
-    found = verified(schedule, "encoder-decoder", "layer", layers=layers, transport="gloo", strict=False)
+    found = verified(schedule, "encoder-decoder", "layer", layers=layers, transport="gloo")
     assert found.ok, found
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import counterflow as cf
 from counterflow.errors import WorkerError
-from counterflow.runtime.transport import Group, nccl
-from counterflow.runtime.transport.base import Status
+from counterflow.runtime.transport import nccl
+from counterflow.runtime.transport.base import Group, Status
 from counterflow.runtime.transport.ordered import OrderedTransport
 from counterflow.runtime.transport.progress import OPS_AHEAD, Progress
 from counterflow.schedule import schemes

@@ -18,18 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from counterflow.runtime.transport import (
+from counterflow.runtime.transport import gathers as gather_rows
+from counterflow.runtime.transport.base import (
     Group,
     Lost,
     TimedOut,
     Transport,
 )
-from counterflow.runtime.transport import gathers as gather_rows
 from counterflow.runtime.transport.control import break_connections
 from counterflow.runtime.transport.gloo import GlooTransport
 from counterflow.runtime.transport.local import Hub
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.world import current_transport
+from counterflow.testing.strict_local import StrictHub
 
 WORKERS = 3
 
@@ -294,16 +295,14 @@ def outcomes(kind: str) -> list[dict[str, str]]:
         return launch(check_all_over_gloo, workers=WORKERS, timeout_seconds=60.0)
     if kind == "strict-nccl":
         return launch(check_all_in_order, workers=WORKERS, transport="strict-nccl", timeout_seconds=60.0)
-    return launch(
-        check_all, workers=WORKERS, transport="local", strict=kind == "strict", timeout_seconds=60.0
-    )
+    return launch(check_all, workers=WORKERS, transport=kind, timeout_seconds=60.0)
 
 
 @pytest.mark.parametrize(
     ("kind", "check"),
     [
         (kind, check.__name__)
-        for kind in ("local", "strict", "gloo", "strict-nccl")
+        for kind in ("local", "strict-local", "gloo", "strict-nccl")
         for check in (CHECKS_IN_ORDER if kind == "strict-nccl" else CHECKS)
     ],
 )
@@ -354,7 +353,7 @@ def test_broken_connections_end_all_waits(gone: int | None) -> None:
 
 
 def test_strict_messages_come_in_one_order() -> None:
-    hub = Hub(2, strict=True, timeout_seconds=10.0)
+    hub = StrictHub(2, timeout_seconds=10.0)
     one, two = hub.transport(0), hub.transport(1)
     one.receive([torch.empty(1)], 1, 1)
     one.receive([torch.empty(1)], 1, 2)
@@ -363,7 +362,7 @@ def test_strict_messages_come_in_one_order() -> None:
 
 
 def test_strict_send_waits_for_its_receive() -> None:
-    hub = Hub(2, strict=True, timeout_seconds=0.2)
+    hub = StrictHub(2, timeout_seconds=0.2)
     sender = hub.transport(0)
     with pytest.raises(TimedOut, match=r"nothing came within 0\.2 s") as caught:
         sender.send([torch.ones(1)], 1, 1)

@@ -36,12 +36,12 @@ def _draws(steps: int) -> list[object]:
     return found
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_threads_draw_the_same_weights_and_mini_batches(strict: bool) -> None:
-    found = launch(_draws, 3, workers=4, transport="local", strict=strict, timeout_seconds=60)
+@pytest.mark.parametrize("transport", ["local", "strict-local"])
+def test_threads_draw_the_same_weights_and_mini_batches(transport: str) -> None:
+    found = launch(_draws, 3, workers=4, transport=transport, timeout_seconds=60)
     assert found[0] == found[1] == found[2] == found[3]
     assert found[0][0] != 0.0
-    again = launch(_draws, 3, workers=4, transport="local", strict=strict, timeout_seconds=60)
+    again = launch(_draws, 3, workers=4, transport=transport, timeout_seconds=60)
     assert again == found
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from counterflow.errors import ConfigError, DeadlockError, WorkerError
-from counterflow.runtime.transport.base import TransportKind
+from counterflow.runtime.transport.kinds import GLOO, NCCL
 from counterflow.runtime.workers.forking import start_method
 from counterflow.runtime.workers.launch import launch, launch_watched
 from counterflow.runtime.workers.world import Defaults, current_transport
@@ -137,8 +137,8 @@ def test_forked_workers_are_as_if_started_anew(
 
 
 def test_workers_of_gpus_are_not_forked() -> None:
-    assert start_method(Defaults(TransportKind.NCCL)) == "spawn"
-    assert start_method(Defaults(TransportKind.GLOO, torch.device("cuda"))) == "spawn"
+    assert start_method(Defaults(NCCL)) == "spawn"
+    assert start_method(Defaults(GLOO, torch.device("cuda"))) == "spawn"
 
 
 def test_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -370,7 +370,6 @@ def test_an_interrupted_launch_of_threads() -> None:
         ({"workers": 400_000}, "workers=400,000; at most 1,024 are started on one machine"),
         ({"workers": 2, "timeout_seconds": 0.0}, "more than 0"),
         ({"workers": 2, "transport": "mpi"}, 'unknown transport "mpi"'),
-        ({"workers": 2, "strict": True}, 'strict=True is for transport "local"'),
         ({"workers": 1000, "transport": "nccl"}, "1000 workers, and .* GPUs here"),
     ],
 )

@@ -75,8 +75,8 @@ def test_pipelines_step_in_turn_between_processes() -> None:
 
 
 def test_where_messages_go_by_order_another_pipeline_has_to_be_empty() -> None:
-    with pytest.raises(ConfigError, match=r"over local its messages would be taken for this one"):
-        run(_in_turn, models(), PAIRS[1], [0, 1], False, workers=4, strict=True)
+    with pytest.raises(ConfigError, match=r"over strict-local its messages would be taken for this one"):
+        run(_in_turn, models(), PAIRS[1], [0, 1], False, workers=4, transport="strict-local")
 
 
 def _closed(layers: list[nn.Module]) -> float:

@@ -17,7 +17,8 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from counterflow.errors import ConfigError
-from counterflow.runtime.transport import Status, Transport, TransportKind
+from counterflow.runtime.transport.base import Status, Transport
+from counterflow.runtime.transport.kinds import GLOO, LOCAL, NCCL, TransportKind
 from counterflow.runtime.workers import watch, world
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.place import Place, first_host, place
@@ -126,7 +127,7 @@ def test_no_first_host() -> None:
 
 
 def test_unknown_transport() -> None:
-    with pytest.raises(ConfigError, match='unknown transport "mpi"; there are local, gloo, nccl'):
+    with pytest.raises(ConfigError, match='unknown transport "mpi"; there are gloo, nccl, local'):
         current_transport("mpi")
 
 
@@ -145,12 +146,12 @@ def test_nccl_wants_a_gpu(environment: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        (torchrun, TransportKind.NCCL, None, 8, "cuda:1"),
-        (slurm, TransportKind.NCCL, None, 8, "cuda:1"),
-        (slurm, TransportKind.NCCL, None, 1, "cuda:0"),  # srun --gpus-per-task=1: each sees its own
-        (torchrun, TransportKind.GLOO, None, 8, "cpu"),
-        (torchrun, TransportKind.GLOO, "cuda", 8, "cuda:1"),
-        (torchrun, TransportKind.NCCL, "cuda:3", 8, "cuda:3"),
+        (torchrun, NCCL, None, 8, "cuda:1"),
+        (slurm, NCCL, None, 8, "cuda:1"),
+        (slurm, NCCL, None, 1, "cuda:0"),  # srun --gpus-per-task=1: each sees its own
+        (torchrun, GLOO, None, 8, "cpu"),
+        (torchrun, GLOO, "cuda", 8, "cuda:1"),
+        (torchrun, NCCL, "cuda:3", 8, "cuda:3"),
     ],
 )
 def test_a_process_has_the_gpu_of_its_local_rank(
@@ -173,7 +174,7 @@ def test_fewer_gpus_than_local_ranks(environment: pytest.MonkeyPatch) -> None:
     environment.setattr(torch.cuda, "is_available", lambda: True)
     environment.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(ConfigError, match="local rank 5, and 4 GPUs"):
-        world._device(TransportKind.NCCL, None, 5)
+        world._device(NCCL, None, 5)
 
 
 def test_in_a_thread() -> None:
@@ -182,8 +183,8 @@ def test_in_a_thread() -> None:
         return world.rank(), world.world_size(), transport.kind, current_transport("local") is transport
 
     assert launch(look, workers=2, transport="local") == [
-        (0, 2, TransportKind.LOCAL, True),
-        (1, 2, TransportKind.LOCAL, True),
+        (0, 2, LOCAL, True),
+        (1, 2, LOCAL, True),
     ]
 
     def ask_for_gloo() -> None:
@@ -195,7 +196,7 @@ def test_in_a_thread() -> None:
 
 SCRIPT = """
 import torch
-from counterflow.runtime.transport import Lost
+from counterflow.runtime.transport.base import Lost
 from counterflow.runtime.workers.world import current_transport
 
 transport = current_transport(timeout_seconds=60)

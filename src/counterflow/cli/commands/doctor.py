@@ -11,6 +11,7 @@ import typer
 
 from counterflow import __version__, schemes
 from counterflow.errors import CounterflowError
+from counterflow.runtime.transport.kinds import kinds
 
 from ..options.flags import JsonFlag
 from ..output.console import WIDE, console, note, print_json
@@ -59,14 +60,15 @@ def _tests() -> Iterable[Finding]:
     from counterflow.train.trial import small_trial  # noqa: PLC0415
 
     trial = small_trial(schemes.chimera(stages=2, micro_batches=2), steps=1)
-    kinds = ["local", "gloo"]
-    if gpus() > 1:
-        kinds.append("nccl")
-    for kind in kinds:
+    for kind in kinds(trains=True):
+        if kind.gpu_each and gpus() < 2:
+            continue
         began = time.perf_counter()
         try:
             agreement = trial.verify(
-                transport=kind, timeout_seconds=_TIMEOUT_SECONDS, device="cuda" if kind == "nccl" else "cpu"
+                transport=kind.name,
+                timeout_seconds=_TIMEOUT_SECONDS,
+                device="cuda" if kind.gpu_each else "cpu",
             )
         except CounterflowError as error:
             yield Finding(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,8 +12,10 @@ from counterflow.errors import ConfigError
 from counterflow.program.check import checked_program
 from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.program.segments import segments
+from counterflow.runtime.transport.kinds import kind_of, kinds
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute, Sync
+from counterflow.testing import STRICT_LOCAL
 
 from ..options.flags import JsonFlag, SchemeOptions, SubjectArgument
 from ..options.subject import schedule_of
@@ -37,13 +39,8 @@ class Bfloat16(Enum):
     COMPUTE_DTYPE = "compute-dtype"
 
 
-class Where(Enum):
-    """Where the workers run."""
-
-    LOCAL = "local"
-    GLOO = "gloo"
-    NCCL = "nccl"
-    STRICT_NCCL = "strict-nccl"
+Where = StrEnum("Where", {kind.name: kind.name for kind in kinds()})  # type: ignore[misc]
+"""What carries the workers' messages."""
 
 
 _PANEL = "How it is run"
@@ -71,10 +68,10 @@ def verify(
     transport: Annotated[
         Where,
         typer.Option(
-            help="local: threads; gloo, nccl: processes; strict-nccl: threads with NCCL's rules, no GPUs.",
+            help="; ".join(f"{kind}: {kind.about}" for kind in kinds()) + ".",
             rich_help_panel=_PANEL,
         ),
-    ] = Where.LOCAL,
+    ] = Where(STRICT_LOCAL.name),
     dtype: Annotated[
         Dtype | None,
         typer.Option(
@@ -114,7 +111,7 @@ def verify(
         steps = steps or segments(schedule, replicas=replicas).last + 5
     workers = schedule.workers * replicas
     if not as_json:
-        kind = "threads" if transport in (Where.LOCAL, Where.STRICT_NCCL) else "processes"
+        kind = "threads" if kind_of(transport.value).threads else "processes"
         note(f"Training with one process, then with {workers} workers ({kind}), {steps} updates each …")
     found = _compared(
         schedule,
@@ -166,7 +163,6 @@ def _compared(
     trial = small_trial(schedule, replicas=replicas, steps=steps, seed=seed, dtype=dtype.value, tied=tied)
     return trial.verify(
         transport=transport.value,
-        strict=transport is Where.LOCAL,
         flush_after=() if schedule.synchronous else (steps - 3,),
         seed=seed,
         **options,

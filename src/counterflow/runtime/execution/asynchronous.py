@@ -28,7 +28,7 @@ from ..mini_batch.batch import Batch
 from ..mini_batch.losses import Losses, divisor_of, refuse_no_graph
 from ..parameters.versions import Versions
 from ..parameters.weights import Weights
-from ..transport import Gathering
+from ..transport.base import Gathering
 from .interpreter import Interpreter
 from .step import COLUMNS, StepStatistics, Workers
 from .tasks import Tasks

@@ -32,7 +32,7 @@ from ..messages.compression import Compression
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import LossFunction
 from ..stages.stage import StageCopy
-from ..transport import Transport
+from ..transport.base import Transport
 from ..workers.watch import worker_error
 from .backwards import Backwards
 from .forwards import Forwards

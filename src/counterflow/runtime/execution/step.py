@@ -14,7 +14,7 @@ from typing import Any, cast
 from counterflow.errors import ConfigError, WorkerError
 
 from ..mini_batch.losses import Counts, Losses, added, refuse_mixed, refuse_other_counts
-from ..transport import Transport
+from ..transport.base import Transport
 
 COLUMNS = 9
 """Of loss and norm: loss, squared norm, what is not finite, and what ``Losses.weighed`` gives."""

@@ -18,7 +18,7 @@ from ..mini_batch.batch import Batch, Key
 from ..stages.recomputation import Hold
 from ..stages.split_backward import Joints
 from ..stages.stage import StageCopy
-from ..transport import Transport
+from ..transport.base import Transport
 from .meters import Clock, Kept, SavedBytes, graph_of, pointers
 from .skips import SkipTraffic
 from .stash import Stash, Waiting

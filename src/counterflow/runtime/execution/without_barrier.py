@@ -30,7 +30,7 @@ from ..mini_batch.batch import Batch
 from ..mini_batch.losses import added
 from ..parameters.gradients import OwnNorm
 from ..parameters.weights import Weights
-from ..transport import Gathering
+from ..transport.base import Gathering
 from .interpreter import Interpreter
 from .step import COLUMNS, StepStatistics, Workers
 from .synchronous import SynchronousRunner

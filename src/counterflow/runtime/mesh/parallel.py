@@ -19,7 +19,7 @@ from counterflow.schedule.ir import Schedule
 from ..messages.values import Value
 from ..stages.recomputation import mapped
 from ..torch_private import children_of, fsdp_groups
-from ..transport import Transport
+from ..transport.base import Transport
 from .dtensors import is_dtensor, settled
 from .layout import REPLICA, WORKER, Layout, Mesh
 from .sharding import Sharding

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from counterflow.errors import ConfigError
 
-from ..transport import Transport
+from ..transport.base import Transport
 from .dtensors import is_dtensor, local
 from .layout import REPLICA, WORKER, Layout
 

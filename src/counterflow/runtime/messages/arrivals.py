@@ -16,8 +16,7 @@ from counterflow.schedule.workload import SkipLink
 
 from ..execution.tasks import Task
 from ..mini_batch.batch import Shapes
-from ..transport import Pending
-from ..transport.base import Described
+from ..transport.base import Described, Pending
 from .values import Layout, Structure, Unit, read_description
 
 Of = tuple[int | SkipLink, Unit]

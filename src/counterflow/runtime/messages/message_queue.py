@@ -28,7 +28,7 @@ from counterflow.errors import ConfigError
 from ..execution.meters import pointers
 from ..execution.tasks import Task
 from ..mini_batch.batch import Batch, Shapes
-from ..transport import Pending, Transport
+from ..transport.base import Pending, Transport
 from .arrivals import (
     PostedDescribed,
     PostedReceive,

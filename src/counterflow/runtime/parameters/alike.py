@@ -18,7 +18,7 @@ from counterflow.schedule.owners import pieces
 from ..mesh.layout import REPLICA, WORKER, Layout
 from ..messages.values import number_of
 from ..stages.stage import StageCopy
-from ..transport import Group, Transport
+from ..transport.base import Group, Transport
 from .digest import digest
 from .names import Names, named_parameters, shared_names
 

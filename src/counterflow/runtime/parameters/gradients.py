@@ -22,7 +22,7 @@ from counterflow.errors import ConfigError
 from .. import later
 from ..mesh.dtensors import like, local, part_of
 from ..mini_batch.losses import added
-from ..transport import Group, Pending, Transport
+from ..transport.base import Group, Pending, Transport
 from .hooks import Hooks, called
 
 BUCKET_BYTES = 25 * 1024 * 1024

@@ -19,7 +19,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.owners import owners
 
-from ..transport import Group, Transport
+from ..transport.base import Group, Transport
 from .alike import send_alike
 from .gradients import GradientGroup
 from .names import Names

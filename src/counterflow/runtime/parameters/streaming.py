@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..mesh.dtensors import is_dtensor, whole
-from ..transport import Transport
+from ..transport.base import Transport
 
 Entries = Sequence[tuple[Sequence[Any], Any]]
 """Names (hashable), several where there is one value under several, and the value: a tensor or another."""

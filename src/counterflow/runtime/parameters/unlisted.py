@@ -16,7 +16,7 @@ from counterflow.errors import ConfigError
 
 from ..messages.values import number_of
 from ..stages.layers import EXTRA_STATE, Model, aliases_of
-from ..transport import Transport
+from ..transport.base import Transport
 from .digest import digest
 
 

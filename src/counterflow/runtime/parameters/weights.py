@@ -29,7 +29,7 @@ from ..mesh.sharding import WHOLE, Sharding
 from ..stages.randomness import RandomStreams
 from ..stages.recomputation import Contents
 from ..stages.stage import StageCopy
-from ..transport import Group, Pending, Transport
+from ..transport.base import Group, Pending, Transport
 from .alike import Copies, Key, tensors_of
 from .average import Average, Averaged
 from .coupled import Trial, error, known_coupled, options_of, refuse_changed

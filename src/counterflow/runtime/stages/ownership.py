@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from counterflow.errors import ConfigError
 
 from ..torch_private import hooks_of, module_hook_tables, parameters_of
-from ..transport import Transport
+from ..transport.base import Transport
 from .remote import leave, tables
 
 _PLAIN = {bool, int, float, str, NoneType}

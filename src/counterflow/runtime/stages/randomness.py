@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..messages.values import Value, number_of
-from ..transport import TimedOut
+from ..transport.base import TimedOut
 from ..transport.turns import has_turn, process_lock, settle
 
 
@@ -69,8 +69,8 @@ class RandomStreams:
         self.compiled = False
         """Whether layers go through ``torch.compile``."""
         self._has_turn = False
-        self._bases: dict[tuple[int, int], int] = {}
-        """Of the seeds of a step's streams, by the run's seed (a load changes it) and step; the last few."""
+        self._bases: list[tuple[int, int | None, int]] = [(seed, None, 0)] * _STEPS
+        """Of the last few steps: the run's seed (a load changes it), the step, and the base of the seeds."""
 
     @cached_property
     def generators(self) -> list[torch.Generator]:
@@ -142,11 +142,10 @@ class RandomStreams:
 
     def _key(self, step: int, micro_batch: int, index: int, part: int = 0) -> int:
         """The seed of a stream: steps are told apart by a hash, what is in a step by mixing (SplitMix64)."""
-        base = self._bases.get((self.seed, step))
-        if base is None:
-            if len(self._bases) >= _STEPS:
-                self._bases.clear()
-            base = self._bases[self.seed, step] = number_of(self.seed, step)
+        seed, of, base = self._bases[step % _STEPS]
+        if of != step or seed != self.seed:
+            base = number_of(self.seed, step)
+            self._bases[step % _STEPS] = self.seed, step, base
         mixed = base + micro_batch * 0x9E3779B97F4A7C15 + index * 0xD1342543DE82EF95
         return self._mixed(mixed + part * 0xD6E8FEB86659FD93)
 

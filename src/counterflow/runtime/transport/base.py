@@ -11,7 +11,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
@@ -20,17 +19,10 @@ from torch import Tensor
 
 from counterflow.program.actions import Matching
 
+from .kinds import TransportKind
+
 MOST_TAGS = 2**29 - 2
 """Tags are smaller than this."""
-
-
-class TransportKind(Enum):
-    """The transports there are."""
-
-    LOCAL = "local"
-    GLOO = "gloo"
-    NCCL = "nccl"
-    STRICT_NCCL = "strict-nccl"
 
 
 class Lost(Exception):  # noqa: N818 - internal: the interpreter turns it into a WorkerError

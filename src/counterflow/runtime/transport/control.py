@@ -192,7 +192,7 @@ class DistributedTransport(Transport):
     def group(self, ranks: Sequence[int]) -> Group:
         """See ``Transport.group``. Two groups of the same ranks are two: their collectives may cross."""
         alone = len(ranks) == 1
-        return Group(tuple(ranks), None if alone else self.new_group(ranks, self.kind.value, self._timeout))
+        return Group(tuple(ranks), None if alone else self.new_group(ranks, self.kind.backend, self._timeout))
 
     def release(self, groups: Iterable[Group]) -> None:
         """See ``Transport.release``."""

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from counterflow.program.actions import Matching
 
-from .base import Group, TransportKind
+from .base import Group
 from .control import DistributedTransport
+from .kinds import GLOO
 from .pending import Receiving, Sending, in_place_of
 from .tags import PAYLOAD, lane_tag
 
@@ -22,7 +23,7 @@ from .tags import PAYLOAD, lane_tag
 class GlooTransport(DistributedTransport):
     """One process's transport over Gloo."""
 
-    kind = TransportKind.GLOO
+    kind = GLOO
     matching = Matching.TAG
 
     def make_data_plane(self) -> None:

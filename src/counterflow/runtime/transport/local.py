@@ -18,7 +18,8 @@ from torch import Tensor
 
 from counterflow.program.actions import Matching
 
-from .base import Described, Group, Lost, Pending, Status, TimedOut, Transport, TransportKind
+from .base import Described, Group, Lost, Pending, Status, TimedOut, Transport
+from .kinds import LOCAL
 from .turns import elsewhere
 
 _HOST = torch.device("cpu")
@@ -32,13 +33,15 @@ class Hub:
 
     Args:
         world_size: number of workers.
-        strict: whether sends block until their receive is posted, and pairs must keep one order.
         timeout_seconds: how long anything is waited for.
     """
 
-    def __init__(self, world_size: int, *, strict: bool = False, timeout_seconds: float = 300.0) -> None:
+    kind = LOCAL
+    strict = False
+    """Whether sends block until their receive is posted, and pairs must keep one order."""
+
+    def __init__(self, world_size: int, *, timeout_seconds: float = 300.0) -> None:
         self.world_size = world_size
-        self.strict = strict
         self.timeout_seconds = timeout_seconds
         self.lock = threading.Lock()
         self.messages: dict[tuple[int, int, int], _Message] = {}
@@ -213,11 +216,11 @@ class _Gathering:
 class LocalTransport(Transport):
     """One thread's end of a ``Hub``."""
 
-    kind = TransportKind.LOCAL
     shares_process = True
 
     def __init__(self, hub: Hub, rank: int, device: torch.device) -> None:
         self.hub = hub
+        self.kind = hub.kind
         self.rank = rank
         self.world_size = hub.world_size
         self.device = device

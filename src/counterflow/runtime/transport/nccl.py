@@ -23,8 +23,9 @@ from counterflow.errors import CounterflowError
 from ..torch_private import abort, flight_record, nccl_options
 from ..workers.gpu_environment import before_nccl, launches_hold
 from ..workers.watch import worker_error
-from .base import Described, Group, Pending, Status, TimedOut, TransportKind
+from .base import Described, Group, Pending, Status, TimedOut
 from .control import DistributedTransport
+from .kinds import NCCL
 from .ordered import OrderedTransport
 from .progress import Event
 
@@ -71,7 +72,7 @@ The watch sees what the device waits for, and how long."""
 class NcclTransport(OrderedTransport, DistributedTransport):
     """One process's transport over NCCL."""
 
-    kind = TransportKind.NCCL
+    kind = NCCL
     backend = "nccl"
     _late: TimedOut | None = None
     _recorded = False

@@ -14,7 +14,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.formats import dumps
 from counterflow.schedule.ir import Schedule
 
-from ..transport import Transport
+from ..transport.base import Transport
 
 _MORE = {
     "cuts": "; costs that each worker measures for itself differ: let one worker measure, and send them",

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..transport.base import TransportKind
 from .outside import FROM_OUTSIDE, undisturbed
 from .world import Defaults
 
@@ -31,7 +30,7 @@ _STREAMS = (1, 2)
 
 def start_method(defaults: Defaults) -> Literal["forkserver", "spawn"]:
     """How ``multiprocessing`` is to start workers: CUDA allows no fork, and macOS's libraries do not."""
-    on_gpu = defaults.kind is TransportKind.NCCL or (
+    on_gpu = (defaults.kind is not None and defaults.kind.gpu_each) or (
         defaults.device is not None and defaults.device.type != "cpu"
     )
     with undisturbed():  # it lets interrupts through again when it starts: so before the workers

@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from counterflow.errors import ConfigError, WorkerError
 
-from ..transport.base import TransportKind
+from ..transport.kinds import TransportKind, kind_of
 from ..transport.local import Hub
 from ..transport.turns import Turns, elsewhere
 from . import gpu_environment, world
@@ -68,9 +68,8 @@ def launch(
     function: Callable[..., _T],
     *args: object,
     workers: int,
-    transport: Literal["local", "gloo", "nccl", "strict-nccl"] = "gloo",
+    transport: str = "gloo",
     device: torch.device | str | None = None,
-    strict: bool = False,
     timeout_seconds: float = 300.0,
     threads: int | None = None,
     **kwargs: object,
@@ -91,11 +90,10 @@ def launch(
         *args: its arguments.
         **kwargs: its arguments by name.
         workers: how many, at least 1.
-        transport: ``"gloo"`` or ``"nccl"`` for processes, ``"local"`` for threads of this process,
-            ``"strict-nccl"`` for such threads with NCCL's rules: what would hang on GPUs is reported.
+        transport: what carries messages: ``"gloo"`` or ``"nccl"`` for processes, ``"local"`` for threads of
+            this process, or an instrument of `counterflow.testing` (``"strict-nccl"`` for threads with NCCL's
+            rules: what would hang on GPUs is reported).
         device: where the workers compute; ``"cuda"`` is a GPU each. None: that for nccl, else the CPU.
-        strict: with ``"local"``: a send waits for its receive, and messages come in one order. With
-            ``"nccl"``: processes on the CPU with NCCL's rules, as threads have with ``"strict-nccl"``.
         timeout_seconds: how long a worker waits for another.
         threads: what torch may use in each worker; None: this machine's cores, divided.
 
@@ -111,7 +109,6 @@ def launch(
         workers=workers,
         transport=transport,
         device=device,
-        strict=strict,
         timeout_seconds=timeout_seconds,
         threads=threads,
         **kwargs,
@@ -123,9 +120,8 @@ def launch_watched(
     function: Callable[..., _T],
     *args: object,
     workers: int,
-    transport: Literal["local", "gloo", "nccl", "strict-nccl"] = "gloo",
+    transport: str = "gloo",
     device: torch.device | str | None = None,
-    strict: bool = False,
     timeout_seconds: float = 300.0,
     threads: int | None = None,
     **kwargs: object,
@@ -141,7 +137,6 @@ def launch_watched(
         workers: how many.
         transport: what carries messages.
         device: where the workers compute.
-        strict: more of the transport's rules.
         timeout_seconds: how long a worker waits for another.
         threads: what torch may use in each worker.
 
@@ -158,23 +153,15 @@ def launch_watched(
         )
     if timeout_seconds <= 0:
         raise ConfigError(f"timeout_seconds={timeout_seconds:g}; it has to be more than 0")
-    kind = world.kind_of(transport)
-    if strict and kind not in (TransportKind.LOCAL, TransportKind.NCCL):
-        raise ConfigError(f'strict=True is for transport "local" or "nccl"; {transport} has its own rules')
+    kind = kind_of(transport)
     threads = threads or max(1, (os.cpu_count() or 1) // workers)
 
     def call() -> _T:
         return function(*args, **kwargs)
 
-    if kind in (TransportKind.LOCAL, TransportKind.STRICT_NCCL):
-        hub = Hub(workers, strict=strict, timeout_seconds=timeout_seconds)
-        if kind is TransportKind.STRICT_NCCL:
-            from ..transport.strict_nccl.local import StrictHub  # noqa: PLC0415 - for tests and checks
-
-            hub = StrictHub(workers, timeout_seconds=timeout_seconds)
+    if kind.threads:
+        hub = kind.load()(workers, timeout_seconds=timeout_seconds)
         return _Threads(hub, call, device, threads, meanwhile or _nothing).run()
-    if strict:
-        kind = TransportKind.STRICT_NCCL
     _check_processes(workers, kind)
     task = _pickled((function, args, kwargs), function)
     defaults = world.Defaults(kind, None if device is None else torch.device(device), timeout_seconds)
@@ -423,11 +410,11 @@ def _check_processes(workers: int, kind: TransportKind) -> None:
             "launch was called while a worker imported the script it is in; "
             'put the call under if __name__ == "__main__":'
         )
-    if kind is TransportKind.NCCL:
+    if kind.gpu_each:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count < workers:
             raise ConfigError(
-                f"{workers} workers, and {count} GPUs here: nccl needs one a worker; choose gloo"
+                f"{workers} workers, and {count} GPUs here: {kind} needs one a worker; choose gloo"
             )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar, cast
 
-from ..transport import Group, Transport
+from ..transport.base import Group, Transport
 
 Owner = TypeVar("Owner")
 

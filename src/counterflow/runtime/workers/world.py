@@ -23,10 +23,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from counterflow.errors import ConfigError, WorkerError
 
-from ..transport.base import Lost, TimedOut, Transport, TransportKind
+from ..transport.base import Lost, TimedOut, Transport
 from ..transport.control import DistributedTransport
-from ..transport.gloo import GlooTransport
-from ..transport.nccl import NcclTransport
+from ..transport.kinds import GLOO, NCCL, TransportKind, kind_of
 from . import interface
 from .gpu_environment import before_cuda
 from .meeting import Meeting, meet
@@ -76,7 +75,7 @@ def current_transport(
     All workers make this call, and with the same arguments.
 
     Args:
-        kind: ``"gloo"``, ``"nccl"`` or ``"local"``; None: what the launch or the process group says, else
+        kind: the name of a transport, as ``"gloo"``; None: what the launch or the process group says, else
             NCCL if this worker has a GPU, else Gloo.
         device: where this worker computes; ``"cuda"`` is the GPU of its local rank. None: that GPU for NCCL,
             the CPU for Gloo.
@@ -90,13 +89,13 @@ def current_transport(
     wanted = kind_of(kind) if kind is not None else None
     local = _thread.transport
     if local is not None:
-        if wanted not in (None, local.kind):
+        if wanted is not None and not wanted.threads:
             raise ConfigError(
-                f'this worker is a thread of launch(…, transport="{local.kind.value}"); it has no {kind}'
+                f'this worker is a thread of launch(…, transport="{local.kind}"); it has no {kind}'
             )
         return local
-    if wanted is TransportKind.LOCAL:
-        raise ConfigError('transport "local" is for workers started by launch(…, transport="local")')
+    if wanted is not None and wanted.threads:
+        raise ConfigError(f'transport "{kind}" is for workers started by launch(…, transport="{kind}")')
     defaults = _process.defaults
     wanted = wanted or defaults.kind
     device = torch.device(device) if device is not None else defaults.device
@@ -131,7 +130,7 @@ def _make(
             "with torchrun --nproc-per-node 4 script.py, or with srun --ntasks 4 python script.py"
         )
     try:
-        transport = _kinds()[wanted](where, timeout_seconds)
+        transport: DistributedTransport = wanted.load()(where, timeout_seconds)
     except (Lost, TimedOut) as error:
         raise WorkerError(f"the workers did not all come together: {error}") from error
     if _process.world is None:
@@ -139,16 +138,6 @@ def _make(
     _process.world = dist.group.WORLD
     _process.transports.append(transport)
     return transport
-
-
-def _kinds() -> dict[TransportKind, type[DistributedTransport]]:
-    from ..transport.strict_nccl.process import StrictProcessTransport  # noqa: PLC0415 - for tests and checks
-
-    return {
-        TransportKind.GLOO: GlooTransport,
-        TransportKind.NCCL: NcclTransport,
-        TransportKind.STRICT_NCCL: StrictProcessTransport,
-    }
 
 
 def started_by() -> Literal["torchrun", "slurm"] | None:
@@ -226,39 +215,26 @@ def existing_transport() -> Transport | None:
     return _thread.transport or next(iter(_process.transports), None)
 
 
-def kind_of(name: str) -> TransportKind:
-    """The transport of a name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    try:
-        return TransportKind(name)
-    except ValueError:
-        kinds = ", ".join(kind.value for kind in TransportKind)
-        raise ConfigError(f'unknown transport "{name}"; there are {kinds}') from None
-
-
 def _best(device: torch.device | None, backends: str) -> TransportKind:
     on_gpu = device is None or device.type == "cuda"
     if on_gpu and "nccl" in backends and torch.cuda.is_available() and dist.is_nccl_available():
-        return TransportKind.NCCL
-    return TransportKind.GLOO
+        return NCCL
+    return GLOO
 
 
 def _device(kind: TransportKind, asked: torch.device | None, local_rank: int) -> torch.device:
     """The device of a worker; it becomes the current one."""
-    device = asked or torch.device("cuda" if kind is TransportKind.NCCL else "cpu")
-    if kind is TransportKind.NCCL and device.type != "cuda":
-        raise ConfigError(f"nccl carries CUDA tensors, and the device is {device}; choose gloo, or a GPU")
+    device = asked or torch.device("cuda" if kind.gpu_each else "cpu")
+    if kind.gpu_each and device.type != "cuda":
+        raise ConfigError(f"{kind} carries CUDA tensors, and the device is {device}; choose gloo, or a GPU")
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():
-        raise ConfigError(f"{kind.value} on {device}: torch finds no GPU here; choose gloo on the CPU")
+        raise ConfigError(f"{kind} on {device}: torch finds no GPU here; choose gloo on the CPU")
     count = torch.cuda.device_count()
     if device == torch.device("cuda"):  # no index
-        if kind is TransportKind.NCCL and 1 < count <= local_rank:
-            raise ConfigError(f"local rank {local_rank}, and {count} GPUs: nccl needs one a worker")
+        if kind.gpu_each and 1 < count <= local_rank:
+            raise ConfigError(f"local rank {local_rank}, and {count} GPUs: {kind} needs one a worker")
         device = torch.device("cuda", local_rank % count)  # of one visible GPU, each worker sees its own
     torch.cuda.set_device(device)
     return device
@@ -266,12 +242,11 @@ def _device(kind: TransportKind, asked: torch.device | None, local_rank: int) ->
 
 def _begin(kind: TransportKind, here: Place | None, timeout_seconds: float) -> None:
     """Initialise torch.distributed; not bound to a device (see ``DistributedTransport``). None: for one."""
-    if kind is TransportKind.NCCL and not dist.is_nccl_available():
+    if kind == NCCL and not dist.is_nccl_available():
         raise ConfigError("this torch has no nccl; choose gloo")
-    backend = "cpu:gloo,cuda:nccl" if kind is TransportKind.NCCL else "gloo"
     limit = timedelta(seconds=timeout_seconds)
     if here is None:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
+        dist.init_process_group(kind.backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
         _process.began_world = True
         return
     if here.machines > 1:
@@ -280,7 +255,7 @@ def _begin(kind: TransportKind, here: Place | None, timeout_seconds: float) -> N
     _process.begun += 1
     with _told_who_is_missing(here, timeout_seconds):
         dist.init_process_group(
-            backend,
+            kind.backend,
             store=PrefixStore(f"{meeting.name}/{_process.begun}", store),
             rank=here.rank,
             world_size=here.world_size,

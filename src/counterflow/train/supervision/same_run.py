@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from counterflow import toml
 from counterflow.errors import ConfigError
-from counterflow.runtime.transport import Transport
+from counterflow.runtime.transport.base import Transport
 
 from ..config import RunConfig
 

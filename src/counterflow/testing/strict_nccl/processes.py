@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterflow.errors import ConfigError
+from counterflow.runtime.torch_private import default_store, has_backend
 
-from ...torch_private import default_store, has_backend
 from . import streams
 from .fabric import RECEIVE, AbortedError, Fabric, Launch, NcclRuleError, Part, Wake
 from .group import StrictGroup, carried_out, read, write

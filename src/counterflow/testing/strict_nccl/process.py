@@ -6,9 +6,10 @@ from contextlib import ExitStack
 
 import torch
 
-from ..base import TransportKind
-from ..nccl import NcclTransport
-from ..progress import Event
+from counterflow.runtime.transport.nccl import NcclTransport
+from counterflow.runtime.transport.progress import Event
+
+from .. import STRICT_PROCESSES
 from . import streams
 from .modes import computing
 from .processes import NAME, endpoint, register
@@ -17,7 +18,7 @@ from .processes import NAME, endpoint, register
 class StrictProcessTransport(NcclTransport):
     """One process's transport over the strict groups."""
 
-    kind = TransportKind.STRICT_NCCL
+    kind = STRICT_PROCESSES
     backend = NAME
 
     def __init__(self, device: torch.device, timeout_seconds: float) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from counterflow.runtime.transport.strict_nccl import (
+from counterflow.testing.strict_nccl import (
     NcclRuleError,
     StrictGroup,
     ThreadEndpoint,
@@ -229,7 +229,7 @@ def test_a_wait_is_the_streams_and_the_host_goes_on() -> None:
 
 def test_a_stream_of_its_own_does_not_wait() -> None:
     def program(end: ThreadEndpoint) -> float:
-        from counterflow.runtime.transport.strict_nccl.streams import Stream, on
+        from counterflow.testing.strict_nccl.streams import Stream, on
 
         there, back = end.group(range(2), "there"), end.group(range(2), "back")
         for each in (there, back):

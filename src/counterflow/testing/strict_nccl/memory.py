@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...torch_private import without_functions, without_modes
+from counterflow.runtime.torch_private import without_functions, without_modes
 
 HOST, PINNED = "host", "pinned"
 

@@ -17,7 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...torch_private import without_modes
+from counterflow.runtime.torch_private import without_modes
+
 from .fabric import Launch
 from .memory import Copy
 

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...torch_private import register_device_module, rename_spare_backend
+from counterflow.runtime.torch_private import register_device_module, rename_spare_backend
+
 from . import streams
 from .memory import place_of
 from .streams import Stream

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...torch_private import (
+from counterflow.runtime.torch_private import (
     TorchDispatchMode,
     device_constructors,
     schema_of,
     whole_call,
     without_functions,
 )
+
 from . import streams
 from .device import NAME, Device, current, on
 from .memory import HOST, PINNED, FromHost, Place, ToHost, mark, place_of, same_memory, tensors_in

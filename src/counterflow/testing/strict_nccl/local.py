@@ -16,11 +16,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..base import Described, Lost, Pending, Status, TimedOut, TransportKind
-from ..local import Hub, LocalTransport
-from ..ordered import OrderedTransport
-from ..progress import Event
-from ..turns import elsewhere, settled_by
+from counterflow.runtime.transport.base import Described, Lost, Pending, Status, TimedOut
+from counterflow.runtime.transport.local import Hub, LocalTransport
+from counterflow.runtime.transport.ordered import OrderedTransport
+from counterflow.runtime.transport.progress import Event
+from counterflow.runtime.transport.turns import elsewhere, settled_by
+
+from .. import STRICT_NCCL
 from . import streams
 from .device import Device, refuse_on_device
 from .fabric import NcclRuleError
@@ -29,8 +31,10 @@ from .modes import computing
 from .threads import ThreadEndpoint, thread_fabric
 
 
-class StrictHub(Hub):
+class NcclHub(Hub):
     """See ``Hub``; with the fabric that connects the threads' devices."""
+
+    kind = STRICT_NCCL
 
     def __init__(self, world_size: int, *, timeout_seconds: float = 300.0) -> None:
         super().__init__(world_size, timeout_seconds=timeout_seconds)
@@ -56,11 +60,9 @@ class StrictHub(Hub):
 
 
 class StrictLocalTransport(OrderedTransport, LocalTransport):
-    """One thread's end of a ``StrictHub``."""
+    """One thread's end of a ``NcclHub``."""
 
-    kind = TransportKind.STRICT_NCCL
-
-    def __init__(self, hub: StrictHub, rank: int, device: torch.device) -> None:
+    def __init__(self, hub: NcclHub, rank: int, device: torch.device) -> None:
         LocalTransport.__init__(self, hub, rank, device)
         self.matching = OrderedTransport.matching
         self.fabric = hub.fabric
