@@ -71,7 +71,8 @@ def shapes(value: Activation) -> list[tuple[int, ...]]:
 def test_a_list_of_layers_without_nested_sequentials(config: ModelConfig) -> None:
     layers = config.build()
     blocks = sum(config.blocks) if isinstance(config, ResNeXtConfig) else config.layers
-    assert [type(layer).__name__ for layer in layers][1:-1] == ["Block"] * blocks
+    name = type(config).__name__.removesuffix("Config") + "Block"
+    assert [type(layer).__name__ for layer in layers][1:-1] == [name] * blocks
     assert not any(isinstance(module, nn.Sequential) for layer in layers for module in layer.modules())
 
 

@@ -55,7 +55,7 @@ class BERTConfig:
 
     >>> config = BERTConfig(layers=2, hidden=16, heads=2, vocabulary=32, positions=8)
     >>> [type(layer).__name__ for layer in config.build()]
-    ['Embedding', 'Block', 'Block', 'Head']
+    ['BERTEmbedding', 'BERTBlock', 'BERTBlock', 'BERTHead']
     """
 
     layers: int
@@ -74,9 +74,9 @@ class BERTConfig:
 
     def build(self) -> list[nn.Module]:
         """The layers, on the device and in the dtype that are torch's defaults where this is called."""
-        embedding = Embedding(self)
-        blocks = [Block(self) for _ in range(self.layers)]
-        return [embedding, *blocks, Head(self, embedding.tokens.weight if self.tied else None)]
+        embedding = BERTEmbedding(self)
+        blocks = [BERTBlock(self) for _ in range(self.layers)]
+        return [embedding, *blocks, BERTHead(self, embedding.tokens.weight if self.tied else None)]
 
     def sample(
         self,
@@ -114,7 +114,7 @@ class BERTConfig:
         return masked_token_loss(output, target)
 
 
-class Embedding(nn.Module):
+class BERTEmbedding(nn.Module):
     """``(token ids, segment ids)`` or ``(token ids, segment ids, mask)`` to what the blocks take.
 
     Ids are int64, the mask bool and True where there is a token; each is [samples, positions].
@@ -144,7 +144,7 @@ class Embedding(nn.Module):
         return hidden if len(inputs) == 2 else (hidden, inputs[2].bool())
 
 
-class Block(nn.Module):
+class BERTBlock(nn.Module):
     """Attention, then feed-forward, each added to what came in and then normalised."""
 
     def __init__(self, config: BERTConfig) -> None:
@@ -163,7 +163,7 @@ class Block(nn.Module):
         return hidden if mask is None else (hidden, mask)
 
 
-class Head(nn.Module):
+class BERTHead(nn.Module):
     """The masked-token head with its own decoder and bias, and the pooler with the next-sentence head.
 
     Gives logits [samples, positions, vocabulary]; with the next-sentence head a tuple of these and of

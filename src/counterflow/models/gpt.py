@@ -47,7 +47,7 @@ class GPTConfig:
 
     >>> config = GPTConfig(layers=2, hidden=16, heads=2, vocabulary=32, positions=8)
     >>> [type(layer).__name__ for layer in config.build()]
-    ['Embedding', 'Block', 'Block', 'Head']
+    ['GPTEmbedding', 'GPTBlock', 'GPTBlock', 'GPTHead']
     """
 
     layers: int
@@ -68,9 +68,9 @@ class GPTConfig:
 
     def build(self) -> list[nn.Module]:
         """The layers, on the device and in the dtype that are torch's defaults where this is called."""
-        embedding = Embedding(self)
-        blocks = [Block(self) for _ in range(self.layers)]
-        return [embedding, *blocks, Head(self, embedding.tokens.weight if self.tied else None)]
+        embedding = GPTEmbedding(self)
+        blocks = [GPTBlock(self) for _ in range(self.layers)]
+        return [embedding, *blocks, GPTHead(self, embedding.tokens.weight if self.tied else None)]
 
     def sample(
         self,
@@ -97,7 +97,7 @@ class GPTConfig:
         return next_token_loss(output, target)
 
 
-class Embedding(nn.Module):
+class GPTEmbedding(nn.Module):
     """Token ids [samples, positions], int64, to vectors [samples, positions, hidden]."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -115,7 +115,7 @@ class Embedding(nn.Module):
         return output
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """Attention, then feed-forward, each after a normalisation and added to what came in."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -138,7 +138,7 @@ class Block(nn.Module):
         return output
 
 
-class Head(nn.Module):
+class GPTHead(nn.Module):
     """The last normalisation and the output layer: [samples, positions, hidden] to logits."""
 
     def __init__(self, config: GPTConfig, weight: nn.Parameter | None) -> None:
