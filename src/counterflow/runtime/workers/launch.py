@@ -28,7 +28,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from counterflow.errors import ConfigError, WorkerError
 
-from ..transport.kinds import TransportKind, kind_of
+from ..transport.kinds import GLOO, TransportKind, kind_of
 from ..transport.local import Hub
 from ..transport.turns import Turns, elsewhere
 from . import gpu_environment, world
@@ -68,7 +68,7 @@ def launch(
     function: Callable[..., _T],
     *args: object,
     workers: int,
-    transport: str = "gloo",
+    transport: str = GLOO.name,
     device: torch.device | str | None = None,
     timeout_seconds: float = 300.0,
     threads: int | None = None,
@@ -120,7 +120,7 @@ def launch_watched(
     function: Callable[..., _T],
     *args: object,
     workers: int,
-    transport: str = "gloo",
+    transport: str = GLOO.name,
     device: torch.device | str | None = None,
     timeout_seconds: float = 300.0,
     threads: int | None = None,

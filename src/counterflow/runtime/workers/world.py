@@ -70,7 +70,7 @@ def current_transport(
 ) -> Transport:
     """The transport of this worker; the same one each time.
 
-    In a thread of ``launch(…, transport="local")`` it is the thread's. Otherwise it is one over
+    In a thread of a launch it is the thread's. Otherwise it is one over
     torch.distributed, which is initialised here from torchrun's or Slurm's variables if nobody has.
     All workers make this call, and with the same arguments.
 
@@ -117,11 +117,11 @@ def _make(
         wanted = wanted or _best(device, dist.get_backend_config())
         where = _device(wanted, device, here.local_rank if here else dist.get_rank())
     elif here is not None:
-        wanted = wanted or _best(device, "nccl")
+        wanted = wanted or _best(device, NCCL.backend)
         where = _device(wanted, device, here.local_rank)
         _begin(wanted, here, timeout_seconds)
     elif alone:
-        wanted = wanted or _best(device, "nccl")
+        wanted = wanted or _best(device, NCCL.backend)
         where = _device(wanted, device, 0)
         _begin(wanted, None, timeout_seconds)
     else:
@@ -217,7 +217,7 @@ def existing_transport() -> Transport | None:
 
 def _best(device: torch.device | None, backends: str) -> TransportKind:
     on_gpu = device is None or device.type == "cuda"
-    if on_gpu and "nccl" in backends and torch.cuda.is_available() and dist.is_nccl_available():
+    if on_gpu and NCCL.name in backends and torch.cuda.is_available() and dist.is_nccl_available():
         return NCCL
     return GLOO
 

