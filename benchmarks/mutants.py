@@ -45,8 +45,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     "synthesis/bounds/lower.py": ("synthesis/bounds",),
     "synthesis/bounds/windows.py": ("synthesis/bounds",),
     "runtime/parameters/weights.py": ("runtime/parameters", "runtime/test_pipeline.py"),
-    "runtime/parameters/gradients.py": ("runtime/parameters",),
-    "verify/agreement.py": ("verify/test_compare.py", "verify/test_reference.py"),
+    "runtime/parameters/gradients.py": (
+        *("runtime/parameters/test_gradient_groups.py", "runtime/parameters/test_gradients.py"),
+    ),
+    "verify/agreement.py": ("verify/test_compare.py", "verify/test_reference.py", "verify/test_verify.py"),
     "verify/reference.py": ("verify/test_reference.py",),
     "train/supervision/fence.py": ("train/supervision/test_fence.py",),
     "checkpoints/index.py": ("checkpoints/test_index.py", "checkpoints/test_renames.py"),

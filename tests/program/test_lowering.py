@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 from counterflow.errors import ConfigError, ScheduleError
+from counterflow.program import lowering, rules
 from counterflow.program.actions import (
     Action,
     Agree,
@@ -28,11 +29,15 @@ from counterflow.program.lowering import (
     lower,
     lower_evaluation,
     messages,
+    statistics_sums,
     unit_times,
 )
+from counterflow.program.rules import Rule, Subject
 from counterflow.schedule import schemes
 from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import Schedule
+from counterflow.schedule.placement import bidirectional
+from counterflow.schedule.workload import plain
 
 
 @pytest.mark.parametrize(
@@ -141,6 +146,115 @@ def test_without_a_flush_an_update_follows_its_backward_or_its_sum() -> None:
     ]
 
 
+def test_an_update_without_a_sum_is_at_once_and_with_one_before_its_first_user() -> None:
+    two = schemes.pipedream_2bw(2, 2, periods=3)
+    assert rows(lower(two)) == [
+        "F0.0 F0.0>1 F1.0 F1.0>1 B0.1<1 B0.0 F2.0 F2.0>1 B1.1<1 B1.0 U0v1 F3.0 F3.0>1 B2.1<1 B2.0 "
+        "F4.0v1 F4.0v1>1 B3.1<1 B3.0 U0v2-0 F5.0v1 F5.0v1>1 B4.1v1<1 B5.1v1<1 B4.0v1 B5.0v1 U0v3-1-2",
+        "F0.0<0 F0.1 F1.0<0 B0.1 B0.1>0 F1.1 F2.0<0 B1.1 B1.1>0 U1v1 F2.1 F3.0<0 B2.1 B2.1>0 F3.1 F4.0v1<0 "
+        "B3.1 B3.1>0 U1v2-0 F4.1v1 F5.0v1<0 B4.1v1 B4.1v1>0 F5.1v1 B5.1v1 B5.1v1>0 U1v3-1-2",
+    ]
+    first, _ = rows(lower(two, replicas=2))
+    assert first == (
+        "F0.0 F0.0>1 F1.0 F1.0>1 B0.1<1 B0.0 F2.0 F2.0>1 B1.1<1 B1.0 +0.0 F3.0 F3.0>1 B2.1<1 =0.0 U0v1 B2.0 "
+        "F4.0v1 F4.0v1>1 B3.1<1 B3.0 +0.1 F5.0v1 F5.0v1>1 B4.1v1<1 B5.1v1<1 =0.1 U0v2-0 B4.0v1 B5.0v1 "
+        "+0.2 =0.2 U0v3-1-2"
+    )
+
+
+def test_a_copy_that_no_micro_batch_passes_takes_part_at_the_end() -> None:
+    workload = plain(bidirectional(2), 1, periods=1, version=lambda _, period: period)
+    orders = tuple(tuple(op for op in workload.ops() if op.stage == stage) for stage in range(2))
+    assert rows(lower(Schedule("mine", (), workload, orders))) == [
+        "F0.0 F0.0>1 B0.1<1 B0.0 +0.0 +1.0 =0.0 U0v1-0 =1.0 U1v1-0",
+        "F0.0<0 F0.1 B0.1 B0.1>0 +0.0 +1.0 =0.0 U0v1-0 =1.0 U1v1-0",
+    ]
+
+
+def test_sums_of_tied_weights_and_of_statistics_are_of_those_who_hold_them() -> None:
+    dapple, shared = schemes.dapple(3, 1), Shared(ties=((0, 2),), statistics=(1,))
+    ops = ["F0.0 F0.0>1 B0.1<1 B0.0", "F0.0<0 F0.1 F0.1>2 B0.2<2 B0.1 B0.1>0", "F0.1<1 F0.2 B0.2 B0.2>1"]
+    tied = "+tied0.0 =tied0.0"
+    assert rows(lower(dapple, shared=shared)) == [
+        f"{ops[0]} {tied} norm U0v1-0",
+        f"{ops[1]} norm U1v1-0",
+        f"{ops[2]} {tied} norm U2v1-0",
+    ]
+    assert rows(lower(dapple, replicas=2, shared=shared)) == [
+        f"{ops[0]} +0.0 =0.0 {tied} norm U0v1-0",
+        f"{ops[1]} +1.0 =1.0 norm U1v1-0 +stat1.0 =stat1.0",
+        f"{ops[2]} +2.0 =2.0 {tied} norm U2v1-0",
+    ]
+    last = lower(dapple, shared=shared).actions[2]
+    assert last[4] == StartSync(0, 0, (0, 2), Summed.TIED, (2,))
+    assert last[5] == WaitSync(0, 0, (0, 2), Summed.TIED, (2,))
+    chimera = lower(schemes.chimera(2, 2))
+    averages = [(0, 3, (0, 1), Summed.STATISTICS), (1, 3, (0, 1), Summed.STATISTICS)]
+    assert statistics_sums(chimera, 1, Shared(statistics=(0, 1)), 3) == [
+        *(StartSync(*one) for one in averages),
+        *(WaitSync(*one) for one in averages),
+    ]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [schemes.hanayo(3, 2, waves=1), schemes.chimera(4, 3), schemes.zb_v(3, 2), schemes.v_min(2, 4)],
+    ids=str,
+)
+def test_two_workers_have_their_messages_in_one_order(schedule: Schedule) -> None:
+    found = lower(schedule, recheck=False).actions
+    for one in range(schedule.workers):
+        for other in range(one):
+            orders = [
+                [a.output for a in found[me] if isinstance(a, Send | Receive) and a.peer == peer]
+                for me, peer in ((one, other), (other, one))
+            ]
+            assert orders[0] == orders[1]
+
+
+def test_receives_where_some_are_early_enough_already() -> None:
+    """By tag: F3.0 is received in its turn of the messages, before I1.1 is sent."""
+    assert rows(lower(schemes.v_min(2, 4), matching=Matching.TAG))[1] == (
+        "F0.0<0 F1.0<0 F0.1 I0.3<0 F0.2 F2.0<0 F0.2>0 F1.1 F1.2 F1.2>0 I0.2 I1.3<0 I0.1 I0.1>0 W0.2 F2.1 "
+        "I1.2 I1.1 F3.0<0 I1.1>0 W0.1 I2.3<0 F2.2 F2.2>0 W1.2 F3.1 I2.2 I2.1 I2.1>0 W1.1 I3.3<0 F3.2 F3.2>0 "
+        "W2.2 W2.1 I3.2 I3.1 I3.1>0 W3.2 W3.1 norm U2v1-0 U1v1-0"
+    )
+
+
+def test_every_pass_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[tuple[str, int, list[str]]] = []
+
+    def require(subject: Subject, asked: tuple[Rule, ...]) -> None:
+        done = () if subject.program is None else subject.program.actions[0]
+        checked.append((subject.schedule.scheme, len(done), [rule.name for rule in asked]))
+
+    monkeypatch.setattr(lowering, "require", require)
+    traffic = [
+        rule.name
+        for rule in (
+            rules.COMPUTES,
+            rules.MESSAGES,
+            rules.DEADLOCK_RENDEZVOUS,
+            rules.POSTED,
+            rules.DEADLOCK_HOLDING,
+        )
+    ]
+    updated = [rule.name for rule in (rules.VERSIONS, rules.SYNCS, rules.SUMS, rules.AGREED)]
+    lower(schemes.chimera(2, 1), norm=False)
+    assert checked == [
+        ("chimera", 0, [rules.PLACED.name]),
+        ("chimera", 4, traffic),  # F0.0, its send, a receive and B0.0
+        ("chimera", 6, traffic),  # and two sums
+        ("chimera", 11, [*traffic, *updated]),  # two waits, the agreement and two updates
+        ("chimera", 12, [*traffic, rules.AGREED.name]),  # and the loss
+    ]
+    checked.clear()
+    lower(schemes.chimera(2, 1), recheck=False)
+    assert not checked
+    lower_evaluation(schemes.chimera(2, 1))
+    assert checked == [("chimera", 2, traffic[1:])]
+
+
 def test_the_forwards_of_one_period_alone() -> None:
     assert rows(lower_evaluation(schemes.chimera(2, 2))) == [
         "F0.0 F0.0>1 F1.0p1<1 F1.1p1",
@@ -150,6 +264,11 @@ def test_the_forwards_of_one_period_alone() -> None:
         program = lower_evaluation(schemes.pipedream_2bw(2, 2, periods=3), matching=matching)
         assert program.matching is matching
         assert rows(program) == ["F0.0 F0.0>1 F1.0 F1.0>1", "F0.0<0 F1.0<0 F0.1 F1.1"]
+        assert program.schedule.workload == schemes.pipedream_2bw(2, 2).workload.evaluation()
+        assert program.schedule.steady is None
+        assert {
+            action.op.version for row in program.actions for action in row if isinstance(action, Compute)
+        } == {0}
     # The weights are those at hand.
     assert rows(lower_evaluation(schemes.pipedream(1, periods=2))) == ["F0.0"]
 
@@ -195,16 +314,18 @@ def test_messages_of_one_segment_after_the_other() -> None:
         assert sent == [("F0.0", 1, 0), ("F1.0", 2, 1), ("B1.1", 3, 1), ("B0.1", 4, 1)]
         received = [(str(a.output), at, number) for _, at, number, a in found if isinstance(a, Receive)]
         assert received == expected
-    with pytest.raises(
-        ScheduleError, match=r"worker 1, op 1: F1\.1 comes before the mini-batch that worker 0"
-    ):
+    with pytest.raises(ScheduleError) as refused:
         list(messages(graph, ends, [(0, 1, 4), (0, 3, 4)], Matching.ORDER))
+    assert str(refused.value) == (
+        "worker 1, op 1: F1.1 comes before the mini-batch that worker 0, op 1: F1.0 needs; the schedule "
+        "cannot be run as mini-batches come in"
+    )
 
 
 def test_what_cannot_be_lowered_is_refused() -> None:
     with pytest.raises(ConfigError, match="replicas=0: must be 1 or more"):
         lower(schemes.dapple(2, 2), replicas=0)
-    with pytest.raises(ConfigError, match="sync"):
+    with pytest.raises(ConfigError, match=r"^sync='never': unknown"):
         lower(schemes.dapple(2, 2), sync="never")
     program = lower(schemes.dapple(2, 2), replicas=3, sync="eager", matching=Matching.TAG)
     assert (program.replicas, program.sync.value, program.matching) == (3, "eager", Matching.TAG)
