@@ -67,6 +67,11 @@ def test_nothing_at_all_is_no_error() -> None:
     assert errors(compare(nothing, [one])) == pytest.approx((1.0, 2.0, 1.0, 0.0))
 
 
+def test_a_training_without_numbers_agrees() -> None:
+    empty = Trained([], 0.0, {"weight": torch.zeros(0, dtype=D)}, {"weight": torch.zeros(0, dtype=D)})
+    assert errors(compare(empty, [empty])) == (0.0, 0.0, 0.0, 0.0)
+
+
 def test_complex_and_integer_tensors_are_compared() -> None:
     theirs = replace(
         THEIRS, state={"c": torch.tensor([3 + 4j], dtype=torch.complex128), "n": torch.tensor([4])}

@@ -73,7 +73,7 @@ def test_a_step_by_hand() -> None:
 
 
 def test_replicas_count_by_their_samples() -> None:
-    training = reference(1.0, replicas=2)
+    training = reference(1.0)
     batches = [(column(1, 2, 3), column(0, 0, 0)), (column(5), column(1))]
     found = training.step(batches)
     assert found.samples == 4

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from counterflow.schedule import schemes
 from counterflow.verify import agreement
-from counterflow.verify.agreement import Agreement, Trained, verify
+from counterflow.verify.agreement import Agreement, Trained, compare, verify
 from counterflow.verify.reference import Staleness
 
 D = torch.float64
@@ -277,6 +277,23 @@ def test_a_pipeline_agrees(make: Callable[[], Any], options: dict[str, Any]) -> 
     assert found.tolerance == 1e-10
     after = [p for layer in layers for p in layer.parameters()]
     assert all(torch.equal(was, now) for was, now in zip(before, after, strict=True))
+
+
+def test_the_gradients_of_every_weight_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Trained, list[Trained]]] = []
+
+    def look(reference: Trained, found: list[Trained]) -> Agreement:
+        seen.append((reference, found))
+        return compare(reference, found)
+
+    monkeypatch.setattr(agreement, "compare", look)
+    for schedule in (schemes.dapple(2, 2), schemes.pipedream(2)):
+        assert verify(schedule, linears(), mean, BATCHES, optimizer=sgd, cuts=(1,)).ok
+        reference, found = seen.pop()
+        names = {"0.weight", "0.bias", "1.weight", "1.bias"}
+        assert reference.gradients.keys() == names
+        assert {name for worker in found for name in worker.gradients} == names
+        assert [len(worker.steps) for worker in found] == [4, 4]
 
 
 def test_replicas_have_their_own_mini_batches() -> None:

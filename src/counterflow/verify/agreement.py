@@ -189,8 +189,7 @@ def one_process(
     **options: Any,
 ) -> Trained:
     """Train with one process; see ``Reference`` for the options."""
-    replicas = len(batches[0])
-    training = Reference(layers, loss_function, parts, replicas=replicas, **options)
+    training = Reference(layers, loss_function, parts, **options)
     steps = []
     for number, row in enumerate(batches):
         steps.append(training.step(row))

@@ -91,7 +91,6 @@ class Reference:
         parts: of each micro-batch of a replica, the parts that it is run in, each of which draws its own.
         optimizer: a function of parameters to an optimiser.
         scheduler: a function of an optimiser to a learning-rate scheduler.
-        replicas: mini-batches a step, one for each replica of the pipeline it is compared with.
         seed: of weights on the meta device and of all random draws of the layers.
         clip_norm: gradients of a larger global norm are scaled down to it; with ``staleness`` each stage's
             by its own norm, to ``clip_norm / sqrt(stages)``.
@@ -109,7 +108,6 @@ class Reference:
         *,
         optimizer: MakeOptimizer,
         scheduler: MakeScheduler | None = None,
-        replicas: int = 1,
         seed: int = 0,
         clip_norm: float | None = None,
         device: torch.device | str = "cpu",
@@ -135,7 +133,6 @@ class Reference:
         self.with_weights = made
         self.loss_function = loss_function if loss is None else made[-1].module
         self.parts = parts
-        self.replicas = replicas
         self.clip_norm = clip_norm
         pairs = (
             (layer.names[n], p) for layer in self.with_weights for n, p in layer.module.named_parameters()

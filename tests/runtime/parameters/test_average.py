@@ -60,7 +60,6 @@ def alone(
         nn.MSELoss(),
         parts_of(schedule),
         optimizer=adam,
-        replicas=replicas,
         staleness=Staleness.of(schedule, cuts),
         **options,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -12,7 +14,7 @@ from counterflow.schedule.workload import plain
 from counterflow.simulation import ByteCosts
 from counterflow.synthesis.bounds.lower import bounds, lower_bound
 from counterflow.synthesis.bounds.windows import windows_of
-from counterflow.synthesis.problem import Problem, problem_of
+from counterflow.synthesis.problem import Problem, Store, problem_of
 
 Rows = list[list[float]]
 
@@ -290,3 +292,48 @@ def test_the_first_of_equal_bounds_is_told() -> None:
 def test_work_that_takes_no_time() -> None:
     found = lower_bound(problem_of(plain(linear(2), 1), cf.Costs(forward=0, backward=0)))
     assert (found.seconds, found.reason) == (0.0, "time does not run backwards")
+
+
+def found_of(problem: Problem) -> list[tuple[float, str]]:
+    return [(round(bound.seconds, 9), bound.reason) for bound in bounds(problem)]
+
+
+def test_with_room_for_all_a_worker_idles_before_its_backwards_or_after_its_forwards() -> None:
+    """Worker 1 may start after 1; 2 follow it. It idles 1 for B2, or F2, B2 and B0 without B1: the longer."""
+    problem = problem_of(plain(linear(3), 2), cf.Costs(forward=(1, 2, 1), backward=(2, 1, 2)))
+    assert (11.0, "worker 1 has 6 to do" + idles("1", "4")) in found_of(problem)
+    # Of equally long ones the first: F2 and B2 before B1 as well as after F1.
+    assert (9.0, "worker 1 has 3 to do" + idles("4", "2")) in found_of(problem_of(plain(linear(3), 1)))
+
+
+def test_what_is_not_limited_bounds_nothing() -> None:
+    costs = cf.Costs(memory=ByteCosts(activations=2.0))
+    problem = problem_of(plain(linear(2), 3), costs, peak=(math.inf, 1), memory_bytes=(4.5, math.inf))
+    areas = [bound for bound in found_of(problem) if "too long" in bound[1]]
+    # Worker 0 holds a micro-batch for 1 + 1 + 2 + 2, and of 2 bytes 2 fit into 4.5.
+    assert areas == [(9.0, too_long(0, "bytes", "4.5")), (12.0, too_long(1, "activations", "1"))]
+
+
+@pytest.mark.parametrize(
+    ("at_start", "at_end", "most", "seconds"),
+    [
+        ((3, 1), (-1, -3), 5.0, 9.0),  # 2 for 2 + 4, and of 2 two fit
+        ((1, 1), (2, -4), 6.0, 7.0),  # 1 for 2 and 3 for 4, and of 3 two fit
+        ((1, 3), (0, -4), 5.0, 3.6),  # 1 for 6
+        ((0.5, 0), (0, -0.5), 1.2, 9.0),  # 0.5 for 6, and of 0.5 two fit
+        ((0, 0), (1, -1), 2.0, 6.0),  # 1 for 4
+        ((1, -1), (0, 0), 2.0, 9.0),  # 1 for 6
+        ((1, 0), (-1, 0), 5.0, 0.0),  # nothing from the forward's end
+        ((1, -2), (0, 1), 5.0, None),  # less than nothing in the backward
+        ((-1, 0), (2, -1), 2.0, None),  # in the forward
+        ((1, 2), (-2, 0), 2.0, None),  # and between
+    ],
+)
+def test_how_long_what_a_micro_batch_holds_fills_a_worker(
+    at_start: tuple[float, ...], at_end: tuple[float, ...], most: float, seconds: float | None
+) -> None:
+    """Three micro-batches of a forward of 2 and a backward of 4."""
+    problem = problem_of(plain(linear(1), 3), cf.Costs(forward=2, backward=4))
+    limited = replace(problem, stores=(Store("things", at_start, at_end, (most,)),))
+    areas = [bound for bound in found_of(limited) if "too long" in bound[1]]
+    assert areas == ([] if seconds is None else [(seconds, too_long(0, "things", f"{most:g}"))])
