@@ -105,7 +105,6 @@ def test_by_default(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     assert options == {
         "workers": 4,
         "transport": "local",
-        "strict": False,
         "device": "cpu",
         "timeout_seconds": 120.0,
         "threads": None,
@@ -126,7 +125,6 @@ def test_every_option_goes_to_both(monkeypatch: pytest.MonkeyPatch, threads: int
         optimizer=sgd,
         scheduler=slower,
         transport="strict-nccl",
-        strict=True,
         timeout_seconds=7.0,
         seed=5,
         clip_norm=2.0,
@@ -169,7 +167,6 @@ def test_every_option_goes_to_both(monkeypatch: pytest.MonkeyPatch, threads: int
     assert calls.pipeline[1] == {
         "workers": 2,
         "transport": "strict-nccl",
-        "strict": True,
         "device": "meta",
         "timeout_seconds": 7.0,
         "threads": 1,
@@ -226,7 +223,7 @@ def test_threads_train_copies_and_processes_what_is_given(monkeypatch: pytest.Mo
             loss,
             [[batch()]],
             optimizer=sgd,
-            transport=transport,  # type: ignore[arg-type]
+            transport=transport,
         )
         assert calls.pipeline is not None
         _, _, its_layers, its_loss, _, _ = calls.pipeline[0]
@@ -272,7 +269,7 @@ BATCHES = [[batch(number)] for number in range(4)]
 def test_a_pipeline_agrees(make: Callable[[], Any], options: dict[str, Any]) -> None:
     layers = [Dropped(), Dropped()]
     before = [p.detach().clone() for layer in layers for p in layer.parameters()]
-    found = verify(make(), layers, mean, BATCHES, optimizer=sgd, strict=True, **options)
+    found = verify(make(), layers, mean, BATCHES, optimizer=sgd, transport="strict-local", **options)
     assert found.ok, found
     assert found.tolerance == 1e-10
     after = [p for layer in layers for p in layer.parameters()]

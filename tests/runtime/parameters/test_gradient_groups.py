@@ -23,7 +23,7 @@ from counterflow.runtime.parameters.gradients import (
     unique,
 )
 from counterflow.runtime.parameters.hooks import Hooks
-from counterflow.runtime.transport import Group
+from counterflow.runtime.transport.base import Group
 from counterflow.runtime.transport.local import Hub
 
 F, LOW = torch.float64, torch.bfloat16
