@@ -77,6 +77,7 @@ HEAD = [
     f"{'module':<32}  mutants  killed  survived-equivalent  survived  seconds  date        machine",
     "(killed: a test fails or hangs; survived: no test looks at what changed, which is below the row)",
     "(seconds: of the tests; where mutmut does not note them, of the last run, which --again makes short)",
+    "(what a whole run left was tried again, --again or alone, by the tests that were written for it)",
 ]
 
 

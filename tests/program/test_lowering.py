@@ -212,6 +212,13 @@ def test_two_workers_have_their_messages_in_one_order(schedule: Schedule) -> Non
             assert orders[0] == orders[1]
 
 
+def test_a_receive_is_posted_right_after_the_message_before() -> None:
+    """F1.3 comes after F1.1 is sent to the same worker: at once then, before F0.4 and F1.4."""
+    assert rows(lower(schemes.hanayo(3, 2, waves=1)))[1].startswith(
+        "F0.0<0 F1.0<0 F0.1 F0.1>2 F1.1 F1.1>2 F0.3<2 F1.3<2 F0.4 F0.4>0 F1.4 F1.4>0"
+    )
+
+
 def test_receives_where_some_are_early_enough_already() -> None:
     """By tag: F3.0 is received in its turn of the messages, before I1.1 is sent."""
     assert rows(lower(schemes.v_min(2, 4), matching=Matching.TAG))[1] == (

@@ -13,7 +13,7 @@ import counterflow as cf
 from counterflow.errors import ConfigError
 from counterflow.schedule import schemes
 from counterflow.verify.agreement import one_process
-from counterflow.verify.reference import Reference, Staleness
+from counterflow.verify.reference import Reference, Staleness, parts_of
 
 D = torch.float64
 
@@ -212,3 +212,142 @@ def test_a_training_is_its_steps_its_flushes_and_an_evaluation() -> None:
         [Scale(3.0)], mean, (1,) * 2, batches, optimizer=sgd, staleness=late, flush_after=(1,)
     )
     assert running.steps[1].loss == pytest.approx(2 * 3 - 1)
+
+
+def test_parts_are_those_of_the_backwards() -> None:
+    assert parts_of(schemes.dapple(2, 3)) == (1, 1, 1)
+    assert parts_of(schemes.chimera(2, 4, concat="forward-doubling")) == (1, 1, 1, 1)
+    assert parts_of(schemes.chimera(2, 4, concat="backward-halving")) == (2, 2, 2, 2)
+    assert parts_of(schemes.pipedream_2bw(2, 2, periods=3)) == (1, 1)
+
+
+def test_parts_count_by_their_samples() -> None:
+    def squared(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).mean() ** 2
+
+    training = Reference([Scale(1.0)], squared, (2, 1), optimizer=sgd)
+    batch = column(1, 2, 3, 4, 6, 8), column(0, 0, 0, 0, 0, 0)
+    found = training.step([batch])  # of 1 and 2 (2 samples), of 3 (1), of 4, 6 and 8 (3)
+    assert found.loss == pytest.approx((2 * 1.5**2 + 3**2 + 3 * 6**2) / 6)
+    assert gradients_of(training) == pytest.approx([2 * (2 * 1.5**2 + 3**2 + 3 * 6**2) / 6])
+    training = Reference([Scale(1.0)], squared, (2, 1), optimizer=sgd)
+    # Without gradients micro-batches are whole.
+    assert training.evaluate([batch]) == pytest.approx((3 * 2**2 + 3 * 6**2) / 6)
+
+
+class Scaled(nn.Module):
+    """The mean, times a weight of the loss's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=D))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return mean(output, target) * self.scale
+
+
+def test_a_loss_with_a_weight_is_trained_with_the_layers() -> None:
+    """Loss: s mean(x a b); gradients: 2 b s, 2 a s and 2 a b."""
+    loss = Scaled()
+    training = reference(3.0, 4.0, loss=loss)
+    batch = column(1, 2, 3), column(0, 0, 0)
+    assert training.step([batch]).loss == pytest.approx(48.0)
+    assert list(training.state_dict()) == ["0.weight", "1.weight", "loss_function.scale"]
+    assert gradients_of(training) == pytest.approx([16.0, 12.0, 24.0])
+    assert weights_of(training) == pytest.approx([-13.0, -8.0, -22.0])
+    assert loss.scale.item() == 2.0
+    assert training.evaluate([batch]) == pytest.approx(2 * 13 * 8 * -22)
+
+
+def test_weights_on_the_meta_device_are_drawn_by_the_seed() -> None:
+    with torch.device("meta"):
+        layers = [nn.Linear(2, 3), nn.Dropout(0.5), nn.Linear(3, 1)]
+
+    def made(**options: Any) -> dict[str, Any]:
+        return Reference(layers, nn.MSELoss(), (1,), optimizer=sgd, **options).state_dict()
+
+    first, same, default, zero = made(seed=3), made(seed=3), made(), made(seed=0)
+    assert all(value.device.type == "cpu" for value in first.values())
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert all(torch.equal(zero[name], default[name]) for name in zero)
+    assert not any(torch.equal(first[name], zero[name]) for name in first)
+
+
+def test_a_loss_sum_scales_what_has_a_gradient() -> None:
+    def half(output: Tensor, target: Tensor) -> cf.LossSum:
+        return cf.LossSum((output * target).sum(), target.sum())
+
+    class Unused(Scale):
+        def __init__(self) -> None:
+            super().__init__(2.0)
+            self.unused = nn.Parameter(torch.ones((), dtype=D))
+
+    training = Reference([Unused()], half, (1, 1), optimizer=sgd)
+    assert training.gradients == {}
+    training.step([(column(1, 2, 3, 4), column(1, 0, 0, 1))])  # the half of 4 counts
+    assert {name: float(value) for name, value in training.gradients.items()} == {
+        "0.weight": pytest.approx(2.5),
+        "0.unused": 0.0,
+    }
+
+
+class Counts(Scale):
+    """Has an extra state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(2.0)
+        self.seen = 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.seen += 1
+        return super().forward(value)
+
+    def get_extra_state(self) -> int:
+        return self.seen
+
+    def set_extra_state(self, state: int) -> None:
+        self.seen = state
+
+
+def test_a_state_is_as_it_was_then() -> None:
+    training = Reference([Counts()], mean, (1, 1), optimizer=sgd)
+    before = training.state_dict()
+    training.step([(column(1, 3), column(0, 0))])
+    assert before["0.weight"].item() == 2.0
+    assert training.state_dict()["0.weight"].item() == 0.0
+    assert (before["0._extra_state"], training.state_dict()["0._extra_state"]) == (0, 2)
+
+
+def test_indices_are_not_lowered() -> None:
+    """257 is no number of bfloat16."""
+    table, head = nn.Embedding(300, 1), nn.Linear(1, 1)
+    training = Reference([table, head], nn.MSELoss(), (1,), optimizer=sgd, compute_dtype=torch.bfloat16)
+    training.step([(torch.tensor([257]), torch.ones(1, 1))])
+    assert training.gradients["0.weight"].nonzero()[:, 0].tolist() == [257]
+
+
+def test_hooks_see_the_gradient_of_the_mini_batch_and_the_latest_weight() -> None:
+    """One period behind, with weight 3: the gradient is 2, the weight that it will change 3 and then -17."""
+    seen: list[tuple[float, float]] = []
+    layer, other = Scale(3.0), Scale(1.0)
+
+    def look(gradient: Tensor) -> Tensor:
+        seen.append((round(float(gradient), 9), round(float(training.parameters[0]), 9)))
+        return 10 * gradient
+
+    layer.weight.register_hook(look)
+    asked: list[tuple[int, int, int]] = []
+
+    def version(stages: int, stage: int, period: int) -> int:
+        asked.append((stages, stage, period))
+        return 0
+
+    training = Reference(
+        [layer, other], mean, (1, 1), optimizer=sgd, staleness=Staleness((1,), version), clip_norm=None
+    )
+    batch = column(1, 2, 3), column(0, 0, 0)
+    training.step([batch])
+    assert gradients_of(training) == pytest.approx([20.0, 6.0])
+    training.step([batch])
+    assert seen == [(2.0, 3.0), (2.0, -17.0)]
+    assert asked == [(2, 0, 0), (2, 1, 0), (2, 0, 1), (2, 1, 1)]

@@ -88,6 +88,8 @@ def test_a_span_knows_only_what_its_worker_begins_and_ends() -> None:
     names = [f"{letter} {letter.worker}" for letter in problem.letters]
     assert names == ["F.0 0", "B.0 0", "F.1p1 0", "B.1p1 0", "F.1 1", "B.1 1", "F.0p1 1", "B.0p1 1"]
     assert windows_.heads == [[0, 1], [4, 6], [1], [2], [1, 2], [2, 4], [0], [4]]
+    slow = problem_of(plain(bidirectional(2), 3, pipe_of=(0, 1, 1)), cf.Costs(forward=4))
+    assert windows_of(slow).heads == [[0], [10], [4, 8], [8, 12], [4], [8], [0, 4], [10, 14]]
     assert windows_.tails == [[7, 5], [2, 0], [4], [2], [6, 4], [4, 2], [5], [0]]
     heads, tails = windows_.of_span(0)
     assert heads == [[0, 1], [4, 6], [0], [1], [1, 2], [2, 4], [NO], [3]]
