@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from hypothesis import settings
 
 _CACHE = tempfile.TemporaryDirectory()  # of datasets that tests read
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": _CACHE.name}
-os.environ["TERMINAL_WIDTH"] = "200"  # typer reads it once, whichever test is the first to show a help text
+os.environ["TERMINAL_WIDTH"] = "200"
+import_module("typer.rich_utils")  # it reads that once, and some test may have another width by then
 
 settings.register_profile("counterflow", deadline=None, derandomize=True)
 settings.load_profile("counterflow")

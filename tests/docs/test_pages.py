@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -317,3 +319,19 @@ def test_logging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(cf, "launch", on_threads)
     exec(loop, {"__name__": "__main__"})
     assert list(Path("board").iterdir())
+
+
+def test_the_life_of_a_schedule() -> None:
+    """The page's program is a session of Python; its answers are compared."""
+    page = DOCS / "how-it-is-built.md"
+    found = doctest.testfile(str(page), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert found.attempted > 10
+    assert not found.failed
+
+
+def test_the_picture_of_the_rooms() -> None:
+    made = runpy.run_path(str(DOCS / "rooms_picture.py"))
+    assert made["PICTURE"].read_text(encoding="utf-8") == made["picture"]()
+    rooms = {room for layer in made["layers"]() for room in layer}
+    package = DOCS.parent / "src" / "counterflow"
+    assert rooms == {path.parent.name for path in package.glob("*/__init__.py")}

@@ -71,7 +71,7 @@ def shapes(value: Activation) -> list[tuple[int, ...]]:
 def test_a_list_of_layers_without_nested_sequentials(config: ModelConfig) -> None:
     layers = config.build()
     blocks = sum(config.blocks) if isinstance(config, ResNeXtConfig) else config.layers
-    name = type(config).__name__.removesuffix("Config") + "Block"
+    name = type(config).__name__.removesuffix("Config").replace("NeX", "nex") + "Block"
     assert [type(layer).__name__ for layer in layers][1:-1] == [name] * blocks
     assert not any(isinstance(module, nn.Sequential) for layer in layers for module in layer.modules())
 

@@ -34,7 +34,7 @@ def test_a_profile_is_a_readable_file_that_reads_back(config: Configure, tmp_pat
         *(("layers", done, 2) for done in (0, 1, 2)),
         *((part, done, 1) for part in ("steps", "links") for done in (0, 1)),
     ]
-    assert found.model.runs() == [("embedding", 1), ("block", 3), ("head", 1)]
+    assert found.model.runs() == [("gpt-embedding", 1), ("gpt-block", 3), ("gpt-head", 1)]
     assert found.cluster.size == 1
     assert found.messages == ()
     for name, load in (
@@ -45,7 +45,7 @@ def test_a_profile_is_a_readable_file_that_reads_back(config: Configure, tmp_pat
         path = tmp_path / f"{name}.toml"
         path.write_text(files.dumps(getattr(found, name)))
         assert load(path) == getattr(found, name)
-    block = found.profile.layer("block")
+    block = found.profile.layer("gpt-block")
     assert block.samples == (1.0, 2.0)
     assert min(block.forward_seconds + block.backward_seconds) > 0
     assert found.profile.op_overhead_seconds > 0

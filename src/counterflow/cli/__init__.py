@@ -1,4 +1,4 @@
-"""The command ``counterflow``, in three groups.
+"""The command ``counterflow``: what people type, and what they read.
 
 ``commands`` has one file a command: it parses, calls one function and prints. ``options`` are the flags and
 what they mean, ``output`` is what commands print with.

@@ -51,7 +51,7 @@ class ResNeXtConfig:
 
     >>> digits = ResNeXtConfig((1, 1), groups=4, classes=10, channels=1, planes=16, small_images=True)
     >>> [type(layer).__name__ for layer in digits.build()]
-    ['Stem', 'ResNeXtBlock', 'ResNeXtBlock', 'ResNeXtHead']
+    ['Stem', 'ResnextBlock', 'ResnextBlock', 'ResnextHead']
     """
 
     blocks: tuple[int, ...]
@@ -87,9 +87,9 @@ class ResNeXtConfig:
             for block in range(blocks):
                 stride = 2 if group > 0 and block == 0 else 1
                 middle = self.groups * self.width * 2**group
-                layers.append(ResNeXtBlock(self, inputs, middle, outputs, stride))
+                layers.append(ResnextBlock(self, inputs, middle, outputs, stride))
                 inputs = outputs
-        return [*layers, ResNeXtHead(inputs, self.classes)]
+        return [*layers, ResnextHead(inputs, self.classes)]
 
     def sample(
         self,
@@ -145,7 +145,7 @@ class Stem(nn.Module):
         return output
 
 
-class ResNeXtBlock(nn.Module):
+class ResnextBlock(nn.Module):
     """A bottleneck: 1×1, grouped 3×3 with the stride, 1×1, added to what came in."""
 
     def __init__(self, config: ResNeXtConfig, inputs: int, middle: int, outputs: int, stride: int) -> None:
@@ -170,7 +170,7 @@ class ResNeXtBlock(nn.Module):
         return functional.relu(inside + images, inplace=True)
 
 
-class ResNeXtHead(nn.Module):
+class ResnextHead(nn.Module):
     """The mean over all pixels and the classifier: logits [samples, classes]."""
 
     def __init__(self, inputs: int, classes: int) -> None:

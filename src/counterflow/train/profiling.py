@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime as dt
 import platform
+import re
 import statistics
 import threading
 from collections import deque
@@ -281,16 +282,20 @@ def ties_of(layers: Sequence[nn.Module]) -> tuple[LayerTie, ...]:
     )
 
 
+_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+"""Where a word of a class's name begins."""
+
+
 def kinds_of(layers: Sequence[nn.Module]) -> list[str]:
     """Each layer's kind: its class, and a number where weights of a class differ in shape or are frozen.
 
-    >>> kinds_of([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 1)])
-    ['linear', 'relu', 'linear', 'linear-2']
+    >>> kinds_of([nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2), nn.Linear(2, 1)])
+    ['linear', 'layer-norm', 'linear', 'linear-2']
     """
     known: dict[str, list[tuple[object, ...]]] = {}
     found = []
     for layer in layers:
-        name = type(layer).__name__.lower()
+        name = _WORDS.sub("-", type(layer).__name__).lower()
         shapes = tuple(
             (key, tuple(value.shape), value.requires_grad) for key, value in layer.named_parameters()
         )
