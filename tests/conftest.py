@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,3 +67,15 @@ def _no_world_is_left() -> Iterator[None]:
     """A process group of one test would be another one's world."""
     yield
     assert not torch.distributed.is_initialized()
+
+
+SLOW = Path(__file__).with_name("slow.txt")
+"""The files that `make test-fast` leaves out; ``benchmarks/fast_tests.py`` writes it from what a run took."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is slow."""
+    slow = {SLOW.parents[1] / line for line in SLOW.read_text(encoding="utf-8").split()}
+    for item in items:
+        if item.path in slow:
+            item.add_marker("slow")

@@ -80,3 +80,9 @@ def test_hangs_are_failures_with_a_name(tmp_path: Path, pytestconfig: pytest.Con
 def test_every_test_has_a_limit(pytestconfig: pytest.Config) -> None:
     assert 0 < float(pytestconfig.getini("timeout")) < float(pytestconfig.getini("faulthandler_timeout"))
     assert pytestconfig.getini("faulthandler_exit_on_timeout")
+
+
+def test_what_is_slow_is_there() -> None:
+    listed = (PROJECT.parent / "tests" / "slow.txt").read_text(encoding="utf-8").split()
+    assert listed == sorted(set(listed))
+    assert [line for line in listed if not (PROJECT.parent / line).is_file()] == []

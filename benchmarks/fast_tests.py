@@ -1,0 +1,55 @@
+"""Which test modules are slow: those that do not fit the time of `make test-fast`, by what a whole run took.
+
+    PYTEST_ADDOPTS=--junitxml=/tmp/junit.xml make test
+    python benchmarks/fast_tests.py /tmp/junit.xml [--seconds 150] [--keep]
+
+The cheapest modules are fast until their seconds, added up over all workers of pytest, are used up; the
+others are slow. --keep writes tests/slow.txt, which tests/conftest.py turns into a marker.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+ROOT = Path(__file__).parents[1]
+LIST = ROOT / "tests" / "slow.txt"
+
+
+def seconds_by_module(report: Path) -> Counter[str]:
+    """What each file of tests took, by its path; files with doctests are left out: they are always fast."""
+    found: Counter[str] = Counter()
+    for case in ET.parse(report).iter("testcase"):
+        parts = case.attrib["classname"].split(".")
+        while parts and not (ROOT / Path(*parts)).with_suffix(".py").is_file():
+            parts.pop()  # a class in a module
+        if parts and parts[0] == "tests":
+            found[str(Path(*parts).with_suffix(".py"))] += float(case.attrib["time"])
+    return found
+
+
+def main() -> None:
+    """Print the split, and keep it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("report", type=Path)
+    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--keep", action="store_true")
+    options = parser.parse_args()
+    modules = seconds_by_module(options.report)
+    left, slow = options.seconds, []
+    for module, seconds in sorted(modules.items(), key=lambda pair: pair[1]):
+        left -= seconds
+        if left < 0:
+            slow.append(module)
+    for module in slow:
+        print(f"{modules[module]:8.1f} s  {module}")
+    total, kept = sum(modules.values()), sum(modules.values()) - sum(modules[m] for m in slow)
+    print(f"{len(slow)} of {len(modules)} modules are slow; the others take {kept:.0f} of {total:.0f} s")
+    if options.keep:
+        LIST.write_text("".join(f"{module}\n" for module in sorted(slow)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
