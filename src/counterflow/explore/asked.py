@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
-from counterflow.schedule.modes import Recompute, Sync
-from counterflow.simulation import Costs, Link
-from counterflow.simulation.cost_texts import bytes_of, costs_from, numbers_of, read
+from counterflow.simulation import Costs
+from counterflow.simulation.cost_texts import COSTS, bytes_of, costs_from, numbers_of, read
 from counterflow.simulation.costs import MOST_COST
 
 Text = Annotated[str, Field(max_length=20_000)]
@@ -24,28 +24,8 @@ class Asked(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class CostsAsked(Asked):
+class _Costs(Asked):
     """Costs as a form has them: texts in the commands' own words; None or empty: not given."""
-
-    forward: Text | None = None
-    backward: Text | None = None
-    input_gradient: Text | None = None
-    weight_gradient: Text | None = None
-    sync: Text | None = None
-    p2p: float | None = None
-    agreement: float | None = None
-    overlap: bool | None = None
-    replicas: Annotated[int, Field(le=10**6)] | None = None
-    link: Annotated[Link, Field(strict=False)] | None = None
-    sync_mode: Annotated[Sync, Field(strict=False)] | None = None
-    recompute: Annotated[Recompute, Field(strict=False)] | None = None
-    weight_bytes: Text | None = None
-    gradient_bytes: Text | None = None
-    optimizer_bytes: Text | None = None
-    activation_bytes: Text | None = None
-    input_bytes: Text | None = None
-    kept_for_weights: Text | None = None
-    layers: Text | None = None
 
     def costs(self) -> Costs:
         """What the simulator is fed with.
@@ -55,6 +35,21 @@ class CostsAsked(Asked):
         """
         given = {name: getattr(self, name) for name in type(self).model_fields}
         return costs_from(read({name: value for name, value in given.items() if value not in (None, "")}))
+
+
+_FORMS: dict[type, Any] = {str: Text, int: Annotated[int, Field(le=10**6)]}
+
+
+def _form(kind: type) -> Any:
+    """What a form may send for a cost."""
+    return _FORMS.get(kind, Annotated[kind, Field(strict=False)] if issubclass(kind, Enum) else kind)
+
+
+if TYPE_CHECKING:
+    CostsAsked = _Costs
+else:
+    _FIELDS = {name: (_form(one.asked.kind) | None, None) for name, one in COSTS.items()}
+    CostsAsked = create_model("CostsAsked", __base__=_Costs, **_FIELDS)
 
 
 class Move(Asked):

@@ -10,18 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from counterflow.errors import ConfigError
+from counterflow.fields import asked_fields
 
 from .costs import MOST_COST, Costs
 from .op_costs import ByteCosts
 
-SECONDS = ("forward", "backward", "input_gradient", "weight_gradient", "p2p", "sync", "agreement")
-"""Costs that are times."""
-
-BYTES = (
-    *("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "input_bytes"),
-    "kept_for_weights",
-)
-"""Costs that are sizes."""
+COSTS = asked_fields(Costs, ByteCosts)
+"""What people may give, by the names of flags and of the page's forms."""
 
 Named = Callable[[str], str]
 """How messages name a cost."""
@@ -40,12 +35,12 @@ def read(texts: Mapping[str, Any], named: Named = _plainly) -> dict[str, Any]:
     >>> read({"forward": "1,2", "weight_bytes": "1.5KiB"})
     {'forward': (1.0, 2.0), 'weight_bytes': 1536.0}
     """
-    found = {}
+    found = dict(texts)
     for name, value in texts.items():
-        if isinstance(value, str) and (name in SECONDS or name in BYTES or name == "layers"):
-            found[name] = (bytes_of if name in BYTES else numbers_of)(name, value, named)
-        else:
-            found[name] = value
+        if isinstance(value, str) and COSTS[name].asked.kind is str:
+            found[name] = (bytes_of if COSTS[name].asked.metavar == "BYTES" else numbers_of)(
+                name, value, named
+            )
     return found
 
 
@@ -55,13 +50,10 @@ def costs_from(given: Mapping[str, Any]) -> Costs:
     Raises:
         ConfigError: a cost is negative.
     """
-    rest = dict(given)
-    names = {f"{name.removesuffix('s')}_bytes": name for name in ByteCosts.__slots__}
-    names |= {name: name for name in ("layers", "kept_for_weights")}
-    byte_costs = {names[name]: rest.pop(name) for name in tuple(rest) if name in names}
-    if "weight_gradient" in rest:
-        rest["weight_gradients"] = rest.pop("weight_gradient")
-    return Costs(**rest, memory=ByteCosts(**byte_costs) if byte_costs else None)
+    own: dict[type, dict[str, Any]] = {Costs: {}, ByteCosts: {}}
+    for name, value in given.items():
+        own[COSTS[name].record][COSTS[name].field] = value
+    return Costs(**own[Costs], memory=ByteCosts(**own[ByteCosts]) if own[ByteCosts] else None)
 
 
 def numbers_of(name: str, text: str, named: Named = _plainly) -> float | tuple[float, ...]:

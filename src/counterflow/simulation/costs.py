@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from counterflow.errors import ConfigError
+from counterflow.fields import asked
 from counterflow.schedule.modes import Recompute, Sync, parse_mode
 
 from .op_costs import ByteCosts, OpCosts, PerStage, StageOps
@@ -70,26 +71,57 @@ class Costs:
         ConfigError: a cost is negative or not a number.
     """
 
-    forward: PerStage = 1.0
-    backward: PerStage = 2.0
-    input_gradient: PerStage | None = None
-    weight_gradients: PerStage | None = None
-    p2p: PerLink = 0.0
+    forward: PerStage = asked(
+        1.0, "Of a forward of one stage on one micro-batch. Default 1.", metavar="SECONDS"
+    )
+    backward: PerStage = asked(2.0, "Of a backward. Default 2.", metavar="SECONDS")
+    input_gradient: PerStage | None = asked(
+        None, "Of the input gradient of a split backward. Default half of --backward.", metavar="SECONDS"
+    )
+    weight_gradients: PerStage | None = asked(
+        None,
+        "Of its weight gradients. Default the rest of --backward.",
+        metavar="SECONDS",
+        name="weight_gradient",
+    )
+    p2p: PerLink = asked(0.0, "Of a message between two workers. Default 0.", float, metavar="SECONDS")
     p2p_per_byte: PerLink = 0.0
     message_bytes: PerStage = 0.0
     skip_bytes: PerStage = 0.0
-    link: Link | str = "one-at-a-time"
+    link: Link | str = asked(
+        "one-at-a-time",
+        "one-at-a-time (the default): messages queue for a link, each way; infinite: none waits.",
+        Link,
+        metavar="MODE",
+    )
     ways: Sequence[Sequence[int]] | None = None
-    overlap: bool = True
-    sync: PerStage = 0.0
+    overlap: bool = asked(True, "Whether a worker goes on while its message travels. Default: it does.", bool)
+    sync: PerStage = asked(
+        0.0, "Of summing one stage's gradients over its copies. Default 0.", metavar="SECONDS"
+    )
     sync_crossings: Crossings | None = None
-    sync_mode: Sync | str = Sync.EAGER_OPT
+    sync_mode: Sync | str = asked(
+        Sync.EAGER_OPT,
+        "end, eager (as soon as gradients are there), or eager-opt (so, where idle: the default).",
+        Sync,
+        metavar="MODE",
+    )
     sync_slowdown: float = 0.0
-    agreement: float = 0.0
+    agreement: float = asked(
+        0.0,
+        "Of the workers' agreement on loss and gradient norm before the update. Default 0.",
+        float,
+        metavar="SECONDS",
+    )
     ties: Ties = ()
     statistics: PerStage = 0.0
-    replicas: int = 1
-    recompute: Recompute | str = Recompute.NONE
+    replicas: int = asked(1, "W: copies of the pipeline group, which sync. Default 1.", int)
+    recompute: Recompute | str = asked(
+        Recompute.NONE,
+        "stage or layer keep less and add a forward to each backward; none is the default.",
+        Recompute,
+        metavar="MODE",
+    )
     ops: OpCosts | None = None
     memory: ByteCosts | None = None
 

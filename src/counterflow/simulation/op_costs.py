@@ -11,6 +11,7 @@ from operator import add
 from typing import TYPE_CHECKING, Protocol
 
 from counterflow.errors import ConfigError
+from counterflow.fields import asked
 from counterflow.schedule.ir import OpKind
 from counterflow.schedule.modes import Recompute
 
@@ -101,13 +102,30 @@ class ByteCosts:
         workspace: what ops hold while they run, beside what they were given and what they leave.
     """
 
-    weights: PerStage = 0.0
-    gradients: PerStage | None = None
-    optimizer: PerStage = 0.0
-    activations: PerStage = 0.0
-    kept_for_weights: PerStage | None = None
-    inputs: PerStage = 0.0
-    layers: PerStage = 1.0
+    weights: PerStage = asked(0.0, "One version of the weights.", metavar="BYTES", name="weight_bytes")
+    gradients: PerStage | None = asked(
+        None, "Gradients. Default: as the weights.", metavar="BYTES", name="gradient_bytes"
+    )
+    optimizer: PerStage = asked(0.0, "Optimiser state.", metavar="BYTES", name="optimizer_bytes")
+    activations: PerStage = asked(
+        0.0,
+        "What a forward of one micro-batch saves for its backward.",
+        metavar="BYTES",
+        name="activation_bytes",
+    )
+    inputs: PerStage = asked(
+        0.0,
+        "Input for one micro-batch: what --recompute stage keeps.",
+        metavar="BYTES",
+        name="input_bytes",
+    )
+    kept_for_weights: PerStage | None = asked(
+        None,
+        "Of a split backward, what is kept from the input gradient to the weight gradients. Default: all of "
+        "--activation-bytes.",
+        metavar="BYTES",
+    )
+    layers: PerStage = asked(1.0, "Layers: --recompute layer keeps one input a layer.", metavar="NUMBER")
     layer_inputs: PerStage | None = None
     largest_layer: PerStage | None = None
     beyond_inputs: PerStage | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -178,8 +177,7 @@ def _other(
     schedule = schedule_of(values["subject"], SchemeOptions.taken(values))
     warn_if_wrong(values["subject"], schedule)
     own = CostOptions.taken(values)
-    given = {f.name: getattr(own, f.name) for f in fields(own) if getattr(own, f.name) is not None}
-    return simulate(schedule, replace(costs, **given).costs())
+    return simulate(schedule, costs.but(own).costs())
 
 
 def _note_other_model(one: Schedule, other: Schedule) -> None:

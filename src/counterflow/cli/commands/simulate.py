@@ -10,7 +10,7 @@ import typer
 from counterflow.schedule.ir import Schedule
 from counterflow.simulation import Simulation
 from counterflow.simulation import simulate as play
-from counterflow.simulation.cost_texts import BYTES, SECONDS
+from counterflow.simulation.cost_texts import COSTS
 
 from ..options.flags import CostOptions, JsonFlag, SchemeOptions, SubjectArgument
 from ..options.subject import is_file, periods_for_steady, schedule_of, warn_if_wrong
@@ -120,9 +120,10 @@ def _paid(result: Simulation, costs: CostOptions) -> str:
         del paid["backward"]  # nothing takes so long
     for name, value in paid.items():
         word = words.get(name, name.replace("_", " "))
-        if name in SECONDS:
+        metavar = COSTS[name].asked.metavar
+        if metavar == "SECONDS":
             shown.append(f"{word} {numbers(value)} {unit}")
-        elif name in BYTES:
+        elif metavar == "BYTES":
             sizes = value if isinstance(value, tuple) else (value,)
             shown.append(f"{word.replace(' bytes', 's')} {', '.join(map(byte_size, sizes))}")
         elif name == "overlap":

@@ -1,8 +1,8 @@
 """The flags that several commands share, as two groups of options.
 
 A command takes a group as one parameter; ``with_flags`` unfolds it into the group's flags: those of schemes
-are made from the schemes' records, those of costs are fields. None means that a flag was not given, so that
-the library's own defaults are the only ones.
+are made from the schemes' records, those of costs from the fields of ``Costs`` and ``ByteCosts``. None means
+that a flag was not given, so that the library's own defaults are the only ones.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, Self, get_type_hints
+from typing import Annotated, Any, Self
 
 import typer
 
 from counterflow.errors import ConfigError
+from counterflow.fields import AskedField
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
-from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.scheme import DEPTH, SPLIT, Option, OptionType
-from counterflow.simulation import Costs, Link, cost_texts
+from counterflow.simulation import ByteCosts, Costs, cost_texts
 
 from .wording import flag
 
@@ -94,6 +94,13 @@ def _scheme_flag(name: str, known: Mapping[str, Option]) -> Any:
     return Annotated[kind | None, _option(_SCHEME, about, *names, metavar=metavar)]
 
 
+def asked_flag(one: AskedField, panel: str) -> Any:
+    """The flag of a field that people may give; None where it is not given."""
+    about = one.asked
+    names = (f"{flag(one.name)}/--no-{flag(one.name)[2:]}",) if about.kind is bool else ()
+    return Annotated[about.kind | None, _option(panel, about.about, *names, metavar=about.metavar)]
+
+
 def plain_value(value: Any) -> OptionValue:
     """An option's value as schemes take it; a whole number where words are legal too comes as a text."""
     if isinstance(value, Enum):
@@ -112,126 +119,27 @@ OF_SPLIT_BACKWARDS = ("input_gradient", "weight_gradient", "kept_for_weights")
 class CostOptions:
     """What things cost; None where not given."""
 
+    values: Mapping[str, Any]
+
     @classmethod
     def flags(cls) -> dict[str, Any]:
         """Every cost, with what typer has to know of its flag."""
-        hints = get_type_hints(cls, include_extras=True)
-        return {field.name: hints[field.name] for field in fields(cls)}
+        panels = {Costs: _COSTS, ByteCosts: _MEMORY}
+        return {name: asked_flag(one, panels[one.record]) for name, one in cost_texts.COSTS.items()}
 
     @classmethod
     def taken(cls, values: dict[str, Any]) -> Self:
         """What was given of them, taken out of ``values``."""
-        return cls(**{field.name: values.pop(field.name) for field in fields(cls)})
-
-    forward: Annotated[
-        str | None,
-        _option(
-            _COSTS,
-            "Of a forward of one stage on one micro-batch. Default 1.",
-            metavar="SECONDS",
-        ),
-    ] = None
-    backward: Annotated[str | None, _option(_COSTS, "Of a backward. Default 2.", metavar="SECONDS")] = None
-    input_gradient: Annotated[
-        str | None,
-        _option(
-            _COSTS,
-            "Of the input gradient of a split backward. Default half of --backward.",
-            metavar="SECONDS",
-        ),
-    ] = None
-    weight_gradient: Annotated[
-        str | None,
-        _option(_COSTS, "Of its weight gradients. Default the rest of --backward.", metavar="SECONDS"),
-    ] = None
-    p2p: Annotated[
-        float | None, _option(_COSTS, "Of a message between two workers. Default 0.", metavar="SECONDS")
-    ] = None
-    link: Annotated[
-        Link | None,
-        _option(
-            _COSTS,
-            "one-at-a-time (the default): messages queue for a link, each way; infinite: none waits.",
-            metavar="MODE",
-        ),
-    ] = None
-    overlap: Annotated[
-        bool | None,
-        _option(
-            _COSTS,
-            "Whether a worker goes on while its message travels. Default: it does.",
-            "--overlap/--no-overlap",
-        ),
-    ] = None
-    sync: Annotated[
-        str | None,
-        _option(
-            _COSTS,
-            "Of summing one stage's gradients over its copies. Default 0.",
-            metavar="SECONDS",
-        ),
-    ] = None
-    sync_mode: Annotated[
-        Sync | None,
-        _option(
-            _COSTS,
-            "end, eager (as soon as gradients are there), or eager-opt (so, where idle: the default).",
-            metavar="MODE",
-        ),
-    ] = None
-    agreement: Annotated[
-        float | None,
-        _option(
-            _COSTS,
-            "Of the workers' agreement on loss and gradient norm before the update. Default 0.",
-            metavar="SECONDS",
-        ),
-    ] = None
-    replicas: Annotated[
-        int | None,
-        _option(_COSTS, "W: copies of the pipeline group, which sync. Default 1."),
-    ] = None
-    recompute: Annotated[
-        Recompute | None,
-        _option(
-            _COSTS,
-            "stage or layer keep less and add a forward to each backward; none is the default.",
-            metavar="MODE",
-        ),
-    ] = None
-    weight_bytes: Annotated[str | None, _option(_MEMORY, "One version of the weights.", metavar="BYTES")] = (
-        None
-    )
-    gradient_bytes: Annotated[
-        str | None, _option(_MEMORY, "Gradients. Default: as the weights.", metavar="BYTES")
-    ] = None
-    optimizer_bytes: Annotated[str | None, _option(_MEMORY, "Optimiser state.", metavar="BYTES")] = None
-    activation_bytes: Annotated[
-        str | None,
-        _option(_MEMORY, "What a forward of one micro-batch saves for its backward.", metavar="BYTES"),
-    ] = None
-    input_bytes: Annotated[
-        str | None,
-        _option(_MEMORY, "Input for one micro-batch: what --recompute stage keeps.", metavar="BYTES"),
-    ] = None
-    kept_for_weights: Annotated[
-        str | None,
-        _option(
-            _MEMORY,
-            "Of a split backward, what is kept from the input gradient to the weight gradients. Default: all "
-            "of --activation-bytes.",
-            metavar="BYTES",
-        ),
-    ] = None
-    layers: Annotated[
-        str | None,
-        _option(_MEMORY, "Layers: --recompute layer keeps one input a layer.", metavar="NUMBER"),
-    ] = None
+        return cls({name: values.pop(name) for name in cost_texts.COSTS})
 
     def given(self) -> dict[str, Any]:
         """The costs that were given, read, by the names of their flags."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return cost_texts.read({name: v for name, v in values.items() if v is not None}, _in_flag)
+        return cost_texts.read({n: v for n, v in self.values.items() if v is not None}, _in_flag)
+
+    def but(self, other: CostOptions) -> CostOptions:
+        """The same costs, except those that ``other`` gives."""
+        given = {name: value for name, value in other.values.items() if value is not None}
+        return CostOptions({**self.values, **given})
 
     def costs(self) -> Costs:
         """What the simulator is fed with.
@@ -243,9 +151,10 @@ class CostOptions:
 
     def without_effect(self, *schedules: Schedule) -> Iterator[str]:
         """What was given and changes nothing in any of these schedules, and why, for people."""
-        if self.sync is None and (self.sync_mode or self.replicas):
+        given = {name for name, value in self.values.items() if value is not None}
+        if "sync" not in given and given & {"sync_mode", "replicas"}:
             yield "--sync-mode and --replicas change nothing unless --sync gives a sync's seconds."
-        idle = [name for name in OF_SPLIT_BACKWARDS if getattr(self, name) is not None]
+        idle = [name for name in OF_SPLIT_BACKWARDS if name in given]
         if idle and not any(_is_split(schedule) for schedule in schedules):
             verb = "changes" if len(idle) == 1 else "change"
             scheme = registry.find(schedules[0].scheme)

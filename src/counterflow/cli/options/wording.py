@@ -5,26 +5,17 @@ from __future__ import annotations
 import re
 
 from counterflow.schedule import registry
+from counterflow.simulation.cost_texts import COSTS
 
-_SPELLED = {
-    "weights": "weight_bytes",
-    "gradients": "gradient_bytes",
-    "optimizer": "optimizer_bytes",
-    "activations": "activation_bytes",
-    "inputs": "input_bytes",
-    "weight_gradients": "weight_gradient",
+_SPELLED = {one.field: name for name, one in COSTS.items()} | {
     "depth": "workers",
     "micro_batch": "micro_batch_size",
     "memory_bytes": "memory",
 }
-"""Where the library's word is not the flag's."""
-_COSTS = (
-    *("forward", "backward", "input_gradient", "weight_gradients", "p2p", "link", "sync", "sync_mode"),
-    *("agreement", "replicas", "recompute", "layers", "kept_for_weights"),
-)
+"""Flags by the library's words."""
 _PLAN = ("mini_batch", "arrangement", "cuts", "option", "tensor_parallel")
 _ORDER = ("peak", "objective")
-_OWN = (*_COSTS, *_SPELLED, *_PLAN, *_ORDER)
+_OWN = (*_SPELLED, *_PLAN, *_ORDER)
 
 
 def flag(name: str) -> str:

@@ -1,0 +1,66 @@
+"""What people give of a record: how a flag of a command and a form of the page ask for its fields.
+
+Invariant: a field says it where it stands, so a record, its flags and its form cannot differ. Not here: what
+a value may be, which is the record's own business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from counterflow.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How a field is asked for.
+
+    Attributes:
+        about: what it is, as a sentence.
+        kind: what is given: a number, a flag, one of an enum's words, or a text that is read.
+        metavar: what stands for the value: ``SECONDS`` or ``BYTES`` say how a text is read, too.
+        name: what it is asked for by, if that is not the field's name.
+    """
+
+    about: str
+    kind: type = str
+    metavar: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AskedField:
+    """A field with how it is asked for."""
+
+    record: type
+    field: str
+    asked: Asked
+
+    @property
+    def name(self) -> str:
+        """What it is asked for by."""
+        return self.asked.name or self.field
+
+
+def asked(default: Any, about: str, kind: type = str, **more: Any) -> Any:
+    """A field of a dataclass that people may give; ``more`` are other attributes of ``Asked``."""
+    return field(default=default, metadata={"asked": Asked(about, kind, **more)})
+
+
+def asked_fields(*records: type) -> dict[str, AskedField]:
+    """The fields of these dataclasses that people may give, by what they are asked for by.
+
+    Raises:
+        ConfigError: two have one name.
+    """
+    found: dict[str, AskedField] = {}
+    for record in records:
+        for each in fields(record):
+            if "asked" not in each.metadata:
+                continue
+            one = AskedField(record, each.name, each.metadata["asked"])
+            if one.name in found:
+                raise ConfigError(f"{one.name}: two fields of {record.__name__} and others have this name")
+            found[one.name] = one
+    return found
