@@ -354,12 +354,27 @@ def test_a_hook_that_changes_nothing_leaves_the_sum_unrounded() -> None:
     assert grads(a) == [[512]]  # which is what it was given, 256, doubled
 
 
+def test_a_hook_may_not_change_the_dtype() -> None:
+    (a,) = weights(1, dtype=LOW)
+    group = made(a)
+    hooks = Hooks([a])
+    a.register_hook(lambda gradient: gradient.float())
+    hooks.take()
+    backward(a, 1)
+    hooks.give_back()
+    with pytest.raises(RuntimeError, match="dtype"):
+        group.call_hooks(hooks)
+
+
 def test_what_gradients_are_not_finite() -> None:
     a, b, c, d = [*weights(2, 2, 1), *weights(1, dtype=torch.float32)]
     group = made(a, d, b, c)  # by name: a, b (float32), c, d
     for parameter in (a, b):
         backward(parameter, 1, 2)
     assert group.not_finite() is None
+    one_of_two = made(*weights(2, 2))
+    backward(one_of_two.parameters["b"], 1, math.nan)
+    assert one_of_two.not_finite() == "b"
     backward(c, math.nan)
     assert group.not_finite() == "d"
     backward(d, math.inf)
@@ -395,6 +410,13 @@ def test_what_is_scaled_and_dropped_stays_used() -> None:
     for group in copies.groups:
         group.drop(torch.tensor(True))
     assert copies.shown() == [[[0], None]] * 2
+    for group, mine in zip(copies.groups, copies.weights, strict=True):
+        group.clear()
+        backward(mine[1], 4)
+    copies.sum()
+    for group in copies.groups:
+        group.scale(0.0)
+    assert copies.shown() == [[None, [0]]] * 2
 
 
 def test_what_requires_no_gradient_has_no_buffer() -> None:
