@@ -21,7 +21,8 @@ from counterflow.checkpoints.reader import DamagedError
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.measure.storage import ADVICE, storage_of
 from counterflow.runtime.workers import world
-from counterflow.runtime.workers.launch import Tell, launch_watched
+from counterflow.runtime.workers.children import Tell
+from counterflow.runtime.workers.launch import launch_watched
 
 from .callbacks import Callbacks, loggers
 from .carrier import named_carrier

@@ -21,6 +21,12 @@ from typing import Any, Literal
 
 from .outside import end_server, undisturbed
 
+Tell = Callable[[int], None]
+"""Sends each worker a signal, once; to threads nothing."""
+
+Meanwhile = Callable[[Tell], None]
+"""What a launch calls about ten times a second while its workers run; what it raises ends them all."""
+
 _KILLED_SECONDS = 5.0
 """How long a process that was killed is waited for: one that a device holds may never go."""
 
