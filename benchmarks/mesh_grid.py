@@ -58,7 +58,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "stage": {"recompute": "stage"},
     "layer": {"recompute": "layer"},
     "no barrier": {"barrier": False},
-    "compiled": {"compile_layers": "aot_eager"},
+    "compiled": {"compile": "aot_eager"},
 }
 
 

@@ -145,7 +145,7 @@ class Contender:
         if self.pipeline.schedule.synchronous:
             self.taken.append(timed(step, transport)[0])
             return
-        for _ in range(self.pipeline.counted_steps - self.pipeline.count_memory_steps + 1):
+        for _ in range(self.pipeline.counted_steps - self.pipeline.execution.count_memory_steps + 1):
             step()
         begin = time.perf_counter()
         for _ in range(PERIODS):

@@ -19,6 +19,7 @@ from .synthesis import Synthesis, synthesize
 if TYPE_CHECKING:
     from . import models
     from .checkpoints import load_checkpoint, load_weights, save_checkpoint
+    from .execution import Batching, Execution
     from .loss_sum import LossSum
     from .runtime.mini_batch.entries import ENTRIES
     from .runtime.pipeline import Pipeline
@@ -31,11 +32,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ENTRIES",
+    "Batching",
     "ByteCosts",
     "ConfigError",
     "Costs",
     "CounterflowError",
     "DeadlockError",
+    "Execution",
     "LossSum",
     "Op",
     "OpKind",
@@ -64,7 +67,9 @@ __all__ = [
 
 
 _LATE = {
+    "Batching": "execution",
     "ENTRIES": "runtime.mini_batch.entries",
+    "Execution": "execution",
     "LossSum": "loss_sum",
     "Pipeline": "runtime.pipeline",
     "SameModel": "verify.same_model",
@@ -76,11 +81,11 @@ _LATE = {
     "save_checkpoint": "checkpoints",
     "sum_over_copies": "runtime.stages.counters",
 }
-"""By name the module that has it, of those that need torch."""
+"""By name the module that has it, of those that need torch or take a while."""
 
 
 def __getattr__(name: str) -> Any:
-    """The names that need torch, imported when they are first used."""
+    """The names of ``_LATE``, imported when they are first used."""
     if name in _LATE:
         return getattr(importlib.import_module(f"{__name__}.{_LATE[name]}"), name)
     if name == "models":

@@ -40,7 +40,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def test_train_your_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    same, program, _, average, skips, named, meta = blocks("train-your-own-model.md", "python")
+    same, program, _, average, skips, named, meta, options = blocks("train-your-own-model.md", "python")
     script = tmp_path / "train.py"
     assert "stages=4" in program
     script.write_text(program.replace("stages=4", "stages=2").replace("workers=4", "workers=2"))
@@ -59,12 +59,14 @@ def test_train_your_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     averaged = launch(_averaged, average, workers=2, transport="local", timeout_seconds=60)
     assert averaged[0]["loss"] == averaged[1]["loss"]
     assert len(averaged[0]["state"]) == 4
+    (made,) = launch(_with_options, options, workers=1, transport="local", timeout_seconds=60)
+    assert (made.recompute, made.clip_norm, made.barrier) == ("layer", 1.0, False)
     scope: dict[str, object] = {}
     exec(f"import torch\nfrom torch import nn\n{meta}", scope)
     assert len(scope["layers"]) == 64  # type: ignore[arg-type]
     exec(f"import torch\n{named}", scope)
-    made = scope["optimizer"](list(torch.nn.Linear(2, 2).named_parameters()))  # type: ignore[operator]
-    assert [group["weight_decay"] for group in made.param_groups] == [0.0, 0.01]
+    chosen = scope["optimizer"](list(torch.nn.Linear(2, 2).named_parameters()))  # type: ignore[operator]
+    assert [group["weight_decay"] for group in chosen.param_groups] == [0.0, 0.01]
     unet: dict[str, Any] = {}
     exec(f"import torch\nfrom torch import nn\nimport counterflow as cf\n{skips}", unet)
     assert torch.nn.Sequential(*unet["layers"])(torch.ones(2, 1, 8, 8)).shape == (2, 1, 8, 8)
@@ -83,6 +85,14 @@ def _averaged(program: str) -> dict[str, Any]:
         scope: dict[str, Any] = {"pipeline": pipeline, "batches": batches}
         exec(program, scope)
     return scope
+
+
+def _with_options(program: str) -> cf.Execution:
+    """How the pipeline of a page's program executes."""
+    scope: dict[str, Any] = {"layers": [torch.nn.Linear(2, 2)], "schedule": cf.schemes.gpipe(1, 2)}
+    exec(f"import torch\nfrom torch import nn\nimport counterflow as cf\n{program}", scope)
+    found: cf.Execution = scope["pipeline"].execution
+    return found
 
 
 SCHEDULES: dict[str, Schedule] = {

@@ -316,7 +316,7 @@ def test_fp16_autocast_without_a_scaled_loss_is_refused() -> None:
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own code
 def test_compiled_layers() -> None:
     plain, compiled = (
-        run(lambda how=how: _autocast(schemes.gpipe(2, 2), compile_layers=how), workers=2)[0]
+        run(lambda how=how: _autocast(schemes.gpipe(2, 2), compile=how), workers=2)[0]
         for how in (False, "eager")
     )
     assert compiled == pytest.approx(plain, rel=1e-6)

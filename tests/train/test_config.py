@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from counterflow import ConfigError, Pipeline, schemes
+from counterflow.execution import Execution, said
 from counterflow.models.shapes import SHAPES, Family
 from counterflow.schedule.formats import dumps
 from counterflow.schedule.registry import SCHEMES
@@ -52,10 +53,11 @@ def test_every_option_of_every_scheme_is_a_key() -> None:
 @pytest.mark.parametrize("name", SECTIONS)
 def test_every_key_is_described_and_its_default_legal(name: str) -> None:
     section = SECTIONS[name]
-    for key, info in section.model_fields.items():
-        assert info.description
-        assert "\n" not in info.description
-        rule = section.keys_known()[key].legal
+    for key, (about, rule) in section.keys_known().items():
+        if (info := section.model_fields.get(key)) is None:  # of a scheme
+            continue
+        assert about
+        assert "\n" not in about
         for part in (info.annotation, *get_args(info.annotation)):
             if get_origin(part) is Literal:
                 assert all(word in rule for word in get_args(part))
@@ -326,29 +328,40 @@ def test_what_is_written_reads_back_equal(values: dict[str, Any], tmp_path: Path
     assert load_config(tmp_path / "config.toml") == config
 
 
-NO_KEY = {
+BESIDE = {
     **dict.fromkeys(
-        ["model", "loss_function", "schedule", "list_layers", "scheduler"], "other sections say it"
+        ["model", "loss_function", "schedule", "list_layers", "optimizer", "scheduler", "seed"],
+        "other sections say it",
     ),
-    **dict.fromkeys(["optimizer", "seed"], "other sections say it"),
     "mesh": "the plan's nodes and pipeline.replicas say it",
     "device": "the launch says it",
     "costs": "pipeline.cuts says what follows from them",
-    "count_memory_steps": "what is measured is the run's own",
-    **dict.fromkeys(["parallelize", "named_parameters", "op_times"], "a function of the user's, or a table"),
-    **dict.fromkeys(
-        ["input_dims", "target_dims", "kwarg_dims", "output_dims"], "the data section's samples come first"
-    ),
-    "dynamic_shapes": "all samples of the data section have one length",
-    "per_micro_batch_loss": "the models of the model section have losses that are means",
-    "deferred_batch_norm": "no model of the model section has a batch norm",
-    "skip_non_finite": "a run ends at a loss that is not finite, and says so",
+    "parallelize": "a function of the user's",
+    "execution": "the section is one",
+    "batching": "the data section's samples come first, and have one length",
+    "options": "fields of the two",
 }
-"""Why an option of ``Pipeline`` has no key."""
+"""Why ``Pipeline`` is given it beside a config's ``[pipeline]``."""
 
 
 def test_every_option_of_a_pipeline_has_a_key_or_a_reason() -> None:
-    options = set(inspect.signature(Pipeline).parameters)
-    keys = {{"compile": "compile_layers"}.get(key, key) for key in PipelineSection.model_fields}
-    assert keys - options == {"replicas"}
-    assert options - keys == set(NO_KEY)
+    keys = PipelineSection.keys_known()
+    assert issubclass(PipelineSection, Execution)
+    for name, info in Execution.model_fields.items():
+        assert (name in keys) != bool(said(info, "no_key"))
+    beside = keys.keys() - Execution.model_fields
+    assert beside == {"transport", "cuts", "replicas"}
+    assert set(inspect.signature(Pipeline).parameters) == BESIDE.keys() | beside - {"replicas"}
+
+
+def test_what_is_no_key_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"pipeline\.count_memory_steps: there is no such key"):
+        load_config(sets=["pipeline.count_memory_steps=3"])
+
+
+def test_a_config_executes_with_defaults_of_its_own() -> None:
+    section, plain = RunConfig().pipeline, Execution()
+    differing = {name for name in Execution.model_fields if getattr(section, name) != getattr(plain, name)}
+    assert differing == {"clip_norm", "timeout_seconds"}
+    assert (plain.clip_norm, section.clip_norm, section.timeout_seconds) == (None, 1.0, 300.0)
+    assert load_config(sets=["pipeline.clip_norm=0"]).pipeline.max_norm is None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from counterflow.execution import Execution
 from counterflow.runtime.mini_batch.samples import samples_in
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.world import current_transport
@@ -39,9 +40,7 @@ class Subject:
         optimizer: of some parameters.
         batch: inputs and targets of that many samples.
         seed: of weights and random draws.
-        autocast: the dtype that ops compute in; None: that of the weights.
-        compute_dtype: the dtype that weights are cast to; None: their own.
-        compile_layers: as in ``Pipeline``.
+        execution: how it is executed.
     """
 
     layers: list[nn.Module]
@@ -49,9 +48,7 @@ class Subject:
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     batch: Callable[[int], tuple[Any, Any]]
     seed: int
-    autocast: torch.dtype | None
-    compute_dtype: torch.dtype | None = None
-    compile_layers: bool | str = False
+    execution: Execution
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +83,7 @@ def bytes_of(make: Callable[[Schedule], Pipeline], layers: int, inputs: Any, tar
         one.step(inputs, targets)
     costs = measure_stages(each, inputs, targets, repeats=1)
     ones = (1.0,) * layers
-    size = samples_in(inputs, each.input_dims)
+    size = samples_in(inputs, each.batching.input_dims)
     return AtSize(size, ones, ones, tuple(costs), 0.0, 0.0, measure_update(whole, each))
 
 
@@ -234,8 +231,5 @@ def _pipeline(subject: Subject, schedule: Schedule) -> Pipeline:
         schedule,
         optimizer=subject.optimizer,
         seed=subject.seed,
-        autocast=subject.autocast,
-        compute_dtype=subject.compute_dtype,
-        compile_layers=subject.compile_layers,
-        digest_every=0,
+        execution=subject.execution,
     )

@@ -106,7 +106,7 @@ def measure_stages(pipeline: Pipeline, inputs: Any, targets: Any, *, repeats: in
     """
     count = pipeline.schedule.micro_batches
     last = pipeline.schedule.stages - 1
-    samples = split_points(samples_in(inputs, pipeline.input_dims), count)[1]
+    samples = split_points(samples_in(inputs, pipeline.batching.input_dims), count)[1]
     # What one backward computes is measured: halves do not cost half of a whole to the byte.
     parts = max((op.parts for op in pipeline.schedule.ops()), default=1)
     unit = Unit(0, 0, parts).rows(samples)
@@ -117,7 +117,7 @@ def measure_stages(pipeline: Pipeline, inputs: Any, targets: Any, *, repeats: in
         mine = None
         if stage in pipeline.stages:
             if stage == 0:
-                taken[stage] = moved(cut(inputs, unit, pipeline.input_dims), pipeline.device)
+                taken[stage] = moved(cut(inputs, unit, pipeline.batching.input_dims), pipeline.device)
             else:
                 taken[stage] = _input_of(stage, made, pipeline.device)
             if stage < last:
@@ -128,7 +128,9 @@ def measure_stages(pipeline: Pipeline, inputs: Any, targets: Any, *, repeats: in
         told = cast("list[_Made | None]", pipeline.transport.gather_objects(mine))
         made += [row for row in told if row is not None][:1]
     target = (
-        moved(cut(targets, unit, pipeline.target_dims), pipeline.device) if last in pipeline.stages else None
+        moved(cut(targets, unit, pipeline.batching.target_dims), pipeline.device)
+        if last in pipeline.stages
+        else None
     )
     costs = {
         stage: _measured(

@@ -6,6 +6,7 @@ at the begin and the end of a step (samples, shapes, loss, norm) goes through on
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import platform
@@ -13,78 +14,53 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
-from typing import Any, Never, Self, cast
+from functools import partial
+from typing import Any, Never, Self, Unpack, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from counterflow.errors import ConfigError, CounterflowError
-from counterflow.program.actions import Matching, Program
-from counterflow.program.check import checked_program
-from counterflow.program.lowering import OpTimes, Shared, lower_evaluation
+from counterflow.execution import Batching, Execution, Flat, records
+from counterflow.program.actions import Matching
+from counterflow.program.lowering import lower_evaluation
 from counterflow.program.runnable import refuse_what_cannot_run
-from counterflow.program.segments import segments
-from counterflow.schedule.cuts import balance, explicit
 from counterflow.schedule.ir import Op, Schedule
-from counterflow.schedule.modes import Recompute, Sync, parse_mode
 
-from .execution.asynchronous import AsynchronousRunner
 from .execution.interpreter import Interpreter
 from .execution.meters import SavedBytes
 from .execution.step import Step, StepStatistics, Workers, place
-from .execution.synchronous import SynchronousRunner
-from .execution.without_barrier import BarrierFreeRunner, waits_for_norm
-from .mesh.layout import WORKER, Layout, Mesh, layout_of
-from .mesh.parallel import Parallelize, StageModule, further_mesh, parallelized
-from .mesh.sharding import Sharding
+from .making.held import held_stages, sharded
+from .making.model import staged
+from .making.runner import runner_of
+from .mesh.layout import WORKER, Mesh, layout_of
+from .mesh.parallel import Parallelize, further_mesh
 from .messages.compression import Compression
 from .messages.values import Unit
-from .mini_batch.batch import Batch, Shapes, rows_of
-from .mini_batch.counted import Means
-from .mini_batch.entries import Settled
-from .mini_batch.feed import CopyStream, Feed
-from .mini_batch.given import NOT_GIVEN, Agreed, Given, even, ready, whole
-from .mini_batch.loss_check import LossCheck, LossChecks
-from .mini_batch.losses import Losses, LossFunction
-from .mini_batch.samples import Dims, joined, moved
+from .mini_batch.agreement import Peers
+from .mini_batch.batch import Batch
+from .mini_batch.batches import Batches, Role
+from .mini_batch.feed import CopyStream
+from .mini_batch.given import Given
+from .mini_batch.losses import LossFunction
+from .mini_batch.samples import joined, moved
+from .mini_batch.told import Call, Part, Told
 from .parameters.alike import start_alike
 from .parameters.names import shared_names
 from .parameters.optimizers import MakeOptimizer, MakeScheduler
 from .parameters.sharded_updates import refuse_unsharded
-from .parameters.unlisted import Unlisted
 from .parameters.weights import Weights
-from .stages.deferred import defer
 from .stages.embeddings import Setting
-from .stages.estimates import estimated_costs
-from .stages.layers import aliases_of, layers_of, state_names
-from .stages.ownership import Owned
-from .stages.precision import Autocast, Cast, Precision, refuse_scaled
 from .stages.randomness import RandomStreams
-from .stages.remote import refuse_remote
-from .stages.skips import links_of, stage_skips
-from .stages.stage import (
-    LOSS,
-    NamedLayer,
-    StageCopy,
-    have_statistics,
-    loss_layer,
-    materialised,
-    place_of,
-)
 from .torch_private import keeps_buffers
-from .transport.base import Gathering, Transport
+from .transport.base import Transport
 from .transport.turns import elsewhere, my_worker
 from .workers import lease
 from .workers.arguments import refuse_others
 from .workers.watch import tells_who, worker_error
 
 _LOG = logging.getLogger(__name__)
-_NAMES = "inputs", "targets"
-_KINDS = 256
-"""The shapes of so many kinds of mini-batches are known at once."""
 
 
 class Pipeline:
@@ -109,8 +85,6 @@ class Pipeline:
             its parameters, also those that are frozen. Where the model has several optimisers, it is called
             two or three times more with small copies of some, to see that it looks at each for itself.
         scheduler: a function of an optimiser to a learning-rate scheduler, stepped after each update.
-        named_parameters: whether ``optimizer`` takes a list of (name, parameter), with the model's own names,
-            as ``model.named_parameters()`` gives them and torch's optimisers take them.
         list_layers: the layers of ``model``, if it is neither a sequential nor a list.
         cuts: the numbers of the layers with which stages 1, 2, ... begin; by default balanced.
         costs: cost of each layer, to balance by; by default estimated from the parameters.
@@ -124,53 +98,13 @@ class Pipeline:
         transport: ``local``, ``gloo`` or ``nccl``, or one at hand; by default as the process was started.
         device: where to compute; by default the transport's.
         seed: of weights on the meta device and of all random draws of the layers.
-        recompute: ``none``, ``stage`` or ``layer``: what a backward computes again to save memory.
-        sync: ``end``, ``eager`` or ``eager-opt``: when gradients of a stage's copies are summed.
-        op_times: start and end of every op by which ``eager-opt`` decides: ``Simulation.op_times`` of the
-            schedule with this model's costs; by default of forwards that take 1 and backwards that take 2.
-        clip_norm: gradients of a larger global norm are scaled down to it; None: never. Without a flush
-            each stage by its own norm, to ``clip_norm / sqrt(stages)``.
-        skip_non_finite: whether a mini-batch with a loss or a gradient that is not finite updates nothing on
-            any worker, and ``Step.skipped`` says so; else it is an error. For schemes with a flush.
-        barrier: whether each step of a synchronous schedule ends on all workers before the next one begins.
-            Without, a worker goes on as soon as its own stages are updated. Numbers are the same, bit for
-            bit; a later step tells loss and norm (``Step.about``), and ``flush`` ends what is under way.
-            With ``clip_norm`` or ``skip_non_finite`` updates still wait for the norm of all stages.
-        zero_stage: 1: of all workers that hold a weight (copies of its stage, replicas) one alone has its
-            optimiser state, updates it and sends it to the others when a step ends (ZeRO stage 1). Numbers
-            are the same, bit for bit; each worker's optimiser is made of the weights it updates. 0: all
-            update all they hold. For schemes with a flush, with a barrier, without ``parallelize``, and for
-            optimisers that look at each parameter for itself.
-        autocast: a dtype (``torch.bfloat16``) in which layers run where torch deems it safe. A weight is cast
-            once for each version, not for each micro-batch.
-        compute_dtype: a dtype (``torch.bfloat16``) in which all weights of layers are while these run, and
-            the model's input; its output is float32 again. The parameters stay as they are: gradients are
-            added, updates made and states saved in their precision (master weights).
-        compile_layers: whether layers go through ``torch.compile``; or the name of its backend.
-        deferred_batch_norm: whether running statistics of batch norms are updated once a step, by the mean
-            and variance of the whole mini-batch over all micro-batches, copies and replicas, and not by each
-            micro-batch's in turn. Each micro-batch is normalised by its own. For schemes with a flush.
-        compress: whether activations and gradients go between workers in half precision where that loses
-            little (WPipe, appendix A.3); the first step's never do.
-        input_dims: which dimension of the inputs' tensors the samples are: an int for all of them, None for
-            none (all micro-batches get them whole), ``cf.ENTRIES`` for the entries of a list, or a tree of
-            these of the inputs' structure or of its first levels, as ``torch.vmap`` takes ``in_dims``.
-        target_dims: likewise of the targets.
-        kwarg_dims: likewise of keyword arguments to the first layer.
-        output_dims: likewise of what the last layer gives, where outputs are asked for.
-        dynamic_shapes: whether shapes between stages may differ for inputs of the same shapes.
-        per_micro_batch_loss: whether the loss is meant for each micro-batch alone, and the mean of these by
-            samples is trained. Else, in the first mini-batch of each kind, a loss that is no mean over
-            samples, and no ``LossSum``, is refused.
-        digest_every: steps after which the copies of the stages are compared, and the mini-batches that the
-            workers of a replica are given; 0: never. Threads' mini-batches always are. Without a barrier or a
-            flush a later step tells of copies that differ; without a flush only ``flush`` compares buffers.
-        count_memory_steps: first steps in which the bytes saved for backward are counted.
-        timeout_seconds: how long another worker is waited for; by default as at the launch, or 300.
+        execution: how the schedule is executed: recomputation, clipping, precision and so on.
+        batching: how mini-batches are cut, if not along their tensors' first dimensions.
+        options: fields of ``Execution`` and ``Batching``, in place of the records or beside them.
 
     Raises:
-        ConfigError: the model, the schedule and the workers do not fit together; or, without a flush,
-            stages share weights.
+        ConfigError: the model, the schedule and the workers do not fit together; an option is unknown, not
+            legal or given twice; or, without a flush, stages share weights.
         ScheduleError: the checker does not accept the schedule.
         WorkerError: another worker failed.
     """
@@ -190,7 +124,6 @@ class Pipeline:
         *,
         optimizer: MakeOptimizer,
         scheduler: MakeScheduler | None = None,
-        named_parameters: bool = False,
         list_layers: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
         cuts: Sequence[int] | None = None,
         costs: Sequence[float] | None = None,
@@ -199,116 +132,97 @@ class Pipeline:
         transport: Transport | str | None = None,
         device: torch.device | str | None = None,
         seed: int = 0,
-        recompute: Recompute | str = Recompute.NONE,
-        sync: Sync | str = Sync.EAGER_OPT,
-        op_times: OpTimes | None = None,
-        clip_norm: float | None = None,
-        skip_non_finite: bool = False,
-        barrier: bool = True,
-        zero_stage: int = 0,
-        autocast: torch.dtype | None = None,
-        compute_dtype: torch.dtype | None = None,
-        compile_layers: bool | str = False,
-        deferred_batch_norm: bool = False,
-        compress: bool = False,
-        input_dims: Dims = 0,
-        target_dims: Dims = 0,
-        kwarg_dims: Dims = 0,
-        output_dims: Dims = 0,
-        dynamic_shapes: bool = False,
-        per_micro_batch_loss: bool = False,
-        digest_every: int = 100,
-        count_memory_steps: int = 2,
-        timeout_seconds: float | None = None,
+        execution: Execution | None = None,
+        batching: Batching | None = None,
+        **options: Unpack[Flat],
     ) -> None:
-        self.schedule = schedule
-        self._refuse_what_cannot_run(zero_stage, barrier=barrier, further=parallelize is not None)
-        self.transport = _transport(transport, device, timeout_seconds, schedule)
-        rank, further = self.transport.rank, further_mesh(mesh, parallelize, self.transport)
-        layout = layout_of(rank, self.transport.world_size, schedule, mesh)
+        execution, batching = records(execution, batching, options, PARAMETERS)
+        self.execution, self.batching = execution, batching
+        refuse_what_cannot_run(schedule)
+        refuse_unsharded(execution, schedule, further=parallelize is not None)
+        self.transport = transport = _transport(transport, device, execution.timeout_seconds, schedule)
+        rank, further = transport.rank, further_mesh(mesh, parallelize, transport)
+        layout = layout_of(rank, transport.world_size, schedule, mesh)
         self.worker, self._thread = layout.place(rank)[WORKER], my_worker()
-        self._parts = max(op.parts for op in schedule.ops())
-        self.device = self.transport.device
-        self.digest_every = digest_every
-        self.count_memory_steps = count_memory_steps
-        self.dynamic_shapes = dynamic_shapes
-        self.input_dims, self.target_dims = input_dims, target_dims
-        self.kwarg_dims, self.output_dims = kwarg_dims, output_dims
-        self._loss_checks = None if per_micro_batch_loss else LossChecks(output_dims, target_dims)
-        self.steps = 0
-        recompute = parse_mode(Recompute, "recompute", recompute)
-        sync = self._when_summed(parse_mode(Sync, "sync", sync))
-        self.streams = streams = RandomStreams(
-            seed,
-            self.device,
-            shared=self.transport.shares_process,
-            timeout_seconds=self.transport.timeout_seconds,
+        self.device, self.steps = transport.device, 0
+        self.streams = RandomStreams(
+            seed, self.device, shared=transport.shares_process, timeout_seconds=transport.timeout_seconds
         )
-        self.loss_function = loss_function
-        precision = self._precision(autocast, compute_dtype, parallelize, compile_layers)
-        self.compression = Compression(self.device) if compress else None
-        self._loss = loss_layer(loss_function)
-        self._read_layers(model, list_layers, cuts, costs)
-        schedule = self.schedule
+        self._model = its = staged(model, loss_function, schedule, list_layers, cuts=cuts, costs=costs)
+        self.schedule, self.cuts = its.schedule, its.cuts
         refuse_others(
-            self.transport,
-            schedule,
-            layers=sum(map(len, self._layers_of)),
-            cuts=self.cuts,
+            transport,
+            its.schedule,
+            layers=its.layer_count,
+            cuts=its.cuts,
             seed=seed,
-            sync=sync.value,
-            clip_norm=clip_norm,
-            skip_non_finite=skip_non_finite,
-            barrier=barrier,
-            autocast=autocast,
-            compute_dtype=compute_dtype,
-            deferred_batch_norm=deferred_batch_norm,
-            compress=compress,
-            dynamic_shapes=dynamic_shapes,
-            per_micro_batch_loss=per_micro_batch_loss,
-            digest_every=digest_every,
+            **execution.agreed(),
+            **batching.agreed(),
         )
-        self.stages = self._make_stages(model, streams, recompute, precision, defers=deferred_batch_norm)
-        self._note_split_stages()
-        self._holders = [Program(schedule, ()).holders(stage) for stage in range(schedule.stages)]
-        start_alike(self.stages, self._names, self._holders, layout, self.transport)
-        sharding = self._sharding(parallelize, further, layout, clip_norm)
-        self._refuse_embeddings(compute_dtype)
-        self._lease = lease.opened(self.transport, self)
+        held = self._held = held_stages(
+            its,
+            model,
+            loss_function,
+            execution,
+            self.streams,
+            worker=self.worker,
+            transport=transport,
+            shards=parallelize is not None,
+        )
+        self.stages, self.loss_function = held.stages, held.loss_function
+        self._perhaps_unsplit = set(held.split)
+        start_alike(held.stages, its.names, its.holders, layout, transport)
+        sharding = sharded(
+            held,
+            its,
+            execution,
+            layout=layout,
+            transport=transport,
+            parallelize=parallelize,
+            further=further,
+        )
+        self.layout = sharding.layout
+        self.ranks: tuple[tuple[int, ...], ...] = self.layout.grid(rank)
+        self.replicas: int = len(self.ranks)
+        self.replica: int = place(self.ranks, rank)[0]
+        self._refuse_embeddings()
+        self._lease = lease.opened(transport, self)
         self.weights = Weights(
-            self.stages,
-            names=self._names,
-            aliases=aliases_of(model),
-            unlisted=self._unlisted,
-            holders=self._holders,
+            held.stages,
+            names=its.names,
+            aliases=its.aliases,
+            unlisted=its.unlisted,
+            holders=its.holders,
             sharding=sharding,
-            transport=self.transport,
+            transport=transport,
             optimizer=optimizer,
             scheduler=scheduler,
-            named=named_parameters,
-            streams=streams,
-            sharded=zero_stage > 0,
+            named=execution.named_parameters,
+            streams=self.streams,
+            sharded=execution.zero_stage > 0,
         )
-        self._compile(compile_layers)
-        constant = [t for s in self.stages.values() for x in s.with_weights for t in _tensors(x.module)]
+        held.compile(execution.compile, self.streams)
+        self.compression = Compression(self.device) if execution.compress else None
+        constant = [t for s in held.stages.values() for x in s.with_weights for t in _tensors(x.module)]
         make = partial(
             Interpreter,
             worker=self.worker,
             ranks=self.ranks[self.replica],
-            transport=self.transport,
-            stages=self.stages,
+            transport=transport,
+            stages=held.stages,
             loss_function=self.loss_function,
             compression=self.compression,
             saved=SavedBytes(constant),
         )
-        self._run = self._runner(make, sync, op_times, clip_norm, skip_non_finite, barrier=barrier)
-        forwards = lower_evaluation(schedule, matching=self.transport.matching)
+        workers = Workers(self.ranks, self.replica, self.worker, transport)
+        self._run = runner_of(
+            its.schedule, execution, make, workers=workers, weights=self.weights, statistics=its.statistics
+        )
+        forwards = lower_evaluation(its.schedule, matching=transport.matching)
         self._evaluation: Interpreter = make(forwards.schedule, owner=self._run)
         self._evaluation_tasks = self._evaluation.prepare(forwards)
         self._connect()
-        self._shapes: dict[int, Shapes] = {}
-        self._agreed = Agreed()
-        """Of the last mini-batch."""
+        self._batches = self._made_batches()
         self._untold: list[Step] = []
         self.metrics: dict[str, float] = {}
         """Of the last ``evaluate``."""
@@ -317,258 +231,38 @@ class Pipeline:
 
     # -- making
 
-    def _when_summed(self, asked: Sync) -> Sync:
-        """A worker that a sum holds does not make what others need for it: then sums are the last thing."""
-        return Sync.END if self.transport.launches_hold else asked
-
-    def _refuse_what_cannot_run(self, zero_stage: int, *, barrier: bool, further: bool) -> None:
-        refuse_what_cannot_run(self.schedule)
-        refuse_unsharded(zero_stage, self.schedule, barrier=barrier, further=further)
-
-    def _runner(
-        self,
-        make: Callable[..., Interpreter],
-        sync: Sync,
-        op_times: OpTimes | None,
-        clip_norm: float | None,
-        skips: bool,
-        *,
-        barrier: bool,
-    ) -> SynchronousRunner | AsynchronousRunner:
-        """What runs the schedule, with its lists as they are proved."""
-        workers = Workers(self.ranks, self.replica, self.worker, self.transport)
-        matching, shared = self.transport.matching, Shared(self.weights.ties, self._statistics)
-        if not self.schedule.synchronous:
-            if skips:
-                raise ConfigError(
-                    f"{self.schedule.scheme} updates each stage before all gradients are known, so that "
-                    "skip_non_finite cannot skip an update everywhere; take a scheme with a flush"
-                )
-            cut = segments(self.schedule, replicas=self.replicas, matching=matching, shared=shared)
-            return AsynchronousRunner(cut, make, workers, self.weights, clip_norm)
-        program = checked_program(
-            self.schedule,
-            replicas=self.replicas,
-            sync=sync,
-            times=op_times,
-            matching=matching,
-            shared=shared,
-            norm=barrier or waits_for_norm(clip_norm, skips=skips),
-        )
-        kind = SynchronousRunner if barrier else BarrierFreeRunner
-        return kind(program, make, workers, self.weights, clip_norm, skips=skips)
-
-    def _read_layers(
-        self,
-        model: nn.Module | Sequence[nn.Module],
-        list_layers: Callable[[nn.Module], Sequence[nn.Module]] | None,
-        cuts: Sequence[int] | None,
-        costs: Sequence[float] | None,
-    ) -> None:
-        modules = layers_of(model, list_layers)
-        names_of = state_names(model, list_layers)
-        self.layers = [NamedLayer(i, n, m) for i, (n, m) in enumerate(zip(names_of, modules, strict=True))]
-        stages = self.schedule.stages
-        if cuts is not None:
-            found = explicit(cuts, len(modules), stages)
-        else:
-            found = balance(estimated_costs(modules) if costs is None else list(costs), stages)
-        self.cuts = tuple(found)
-        edges = (0, *self.cuts, len(modules))
-        self._layers_of = [self.layers[edges[s] : edges[s + 1]] for s in range(stages)]
-        self.skips = stage_skips(modules, edges)
-        """By stage of the model: what it saves for others and loads of them; None: nothing."""
-        self.schedule = self.schedule.with_skips(links_of(self.skips))
-        self._statistics = tuple(s for s, layers in enumerate(self._layers_of) if have_statistics(layers))
-        self._read_names(model)
-
-    def _read_names(self, model: nn.Module | Sequence[nn.Module]) -> None:
-        self._unlisted = Unlisted(model, [layer.names for layer in self.layers])
-        self._order = list(model.state_dict(keep_vars=True)) if isinstance(model, nn.Module) else []
-        first: dict[int, str] = {}
-        self._names: list[list[tuple[str, str]]] = []  # by stage: (name, name of the first that shares it)
-        for stage, layers in enumerate(self._layers_of):
-            names = []
-            last = stage == self.schedule.stages - 1
-            for layer in (*layers, self._loss) if last and self._loss is not None else layers:
-                for name, parameter in layer.module.named_parameters(remove_duplicate=False):
-                    full = layer.names[name]
-                    names.append((full, first.setdefault(id(parameter), full)))
-            self._names.append(names)
-
-    def _precision(
-        self,
-        autocast: torch.dtype | None,
-        compute_dtype: torch.dtype | None,
-        parallelize: Parallelize | None,
-        compile_layers: bool | str,
-    ) -> Callable[[StageCopy], Precision]:
-        """Makes the precision in which a stage's layers run."""
-        refuse_scaled("autocast", autocast)
-        refuse_scaled("compute_dtype", compute_dtype)
-        if compute_dtype is None:
-            if autocast is None:
-                return lambda _: Precision()
-            keeps = parallelize is None
-            return lambda copy: Autocast(self.device, autocast, copy.parameters(), keeps=keeps)
-        for given, name, instead in (
-            (autocast, "autocast", "leave one of them away"),
-            (parallelize, "parallelize", "give fully_shard a MixedPrecisionPolicy"),
-            (compile_layers, "compile_layers", "take autocast"),
-        ):
-            if given:
-                raise ConfigError(
-                    f"compute_dtype replaces weights while layers run; {name} does not go with it: {instead}"
-                )
-        return lambda copy: Cast([x.module for x in copy.layers], compute_dtype, partial(_version_of, copy))
-
-    def _make_stages(
-        self,
-        model: nn.Module | Sequence[nn.Module],
-        streams: RandomStreams,
-        recompute: Recompute,
-        precision: Callable[[StageCopy], Precision],
-        *,
-        defers: bool,
-    ) -> dict[int, StageCopy]:
-        held = sorted({stage for _, stage in self.schedule.placement.held(self.worker)})
-        given = [layer for stage in held for layer in self._layers_of[stage]]
-        last = self.schedule.stages - 1
-        if self._loss is not None and last in held:
-            given.append(self._loss)
-        if defers and not self.schedule.synchronous:
-            raise ConfigError(
-                f"deferred_batch_norm: {self.schedule.scheme} begins a mini-batch before the one before has "
-                "ended, so that both would be in one sum; leave it away, or take a scheme with a flush"
-            )
-        for layer in given:
-            refuse_remote(layer.index, layer.module)
-        users = [(place_of(layer), layer.module) for layer in given]
-        self._owned = Owned(users, self._modules_of(model), self.transport)
-        trained = zip(given, self._owned.modules, strict=True)
-        made = materialised([replace(layer, module=its) for layer, its in trained], self.device, streams)
-        self._owned.remade()
-        if defers:
-            defer(layer.module for layer in made)
-        by_index = {layer.index: layer for layer in made}
-        loss = by_index.get(LOSS)
-        if loss is not None:
-            self.loss_function = loss.module
-        for layers in self._layers_of:  # the rest of the model is not this worker's
-            for layer in layers:
-                by_index.setdefault(layer.index, layer)
-        self.layers = []
-        return {
-            stage: StageCopy(
-                stage,
-                [by_index[layer.index] for layer in self._layers_of[stage]],
-                streams,
-                recompute,
-                loss=loss if stage == last else None,
-                last=stage == last,
-                precision=precision,
-                skips=self.skips[stage],
-                means=self._means(stage == last),
-            )
-            for stage in held
-        }
-
-    def _modules_of(self, model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-        """All modules of the user's: of the model, of layers that wrap parts of it, and of the loss."""
-        roots = [layer.module for layers in self._layers_of for layer in layers]
-        roots += [model] if isinstance(model, nn.Module) else []
-        roots += [] if self._loss is None else [self._loss.module]
-        return list({id(module): module for root in roots for module in root.modules()}.values())
-
-    def _leave_others(self) -> None:
-        """Let the user's model have no numbers of what lives elsewhere."""
-        ranks = self.ranks[self.replica]
-        self._owned.leave(
-            (place_of(layer), layer.module, [ranks[worker] for worker in self._holders[stage]])
-            for stage, layers in enumerate(self._layers_of)
-            if stage not in self.stages
-            for layer in layers
-        )
-
-    def _means(self, last: bool) -> Means | None:
-        """What watches the stage's loss; without a flush weights change before all that counts is known."""
-        if not last or not self.schedule.synchronous:
-            return None
-        return Means(in_layer=None if self.loss_function is not None else self._layers_of[-1][-1].index)
-
-    def _sharding(
-        self,
-        parallelize: Parallelize | None,
-        further: DeviceMesh | None,
-        layout: Layout,
-        clip_norm: float | None,
-    ) -> Sharding:
-        """Let the user shard the weights of this worker's stages; who gets what samples follows from it."""
-        sharding = Sharding(layout)
-        if parallelize is not None and further is not None:
-            if clip_norm is not None and not self.schedule.synchronous:
-                raise ConfigError(
-                    f"{self.schedule.scheme} clips each stage by its own norm, of which each position of the "
-                    "mesh knows its part; leave clip_norm away, or take a scheme with a flush"
-                )
-            modules = [StageModule(stage, copy.layers) for stage, copy in self.stages.items()]
-            sharding = parallelized(
-                modules,
-                parallelize,
-                further,
-                layout=layout,
-                transport=self.transport,
-                schedule=self.schedule,
-            )
-            if sharding.layout.split and any(skips is not None for skips in self.skips):
-                raise ConfigError(
-                    "fully_shard sums a module's gradients when those of its inputs are there, and what "
-                    "comes by a Skip is none; hand it on through the layers between, or shard by tensors"
-                )
-            if sharding.layout.split and self._split_stages:
-                raise ConfigError(
-                    f"fully_shard sums a module's gradients when those of its inputs are there, and "
-                    f"{self.schedule.scheme} makes those of weights later; take a scheme whose backwards are "
-                    "whole, or shard by tensors"
-                )
-            for module in modules:
-                self.stages[module.number].hang_in(module)
-        self.layout, rank = sharding.layout, self.transport.rank
-        self.ranks: tuple[tuple[int, ...], ...] = self.layout.grid(rank)
-        self.replicas: int = len(self.ranks)
-        self.replica: int = place(self.ranks, rank)[0]
-        self._alike = self.layout.alike
-        self._positions_may_differ = bool(self.digest_every and self.layout.further)
-        """Until they were compared after the first step."""
-        self._tells_loss = self.layout.is_first(rank, set(self.layout.further) - self.layout.split)
-        return sharding
-
-    def _refuse_embeddings(self, compute_dtype: torch.dtype | None) -> None:
+    def _refuse_embeddings(self) -> None:
         Setting(
             self.schedule.scheme,
             flushes=self.schedule.synchronous,
-            copies=[len(holders) * self.replicas for holders in self._holders],
-            tied=shared_names(self._names),
-            compute_dtype=compute_dtype,
-        ).refuse(self._layers_of)
-
-    def _compile(self, compile_layers: bool | str) -> None:
-        if compile_layers:
-            backend = "inductor" if compile_layers is True else compile_layers
-            self.streams.compiled = True
-            with self.streams.turn():  # torch's compiler is not imported by several threads at once
-                for stage in self.stages.values():
-                    for layer in stage.layers:
-                        layer.module.compile(backend=backend)
+            copies=[len(holders) * self.replicas for holders in self._model.holders],
+            tied=shared_names(self._model.names),
+            compute_dtype=self.execution.compute_dtype,
+        ).refuse(self._model.layers)
 
     def _connect(self) -> None:
         """To those whom messages go to or come from, and who holds the same weights."""
         self._lease.groups = self.weights.groups
-        self._copies = CopyStream(self.device, _order_of_use(self.schedule, self.worker))
         every = (*self._run.lists, self._evaluation_tasks)
         peers = {task.peer for tasks in every for task in tasks if task.peer >= 0}
         self.transport.connect(peers, self.weights.groups)
-        self._leave_others()
+        self._held.leave_others(self._model, self.ranks[self.replica])
+
+    def _made_batches(self) -> Batches:
+        """What makes this worker's mini-batches."""
+        rank, layout = self.transport.rank, self.layout
+        role = Role(
+            worker=self.worker,
+            takes_inputs=0 in self.stages,
+            takes_targets=self.schedule.stages - 1 in self.stages,
+            loss_apart=self.loss_function is not None,
+            tells_loss=layout.is_first(rank, set(layout.further) - layout.split),
+            split=bool(layout.split),
+            further=bool(layout.further),
+        )
+        peers = Peers(layout.alike, self.replica, self.transport)
+        copies = CopyStream(self.device, _order_of_use(self.schedule, self.worker))
+        return Batches(self.schedule, self.execution, self.batching, role=role, peers=peers, copies=copies)
 
     def close(self) -> None:
         """End what is under way and give back what the pipeline holds of its transport; all workers call it.
@@ -636,21 +330,21 @@ class Pipeline:
             WorkerError: a worker failed, or the loss or a gradient is not finite.
         """
         began = time.perf_counter()
-        with self._reported(), self._owned.used(), self.streams.step(), self._kept_buffers():
+        with self._reported(), self._held.owned.used(), self.streams.step(), self._kept_buffers():
             if outputs and not self.schedule.synchronous:
                 raise ConfigError(
                     f"{self.schedule.scheme} ends a mini-batch in later steps, so that a step has no outputs "
                     "of its own; call evaluate(outputs=True) or predict, or take a scheme with a flush"
                 )
-            given = self._given(inputs, targets, kwargs, micro_batches, samples)
-            batch = self._batch(given, _STEP if update else _KEEP, outputs=outputs)
+            given = self._batches.given(inputs, targets, kwargs, micro_batches, samples)
+            batch = self._batch(given, Call.STEP if update else Call.KEEP, outputs=outputs)
             interpreter = self._run.interpreter
             interpreter.way.counting = self.steps < self.counted_steps
             feeds = [feed for feed in (batch.inputs, batch.targets) if feed is not None]
             told = self._run.step(batch, update=update)
             for feed in feeds:
                 feed.wait()
-            self._remember(batch)
+            self._batches.remember(batch)
             of_last = self._outputs(batch) if outputs else None
         seconds = time.perf_counter() - began
         if told is None:
@@ -684,20 +378,19 @@ class Pipeline:
         and what the last layer gave in ``outputs``, if asked for. Args and errors as in ``step``.
         """
         self._untold = self.flush()
-        with self._reported(), self._owned.used(), ExitStack() as evaluating:
-            batch = self._batch(
-                self._given(inputs, targets, kwargs, micro_batches, samples), _EVALUATE, outputs=outputs
-            )
+        with self._reported(), self._held.owned.used(), ExitStack() as evaluating:
+            given = self._batches.given(inputs, targets, kwargs, micro_batches, samples)
+            batch = self._batch(given, Call.EVALUATE, outputs=outputs)
             for stage in self.stages.values():
                 evaluating.enter_context(stage.evaluating())
             self._evaluation.run(self._evaluation_tasks, batch)
-            self._remember(batch)
-            rows = self.transport.gather([batch.losses.summed()[0], *batch.losses.weighed()])
-            workers, weighed = self._run.workers, [row[1:] for row in rows]
+            self._batches.remember(batch)
+            parts = list(map(Part.unpack, self.transport.gather(batch.losses.part().pack())))
+            workers, weighed = self._run.workers, [part.weighed for part in parts]
             scale = 1 / workers.weight(weighed, self.steps)[0]
             self.metrics = workers.metrics(weighed, batch.losses, scale)
             self.outputs = self._outputs(batch) if outputs else None
-        return scale * math.fsum(row[0] for row in rows)
+        return scale * math.fsum(part.loss for part in parts)
 
     def predict(self, inputs: Any = None, *, kwargs: Mapping[str, Any] | None = None) -> Any:
         """What the last layer gives for the replica's samples, in their order, on every worker.
@@ -714,52 +407,30 @@ class Pipeline:
             WorkerError: a worker failed.
         """
         self._untold = self.flush()
-        with self._reported(), self._owned.used(), torch.no_grad(), ExitStack() as evaluating:
-            batch = self._batch(self._given(inputs, None, kwargs, None, None), _PREDICT, outputs=True)
+        with self._reported(), self._held.owned.used(), torch.no_grad(), ExitStack() as evaluating:
+            batch = self._batch(self._batches.given(inputs, None, kwargs), Call.PREDICT, outputs=True)
             batch.has_loss = False
             for stage in self.stages.values():
                 evaluating.enter_context(stage.evaluating())
             self._evaluation.run(self._evaluation_tasks, batch)
-            self._remember(batch)
+            self._batches.remember(batch)
             return self._outputs(batch, everywhere=True)
 
     def _outputs(self, batch: Batch, *, everywhere: bool = False) -> Any:
         """The replica's outputs in the samples' order, on workers with the last stage or on all."""
         last = self.schedule.stages - 1
         by_unit = cast("dict[Unit, Any]", batch.outputs)
-        if everywhere or len(self._holders[last]) > 1:
+        if everywhere or len(self._model.holders[last]) > 1:
             mine = moved(by_unit, torch.device("cpu"))
             rows = cast("list[dict[Unit, Any]]", self.transport.gather_objects(mine))
             ours = [rows[rank] for rank in self.ranks[self.replica]]
             by_unit = {unit: output for outputs in ours for unit, output in outputs.items()}
         if not everywhere and last not in self.stages:
             return None
-        units, sizes = sorted(by_unit), self._agreed.sizes
+        units, sizes = sorted(by_unit), batch.samples
         counts = [rows.stop - rows.start for rows in (unit.rows(sizes[unit.micro_batch]) for unit in units)]
-        found = joined([by_unit[unit] for unit in units], self.output_dims, "outputs", counts)
+        found = joined([by_unit[unit] for unit in units], self.batching.output_dims, "outputs", counts)
         return moved(found, self.device)
-
-    @cached_property
-    def _settled(self) -> Settled:
-        """Lists of mini-batches that have shown to have their samples in their tensors."""
-        return []
-
-    def _given(
-        self,
-        inputs: Any,
-        targets: Any,
-        kwargs: Mapping[str, Any] | None,
-        micro_batches: Iterable[Sequence[Any]] | None,
-        samples: Sequence[int] | None,
-    ) -> Given:
-        dims = self.input_dims, self.target_dims, self.kwarg_dims
-        if micro_batches is None:
-            if samples is not None:
-                raise ConfigError("samples= are those of micro_batches; a whole mini-batch is counted")
-            return whole(inputs, targets, kwargs, dims, self._settled)
-        if inputs is not None or targets is not None or kwargs is not None:
-            raise ConfigError("give micro_batches, or inputs, targets and kwargs, not both")
-        return ready(micro_batches, samples, self.schedule, dims, halves=self._parts > 1)
 
     def flush(self) -> list[Step]:
         """End what is under way, so that all weights are as after the last step; all workers call it.
@@ -778,16 +449,12 @@ class Pipeline:
         if not self._run.under_way:
             return untold
         began = time.perf_counter()
-        with self._reported(), self._owned.used(), self.streams.step():
-            if isinstance(self._run, BarrierFreeRunner):  # what follows is for all workers together
-                call = _FLUSH + _UNDER_WAY
-                row = [0.0, 0.0, 0.0, call, self.steps]
-                more = [0.0] * (self._run.columns - len(row))
-                self._agree_on_call(self.transport.gather([*row, *more]), call)
-            found = self._run.flush()
+        with self._reported(), self._held.owned.used(), self.streams.step():
+            told = Told(Call.FLUSH, self.steps, follows=True)
+            found = self._run.flush(told, partial(self._batches.compare, told))
         seconds = time.perf_counter() - began
-        untold += [_step_of(told, told.step, seconds / len(found)) for told in found]
-        if self.digest_every:
+        untold += [_step_of(each, each.step, seconds / len(found)) for each in found]
+        if self.execution.digest_every:
             self.weights.check_copies(f"after step {self.steps - 1}")
         return untold
 
@@ -796,117 +463,11 @@ class Pipeline:
         """Whether a ``flush`` would have something to do."""
         return self._run.under_way
 
-    def _batch(self, given: Given, call: float, *, outputs: bool = False) -> Batch:
+    def _batch(self, given: Given, call: Call, *, outputs: bool = False) -> Batch:
         self._only_alone()
-        training = call in (_STEP, _KEEP)
-        if training:
+        if call.trains:
             self._only_own("step")
-        call += _WITH_OUTPUTS * outputs
-        counts = given.counts()
-        mine = tuple(NOT_GIVEN if found is None else sum(found) for found in counts)
-        samples = max(mine)
-        takes_inputs, takes_targets = 0 in self.stages, self.schedule.stages - 1 in self.stages
-        needs_targets = takes_targets and call % _WITH_OUTPUTS != _PREDICT and self.loss_function is not None
-        for needed, pieces, name, stage in (
-            (takes_inputs, given.inputs, "inputs", "first"),
-            (needs_targets, given.targets, "targets", "last"),
-        ):
-            if needed and pieces is None:
-                instead = (
-                    ""
-                    if name == "inputs"
-                    else (
-                        "; where the model itself makes the loss, let its last layer return it and give "
-                        "loss_function=None"
-                    )
-                )
-                raise ConfigError(
-                    f"worker {self.worker} holds the {stage} stage and needs the {name}{instead}"
-                )
-        count = self.schedule.micro_batches
-        sizes = next((tuple(found) for found in counts if found is not None), ())
-        if sizes and not given.ready:
-            sizes = even(samples, count)
-        kind = given.kind(samples, training, *(sizes if given.ready else ()))
-        await_total: Callable[[], int] | None = None
-        digests = 0.0, 0.0
-        under_way, barrier_free = self._run.under_way, isinstance(self._run, BarrierFreeRunner)
-        if under_way:
-            agreed = self._as_before(mine, kind, sizes)
-            if barrier_free:
-                digests = self._digests(given)
-            elif self.transport.shares_process:
-                comparing = self.transport.start_gather(self._digests(given))
-                await_total = partial(self._compared_later, comparing, agreed.total)
-        else:
-            row = [*mine, kind, call, self.steps, given.form, *self._digests(given)]
-            telling = self.transport.start_gather(row)
-            if kind in self._shapes and samples > 0 and mine[1] in (samples, NOT_GIVEN) and not given.ready:
-                # This worker knows enough to begin; what the others say is read before it sends.
-                agreed = Agreed(samples, kind, samples, sizes)
-                await_total = partial(self._await_agreed, telling, call)
-            else:
-                agreed = self._agree(telling, call, sizes)
-        self._agreed = agreed
-        if self.layout.split and min(agreed.sizes) < self._parts:
-            raise ConfigError(
-                f"a micro-batch of step {self.steps} has {min(agreed.sizes)} samples, and where fully_shard "
-                f"gathers weights for each, all have {self._parts} or more; give larger mini-batches"
-            )
-        its_inputs, its_targets = (
-            Feed(
-                given.cut(pieces, dims, agreed.sizes),
-                self._copies,
-                at_once=not self.schedule.synchronous,  # needed when the user may change what was given
-            )
-            if takes
-            else None
-            for takes, pieces, dims in (
-                (takes_inputs, given.inputs, given.input_dims),
-                (takes_targets, given.targets, given.target_dims),
-            )
-        )
-        return Batch(
-            step=self.steps,
-            inputs=its_inputs,
-            targets=its_targets,
-            samples=agreed.sizes,
-            total=agreed.total,
-            rows=rows_of(self.replica * count, tuple(agreed.sizes)),
-            training=training,
-            input_dims=given.input_dims,
-            target_dims=given.target_dims,
-            known=self._shapes.get(agreed.kind) if agreed.kind else None,
-            learnt={},
-            kept=bool(agreed.kind) and not self.dynamic_shapes,
-            called=(0.0, 0.0, 0.0, call + _UNDER_WAY, self.steps, *digests),
-            compare=partial(self._compare_calls, call + _UNDER_WAY, agreed.total),
-            await_total=await_total,
-            losses=Losses(told=self._tells_loss),
-            outputs={} if outputs else None,
-            compared=training and self._compares(),
-            check=self._loss_check(agreed, call % _WITH_OUTPUTS) if needs_targets else None,
-        )
-
-    def _compares(self) -> bool:
-        """Whether the copies of stages are compared after this step."""
-        if not self.digest_every:
-            return False
-        first, self._positions_may_differ = self._positions_may_differ, False
-        return first or (self.steps + 1) % self.digest_every == 0
-
-    def _loss_check(self, agreed: Agreed, call: float) -> LossCheck | None:
-        """What sees whether the loss is a mean over samples; None where that was seen, or does not matter."""
-        keeps = isinstance(self._run, SynchronousRunner) and (self._run.waiting > 0 or call == _KEEP)
-        units = self.replicas * self._parts * sum(map(bool, agreed.sizes))
-        if self._loss_checks is None or (units == 1 and not keeps):
-            return None
-        return self._loss_checks.of(agreed.kind, evaluates=call == _EVALUATE)
-
-    def _compare_calls(self, call: float, total: int, rows: list[list[float]]) -> None:
-        """See that all told of the same call, with ``Batch.called``, and of the same mini-batches."""
-        self._agree_on_call(rows, call)
-        self._compared([row[5:7] for row in rows], total)
+        return self._batches.made(given, call, self.steps, self._run, outputs=outputs)
 
     def _only_alone(self) -> None:
         """Refuse a step of a closed pipeline, and one that would get among another pipeline's messages."""
@@ -918,145 +479,6 @@ class Pipeline:
                 "another pipeline of these workers has mini-batches under way, and over "
                 f"{self.transport.kind} its messages would be taken for this one's; flush() it before"
             )
-
-    def _as_before(self, mine: Sequence[int], kind: int, sizes: tuple[int, ...]) -> Agreed:
-        """What is known of a mini-batch that follows others without a flush: it is like them.
-
-        Raises:
-            ConfigError: it is not.
-        """
-        before = self._agreed
-        if (
-            not {*mine} <= {NOT_GIVEN, before.samples}
-            or kind not in (0, before.kind)
-            or sizes not in ((), before.sizes)
-        ):
-            now = " and ".join(f"{n} samples" for n in sorted({*mine} - {NOT_GIVEN}))
-            raise ConfigError(
-                f"step {self.steps} was given {now}, the one before {before.samples}, or tensors of "
-                "other shapes; flush() before mini-batches of another shape"
-            )
-        return before
-
-    def _digests(self, given: Given) -> tuple[float, float]:
-        """Of inputs and targets, where they are compared: always among threads, which share generators."""
-        if not self.transport.shares_process and (not self.digest_every or self.steps % self.digest_every):
-            return 0.0, 0.0
-        return given.digests()
-
-    def _compared_later(self, comparing: Gathering, total: int) -> int:
-        return self._compared(comparing.wait(), total)
-
-    def _compared(self, digests: Sequence[Sequence[float]], total: int) -> int:
-        """``total``, if the workers of each replica were given the same.
-
-        Raises:
-            ConfigError: they were not.
-        """
-        for row in self._alike:
-            for name, column in zip(_NAMES, zip(*(digests[rank] for rank in row), strict=True), strict=True):
-                given = {digest: rank for rank, digest in zip(row, column, strict=True) if digest}
-                if len(given) > 1:
-                    first, second = sorted(given.values())[:2]
-                    raise ConfigError(
-                        f"step {self.steps}: the {name} of ranks {first} and {second} have the same shape "
-                        "and other content; all workers of a replica get the same mini-batch, or None where "
-                        "it is not read"
-                    )
-        return total
-
-    def _await_agreed(self, telling: Gathering, call: float) -> int:
-        self._agreed = self._agree(telling, call, self._agreed.sizes)
-        return self._agreed.total
-
-    def _agree(self, telling: Gathering, call: float, sizes: tuple[int, ...]) -> Agreed:
-        """What all workers know of the mini-batch; ``sizes`` are this one's samples by micro-batch.
-
-        Raises:
-            ConfigError: the workers were not called with the same, or it has no samples.
-        """
-        self.transport.status.now("agreeing on the mini-batch")
-        rows = telling.wait()
-        self._agree_on_call(rows, call)
-        forms = {row[5]: rank for rank, row in enumerate(rows) if row[5]}
-        if len(forms) > 1:
-            raise ConfigError(
-                f"rank {forms[1]} was given a mini-batch and rank {forms[2]} micro_batches; give all workers "
-                "one or the other"
-            )
-        by_replica = [self._agreed_samples(rows, replica) for replica in range(self.replicas)]
-        if min(by_replica) < 1:
-            where = f" of replica {by_replica.index(0)}" if self.replicas > 1 else ""
-            raise ConfigError(f"the mini-batch{where} has no samples; give one or more")
-        kinds = {int(rows[rank][2]) for rank in self._alike[self.replica]} - {0}
-        samples, count = by_replica[self.replica], self.schedule.micro_batches
-        sizes = self._agreed_sizes(sizes or (NOT_GIVEN,) * count) if 2 in forms else even(samples, count)
-        if len(kinds) > 1:
-            raise ConfigError(
-                f"workers of replica {self.replica} were given mini-batches of different shapes; "
-                "all workers of a replica get the same mini-batch"
-            )
-        total = self._compared([row[6:8] for row in rows], sum(by_replica))
-        return Agreed(samples, kinds.pop() if kinds else 0, total, sizes)
-
-    def _agreed_sizes(self, mine: tuple[int, ...]) -> tuple[int, ...]:
-        """The samples of the replica's micro-batches.
-
-        Raises:
-            ConfigError: its workers were given others.
-        """
-        rows = self.transport.gather(mine)
-        found = {
-            tuple(map(int, rows[rank])): rank
-            for rank in self._alike[self.replica]
-            if rows[rank][0] != NOT_GIVEN
-        }
-        if len(found) > 1:
-            (one, first), (other, second) = list(found.items())[:2]
-            raise ConfigError(
-                f"micro-batches of rank {first} have {[*one]} samples, those of rank {second} {[*other]}; "
-                "all workers of a replica get the same"
-            )
-        return next(iter(found))
-
-    def _agreed_samples(self, rows: list[list[float]], replica: int) -> int:
-        """The samples of a replica's mini-batch.
-
-        Raises:
-            ConfigError: its workers' inputs and targets differ in it.
-        """
-        told = [
-            (int(samples), name, rank)
-            for rank in self._alike[replica]
-            for name, samples in zip(_NAMES, rows[rank], strict=False)
-            if samples != NOT_GIVEN
-        ]
-        least, most = min(told), max(told)
-        if most[0] != least[0]:
-            where = f" of replica {replica}" if self.replicas > 1 else ""
-            first, second = (f"{n} samples in the {name} of rank {rank}" for n, name, rank in (least, most))
-            raise ConfigError(
-                f"the mini-batch{where} has {first} and {second}; inputs and targets have the same samples, "
-                "in the dimensions that input_dims and target_dims say"
-            )
-        return most[0]
-
-    def _agree_on_call(self, rows: Sequence[Sequence[float]], call: float) -> None:
-        for rank, row in enumerate(rows):
-            if (row[3], row[4]) != (call, self.steps):
-                mine, other = (
-                    f"{_called(c)}, after {int(n)} steps" for c, n in ((call, self.steps), (row[3], row[4]))
-                )
-                raise ConfigError(
-                    f"rank {self.transport.rank} calls {mine}; rank {rank} calls {other}; "
-                    "all workers make the same calls in the same order"
-                )
-
-    def _remember(self, batch: Batch) -> None:
-        if batch.known is None and batch.kept:
-            self._shapes[self._agreed.kind] = batch.learnt
-            if len(self._shapes) > _KINDS:  # all workers of a replica forget the same
-                del self._shapes[next(iter(self._shapes))]
 
     # -- looking at it
 
@@ -1100,7 +522,7 @@ class Pipeline:
     @property
     def counted_steps(self) -> int:
         """First steps in which bytes are counted: as asked for, and those until all periods are alike."""
-        return self.count_memory_steps + self._run.warm_up_steps
+        return self.execution.count_memory_steps + self._run.warm_up_steps
 
     @property
     def peak_saved_bytes(self) -> int:
@@ -1121,18 +543,11 @@ class Pipeline:
         Known after their first backward. Their weights' gradients are made with the input gradient: they run
         in custom functions (compiled layers, reentrant checkpoints), are used several times, or are vectors.
         """
-        return tuple(stage for stage in self._split_stages if self.stages[stage].splitting.waits is False)
+        return tuple(stage for stage in self._held.split if self.stages[stage].splitting.waits is False)
 
     def _kept_buffers(self) -> AbstractContextManager[object]:
         """Around a step: split backwards go twice through functions that the user compiled."""
-        return keeps_buffers() if self._split_stages else nullcontext()
-
-    def _note_split_stages(self) -> None:
-        split = {op.stage for op in self.schedule.ops() if op.kind.takes is None}
-        self._split_stages = tuple(s for s, copy in self.stages.items() if s in split and copy.trains)
-        self._perhaps_unsplit = set(self._split_stages)
-        for stage in self._split_stages:
-            self.stages[stage].splits = True
+        return keeps_buffers() if self._held.split else nullcontext()
 
     def _tell_unsplit(self) -> None:
         known = {s for s in self._perhaps_unsplit if self.stages[s].splitting.waits is not None}
@@ -1234,7 +649,7 @@ class Pipeline:
                 return self.weights.state_dict()
         with self._reported():
             state = dict(self._streamed(rank, ema=ema))
-        order = {name: number for number, name in enumerate(self._order)}
+        order = {name: number for number, name in enumerate(self._model.order)}
         return dict(sorted(state.items(), key=lambda item: order.get(item[0], len(order))))
 
     def stream_weights(self, rank: int = 0, *, ema: bool = False) -> Iterator[tuple[str, Any]]:
@@ -1349,7 +764,7 @@ class Pipeline:
         self._only_updated("set_trainable")
         self._untold = self.flush()
         self.weights.set_trainable(chosen)
-        self._shapes.clear()  # which gradients travel is known with the shapes
+        self._batches.forget()
 
     def settle(self, call: str) -> None:
         """Flush what is under way, for ``call``; ``flush`` tells of it later. All workers call it.
@@ -1369,7 +784,7 @@ class Pipeline:
 
     def _only_updated(self, call: str) -> None:
         self._only_own(call)
-        if isinstance(self._run, SynchronousRunner) and self._run.waiting:
+        if self._run.waiting:
             raise ConfigError(f"{call} while gradients wait for an update; make a step with one before")
 
     def _only_taken(self) -> None:
@@ -1414,26 +829,8 @@ class Pipeline:
             raise
 
 
-_EVALUATE, _STEP, _KEEP, _PREDICT, _FLUSH = 0.0, 1.0, 2.0, 3.0, 4.0
-_CALLS = {
-    _EVALUATE: "evaluate",
-    _PREDICT: "predict",
-    _STEP: "step",
-    _KEEP: "step without an update",
-    _FLUSH: "flush",
-}
-"""What workers tell each other that they call."""
-_WITH_OUTPUTS = 8.0
-"""Added where outputs are asked for."""
-_UNDER_WAY = 16.0
-"""Added where the call follows others without an agreement of all workers."""
-
-
-def _called(call: float) -> str:
-    under_way, call = divmod(call, _UNDER_WAY)
-    outputs, which = divmod(call, _WITH_OUTPUTS)
-    shown = _CALLS[which] + (" with outputs" if outputs and which != _PREDICT else "")
-    return f"{shown} without a barrier" if under_way else shown
+PARAMETERS = (*inspect.signature(Pipeline).parameters,)
+"""What ``Pipeline`` is given beside options."""
 
 
 def _transport(
@@ -1463,11 +860,6 @@ def _step_of(told: StepStatistics, number: int, seconds: float) -> Step:
         told.skipped,
         told.losses,
     )
-
-
-def _version_of(copy: StageCopy) -> int:
-    """The version of its weights that a stage computes with."""
-    return 0 if copy.versions is None else copy.versions.shown
 
 
 def _order_of_use(schedule: Schedule, worker: int) -> list[int]:

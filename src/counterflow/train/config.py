@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -28,13 +28,13 @@ from pydantic_core import InitErrorDetails
 
 from counterflow import toml
 from counterflow.errors import ConfigError, ScheduleError
+from counterflow.execution import Configured, phrase, said
 from counterflow.models.shapes import EXAMPLE, SHAPES, Family
 from counterflow.program.check import check
 from counterflow.runtime.transport.kinds import kinds
 from counterflow.schedule import registry
 from counterflow.schedule.formats import loads
 from counterflow.schedule.ir import OptionValue, Schedule
-from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.scheme import DEPTH, Option, OptionType
 
 SCHEME = "chimera"
@@ -84,8 +84,6 @@ def _as_transport(name: str) -> str:
 
 PathKey = Annotated[Path, BeforeValidator(_as_path)]
 ResumeKey = Annotated[Path | str, BeforeValidator(_as_resumed)]
-RecomputeKey = Annotated[Recompute, Strict(False)]
-SyncKey = Annotated[Sync, Strict(False)]
 _TRANSPORTS = AUTO, *(kind.name for kind in kinds(trains=True))
 TransportKey = Annotated[str, AfterValidator(_as_transport)]
 WholeNumbers = Annotated[tuple[int, ...], Strict(False)]
@@ -124,16 +122,16 @@ class Section(BaseModel):
     @classmethod
     def keys_known(cls) -> dict[str, Key]:
         """Every key that it may have."""
-        found = {}
-        for name, info in cls.model_fields.items():
-            extra = info.json_schema_extra
-            assert isinstance(extra, Mapping)
-            found[name] = Key(str(info.description), str(extra["legal"]))
-        return found
+        return {
+            name: Key(phrase(info), str(said(info, "legal")))
+            for name, info in cls.model_fields.items()
+            if not said(info, "no_key")
+        }
 
     def given(self) -> dict[str, Any]:
         """The keys that have a value, in the order of the file."""
-        values = {name: getattr(self, name) for name in type(self).model_fields}
+        fields = type(self).model_fields.items()
+        values = {name: getattr(self, name) for name, info in fields if not said(info, "no_key")}
         return {name: value for name, value in values.items() if value is not None}
 
     def about(self, key: str) -> str:
@@ -449,18 +447,15 @@ class ScheduleSection(Section):
         return schedule
 
 
-class PipelineSection(Section):
-    """How the schedule is executed."""
+class PipelineSection(Section, Configured):
+    """How the schedule is executed, and on what."""
+
+    model_config = Section.model_config
+
+    if not TYPE_CHECKING:
+        __init__ = BaseModel.__init__  # what is wrong is told for the whole config
 
     replicas: int = _count(1, "W: copies of the whole pipeline group", 100_000)
-    recompute: RecomputeKey = _key(
-        Recompute.NONE,
-        "what is computed again in a backward, to save memory",
-        f"one of {', '.join(Recompute)}",
-    )
-    sync: SyncKey = _key(
-        Sync.EAGER_OPT, "when gradients are summed over the copies of a stage", f"one of {', '.join(Sync)}"
-    )
     transport: TransportKey = _key(
         "auto",
         "what carries messages; auto: nccl where there is a GPU for each worker, else gloo on the CPU; "
@@ -472,46 +467,20 @@ class PipelineSection(Section):
         "the layers at which a new stage begins, counted from 0; balanced where not given",
         "a list of whole numbers",
     )
-    compress: bool = _key(
-        False,
-        "whether messages between workers go in half precision where that loses little",
-        "true or false",
-    )
-    compile: bool = _key(False, "whether stages are compiled by torch", "true or false")
-    autocast: Literal["bfloat16"] | None = _key(
-        None, "compute in this type; in the weights' own where not given", "bfloat16, in quotes"
-    )
-    compute_dtype: Literal["bfloat16"] | None = _key(
-        None,
-        "have the weights in this type while layers run, and update and save them in their own; "
-        "in place of autocast",
-        "bfloat16, in quotes",
-    )
-    clip_norm: float = _key(
-        1.0, "largest norm of the whole gradient; 0 does not clip", "a finite number, 0 or more", ge=0
-    )
-    barrier: bool = _key(
-        True,
-        "whether steps end on all workers; without, updates wait for their own stages, to clip for all",
-        "true or false",
-    )
-    zero_stage: int = _count(
-        0,
-        "1: of the workers that hold a weight one keeps its optimiser state, updates it and sends it to the "
-        "others (ZeRO stage 1)",
-        1,
-        least=0,
-    )
-    timeout_seconds: float = _key(
-        300.0,
-        "how long a worker waits for a message before the run is ended",
-        "a number of seconds, more than 0, at most 1000000",
-        gt=0,
-        le=1e6,
-    )
-    digest_every: int = _count(
-        100, "compare the copies of every stage each so many steps; 0 does not", _MANY, least=0
-    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_keys(cls, data: Any) -> Any:
+        """Refuse options of ``Pipeline`` that are no keys."""
+        known = cls.keys_known()
+        wrong = [
+            InitErrorDetails(type="extra_forbidden", loc=(name,), input=data[name])
+            for name in (data if isinstance(data, dict) else ())
+            if name in cls.model_fields and name not in known
+        ]
+        if wrong:
+            raise ValidationError.from_exception_data("pipeline", wrong)
+        return data
 
 
 class OptimizerSection(Section):

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from counterflow.checkpoints.memory import Found, Memory
@@ -151,18 +150,8 @@ class Trainer:
             mesh=config.plan.ranks(job.schedule.workers, config.pipeline.replicas),
             transport=transport,
             seed=config.train.seed,
-            recompute=config.pipeline.recompute,
-            sync=config.pipeline.sync,
-            clip_norm=config.pipeline.clip_norm or None,
-            autocast=torch.bfloat16 if config.pipeline.autocast else None,
-            compute_dtype=torch.bfloat16 if config.pipeline.compute_dtype else None,
-            compile_layers=config.pipeline.compile,
-            compress=config.pipeline.compress,
-            barrier=config.pipeline.barrier,
-            zero_stage=config.pipeline.zero_stage,
-            digest_every=config.pipeline.digest_every,
+            execution=config.pipeline,
             count_memory_steps=job.first_step + COUNTED_STEPS,
-            timeout_seconds=config.pipeline.timeout_seconds,
         )
         self._go_on(kept)
         self.event: Event | None = None

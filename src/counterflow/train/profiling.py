@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 from counterflow.data.batches import Batches
 from counterflow.errors import ConfigError
+from counterflow.execution import Execution
 from counterflow.measure.layer_times import AtSize, LayerTimer, StepTimer, Subject, timed
 from counterflow.measure.links import Travel, measure_allreduces, measure_messages
 from counterflow.measure.machine import cores, device_name, memory_bytes
@@ -187,16 +188,17 @@ def _workers_of_each_node(placed: Place, wanted: int | None) -> int:
 
 
 def subject_of(job: Job) -> Subject:
-    """What is timed of a job."""
+    """What is timed of a job: its layers in their precision, without what a run does beside."""
+    asked = job.config.pipeline
     return Subject(
         layers=job.layers,
         loss=job.loss,
         optimizer=job.optimizer,
         batch=partial(_batch, job.batches),
         seed=job.config.train.seed,
-        autocast=torch.bfloat16 if job.config.pipeline.autocast else None,
-        compute_dtype=torch.bfloat16 if job.config.pipeline.compute_dtype else None,
-        compile_layers=job.config.pipeline.compile,
+        execution=Execution(
+            autocast=asked.autocast, compute_dtype=asked.compute_dtype, compile=asked.compile, digest_every=0
+        ),
     )
 
 

@@ -56,13 +56,7 @@ class Trial:
         )
 
     def verify(self, *, clip_norm: float | None = CLIP_NORM, **options: Any) -> Agreement:
-        """One process against the pipeline; options and errors as of ``verify.agreement.verify``.
-
-        The dtypes of ``autocast`` and ``compute_dtype`` may be given by name.
-        """
-        for name in {"autocast", "compute_dtype"} & options.keys():
-            if isinstance(options[name], str):
-                options[name] = getattr(torch, options[name])
+        """One process against the pipeline; options and errors as of ``verify.agreement.verify``."""
         return verify(
             self.schedule,
             self.layers,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from counterflow.execution import Batching, Execution, Flat, records
 from counterflow.runtime.execution.step import Step
 from counterflow.runtime.mini_batch.losses import LossFunction
 from counterflow.runtime.parameters.gradients import real
@@ -19,6 +20,7 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.estimates import estimated_costs
 from counterflow.runtime.stages.layers import layers_of
 from counterflow.runtime.stages.ownership import copied
+from counterflow.runtime.stages.precision import dtype_of
 from counterflow.runtime.transport.kinds import kind_of
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule.cuts import balance
@@ -83,10 +85,11 @@ def verify(
     transport: str = "local",
     timeout_seconds: float = 120.0,
     seed: int = 0,
-    clip_norm: float | None = None,
     device: str = "cpu",
     flush_after: Sequence[int] = (),
     reference: Trained | None = None,
+    execution: Execution | None = None,
+    batching: Batching | None = None,
     **options: Any,
 ) -> Agreement:
     """Train with one process and with a pipeline, and compare.
@@ -102,18 +105,24 @@ def verify(
         transport: the name of a transport, as ``launch`` takes it.
         timeout_seconds: how long a worker waits for another.
         seed: of all random draws.
-        clip_norm: gradients of a larger global norm are scaled down to it.
         device: where to compute.
         flush_after: the steps after which the pipeline is flushed; it always is after the last.
         reference: what ``one_process`` gave for the same arguments, if it is at hand.
-        options: further options of ``Pipeline``; one process computes in the same precision.
+        execution: how the pipeline executes it; one process clips alike and computes in the same precision.
+        batching: how mini-batches are cut.
+        options: fields of these two, and further arguments of ``Pipeline``.
 
     Raises:
         ConfigError: the pipeline cannot run this.
         WorkerError: a worker failed.
     """
     replicas = len(batches[0])
-    lower = options.get("autocast") or options.get("compute_dtype")
+    flat = {name: options.pop(name) for name in [*options] if name in Flat.__annotations__}
+    asked = set() if execution is None else execution.model_fields_set
+    usual = {"digest_every": 1, "timeout_seconds": timeout_seconds}
+    flat = {name: value for name, value in usual.items() if name not in asked} | flat
+    execution, batching = records(execution, batching, flat)
+    lower = execution.computes_in
     # Sums in bfloat16 depend on how many threads share them.
     threads = 1 if lower else None
     if reference is None:
@@ -130,12 +139,12 @@ def verify(
                 optimizer=optimizer,
                 scheduler=scheduler,
                 seed=seed,
-                clip_norm=clip_norm,
+                clip_norm=execution.max_norm,
                 device=device,
                 staleness=Staleness.of(schedule, cuts),
                 flush_after=flush_after,
-                autocast=options.get("autocast"),
-                compute_dtype=options.get("compute_dtype"),
+                autocast=dtype_of(execution.autocast),
+                compute_dtype=dtype_of(execution.compute_dtype),
             )
     trained = list(layers)
     if kind_of(transport).threads:  # they train what they are given
@@ -153,9 +162,8 @@ def verify(
             "optimizer": optimizer,
             "scheduler": scheduler,
             "seed": seed,
-            "clip_norm": clip_norm,
-            "digest_every": 1,
-            "timeout_seconds": timeout_seconds,
+            "execution": execution,
+            "batching": batching,
             "flush_after": tuple(flush_after),
             **options,
         },

@@ -398,8 +398,8 @@ def test_processes(transport: str) -> None:
 @pytest.mark.parametrize(
     ("schedule", "options", "words"),
     [
-        (schemes.gpipe(1, 1), {"zero_stage": 2}, "zero_stage = 2: give 1 to shard optimiser state"),
-        (schemes.gpipe(1, 1), {"zero_stage": True}, "zero_stage = True: give 1"),
+        (schemes.gpipe(1, 1), {"zero_stage": 2}, "zero_stage = 2: must be a whole number, 0 to 1 "),
+        (schemes.gpipe(1, 1), {"zero_stage": True}, "zero_stage = True: must be a whole number"),
         (schemes.pipedream_2bw(1, 2), {}, "pipedream-2bw updates each stage at its own time"),
         (schemes.gpipe(1, 1), {"barrier": False}, "leave it or barrier=False away"),
         (schemes.gpipe(1, 1), {"parallelize": print}, "fully_shard shards optimiser state already"),

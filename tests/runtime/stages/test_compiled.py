@@ -37,7 +37,7 @@ def train(schedule: Schedule, recompute: str, dropout: float, how: str | bool) -
         given = [torch.randn(9, 4, dtype=D, generator=generator) for _ in range(2)]  # not all lengths alike
         pipeline = cf.Pipeline(
             layers, nn.functional.mse_loss, schedule, recompute=recompute,
-            optimizer=partial(torch.optim.SGD, lr=0.1), compile_layers=how,
+            optimizer=partial(torch.optim.SGD, lr=0.1), compile=how,
         )  # fmt: skip
         steps = [pipeline.step(*given) for _ in range(2)] + pipeline.flush()
         told = [step.loss for step in steps if step.about is not None]
@@ -76,7 +76,7 @@ def test_the_compiler_leaves_alone_what_notes_saved_tensors() -> None:
         layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)]
         pipeline = cf.Pipeline(
             layers, nn.functional.mse_loss, cf.schemes.dapple(2, 4), recompute="layer",
-            optimizer=partial(torch.optim.SGD, lr=0.1), compile_layers=how,
+            optimizer=partial(torch.optim.SGD, lr=0.1), compile=how,
         )  # fmt: skip
         inputs = torch.arange(32.0).view(8, 4) / 32
         return [pipeline.step(inputs, torch.ones(8, 4)).loss for _ in range(3)]
@@ -99,7 +99,7 @@ def test_changes_in_place_in_compiled_layers_are_right_where_layers_are_computed
         layers = [nn.Sequential(nn.Linear(4, 4), nn.ELU(inplace=True)) for _ in range(2)]
         pipeline = cf.Pipeline(
             layers, nn.functional.mse_loss, cf.schemes.dapple(2, 2), recompute=recompute,
-            optimizer=partial(torch.optim.SGD, lr=0.1), compile_layers=compiled,
+            optimizer=partial(torch.optim.SGD, lr=0.1), compile=compiled,
         )  # fmt: skip
         inputs = torch.arange(16.0).view(4, 4) / 16
         return [pipeline.step(inputs, torch.ones(4, 4)).loss for _ in range(3)]

@@ -266,7 +266,7 @@ class _AddsItself(nn.Linear):
     [
         (nn.Linear(WIDTH, WIDTH), {"compute_dtype": torch.float16}, "float16 wants its losses scaled"),
         (nn.Linear(WIDTH, WIDTH), {"autocast": LOW}, "autocast does not go with it"),
-        (nn.Linear(WIDTH, WIDTH), {"compile_layers": True}, "compile_layers does not go with"),
+        (nn.Linear(WIDTH, WIDTH), {"compile": True}, "compile does not go with"),
         (nn.LSTM(WIDTH, WIDTH), {}, "LSTM keeps its own list"),
         (_AddsItself(WIDTH, WIDTH), {}, "gives no gradient for a parameter"),
     ],

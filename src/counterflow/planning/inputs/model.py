@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from counterflow.errors import ConfigError
+from counterflow.execution import Configured
 
 from .cluster import require_number
 
@@ -126,30 +127,32 @@ class Model:
             )
 
     @property
+    def execution(self) -> Configured:
+        """How its config executes it; a config is checked when it is made, not here."""
+        known = Configured.model_fields
+        asked = self.config.get("pipeline", {})
+        return Configured.model_construct(**{key: asked[key] for key in asked if key in known})  # type: ignore[arg-type]
+
+    @property
     def barrier(self) -> bool:
         """Whether steps end on all workers: by its config, else yes."""
-        return self._pipeline.get("barrier", True) is not False
+        return self.execution.barrier
 
     @property
     def clips(self) -> bool:
         """Whether updates wait for the norm of the whole gradient: by its config, else yes."""
-        return self._pipeline.get("clip_norm", 1.0) != 0
+        return self.execution.waits_for_norm
 
     @property
     def shards_state(self) -> bool:
         """Whether its config shards optimiser state over the holders of a stage."""
-        return self._pipeline.get("zero_stage", 0) == 1
+        return self.execution.zero_stage == 1
 
     @property
     def message_share(self) -> float:
         """Bytes of a message for each byte of activations: half where its config compresses 32-bit floats."""
-        pipeline = self._pipeline
-        narrow = pipeline.get("autocast") or pipeline.get("compute_dtype")
-        return 0.5 if pipeline.get("compress", False) is True and not narrow else 1.0
-
-    @property
-    def _pipeline(self) -> Mapping[str, ConfigValue]:
-        return self.config.get("pipeline", {})
+        execution = self.execution
+        return 0.5 if execution.compress and not execution.computes_in else 1.0
 
     def runs(self) -> list[tuple[str, int]]:
         """Equal layers in a row, as (kind, how many)."""

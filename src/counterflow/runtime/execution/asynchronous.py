@@ -20,17 +20,19 @@ import torch
 from torch import Tensor
 
 from counterflow.errors import ConfigError, WorkerError
+from counterflow.execution import Execution
 from counterflow.program.actions import StartSync, WaitSync
 from counterflow.program.segments import Segments
 
 from .. import later
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import Losses, divisor_of, refuse_no_graph
+from ..mini_batch.told import Part, Told, pieces
 from ..parameters.versions import Versions
 from ..parameters.weights import Weights
 from ..transport.base import Gathering
 from .interpreter import Interpreter
-from .step import COLUMNS, StepStatistics, Workers
+from .step import StepStatistics, Workers
 from .tasks import Tasks
 
 TOLD_TOGETHER = 8
@@ -57,13 +59,18 @@ class AsynchronousRunner:
         make: makes the interpreter of a schedule.
         workers: where this worker is.
         weights: this worker's.
-        clip_norm: a stage's gradients are scaled down to this divided by the square root of the number of
-            stages, so that those of all stages together never exceed it; None: never.
+        execution: how it clips: a stage's gradients are scaled down to the largest norm divided by the square
+            root of the number of stages, so that those of all stages together never exceed it.
 
     Raises:
         ConfigError: the schedule has too few periods, or stages share weights.
         ScheduleError: the checker does not accept it.
     """
+
+    waiting = 0
+    """Samples whose gradients wait for an update: none, in no step."""
+    tells_calls = False
+    """Whether workers tell of a call with its loss: they tell of it much later."""
 
     def __init__(
         self,
@@ -71,7 +78,7 @@ class AsynchronousRunner:
         make: Callable[..., Interpreter],
         workers: Workers,
         weights: Weights,
-        clip_norm: float | None,
+        execution: Execution,
     ) -> None:
         schedule = cut.schedule
         if weights.shared:
@@ -89,7 +96,8 @@ class AsynchronousRunner:
         self._lists: dict[tuple[bool, int, int], Tasks] = {}
         self.workers = workers
         self.weights = weights
-        self.limit = None if clip_norm is None else clip_norm / math.sqrt(schedule.stages)
+        most = execution.max_norm
+        self.limit = None if most is None else most / math.sqrt(schedule.stages)
         saved = self.interpreter.saved
         for stage, copy in weights.stages.items():
             copy.versions = Versions(
@@ -155,8 +163,9 @@ class AsynchronousRunner:
         told_by_all = number + 1 - self.segments.update_lag - self.segments.spread
         return self._hear() if told_by_all >= self._together else None
 
-    def flush(self) -> list[StepStatistics]:
-        """End what is under way; what no step has told yet."""
+    def flush(self, told: Told, compare: Callable[[Sequence[Told]], object]) -> list[StepStatistics]:
+        """End what is under way; what no step has told yet. Nobody waits for all others, nor tells of it."""
+        del told, compare
         if not self._begun:
             return []
         self._run(self._begun - 1, None)
@@ -211,8 +220,7 @@ class AsynchronousRunner:
         batches = [self._untold.popleft() for _ in range(count)]
         row: list[float] = [self._begun, batches[0].step]
         for number, batch in enumerate(batches, first):
-            mine, odd = batch.losses.summed()
-            row += [mine, self._squared(number), odd, *batch.losses.weighed()]
+            row += batch.losses.part(self._squared(number)).pack()
             digests = [each.read() for each in self._digests.pop(number, ())]
             row += map(sum, zip(*digests, strict=True)) if digests else [0.0] * self.weights.copies.columns
         self._telling.append((batches, self.workers.transport.start_gather(row)))
@@ -236,15 +244,18 @@ class AsynchronousRunner:
         if not self._heard:
             self._gather()
         batch, rows = self._heard.popleft()
+        packed, digests, _ = zip(
+            *(pieces(r, Part.WIDTH, self.weights.copies.columns) for r in rows), strict=True
+        )
         if batch.compared:
-            self.weights.copies.compare([row[COLUMNS:] for row in rows], f"after step {batch.step}")
-        rows = [row[:COLUMNS] for row in rows]
-        weighed = [row[3:] for row in rows]
+            self.weights.copies.compare(digests, f"after step {batch.step}")
+        parts = [Part.unpack(row) for row in packed]
+        weighed = [part.weighed for part in parts]
         refuse_no_graph(weighed)
         scale = 1 / self.workers.weight(weighed, batch.step)[0]
-        loss = self.workers.loss([(row[0], row[2]) for row in rows], batch.step, scale)
+        loss = self.workers.loss(parts, batch.step, scale)
         norm = self.workers.norm(
-            [row[1] for row in rows],
+            [part.squared_norm for part in parts],
             loss,
             batch.step,
             lambda: (min(self._dead), "one of its weights") if self._dead else None,
@@ -267,7 +278,7 @@ class AsynchronousRunner:
                     "in the same order"
                 )
         for index, batch in enumerate(batches):
-            width = COLUMNS + self.weights.copies.columns
+            width = Part.WIDTH + self.weights.copies.columns
             its = slice(2 + width * index, 2 + width * (index + 1))
             self._heard.append((batch, [row[its] for row in rows]))
 

@@ -13,11 +13,9 @@ from typing import Any, cast
 
 from counterflow.errors import ConfigError, WorkerError
 
-from ..mini_batch.losses import Counts, Losses, added, refuse_mixed, refuse_other_counts
+from ..mini_batch.losses import Losses, added, refuse_mixed, refuse_other_counts
+from ..mini_batch.told import Counts, Part, Weighed
 from ..transport.base import Transport
-
-COLUMNS = 9
-"""Of loss and norm: loss, squared norm, what is not finite, and what ``Losses.weighed`` gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,24 +84,23 @@ class Workers:
         """Pipeline groups."""
         return len(self.ranks)
 
-    def loss(self, rows: Sequence[tuple[float, float]], updates: int, scale: float) -> float:
+    def loss(self, parts: Sequence[Part], updates: int, scale: float) -> float:
         """The loss of a mini-batch of all replicas.
 
         Args:
-            rows: of every rank the sum of its losses, and its first micro-batch whose loss is not finite
-                or -1.
+            parts: every rank's.
             updates: that were made before, for the message.
             scale: what the sum is multiplied by.
 
         Raises:
             WorkerError: the loss is not finite.
         """
-        loss = added(row[0] for row in rows) * scale
+        loss = added(part.loss for part in parts) * scale
         if not math.isfinite(loss):
-            rank = next(rank for rank, row in enumerate(rows) if row[1] >= 0)
+            rank = next(rank for rank, part in enumerate(parts) if part.non_finite is not None)
             replica, worker = place(self.ranks, rank)
             group = f" of replica {replica}" if self.replicas > 1 else ""
-            where = f"micro-batch {rows[rank][1]:g} on worker {worker}{group}"
+            where = f"micro-batch {parts[rank].non_finite} on worker {worker}{group}"
             made = "1 step" if updates == 1 else f"{updates} steps"
             raise WorkerError(f"after {made} the loss is {loss:g} ({where})")
         return loss
@@ -138,11 +135,11 @@ class Workers:
         what = f"the gradient of {known[0][1]} (stage {known[0][0]}) is" if known else "the gradient norm is"
         raise WorkerError(f"step {updates}: {what} not finite, though the loss is {loss:g}; {updated}")
 
-    def weight(self, rows: Sequence[Sequence[float]], step: int) -> tuple[float, Counts]:
+    def weight(self, parts: Sequence[Weighed], step: int) -> tuple[float, Counts]:
         """What all losses of a mini-batch weigh, and what that counts.
 
         Args:
-            rows: of every rank what ``Losses.weighed`` gives.
+            parts: what every rank's weigh.
             step: the step's number.
 
         Raises:
@@ -150,20 +147,20 @@ class Workers:
                 or some losses count one thing, some another.
             WorkerError: nothing in the mini-batch counts.
         """
-        refuse_other_counts(rows)
-        counted = refuse_mixed(rows)
-        found = math.fsum(row[0] for row in rows)
+        refuse_other_counts(parts)
+        counted = refuse_mixed(parts)
+        found = math.fsum(part.weight for part in parts)
         if not (found > 0 and math.isfinite(found)):
             raise WorkerError(f"step {step}: the weights of all losses of the mini-batch sum to {found:g}")
         return found, counted
 
-    def metrics(self, rows: Sequence[Sequence[float]], losses: Losses, scale: float) -> dict[str, float]:
-        """The metrics of a mini-batch; ``rows`` as for ``weight``, ``scale`` what sums are multiplied by."""
-        if not any(row[2] for row in rows):  # everybody has the same rows, so everybody asks or nobody
+    def metrics(self, parts: Sequence[Weighed], losses: Losses, scale: float) -> dict[str, float]:
+        """The metrics of a mini-batch; ``parts`` as for ``weight``, ``scale`` what sums are multiplied by."""
+        if not any(part.has_metrics for part in parts):  # all have the same, so all ask or nobody does
             return {}
-        parts = cast("list[dict[str, float]]", self.transport.gather_objects(losses.metrics()))
-        names = dict.fromkeys(name for part in parts for name in part)
-        return {name: scale * added(part.get(name, 0.0) for part in parts) for name in names}
+        found = cast("list[dict[str, float]]", self.transport.gather_objects(losses.metrics()))
+        names = dict.fromkeys(name for its in found for name in its)
+        return {name: scale * added(its.get(name, 0.0) for its in found) for name in names}
 
 
 def place(ranks: tuple[tuple[int, ...], ...], rank: int) -> tuple[int, int]:

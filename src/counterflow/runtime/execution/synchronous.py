@@ -9,10 +9,12 @@ import math
 from collections.abc import Callable, Sequence
 
 from counterflow.errors import ConfigError, WorkerError
+from counterflow.execution import Execution
 from counterflow.program.actions import Program, StartSync, Summed, WaitSync
 
 from ..mini_batch.batch import Batch
-from ..mini_batch.losses import Counts, added, consistent, refuse_no_graph
+from ..mini_batch.losses import added, consistent, refuse_no_graph
+from ..mini_batch.told import Counts, Part, Told, Weighed
 from ..parameters.gradients import clip_factor
 from ..parameters.weights import Weights
 from .interpreter import Interpreter
@@ -31,13 +33,14 @@ class SynchronousRunner:
         make: makes the interpreter of a schedule.
         workers: where this worker is.
         weights: this worker's.
-        clip_norm: gradients of a larger global norm are scaled down to it; None: never.
-        skips: whether nothing is updated where a loss or a gradient is not finite; else it is an error.
+        execution: whether and how it clips and skips.
     """
 
     warm_up_steps = 0
     slots = 1
     """Mini-batches whose messages are told apart."""
+    tells_calls = False
+    """Whether workers tell of a call with its loss, where no agreement of all went before."""
 
     def __init__(
         self,
@@ -45,16 +48,13 @@ class SynchronousRunner:
         make: Callable[..., Interpreter],
         workers: Workers,
         weights: Weights,
-        clip_norm: float | None,
-        *,
-        skips: bool = False,
+        execution: Execution,
     ) -> None:
         self.interpreter = make(program.schedule, slots=self.slots, owner=self)
         self._tasks = [self.interpreter.prepare(program, slot) for slot in range(self.slots)]
         self.workers = workers
         self.weights = weights
-        self.clip_norm = clip_norm
-        self.skips = skips
+        self.execution = execution
         self._skipped = False  # something since the last update was not finite
         self._batch: Batch
         self._statistics: StepStatistics  # every list agrees once
@@ -102,8 +102,9 @@ class SynchronousRunner:
         self._skipped = self._skipped and not update
         self.weights.detach()
 
-    def flush(self) -> list[StepStatistics]:
+    def flush(self, told: Told, compare: Callable[[Sequence[Told]], object]) -> list[StepStatistics]:
         """Nothing is under way."""
+        del told, compare
         return []
 
     # -- what the interpreter asks for (``Owner``)
@@ -139,28 +140,27 @@ class SynchronousRunner:
         """
         self.weights.check_buffers()
         losses = self._batch.losses
-        mine, odd = losses.summed()
         hooked = self._updates and self.weights.hooked
         squared = self.weights.squared_norm() if self._updates and not hooked else 0.0
-        rows = self._gathered([mine, squared, odd, *losses.weighed()])
-        weighed = [row[3:] for row in rows]
+        parts = self._gathered(losses.part(squared))
+        weighed = [part.weighed for part in parts]
         scale, this_step = self._weigh(weighed)
-        squares = [row[1] * scale**2 for row in rows]
-        finite = all(math.isfinite(row[0]) for row in rows)
+        squares = [part.squared_norm * scale**2 for part in parts]
+        finite = all(math.isfinite(part.loss) for part in parts)
         if hooked and finite:
             self._call_hooks(scale)
             scale = 1.0
             squares = [row[0] for row in self.workers.transport.gather([self.weights.squared_norm()])]
         step = self._batch.step
-        if self.skips and not (finite and all(map(math.isfinite, squares))):
+        if self.execution.skip_non_finite and not (finite and all(map(math.isfinite, squares))):
             self._skipped = True
-            loss, norm = added(row[0] for row in rows) * this_step, math.nan
+            loss, norm = added(part.loss for part in parts) * this_step, math.nan
         else:
-            loss = self.workers.loss([(row[0], row[2]) for row in rows], step, this_step)
+            loss = self.workers.loss(parts, step, this_step)
             norm = self.workers.norm(squares, loss, step, self.weights.not_finite)
         metrics = self._metrics(weighed, this_step)
         if self._updates and not self._skipped:
-            factor = scale * clip_factor(norm, self.clip_norm)
+            factor = scale * clip_factor(norm, self.execution.max_norm)
             if factor != 1.0:
                 self.weights.scale(factor)
         else:
@@ -174,12 +174,12 @@ class SynchronousRunner:
         self.weights.scale(scale)
         self.weights.call_hooks(self._batch.step)
 
-    def _gathered(self, row: list[float]) -> list[list[float]]:
+    def _gathered(self, part: Part) -> list[Part]:
         """Everybody's part of loss and norm."""
-        return self.workers.transport.gather(row)
+        return list(map(Part.unpack, self.workers.transport.gather(part.pack())))
 
-    def _weigh(self, rows: Sequence[Sequence[float]]) -> tuple[float, float]:
-        """Add up what the losses weigh; ``rows`` as for ``Workers.weight``.
+    def _weigh(self, parts: Sequence[Weighed]) -> tuple[float, float]:
+        """Add up what the losses weigh; ``parts`` as for ``Workers.weight``.
 
         Returns:
             What the gradients' sums are multiplied by, and what the step's own sums are.
@@ -187,8 +187,8 @@ class SynchronousRunner:
         Raises:
             ConfigError: losses of this step, or of one since the last update, count something else.
         """
-        refuse_no_graph(rows)
-        weight, counted = self.workers.weight(rows, self._batch.step)
+        refuse_no_graph(parts)
+        weight, counted = self.workers.weight(parts, self._batch.step)
         self._counted |= counted
         if not consistent(self._counted):
             raise ConfigError(
@@ -203,6 +203,6 @@ class SynchronousRunner:
             self._divisor = float(self._batch.total)
         return 1.0 if abs(scale - 1.0) < _ROUNDING else scale, 1 / weight
 
-    def _metrics(self, rows: Sequence[Sequence[float]], scale: float) -> dict[str, float]:
+    def _metrics(self, parts: Sequence[Weighed], scale: float) -> dict[str, float]:
         """The mini-batch's metrics; as ``Workers.metrics``."""
-        return self.workers.metrics(rows, self._batch.losses, scale)
+        return self.workers.metrics(parts, self._batch.losses, scale)

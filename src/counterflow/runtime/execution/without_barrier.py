@@ -23,16 +23,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from counterflow.execution import Execution
 from counterflow.program.actions import Program
 
 from .. import later
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import added
+from ..mini_batch.told import Part, Told, Weighed, pieces
 from ..parameters.gradients import OwnNorm
 from ..parameters.weights import Weights
 from ..transport.base import Gathering
 from .interpreter import Interpreter
-from .step import COLUMNS, StepStatistics, Workers
+from .step import StepStatistics, Workers
 from .synchronous import SynchronousRunner
 
 
@@ -51,15 +53,15 @@ class BarrierFreeRunner(SynchronousRunner):
     """One worker's part.
 
     Args:
-        program: the action lists; whether their updates wait for the norm is ``waits_for_norm``.
+        program: the action lists; whether their updates wait for the norm ``execution`` says.
         make: makes the interpreter of a schedule.
         workers: where this worker is.
         weights: this worker's.
-        clip_norm: gradients of a larger global norm are scaled down to it; None: never.
-        skips: whether nothing is updated where a loss or a gradient is not finite; else it is an error.
+        execution: whether and how it clips and skips.
     """
 
     slots = 2
+    tells_calls = True
 
     def __init__(
         self,
@@ -67,15 +69,12 @@ class BarrierFreeRunner(SynchronousRunner):
         make: Callable[..., Interpreter],
         workers: Workers,
         weights: Weights,
-        clip_norm: float | None,
-        *,
-        skips: bool = False,
+        execution: Execution,
     ) -> None:
-        super().__init__(program, make, workers, weights, clip_norm, skips=skips)
-        self._waits_for_norm = waits_for_norm(clip_norm, skips=skips)
+        super().__init__(program, make, workers, weights, execution)
         self._begun = 0  # steps since nothing was under way
         self._names: tuple[str, ...] = ()  # of the metrics, as everybody knows them
-        self._columns: list[list[float]] = []  # of the metrics, as all told them
+        self._columns: Sequence[Sequence[float]] = ()  # of the metrics, as all told them
         self._telling: Gathering
         self._told: StepStatistics | None = None
         self._untold: _Untold | None = None
@@ -88,11 +87,6 @@ class BarrierFreeRunner(SynchronousRunner):
         """Whether another worker may still be at work on a step that this one has ended."""
         return self._begun > 0
 
-    @property
-    def columns(self) -> int:
-        """Of what every worker tells of a step's loss: a row has as many numbers on each."""
-        return len(self._batch.called) + COLUMNS + self.weights.copies.columns + 1 + 2 * len(self._names)
-
     def step(self, batch: Batch, *, update: bool = True) -> StepStatistics | None:
         """Run the order once, and update; what is known by now: of the step before, or of this one."""
         number = self._begun
@@ -104,10 +98,19 @@ class BarrierFreeRunner(SynchronousRunner):
         self.interpreter.way.release(batch)  # it stays itself until its slot is needed
         return self._told
 
-    def flush(self) -> list[StepStatistics]:
-        """Wait until all workers have ended; what no step has told yet."""
+    def flush(self, told: Told, compare: Callable[[Sequence[Told]], object]) -> list[StepStatistics]:
+        """Wait until all workers have ended; what no step has told yet.
+
+        Args:
+            told: what this worker tells of the call.
+            compare: looks at what all told of it.
+        """
         if not self._begun:
             return []
+        # What follows is for all workers together: they tell of it in as many numbers as of a step.
+        more = Part.WIDTH + self.weights.copies.columns + 1 + 2 * len(self._names)
+        rows = self.workers.transport.gather([*told.pack(), *([0.0] * more)])
+        compare([Told.unpack(row[: Told.WIDTH]) for row in rows])
         found = []
         if self._untold is not None:
             self.workers.transport.status.now(f"hearing of step {self._untold.statistics.step}")
@@ -123,9 +126,8 @@ class BarrierFreeRunner(SynchronousRunner):
 
     def tell_loss(self) -> None:
         """Begin to tell everybody this worker's part of the loss, and of the norm of the step before."""
-        mine, odd = self._batch.losses.summed()
-        row = [mine, self._own_square(), odd, *self._batch.losses.weighed()]
-        self._telling = self.workers.transport.start_gather(self._row(row))
+        part = self._batch.losses.part(self._own_square())
+        self._telling = self.workers.transport.start_gather(self._row(part))
 
     def agree(self) -> None:
         """The loss of the whole mini-batch, and the norm of the one before; with clipping, loss and norm.
@@ -134,18 +136,18 @@ class BarrierFreeRunner(SynchronousRunner):
             ConfigError: the workers made different calls; or copies of a stage changed buffers.
             WorkerError: the loss, or a gradient of the mini-batch before, is not finite.
         """
-        if self._waits_for_norm:
+        if self.execution.waits_for_norm:
             super().agree()
             self._told = self._statistics
             return
         self.weights.check_buffers()
-        rows = self._read(self._telling.wait())
+        parts = self._read(self._telling.wait())
         if self._untold is not None:
-            self._told = self._hear(self._untold, [row[1] for row in rows])
+            self._told = self._hear(self._untold, [part.squared_norm for part in parts])
         batch = self._batch
-        weighed = [row[3:] for row in rows]
+        weighed = [part.weighed for part in parts]
         scale, this_step = self._weigh(weighed)
-        loss = self.workers.loss([(row[0], row[2]) for row in rows], batch.step, this_step)
+        loss = self.workers.loss(parts, batch.step, this_step)
         if self._updates and self.weights.hooked:
             self._call_hooks(scale)
             scale = 1.0
@@ -189,34 +191,33 @@ class BarrierFreeRunner(SynchronousRunner):
         )
         return replace(known, grad_norm=norm)
 
-    def _gathered(self, row: list[float]) -> list[list[float]]:
-        return self._read(self.workers.transport.gather(self._row(row)))
+    def _gathered(self, part: Part) -> list[Part]:
+        return self._read(self.workers.transport.gather(self._row(part)))
 
-    def _row(self, row: Sequence[float]) -> list[float]:
+    def _row(self, part: Part) -> list[float]:
         """What this worker tells of loss and norm, with the call and the metrics whose names are known."""
+        assert self._batch.told is not None
         metrics = self._batch.losses.metrics()
         values = [x for name in self._names for x in (float(name in metrics), metrics.get(name, 0.0))]
         digests = [0.0] * self.weights.copies.columns if self._digests is None else self._digests[1].read()
         unknown = float(bool(metrics.keys() - self._names))
-        return [*self._batch.called, *row, *digests, unknown, *values]
+        return [*self._batch.told.pack(), *part.pack(), *digests, unknown, *values]
 
-    def _read(self, rows: list[list[float]]) -> list[list[float]]:
+    def _read(self, rows: list[list[float]]) -> list[Part]:
         """What all told of loss and norm, once it is seen that they made the same call."""
         assert self._batch.compare is not None
-        self._batch.compare(rows)
-        first = len(self._batch.called)
-        end = first + COLUMNS + self.weights.copies.columns
+        widths = Told.WIDTH, Part.WIDTH, self.weights.copies.columns
+        told, parts, digests, metrics = zip(*(pieces(row, *widths) for row in rows), strict=True)
+        self._batch.compare([Told.unpack(each) for each in told])
         if self._digests is not None:
-            self.weights.copies.compare(
-                [row[first + COLUMNS : end] for row in rows], f"after step {self._digests[0]}"
-            )
+            self.weights.copies.compare(digests, f"after step {self._digests[0]}")
             self._digests = None
-        self._columns = [row[end:] for row in rows]
-        return [row[first : first + COLUMNS] for row in rows]
+        self._columns = metrics
+        return [Part.unpack(each) for each in parts]
 
-    def _metrics(self, rows: Sequence[Sequence[float]], scale: float) -> dict[str, float]:
+    def _metrics(self, parts: Sequence[Weighed], scale: float) -> dict[str, float]:
         if any(columns[0] for columns in self._columns):  # names that not everybody knows
-            found = super()._metrics(rows, scale)
+            found = super()._metrics(parts, scale)
             self._names += tuple(name for name in found if name not in self._names)
             return found
         named: Mapping[str, int] = {name: 1 + 2 * at for at, name in enumerate(self._names)}
@@ -225,8 +226,3 @@ class BarrierFreeRunner(SynchronousRunner):
             for name, at in named.items()
             if any(columns[at] for columns in self._columns)
         }
-
-
-def waits_for_norm(clip_norm: float | None, *, skips: bool) -> bool:
-    """Whether no update may be made before the gradient norm of all stages is known."""
-    return clip_norm is not None or skips

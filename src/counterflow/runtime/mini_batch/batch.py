@@ -1,6 +1,6 @@
 """The mini-batch of one step as a worker sees it: its part of the samples, the losses, known shapes.
 
-What it does not do: decide who gets which samples; ``pipeline.py`` does.
+What it does not do: decide who gets which samples; ``batches.py`` does.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from .feed import Feed
 from .loss_check import LossCheck
 from .losses import Losses
 from .samples import Dims
+from .told import Told
 
 Key = tuple[int, Unit]
 """A stage and what runs through it (a micro-batch runs on one pipe only)."""
@@ -65,7 +66,7 @@ class Batch:
         known: the shapes of what travels, by stage and unit, if they were seen before.
         learnt: where they are noted.
         kept: whether what is learnt is known of later ones.
-        called: what this worker tells of the call with the loss, where nothing was agreed upon before.
+        told: what this worker tells of the call with the loss, where nothing was agreed upon before.
         compare: looks at what all told of it.
         await_total: waits for what the others were given, before anything they see; gives ``total``.
         divisor: what losses are divided by as they enter the mini-batch's; None: by its samples.
@@ -88,8 +89,8 @@ class Batch:
     known: Shapes | None
     learnt: Shapes
     kept: bool = False
-    called: Sequence[float] = ()
-    compare: Callable[[Sequence[Sequence[float]]], object] | None = None
+    told: Told | None = None
+    compare: Callable[[Sequence[Told]], object] | None = None
     await_total: Callable[[], int] | None = None
     divisor: float | None = None
     check: LossCheck | None = None

@@ -1,6 +1,6 @@
 """What one worker was given of a mini-batch: as a whole, or as micro-batches that are ready.
 
-What it does not do: ask the other workers what they were given; ``pipeline.py`` does.
+What it does not do: ask the other workers what they were given; ``agreement.py`` does.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,25 +19,7 @@ from ..messages.mappings import flat_with_paths, know
 from ..messages.values import Keyworded, content_digest, not_dense, signature
 from .entries import Settled
 from .samples import Dims, cut, samples_in, split_points
-
-NOT_GIVEN = -1
-"""In place of a number of samples."""
-
-
-class Agreed(NamedTuple):
-    """What all workers know of a mini-batch.
-
-    Attributes:
-        samples: of the replica.
-        kind: its signature; 0: nobody knows the shapes.
-        total: samples of all replicas.
-        sizes: samples by micro-batch.
-    """
-
-    samples: int = 0
-    kind: int = 0
-    total: int = 0
-    sizes: tuple[int, ...] = ()
+from .told import Form
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +47,11 @@ class Given:
     settled: Settled = field(default_factory=list)
 
     @property
-    def form(self) -> int:
-        """0: nothing was given, 1: a whole, 2: micro-batches."""
-        return 0 if self.inputs is None and self.targets is None else 2 if self.ready else 1
+    def form(self) -> Form:
+        """In which form it was given."""
+        if self.inputs is None and self.targets is None:
+            return Form.NOTHING
+        return Form.READY if self.ready else Form.WHOLE
 
     def counts(self) -> tuple[list[int] | None, list[int] | None]:
         """The samples of each piece of inputs and targets; None where these are not given.

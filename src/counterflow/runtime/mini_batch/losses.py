@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntFlag
 from functools import lru_cache, reduce
 from math import fsum, isfinite
 from operator import or_
@@ -30,22 +29,11 @@ from .. import later
 from ..mesh.dtensors import is_dtensor, whole
 from ..messages.values import Unit
 from ..torch_private import is_loss
+from .told import NOTHING, Counts, Part, Weighed
 
 LossFunction = Callable[[Any, Any], Any]
 """Output of the last stage and target to the mean loss over the samples, this and a dict of metrics, or a
 ``LossSum``."""
-
-
-class Counts(IntFlag):
-    """What losses are divided by."""
-
-    SAMPLES = 1
-    ELEMENTS = 2
-    """Of one of torch's own errors, where they are not those of all outputs."""
-    EITHER = 4
-    """Elements that are those of all outputs, and as many in each sample."""
-    OTHER = 8
-    """Targets of a cross entropy, or what a ``LossSum`` says."""
 
 
 class Entry(NamedTuple):
@@ -188,13 +176,13 @@ def refuse_no_mean(function: object) -> None:
         )
 
 
-def refuse_other_counts(rows: Sequence[Sequence[float]]) -> None:
-    """Refuse a loss that is no mean over what counts in the mini-batch; ``rows`` as ``weighed`` gives.
+def refuse_other_counts(parts: Sequence[Weighed]) -> None:
+    """Refuse a loss that is no mean over what counts in the mini-batch.
 
     Raises:
         ConfigError: in some micro-batches other shares of the targets count.
     """
-    least, most = min(row[3] for row in rows), max(row[4] for row in rows)
+    least, most = min(part.least for part in parts), max(part.most for part in parts)
     if most - least > 1e-9 * abs(most):
         raise ConfigError(
             "the loss has a cross entropy (or negative log-likelihood) among its parts, and micro-batches "
@@ -204,13 +192,13 @@ def refuse_other_counts(rows: Sequence[Sequence[float]]) -> None:
         )
 
 
-def refuse_mixed(rows: Sequence[Sequence[float]]) -> Counts:
-    """What the losses of a mini-batch count; ``rows`` as ``weighed`` gives.
+def refuse_mixed(parts: Sequence[Weighed]) -> Counts:
+    """What the losses of a mini-batch count.
 
     Raises:
         ConfigError: some count one thing, some another.
     """
-    found = counted(Counts(int(each)) for each in {row[1] for row in rows})
+    found = counted(part.counted for part in parts)
     if not consistent(found):
         raise ConfigError(
             "some losses of the mini-batch are a LossSum or one of torch's own errors or cross entropies, "
@@ -222,10 +210,7 @@ def refuse_mixed(rows: Sequence[Sequence[float]]) -> Counts:
 
 def counted(each: Iterable[Counts]) -> Counts:
     """All that some losses count."""
-    return reduce(or_, each, _NOTHING)
-
-
-_NOTHING = Counts(0)
+    return reduce(or_, each, NOTHING)
 
 
 def consistent(found: Counts) -> bool:
@@ -236,13 +221,13 @@ def consistent(found: Counts) -> bool:
     return found & alone != alone
 
 
-def refuse_no_graph(rows: Sequence[Sequence[float]]) -> None:
-    """Refuse losses of which none depends on weights; ``rows`` as ``weighed`` gives.
+def refuse_no_graph(parts: Sequence[Weighed]) -> None:
+    """Refuse losses of which none depends on weights.
 
     Raises:
         ConfigError: no loss of the mini-batch has a graph.
     """
-    if not any(row[5] for row in rows):
+    if not any(part.has_graph for part in parts):
         raise ConfigError(
             "no loss of the mini-batch has a graph, so that nothing would be trained: the loss function, or "
             "a layer, detaches what it was given (.detach(), .item(), torch.no_grad(), numpy)"
@@ -351,16 +336,18 @@ class Losses:
         self.entries, self._later = [_with_numbers(entry, values) for entry in self.entries], None
         self._arrived = len(self.entries)
 
-    def summed(self) -> tuple[float, int]:
-        """The sum of the worker's losses; the first micro-batch whose loss is not finite, or -1."""
+    def part(self, squared_norm: float = 0.0) -> Part:
+        """What this worker tells of the mini-batch, with its part of the gradients' squared norm."""
         if not (self.entries and self.told):
-            return 0.0, -1
-        refuse_other_counts([self.weighed()])
+            return Part(0.0, squared_norm, None, self.weighed())
+        weighed = self.weighed()
+        refuse_other_counts([weighed])
         values = [float(entry.loss) for entry in self.entries]
-        odd = [
+        non_finite = [
             e.unit.micro_batch for e, value in zip(self.entries, values, strict=True) if not isfinite(value)
         ]
-        return added(v * e.by for e, v in zip(self.entries, values, strict=True)), min(odd, default=-1)
+        loss = added(v * e.by for e, v in zip(self.entries, values, strict=True))
+        return Part(loss, squared_norm, min(non_finite, default=None), weighed)
 
     def by_micro_batch(self) -> dict[int, float]:
         """The mean loss of each micro-batch whose loss this worker made; of weight 0: NaN."""
@@ -380,23 +367,19 @@ class Losses:
             found[number] = sum(part for part, _ in pairs) / whole if whole else math.nan
         return found
 
-    def weighed(self) -> tuple[float, ...]:
-        """What is told of the losses beside their sum.
-
-        Sum of the weights; all that they count; whether there are metrics; extremes of ``counts``; whether
-        any may have a graph.
-        """
+    def weighed(self) -> Weighed:
+        """What the losses weigh."""
         if not self.told:
-            return 0.0, 0, 0.0, math.inf, -math.inf, 0.0
+            return Weighed()
         self._arrive()
         counts = [float(entry.counts) for entry in self.entries if entry.counts is not None]
-        return (
+        return Weighed(
             fsum([float(entry.weight) * entry.by for entry in self.entries]),
             counted({entry.counted for entry in self.entries}),
-            float(any(entry.metrics for entry in self.entries)),
+            any(entry.metrics for entry in self.entries),
             min(counts, default=math.inf),
             max(counts, default=-math.inf),
-            float(self.has_graph or self.graphs_to_come > 0),
+            self.has_graph or self.graphs_to_come > 0,
         )
 
     def metrics(self) -> dict[str, float]:

@@ -16,6 +16,7 @@ from typing import Any, cast
 from torch import nn
 
 from counterflow.errors import ConfigError
+from counterflow.execution import Execution
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.owners import owners
 
@@ -25,31 +26,25 @@ from .gradients import GradientGroup
 from .names import Names
 
 
-def refuse_unsharded(zero_stage: int, schedule: Schedule, *, barrier: bool, further: bool) -> None:
+def refuse_unsharded(execution: Execution, schedule: Schedule, *, further: bool) -> None:
     """Refuse what optimiser state is not sharded for.
 
     Args:
-        zero_stage: as the user gave it.
+        execution: how it is run.
         schedule: what is run.
-        barrier: whether a step ends on all workers before the next one begins.
         further: whether there is a mesh of further dimensions.
 
     Raises:
-        ConfigError: it is no stage there is, or does not go with the rest.
+        ConfigError: sharded state does not go with the rest.
     """
-    if zero_stage not in (0, 1) or isinstance(zero_stage, bool):
-        raise ConfigError(
-            f"zero_stage = {zero_stage!r}: give 1 to shard optimiser state over the copies of a stage, 0 to "
-            "shard none; gradients and weights are sharded by fully_shard, in parallelize"
-        )
-    if not zero_stage:
+    if not execution.zero_stage:
         return
     if not schedule.synchronous:
         raise ConfigError(
             f"zero_stage = 1: {schedule.scheme} updates each stage at its own time, and updated weights are "
             "sent at the end of a step; leave it away, or take a scheme with a flush"
         )
-    if not barrier:
+    if not execution.barrier:
         raise ConfigError(
             "zero_stage = 1: updated weights are sent when a step ends on all workers, and without a barrier "
             "it does not; leave it or barrier=False away"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from counterflow.errors import ConfigError
@@ -22,14 +21,14 @@ class Setting:
         flushes: whether it has a flush.
         copies: by stage how many copies all replicas have.
         tied: weights that several stages share.
-        compute_dtype: as ``Pipeline`` takes it.
+        compute_dtype: as ``Execution`` has it.
     """
 
     scheme: str
     flushes: bool
     copies: Sequence[int]
     tied: Collection[str]
-    compute_dtype: torch.dtype | None
+    compute_dtype: str | None
 
     def refuse(self, layers_of: Sequence[Sequence[NamedLayer]]) -> None:
         """Refuse what would train to other numbers than in one process, or end with an error.

@@ -207,7 +207,7 @@ def _refuse_kind(place: str, module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise ConfigError(
             f"{place} is scripted or traced by torch.jit, whose modules cannot be taken apart; give the "
-            "module that it was made of (and compile_layers=True)"
+            "module that it was made of (and compile=True)"
         )
     if getattr(module, "scale_grad_by_freq", False):
         raise ConfigError(

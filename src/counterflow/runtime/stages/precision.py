@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
+from counterflow.execution import Execution
 
 from ..devices import autocast_type
 from ..torch_private import parameters_of
 from .recomputation import mapped
+
+if TYPE_CHECKING:
+    from .stage import StageCopy
 
 _NOTHING = nullcontext()
 
@@ -236,14 +241,41 @@ def _no_leaf(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor
 
 
-def refuse_scaled(name: str, dtype: torch.dtype | None) -> None:
-    """Refuse what would lose gradients.
+def dtype_of(name: str | None) -> torch.dtype | None:
+    """The dtype of a name in an ``Execution``."""
+    return None if name is None else cast("torch.dtype", getattr(torch, name))
+
+
+def precision_of(
+    execution: Execution, device: torch.device, *, shards: bool
+) -> Callable[[StageCopy], Precision]:
+    """What makes the precision in which a stage's layers run.
+
+    Args:
+        execution: says which.
+        device: where they run.
+        shards: whether their weights are sharded by ``parallelize``.
 
     Raises:
-        ConfigError: it is float16.
+        ConfigError: it does not go with the rest.
     """
-    if dtype is torch.float16:
-        raise ConfigError(
-            f"{name}=torch.float16 wants its losses scaled, and gradients that are too small are lost in "
-            "silence without; give torch.bfloat16"
-        )
+    autocast, compute_dtype = dtype_of(execution.autocast), dtype_of(execution.compute_dtype)
+    if compute_dtype is None:
+        if autocast is None:
+            return lambda _: Precision()
+        return lambda copy: Autocast(device, autocast, copy.parameters(), keeps=not shards)
+    for given, name, instead in (
+        (autocast, "autocast", "leave one of them away"),
+        (shards, "parallelize", "give fully_shard a MixedPrecisionPolicy"),
+        (execution.compile, "compile", "take autocast"),
+    ):
+        if given:
+            raise ConfigError(
+                f"compute_dtype replaces weights while layers run; {name} does not go with it: {instead}"
+            )
+    return lambda copy: Cast([x.module for x in copy.layers], compute_dtype, partial(_version_of, copy))
+
+
+def _version_of(copy: StageCopy) -> int:
+    """The version of its weights that a stage computes with."""
+    return 0 if copy.versions is None else copy.versions.shown

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import cast
 
 from counterflow.errors import ConfigError
@@ -15,6 +16,9 @@ from counterflow.schedule.formats import dumps
 from counterflow.schedule.ir import Schedule
 
 from ..transport.base import Transport
+
+_MOST = 80
+"""Letters that are shown of a value."""
 
 _MORE = {
     "cuts": "; costs that each worker measures for itself differ: let one worker measure, and send them",
@@ -33,7 +37,7 @@ def refuse_others(transport: Transport, schedule: Schedule, **given: object) -> 
         ConfigError: a worker was given something else.
     """
     digest = hashlib.blake2b(dumps(schedule).encode(), digest_size=16).hexdigest()
-    mine = {"schedule": (digest, str(schedule))} | {name: (repr(v), repr(v)) for name, v in given.items()}
+    mine = {"schedule": (digest, str(schedule))} | {name: _shown(value) for name, value in given.items()}
     rows = cast("list[Mapping[str, tuple[str, str]]]", transport.gather_objects(mine))
     for rank, row in enumerate(rows):
         for name, (found, shown) in row.items():
@@ -41,6 +45,14 @@ def refuse_others(transport: Transport, schedule: Schedule, **given: object) -> 
             if found != first:
                 raise ConfigError(
                     f"rank 0 was given {name} = {told}, and rank {rank} "
-                    + (f"{name} = {shown}" if shown != told else "one with other orders")
+                    + (f"{name} = {shown}" if shown != told else "another one")
                     + f"; give all workers the same{_MORE.get(name, '')}"
                 )
+
+
+def _shown(value: object) -> tuple[str, str]:
+    """What two values differ in, and what is shown of one: of a long table its beginning."""
+    text = repr(str(value) if isinstance(value, StrEnum) else value)
+    if len(text) <= _MOST:
+        return text, text
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), f"{text[:_MOST]}…"

@@ -1,0 +1,126 @@
+"""The user's model, cut into stages: what all workers know alike before any of them makes its own.
+
+Invariant: nothing is made or moved here, so that the same model gives the same record on every worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from counterflow.program.actions import Program
+from counterflow.schedule.cuts import balance, explicit
+from counterflow.schedule.ir import Schedule
+
+from ..mini_batch.losses import LossFunction
+from ..parameters.names import Names
+from ..parameters.unlisted import Unlisted
+from ..stages.estimates import estimated_costs
+from ..stages.layers import aliases_of, layers_of, state_names
+from ..stages.skips import StageSkips, links_of, stage_skips
+from ..stages.stage import NamedLayer, have_statistics, loss_layer
+
+Model = nn.Module | Sequence[nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
+class StagedModel:
+    """A model in stages.
+
+    Attributes:
+        schedule: what runs it, with the model's skip connections.
+        layers: by stage.
+        loss: the loss function, if it is a module with weights or buffers.
+        cuts: the numbers of the layers with which stages 1, 2, ... begin.
+        skips: by stage, what it saves for others and loads of them; None: nothing.
+        names: of parameters, by stage.
+        aliases: of tensors with several names: by the first one, all names.
+        unlisted: what is in no layer.
+        order: the names in the model's ``state_dict``; none of a list of layers.
+        holders: by stage, the workers of a group that hold it.
+    """
+
+    schedule: Schedule
+    layers: tuple[tuple[NamedLayer, ...], ...]
+    loss: NamedLayer | None
+    cuts: tuple[int, ...]
+    skips: tuple[StageSkips | None, ...]
+    names: Names
+    aliases: dict[str, tuple[str, ...]]
+    unlisted: Unlisted
+    order: tuple[str, ...]
+    holders: tuple[tuple[int, ...], ...]
+
+    @property
+    def layer_count(self) -> int:
+        """Layers of all stages."""
+        return sum(map(len, self.layers))
+
+    @property
+    def statistics(self) -> tuple[int, ...]:
+        """The stages with running statistics of batch norms."""
+        return tuple(stage for stage, layers in enumerate(self.layers) if have_statistics(layers))
+
+    def modules(self, model: Model) -> list[nn.Module]:
+        """All modules of the user's: of the model, of layers that wrap parts of it, and of the loss."""
+        roots = [layer.module for layers in self.layers for layer in layers]
+        roots += [model] if isinstance(model, nn.Module) else []
+        roots += [] if self.loss is None else [self.loss.module]
+        return list({id(module): module for root in roots for module in root.modules()}.values())
+
+
+def staged(
+    model: Model,
+    loss_function: LossFunction | None,
+    schedule: Schedule,
+    list_layers: Callable[[nn.Module], Sequence[nn.Module]] | None,
+    *,
+    cuts: Sequence[int] | None,
+    costs: Sequence[float] | None,
+) -> StagedModel:
+    """Cut a model into the stages of a schedule; arguments as of ``Pipeline``.
+
+    Raises:
+        ConfigError: it cannot be cut so.
+    """
+    loss = loss_layer(loss_function)
+    modules = layers_of(model, list_layers)
+    names_of = state_names(model, list_layers)
+    every = [NamedLayer(i, n, m) for i, (n, m) in enumerate(zip(names_of, modules, strict=True))]
+    stages = schedule.stages
+    if cuts is not None:
+        found = explicit(cuts, len(modules), stages)
+    else:
+        found = balance(estimated_costs(modules) if costs is None else list(costs), stages)
+    edges = (0, *found, len(modules))
+    layers = tuple(tuple(every[edges[stage] : edges[stage + 1]]) for stage in range(stages))
+    skips = stage_skips(modules, edges)
+    schedule = schedule.with_skips(links_of(skips))
+    program = Program(schedule, ())
+    return StagedModel(
+        schedule,
+        layers,
+        loss,
+        tuple(found),
+        tuple(skips),
+        _names_of(layers, loss),
+        aliases_of(model),
+        Unlisted(model, [layer.names for layer in every]),
+        tuple(model.state_dict(keep_vars=True)) if isinstance(model, nn.Module) else (),
+        tuple(program.holders(stage) for stage in range(stages)),
+    )
+
+
+def _names_of(layers: Sequence[Sequence[NamedLayer]], loss: NamedLayer | None) -> Names:
+    first: dict[int, str] = {}
+    found: list[list[tuple[str, str]]] = []
+    for stage, its in enumerate(layers):
+        names = []
+        for layer in (*its, loss) if loss is not None and stage == len(layers) - 1 else its:
+            for name, parameter in layer.module.named_parameters(remove_duplicate=False):
+                full = layer.names[name]
+                names.append((full, first.setdefault(id(parameter), full)))
+        found.append(names)
+    return found

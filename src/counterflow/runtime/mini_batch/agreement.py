@@ -1,0 +1,253 @@
+"""What all workers agree upon before they run a mini-batch: the call, its samples, shapes and contents.
+
+Invariant: whoever goes on knows of the same call and the same mini-batch as all others, or all end with an
+error that names what differs. That is one small gather a step; where this worker knows enough to begin, it
+reads what the others told before it sends anything. What a batch is made of is ``batches.py``'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+from counterflow.errors import ConfigError
+
+from ..transport.base import Gathering, Transport
+from .given import Given, even
+from .told import Form, Told
+
+_NAMES = "inputs", "targets"
+
+
+class Agreed(NamedTuple):
+    """What all workers know of a mini-batch.
+
+    Attributes:
+        samples: of the replica.
+        kind: its signature; 0: nobody knows the shapes.
+        total: samples of all replicas.
+        sizes: samples by micro-batch.
+    """
+
+    samples: int = 0
+    kind: int = 0
+    total: int = 0
+    sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """With whom this worker agrees.
+
+    Attributes:
+        alike: by replica the ranks that are given the same samples.
+        replica: this worker's.
+        transport: how to reach them.
+    """
+
+    alike: tuple[tuple[int, ...], ...]
+    replica: int
+    transport: Transport
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas there are."""
+        return len(self.alike)
+
+
+class Agreement:
+    """One worker's part.
+
+    Args:
+        peers: with whom.
+        micro_batches: of a replica's mini-batch.
+        digest_every: steps after which the contents of mini-batches are compared; 0: never. Among threads,
+            which share generators, they always are.
+    """
+
+    def __init__(self, peers: Peers, micro_batches: int, digest_every: int) -> None:
+        self._peers, self._transport = peers, peers.transport
+        self._micro_batches, self._digest_every = micro_batches, digest_every
+        self.last = Agreed()
+        """Of the last mini-batch."""
+
+    def begin(
+        self, told: Told, given: Given, sizes: tuple[int, ...], *, known: bool
+    ) -> Callable[[], int] | None:
+        """Agree on a mini-batch before which nothing is under way.
+
+        Args:
+            told: what this worker tells of it, but for its contents.
+            given: what it was given of it.
+            sizes: its samples by micro-batch; empty: it was given nothing that tells.
+            known: whether it knows enough to begin before it has heard the others.
+
+        Returns:
+            What waits for the others and gives the samples of all replicas; None: all is agreed.
+        """
+        told = self._with_digests(told, given)
+        gathering = self._transport.start_gather(told.pack())
+        if not known:
+            self.last = self._agree(gathering, told, sizes)
+            return None
+        samples = sum(sizes)
+        self.last = Agreed(samples, told.kind, samples, sizes)
+        return partial(self._await, gathering, told)
+
+    def follow(
+        self, told: Told, given: Given, sizes: tuple[int, ...], *, tells_later: bool
+    ) -> tuple[Told, Callable[[], int] | None]:
+        """Take a mini-batch that follows others without a flush to be like the one before.
+
+        Args:
+            told: as in ``begin``.
+            given: likewise.
+            sizes: likewise.
+            tells_later: whether this worker tells of it with its loss.
+
+        Returns:
+            What it tells then; and what ``begin`` returns.
+
+        Raises:
+            ConfigError: it is not like the one before.
+        """
+        before = self.last
+        counts = {told.inputs, told.targets} - {None}
+        if (
+            not counts <= {before.samples}
+            or told.kind not in (0, before.kind)
+            or sizes not in ((), before.sizes)
+        ):
+            now = " and ".join(f"{n} samples" for n in sorted(n for n in counts if n is not None))
+            raise ConfigError(
+                f"step {told.step} was given {now}, the one before {before.samples}, or tensors of "
+                "other shapes; flush() before mini-batches of another shape"
+            )
+        if tells_later:
+            return self._with_digests(told, given), None
+        if not self._transport.shares_process:
+            return told, None
+        gathering = self._transport.start_gather(given.digests())
+        return told, partial(self._await_digests, gathering, told.step)
+
+    def compare(self, mine: Told, rows: Sequence[Told]) -> None:
+        """See that all told of this call, and of the same contents.
+
+        Raises:
+            ConfigError: they did not.
+        """
+        self._compare_calls(mine, rows)
+        self._compare_digests(mine.step, [row.digests for row in rows])
+
+    def _with_digests(self, told: Told, given: Given) -> Told:
+        every = self._digest_every
+        if self._transport.shares_process or (every and told.step % every == 0):
+            return replace(told, digests=given.digests())
+        return told
+
+    def _await(self, gathering: Gathering, told: Told) -> int:
+        self.last = self._agree(gathering, told, self.last.sizes)
+        return self.last.total
+
+    def _await_digests(self, gathering: Gathering, step: int) -> int:
+        self._compare_digests(step, gathering.wait())
+        return self.last.total
+
+    def _agree(self, gathering: Gathering, told: Told, sizes: tuple[int, ...]) -> Agreed:
+        """What all workers know of the mini-batch; ``sizes`` are this one's samples by micro-batch.
+
+        Raises:
+            ConfigError: the workers were not called with the same, or it has no samples.
+        """
+        self._transport.status.now("agreeing on the mini-batch")
+        rows = list(map(Told.unpack, gathering.wait()))
+        self._compare_calls(told, rows)
+        forms = {row.form: rank for rank, row in enumerate(rows) if row.form is not Form.NOTHING}
+        if len(forms) > 1:
+            raise ConfigError(
+                f"rank {forms[Form.WHOLE]} was given a mini-batch and rank {forms[Form.READY]} "
+                "micro_batches; give all workers one or the other"
+            )
+        peers = self._peers
+        by_replica = [self._agreed_samples(rows, replica) for replica in range(peers.replicas)]
+        if min(by_replica) < 1:
+            where = f" of replica {by_replica.index(0)}" if peers.replicas > 1 else ""
+            raise ConfigError(f"the mini-batch{where} has no samples; give one or more")
+        kinds = {rows[rank].kind for rank in peers.alike[peers.replica]} - {0}
+        samples = by_replica[peers.replica]
+        sizes = self._agreed_sizes(sizes) if Form.READY in forms else even(samples, self._micro_batches)
+        if len(kinds) > 1:
+            raise ConfigError(
+                f"workers of replica {peers.replica} were given mini-batches of different shapes; "
+                "all workers of a replica get the same mini-batch"
+            )
+        self._compare_digests(told.step, [row.digests for row in rows])
+        return Agreed(samples, kinds.pop() if kinds else 0, sum(by_replica), sizes)
+
+    def _agreed_sizes(self, mine: tuple[int, ...]) -> tuple[int, ...]:
+        """The samples of the replica's micro-batches; ``mine`` as this worker was given them, or none.
+
+        Raises:
+            ConfigError: its workers were given others.
+        """
+        rows = self._transport.gather([bool(mine), *(mine or (0,) * self._micro_batches)])
+        peers = self._peers
+        found = {
+            tuple(map(int, rows[rank][1:])): rank for rank in peers.alike[peers.replica] if rows[rank][0]
+        }
+        if len(found) > 1:
+            (one, first), (other, second) = list(found.items())[:2]
+            raise ConfigError(
+                f"micro-batches of rank {first} have {[*one]} samples, those of rank {second} {[*other]}; "
+                "all workers of a replica get the same"
+            )
+        return next(iter(found))
+
+    def _agreed_samples(self, rows: Sequence[Told], replica: int) -> int:
+        """The samples of a replica's mini-batch.
+
+        Raises:
+            ConfigError: its workers' inputs and targets differ in it.
+        """
+        told = [
+            (samples, name, rank)
+            for rank in self._peers.alike[replica]
+            for name, samples in zip(_NAMES, (rows[rank].inputs, rows[rank].targets), strict=True)
+            if samples is not None
+        ]
+        least, most = min(told), max(told)
+        if most[0] != least[0]:
+            where = f" of replica {replica}" if self._peers.replicas > 1 else ""
+            first, second = (f"{n} samples in the {name} of rank {rank}" for n, name, rank in (least, most))
+            raise ConfigError(
+                f"the mini-batch{where} has {first} and {second}; inputs and targets have the same samples, "
+                "in the dimensions that input_dims and target_dims say"
+            )
+        return most[0]
+
+    def _compare_calls(self, mine: Told, rows: Sequence[Told]) -> None:
+        for rank, row in enumerate(rows):
+            if row.same_on_all != mine.same_on_all:
+                raise ConfigError(
+                    f"rank {self._transport.rank} calls {mine}; rank {rank} calls {row}; "
+                    "all workers make the same calls in the same order"
+                )
+
+    def _compare_digests(self, step: int, digests: Sequence[Sequence[float]]) -> None:
+        """See that the workers of each replica were given the same.
+
+        Raises:
+            ConfigError: they were not.
+        """
+        for row in self._peers.alike:
+            for name, column in zip(_NAMES, zip(*(digests[rank] for rank in row), strict=True), strict=True):
+                given = {digest: rank for rank, digest in zip(row, column, strict=True) if digest}
+                if len(given) > 1:
+                    first, second = sorted(given.values())[:2]
+                    raise ConfigError(
+                        f"step {step}: the {name} of ranks {first} and {second} have the same shape "
+                        "and other content; all workers of a replica get the same mini-batch, or None where "
+                        "it is not read"
+                    )

@@ -1,0 +1,237 @@
+"""Makes a step's batch of what this worker is given: agreed upon, cut, on its way to the device.
+
+Invariant: all workers of a replica make the same batch, and remember and forget the same shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from counterflow.errors import ConfigError
+from counterflow.execution import Batching, Execution
+from counterflow.schedule.ir import Schedule
+
+from .agreement import Agreed, Agreement, Peers
+from .batch import Batch, Shapes, rows_of
+from .entries import Settled
+from .feed import CopyStream, Feed
+from .given import Given, even, ready, whole
+from .loss_check import LossCheck, LossChecks
+from .losses import Losses
+from .told import Call, Told
+
+_KINDS = 256
+"""The shapes of so many kinds of mini-batches are known at once."""
+
+
+class Underway(Protocol):
+    """What a batch depends on of the runner that it is for."""
+
+    @property
+    def under_way(self) -> bool:
+        """Whether earlier mini-batches are under way."""
+
+    @property
+    def tells_calls(self) -> bool:
+        """Whether workers tell of a call with its loss, where no agreement of all went before."""
+
+    @property
+    def waiting(self) -> int:
+        """Samples whose gradients wait for an update."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A worker's part in mini-batches.
+
+    Attributes:
+        worker: its number in its group.
+        takes_inputs: whether it has the first stage.
+        takes_targets: whether it has the last stage.
+        loss_apart: whether there is a loss function beside the last layer, which needs targets.
+        tells_loss: whether it tells its losses; not where others were given the same samples and do.
+        split: whether its mesh splits samples further, by ``fully_shard``.
+        further: whether its mesh has further dimensions, whose positions may differ.
+    """
+
+    worker: int
+    takes_inputs: bool
+    takes_targets: bool
+    loss_apart: bool
+    tells_loss: bool
+    split: bool
+    further: bool
+
+
+class Batches:
+    """One worker's mini-batches.
+
+    Args:
+        schedule: what takes them.
+        execution: how often what workers have is compared.
+        batching: how they are cut.
+        role: this worker's part in them.
+        peers: with whom they are agreed upon.
+        copies: where they are copied to the device.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        execution: Execution,
+        batching: Batching,
+        *,
+        role: Role,
+        peers: Peers,
+        copies: CopyStream,
+    ) -> None:
+        self._schedule, self._batching, self._role = schedule, batching, role
+        self._digest_every = execution.digest_every
+        self._peers, self._copies = peers, copies
+        self._parts = max(op.parts for op in schedule.ops())
+        self._agreement = Agreement(peers, schedule.micro_batches, execution.digest_every)
+        self._checks = (
+            None if batching.per_micro_batch_loss else LossChecks(batching.output_dims, batching.target_dims)
+        )
+        self._shapes: dict[int, Shapes] = {}
+        self._settled: Settled = []
+        """Lists of mini-batches that have shown to have their samples in their tensors."""
+        self._positions_may_differ = bool(execution.digest_every and role.further)
+        """Until they were compared after the first step."""
+
+    def given(
+        self,
+        inputs: Any,
+        targets: Any,
+        kwargs: Mapping[str, Any] | None,
+        micro_batches: Iterable[Sequence[Any]] | None = None,
+        samples: Sequence[int] | None = None,
+    ) -> Given:
+        """What this worker is given; arguments and errors as of ``Pipeline.step``."""
+        dims = self._batching.input_dims, self._batching.target_dims, self._batching.kwarg_dims
+        if micro_batches is None:
+            if samples is not None:
+                raise ConfigError("samples= are those of micro_batches; a whole mini-batch is counted")
+            return whole(inputs, targets, kwargs, dims, self._settled)
+        if inputs is not None or targets is not None or kwargs is not None:
+            raise ConfigError("give micro_batches, or inputs, targets and kwargs, not both")
+        return ready(micro_batches, samples, self._schedule, dims, halves=self._parts > 1)
+
+    def made(self, given: Given, call: Call, step: int, run: Underway, *, outputs: bool = False) -> Batch:
+        """The batch of a call.
+
+        Args:
+            given: what this worker is given of it.
+            call: what is called.
+            step: steps that were made before.
+            run: what it is for.
+            outputs: whether outputs are asked for.
+
+        Raises:
+            ConfigError: something is missing, has no samples, or is not what the others were given.
+        """
+        counts = given.counts()
+        self._refuse_missing(given, call)
+        sizes = next((tuple(found) for found in counts if found is not None), ())
+        samples = sum(sizes)
+        if sizes and not given.ready:
+            sizes = even(samples, self._schedule.micro_batches)
+        inputs, targets = (None if found is None else sum(found) for found in counts)
+        kind = given.kind(samples, call.trains, *(sizes if given.ready else ()))
+        told = Told(call, step, outputs, run.under_way, inputs, targets, kind, given.form)
+        await_total: Callable[[], int] | None
+        if run.under_way:
+            told, await_total = self._agreement.follow(told, given, sizes, tells_later=run.tells_calls)
+        else:
+            # This worker knows enough to begin; what the others say is read before it sends.
+            known = kind in self._shapes and samples > 0 and targets in (samples, None) and not given.ready
+            await_total = self._agreement.begin(told, given, sizes, known=known)
+            told = Told(call, step, outputs, follows=True)
+        agreed = self._agreement.last
+        self._refuse_few(agreed, step)
+        at_once = not self._schedule.synchronous  # needed when the user may change what was given
+        its_inputs, its_targets = (
+            Feed(given.cut(pieces, dims, agreed.sizes), self._copies, at_once=at_once) if takes else None
+            for takes, pieces, dims in (
+                (self._role.takes_inputs, given.inputs, given.input_dims),
+                (self._role.takes_targets, given.targets, given.target_dims),
+            )
+        )
+        return Batch(
+            step=step,
+            inputs=its_inputs,
+            targets=its_targets,
+            samples=agreed.sizes,
+            total=agreed.total,
+            rows=rows_of(self._peers.replica * self._schedule.micro_batches, tuple(agreed.sizes)),
+            training=call.trains,
+            input_dims=given.input_dims,
+            target_dims=given.target_dims,
+            known=self._shapes.get(agreed.kind) if agreed.kind else None,
+            learnt={},
+            kept=bool(agreed.kind) and not self._batching.dynamic_shapes,
+            told=told,
+            compare=partial(self._agreement.compare, told),
+            await_total=await_total,
+            losses=Losses(told=self._role.tells_loss),
+            outputs={} if outputs else None,
+            compared=call.trains and self._compares(step),
+            check=self._check(agreed, call, run) if self._needs_targets(call) else None,
+        )
+
+    def compare(self, mine: Told, rows: Sequence[Told]) -> None:
+        """See that all workers told of the same call.
+
+        Raises:
+            ConfigError: they did not.
+        """
+        self._agreement.compare(mine, rows)
+
+    def remember(self, batch: Batch) -> None:
+        """Know what a batch has shown of its kind."""
+        if batch.known is None and batch.kept:
+            self._shapes[self._agreement.last.kind] = batch.learnt
+            if len(self._shapes) > _KINDS:  # all workers of a replica forget the same
+                del self._shapes[next(iter(self._shapes))]
+
+    def forget(self) -> None:
+        """Know no shapes any more: which gradients travel is known with them."""
+        self._shapes.clear()
+
+    def _needs_targets(self, call: Call) -> bool:
+        return self._role.takes_targets and self._role.loss_apart and call is not Call.PREDICT
+
+    def _refuse_missing(self, given: Given, call: Call) -> None:
+        worker = self._role.worker
+        if self._role.takes_inputs and given.inputs is None:
+            raise ConfigError(f"worker {worker} holds the first stage and needs the inputs")
+        if self._needs_targets(call) and given.targets is None:
+            raise ConfigError(
+                f"worker {worker} holds the last stage and needs the targets; where the model itself makes "
+                "the loss, let its last layer return it and give loss_function=None"
+            )
+
+    def _refuse_few(self, agreed: Agreed, step: int) -> None:
+        if self._role.split and min(agreed.sizes) < self._parts:
+            raise ConfigError(
+                f"a micro-batch of step {step} has {min(agreed.sizes)} samples, and where fully_shard "
+                f"gathers weights for each, all have {self._parts} or more; give larger mini-batches"
+            )
+
+    def _compares(self, step: int) -> bool:
+        """Whether the copies of stages are compared after this step."""
+        if not self._digest_every:
+            return False
+        first, self._positions_may_differ = self._positions_may_differ, False
+        return first or (step + 1) % self._digest_every == 0
+
+    def _check(self, agreed: Agreed, call: Call, run: Underway) -> LossCheck | None:
+        """What sees whether the loss is a mean over samples; None where that was seen, or does not matter."""
+        keeps = run.waiting > 0 or call is Call.KEEP
+        units = self._peers.replicas * self._parts * sum(map(bool, agreed.sizes))
+        if self._checks is None or (units == 1 and not keeps):
+            return None
+        return self._checks.of(agreed.kind, evaluates=call is Call.EVALUATE)

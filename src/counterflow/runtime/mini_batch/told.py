@@ -1,0 +1,202 @@
+"""What workers tell each other of a call and of its losses: records, and the numbers that they travel as.
+
+Invariant: a record unpacks from what it packs to, whatever stands before or after it in a row; nobody else
+knows which number is where. What follows from what all told is not decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from typing import ClassVar, Self
+
+
+class Call(IntEnum):
+    """What a worker calls."""
+
+    EVALUATE = 0
+    STEP = 1
+    KEEP = 2
+    """A step without an update."""
+    PREDICT = 3
+    FLUSH = 4
+
+    def __str__(self) -> str:
+        return "step without an update" if self is Call.KEEP else self.name.lower()
+
+    @property
+    def trains(self) -> bool:
+        """Whether it makes gradients."""
+        return self in {Call.STEP, Call.KEEP}
+
+
+class Form(IntEnum):
+    """In which form a worker was given a mini-batch."""
+
+    NOTHING = 0
+    WHOLE = 1
+    READY = 2
+    """As micro-batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a worker tells of a call.
+
+    Attributes:
+        call: what is called.
+        step: steps that were made before.
+        outputs: whether outputs are asked for.
+        follows: whether the call follows others without an agreement of all workers.
+        inputs: samples of its inputs; None: they were not given.
+        targets: likewise.
+        kind: signature of its inputs; 0: they were not given.
+        form: in which it was given them.
+        digests: of the contents of inputs and targets; 0: they are not compared.
+    """
+
+    call: Call
+    step: int
+    outputs: bool = False
+    follows: bool = False
+    inputs: int | None = None
+    targets: int | None = None
+    kind: int = 0
+    form: Form = Form.NOTHING
+    digests: tuple[float, float] = (0.0, 0.0)
+
+    WIDTH: ClassVar[int] = 10
+
+    def pack(self) -> tuple[float, ...]:
+        """As numbers."""
+        samples = (_NONE if count is None else count for count in (self.inputs, self.targets))
+        return (
+            self.call,
+            self.step,
+            self.outputs,
+            self.follows,
+            *samples,
+            self.kind,
+            self.form,
+            *self.digests,
+        )
+
+    @classmethod
+    def unpack(cls, row: Sequence[float]) -> Self:
+        """What ``pack`` packed."""
+        call, step, outputs, follows, inputs, targets, kind, form, *digests = row
+        return cls(
+            Call(int(call)),
+            int(step),
+            bool(outputs),
+            bool(follows),
+            _count(inputs),
+            _count(targets),
+            int(kind),
+            Form(int(form)),
+            (digests[0], digests[1]),
+        )
+
+    @property
+    def same_on_all(self) -> tuple[object, ...]:
+        """What all workers have to tell alike."""
+        return self.call, self.step, self.outputs, self.follows
+
+    def __str__(self) -> str:
+        outputs = " with outputs" if self.outputs and self.call is not Call.PREDICT else ""
+        follows = " without a barrier" if self.follows else ""
+        return f"{self.call}{outputs}{follows}, after {self.step} steps"
+
+
+class Counts(IntFlag):
+    """What losses are divided by."""
+
+    SAMPLES = 1
+    ELEMENTS = 2
+    """Of one of torch's own errors, where they are not those of all outputs."""
+    EITHER = 4
+    """Elements that are those of all outputs, and as many in each sample."""
+    OTHER = 8
+    """Targets of a cross entropy, or what a ``LossSum`` says."""
+
+
+NOTHING = Counts(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """What a worker's losses weigh.
+
+    Attributes:
+        weight: the sum of their weights.
+        counted: all that they count.
+        has_metrics: whether there are metrics beside them.
+        least: the least share of targets that counts in a micro-batch; infinite if none is known.
+        most: likewise the largest.
+        has_graph: whether any of them may depend on weights.
+    """
+
+    weight: float = 0.0
+    counted: Counts = NOTHING
+    has_metrics: bool = False
+    least: float = float("inf")
+    most: float = -float("inf")
+    has_graph: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A worker's part of a mini-batch's loss and gradient norm.
+
+    Attributes:
+        loss: the sum of its losses.
+        squared_norm: of its gradients.
+        non_finite: its first micro-batch whose loss is not finite; None: all are.
+        weighed: what its losses weigh.
+    """
+
+    loss: float
+    squared_norm: float
+    non_finite: int | None
+    weighed: Weighed
+
+    WIDTH: ClassVar[int] = 9
+
+    def pack(self) -> tuple[float, ...]:
+        """As numbers."""
+        its = self.weighed
+        return (
+            self.loss,
+            self.squared_norm,
+            _NONE if self.non_finite is None else self.non_finite,
+            *(its.weight, its.counted.value, its.has_metrics, its.least, its.most, its.has_graph),
+        )
+
+    @classmethod
+    def unpack(cls, row: Sequence[float]) -> Self:
+        """What ``pack`` packed."""
+        loss, squared, non_finite, weight, counts, has_metrics, least, most, has_graph = row
+        weighed = Weighed(weight, Counts(int(counts)), bool(has_metrics), least, most, bool(has_graph))
+        return cls(loss, squared, _count(non_finite), weighed)
+
+
+_NONE = -1
+"""In place of a count, in a row."""
+
+
+def _count(number: float) -> int | None:
+    return None if number == _NONE else int(number)
+
+
+def pieces(row: Sequence[float], *widths: int) -> list[Sequence[float]]:
+    """A row's pieces of some widths, and what is left.
+
+    >>> pieces([1, 2, 3, 4], 1, 2)
+    [[1], [2, 3], [4]]
+    """
+    found, start = [], 0
+    for width in widths:
+        found.append(row[start : start + width])
+        start += width
+    return [*found, row[start:]]
