@@ -22,7 +22,7 @@ from counterflow.runtime.messages.values import Structure, Unit, put_together, t
 from counterflow.runtime.mini_batch.losses import read_loss
 from counterflow.runtime.mini_batch.samples import cut, moved, samples_in, split_points
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.stages.randomness import Rows
+from counterflow.runtime.stages.randomness import SampleRows
 from counterflow.runtime.stages.skips import Carried
 from counterflow.runtime.stages.split_backward import Joints, SplitBackward
 from counterflow.runtime.stages.stage import StageCopy
@@ -110,7 +110,7 @@ def measure_stages(pipeline: Pipeline, inputs: Any, targets: Any, *, repeats: in
     # What one backward computes is measured: halves do not cost half of a whole to the byte.
     parts = max((op.parts for op in pipeline.schedule.ops()), default=1)
     unit = Unit(0, 0, parts).rows(samples)
-    rows = Rows(0, samples, unit.start, unit.stop)
+    rows = SampleRows(0, samples, unit.start, unit.stop)
     taken: dict[int, Any] = {}
     made: list[_Made] = []
     for stage in range(last + 1):
@@ -237,13 +237,13 @@ def _tensors_like(described: _Described, device: torch.device) -> Any:
     )
 
 
-def _forward(pipeline: Pipeline, copy: StageCopy, value: Any, rows: Rows) -> Any:
+def _forward(pipeline: Pipeline, copy: StageCopy, value: Any, rows: SampleRows) -> Any:
     with pipeline.streams.step(), copy.precision.computing():
         return copy.forward_apart(value, pipeline.steps, rows)
 
 
 def _measured(
-    pipeline: Pipeline, copy: StageCopy, value: Any, target: Any, *, rows: Rows, repeats: int
+    pipeline: Pipeline, copy: StageCopy, value: Any, target: Any, *, rows: SampleRows, repeats: int
 ) -> StageCost:
     given = _tensors(value)
     parameters = copy.parameters()
@@ -355,7 +355,7 @@ def _split(
 
 
 def _by_layer(
-    pipeline: Pipeline, copy: StageCopy, value: Any, rows: Rows, constant: list[Tensor]
+    pipeline: Pipeline, copy: StageCopy, value: Any, rows: SampleRows, constant: list[Tensor]
 ) -> tuple[list[int], int, Any]:
     """What each layer saves beyond its input, the bytes of all layers' inputs, and the last one's output."""
     beyond, inputs = [], SavedBytes(constant)

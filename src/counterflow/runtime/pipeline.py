@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -28,10 +27,10 @@ from counterflow.program.lowering import lower_evaluation
 from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.schedule.ir import Op, Schedule
 
-from .execution.interpreter import Interpreter
+from .execution.interpreter import Interpreter, timelines
 from .execution.meters import SavedBytes
-from .execution.step import Step, StepStatistics, Workers, place
-from .making.held import held_stages, sharded
+from .execution.step import Step, Workers, place
+from .making.held import held_stages, refuse_embeddings, sharded
 from .making.model import staged
 from .making.runner import runner_of
 from .mesh.layout import WORKER, Mesh, layout_of
@@ -41,17 +40,15 @@ from .messages.values import Unit
 from .mini_batch.agreement import Peers
 from .mini_batch.batch import Batch
 from .mini_batch.batches import Batches, Role
-from .mini_batch.feed import CopyStream
+from .mini_batch.feed import CopyStream, order_of_use
 from .mini_batch.given import Given
 from .mini_batch.losses import LossFunction
 from .mini_batch.samples import joined, moved
 from .mini_batch.told import Call, Part, Told
 from .parameters.alike import start_alike
-from .parameters.names import shared_names
 from .parameters.optimizers import MakeOptimizer, MakeScheduler
 from .parameters.sharded_updates import refuse_unsharded
 from .parameters.weights import Weights
-from .stages.embeddings import Setting
 from .stages.randomness import RandomStreams
 from .torch_private import keeps_buffers
 from .transport.base import Transport
@@ -185,7 +182,7 @@ class Pipeline:
         self.ranks: tuple[tuple[int, ...], ...] = self.layout.grid(rank)
         self.replicas: int = len(self.ranks)
         self.replica: int = place(self.ranks, rank)[0]
-        self._refuse_embeddings()
+        refuse_embeddings(its, execution, self.replicas)
         self._lease = lease.opened(transport, self)
         self.weights = Weights(
             held.stages,
@@ -231,15 +228,6 @@ class Pipeline:
 
     # -- making
 
-    def _refuse_embeddings(self) -> None:
-        Setting(
-            self.schedule.scheme,
-            flushes=self.schedule.synchronous,
-            copies=[len(holders) * self.replicas for holders in self._model.holders],
-            tied=shared_names(self._model.names),
-            compute_dtype=self.execution.compute_dtype,
-        ).refuse(self._model.layers)
-
     def _connect(self) -> None:
         """To those whom messages go to or come from, and who holds the same weights."""
         self._lease.groups = self.weights.groups
@@ -261,7 +249,7 @@ class Pipeline:
             further=bool(layout.further),
         )
         peers = Peers(layout.alike, self.replica, self.transport)
-        copies = CopyStream(self.device, _order_of_use(self.schedule, self.worker))
+        copies = CopyStream(self.device, order_of_use(self.schedule, self.worker))
         return Batches(self.schedule, self.execution, self.batching, role=role, peers=peers, copies=copies)
 
     def close(self) -> None:
@@ -350,7 +338,7 @@ class Pipeline:
         if told is None:
             step = Step(self.steps, math.nan, math.nan, batch.total, seconds, None)
         else:
-            step = _step_of(told, self.steps, seconds)
+            step = told.step_of(self.steps, seconds)
         if outputs:
             step = replace(step, outputs=of_last)
         if self._perhaps_unsplit:
@@ -453,7 +441,7 @@ class Pipeline:
             told = Told(Call.FLUSH, self.steps, follows=True)
             found = self._run.flush(told, partial(self._batches.compare, told))
         seconds = time.perf_counter() - began
-        untold += [_step_of(each, each.step, seconds / len(found)) for each in found]
+        untold += [each.step_of(each.step, seconds / len(found)) for each in found]
         if self.execution.digest_every:
             self.weights.check_copies(f"after step {self.steps - 1}")
         return untold
@@ -501,18 +489,7 @@ class Pipeline:
             By worker the ops in their order, with start and end in seconds. Those of schemes without a flush
             count micro-batches and versions from the last flush.
         """
-        mine = platform.node(), self._run.interpreter.began_seconds, self._run.interpreter.timeline()
-        rows = cast(
-            "list[tuple[str, float, list[tuple[Op, float, float]]]]", self.transport.gather_objects(mine)
-        )
-        first: dict[str, float] = {}  # by machine: its workers share a clock, those of others do not
-        for machine, began, _ in rows:
-            first[machine] = min(began, first.get(machine, began))
-        return [
-            [(op, start + late, end + late) for op, start, end in row]
-            for machine, began, row in (rows[rank] for rank in self.ranks[replica])
-            for late in (began - first[machine],)
-        ]
+        return timelines(self.transport, self._run.interpreter, self.ranks[replica])
 
     @property
     def warm_up_steps(self) -> int:
@@ -845,28 +822,6 @@ def _transport(
 
     alone = schedule.placement.workers == 1
     return current_transport(given, device=device, timeout_seconds=timeout_seconds, alone=alone)
-
-
-def _step_of(told: StepStatistics, number: int, seconds: float) -> Step:
-    """What a step tells: of itself, or of an earlier one."""
-    return Step(
-        number,
-        told.loss,
-        told.grad_norm,
-        told.samples,
-        seconds,
-        told.step,
-        told.metrics,
-        told.skipped,
-        told.losses,
-    )
-
-
-def _order_of_use(schedule: Schedule, worker: int) -> list[int]:
-    """The micro-batches in the order in which a worker runs them through its first or its last stage."""
-    ends = 0, schedule.stages - 1
-    ops = (op for op in schedule.orders[worker] if op.stage in ends and op.kind.whole)
-    return list(dict.fromkeys(number % schedule.micro_batches for op in ops for number in op.micro_batches))
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

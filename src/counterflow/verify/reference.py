@@ -30,7 +30,7 @@ from counterflow.runtime.parameters.hooks import Hooks, called
 from counterflow.runtime.parameters.optimizers import MakeOptimizer, MakeScheduler
 from counterflow.runtime.stages.layers import state_names
 from counterflow.runtime.stages.ownership import copied
-from counterflow.runtime.stages.randomness import RandomStreams, Rows
+from counterflow.runtime.stages.randomness import RandomStreams, SampleRows
 from counterflow.runtime.stages.recomputation import mapped
 from counterflow.runtime.stages.stage import LOSS, NamedLayer, evaluating, loss_layer, materialised
 from counterflow.schedule import registry
@@ -258,7 +258,9 @@ class Reference:
         }
 
     @staticmethod
-    def _pieces(batches: Sequence[tuple[Any, Any]], every: Sequence[int]) -> Iterator[tuple[Rows, Any, Any]]:
+    def _pieces(
+        batches: Sequence[tuple[Any, Any]], every: Sequence[int]
+    ) -> Iterator[tuple[SampleRows, Any, Any]]:
         """The samples, inputs and targets of each part of every micro-batch, if it has samples."""
         count = len(every)
         for replica, (inputs, targets) in enumerate(batches):
@@ -269,15 +271,15 @@ class Reference:
                     its = Unit(m, part, parts).rows(samples)
                     if its.start == its.stop:
                         continue
-                    rows = Rows(replica * count + m, samples, its.start, its.stop)
+                    rows = SampleRows(replica * count + m, samples, its.start, its.stop)
                     piece = slice(points[m] + its.start, points[m] + its.stop)
                     yield rows, cut(inputs, piece), cut(targets, piece)
 
-    def _loss(self, inputs: Any, targets: Any, drawn: Rows | None) -> Found:
+    def _loss(self, inputs: Any, targets: Any, drawn: SampleRows | None) -> Found:
         with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
             return self._loss_within(inputs, targets, drawn)
 
-    def _loss_within(self, inputs: Any, targets: Any, drawn: Rows | None) -> Found:
+    def _loss_within(self, inputs: Any, targets: Any, drawn: SampleRows | None) -> Found:
         lower = self._compute_dtype
         value: Any = inputs if lower is None else mapped(partial(_in_place_of, dtype=lower), inputs)
         run: Callable[..., Any] = _plainly

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from counterflow.runtime.stages.randomness import RandomStreams, Rows
+from counterflow.runtime.stages.randomness import RandomStreams, SampleRows
 
-WHOLE, FIRST, SECOND = Rows(0, 4, 0, 4), Rows(0, 4, 0, 2), Rows(0, 4, 2, 4)
+WHOLE, FIRST, SECOND = SampleRows(0, 4, 0, 4), SampleRows(0, 4, 0, 2), SampleRows(0, 4, 2, 4)
 
 
-def output(streams: RandomStreams, rows: Rows, *, index: int = 3, step: int = 7) -> Tensor:
+def output(streams: RandomStreams, rows: SampleRows, *, index: int = 3, step: int = 7) -> Tensor:
     made = streams.run(nn.Dropout(0.5), torch.ones(2, 50), index=index, step=step, rows=rows)
     assert isinstance(made, Tensor)
     return made
@@ -19,7 +19,10 @@ def output(streams: RandomStreams, rows: Rows, *, index: int = 3, step: int = 7)
 def test_each_part_of_each_micro_batch_layer_and_step_draws_its_own() -> None:
     streams = RandomStreams(5, torch.device("cpu"))
     found = [
-        *(output(streams, rows) for rows in (WHOLE, FIRST, SECOND, Rows(1, 4, 0, 4), Rows(1, 4, 0, 2))),
+        *(
+            output(streams, rows)
+            for rows in (WHOLE, FIRST, SECOND, SampleRows(1, 4, 0, 4), SampleRows(1, 4, 0, 2))
+        ),
         output(streams, FIRST, index=4),
         output(streams, FIRST, step=8),
         output(RandomStreams(6, torch.device("cpu")), FIRST),
@@ -31,6 +34,6 @@ def test_a_part_draws_the_same_when_it_is_computed_again() -> None:
     streams = RandomStreams(5, torch.device("cpu"))
     for rows in (WHOLE, FIRST, SECOND):
         once = output(streams, rows)
-        output(streams, Rows(1, 4, 0, 4), step=8)
+        output(streams, SampleRows(1, 4, 0, 4), step=8)
         assert torch.equal(output(streams, rows), once)
         assert torch.equal(output(RandomStreams(5, torch.device("cpu"), shared=True), rows), once)

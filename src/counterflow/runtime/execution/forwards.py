@@ -19,7 +19,7 @@ from ..messages.arrivals import Taken
 from ..messages.values import Unit, Value, put_together, take_apart, takes_gradient
 from ..mini_batch.batch import Batch
 from ..mini_batch.feed import Feed
-from ..stages.randomness import Rows, versions
+from ..stages.randomness import SampleRows, versions
 from ..stages.recomputation import copied, mapped
 from ..stages.skips import Carried
 from ..stages.split_backward import Joints
@@ -27,7 +27,7 @@ from ..stages.stage import StageCopy
 from .meters import Kept
 from .outputs import Outputs, part
 from .skips import Came, Output
-from .stash import Again, Given, Stash, tensors_in
+from .stash import Again, ForwardInput, Stash, tensors_in
 from .tasks import Task
 from .under_way import NOTHING, UnderWay, joined, joining
 
@@ -80,7 +80,7 @@ class Forwards:
             batch.losses.ask()
 
     def _forward_in_context(
-        self, task: Task, copy: StageCopy, batch: Batch, given: Sequence[Given]
+        self, task: Task, copy: StageCopy, batch: Batch, given: Sequence[ForwardInput]
     ) -> Sequence[Output]:
         """The units' forwards with another precision, or without a graph where that is made later."""
         without_graph = batch.training and copy.recompute is Recompute.STAGE
@@ -100,7 +100,7 @@ class Forwards:
                     ) from error
                 raise
 
-    def _inputs(self, task: Task, copy: StageCopy, batch: Batch) -> list[Given]:
+    def _inputs(self, task: Task, copy: StageCopy, batch: Batch) -> list[ForwardInput]:
         """The op's inputs by unit, as leaves."""
         units = task.units
         rows = list(map(batch.rows.__getitem__, units))
@@ -110,7 +110,7 @@ class Forwards:
             assert batch.inputs is not None
             for unit, its in zip(units, rows, strict=True):
                 value = self._first_input(unit, batch, batch.inputs)
-                found.append(Given(unit, None, tensors_in(value), value, none, its))
+                found.append(ForwardInput(unit, None, tensors_in(value), value, none, its))
             for unit in units:
                 batch.inputs.used(unit.micro_batch)
             return found
@@ -123,7 +123,7 @@ class Forwards:
         else:
             taken = self._messages.take(task.number, len(units), as_leaves=batch.training)
         found = [
-            Given(unit, structure, tensors, put_together(structure, tensors), buffers, its)
+            ForwardInput(unit, structure, tensors, put_together(structure, tensors), buffers, its)
             for unit, (structure, tensors, buffers), its in zip(units, taken, rows, strict=True)
         ]
         if task.takes:
@@ -137,7 +137,7 @@ class Forwards:
             return own
         return pytree.tree_map(lambda leaf: leaf, own)  # a layer may take things out of its dicts
 
-    def _forward_unit(self, task: Task, copy: StageCopy, batch: Batch, given: Given) -> Output:
+    def _forward_unit(self, task: Task, copy: StageCopy, batch: Batch, given: ForwardInput) -> Output:
         """One unit's forward; gives what later stages take."""
         unit, _, inputs, value, buffers, rows, by_skips = given
         if rows.start == rows.stop:
@@ -178,7 +178,7 @@ class Forwards:
             self._stashes[task.stage, unit] = Stash([], [], (), (), [])
         return self._outputs.apart(task, batch, None, unit)
 
-    def _forward_to_recompute(self, task: Task, copy: StageCopy, batch: Batch, given: Given) -> Output:
+    def _forward_to_recompute(self, task: Task, copy: StageCopy, batch: Batch, given: ForwardInput) -> Output:
         """The same without a graph: the input is kept."""
         unit, value, rows = given.unit, given.value, given.rows
         contents = copy.buffers.now()
@@ -193,7 +193,7 @@ class Forwards:
         again = Again(kept, before, contents, [], copy.first_run(tensors, batch.step))
         return found, self._stashed(task, copy, given, again, tensors)
 
-    def _first_run(self, copy: StageCopy, value: Value, step: int, rows: Rows) -> Any:
+    def _first_run(self, copy: StageCopy, value: Value, step: int, rows: SampleRows) -> Any:
         """A stage's output; the first one tells whether it changes its input in place."""
         if copy.entry.changes is not None:
             return copy.forward(value, step, rows)
@@ -204,7 +204,7 @@ class Forwards:
         return output
 
     def _stashed(
-        self, task: Task, copy: StageCopy, given: Given, again: Again, tensors: list[Tensor]
+        self, task: Task, copy: StageCopy, given: ForwardInput, again: Again, tensors: list[Tensor]
     ) -> list[Tensor]:
         """Keep what a stage is computed again from; its outputs, marked as they would be with a graph."""
         inputs, held = tensors_in(again.value), list[Kept]()
@@ -225,7 +225,7 @@ class Forwards:
         return self._outputs.handed_on(tensors)
 
     def _forward_together(
-        self, task: Task, copy: StageCopy, batch: Batch, given: Sequence[Given]
+        self, task: Task, copy: StageCopy, batch: Batch, given: Sequence[ForwardInput]
     ) -> list[Output] | None:
         """A doubled forward whose graph is made later, unit by unit: all units in one run.
 
@@ -271,7 +271,7 @@ class Forwards:
         return outputs
 
 
-def _with_skips(given: Given, came: Came) -> Given:
+def _with_skips(given: ForwardInput, came: Came) -> ForwardInput:
     """What a forward runs on with what came by skips."""
     value, held = given.value if type(given.value) is Carried else (given.value, {})
     return given._replace(

@@ -7,9 +7,10 @@ messages are ``messages/message_queue.py``'s.
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -237,3 +238,25 @@ class Interpreter:
             precision.forget()
         else:
             precision.updated(version, frees)
+
+
+def timelines(
+    transport: Transport, interpreter: Interpreter, ranks: Sequence[int]
+) -> list[list[tuple[Op, float, float]]]:
+    """The ops of some workers as they ran, on one clock a machine; all workers call it.
+
+    Args:
+        transport: how to reach the others.
+        interpreter: this worker's.
+        ranks: those asked for.
+    """
+    mine = platform.node(), interpreter.began_seconds, interpreter.timeline()
+    rows = cast("list[tuple[str, float, list[tuple[Op, float, float]]]]", transport.gather_objects(mine))
+    first: dict[str, float] = {}  # by machine: its workers share a clock, those of others do not
+    for machine, began, _ in rows:
+        first[machine] = min(began, first.get(machine, began))
+    return [
+        [(op, start + late, end + late) for op, start, end in row]
+        for machine, began, row in (rows[rank] for rank in ranks)
+        for late in (began - first[machine],)
+    ]

@@ -14,11 +14,11 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 
 from ..mesh.dtensors import whole
-from ..messages.values import Layout, Unit, Value, take_apart
+from ..messages.values import Unit, Value, ValueLayout, take_apart
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import Found, LossFunction, divisor_of, elements_in, read_loss
 from ..mini_batch.samples import Dims, cut, refuse_whole_entries
-from ..stages.randomness import Rows
+from ..stages.randomness import SampleRows
 from ..stages.recomputation import mapped
 from ..stages.split_backward import Joints
 from ..stages.stage import StageCopy
@@ -55,7 +55,7 @@ class Outputs:
             )
         if batch.known is None:
             for unit, output in zip(task.units, outputs, strict=True):
-                batch.learnt[task.stage, unit.shape] = Layout.of(*output)
+                batch.learnt[task.stage, unit.shape] = ValueLayout.of(*output)
         if task.hands_over:
             for unit, output in zip(task.units, outputs, strict=True):
                 self._handed[task.stage + 1, unit] = output
@@ -145,7 +145,7 @@ class Outputs:
             batch.check = None
         return None, [found.loss * entry.by]
 
-    def _loss(self, copy: StageCopy, batch: Batch, output: Any, target: Any, rows: Rows) -> Any:
+    def _loss(self, copy: StageCopy, batch: Batch, output: Any, target: Any, rows: SampleRows) -> Any:
         """What the loss function returns.
 
         Raises:

@@ -19,7 +19,7 @@ from counterflow.schedule.ir import SkipLink
 
 from ..messages.arrivals import Taken
 from ..messages.message_queue import MessageQueue
-from ..messages.values import Layout, Structure, Unit, put_together, take_apart
+from ..messages.values import Structure, Unit, ValueLayout, put_together, take_apart
 from ..mini_batch.batch import Batch
 from ..stages.skips import Carried, StageSkips
 from .tasks import HERE, Task
@@ -59,7 +59,7 @@ class Came:
 
 
 @dataclass(slots=True)
-class _Once:
+class _SentOnce:
     """What is made once: as it was handed on, and its contents then."""
 
     structure: Structure | None
@@ -92,7 +92,7 @@ class SkipTraffic:
         self._messages = messages
         self._handed: dict[tuple[SkipLink, Unit], tuple[Structure | None, list[Tensor]]] = {}
         self._gradients: dict[tuple[SkipLink, Unit], list[Tensor | None]] = {}
-        self._made_once: dict[tuple[SkipLink, int, int], _Once | None] = {}
+        self._made_once: dict[tuple[SkipLink, int, int], _SentOnce | None] = {}
         self._come_once: dict[tuple[SkipLink, int, int], Any] = {}
 
     # -- forwards
@@ -120,7 +120,7 @@ class SkipTraffic:
                 self._messages.put(number, flat, [(structure, len(tensors)) for structure, tensors in pieces])
             for unit, piece in zip(task.units, pieces, strict=True):
                 if batch.known is None:
-                    batch.learnt[link, unit.shape] = Layout.of(*piece)
+                    batch.learnt[link, unit.shape] = ValueLayout.of(*piece)
                 if number == HERE:
                     self._handed[link, unit] = piece
         return [parts[0] for parts in by_unit]
@@ -160,12 +160,12 @@ class SkipTraffic:
                 continue
             if value is not None:
                 versions = [tensor._version for tensor in tensors]  # noqa: SLF001
-                self._made_once[key] = _Once(structure, tensors, versions, [t.clone() for t in tensors])
+                self._made_once[key] = _SentOnce(structure, tensors, versions, [t.clone() for t in tensors])
             if number == HERE:
                 self._come_once[key] = value
                 continue
             if batch.known is None:
-                batch.learnt[link, first.shape] = Layout.of(structure, tensors)
+                batch.learnt[link, first.shape] = ValueLayout.of(structure, tensors)
             self._messages.put(number, tensors, [(structure, len(tensors))])
 
     def take(self, task: Task, batch: Batch, leaf: Callable[[Tensor], Tensor]) -> list[Came]:

@@ -14,13 +14,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from ..messages.values import Structure, Unit, Value
-from ..stages.randomness import Rows
+from ..stages.randomness import SampleRows
 from ..stages.recomputation import Contents, First
 from ..stages.split_backward import Joints, SplitBackward
 from .meters import Kept
 
 
-class Given(NamedTuple):
+class ForwardInput(NamedTuple):
     """What a forward runs on, for one unit.
 
     ``buffers`` are those of the inputs that are given back; ``by_skips`` tells how many tensors with a
@@ -32,7 +32,7 @@ class Given(NamedTuple):
     tensors: list[Tensor]
     value: Value
     buffers: Sequence[Tensor]
-    rows: Rows
+    rows: SampleRows
     by_skips: Sequence[int] = ()
 
 

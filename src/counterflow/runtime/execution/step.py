@@ -62,6 +62,20 @@ class StepStatistics:
     skipped: bool = False
     losses: Mapping[int, float] = field(default_factory=dict)
 
+    def step_of(self, number: int, seconds: float) -> Step:
+        """What step ``number`` tells of it, which may be a later one; ``seconds`` as there."""
+        return Step(
+            number,
+            self.loss,
+            self.grad_norm,
+            self.samples,
+            seconds,
+            self.step,
+            self.metrics,
+            self.skipped,
+            self.losses,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Workers:

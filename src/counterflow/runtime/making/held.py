@@ -19,7 +19,9 @@ from ..mesh.parallel import Parallelize, StageModule, parallelized
 from ..mesh.sharding import Sharding
 from ..mini_batch.counted import Means
 from ..mini_batch.losses import LossFunction
+from ..parameters.names import shared_names
 from ..stages.deferred import defer
+from ..stages.embeddings import Setting
 from ..stages.ownership import Owned
 from ..stages.precision import precision_of
 from ..stages.randomness import RandomStreams
@@ -196,3 +198,14 @@ def sharded(
     for module in modules:
         held.stages[module.number].hang_in(module)
     return found
+
+
+def refuse_embeddings(model: StagedModel, execution: Execution, replicas: int) -> None:
+    """Refuse embeddings that would train to other numbers in stages; errors as of ``Setting.refuse``."""
+    Setting(
+        model.schedule.scheme,
+        flushes=model.schedule.synchronous,
+        copies=[len(holders) * replicas for holders in model.holders],
+        tied=shared_names(model.names),
+        compute_dtype=execution.compute_dtype,
+    ).refuse(model.layers)

@@ -17,7 +17,7 @@ from counterflow.schedule.workload import SkipLink
 from ..execution.tasks import Task
 from ..mini_batch.batch import Shapes
 from ..transport.base import Described, Pending
-from .values import Layout, Structure, Unit, read_description
+from .values import Structure, Unit, ValueLayout, read_description
 
 Of = tuple[int | SkipLink, Unit]
 Taken = tuple[Structure | None, list[Tensor], Sequence[Tensor]]
@@ -97,7 +97,7 @@ class PostedDescribed:
         for of, structure, own in zip(self.of, structures, counts, strict=True):
             taken = tensors[at : at + own]
             at += own
-            self.learnt[of] = Layout.of(structure, taken)
+            self.learnt[of] = ValueLayout.of(structure, taken)
             found.append((structure, taken, NONE))
         return found
 

@@ -120,7 +120,7 @@ def _structure(tree: Any, *rest: Any) -> Structure:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ValueLayout:
     """What a receiver has to know of a value before it comes.
 
     Attributes:
@@ -134,7 +134,7 @@ class Layout:
     missing: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, structure: Structure | None, tensors: Sequence[Tensor]) -> Layout:
+    def of(cls, structure: Structure | None, tensors: Sequence[Tensor]) -> ValueLayout:
         """The layout of a value that was taken apart."""
         return cls(structure, [TensorSpec.of(tensor) for tensor in tensors])
 

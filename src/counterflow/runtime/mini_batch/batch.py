@@ -12,8 +12,8 @@ from typing import Any
 
 from counterflow.schedule.ir import SkipLink
 
-from ..messages.values import Layout, Unit
-from ..stages.randomness import Rows
+from ..messages.values import Unit, ValueLayout
+from ..stages.randomness import SampleRows
 from .feed import Feed
 from .loss_check import LossCheck
 from .losses import Losses
@@ -24,7 +24,7 @@ Key = tuple[int, Unit]
 """A stage and what runs through it (a micro-batch runs on one pipe only)."""
 
 
-class RowsOf(dict[Unit, Rows]):
+class RowsOf(dict[Unit, SampleRows]):
     """By unit its samples in terms of the whole mini-batch; found as they are asked for.
 
     Args:
@@ -35,17 +35,17 @@ class RowsOf(dict[Unit, Rows]):
     def __init__(self, first: int, samples: Sequence[int]) -> None:
         self.first, self.samples = first, samples
 
-    def __missing__(self, unit: Unit) -> Rows:
+    def __missing__(self, unit: Unit) -> SampleRows:
         samples = self.samples[unit.micro_batch]
         rows = unit.rows(samples)
-        found = self[unit] = Rows(self.first + unit.micro_batch, samples, rows.start, rows.stop)
+        found = self[unit] = SampleRows(self.first + unit.micro_batch, samples, rows.start, rows.stop)
         return found
 
 
 rows_of = lru_cache(maxsize=64)(RowsOf)
 """That of a mini-batch like one before."""
 
-Shapes = dict[tuple[int | SkipLink, Unit], Layout]
+Shapes = dict[tuple[int | SkipLink, Unit], ValueLayout]
 """What each stage gives to the next one, or by a skip, by stage or skip and unit (``Unit.shape``)."""
 
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from counterflow.schedule.ir import Schedule
+
 from ..devices import module_of, used_on
 from ..later import holds_host
 from .entries import PLAIN
@@ -129,3 +131,10 @@ def _opaque(tree: Any) -> bool:
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
     return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def order_of_use(schedule: Schedule, worker: int) -> list[int]:
+    """The micro-batches in the order in which a worker runs them through its first or its last stage."""
+    ends = 0, schedule.stages - 1
+    ops = (op for op in schedule.orders[worker] if op.stage in ends and op.kind.whole)
+    return list(dict.fromkeys(number % schedule.micro_batches for op in ops for number in op.micro_batches))

@@ -59,14 +59,14 @@ class HooksOnce(TorchFunctionMode):
         del types
         if func is Tensor.register_hook and len(args) == 2 and args[0].grad_fn is not None:
             self._found = True
-            args = args[0], _Once(args[1], self)
+            args = args[0], _CalledOnce(args[1], self)
         elif func is Tensor.retain_grad and args[0].grad_fn is not None and not args[0].retains_grad:
             self._found = True
             args[0].register_hook(_Anew(args[0], self))
         return func(*args, **whole_call(func, kwargs or {}))
 
 
-class _Once:
+class _CalledOnce:
     """A hook of one micro-batch's tensor."""
 
     __slots__ = ("_called", "_found", "_hook", "_hooks")

@@ -24,7 +24,7 @@ from ..transport.base import TimedOut
 from ..transport.turns import has_turn, process_lock, settle
 
 
-class Rows(NamedTuple):
+class SampleRows(NamedTuple):
     """Samples ``start`` to ``stop`` of the ``samples`` of micro-batch ``micro_batch`` of all replicas."""
 
     micro_batch: int
@@ -120,7 +120,7 @@ class RandomStreams:
         return _NOTHING  # the step restores the state
 
     def run(
-        self, layer: Callable[[Value], Value], value: Value, *, index: int, step: int, rows: Rows
+        self, layer: Callable[[Value], Value], value: Value, *, index: int, step: int, rows: SampleRows
     ) -> Value:
         """A layer's output on some samples of a micro-batch.
 

@@ -42,7 +42,7 @@ def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return pytree.tree_map_only(Tensor, once, value)
 
 
-class Entry:
+class InputGuard:
     """Where something takes its input, which it may change in place.
 
     The first run is watched. For what changes nothing, nothing is done from then on.

@@ -32,9 +32,9 @@ from .deferred import SUMS, Deferred
 from .graph_split import variable
 from .ownership import attach
 from .precision import Precision
-from .randomness import RandomStreams, Rows, versions
+from .randomness import RandomStreams, SampleRows, versions
 from .reading import Reads
-from .recomputation import Buffers, Entry, First, Hold, Replay, mapped, tensors_of
+from .recomputation import Buffers, First, Hold, InputGuard, Replay, mapped, tensors_of
 from .skips import Carried, SkipRunner, StageSkips
 from .split_backward import Joints, Splitting
 
@@ -159,7 +159,7 @@ class StageCopy:
         self.trains = any(p.requires_grad for p in self.parameters())
         self.module: StageModule | None = None
         """Has the hooks of a stage whose weights are sharded over further dimensions of the mesh."""
-        self.entry = Entry()
+        self.entry = InputGuard()
         self.buffers = Buffers(layer.module for layer in self.with_weights)
         self.splitting = Splitting(stage, self._constant, direct=streams.device.type == "cpu")
         """For backwards that are split."""
@@ -169,7 +169,7 @@ class StageCopy:
         """Whether it is seen what hooks the forward at hand registers."""
         self.joins: bool | None = None if skips is None else False
         """Whether samples give the same in one run with others; None: not tried."""
-        self._entries = [Entry() for _ in layers]
+        self._entries = [InputGuard() for _ in layers]
         self._compared: dict[int | None, int] = {}
         """By layer, or None for the stage, the step in which a run was last compared with its backward's."""
         self._layer_buffers = [Buffers([layer.module]) for layer in layers]
@@ -306,7 +306,7 @@ class StageCopy:
             for module in fsdp_modules(self.module):
                 module.reshard()
 
-    def forward(self, value: Value, step: int, rows: Rows) -> Value:
+    def forward(self, value: Value, step: int, rows: SampleRows) -> Value:
         """The stage's output on some rows, in the mode that autograd is in.
 
         Where it takes or gives skips, its input or output is ``Carried``.
@@ -320,12 +320,12 @@ class StageCopy:
                     return self._forward_whole(value, step, rows)
         return self._forward_whole(value, step, rows)
 
-    def _forward_whole(self, value: Value, step: int, rows: Rows) -> Value:
+    def _forward_whole(self, value: Value, step: int, rows: SampleRows) -> Value:
         if self.module is None:
             return self._with_skips(value, step, rows)
         return self.module.output(partial(self._with_skips, step=step, rows=rows), value)
 
-    def _with_skips(self, value: Value, step: int, rows: Rows) -> Value:
+    def _with_skips(self, value: Value, step: int, rows: SampleRows) -> Value:
         return self.left(self._forward(self.entered(value), step, rows))
 
     def entered(self, value: Value) -> Value:
@@ -340,7 +340,7 @@ class StageCopy:
             given = self.precision.made(given)
         return given if self._skip_runner is None else self._skip_runner.left(given)
 
-    def _forward(self, value: Value, step: int, rows: Rows) -> Value:
+    def _forward(self, value: Value, step: int, rows: SampleRows) -> Value:
         if self.recompute is Recompute.LAYER and torch.is_grad_enabled():
             return self._forward_by_layer(value, step, rows)
         for number, layer in enumerate(self.layers):
@@ -349,12 +349,12 @@ class StageCopy:
             value = self._run(layer, value, step, rows)
         return value
 
-    def forward_apart(self, value: Value, step: int, rows: Rows) -> Value:
+    def forward_apart(self, value: Value, step: int, rows: SampleRows) -> Value:
         """The stage's output, and all buffers as they were."""
         with self.buffers.as_then(self.buffers.now()):
             return self.forward(self.entry.given(value), step, rows)
 
-    def layer_apart(self, number: int, value: Value, step: int, rows: Rows) -> Value:
+    def layer_apart(self, number: int, value: Value, step: int, rows: SampleRows) -> Value:
         """The output of one layer, of those of the stage, and all buffers as they were."""
         with self.buffers.as_then(self.buffers.now()):
             return self._run(self.layers[number], self._entries[number].given(value), step, rows)
@@ -383,7 +383,7 @@ class StageCopy:
         return None if reads is not None and reads.any else output
 
     def loss(
-        self, function: Callable[[Any, Any], Any], output: Any, target: Any, step: int, rows: Rows
+        self, function: Callable[[Any, Any], Any], output: Any, target: Any, step: int, rows: SampleRows
     ) -> Any:
         """What a loss function makes of the last stage's output; it draws as a layer does."""
         run = partial(_of_pair, function)
@@ -409,7 +409,7 @@ class StageCopy:
             raise ConfigError("it draws random numbers")
         return found[0]
 
-    def _run(self, layer: NamedLayer, value: Value, step: int, rows: Rows) -> Value:
+    def _run(self, layer: NamedLayer, value: Value, step: int, rows: SampleRows) -> Value:
         module: Any = layer.module
         if type(value) is Keyworded or (type(value) is Carried and type(value.value) is Keyworded):
             module = _Keywords(layer.module)
@@ -425,9 +425,9 @@ class StageCopy:
             know(output)
         return output
 
-    def _forward_by_layer(self, value: Value, step: int, rows: Rows) -> Value:
+    def _forward_by_layer(self, value: Value, step: int, rows: SampleRows) -> Value:
         """The same with the input alone kept of each layer."""
-        watched: list[tuple[Entry, Value, list[int], Replay]] = []
+        watched: list[tuple[InputGuard, Value, list[int], Replay]] = []
         of_each = zip(self.layers, self._entries, self._layer_buffers, strict=True)
         for number, (layer, entry, buffers) in enumerate(of_each):
             replay = self._replay(layer, step, rows, buffers)
@@ -462,7 +462,7 @@ class StageCopy:
             return None
         return First(tensors, whole=last is None)
 
-    def _replay(self, layer: NamedLayer, step: int, rows: Rows, buffers: Buffers) -> Replay:
+    def _replay(self, layer: NamedLayer, step: int, rows: SampleRows, buffers: Buffers) -> Replay:
         then = buffers.now()
 
         def again(value: Value) -> Value:
