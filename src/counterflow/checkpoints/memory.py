@@ -452,7 +452,7 @@ def _put(pipeline: Pipeline, tensors: Mapping[str, Tensor], objects: Mapping[str
     state |= {key.partition("/")[2]: v for key, v in objects.items() if key.startswith(f"{EXTRA}/")}
     state = {name: value for name, value in state.items() if name in names}
     state |= {name: state[its] for name, its in first.items() if its in state}
-    pipeline.weights.load_state_dict(state)
+    pipeline.weights.saved.load_state_dict(state)
     optimizer: dict[str, Any] = {}
     averaged: dict[str, int] = {}
     for key, kept in objects.items():
@@ -465,7 +465,7 @@ def _put(pipeline: Pipeline, tensors: Mapping[str, Tensor], objects: Mapping[str
     found: dict[str, Any] = {"optimizer": optimizer, "scheduler": {}}
     if averaged:
         found |= {"ema": {name: tensors[f"{AVERAGE}/{name}"] for name in averaged}, "averaged": averaged}
-    pipeline.weights.load_training_state(found, options=False)
+    pipeline.weights.saved.load_training_state(found, options=False)
 
 
 def _machine(folder: Path) -> str:

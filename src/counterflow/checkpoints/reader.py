@@ -151,9 +151,9 @@ class Checkpoint:
         self.verify(pipeline.transport)
         fill(wanted.tensors, self.index, self._slice)
         objects = self.objects(wanted.objects)
-        pipeline.weights.load_state_dict(wanted.model(objects))
+        pipeline.weights.saved.load_state_dict(wanted.model(objects))
         if training:
-            pipeline.weights.load_training_state(wanted.training(objects), options=options)
+            pipeline.weights.saved.load_training_state(wanted.training(objects), options=options)
             pipeline.steps = self.step
             if options:
                 pipeline.streams.seed = self.index.seed

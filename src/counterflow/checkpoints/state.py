@@ -77,7 +77,7 @@ def at_hand(pipeline: Pipeline) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def changing_in_forward(pipeline: Pipeline, tensors: Iterable[str]) -> set[str]:
     """Of the keys of tensors at hand those that a forward may change: buffers, and weights seen to change."""
     weights = pipeline.weights
-    steady = {first for names in weights.names for _, first in names} - weights.changed_in_forward
+    steady = {first for names in weights.names for _, first in names} - weights.changes.in_forward
     kinds = ((key, *key.partition("/")[::2]) for key in tensors)
     return {key for key, kind, name in kinds if kind == MODEL and name not in steady}
 

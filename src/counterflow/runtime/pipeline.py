@@ -623,7 +623,7 @@ class Pipeline:
         if local:
             self._only_when_empty("state_dict(local=True)")
             with self.weights.averaged() if ema else nullcontext():
-                return self.weights.state_dict()
+                return self.weights.saved.state_dict()
         with self._reported():
             state = dict(self._streamed(rank, ema=ema))
         order = {name: number for number, name in enumerate(self._model.order)}
@@ -658,11 +658,11 @@ class Pipeline:
         self._only_own("the state")
         self._untold = self.flush()
         self.weights.check_copies(f"after {self.steps} steps")
-        return self._averages(rank) if ema else self.weights.stream(rank)
+        return self._averages(rank) if ema else self.weights.saved.stream(rank)
 
     def _averages(self, rank: int | None) -> Iterator[tuple[str, Any]]:
         with self.weights.averaged():
-            yield from self.weights.stream(rank)
+            yield from self.weights.saved.stream(rank)
 
     def _taking(self, found: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """The same to its end, also for who stops in the midst."""
@@ -685,7 +685,7 @@ class Pipeline:
             ConfigError: a name is missing, or a shape differs.
         """
         self._only_when_empty("load_state_dict")
-        self.weights.load_state_dict(state)
+        self.weights.saved.load_state_dict(state)
 
     def training_state_dict(self, *, rank: int | None = None, local: bool = False) -> dict[str, Any]:
         """All that a training goes on from, on the CPU; all workers call it.
@@ -711,7 +711,11 @@ class Pipeline:
         self._only_updated("training_state_dict")
         model = self.state_dict(rank=rank, local=local)
         with self._reported():
-            rest = self.weights.training_state() if local else self.weights.whole_training_state(rank)
+            rest = (
+                self.weights.saved.training_state()
+                if local
+                else self.weights.saved.whole_training_state(rank)
+            )
         if not local and rank not in (None, self.transport.rank):
             return {}
         return {"model": model, **rest, "step": self.steps, "seed": self.streams.seed}
@@ -724,7 +728,7 @@ class Pipeline:
         """
         self._only_updated("load_training_state_dict")
         self.load_state_dict(state["model"])
-        self.weights.load_training_state(state)
+        self.weights.saved.load_training_state(state)
         self.steps, self.streams.seed = state["step"], state["seed"]
 
     def set_trainable(self, chosen: Callable[[str], bool]) -> None:

@@ -291,7 +291,7 @@ def test_a_worker_goes_on_while_another_has_not_updated(barrier: bool) -> None:
         pipeline = Pipeline(
             deepcopy(layers), mean_square, schemes.dapple(2, 2), optimizer=momentum, barrier=barrier
         )
-        check = pipeline.weights.check_buffers
+        check = pipeline.weights.changes.check
 
         def late() -> None:  # after all ops, before anything is heard or updated
             if not found:
@@ -299,7 +299,7 @@ def test_a_worker_goes_on_while_another_has_not_updated(barrier: bool) -> None:
             check()
 
         if pipeline.worker == 0:
-            pipeline.weights.check_buffers = late  # type: ignore[method-assign]
+            pipeline.weights.changes.check = late  # type: ignore[method-assign]
         pipeline.step(*numbers(4))
         if pipeline.worker == 1:
             went_on.set()
@@ -456,7 +456,7 @@ def test_a_loss_that_is_not_finite_leaves_the_last_good_weights(
             ended.append(False)
         except WorkerError as error:
             ended.append("the loss is inf" in str(error) or "failed" in str(error))
-        state = pipeline.weights.state_dict(), pipeline.weights.training_state()
+        state = pipeline.weights.saved.state_dict(), pipeline.weights.saved.training_state()
         return [repr(state)]
 
     left = run(work, 6, 3, False, workers=schedule.workers)
@@ -491,7 +491,9 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_the_next_update() -> 
     with pytest.raises(WorkerError, match=r"step 2: the gradient of one of its weights \(stage 0\) is not"):
         run(work, None, workers=2)
     assert all(
-        weight.isfinite().all() for pipeline in made for weight in pipeline.weights.state_dict().values()
+        weight.isfinite().all()
+        for pipeline in made
+        for weight in pipeline.weights.saved.state_dict().values()
     )
     with pytest.raises(WorkerError, match=r"step 2: .* nothing was updated with it"):
         run(work, math.inf, workers=2)

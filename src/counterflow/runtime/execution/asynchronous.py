@@ -185,14 +185,14 @@ class AsynchronousRunner:
         index = min(number, self.segments.last)
         tasks = self._tasks(batch is None, index, number - index)
         self.weights.attach()
-        self.weights.note_parameters()
+        self.weights.changes.note_parameters()
         self._batch = batch
         try:
             self.interpreter.run(tasks, batch, period_offset=number - index, drains=batch is None)
-            self.weights.check_buffers()  # also where a segment has no update
+            self.weights.changes.check()  # also where a segment has no update
         except WorkerError as error:
             if isinstance(error.__cause__, RuntimeError):
-                self.weights.check_buffers()
+                self.weights.changes.check()
             raise
         finally:
             self.weights.hooks.give_back()
@@ -306,7 +306,7 @@ class AsynchronousRunner:
         The host does not look at them. After one that is not finite a stage's gradients count as zeros, and
         all workers end when they are told of it.
         """
-        self.weights.check_buffers()
+        self.weights.changes.check()
         versions = self.weights.stages[stage].versions
         assert versions is not None
         versions.make(version, frees)

@@ -85,13 +85,13 @@ class SynchronousRunner:
         self._batch, self._updates = batch, update
         batch.divisor = self._divisor
         self.weights.attach()
-        self.weights.note_parameters()
+        self.weights.changes.note_parameters()
         offset = number if self.interpreter.whole_timeline else 0
         try:
             self.interpreter.run(self._tasks[number % self.slots], batch, period_offset=offset, drains=drains)
         except WorkerError as error:
             if isinstance(error.__cause__, RuntimeError):
-                self.weights.refuse_overwritten()
+                self.weights.changes.refuse_overwritten()
             raise
         finally:
             self.weights.hooks.give_back()
@@ -138,7 +138,7 @@ class SynchronousRunner:
             ConfigError: copies of a stage changed buffers of their own.
             WorkerError: the loss or a gradient is not finite.
         """
-        self.weights.check_buffers()
+        self.weights.changes.check()
         losses = self._batch.losses
         hooked = self._updates and self.weights.hooked
         squared = self.weights.squared_norm() if self._updates and not hooked else 0.0

@@ -140,7 +140,7 @@ class BarrierFreeRunner(SynchronousRunner):
             super().agree()
             self._told = self._statistics
             return
-        self.weights.check_buffers()
+        self.weights.changes.check()
         parts = self._read(self._telling.wait())
         if self._untold is not None:
             self._told = self._hear(self._untold, [part.squared_norm for part in parts])

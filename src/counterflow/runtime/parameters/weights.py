@@ -1,4 +1,4 @@
-"""One worker's weights: who else holds them, how they are summed, updated, compared and saved.
+"""One worker's weights: who else holds them, how they are summed, updated and compared.
 
 Invariant: all copies of a stage are bitwise equal after every update. It knows nothing of orders or
 micro-batches.
@@ -11,11 +11,8 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from itertools import chain
-from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -23,38 +20,26 @@ from torch.optim.lr_scheduler import LRScheduler
 from counterflow.errors import ConfigError
 from counterflow.program.actions import StartSync, Summed, SyncAction, WaitSync
 
-from ..mesh.dtensors import is_dtensor, like, local, part_of, whole
+from ..mesh.dtensors import local
 from ..mesh.layout import REPLICA, WORKER
 from ..mesh.sharding import WHOLE, Sharding
 from ..stages.randomness import RandomStreams
-from ..stages.recomputation import Contents
 from ..stages.stage import StageCopy
-from ..transport.base import Group, Pending, Transport
+from ..transport.base import Group, Transport
 from .alike import Copies, Key, tensors_of
 from .average import Average, Averaged
+from .changes import Changes
 from .coupled import Trial, error, known_coupled, options_of, refuse_changed
 from .gradients import GradientGroup, OwnNorm, SquaredNorms, squared_norms, unique
 from .hooks import Hooks
 from .names import Names, named_parameters, shared_names
-from .optimizers import MakeOptimizer, MakeScheduler, home_of, optimizer_of, refuse_others, scheduler_of
+from .optimizers import MakeOptimizer, MakeScheduler, optimizer_of, refuse_others, scheduler_of
+from .saved import SavedState
 from .sharded_updates import Owners
-from .streaming import Stream
+from .statistics import Statistics
 from .unlisted import Unlisted
 
 _LOG = logging.getLogger(__name__)
-
-
-class _Statistics(NamedTuple):
-    """Running statistics and counters on their way: all of them in one tensor, and its sum.
-
-    ``counted`` has the counters, and what they were before the mini-batch.
-    """
-
-    means: list[Tensor]
-    counted: list[tuple[Tensor, Tensor]]
-    flat: Tensor
-    pending: Pending
-    copies: int
 
 
 class Weights:
@@ -98,28 +83,18 @@ class Weights:
     ) -> None:
         self.stages, self.transport = stages, transport
         self.names, self.aliases, self.unlisted = names, aliases, unlisted
-        self._every_name = {name: tuple(every) for every in aliases.values() for name in every}
         self.holders, self.layout, self.sharding = holders, sharding.layout, sharding
         self.kept_gradients: dict[str, Tensor] = {}
         self.groups: list[Group] = []
         """All that were made."""
         self._by_ranks: dict[tuple[int, ...], Group] = {}
         self._groups: dict[int, Group | None] = {}
-        self._held: dict[int, Contents] = {}
-        """By stage with copies: what its buffers held at the begin of the step."""
-        self._watched: dict[int, list[nn.Parameter]] = {}
-        """By stage: its parameters, but for those that are sharded."""
-        self._unchanged: dict[int, list[int]] = {}
-        """How often these had been changed by then."""
         self._own: dict[int, list[GradientGroup]] = {}
         self._tied: dict[tuple[int, ...], list[GradientGroup]] = {}
         self._apart: dict[int, tuple[str, tuple[int, ...]]] = {}
         """By stage: a weight that others update with another stage, and the stages that share it."""
         self._tied_apart: dict[str, nn.Parameter] = {}
         """Such weights, by name."""
-        self._averages: dict[int, _Statistics] = {}
-        self.changed_in_forward: set[str] = set()
-        """Weights that a layer was seen to change in its forward, by first name."""
         self._copied: list[Callable[[], None]] = []
         """For each copy that is being made: orders what follows behind it."""
         unlisted.start_alike(transport)
@@ -128,8 +103,9 @@ class Weights:
         self._streams = streams
         self.hooked = any(row[0] for row in transport.gather([float(self.hooks.first() is not None)]))
         """Whether any parameter of the model has a hook."""
-        for stage, copy in stages.items():
-            self._watched[stage] = [one for one in copy.parameters() if not is_dtensor(one)]
+        self.changes = Changes(stages, names, self._groups)
+        self._statistics = Statistics(stages, self._groups, self.changes, transport)
+        self.saved = SavedState(self)
         self.optimizers: dict[int, Optimizer] = {}
         self.schedulers: dict[int, LRScheduler] = {}
         self.owners = Owners(self._gradient_groups(), names, transport) if sharded else None
@@ -316,107 +292,16 @@ class Weights:
         self.hooks.take()
         for gradients in self._gradient_groups():
             gradients.attach()
-        self._defer(deferring=True)
-        self._held = {
-            stage: copy.buffers.now()
-            for stage, copy in self.stages.items()
-            if self._groups.get(stage) is not None and copy.buffers.places
-        }
-
-    def _defer(self, *, deferring: bool) -> None:
-        for copy in self.stages.values():
-            for norm in copy.deferred:
-                norm.deferring = deferring
+        self._statistics.defer(deferring=True)
+        self.changes.note_buffers()
 
     def commit_statistics(self) -> None:
         """Update the running statistics that wait for the end of a mini-batch; all its sums are there."""
-        for copy in self.stages.values():
-            for norm in copy.deferred:
-                norm.commit()
-
-    def note_parameters(self) -> None:
-        """Note how often the parameters were changed, for ``check_buffers`` and ``refuse_overwritten``."""
-        self._unchanged = {
-            stage: [parameter._version for parameter in watched]  # noqa: SLF001 - documented as it
-            for stage, watched in self._watched.items()
-        }
-
-    def check_buffers(self) -> None:
-        """Refuse a layer that changed a buffer since ``attach``, or a weight, if its stage has copies.
-
-        Running statistics of batch norms are averaged, and counters added up, unless mini-batches are under
-        way together; what would become of another nobody knows. A buffer that becomes one of another shape is
-        a cache.
-
-        Raises:
-            ConfigError: there is one.
-        """
-        for stage, place, name, full in self._changed_weights():
-            group = self._groups.get(stage)
-            if self.stages[stage].versions is not None:
-                raise ConfigError(
-                    f"{place} changes its weight {name!r} in training, and a schedule without a flush keeps "
-                    "several versions of it, of which one would be changed; let only the optimizer change it "
-                    "(in a hook after its step, say), or take a scheme with a flush"
-                )
-            if full in shared_names(self.names):
-                raise ConfigError(
-                    f"{place} changes its weight {name!r} in training, which is one of other stages too, "
-                    "where it would stay; let only the optimizer change it (in a hook after its step, say)"
-                )
-            if group is not None:
-                raise ConfigError(
-                    f"{place} changes its weight {name!r} in training (max_norm of an embedding does), and "
-                    f"each of the {len(group.ranks)} copies of stage {stage} would change its own; take a "
-                    "scheme with one copy of a stage and one replica, or let only the optimizer change it"
-                )
-            self.changed_in_forward.add(full)
-        for stage, before in self._held.items():
-            group, copy = self._groups[stage], self.stages[stage]
-            assert group is not None
-            now = copy.buffers.now()
-            counters = copy.buffers.summed if copy.versions is None else ()
-            for number, (old, new) in enumerate(zip(before, now, strict=True)):
-                if number in counters or old is new or old is None or new is None:
-                    continue
-                if old.shape != new.shape or old.equal(new):
-                    continue
-                module, name = copy.buffers.places[number]
-                layer = next(x for x in copy.with_weights if module in set(x.module.modules()))
-                raise ConfigError(
-                    f"layer {layer.index} ({type(layer.module).__name__}) changes its buffer {name!r} in "
-                    f"training, and each of the {len(group.ranks)} copies of stage {stage} would change its "
-                    "own; take a scheme with one copy of a stage and one replica, let training keep the "
-                    "buffer, or declare a counter with counterflow.sum_over_copies (in schemes with a flush)"
-                )
-
-    def refuse_overwritten(self) -> None:
-        """After an error of autograd: see whether it is that a layer changed a weight in its forward.
-
-        Raises:
-            ConfigError: one did.
-        """
-        for _, place, name, _ in self._changed_weights():
-            raise ConfigError(
-                f"{place} changes its weight {name!r} in training, and the backwards of the micro-batches "
-                "before need it as it was; let only the optimizer change it (in a hook after its step, say)"
-            )
-
-    def _changed_weights(self) -> Iterator[tuple[int, str, str, str]]:
-        """Of weights that were changed since ``note_parameters``: stage, layer, name in it, first name."""
-        for stage, noted in self._unchanged.items():
-            for changed, version in zip(self._watched[stage], noted, strict=True):
-                if changed._version != version:  # noqa: SLF001 - documented as it
-                    firsts = {id(p): n for n, p in named_parameters(self.stages[stage], self.names).items()}
-                    for layer in self.stages[stage].with_weights:
-                        place = f"layer {layer.index} ({type(layer.module).__name__})"
-                        for name, parameter in layer.module.named_parameters():
-                            if parameter is changed:
-                                yield stage, place, name, firsts[id(changed)]
+        self._statistics.commit()
 
     def detach(self) -> None:
         """Keep the gradients from whoever is not a backward or an update."""
-        self._defer(deferring=False)
+        self._statistics.defer(deferring=False)
         self.hooks.give_back()
         for gradients in self._gradient_groups():
             gradients.detach()
@@ -426,14 +311,14 @@ class Weights:
     def start_sync(self, sync: StartSync) -> None:
         """Begin to sum gradients over all who hold them, or to average running statistics."""
         if sync.what is Summed.STATISTICS:
-            self._averages[sync.stage] = self._start_average(sync.stage)
+            self._statistics.start(sync.stage)
         for gradients in self._summed_in(sync):
             gradients.start(self.transport)
 
     def wait_sync(self, sync: WaitSync) -> None:
         """Until it is done."""
         if sync.what is Summed.STATISTICS:
-            self._end_average(self._averages.pop(sync.stage))
+            self._statistics.end(sync.stage)
         for gradients in self._summed_in(sync):
             gradients.wait()
 
@@ -523,7 +408,7 @@ class Weights:
         Raises:
             ConfigError: it draws, and another stage's updates one of its weights on another worker.
         """
-        self._order_behind_copies()
+        self.order_behind_copies()
         for gradients in self._updated_with(stage):
             gradients.show()
             if self.keeps_gradients:
@@ -565,7 +450,8 @@ class Weights:
         """
         self._copied.append(order)
 
-    def _order_behind_copies(self) -> None:
+    def order_behind_copies(self) -> None:
+        """Let what changes state from here on wait for the copies that are being made."""
         while self._copied:
             self._copied.pop()()
 
@@ -583,47 +469,6 @@ class Weights:
         """Set all gradients to zero."""
         for gradients in self._gradient_groups():
             gradients.clear()
-
-    def _start_average(self, stage: int) -> _Statistics:
-        """Begin to make running statistics the mean of those of the stage's copies, and add up counters."""
-        group, copy = self._groups[stage], self.stages[stage]
-        assert group is not None  # only then a list asks for it
-        counted = [] if copy.versions is not None else self._counters(stage)
-        sums = (norm.sums_of_mini_batch for norm in copy.deferred)
-        counted += [(each, torch.zeros_like(each)) for each in sums]
-        every = [*copy.statistics, *(buffer for buffer, _ in counted)]
-        # In float64, in which counts are exact.
-        flat = torch.cat([buffer.reshape(-1).double() for buffer in every] or [self._nothing()])
-        return _Statistics(
-            copy.statistics, counted, flat, self.transport.all_reduce(flat, group), len(group.ranks)
-        )
-
-    def _nothing(self) -> Tensor:
-        return torch.zeros(1, dtype=torch.float64, device=self.transport.device)
-
-    def _counters(self, stage: int) -> list[tuple[Tensor, Tensor]]:
-        """A stage's counters, and what they were when the step began."""
-        buffers, before = self.stages[stage].buffers, self._held.get(stage, ())
-        found = []
-        for place in buffers.summed:
-            module, name = buffers.places[place]
-            then = before[place]
-            assert then is not None
-            found.append((module.get_buffer(name), then))
-        return found
-
-    @staticmethod
-    def _end_average(found: _Statistics) -> None:
-        """Take the mean of what is averaged, rounded up if it is a count, and the sum of what was added."""
-        found.pending.wait()
-        sizes = [b.numel() for b in (*found.means, *(buffer for buffer, _ in found.counted))]
-        parts = iter(found.flat.split(sizes) if sizes else ())
-        for buffer in found.means:
-            mean = next(parts) / found.copies
-            buffer.copy_((mean if buffer.is_floating_point() else mean.ceil()).view_as(buffer))
-        for buffer, before in found.counted:
-            whole = next(parts).view_as(buffer) - (found.copies - 1) * before.double()
-            buffer.copy_(whole if buffer.is_floating_point() else whole.round())
 
     def held_bytes(self) -> int:
         """Of all versions of the weights, buffers, gradients and optimiser state at hand."""
@@ -667,7 +512,7 @@ class Weights:
         every = (p for gradients in self._gradient_groups() for p in gradients.parameters.values())
         trained = [local(parameter).detach() for parameter in every if parameter.requires_grad]
         own = [weight.clone() for weight in trained]
-        self._order_behind_copies()
+        self.order_behind_copies()
         try:
             self.average.show()
             self.share()
@@ -682,7 +527,7 @@ class Weights:
         for copy in self.stages.values():
             copy.precision.forget()
 
-    # -- comparing and saving
+    # -- comparing
 
     def check_copies(self, when: str) -> None:
         """Compare the copies of every stage, and of weights that several share, by digest; all call it.
@@ -715,223 +560,3 @@ class Weights:
             for stage in self.stages:
                 for name, kept in self.average.of(stage).items():
                     yield stage, name, kept
-
-    def state_dict(self) -> dict[str, Any]:
-        """Parameters, buffers and extra state at hand, by all names; on the CPU.
-
-        Whole tensors, also where this worker has a part: who has the others makes the same call.
-        """
-        parts = (*map(self._state_of, self.stages), self.unlisted.entries())
-        pairs = ((names, _kept(value)) for entries in parts for names, value in entries)
-        return {name: kept for names, kept in pairs for name in names}
-
-    def _state_of(self, stage: int) -> Iterator[tuple[Sequence[str], Any]]:
-        """Names and value of all that a stage's state has."""
-        for layer in self.stages[stage].with_weights:
-            for name, value in layer.state().items():
-                full = layer.names[name]
-                yield self._every_name.get(full, (full,)), value
-
-    def stream(self, rank: int | None) -> Iterator[tuple[str, Any]]:
-        """The state of the whole model by all names, on the CPU of one rank, or of all for None.
-
-        Stage by stage from the first that holds it. All workers go through it to the end.
-        """
-        stream = Stream(self.transport, rank)
-        yield from self._stages(stream, self._state_of)
-        first = self.transport.rank == 0
-        yield from stream.part(list(self.unlisted.entries()) if first else None, tells=first)
-
-    def _stages(
-        self, stream: Stream, entries: Callable[[int], Iterator[tuple[Sequence[Any], Any]]]
-    ) -> Iterator[tuple[Any, Any]]:
-        """What the first that holds a stage has of it, whom those follow that hold the other parts."""
-        me = self.transport.rank
-        for stage, holders in enumerate(self.holders):
-            asks = self.worker == holders[0] and self.layout.is_first(me, (REPLICA,))
-            tells = asks and self.layout.is_first(me, self.layout.further)
-            yield from stream.part(list(entries(stage)) if asks else None, tells=tells)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the weights at hand from a model's state.
-
-        Raises:
-            ConfigError: a name is missing, or a shape differs.
-        """
-        self._order_behind_copies()
-        parts = []
-        for copy in self.stages.values():
-            for layer in copy.with_weights:
-                part = {}
-                for name, mine in layer.state().items():
-                    full = layer.names[name]
-                    known = next((n for n in (full, *self.aliases.get(full, ())) if n in state), None)
-                    if known is None:
-                        raise ConfigError(f"the state has no {full!r}")
-                    part[name] = given = state[known]
-                    shape = tuple(given.shape) if isinstance(given, Tensor) else None
-                    if isinstance(mine, Tensor) and shape != tuple(mine.shape):
-                        raise ConfigError(
-                            f"{full} has shape {shape} in the state, {tuple(mine.shape)} in the model"
-                        )
-                    if isinstance(mine, Tensor) and is_dtensor(mine):
-                        part[name] = like(mine, part_of(given.to(mine.device), mine).clone())
-                parts.append((layer, part))
-        unlisted = self.unlisted.found_in(state)
-        for layer, part in parts:
-            layer.load_state(part)
-        self.unlisted.load(unlisted)
-        if self.average is not None:
-            self.average.begin()
-
-    def training_state(self) -> dict[str, Any]:
-        """What the optimisers and schedulers at hand keep: by parameter's name, by stage; as there."""
-        every = chain.from_iterable(map(self._training_of, self.stages))
-        return _assembled((key, _kept(value)) for (key,), value in every)
-
-    def whole_training_state(self, rank: int | None = None) -> dict[str, Any]:
-        """The same of all stages, on one rank or on all for None; nothing on others. All workers call it."""
-        stream = Stream(self.transport, rank)
-        if self.owners is None:
-            return _assembled(self._stages(stream, self._training_of))
-        parts = (  # each that holds a stage has what it updates
-            stream.part(list(self._training_of(stage)) if held else None, tells=held)
-            for stage in range(len(self.holders))
-            for held in (stage in self.stages,)
-        )
-        return _assembled(chain.from_iterable(parts))
-
-    def _training_of(self, stage: int) -> Iterator[tuple[Sequence[_Kept], Any]]:
-        """What a stage's optimiser keeps for each parameter, after its options; and the scheduler's state."""
-        if stage in self.optimizers:
-            optimizer, names = self.optimizers[stage], self.updated_names(stage)
-            for group in optimizer.param_groups:
-                options = {key: _kept(value) for key, value in group.items() if not key.startswith("param")}
-                for parameter in group["params"]:
-                    name = names[id(parameter)]
-                    yield (_Kept("optimizer", name),), options
-                    for slot, value in optimizer.state.get(parameter, {}).items():
-                        yield (_Kept("optimizer", name, slot),), value
-        if stage in self.schedulers:
-            yield (_Kept("scheduler", stage),), self.schedulers[stage].state_dict()
-        if self.average is not None:
-            yield (_Kept("averaged", stage),), self.average.updates(stage)
-            for name, kept in self.average.of(stage).items():
-                yield (_Kept("ema", name),), kept.laid_out
-
-    def load_training_state(self, state: Mapping[str, Any], *, options: bool = True) -> None:
-        """Take what the optimisers and schedulers at hand keep from a whole training's state.
-
-        Args:
-            state: as ``training_state`` gives it.
-            options: whether the optimisers' options and the schedulers are taken too.
-
-        Raises:
-            ConfigError: a parameter is missing, or a scheduler that fits.
-        """
-        self._order_behind_copies()
-        for stage, optimizer in self.optimizers.items():
-            names = self.updated_names(stage)
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    name = names[id(parameter)]
-                    every = (name, *self.aliases.get(name, ()))
-                    kept = next((state["optimizer"][n] for n in every if n in state["optimizer"]), None)
-                    if kept is None:
-                        raise ConfigError(f"the training state has nothing of the optimizer for {name!r}")
-                    if options:
-                        group.update(deepcopy(kept["options"]))
-                    homes = {slot: home_of(slot, optimizer, group, parameter) for slot in kept["state"]}
-                    optimizer.state[parameter] = {
-                        slot: _taken(value, parameter, homes[slot]) for slot, value in kept["state"].items()
-                    }
-        for stage, scheduler in self.schedulers.items() if options else ():
-            given = _schedule(state["scheduler"], stage, scheduler)
-            if given is None:
-                raise ConfigError(
-                    f"the training state has no learning-rate schedule for stage {stage} with its "
-                    f"{len(self.optimizers[stage].param_groups)} groups of parameters; load it with the "
-                    "stages it was saved with"
-                )
-            scheduler.load_state_dict(given)
-        self._load_average(state)
-
-    def _load_average(self, state: Mapping[str, Any]) -> None:
-        given = state.get("ema")
-        if self.average is None:
-            if given is not None:
-                _LOG.warning(
-                    "the training state has an average of the weights, and it is not taken: call ema(decay) "
-                    "before the state is loaded"
-                )
-            return
-        if given is None and self.average.nbytes:
-            _LOG.warning("the training state has no average of the weights: it begins with those loaded")
-        if given is None:
-            return
-        every = self.aliases
-        self.average.load(
-            lambda name: next((given[n] for n in (name, *every.get(name, ())) if n in given), None),
-            max(state["averaged"].values(), default=0),
-        )
-
-
-def _schedule(
-    given: Mapping[int, dict[str, Any]], stage: int, scheduler: LRScheduler
-) -> dict[str, Any] | None:
-    """A scheduler's state: the stage's, or with other cuts than then any stage's, for the rates at hand.
-
-    The optimiser's groups have their options by now, which tell the rates.
-    """
-    mine, groups = scheduler.state_dict(), scheduler.optimizer.param_groups
-    here = [state for number, state in given.items() if number == stage]
-    for state in (*here, *given.values()):
-        fitting = deepcopy(state)
-        if "base_lrs" in fitting and all("initial_lr" in group for group in groups):
-            fitting["base_lrs"] = [group["initial_lr"] for group in groups]
-            fitting["_last_lr"] = [group["lr"] for group in groups]
-        if not any(fitting.get("lr_lambdas", ())):  # functions are not in the state
-            fitting |= {key: mine[key] for key in ("lr_lambdas",) if key in mine}
-        lists = [key for key, value in mine.items() if isinstance(value, list)]
-        if fitting.keys() == mine.keys() and all(len(fitting[key]) == len(mine[key]) for key in lists):
-            return fitting
-    return None
-
-
-class _Kept(NamedTuple):
-    """What an optimiser keeps for a weight in a slot, or its options; or what else a weight or stage has."""
-
-    kind: str
-    of: str | int
-    slot: str | None = None
-
-
-def _assembled(found: Iterable[tuple[_Kept, Any]]) -> dict[str, Any]:
-    """What an optimiser's options come before."""
-    state: dict[str, Any] = {"optimizer": {}, "scheduler": {}}
-    for key, value in found:
-        if key.kind != "optimizer":
-            state.setdefault(key.kind, {})[key.of] = value
-        elif key.slot is None:
-            state["optimizer"][key.of] = {"state": {}, "options": value}
-        else:
-            state["optimizer"][key.of]["state"][key.slot] = value
-    return state
-
-
-def _kept(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return deepcopy(value)
-    return whole(value).detach().cpu().clone()
-
-
-def _taken(value: Any, parameter: Tensor, home: torch.device) -> Any:
-    """What ``_kept`` gave of a parameter's optimiser, for the parameter at hand; one number goes ``home``."""
-    if not isinstance(value, Tensor):
-        return deepcopy(value)
-    if not value.dim():
-        return value.to(home, copy=True)
-    value = value.to(parameter.device, copy=True)
-    if is_dtensor(parameter) and value.shape == parameter.shape:
-        return like(parameter, part_of(value, parameter).clone())
-    return value

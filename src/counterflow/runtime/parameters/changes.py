@@ -1,0 +1,128 @@
+"""Whether a layer changed, in training, what only an update may change: weights, and buffers of copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from counterflow.errors import ConfigError
+
+from ..mesh.dtensors import is_dtensor
+from ..stages.recomputation import Contents
+from ..stages.stage import StageCopy
+from ..transport.base import Group
+from .names import Names, named_parameters, shared_names
+
+
+class Changes:
+    """What a worker's layers changed since it was noted.
+
+    Args:
+        stages: the worker's.
+        names: of the parameters of all stages.
+        groups: by stage, those who hold copies of it; None: nobody else.
+
+    Attributes:
+        held: by stage with copies, what its buffers held when they were noted.
+        in_forward: weights that a layer was seen to change in its forward, by first name.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, StageCopy], names: Names, groups: Mapping[int, Group | None]
+    ) -> None:
+        self._stages, self._names, self._groups = stages, names, groups
+        self.held: dict[int, Contents] = {}
+        self.in_forward: set[str] = set()
+        self._watched = {
+            stage: [one for one in copy.parameters() if not is_dtensor(one)] for stage, copy in stages.items()
+        }
+        """By stage: its parameters, but for those that are sharded."""
+        self._unchanged: dict[int, list[int]] = {}
+        """How often these had been changed when they were noted."""
+
+    def note_buffers(self) -> None:
+        """Note what buffers of stages with copies hold."""
+        self.held = {
+            stage: copy.buffers.now()
+            for stage, copy in self._stages.items()
+            if self._groups.get(stage) is not None and copy.buffers.places
+        }
+
+    def note_parameters(self) -> None:
+        """Note how often the parameters were changed, for ``check`` and ``refuse_overwritten``."""
+        self._unchanged = {
+            stage: [parameter._version for parameter in watched]  # noqa: SLF001 - documented as it
+            for stage, watched in self._watched.items()
+        }
+
+    def check(self) -> None:
+        """Refuse a layer that changed a buffer since ``note_buffers``, or a weight, if its stage has copies.
+
+        Running statistics of batch norms are averaged, and counters added up, unless mini-batches are under
+        way together; what would become of another nobody knows. A buffer that becomes one of another shape is
+        a cache.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        for stage, place, name, full in self._changed_weights():
+            group = self._groups.get(stage)
+            if self._stages[stage].versions is not None:
+                raise ConfigError(
+                    f"{place} changes its weight {name!r} in training, and a schedule without a flush keeps "
+                    "several versions of it, of which one would be changed; let only the optimizer change it "
+                    "(in a hook after its step, say), or take a scheme with a flush"
+                )
+            if full in shared_names(self._names):
+                raise ConfigError(
+                    f"{place} changes its weight {name!r} in training, which is one of other stages too, "
+                    "where it would stay; let only the optimizer change it (in a hook after its step, say)"
+                )
+            if group is not None:
+                raise ConfigError(
+                    f"{place} changes its weight {name!r} in training (max_norm of an embedding does), and "
+                    f"each of the {len(group.ranks)} copies of stage {stage} would change its own; take a "
+                    "scheme with one copy of a stage and one replica, or let only the optimizer change it"
+                )
+            self.in_forward.add(full)
+        for stage, before in self.held.items():
+            group, copy = self._groups[stage], self._stages[stage]
+            assert group is not None
+            now = copy.buffers.now()
+            counters = copy.buffers.summed if copy.versions is None else ()
+            for number, (old, new) in enumerate(zip(before, now, strict=True)):
+                if number in counters or old is new or old is None or new is None:
+                    continue
+                if old.shape != new.shape or old.equal(new):
+                    continue
+                module, name = copy.buffers.places[number]
+                layer = next(x for x in copy.with_weights if module in set(x.module.modules()))
+                raise ConfigError(
+                    f"layer {layer.index} ({type(layer.module).__name__}) changes its buffer {name!r} in "
+                    f"training, and each of the {len(group.ranks)} copies of stage {stage} would change its "
+                    "own; take a scheme with one copy of a stage and one replica, let training keep the "
+                    "buffer, or declare a counter with counterflow.sum_over_copies (in schemes with a flush)"
+                )
+
+    def refuse_overwritten(self) -> None:
+        """After an error of autograd: see whether it is that a layer changed a weight in its forward.
+
+        Raises:
+            ConfigError: one did.
+        """
+        for _, place, name, _ in self._changed_weights():
+            raise ConfigError(
+                f"{place} changes its weight {name!r} in training, and the backwards of the micro-batches "
+                "before need it as it was; let only the optimizer change it (in a hook after its step, say)"
+            )
+
+    def _changed_weights(self) -> Iterator[tuple[int, str, str, str]]:
+        """Of weights that were changed since ``note_parameters``: stage, layer, name in it, first name."""
+        for stage, noted in self._unchanged.items():
+            for changed, version in zip(self._watched[stage], noted, strict=True):
+                if changed._version != version:  # noqa: SLF001 - documented as it
+                    firsts = {id(p): n for n, p in named_parameters(self._stages[stage], self._names).items()}
+                    for layer in self._stages[stage].with_weights:
+                        place = f"layer {layer.index} ({type(layer.module).__name__})"
+                        for name, parameter in layer.module.named_parameters():
+                            if parameter is changed:
+                                yield stage, place, name, firsts[id(changed)]

@@ -1,0 +1,263 @@
+"""What of a worker's weights, optimisers and averages is saved, brought to others, and loaded.
+
+Invariant: what is saved has the model's own names and whole tensors, so that another pipeline of the same
+model loads it, under other cuts and other meshes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from counterflow.errors import ConfigError
+
+from ..mesh.dtensors import is_dtensor, like, part_of, whole
+from ..mesh.layout import REPLICA
+from .optimizers import home_of
+from .streaming import Stream
+
+if TYPE_CHECKING:
+    from .weights import Weights
+
+_LOG = logging.getLogger(__name__)
+
+
+class SavedState:
+    """A worker's part of the model's and the training's state.
+
+    Args:
+        weights: this worker's, whose state it is.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._every_name = {name: tuple(every) for every in weights.aliases.values() for name in every}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters, buffers and extra state at hand, by all names; on the CPU.
+
+        Whole tensors, also where this worker has a part: who has the others makes the same call.
+        """
+        parts = (*map(self._state_of, self._weights.stages), self._weights.unlisted.entries())
+        pairs = ((names, _kept(value)) for entries in parts for names, value in entries)
+        return {name: kept for names, kept in pairs for name in names}
+
+    def _state_of(self, stage: int) -> Iterator[tuple[Sequence[str], Any]]:
+        """Names and value of all that a stage's state has."""
+        for layer in self._weights.stages[stage].with_weights:
+            for name, value in layer.state().items():
+                full = layer.names[name]
+                yield self._every_name.get(full, (full,)), value
+
+    def stream(self, rank: int | None) -> Iterator[tuple[str, Any]]:
+        """The state of the whole model by all names, on the CPU of one rank, or of all for None.
+
+        Stage by stage from the first that holds it. All workers go through it to the end.
+        """
+        stream = Stream(self._weights.transport, rank)
+        yield from self._stages(stream, self._state_of)
+        first = self._weights.transport.rank == 0
+        yield from stream.part(list(self._weights.unlisted.entries()) if first else None, tells=first)
+
+    def _stages(
+        self, stream: Stream, entries: Callable[[int], Iterator[tuple[Sequence[Any], Any]]]
+    ) -> Iterator[tuple[Any, Any]]:
+        """What the first that holds a stage has of it, whom those follow that hold the other parts."""
+        me = self._weights.transport.rank
+        for stage, holders in enumerate(self._weights.holders):
+            asks = self._weights.worker == holders[0] and self._weights.layout.is_first(me, (REPLICA,))
+            tells = asks and self._weights.layout.is_first(me, self._weights.layout.further)
+            yield from stream.part(list(entries(stage)) if asks else None, tells=tells)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the weights at hand from a model's state.
+
+        Raises:
+            ConfigError: a name is missing, or a shape differs.
+        """
+        self._weights.order_behind_copies()
+        parts = []
+        for copy in self._weights.stages.values():
+            for layer in copy.with_weights:
+                part = {}
+                for name, mine in layer.state().items():
+                    full = layer.names[name]
+                    known = next(
+                        (n for n in (full, *self._weights.aliases.get(full, ())) if n in state), None
+                    )
+                    if known is None:
+                        raise ConfigError(f"the state has no {full!r}")
+                    part[name] = given = state[known]
+                    shape = tuple(given.shape) if isinstance(given, Tensor) else None
+                    if isinstance(mine, Tensor) and shape != tuple(mine.shape):
+                        raise ConfigError(
+                            f"{full} has shape {shape} in the state, {tuple(mine.shape)} in the model"
+                        )
+                    if isinstance(mine, Tensor) and is_dtensor(mine):
+                        part[name] = like(mine, part_of(given.to(mine.device), mine).clone())
+                parts.append((layer, part))
+        unlisted = self._weights.unlisted.found_in(state)
+        for layer, part in parts:
+            layer.load_state(part)
+        self._weights.unlisted.load(unlisted)
+        if self._weights.average is not None:
+            self._weights.average.begin()
+
+    def training_state(self) -> dict[str, Any]:
+        """What the optimisers and schedulers at hand keep: by parameter's name, by stage; as there."""
+        every = chain.from_iterable(map(self._training_of, self._weights.stages))
+        return _assembled((key, _kept(value)) for (key,), value in every)
+
+    def whole_training_state(self, rank: int | None = None) -> dict[str, Any]:
+        """The same of all stages, on one rank or on all for None; nothing on others. All workers call it."""
+        stream = Stream(self._weights.transport, rank)
+        if self._weights.owners is None:
+            return _assembled(self._stages(stream, self._training_of))
+        parts = (  # each that holds a stage has what it updates
+            stream.part(list(self._training_of(stage)) if held else None, tells=held)
+            for stage in range(len(self._weights.holders))
+            for held in (stage in self._weights.stages,)
+        )
+        return _assembled(chain.from_iterable(parts))
+
+    def _training_of(self, stage: int) -> Iterator[tuple[Sequence[_Kept], Any]]:
+        """What a stage's optimiser keeps for each parameter, after its options; and the scheduler's state."""
+        if stage in self._weights.optimizers:
+            optimizer, names = self._weights.optimizers[stage], self._weights.updated_names(stage)
+            for group in optimizer.param_groups:
+                options = {key: _kept(value) for key, value in group.items() if not key.startswith("param")}
+                for parameter in group["params"]:
+                    name = names[id(parameter)]
+                    yield (_Kept("optimizer", name),), options
+                    for slot, value in optimizer.state.get(parameter, {}).items():
+                        yield (_Kept("optimizer", name, slot),), value
+        if stage in self._weights.schedulers:
+            yield (_Kept("scheduler", stage),), self._weights.schedulers[stage].state_dict()
+        if self._weights.average is not None:
+            yield (_Kept("averaged", stage),), self._weights.average.updates(stage)
+            for name, kept in self._weights.average.of(stage).items():
+                yield (_Kept("ema", name),), kept.laid_out
+
+    def load_training_state(self, state: Mapping[str, Any], *, options: bool = True) -> None:
+        """Take what the optimisers and schedulers at hand keep from a whole training's state.
+
+        Args:
+            state: as ``training_state`` gives it.
+            options: whether the optimisers' options and the schedulers are taken too.
+
+        Raises:
+            ConfigError: a parameter is missing, or a scheduler that fits.
+        """
+        self._weights.order_behind_copies()
+        for stage, optimizer in self._weights.optimizers.items():
+            names = self._weights.updated_names(stage)
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    name = names[id(parameter)]
+                    every = (name, *self._weights.aliases.get(name, ()))
+                    kept = next((state["optimizer"][n] for n in every if n in state["optimizer"]), None)
+                    if kept is None:
+                        raise ConfigError(f"the training state has nothing of the optimizer for {name!r}")
+                    if options:
+                        group.update(deepcopy(kept["options"]))
+                    homes = {slot: home_of(slot, optimizer, group, parameter) for slot in kept["state"]}
+                    optimizer.state[parameter] = {
+                        slot: _taken(value, parameter, homes[slot]) for slot, value in kept["state"].items()
+                    }
+        for stage, scheduler in self._weights.schedulers.items() if options else ():
+            given = _schedule(state["scheduler"], stage, scheduler)
+            if given is None:
+                raise ConfigError(
+                    f"the training state has no learning-rate schedule for stage {stage} with its "
+                    f"{len(self._weights.optimizers[stage].param_groups)} groups of parameters; load it with "
+                    "the stages it was saved with"
+                )
+            scheduler.load_state_dict(given)
+        self._load_average(state)
+
+    def _load_average(self, state: Mapping[str, Any]) -> None:
+        given = state.get("ema")
+        if self._weights.average is None:
+            if given is not None:
+                _LOG.warning(
+                    "the training state has an average of the weights, and it is not taken: call ema(decay) "
+                    "before the state is loaded"
+                )
+            return
+        if given is None and self._weights.average.nbytes:
+            _LOG.warning("the training state has no average of the weights: it begins with those loaded")
+        if given is None:
+            return
+        every = self._weights.aliases
+        self._weights.average.load(
+            lambda name: next((given[n] for n in (name, *every.get(name, ())) if n in given), None),
+            max(state["averaged"].values(), default=0),
+        )
+
+
+def _schedule(
+    given: Mapping[int, dict[str, Any]], stage: int, scheduler: LRScheduler
+) -> dict[str, Any] | None:
+    """A scheduler's state: the stage's, or with other cuts than then any stage's, for the rates at hand.
+
+    The optimiser's groups have their options by now, which tell the rates.
+    """
+    mine, groups = scheduler.state_dict(), scheduler.optimizer.param_groups
+    here = [state for number, state in given.items() if number == stage]
+    for state in (*here, *given.values()):
+        fitting = deepcopy(state)
+        if "base_lrs" in fitting and all("initial_lr" in group for group in groups):
+            fitting["base_lrs"] = [group["initial_lr"] for group in groups]
+            fitting["_last_lr"] = [group["lr"] for group in groups]
+        if not any(fitting.get("lr_lambdas", ())):  # functions are not in the state
+            fitting |= {key: mine[key] for key in ("lr_lambdas",) if key in mine}
+        lists = [key for key, value in mine.items() if isinstance(value, list)]
+        if fitting.keys() == mine.keys() and all(len(fitting[key]) == len(mine[key]) for key in lists):
+            return fitting
+    return None
+
+
+class _Kept(NamedTuple):
+    """What an optimiser keeps for a weight in a slot, or its options; or what else a weight or stage has."""
+
+    kind: str
+    of: str | int
+    slot: str | None = None
+
+
+def _assembled(found: Iterable[tuple[_Kept, Any]]) -> dict[str, Any]:
+    """What an optimiser's options come before."""
+    state: dict[str, Any] = {"optimizer": {}, "scheduler": {}}
+    for key, value in found:
+        if key.kind != "optimizer":
+            state.setdefault(key.kind, {})[key.of] = value
+        elif key.slot is None:
+            state["optimizer"][key.of] = {"state": {}, "options": value}
+        else:
+            state["optimizer"][key.of]["state"][key.slot] = value
+    return state
+
+
+def _kept(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return deepcopy(value)
+    return whole(value).detach().cpu().clone()
+
+
+def _taken(value: Any, parameter: Tensor, home: torch.device) -> Any:
+    """What ``_kept`` gave of a parameter's optimiser, for the parameter at hand; one number goes ``home``."""
+    if not isinstance(value, Tensor):
+        return deepcopy(value)
+    if not value.dim():
+        return value.to(home, copy=True)
+    value = value.to(parameter.device, copy=True)
+    if is_dtensor(parameter) and value.shape == parameter.shape:
+        return like(parameter, part_of(value, parameter).clone())
+    return value

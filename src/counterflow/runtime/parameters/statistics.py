@@ -1,0 +1,100 @@
+"""Running statistics and counters of a stage's copies: averaged, and added up, once a mini-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..stages.stage import StageCopy
+from ..transport.base import Group, Pending, Transport
+from .changes import Changes
+
+
+class _Sum(NamedTuple):
+    """Running statistics and counters on their way: all of them in one tensor, and its sum.
+
+    ``counted`` has the counters, and what they were before the mini-batch.
+    """
+
+    means: list[Tensor]
+    counted: list[tuple[Tensor, Tensor]]
+    flat: Tensor
+    pending: Pending
+    copies: int
+
+
+class Statistics:
+    """A worker's part.
+
+    Args:
+        stages: the worker's.
+        groups: by stage, those who hold copies of it; None: nobody else.
+        changes: knows what counters were before the mini-batch.
+        transport: how to reach the others.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, StageCopy],
+        groups: Mapping[int, Group | None],
+        changes: Changes,
+        transport: Transport,
+    ) -> None:
+        self._stages, self._groups, self._changes, self._transport = stages, groups, changes, transport
+        self._sums: dict[int, _Sum] = {}
+        """Under way, by stage."""
+
+    def defer(self, *, deferring: bool) -> None:
+        """Let running statistics wait for the end of a mini-batch, or not any more."""
+        for copy in self._stages.values():
+            for norm in copy.deferred:
+                norm.deferring = deferring
+
+    def commit(self) -> None:
+        """Update the running statistics that wait for the end of a mini-batch; all its sums are there."""
+        for copy in self._stages.values():
+            for norm in copy.deferred:
+                norm.commit()
+
+    def start(self, stage: int) -> None:
+        """Begin to make running statistics the mean of those of the stage's copies, and add up counters."""
+        group, copy = self._groups[stage], self._stages[stage]
+        assert group is not None  # only then a list asks for it
+        counted = [] if copy.versions is not None else self._counters(stage)
+        sums = (norm.sums_of_mini_batch for norm in copy.deferred)
+        counted += [(each, torch.zeros_like(each)) for each in sums]
+        every = [*copy.statistics, *(buffer for buffer, _ in counted)]
+        # In float64, in which counts are exact.
+        flat = torch.cat([buffer.reshape(-1).double() for buffer in every] or [self._nothing()])
+        pending = self._transport.all_reduce(flat, group)
+        self._sums[stage] = _Sum(copy.statistics, counted, flat, pending, len(group.ranks))
+
+    def _nothing(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.float64, device=self._transport.device)
+
+    def _counters(self, stage: int) -> list[tuple[Tensor, Tensor]]:
+        """A stage's counters, and what they were when the step began."""
+        buffers, before = self._stages[stage].buffers, self._changes.held.get(stage, ())
+        found = []
+        for place in buffers.summed:
+            module, name = buffers.places[place]
+            then = before[place]
+            assert then is not None
+            found.append((module.get_buffer(name), then))
+        return found
+
+    def end(self, stage: int) -> None:
+        """Take the mean of what is averaged, rounded up if it is a count, and the sum of what was added."""
+        found = self._sums.pop(stage)
+        found.pending.wait()
+        sizes = [b.numel() for b in (*found.means, *(buffer for buffer, _ in found.counted))]
+        parts = iter(found.flat.split(sizes) if sizes else ())
+        for buffer in found.means:
+            mean = next(parts) / found.copies
+            buffer.copy_((mean if buffer.is_floating_point() else mean.ceil()).view_as(buffer))
+        for buffer, before in found.counted:
+            whole = next(parts).view_as(buffer) - (found.copies - 1) * before.double()
+            buffer.copy_(whole if buffer.is_floating_point() else whole.round())
