@@ -18,6 +18,7 @@ from ..messages.values import Unit, Value, ValueLayout, take_apart
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import Found, LossFunction, divisor_of, elements_in, read_loss
 from ..mini_batch.samples import Dims, cut, refuse_whole_entries
+from ..stages.graph_check import check_graph
 from ..stages.randomness import SampleRows
 from ..stages.recomputation import mapped
 from ..stages.split_backward import Joints
@@ -105,7 +106,7 @@ class Outputs:
                 output: Any = copy.forward(copy.entry.given(value), batch.step, batch.rows[unit])
                 return self.with_loss(task, batch, output, unit, again=True)[1]
 
-        copy.check_graph(outputs, [*inputs, *tensors_in(batch.targets)], joints, again=again)
+        check_graph(copy, outputs, [*inputs, *tensors_in(batch.targets)], joints, again=again)
 
     def with_loss(self, task: Task, batch: Batch, output: Any, unit: Unit, *, again: bool = False) -> Output:
         """A stage's output taken apart; after the last stage, the unit's share of the loss."""

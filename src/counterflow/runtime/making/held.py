@@ -22,11 +22,12 @@ from ..mini_batch.losses import LossFunction
 from ..parameters.names import shared_names
 from ..stages.deferred import defer
 from ..stages.embeddings import Setting
+from ..stages.named_layer import LOSS, materialised, place_of
 from ..stages.ownership import Owned
 from ..stages.precision import precision_of
 from ..stages.randomness import RandomStreams
 from ..stages.remote import refuse_remote
-from ..stages.stage import LOSS, StageCopy, materialised, place_of
+from ..stages.stage import StageCopy
 from ..transport.base import Transport
 from .model import Model, StagedModel
 

@@ -25,7 +25,7 @@ from .layout import REPLICA, WORKER, Layout, Mesh
 from .sharding import Sharding
 
 if TYPE_CHECKING:
-    from ..stages.stage import NamedLayer
+    from ..stages.named_layer import NamedLayer
 
 
 class StageModule(nn.Module):

@@ -9,7 +9,7 @@ from torch import nn
 
 from counterflow.errors import ConfigError
 
-from .stage import NamedLayer
+from .named_layer import NamedLayer
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,36 +1,27 @@
-"""One worker's copy of a stage: its layers, how they are made and how they run.
-
-Invariant: whether a layer's weights were given or are made here, they do not depend on the cut.
-"""
+"""One worker's copy of a stage: its layers, and how they run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.modes import Recompute
 
-from ..execution.meters import graph_of
-from ..mesh.parallel import StageModule, fsdp_modules, gathered_parameters
+from ..mesh.parallel import StageModule, fsdp_modules
 from ..messages.mappings import know
 from ..messages.values import Keyworded, Value
 from ..mini_batch.counted import Means
-from ..mini_batch.losses import refuse_no_mean
 from ..parameters.versions import Versions
-from ..torch_private import buffers_of, hooks_of, is_loss
+from ..torch_private import buffers_of
 from .deferred import SUMS, Deferred
-from .graph_split import variable
-from .ownership import attach
+from .named_layer import LOSS, NamedLayer
 from .precision import Precision
 from .randomness import RandomStreams, SampleRows, versions
 from .reading import Reads
@@ -38,72 +29,8 @@ from .recomputation import Buffers, First, Hold, InputGuard, Replay, mapped, ten
 from .skips import Carried, SkipRunner, StageSkips
 from .split_backward import Joints, Splitting
 
-
-@dataclass(frozen=True, slots=True)
-class NamedLayer:
-    """A layer of the model.
-
-    Attributes:
-        index: its number among all layers of the model.
-        names: its own names of parameters and buffers to those in the model's state_dict.
-        module: the layer.
-    """
-
-    index: int
-    names: Mapping[str, str]
-    module: nn.Module
-
-    def state(self) -> dict[str, Any]:
-        """What of its ``state_dict`` is the model's state, by its own names."""
-        return {name: value for name, value in self.module.state_dict().items() if name in self.names}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take what ``state`` gave."""
-        others = {n: value for n, value in self.module.state_dict().items() if n not in self.names}
-        self.module.load_state_dict({**others, **state})
-
-
-def place_of(layer: NamedLayer) -> str:
-    """How a layer, or the loss function, is called in messages."""
-    which = "the loss function" if layer.index == LOSS else f"layer {layer.index}"
-    return f"{which} ({type(layer.module).__name__})"
-
-
 _NOTHING = nullcontext()
 _NOWHERE: frozenset[int] = frozenset()
-
-LOSS = -1
-"""The number of a loss function among the layers."""
-
-
-def loss_layer(loss_function: object) -> NamedLayer | None:
-    """A loss function that is a module with weights or buffers, which belong to the last stage.
-
-    Its weights are in the model's state, and its buffers, which training may change. Those of torch's own
-    losses (weights of classes) are not: they are what the user made the loss with.
-
-    Raises:
-        ConfigError: it is one of torch's that gives no mean.
-    """
-    refuse_no_mean(loss_function)
-    if not isinstance(loss_function, nn.Module):
-        return None
-    given = {
-        f"{place}.{name}" if place else name
-        for place, module in loss_function.named_modules()
-        if is_loss(module)
-        for name, _ in module.named_buffers(recurse=False)
-    }
-    kept = (name for name in loss_function.state_dict(keep_vars=True) if name not in given)
-    names = {name: f"loss_function.{name}" for name in kept}
-    has_any = names or any(True for _ in loss_function.buffers())
-    return NamedLayer(LOSS, names, loss_function) if has_any else None
-
-
-def have_statistics(layers: Sequence[NamedLayer]) -> bool:
-    """Whether a training forward of these layers changes what copies average or add up."""
-    buffers = Buffers(layer.module for layer in layers)
-    return bool(buffers.norms or buffers.summed)
 
 
 class StageCopy:
@@ -192,87 +119,6 @@ class StageCopy:
         return [
             module for module, name in self.buffers.norms if name == SUMS and isinstance(module, Deferred)
         ]
-
-    def check_graph(
-        self,
-        outputs: Sequence[Tensor],
-        given: Sequence[Tensor],
-        joints: Joints | None = None,
-        *,
-        again: Callable[[], Sequence[Tensor]],
-    ) -> None:
-        """Refuse, once, a stage that computes with weights that are nobody's parameters.
-
-        A tensor that its layers make anew in each run and let require a gradient is none: nobody could train
-        it, in one process neither. So where an unknown one is found, the stage runs a second time, and what
-        is in both graphs was there before.
-
-        Args:
-            outputs: with their graph.
-            given: all that went in.
-            joints: where the graph is joined; None: nowhere.
-            again: runs the stage once more, and gives the outputs of that run.
-
-        Raises:
-            ConfigError: it does.
-        """
-        self.checked = True
-        gathered = gathered_parameters(self.module) if self.module is not None else ()
-        leaves, ends = (joints.leaves, joints.ends) if joints is not None else ([], [])
-        masters = self.precision.masters
-        known = {id(tensor) for tensor in (*self.parameters(), *masters, *gathered, *given, *leaves)}
-        nodes = graph_of(outputs, given, ends)
-        unknown = {id(leaf): leaf for leaf in _leaves(outputs, nodes) if id(leaf) not in known}
-        if unknown:
-            self._refuse_there_before(unknown, again)
-        for node in nodes:
-            if (masters or self.recompute is Recompute.LAYER) and issubclass(type(node), BackwardCFunction):
-                taken = [_weight_at(before, cast=bool(masters)) for before, _ in node.next_functions]
-                if any(isinstance(tensor, nn.Parameter) for tensor in taken):
-                    node.register_hook(partial(self._refuse_own_gradients, node.name(), taken))
-
-    def _refuse_there_before(
-        self, unknown: Mapping[int, Tensor], again: Callable[[], Sequence[Tensor]]
-    ) -> None:
-        """Refuse tensors of a stage's graph that are in the graph of another run of it as well."""
-        weights = self.parameters()
-        before = versions(weights)
-        hold, self.hold = self.hold, None
-        try:
-            outputs = again()
-        finally:
-            self.hold = hold
-        found = (unknown.get(id(leaf)) for leaf in _leaves(outputs, graph_of(outputs)))
-        tensor = next((leaf for leaf in found if leaf is not None), None)
-        if tensor is not None:
-            raise ConfigError(
-                f"stage {self.stage} computes with a tensor of shape {tuple(tensor.shape)} that requires "
-                "a gradient and is no parameter of its layers or of a loss function that is a module: it "
-                "would not be trained; make it one, or let it require no gradient"
-            )
-        if versions(weights) != before:
-            shape = tuple(next(iter(unknown.values())).shape)
-            raise ConfigError(
-                f"stage {self.stage} computes with a tensor of shape {shape} that requires a gradient and is "
-                "no parameter, and it changes weights as it runs, so that a second run cannot tell whether "
-                "that tensor was there before; let the tensor require no gradient, or change no weight"
-            )
-
-    def _refuse_own_gradients(
-        self, function: str, taken: list[Tensor | None], gradients: Sequence[Tensor | None], _: object
-    ) -> None:
-        """Refuse a custom function that finds the gradient of a weight and does not give it to autograd.
-
-        It adds it to ``weight.grad`` itself; but where what autograd saves goes through hooks, its backward
-        finds a weight that is another object.
-        """
-        for tensor, gradient in zip(taken, gradients, strict=True):
-            if isinstance(tensor, nn.Parameter) and tensor.requires_grad and gradient is None:
-                raise ConfigError(
-                    f"{function} in stage {self.stage} gives no gradient for a parameter of shape "
-                    f"{tuple(tensor.shape)}; if it adds to its grad itself, layers cannot be computed again, "
-                    "nor in another precision: take recompute='stage', or none, and no compute_dtype"
-                )
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters, each once."""
@@ -490,25 +336,8 @@ def _of_pair(function: Callable[[Any, Any], Any], pair: tuple[Any, Any]) -> Any:
     return function(*pair)
 
 
-def _weight_at(node: Node | None, *, cast: bool) -> Tensor | None:
-    """The leaf that a node takes a gradient for, also through a cast."""
-    if cast and node is not None and node.name() == "ToCopyBackward0":
-        node = node.next_functions[0][0]
-    found = getattr(node, "variable", None)
-    return found if isinstance(found, Tensor) else None
-
-
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _leaves(outputs: Iterable[Tensor], nodes: Iterable[Node]) -> Iterator[Tensor]:
-    """The leaves of a graph that get gradients, but for empty ones."""
-    found = (
-        *(tensor for tensor in outputs if tensor.is_leaf and tensor.requires_grad),
-        *map(variable, nodes),
-    )
-    return (leaf for leaf in found if isinstance(leaf, Tensor) and leaf.numel())
 
 
 def _hold_all(hold: Hold, value: Value) -> None:
@@ -531,84 +360,3 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
             module.train(mode)  # some do more than to note it
         for child, mode in modes:
             child.training = mode
-
-
-def materialised(
-    layers: Sequence[NamedLayer], device: torch.device, streams: RandomStreams
-) -> list[NamedLayer]:
-    """The layers on the worker's device; those on the meta device are made there and initialised.
-
-    Each is initialised from a stream keyed by its number, by its own ``make_weights`` or else by
-    ``reset_parameters`` of its modules, so that its weights depend neither on the cut nor on the worker.
-    Parameters that layers share stay shared.
-
-    Args:
-        layers: the worker's layers.
-        device: where they shall be.
-        streams: the run's random streams.
-
-    Raises:
-        ConfigError: a module on the meta device has parameters or buffers but no ``reset_parameters``; or a
-            part of a layer is on the meta device and the rest is not.
-    """
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    result = []
-    for layer in layers:
-        module = layer.module
-        tensors = dict((*module.named_parameters(), *module.named_buffers()))
-        meta = [name for name, tensor in tensors.items() if tensor.is_meta]
-        if meta:
-            real = next((name for name, tensor in tensors.items() if not tensor.is_meta), None)
-            if real is not None:
-                raise ConfigError(
-                    f"layer {layer.index} ({type(module).__name__}) has {meta[0]} on the meta device and "
-                    f"{real} on a real one: it would be made anew; build the whole layer on one of them"
-                )
-            _made(module, layer, device, streams, made)
-        else:
-            module.to(device)
-        result.append(NamedLayer(layer.index, layer.names, module))
-    return result
-
-
-def _made(
-    module: nn.Module,
-    layer: NamedLayer,
-    device: torch.device,
-    streams: RandomStreams,
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]],
-) -> None:
-    place = f"layer {layer.index} ({type(module).__name__})"
-    make_weights = getattr(module, "make_weights", None)
-    for name, child in module.named_modules() if not callable(make_weights) else ():
-        own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
-        if own and not callable(getattr(child, "reset_parameters", None)):
-            raise ConfigError(
-                f"{place} is on the meta device, and its module {name or 'itself'!r} "
-                f"({type(child).__name__}) has no reset_parameters() to make its weights with; give it one, "
-                "or build the layers on a real device"
-            )
-    before = dict(module.named_parameters(remove_duplicate=False))
-    module.to_empty(device=device)
-    firsts: dict[int, nn.Parameter] = {}
-    for name, old in before.items():  # what is tied within the layer is made once
-        owner, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, firsts.setdefault(id(old), module.get_parameter(name)))
-    with streams.initial(layer.index):
-        if callable(make_weights):
-            make_weights()
-        else:
-            for child in module.modules():
-                reset = getattr(child, "reset_parameters", None)
-                if callable(reset):
-                    reset()
-    for name, old in before.items():
-        owner, _, leaf = name.rpartition(".")
-        holder = module.get_submodule(owner)
-        if id(old) in made:
-            setattr(holder, leaf, made[id(old)][1])
-        else:
-            new = getattr(holder, leaf)
-            made[id(old)] = old, new  # the old one too, so that its id stays its own
-            if new is not old:
-                attach(new, old.__dict__, *hooks_of(old))
