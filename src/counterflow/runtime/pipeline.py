@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from counterflow.errors import ConfigError, CounterflowError
+from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution, Flat, records
-from counterflow.program.actions import Matching
 from counterflow.program.lowering import lower_evaluation
 from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.schedule.ir import Op, Schedule
 
+from .calls import Calls
 from .execution.interpreter import Interpreter, timelines
 from .execution.meters import SavedBytes
 from .execution.step import Step, Workers, place
@@ -52,10 +52,9 @@ from .parameters.weights import Weights
 from .stages.randomness import RandomStreams
 from .torch_private import keeps_buffers
 from .transport.base import Transport
-from .transport.turns import elsewhere, my_worker
 from .workers import lease
 from .workers.arguments import refuse_others
-from .workers.watch import tells_who, worker_error
+from .workers.watch import tells_who
 
 _LOG = logging.getLogger(__name__)
 
@@ -106,12 +105,6 @@ class Pipeline:
         WorkerError: another worker failed.
     """
 
-    _taken = True
-    """Whether all that ``stream_weights`` gives here was taken."""
-
-    _shows_average = False
-    """Whether the weights are their averages now."""
-
     @tells_who
     def __init__(
         self,
@@ -140,7 +133,7 @@ class Pipeline:
         self.transport = transport = _transport(transport, device, execution.timeout_seconds, schedule)
         rank, further = transport.rank, further_mesh(mesh, parallelize, transport)
         layout = layout_of(rank, transport.world_size, schedule, mesh)
-        self.worker, self._thread = layout.place(rank)[WORKER], my_worker()
+        self.worker = layout.place(rank)[WORKER]
         self.device, self.steps = transport.device, 0
         self.streams = RandomStreams(
             seed, self.device, shared=transport.shares_process, timeout_seconds=transport.timeout_seconds
@@ -218,6 +211,7 @@ class Pipeline:
         forwards = lower_evaluation(its.schedule, matching=transport.matching)
         self._evaluation: Interpreter = make(forwards.schedule, owner=self._run)
         self._evaluation_tasks = self._evaluation.prepare(forwards)
+        self._calls = Calls(self.worker, transport, self._run, self._lease)
         self._connect()
         self._batches = self._made_batches()
         self._untold: list[Step] = []
@@ -432,7 +426,7 @@ class Pipeline:
         Raises:
             WorkerError: a worker failed, or a loss is not finite.
         """
-        self._only_taken()
+        self._calls.only_taken()
         untold, self._untold = self._untold, []
         if not self._run.under_way:
             return untold
@@ -452,21 +446,10 @@ class Pipeline:
         return self._run.under_way
 
     def _batch(self, given: Given, call: Call, *, outputs: bool = False) -> Batch:
-        self._only_alone()
+        self._calls.only_alone()
         if call.trains:
-            self._only_own("step")
+            self._calls.only_own("step")
         return self._batches.made(given, call, self.steps, self._run, outputs=outputs)
-
-    def _only_alone(self) -> None:
-        """Refuse a step of a closed pipeline, and one that would get among another pipeline's messages."""
-        if self._lease.closed:
-            raise ConfigError("the pipeline is closed; make another one")
-        by_order = self.transport.matching is Matching.ORDER
-        if by_order and any(other.under_way for other in self._lease.others()):
-            raise ConfigError(
-                "another pipeline of these workers has mini-batches under way, and over "
-                f"{self.transport.kind} its messages would be taken for this one's; flush() it before"
-            )
 
     # -- looking at it
 
@@ -591,16 +574,16 @@ class Pipeline:
         Raises:
             ConfigError: there is no average, or the context is entered twice.
         """
-        self._only_own("averaged()")
+        self._calls.only_own("averaged()")
         self._untold = self.flush()
         with ExitStack() as shown:
             with self._reported():
                 shown.enter_context(self.weights.averaged())
-            self._shows_average = True
+            self._calls.shows_average = True
             try:
                 yield
             finally:
-                self._shows_average = False
+                self._calls.shows_average = False
 
     def state_dict(
         self, *, rank: int | None = None, local: bool = False, ema: bool = False
@@ -621,7 +604,7 @@ class Pipeline:
             WorkerError: the copies of a stage differ.
         """
         if local:
-            self._only_when_empty("state_dict(local=True)")
+            self._calls.only_when_empty("state_dict(local=True)")
             with self.weights.averaged() if ema else nullcontext():
                 return self.weights.saved.state_dict()
         with self._reported():
@@ -649,13 +632,13 @@ class Pipeline:
             found = self._streamed(rank, ema=ema)
             if self.transport.rank != rank:
                 return iter(list(found))
-            self._taken = False
+            self._calls.streams = True
         return self._taking(found)
 
     def _streamed(self, rank: int | None, *, ema: bool) -> Iterator[tuple[str, Any]]:
         if rank is not None and not 0 <= rank < self.transport.world_size:
             raise ConfigError(f"rank={rank}; there are ranks 0 to {self.transport.world_size - 1}")
-        self._only_own("the state")
+        self._calls.only_own("the state")
         self._untold = self.flush()
         self.weights.check_copies(f"after {self.steps} steps")
         return self._averages(rank) if ema else self.weights.saved.stream(rank)
@@ -672,10 +655,10 @@ class Pipeline:
         finally:
             while self._next(found) is not None:
                 pass
-            self._taken = True
+            self._calls.streams = False
 
     def _next(self, found: Iterator[tuple[str, Any]]) -> tuple[str, Any] | None:
-        with self._reported(taking=True):
+        with self._calls.reported(self.steps, taking=True):
             return next(found, None)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -684,7 +667,7 @@ class Pipeline:
         Raises:
             ConfigError: a name is missing, or a shape differs.
         """
-        self._only_when_empty("load_state_dict")
+        self._calls.only_when_empty("load_state_dict")
         self.weights.saved.load_state_dict(state)
 
     def training_state_dict(self, *, rank: int | None = None, local: bool = False) -> dict[str, Any]:
@@ -708,7 +691,7 @@ class Pipeline:
                 no such rank.
             WorkerError: the copies of a stage differ.
         """
-        self._only_updated("training_state_dict")
+        self._calls.only_updated("training_state_dict")
         model = self.state_dict(rank=rank, local=local)
         with self._reported():
             rest = (
@@ -726,7 +709,7 @@ class Pipeline:
         Raises:
             ConfigError: a name is missing, or something does not fit; or gradients wait for an update.
         """
-        self._only_updated("load_training_state_dict")
+        self._calls.only_updated("load_training_state_dict")
         self.load_state_dict(state["model"])
         self.weights.saved.load_training_state(state)
         self.steps, self.streams.seed = state["step"], state["seed"]
@@ -742,7 +725,7 @@ class Pipeline:
         Raises:
             ConfigError: gradients wait for an update.
         """
-        self._only_updated("set_trainable")
+        self._calls.only_updated("set_trainable")
         self._untold = self.flush()
         self.weights.set_trainable(chosen)
         self._batches.forget()
@@ -753,61 +736,12 @@ class Pipeline:
         Raises:
             ConfigError: gradients wait for an update.
         """
-        self._only_updated(call)
+        self._calls.only_updated(call)
         self._untold = self.flush()
 
-    def _only_own(self, call: str) -> None:
-        if self._shows_average:
-            raise ConfigError(
-                f"{call} within averaged(), where the weights are their averages; leave it before (the state "
-                "of the average is state_dict(ema=True))"
-            )
-
-    def _only_updated(self, call: str) -> None:
-        self._only_own(call)
-        if self._run.waiting:
-            raise ConfigError(f"{call} while gradients wait for an update; make a step with one before")
-
-    def _only_taken(self) -> None:
-        if not self._taken:
-            raise ConfigError(
-                "stream_weights() is not at its end, and other workers wait in it; take all that it gives "
-                "before the next call"
-            )
-
-    def _only_when_empty(self, call: str) -> None:
-        self._only_taken()
-        self._only_own(call)
-        if self._run.under_way:
-            raise ConfigError(f"{call} while mini-batches are under way; call flush() before, on all workers")
-
-    @contextmanager
-    def _reported(self, *, taking: bool = False) -> Iterator[None]:
-        """Tell the other workers of an error, so that none of them waits in vain.
-
-        What is made meanwhile is used in later steps: none of it is made in the user's inference mode.
-        """
-        try:
-            if my_worker() is not self._thread:
-                raise ConfigError(
-                    "workers are threads, and one's pipeline was called in another thread, for which that "
-                    "worker may wait; call it where it was made, or launch processes (transport='gloo')"
-                )
-            if not taking:
-                self._only_taken()
-            with elsewhere(), torch.inference_mode(mode=False):
-                yield
-        except CounterflowError as error:
-            self.transport.fail(error)
-            raise
-        except Exception as error:
-            place = f"worker {self.worker}, step {self.steps}: {self.transport.status.doing}"
-            found = worker_error(place, error, self.transport)
-            self.transport.fail(found)
-            raise found from error
-        except BaseException as error:  # interrupted: the others must know too
-            self.transport.fail(error)
-            raise
+    def _reported(self) -> AbstractContextManager[None]:
+        """Within it the other workers are told of an error."""
+        return self._calls.reported(self.steps)
 
 
 PARAMETERS = (*inspect.signature(Pipeline).parameters,)
