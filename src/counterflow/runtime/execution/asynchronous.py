@@ -27,7 +27,7 @@ from counterflow.program.segments import Segments
 from .. import later
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import Losses, divisor_of, refuse_no_graph
-from ..mini_batch.told import Part, Told, pieces
+from ..mini_batch.told import PART_WIDTH, Part, Told, pieces
 from ..parameters.versions import Versions
 from ..parameters.weights import Weights
 from ..transport.base import Gathering
@@ -245,7 +245,7 @@ class AsynchronousRunner:
             self._gather()
         batch, rows = self._heard.popleft()
         packed, digests, _ = zip(
-            *(pieces(r, Part.WIDTH, self.weights.copies.columns) for r in rows), strict=True
+            *(pieces(r, PART_WIDTH, self.weights.copies.columns) for r in rows), strict=True
         )
         if batch.compared:
             self.weights.copies.compare(digests, f"after step {batch.step}")
@@ -278,7 +278,7 @@ class AsynchronousRunner:
                     "in the same order"
                 )
         for index, batch in enumerate(batches):
-            width = Part.WIDTH + self.weights.copies.columns
+            width = PART_WIDTH + self.weights.copies.columns
             its = slice(2 + width * index, 2 + width * (index + 1))
             self._heard.append((batch, [row[its] for row in rows]))
 

@@ -29,7 +29,7 @@ from counterflow.program.actions import Program
 from .. import later
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import added
-from ..mini_batch.told import Part, Told, Weighed, pieces
+from ..mini_batch.told import PART_WIDTH, TOLD_WIDTH, Part, Told, Weighed, pieces
 from ..parameters.gradients import OwnNorm
 from ..parameters.weights import Weights
 from ..transport.base import Gathering
@@ -108,9 +108,9 @@ class BarrierFreeRunner(SynchronousRunner):
         if not self._begun:
             return []
         # What follows is for all workers together: they tell of it in as many numbers as of a step.
-        more = Part.WIDTH + self.weights.copies.columns + 1 + 2 * len(self._names)
+        more = PART_WIDTH + self.weights.copies.columns + 1 + 2 * len(self._names)
         rows = self.workers.transport.gather([*told.pack(), *([0.0] * more)])
-        compare([Told.unpack(row[: Told.WIDTH]) for row in rows])
+        compare([Told.unpack(row[:TOLD_WIDTH]) for row in rows])
         found = []
         if self._untold is not None:
             self.workers.transport.status.now(f"hearing of step {self._untold.statistics.step}")
@@ -206,7 +206,7 @@ class BarrierFreeRunner(SynchronousRunner):
     def _read(self, rows: list[list[float]]) -> list[Part]:
         """What all told of loss and norm, once it is seen that they made the same call."""
         assert self._batch.compare is not None
-        widths = Told.WIDTH, Part.WIDTH, self.weights.copies.columns
+        widths = TOLD_WIDTH, PART_WIDTH, self.weights.copies.columns
         told, parts, digests, metrics = zip(*(pieces(row, *widths) for row in rows), strict=True)
         self._batch.compare([Told.unpack(each) for each in told])
         if self._digests is not None:

@@ -8,7 +8,7 @@ reads what the others told before it sends anything. What a batch is made of is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -144,7 +144,7 @@ class Agreement:
     def _with_digests(self, told: Told, given: Given) -> Told:
         every = self._digest_every
         if self._transport.shares_process or (every and told.step % every == 0):
-            return replace(told, digests=given.digests())
+            return told._replace(digests=given.digests())
         return told
 
     def _await(self, gathering: Gathering, told: Told) -> int:

@@ -7,9 +7,8 @@ knows which number is where. What follows from what all told is not decided here
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum, IntFlag
-from typing import ClassVar, Self
+from typing import NamedTuple
 
 
 class Call(IntEnum):
@@ -40,8 +39,7 @@ class Form(IntEnum):
     """As micro-batches."""
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
+class Told(NamedTuple):
     """What a worker tells of a call.
 
     Attributes:
@@ -66,8 +64,6 @@ class Told:
     form: Form = Form.NOTHING
     digests: tuple[float, float] = (0.0, 0.0)
 
-    WIDTH: ClassVar[int] = 10
-
     def pack(self) -> tuple[float, ...]:
         """As numbers."""
         samples = (_NONE if count is None else count for count in (self.inputs, self.targets))
@@ -83,19 +79,19 @@ class Told:
         )
 
     @classmethod
-    def unpack(cls, row: Sequence[float]) -> Self:
+    def unpack(cls, row: Sequence[float]) -> Told:
         """What ``pack`` packed."""
-        call, step, outputs, follows, inputs, targets, kind, form, *digests = row
+        call, step, outputs, follows, inputs, targets, kind, form, first, second = row
         return cls(
-            Call(int(call)),
+            _CALLS[int(call)],
             int(step),
             bool(outputs),
             bool(follows),
             _count(inputs),
             _count(targets),
             int(kind),
-            Form(int(form)),
-            (digests[0], digests[1]),
+            _FORMS[int(form)],
+            (first, second),
         )
 
     @property
@@ -124,8 +120,7 @@ class Counts(IntFlag):
 NOTHING = Counts(0)
 
 
-@dataclass(frozen=True, slots=True)
-class Weighed:
+class Weighed(NamedTuple):
     """What a worker's losses weigh.
 
     Attributes:
@@ -145,8 +140,7 @@ class Weighed:
     has_graph: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A worker's part of a mini-batch's loss and gradient norm.
 
     Attributes:
@@ -161,8 +155,6 @@ class Part:
     non_finite: int | None
     weighed: Weighed
 
-    WIDTH: ClassVar[int] = 9
-
     def pack(self) -> tuple[float, ...]:
         """As numbers."""
         its = self.weighed
@@ -174,12 +166,19 @@ class Part:
         )
 
     @classmethod
-    def unpack(cls, row: Sequence[float]) -> Self:
+    def unpack(cls, row: Sequence[float]) -> Part:
         """What ``pack`` packed."""
         loss, squared, non_finite, weight, counts, has_metrics, least, most, has_graph = row
-        weighed = Weighed(weight, Counts(int(counts)), bool(has_metrics), least, most, bool(has_graph))
+        weighed = Weighed(weight, _COUNTS[int(counts)], bool(has_metrics), least, most, bool(has_graph))
         return cls(loss, squared, _count(non_finite), weighed)
 
+
+TOLD_WIDTH, PART_WIDTH = 10, 9
+"""As many numbers each packs to."""
+
+_CALLS, _FORMS = tuple(Call), tuple(Form)
+_COUNTS = tuple(map(Counts, range(1 << len(Counts))))
+"""By number: what many ranks tell is read each step."""
 
 _NONE = -1
 """In place of a count, in a row."""
