@@ -135,3 +135,9 @@ def test_a_plan_reads_the_record() -> None:
     table = {"barrier": False, "clip_norm": 0.0, "compress": True, "replicas": 2}
     other = Model("other", ("block",), config={"pipeline": table})
     assert (other.barrier, other.clips, other.message_share) == (False, False, 0.5)
+
+
+def test_a_pipeline_refuses_an_option_before_anything_starts() -> None:
+    wrong: dict[str, Any] = {"clip": 1.0}
+    with pytest.raises(cf.ConfigError, match="clip: there is no such option; did you mean clip_norm"):
+        cf.Pipeline([], None, cf.schemes.gpipe(2, 2), optimizer=torch.optim.Adam, **wrong)
