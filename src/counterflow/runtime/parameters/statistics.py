@@ -13,7 +13,7 @@ from ..transport.base import Group, Pending, Transport
 from .changes import Changes
 
 
-class _Sum(NamedTuple):
+class _StatisticsSum(NamedTuple):
     """Running statistics and counters on their way: all of them in one tensor, and its sum.
 
     ``counted`` has the counters, and what they were before the mini-batch.
@@ -44,7 +44,7 @@ class Statistics:
         transport: Transport,
     ) -> None:
         self._stages, self._groups, self._changes, self._transport = stages, groups, changes, transport
-        self._sums: dict[int, _Sum] = {}
+        self._sums: dict[int, _StatisticsSum] = {}
         """Under way, by stage."""
 
     def defer(self, *, deferring: bool) -> None:
@@ -70,7 +70,7 @@ class Statistics:
         # In float64, in which counts are exact.
         flat = torch.cat([buffer.reshape(-1).double() for buffer in every] or [self._nothing()])
         pending = self._transport.all_reduce(flat, group)
-        self._sums[stage] = _Sum(copy.statistics, counted, flat, pending, len(group.ranks))
+        self._sums[stage] = _StatisticsSum(copy.statistics, counted, flat, pending, len(group.ranks))
 
     def _nothing(self) -> Tensor:
         return torch.zeros(1, dtype=torch.float64, device=self._transport.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
@@ -21,16 +21,16 @@ from counterflow.errors import ConfigError
 from counterflow.program.actions import StartSync, Summed, SyncAction, WaitSync
 
 from ..mesh.dtensors import local
-from ..mesh.layout import REPLICA, WORKER
-from ..mesh.sharding import WHOLE, Sharding
+from ..mesh.sharding import Sharding
 from ..stages.randomness import RandomStreams
 from ..stages.stage import StageCopy
-from ..transport.base import Group, Transport
+from ..transport.base import Transport
 from .alike import Copies, Key, tensors_of
 from .average import Average, Averaged
 from .changes import Changes
 from .coupled import Trial, error, known_coupled, options_of, refuse_changed
-from .gradients import GradientGroup, OwnNorm, SquaredNorms, squared_norms, unique
+from .gradients import GradientGroup, OwnNorm, SquaredNorms, squared_norms
+from .holdings import Holdings
 from .hooks import Hooks
 from .names import Names, named_parameters, shared_names
 from .optimizers import MakeOptimizer, MakeScheduler, optimizer_of, refuse_others, scheduler_of
@@ -85,30 +85,22 @@ class Weights:
         self.names, self.aliases, self.unlisted = names, aliases, unlisted
         self.holders, self.layout, self.sharding = holders, sharding.layout, sharding
         self.kept_gradients: dict[str, Tensor] = {}
-        self.groups: list[Group] = []
-        """All that were made."""
-        self._by_ranks: dict[tuple[int, ...], Group] = {}
-        self._groups: dict[int, Group | None] = {}
-        self._own: dict[int, list[GradientGroup]] = {}
-        self._tied: dict[tuple[int, ...], list[GradientGroup]] = {}
-        self._apart: dict[int, tuple[str, tuple[int, ...]]] = {}
-        """By stage: a weight that others update with another stage, and the stages that share it."""
-        self._tied_apart: dict[str, nn.Parameter] = {}
-        """Such weights, by name."""
         self._copied: list[Callable[[], None]] = []
         """For each copy that is being made: orders what follows behind it."""
         unlisted.start_alike(transport)
-        self._make_shards()
+        self.holdings = Holdings(stages, names, holders, sharding, transport)
+        self.groups = self.holdings.made
+        """All groups that were made."""
         self.hooks = Hooks(parameter for copy in stages.values() for parameter in copy.parameters())
         self._streams = streams
         self.hooked = any(row[0] for row in transport.gather([float(self.hooks.first() is not None)]))
         """Whether any parameter of the model has a hook."""
-        self.changes = Changes(stages, names, self._groups)
-        self._statistics = Statistics(stages, self._groups, self.changes, transport)
+        self.changes = Changes(stages, names, self.holdings.groups)
+        self._statistics = Statistics(stages, self.holdings.groups, self.changes, transport)
         self.saved = SavedState(self)
         self.optimizers: dict[int, Optimizer] = {}
         self.schedulers: dict[int, LRScheduler] = {}
-        self.owners = Owners(self._gradient_groups(), names, transport) if sharded else None
+        self.owners = Owners(self.holdings.every(), names, transport) if sharded else None
         """Who has whose optimiser state, if it is sharded."""
         self._make, self._named = optimizer, named
         self._tried: dict[type, bool | None] = {}
@@ -130,81 +122,10 @@ class Weights:
     @property
     def worker(self) -> int:
         """The worker's number in its pipeline."""
-        return self.layout.place(self.transport.rank)[WORKER]
-
-    def _make_shards(self) -> None:
-        """Group the worker's parameters by who else holds them; see ``GradientGroup``.
-
-        Every worker goes through all stages and all shared parameters of the model in one order, as
-        making a group for collectives needs it.
-        """
-        taken: set[int] = set()
-        parameters = {stage: named_parameters(copy, self.names) for stage, copy in self.stages.items()}
-        found = self.sharding.agreed(
-            (pair for its in parameters.values() for pair in its.items()), self.transport
-        )
-        for name, stages in shared_names(self.names).items():
-            how = found.get(name, WHOLE)
-            holders = sorted({worker for stage in stages for worker in self.holders[stage]})
-            if how.placements is not None and len(holders) < sum(len(self.holders[s]) for s in stages):
-                raise ConfigError(
-                    f"{name} is a weight of stages {stages[0]} and {stages[-1]}, which one worker holds, and "
-                    "parallelize() made two of it there; leave it whole, or do not tie it"
-                )
-            group = self._group(holders, how.summed)
-            held = [stage for stage in stages if stage in self.stages]
-            if not held:
-                continue
-            if len({next(s for s in stages if worker in self.holders[s]) for worker in holders}) > 1:
-                self._apart.setdefault(held[0], (name, tuple(stages)))
-                self._tied_apart[name] = parameters[held[0]][name]
-            own = unique([(name, parameters[held[0]][name])], taken)
-            self._tied.setdefault(tuple(stages), []).append(
-                GradientGroup(own, group, counted=self._counted(how.along, holders), stage=held[0])
-            )
-        for stage, copies in enumerate(self.holders):
-            kinds = {found.get(first, WHOLE).summed for _, first in self.names[stage]} | {frozenset[int]()}
-            groups = {kind: self._group(copies, kind) for kind in sorted(kinds, key=sorted)}
-            if stage in self.stages:
-                self._groups[stage] = groups[frozenset()]
-                parts: dict[tuple[frozenset[int], frozenset[int]], dict[str, nn.Parameter]] = defaultdict(
-                    dict
-                )
-                for name, parameter in unique(parameters[stage].items(), taken).items():
-                    how = found.get(name, WHOLE)
-                    parts[how.summed, how.along][name] = parameter
-                self._own[stage] = [
-                    GradientGroup(part, groups[kind], counted=self._counted(along, copies), stage=stage)
-                    for (kind, along), part in parts.items()  # in one order, as the sums of all copies are
-                ]
-
-    def _counted(self, along: frozenset[int], holders: Sequence[int]) -> bool:
-        """Whether this rank counts in the global norm its parts of what is sharded along some dims."""
-        others = [dim for dim in self.layout.further if dim not in along]
-        first = self.layout.is_first(self.transport.rank, (REPLICA, *others))
-        return first and self.worker == holders[0]
-
-    def _group(self, holders: Iterable[int], apart: frozenset[int] = frozenset()) -> Group | None:
-        """The group of those who hold the same as this worker; the workers of all positions make the call.
-
-        One for all that the same ranks hold: the checker proves that they begin their sums in one order.
-        """
-        mine = None
-        for ranks in self.layout.copies(holders, apart):
-            if len(ranks) > 1:
-                group = self._by_ranks.get(tuple(ranks))
-                if group is None:
-                    group = self._by_ranks[tuple(ranks)] = self.transport.group(ranks)
-                    self.groups.append(group)
-                if self.transport.rank in ranks:
-                    mine = group
-        return mine
-
-    def _gradient_groups(self) -> list[GradientGroup]:
-        return [*chain.from_iterable(self._tied.values()), *chain.from_iterable(self._own.values())]
+        return self.holdings.worker
 
     def _updated_with(self, stage: int) -> list[GradientGroup]:
-        return [gradients for gradients in self._gradient_groups() if gradients.stage == stage]
+        return [gradients for gradients in self.holdings.every() if gradients.stage == stage]
 
     def _optimized(self, stage: int) -> list[tuple[str, nn.Parameter]]:
         """What a stage's optimiser is made of, by name."""
@@ -259,7 +180,7 @@ class Weights:
                 if parameter.is_floating_point() or parameter.is_complex():
                     parameter.requires_grad_(chosen(name))
             copy.trains = any(p.requires_grad for p in copy.parameters())
-        for gradients in self._gradient_groups():
+        for gradients in self.holdings.every():
             gradients.make()
         self.detach()
         self._refuse_coupled()
@@ -290,7 +211,7 @@ class Weights:
                 "one by then; register it before, or make the pipeline again"
             )
         self.hooks.take()
-        for gradients in self._gradient_groups():
+        for gradients in self.holdings.every():
             gradients.attach()
         self._statistics.defer(deferring=True)
         self.changes.note_buffers()
@@ -303,7 +224,7 @@ class Weights:
         """Keep the gradients from whoever is not a backward or an update."""
         self._statistics.defer(deferring=False)
         self.hooks.give_back()
-        for gradients in self._gradient_groups():
+        for gradients in self.holdings.every():
             gradients.detach()
         for copy in self.stages.values():
             copy.end_gathering()
@@ -325,9 +246,9 @@ class Weights:
     def _summed_in(self, sync: SyncAction) -> Sequence[GradientGroup]:
         match sync.what:
             case Summed.GRADIENTS:
-                return self._own[sync.stage]
+                return self.holdings.own[sync.stage]
             case Summed.TIED:
-                return self._tied[sync.stage, *sync.tied]
+                return self.holdings.tied[sync.stage, *sync.tied]
             case Summed.STATISTICS:
                 return ()
 
@@ -343,11 +264,11 @@ class Weights:
 
     def squared_norm(self) -> float:
         """The part of the global gradient norm, squared, that this worker counts."""
-        return sum(SquaredNorms(one for one in self._gradient_groups() if one.counted).read())
+        return sum(SquaredNorms(one for one in self.holdings.every() if one.counted).read())
 
     def own_norm(self) -> OwnNorm:
         """What ``squared_norm()`` gives, and whether all gradients at hand are finite, counted or not."""
-        return OwnNorm(self._gradient_groups())
+        return OwnNorm(self.holdings.every())
 
     def clip(self, stage: int, limit: float | None, alive: Tensor | None) -> tuple[Tensor, Tensor]:
         """Clip a stage's gradients by their norm, where they are; the host does not wait for it.
@@ -361,7 +282,7 @@ class Weights:
             What this worker counts of the norm, squared, and whether all were finite so far: gradients that
             are not, and those after them, are set to zero.
         """
-        groups = self._own[stage]
+        groups = self.holdings.own[stage]
         square, counted = squared_norms(groups, self.transport.device)
         finite = square.isfinite()
         alive = finite if alive is None else alive & finite
@@ -374,7 +295,7 @@ class Weights:
 
     def scale(self, factor: float, stage: int | None = None) -> None:
         """Multiply all gradients, or those of a stage."""
-        for gradients in self._gradient_groups() if stage is None else self._own[stage]:
+        for gradients in self.holdings.every() if stage is None else self.holdings.own[stage]:
             gradients.scale(factor)
 
     def call_hooks(self, step: int, stage: int | None = None) -> None:
@@ -382,8 +303,8 @@ class Weights:
         if not self.hooked:
             return
         self.hooks.give_back()  # one may remove itself
-        tied = self._tied if stage is None else {}
-        own = self._own if stage is None else {stage: self._own[stage]}
+        tied = self.holdings.tied if stage is None else {}
+        own = self.holdings.own if stage is None else {stage: self.holdings.own[stage]}
         every = chain(tied.items(), (((number,), groups) for number, groups in own.items()))
         for stages, groups in every:
             for index, gradients in enumerate(groups):
@@ -393,7 +314,7 @@ class Weights:
 
     def not_finite(self) -> tuple[int, str] | None:
         """Stage and name of the first parameter whose gradient is not finite."""
-        for gradients in self._gradient_groups():
+        for gradients in self.holdings.every():
             name = gradients.not_finite()
             if name is not None:
                 return gradients.stage, name
@@ -418,10 +339,10 @@ class Weights:
                         self.kept_gradients[name] = parameter.grad.detach().clone()
         if stage in self.optimizers:
             with self._streams.update("optimizer", step, stage):
-                before = self._streams.states() if stage in self._apart else []
+                before = self._streams.states() if stage in self.holdings.apart else []
                 self._step(stage, self.optimizers[stage])
                 if before and self.owners is None and not self._streams.drew_nothing(before):
-                    name, stages = self._apart[stage]
+                    name, stages = self.holdings.apart[stage]
                     raise ConfigError(
                         f"the optimizer of stage {stage}, a {type(self.optimizers[stage]).__name__}, draws "
                         f"random numbers in its step, and {name} is a weight of stages {stages[0]} and "
@@ -467,12 +388,12 @@ class Weights:
 
     def clear(self) -> None:
         """Set all gradients to zero."""
-        for gradients in self._gradient_groups():
+        for gradients in self.holdings.every():
             gradients.clear()
 
     def held_bytes(self) -> int:
         """Of all versions of the weights, buffers, gradients and optimiser state at hand."""
-        total = sum(gradients.nbytes for gradients in self._gradient_groups())
+        total = sum(gradients.nbytes for gradients in self.holdings.every())
         for copy in self.stages.values():
             weights = sum(local(parameter).nbytes for parameter in copy.parameters())
             total += weights * (1 if copy.versions is None else copy.versions.peak)
@@ -509,7 +430,7 @@ class Weights:
             raise ConfigError(
                 "there is no average of the weights; call ema(decay) before the steps to average"
             )
-        every = (p for gradients in self._gradient_groups() for p in gradients.parameters.values())
+        every = (p for gradients in self.holdings.every() for p in gradients.parameters.values())
         trained = [local(parameter).detach() for parameter in every if parameter.requires_grad]
         own = [weight.clone() for weight in trained]
         self.order_behind_copies()
@@ -543,12 +464,12 @@ class Weights:
         for stage, copy in self.stages.items():
             for tensor in tensors_of(copy, buffers=buffers):
                 found[stage, tuple(sorted(self.sharding.along(tensor)))].append(tensor)
-        for name, parameter in self._tied_apart.items():
+        for name, parameter in self.holdings.tied_apart.items():
             found[name, tuple(sorted(self.sharding.along(parameter)))].append(parameter)
         tied = shared_names(self.names)
         for stage, name, (parameter, average) in self._averages_of_all():
             along = tuple(sorted(self.sharding.along(parameter)))
-            if name in self._tied_apart:
+            if name in self.holdings.tied_apart:
                 found[name, along].append(average)
             elif name not in tied:
                 found[stage, along].append(average)

@@ -1,0 +1,137 @@
+"""Who holds what: a worker's parameters, grouped by the others that hold the same.
+
+Invariant: every worker goes through all stages and all shared parameters of the model in one order, as making
+a group for collectives needs it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+
+from torch import nn
+
+from counterflow.errors import ConfigError
+
+from ..mesh.layout import REPLICA, WORKER
+from ..mesh.sharding import WHOLE, Sharding
+from ..stages.stage import StageCopy
+from ..transport.base import Group, Transport
+from .gradients import GradientGroup, unique
+from .names import Names, named_parameters, shared_names
+
+
+class Holdings:
+    """What one worker holds; all workers make theirs together.
+
+    Args:
+        stages: the worker's.
+        names: of the parameters of all stages of the model.
+        holders: by stage, the workers of a group that hold a copy.
+        sharding: how parameters are sharded over further dimensions of the mesh.
+        transport: how to reach the others.
+
+    Attributes:
+        groups: by stage, those who hold copies of it; None: nobody else.
+        made: all groups that were made.
+        own: by stage, its parameters that no other stage shares.
+        tied: by the stages that share them, such parameters.
+        apart: by stage, a weight that others update with another stage, and the stages that share it.
+        tied_apart: such weights, by name.
+
+    Raises:
+        ConfigError: a shared parameter is two on one worker.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, StageCopy],
+        names: Names,
+        holders: Sequence[Sequence[int]],
+        sharding: Sharding,
+        transport: Transport,
+    ) -> None:
+        self._stages, self._names, self._holders = stages, names, holders
+        self._layout, self._sharding, self._transport = sharding.layout, sharding, transport
+        self.groups: dict[int, Group | None] = {}
+        self.made: list[Group] = []
+        self.own: dict[int, list[GradientGroup]] = {}
+        self.tied: dict[tuple[int, ...], list[GradientGroup]] = {}
+        self.apart: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self.tied_apart: dict[str, nn.Parameter] = {}
+        self._by_ranks: dict[tuple[int, ...], Group] = {}
+        self._make()
+
+    @property
+    def worker(self) -> int:
+        """The worker's number in its pipeline."""
+        return self._layout.place(self._transport.rank)[WORKER]
+
+    def every(self) -> list[GradientGroup]:
+        """All of the worker's parameters."""
+        return [*chain.from_iterable(self.tied.values()), *chain.from_iterable(self.own.values())]
+
+    def _make(self) -> None:
+        """Group the worker's parameters by who else holds them; see ``GradientGroup``."""
+        taken: set[int] = set()
+        parameters = {stage: named_parameters(copy, self._names) for stage, copy in self._stages.items()}
+        found = self._sharding.agreed(
+            (pair for its in parameters.values() for pair in its.items()), self._transport
+        )
+        for name, stages in shared_names(self._names).items():
+            how = found.get(name, WHOLE)
+            holders = sorted({worker for stage in stages for worker in self._holders[stage]})
+            if how.placements is not None and len(holders) < sum(len(self._holders[s]) for s in stages):
+                raise ConfigError(
+                    f"{name} is a weight of stages {stages[0]} and {stages[-1]}, which one worker holds, and "
+                    "parallelize() made two of it there; leave it whole, or do not tie it"
+                )
+            group = self._group(holders, how.summed)
+            held = [stage for stage in stages if stage in self._stages]
+            if not held:
+                continue
+            if len({next(s for s in stages if worker in self._holders[s]) for worker in holders}) > 1:
+                self.apart.setdefault(held[0], (name, tuple(stages)))
+                self.tied_apart[name] = parameters[held[0]][name]
+            own = unique([(name, parameters[held[0]][name])], taken)
+            self.tied.setdefault(tuple(stages), []).append(
+                GradientGroup(own, group, counted=self._counted(how.along, holders), stage=held[0])
+            )
+        for stage, copies in enumerate(self._holders):
+            kinds = {found.get(first, WHOLE).summed for _, first in self._names[stage]} | {frozenset[int]()}
+            groups = {kind: self._group(copies, kind) for kind in sorted(kinds, key=sorted)}
+            if stage in self._stages:
+                self.groups[stage] = groups[frozenset()]
+                parts: dict[tuple[frozenset[int], frozenset[int]], dict[str, nn.Parameter]] = defaultdict(
+                    dict
+                )
+                for name, parameter in unique(parameters[stage].items(), taken).items():
+                    how = found.get(name, WHOLE)
+                    parts[how.summed, how.along][name] = parameter
+                self.own[stage] = [
+                    GradientGroup(part, groups[kind], counted=self._counted(along, copies), stage=stage)
+                    for (kind, along), part in parts.items()  # in one order, as the sums of all copies are
+                ]
+
+    def _counted(self, along: frozenset[int], holders: Sequence[int]) -> bool:
+        """Whether this rank counts in the global norm its parts of what is sharded along some dims."""
+        others = [dim for dim in self._layout.further if dim not in along]
+        first = self._layout.is_first(self._transport.rank, (REPLICA, *others))
+        return first and self.worker == holders[0]
+
+    def _group(self, holders: Iterable[int], apart: frozenset[int] = frozenset()) -> Group | None:
+        """The group of those who hold the same as this worker; the workers of all positions make the call.
+
+        One for all that the same ranks hold: the checker proves that they begin their sums in one order.
+        """
+        mine = None
+        for ranks in self._layout.copies(holders, apart):
+            if len(ranks) > 1:
+                group = self._by_ranks.get(tuple(ranks))
+                if group is None:
+                    group = self._by_ranks[tuple(ranks)] = self._transport.group(ranks)
+                    self.made.append(group)
+                if self._transport.rank in ranks:
+                    mine = group
+        return mine
