@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from counterflow.execution import Batching, Execution
 from counterflow.schedule import schemes
+from counterflow.schedule.modes import Recompute
 from counterflow.verify import agreement
 from counterflow.verify.agreement import Agreement, Trained, compare, verify
 from counterflow.verify.reference import Staleness
@@ -97,9 +99,8 @@ def test_by_default(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
         "optimizer": sgd,
         "scheduler": None,
         "seed": 0,
-        "clip_norm": None,
-        "digest_every": 1,
-        "timeout_seconds": 120.0,
+        "execution": Execution(digest_every=1, timeout_seconds=120.0),
+        "batching": Batching(),
         "flush_after": (),
     }
     assert options == {
@@ -131,9 +132,9 @@ def test_every_option_goes_to_both(monkeypatch: pytest.MonkeyPatch, threads: int
         device="meta",
         flush_after=[1, 3],
         autocast=torch.bfloat16,
-        compute_dtype=torch.float16,
         cuts=(2,),
         recompute="stage",
+        target_dims=1,
     )
     assert found.ok
     assert calls.reference is not None
@@ -147,7 +148,7 @@ def test_every_option_goes_to_both(monkeypatch: pytest.MonkeyPatch, threads: int
         "device": "meta",
         "flush_after": [1, 3],
         "autocast": torch.bfloat16,
-        "compute_dtype": torch.float16,
+        "compute_dtype": None,
     }
     assert (calls.threads, torch.get_num_threads()) == (1, threads)
     assert calls.pipeline is not None
@@ -155,14 +156,16 @@ def test_every_option_goes_to_both(monkeypatch: pytest.MonkeyPatch, threads: int
         "optimizer": sgd,
         "scheduler": slower,
         "seed": 5,
-        "clip_norm": 2.0,
-        "digest_every": 1,
-        "timeout_seconds": 7.0,
+        "execution": Execution(
+            digest_every=1,
+            timeout_seconds=7.0,
+            clip_norm=2.0,
+            autocast="bfloat16",
+            recompute=Recompute.STAGE,
+        ),
+        "batching": Batching(target_dims=1),
         "flush_after": (1, 3),
-        "autocast": torch.bfloat16,
-        "compute_dtype": torch.float16,
         "cuts": (2,),
-        "recompute": "stage",
     }
     assert calls.pipeline[1] == {
         "workers": 2,
@@ -171,6 +174,16 @@ def test_every_option_goes_to_both(monkeypatch: pytest.MonkeyPatch, threads: int
         "timeout_seconds": 7.0,
         "threads": 1,
     }
+
+
+def test_a_record_goes_to_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch)
+    given = Execution(clip_norm=0.0, compute_dtype="bfloat16", digest_every=7, barrier=False)
+    verify(schemes.dapple(2, 2), linears(), mean, [[batch()]], optimizer=sgd, execution=given)
+    assert calls.reference is not None
+    assert (calls.reference[1]["clip_norm"], calls.reference[1]["compute_dtype"]) == (None, torch.bfloat16)
+    assert calls.pipeline is not None
+    assert calls.pipeline[0][-1]["execution"] == given.but(timeout_seconds=120.0)
 
 
 @pytest.mark.parametrize("option", ["autocast", "compute_dtype"])
