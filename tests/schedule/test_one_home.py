@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from counterflow import ConfigError, schemes
 from counterflow.cli import application
-from counterflow.drawing.chart import chart_of
+from counterflow.drawing.charting import chart_of
 from counterflow.papers.step_times import StageTimes, closed_form
 from counterflow.planning import Configuration
 from counterflow.planning.report import choices

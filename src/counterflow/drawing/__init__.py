@@ -15,7 +15,8 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 from counterflow.simulation import Simulation
 
-from .chart import Arrow, Box, BoxKind, Bubble, Chart, Lane, Memory, chart_of, order_chart
+from .chart import Arrow, Box, BoxKind, Bubble, Chart, Lane, Memory
+from .charting import chart_of, order_chart
 from .page import write_page
 from .trace import write_trace
 from .units import AmountUnit

@@ -1,4 +1,4 @@
-"""What a picture shows: a timeline as plain boxes, made from a simulation by a pure function.
+"""What a picture shows: a timeline as plain boxes; ``charting.py`` makes them from a simulation.
 
 Invariant: a ``Chart`` holds all that any drawer needs, and drawers look at nothing else, so a measured
 timeline is drawn like a predicted one. Charts drawn together share one time axis. Nothing is drawn here.
@@ -9,17 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate, pairwise
-from weakref import WeakKeyDictionary
 
-from counterflow.schedule import registry
-from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
-from counterflow.schedule.modes import Recompute
-from counterflow.schedule.placement import Placement
-from counterflow.simulation import Cause, Costs, MemoryUse, MessageSpan, Piece, Simulation, Span, SyncSpan
-from counterflow.simulation.timed_schedule import TimedSchedule
+from counterflow.schedule.ir import OpKind
+from counterflow.simulation import Cause, MemoryUse
 
-from .palette import HUES, Shade
+from .palette import Shade
 from .units import AmountUnit, TimeUnit, compact, time_unit
 
 
@@ -176,8 +170,8 @@ class Chart:
         whole = self.makespan * self.workers
         if not whole or not self.bubbles:
             return "no bubbles"
-        causes = ", ".join(f"{cause} {_percent(time / whole)}" for cause, time in sums.items() if time)
-        return f"bubbles {_percent(sum(sums.values()) / whole)}: {causes}"
+        causes = ", ".join(f"{cause} {percent(time / whole)}" for cause, time in sums.items() if time)
+        return f"bubbles {percent(sum(sums.values()) / whole)}: {causes}"
 
     def told(self, box: Box) -> tuple[tuple[str, str], ...]:
         """What there is to know of a box, by name."""
@@ -242,210 +236,9 @@ def _together(names: Sequence[str]) -> str:
     return f"{word} {', '.join(numbers)}"
 
 
-def chart_of(simulation: Simulation, *, memory: bool = False, messages: bool = False) -> Chart:
-    """The chart of a simulated schedule.
-
-    Args:
-        simulation: what ``simulate`` gave.
-        messages: add every message between workers.
-        memory: add each worker's memory over time: bytes if the costs had byte costs, else stashed
-            forwards in (stage × micro-batch) units.
-
-    >>> from counterflow.schedule.schemes import chimera
-    >>> from counterflow.simulation import simulate
-    >>> chart = chart_of(simulate(chimera(stages=4, micro_batches=4)))
-    >>> chart.title
-    'chimera  D=4, N=4, direct — makespan 16 F, bubble ratio 25 %, peak 4 activations'
-    >>> [lane.name for lane in chart.lanes], len(chart.boxes)
-    (['down pipe', 'up pipe'], 32)
-    """
-    schedule = simulation.schedule
-    unit, uses = _memory(simulation)
-    peak = Memory(unit, uses).peak
-    lanes, lane_of = _lanes(schedule)
-    boxes = list(_op_boxes(simulation, lane_of))
-    boxes += [_sync_box(schedule, span) for span in simulation.syncs]
-    return Chart(
-        heading=_heading(schedule, simulation.costs),
-        summary=_summary(simulation, unit.text(peak)),
-        workers=schedule.workers,
-        makespan=simulation.makespan,
-        lanes=lanes,
-        boxes=tuple(boxes),
-        memory=Memory(unit, uses) if memory else None,
-        steady=_steady(simulation),
-        messages=tuple(map(_arrow, simulation.messages)) if messages else (),
-        bubbles=tuple(Bubble(gap.worker, gap.start, gap.end, gap.cause.value) for gap in simulation.gaps),
-        in_forwards=simulation.costs.in_forwards,
-    )
-
-
-def order_chart(schedule: Schedule, costs: Costs) -> Chart:
-    """The chart of orders that cannot be played: each worker's ops one after another, waiting for nothing.
-
-    Args:
-        schedule: any schedule of legal stages and workers, however wrong.
-        costs: what ops cost; messages and syncs are left out.
-    """
-    ops, spans = costs.of_ops(schedule.stages), []
-    for worker, order in enumerate(schedule.orders):
-        at = 0.0
-        for op in order:
-            piece = Piece(op.kind, op.stage, worker, len(op.micro_batches), op.parts)
-            spans.append(Span(worker, op, at, at := at + ops.seconds(piece)))
-    lanes, lane_of = _lanes(schedule)
-    return Chart(
-        heading=_heading(schedule, costs),
-        summary="cannot be played: each worker's ops one after another",
-        workers=schedule.workers,
-        makespan=max((span.end for span in spans), default=0.0),
-        lanes=lanes,
-        boxes=tuple(Box(s.worker, s.start, s.end, *_name(schedule, lane_of, s.op)) for s in spans),
-        in_forwards=costs.in_forwards,
-        playable=False,
-    )
-
-
-def _arrow(span: MessageSpan) -> Arrow:
-    what = f"message from {span.maker} to {span.taker}"
-    return Arrow(span.sender, span.receiver, span.start, span.end, what)
-
-
-def _memory(simulation: Simulation) -> tuple[AmountUnit, tuple[MemoryUse, ...]]:
-    if simulation.memory is not None:
-        return AmountUnit.BYTES, simulation.memory
-    return AmountUnit.ACTIVATIONS, simulation.activations_over_time
-
-
-_Named = tuple[BoxKind, str, int, int, int, tuple[int, ...], str, str, tuple[int, ...]]
-"""Of an op's box what no cost changes: what comes after its times in ``Box``."""
-
-_kept: WeakKeyDictionary[TimedSchedule, list[_Named]] = WeakKeyDictionary()
-"""By schedule as the simulator keeps it, so that another cost names nothing again."""
-
-
-def _op_boxes(simulation: Simulation, lane_of: dict[tuple[int, int], int]) -> Iterator[Box]:
-    model, schedule = simulation.model, simulation.schedule
-    named = _kept.get(model)
-    if named is None:
-        ops = zip(model.graph.ops, simulation.needs, strict=True)
-        named = _kept[model] = [_name(schedule, lane_of, op, needs) for op, needs in ops]
-    start, end = simulation.start.tolist(), simulation.end.tolist()
-    times = zip(model.graph.worker, start, end, named, strict=True)
-    return (Box(worker, begins, ends, *name) for worker, begins, ends, name in times)
-
-
-def _name(
-    schedule: Schedule, lane_of: dict[tuple[int, int], int], op: Op, needs: tuple[int, ...] = ()
-) -> _Named:
-    label = ",".join(map(str, op.micro_batches))
-    if op.parts > 1:
-        label += chr(ord("a") + op.part) if op.parts <= 26 else f".{op.part}"
-    lane, detail = lane_of[op.pipe, op.stage], _detail(schedule, op)
-    return _KINDS[op.kind], label, op.stage, lane, op.pipe, op.micro_batches, detail, str(op), needs
-
-
-def _detail(schedule: Schedule, op: Op) -> str:
-    parts = []
-    if op.parts > 1:
-        share = "half" if op.parts == 2 else "part"
-        parts.append(f"{share} {op.part + 1} of {op.parts}")
-    if not schedule.synchronous:
-        parts.append(f"period {schedule.period_of(op)}, weights of version {op.version}")
-    return "; ".join(parts)
-
-
-def _sync_box(schedule: Schedule, span: SyncSpan) -> Box:
-    detail = "" if schedule.synchronous else f"period {span.period}"
-    return Box(span.worker, span.start, span.end, BoxKind.SYNC, str(span.stage), span.stage, detail=detail)
-
-
-def _steady(simulation: Simulation) -> tuple[tuple[float, float], ...] | None:
-    schedule = simulation.schedule
-    if schedule.steady is None:
-        return None
-    firsts = accumulate((len(order) for order in schedule.orders), initial=0)
-    return tuple(
-        (float(simulation.start[first + begin]), float(simulation.end[first + stop - 1]))
-        for first, (begin, stop) in zip(firsts, schedule.steady, strict=False)
-    )
-
-
-# --- lanes ---------------------------------------------------------------------------------------
-
-
-def _lanes(schedule: Schedule) -> tuple[tuple[Lane, ...], dict[tuple[int, int], int]]:
-    """The lanes, and the lane of each (pipe, stage)."""
-    placement = schedule.placement
-    held = [(pipe, stage) for pipe in range(placement.pipes) for stage in range(placement.stages)]
-    if placement.pipes > 1:
-        return _pipe_lanes(placement), {(pipe, stage): pipe for pipe, stage in held}
-    lane_of: dict[tuple[int, int], int] = {}
-    seen: dict[int, int] = {}
-    for stage, worker in enumerate(placement.pipes_stages[0]):
-        lane_of[0, stage] = seen[worker] = seen.get(worker, -1) + 1
-    count = max(lane_of.values()) + 1
-    known = registry.find(schedule.scheme)
-    turns = any(a == b for a, b in pairwise(placement.pipes_stages[0])) and placement.workers > 1
-    word = known.chunk if known else "leg" if turns else "chunk"
-    names = [f"{word} {i}" for i in range(count)] if count > 1 else [""]
-    return tuple(Lane(name, i % len(HUES)) for i, name in enumerate(names)), lane_of
-
-
-def _pipe_lanes(placement: Placement) -> tuple[Lane, ...]:
-    """Down pipes in cool hues, up pipes in warm ones; what goes neither way takes hues in turn."""
-    words = [_direction(stages) for stages in placement.pipes_stages]
-    if not {"down", "up"}.issuperset(words):
-        return tuple(Lane(f"pipe {i}", i % len(HUES)) for i in range(len(words)))
-    lanes = []
-    for pipe, word in enumerate(words):
-        index = words[:pipe].count(word)
-        number = f" {index}" if words.count(word) > 1 else ""
-        hue = (2 * index + (word == "up")) % len(HUES)
-        lanes.append(Lane(f"{word} pipe{number}", hue))
-    return tuple(lanes)
-
-
-def _direction(holders: Sequence[int]) -> str:
-    """Which way a pipe runs over the workers; steps that wrap around are outvoted by the others."""
-    downs = sum(b > a for a, b in pairwise(holders))
-    ups = sum(b < a for a, b in pairwise(holders))
-    return "down" if downs > ups else "up" if ups > downs else "other"
-
-
-# --- titles --------------------------------------------------------------------------------------
-
-
-def _heading(schedule: Schedule, costs: Costs) -> str:
-    words = [_option(schedule.scheme, *option) for option in schedule.options]
-    if costs.replicas > 1:
-        words.append(f"W={costs.replicas}")
-    if costs.recompute is not Recompute.NONE:
-        words.append(f"recompute {costs.recompute}")
-    return f"{schedule.scheme}  {', '.join(filter(None, words))}"
-
-
-def _option(scheme: str, name: str, value: OptionValue) -> str:
-    known = registry.option(scheme, name)
-    return known.told(value) if known else f"{name}={value}"
-
-
-def _summary(simulation: Simulation, peak: str) -> str:
-    unit = time_unit(simulation.makespan, in_forwards=simulation.costs.in_forwards)
-    bubbles = f"bubble ratio {_percent(simulation.bubble_ratio)}"
-    if simulation.steady_bubble_ratio is not None:
-        bubbles += f" (steady {_percent(simulation.steady_bubble_ratio)})"
-    steady, makespan = simulation.steady_step, unit.text(simulation.makespan)
-    shown = "" if steady is None else unit.text(steady)
-    step = f", steady step {shown}" if shown not in ("", makespan) else ""
-    return f"makespan {makespan}{step}, {bubbles}, peak {peak}"
-
-
-def _percent(ratio: float) -> str:
+def percent(ratio: float) -> str:
+    """A share, for people."""
     return f"{compact(100 * ratio, 3)} %"
-
-
-# --- together ------------------------------------------------------------------------------------
 
 
 def shared_unit(charts: Sequence[Chart]) -> TimeUnit:

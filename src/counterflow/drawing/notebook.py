@@ -12,7 +12,7 @@ from counterflow.program.check import check
 from counterflow.schedule.ir import Schedule
 from counterflow.simulation import Simulation, simulate
 
-from .chart import chart_of
+from .charting import chart_of
 
 MOST_OPS = 5_000
 """Ops that are drawn; more make a notebook slow, and no op of theirs can be seen."""

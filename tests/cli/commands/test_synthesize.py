@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import counterflow as cf
-from counterflow.drawing.chart import chart_of
+from counterflow.drawing.charting import chart_of
 from counterflow.planning import Cluster, LayerProfile, Link, Model, Profile
 from counterflow.planning.inputs import files
 from counterflow.schedule import schemes
