@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import counterflow
 from counterflow import toml
 from counterflow.cli import application
+from counterflow.cli.app import COMMANDS
 from counterflow.cli.commands.train import keys_shown
 from counterflow.drawing.notebook import svg_of
 from counterflow.papers import closed_forms
@@ -109,9 +110,8 @@ def commands_page() -> str:
     """Every command's own help."""
     runner = CliRunner(env={"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1", "TERMINAL_WIDTH": "100"})
     app = application()
-    names = [str(info.name) for info in app.registered_commands]
     parts = ["# Commands", "What each prints with `--help`. With `--json` they print [one object](json.md)."]
-    for words in ([], *([name] for name in names)):
+    for words in ([], *([name] for name in COMMANDS)):
         shown = runner.invoke(app, [*words, "--help"], prog_name="counterflow").stdout
         lines = "\n".join(line.rstrip() for line in shown.strip("\n").splitlines())
         parts += [f"## {' '.join(['counterflow', *words])}", f"```text\n{lines}\n```"]

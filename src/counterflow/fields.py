@@ -18,13 +18,14 @@ class Asked:
 
     Attributes:
         about: what it is, as a sentence.
-        kind: what is given: a number, a flag, one of an enum's words, or a text that is read.
+        kind: what is given: a number, a flag, one of an enum's words, a text that is read; or a list of such,
+            if it may be repeated.
         metavar: what stands for the value: ``SECONDS`` or ``BYTES`` say how a text is read, too.
         name: what it is asked for by, if that is not the field's name.
     """
 
     about: str
-    kind: type = str
+    kind: Any = str
     metavar: str | None = None
     name: str | None = None
 
@@ -35,6 +36,7 @@ class AskedField:
 
     record: type
     field: str
+    default: Any
     asked: Asked
 
     @property
@@ -43,7 +45,7 @@ class AskedField:
         return self.asked.name or self.field
 
 
-def asked(default: Any, about: str, kind: type = str, **more: Any) -> Any:
+def asked(default: Any, about: str, kind: Any = str, **more: Any) -> Any:
     """A field of a dataclass that people may give; ``more`` are other attributes of ``Asked``."""
     return field(default=default, metadata={"asked": Asked(about, kind, **more)})
 
@@ -59,7 +61,7 @@ def asked_fields(*records: type) -> dict[str, AskedField]:
         for each in fields(record):
             if "asked" not in each.metadata:
                 continue
-            one = AskedField(record, each.name, each.metadata["asked"])
+            one = AskedField(record, each.name, each.default, each.metadata["asked"])
             if one.name in found:
                 raise ConfigError(f"{one.name}: two fields of {record.__name__} and others have this name")
             found[one.name] = one

@@ -12,7 +12,8 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -21,26 +22,105 @@ from typer.core import TyperGroup
 from counterflow import __version__
 from counterflow.errors import ConfigError, CounterflowError
 
-from .commands.check import check
-from .commands.convert import convert
-from .commands.doctor import doctor
-from .commands.explore import explore
-from .commands.export import export
-from .commands.plan import plan
-from .commands.profile import profile
-from .commands.reproduce import reproduce
-from .commands.schemes import schemes
-from .commands.show import show
-from .commands.simulate import simulate
-from .commands.synthesize import synthesize
-from .commands.train import train
-from .commands.verify import verify
 from .options.flags import with_flags
 from .options.wording import in_flags
+
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "train": (
+        "train",
+        "train --workers 2 --dry-run",
+        "train --scheme hanayo --steps 100 --set train.samples=64 --out runs/waves",
+        "train runs/waves/config.toml --workers 2 --out runs/two --json",
+    ),
+    "convert": (
+        "train --steps 20 --out first",
+        "convert first weights.safetensors",
+        "convert weights.safetensors begin --json",
+        "train --steps 20 --set train.resume=begin",
+    ),
+    "schemes": ("schemes", "schemes --json"),
+    "simulate": (
+        "simulate chimera --stages 8 --micro-batches 8",
+        "simulate hanayo --workers 4 --waves 2 --micro-batches 8 --p2p 0.1 --json",
+        "simulate dapple --stages 4 --micro-batches 8 --weight-bytes 2GiB --activation-bytes 300MiB",
+        "export chimera --stages 4 --micro-batches 8 --out edited.json",
+        "simulate edited.json",
+    ),
+    "synthesize": (
+        "synthesize --placement vee --workers 4 --micro-batches 8 --peak 6 --forward 3 --input-gradient 4 "
+        "--weight-gradient 2 --moves 2000 --out mine.json",
+        "check mine.json",
+        "synthesize --placement straight --workers 4 --micro-batches 8 --peak 4 --json",
+    ),
+    "profile": (
+        "profile --sizes 1,4 --repeats 3 --out here",
+        "profile --set model.layers=2 --sizes 1,2,4 --workers 1 --json",
+    ),
+    "plan": (
+        "plan --example chimera-bert48 --stale",
+        "plan --example chimera-bert48 --scheme chimera --workers 4 --top 5 --out plan.toml",
+        "plan --example chimera-bert48 --workers 4 --option chimera.pairs=1 --cuts even --json",
+        "plan --example mixpipe-bert48 --save-inputs mine",
+        "plan --example mixpipe-bert48 --cluster mine/cluster.toml --scheme mixpipe --workers 4 --json",
+    ),
+    "check": (
+        "check mixpipe --stages 8 --micro-batches 16 --injected max",
+        "export chimera --stages 4 --micro-batches 8 --out edited.json",
+        "check edited.json --json",
+    ),
+    "show": (
+        "show chimera --stages 4 --micro-batches 8",
+        "show chimera --stages 8 --micro-batches 16 --out chimera.svg --memory",
+        "show chimera --stages 8 --micro-batches 16 --compare dapple",
+        'show gems --stages 4 --micro-batches 8 --compare "gpipe --stages 4 --micro-batches 8 --groups 2"',
+    ),
+    "explore": ("explore", "explore --no-open --port 0"),
+    "export": ("export chimera --stages 4 --micro-batches 8 --out chimera.json",),
+    "verify": (
+        "verify chimera --stages 4 --micro-batches 8",
+        "verify hanayo --workers 2 --waves 2 --micro-batches 4 --replicas 2 --transport gloo",
+        "export chimera --stages 4 --micro-batches 8 --out edited.json",
+        "verify edited.json --dtype float32",
+    ),
+    "doctor": ("doctor", "doctor --no-test --json"),
+    "reproduce": (
+        "reproduce --list",
+        "reproduce chimera-table2",
+        "reproduce chimera-fig14 --out fig14.png",
+    ),
+}
+"""Every command by its file in ``commands``, with examples."""
+
+
+class _Files(Mapping[str, Any]):
+    """The commands, each loaded when it is looked up: so one does not wait for what only others need."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.loaded:
+            shown = [f"  counterflow {example}" for example in COMMANDS[name]]
+            epilog = "\n\n".join(["Examples:" if len(shown) > 1 else "Example:", *shown])
+            command = getattr(import_module(f"{__package__}.commands.{name}"), name)
+            app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            app.command(name=name, epilog=epilog)(with_flags(command))
+            self.loaded[name] = typer.main.get_command(app)
+        return self.loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
 
 
 class Commands(TyperGroup):
     """The commands, with errors turned into messages and exit codes."""
+
+    def __init__(self, **extra: Any) -> None:
+        super().__init__(**extra)
+        self.commands = _Files()  # type: ignore[assignment]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take ``--debug`` wherever it stands."""
@@ -140,74 +220,8 @@ def _global(
         logging.getLogger("counterflow").setLevel(logging.DEBUG)
 
 
-_EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
-    train: (
-        "train",
-        "train --workers 2 --dry-run",
-        "train --scheme hanayo --steps 100 --set train.samples=64 --out runs/waves",
-        "train runs/waves/config.toml --workers 2 --out runs/two --json",
-    ),
-    convert: (
-        "train --steps 20 --out first",
-        "convert first weights.safetensors",
-        "convert weights.safetensors begin --json",
-        "train --steps 20 --set train.resume=begin",
-    ),
-    schemes: ("schemes", "schemes --json"),
-    simulate: (
-        "simulate chimera --stages 8 --micro-batches 8",
-        "simulate hanayo --workers 4 --waves 2 --micro-batches 8 --p2p 0.1 --json",
-        "simulate dapple --stages 4 --micro-batches 8 --weight-bytes 2GiB --activation-bytes 300MiB",
-        "export chimera --stages 4 --micro-batches 8 --out edited.json",
-        "simulate edited.json",
-    ),
-    synthesize: (
-        "synthesize --placement vee --workers 4 --micro-batches 8 --peak 6 --forward 3 --input-gradient 4 "
-        "--weight-gradient 2 --moves 2000 --out mine.json",
-        "check mine.json",
-        "synthesize --placement straight --workers 4 --micro-batches 8 --peak 4 --json",
-    ),
-    profile: (
-        "profile --sizes 1,4 --repeats 3 --out here",
-        "profile --set model.layers=2 --sizes 1,2,4 --workers 1 --json",
-    ),
-    plan: (
-        "plan --example chimera-bert48 --stale",
-        "plan --example chimera-bert48 --scheme chimera --workers 4 --top 5 --out plan.toml",
-        "plan --example chimera-bert48 --workers 4 --option chimera.pairs=1 --cuts even --json",
-        "plan --example mixpipe-bert48 --save-inputs mine",
-        "plan --example mixpipe-bert48 --cluster mine/cluster.toml --scheme mixpipe --workers 4 --json",
-    ),
-    check: (
-        "check mixpipe --stages 8 --micro-batches 16 --injected max",
-        "export chimera --stages 4 --micro-batches 8 --out edited.json",
-        "check edited.json --json",
-    ),
-    show: (
-        "show chimera --stages 4 --micro-batches 8",
-        "show chimera --stages 8 --micro-batches 16 --out chimera.svg --memory",
-        "show chimera --stages 8 --micro-batches 16 --compare dapple",
-        'show gems --stages 4 --micro-batches 8 --compare "gpipe --stages 4 --micro-batches 8 --groups 2"',
-    ),
-    explore: ("explore", "explore --no-open --port 0"),
-    export: ("export chimera --stages 4 --micro-batches 8 --out chimera.json",),
-    verify: (
-        "verify chimera --stages 4 --micro-batches 8",
-        "verify hanayo --workers 2 --waves 2 --micro-batches 4 --replicas 2 --transport gloo",
-        "export chimera --stages 4 --micro-batches 8 --out edited.json",
-        "verify edited.json --dtype float32",
-    ),
-    doctor: ("doctor", "doctor --no-test --json"),
-    reproduce: (
-        "reproduce --list",
-        "reproduce chimera-table2",
-        "reproduce chimera-fig14 --out fig14.png",
-    ),
-}
-
-
 def application() -> typer.Typer:
-    """All commands, with the options of the schemes that are known by now."""
+    """All commands; each has the options of the schemes that are known when it is first used."""
     app = typer.Typer(
         cls=Commands,
         name="counterflow",
@@ -224,10 +238,6 @@ def application() -> typer.Typer:
         ),
     )
     app.callback()(_global)
-    for command, examples in _EXAMPLES.items():
-        shown = [f"  counterflow {example}" for example in examples]
-        epilog = "\n\n".join(["Examples:" if len(shown) > 1 else "Example:", *shown])
-        app.command(name=command.__name__, epilog=epilog)(with_flags(command))
     return app
 
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from counterflow.errors import ConfigError
-from counterflow.schedule.modes import Recompute, Sync, parse_mode
 
 from ..options.flags import JsonFlag
-from ..options.wanted import wanted_cuts, wanted_options
+from ..options.wanted import PlanLimits
 from ..output.console import note, print_json, writing
 from ..output.search_bar import order_bar, search_bar
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from counterflow.planning.search.space import Constraints
 
 _INPUTS = "What is planned: an example, files, or both: files take its place"
-_LIMITS = "What a plan has to be: may be repeated; not given: all is tried"
 _ORDERS = "Computed orders"
 _OUTPUT = "Output"
 
@@ -54,90 +52,7 @@ def plan(
             metavar="SAMPLES", help="Samples of an update, of all replicas.", rich_help_panel=_INPUTS
         ),
     ] = None,
-    scheme: Annotated[
-        list[str] | None, typer.Option(help="Only this scheme.", rich_help_panel=_LIMITS)
-    ] = None,
-    stale: Annotated[
-        bool,
-        typer.Option(
-            "--stale", help="Also schemes without a flush, which use old weights.", rich_help_panel=_LIMITS
-        ),
-    ] = False,
-    workers: Annotated[
-        list[int] | None,
-        typer.Option(metavar="D", help="Only this many workers a replica.", rich_help_panel=_LIMITS),
-    ] = None,
-    micro_batch_size: Annotated[
-        list[int] | None,
-        typer.Option(
-            metavar="SAMPLES", help="Only micro-batches of this many samples.", rich_help_panel=_LIMITS
-        ),
-    ] = None,
-    also_micro_batch_size: Annotated[
-        list[int] | None,
-        typer.Option(metavar="SAMPLES", help="This size besides powers of two.", rich_help_panel=_LIMITS),
-    ] = None,
-    recompute: Annotated[
-        list[Recompute] | None,
-        typer.Option(metavar="MODE", help="Only none, stage or layer.", rich_help_panel=_LIMITS),
-    ] = None,
-    sync_mode: Annotated[
-        list[Sync] | None,
-        typer.Option(metavar="MODE", help="Only end, eager or eager-opt.", rich_help_panel=_LIMITS),
-    ] = None,
-    arrangement: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Only with this side by side on a node: pipeline-inside (the workers of a replica), "
-            "replicas-inside (the replicas of a worker) or copies-inside (all copies of a stage).",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = None,
-    zero_stage: Annotated[
-        list[int] | None,
-        typer.Option(
-            metavar="STAGE",
-            help="Only 0: every holder of a weight keeps its optimiser state; or 1: one does, updates it and "
-            "sends it to the others.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE",
-            help="Only this value of an option, of every scheme that has it or of one: chimera.pairs=1; see "
-            "'counterflow schemes'.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = None,
-    tensor_parallel: Annotated[
-        list[int] | None,
-        typer.Option(
-            metavar="T",
-            help="With T devices of a node side by side that share the work of every layer; twice: both are "
-            "tried. Default 1.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = None,
-    cuts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RULE",
-            help="Of layers into stages: balanced (the default): by cost; even: as many blocks each; "
-            "or the layers at which stages begin after the first.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = None,
-    more_updates: Annotated[
-        bool,
-        typer.Option(
-            "--more-updates",
-            help="Also several updates in a mini-batch, of schemes that update after every micro-batch.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = False,
+    limits: PlanLimits,
     synthesize: Annotated[
         bool,
         typer.Option(
@@ -191,7 +106,6 @@ def plan(
     """Choose scheme, depth, width, micro-batch and recomputation for a model on a cluster, by simulation."""
     from counterflow.planning.cost.device_placement import Arrangement  # noqa: PLC0415  (numpy and pydantic take a while)
     from counterflow.planning.search.search import search  # noqa: PLC0415
-    from counterflow.planning.search.space import Constraints  # noqa: PLC0415
     from counterflow.planning.why import why  # noqa: PLC0415
 
     if listed:
@@ -203,23 +117,7 @@ def plan(
     if save_inputs is not None:
         _save(task, save_inputs)
         return
-    constraints = Constraints(
-        schemes=tuple(scheme) if scheme else None,
-        stale=stale,
-        depths=tuple(workers) if workers else None,
-        samples=tuple(micro_batch_size) if micro_batch_size else None,
-        more_samples=tuple(also_micro_batch_size or ()),
-        recompute=tuple(recompute or Recompute),
-        sync=tuple(sync_mode or Sync),
-        arrangements=tuple(
-            parse_mode(Arrangement, "arrangement", name) for name in arrangement or Arrangement
-        ),
-        cuts=wanted_cuts(cuts),
-        zero_stages=tuple(zero_stage) if zero_stage else Constraints().zero_stages,
-        options=wanted_options(option or ()),
-        more_updates=more_updates,
-        tensor_parallel=tuple(tensor_parallel or (1,)),
-    )
+    constraints = limits.constraints()
     with search_bar("planning") as report:
         found = search(
             task.model,

@@ -56,21 +56,30 @@ _COSTS = "Costs: one number for all stages (1.5), or one a stage (1,1,1.5,2)"
 _MEMORY = "Memory: bytes of one stage (300MB, 1.5GiB), or one a stage (1GiB,2GiB)"
 
 
-@dataclass(frozen=True, slots=True)
-class SchemeOptions:
-    """Options of schemes, as they were given; None where they were not."""
+@dataclass(frozen=True)
+class Flags:
+    """A group of flags as they were given, by name; None where not given."""
 
     values: Mapping[str, Any]
 
     @classmethod
     def flags(cls) -> dict[str, Any]:
-        """Every option of every scheme, with what typer has to know of its flag."""
-        return {name: _scheme_flag(name, known) for name, known in registry.options().items()}
+        """Every flag, with what typer has to know of it."""
+        raise NotImplementedError
 
     @classmethod
     def taken(cls, values: dict[str, Any]) -> Self:
         """What was given of them, taken out of ``values``."""
         return cls({name: values.pop(name) for name in cls.flags()})
+
+
+class SchemeOptions(Flags):
+    """Options of schemes, as they were given."""
+
+    @classmethod
+    def flags(cls) -> dict[str, Any]:
+        """Every option of every scheme, with what typer has to know of its flag."""
+        return {name: _scheme_flag(name, known) for name, known in registry.options().items()}
 
     def given(self) -> dict[str, OptionValue]:
         """The options that were given, by their Python names."""
@@ -97,7 +106,9 @@ def _scheme_flag(name: str, known: Mapping[str, Option]) -> Any:
 def asked_flag(one: AskedField, panel: str) -> Any:
     """The flag of a field that people may give; None where it is not given."""
     about = one.asked
-    names = (f"{flag(one.name)}/--no-{flag(one.name)[2:]}",) if about.kind is bool else ()
+    names = (flag(one.name),)
+    if about.kind is bool and one.default:
+        names = (f"{flag(one.name)}/--no-{flag(one.name)[2:]}",)
     return Annotated[about.kind | None, _option(panel, about.about, *names, metavar=about.metavar)]
 
 
@@ -115,22 +126,14 @@ OF_SPLIT_BACKWARDS = ("input_gradient", "weight_gradient", "kept_for_weights")
 """Costs that only a split backward has."""
 
 
-@dataclass(frozen=True, slots=True)
-class CostOptions:
-    """What things cost; None where not given."""
-
-    values: Mapping[str, Any]
+class CostOptions(Flags):
+    """What things cost."""
 
     @classmethod
     def flags(cls) -> dict[str, Any]:
         """Every cost, with what typer has to know of its flag."""
         panels = {Costs: _COSTS, ByteCosts: _MEMORY}
         return {name: asked_flag(one, panels[one.record]) for name, one in cost_texts.COSTS.items()}
-
-    @classmethod
-    def taken(cls, values: dict[str, Any]) -> Self:
-        """What was given of them, taken out of ``values``."""
-        return cls({name: values.pop(name) for name in cost_texts.COSTS})
 
     def given(self) -> dict[str, Any]:
         """The costs that were given, read, by the names of their flags."""
@@ -196,10 +199,10 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """``command`` with each parameter that is a group of options unfolded into the group's flags."""
     signature = inspect.signature(command, eval_str=True)
     parameters: list[inspect.Parameter] = []
-    groups: dict[str, type[SchemeOptions | CostOptions]] = {}
+    groups: dict[str, type[Flags]] = {}
     for parameter in signature.parameters.values():
         group = parameter.annotation
-        if group not in (SchemeOptions, CostOptions):
+        if not (isinstance(group, type) and issubclass(group, Flags)):
             parameters.append(parameter)
             continue
         groups[parameter.name] = group

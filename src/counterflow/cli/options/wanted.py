@@ -1,19 +1,49 @@
-"""What ``counterflow plan`` is told of options and cuts; whether it can be met the planner says."""
+"""What a plan has to be, as ``counterflow plan`` is told; whether it can be met the planner says."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from counterflow.errors import ConfigError
+from counterflow.fields import asked_fields
+from counterflow.planning.cost.device_placement import Arrangement
+from counterflow.planning.cost.stages import Cuts, Cutting
+from counterflow.planning.search.space import Constraints
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue
+from counterflow.schedule.modes import parse_mode
 from counterflow.schedule.scheme import OptionType
 
-from .flags import plain_value
+from .flags import Flags, asked_flag, plain_value
 
-if TYPE_CHECKING:
-    from counterflow.planning.cost.stages import Cuts
+_ASKED = asked_fields(Constraints)
+
+_PANEL = "What a plan has to be: may be repeated; not given: all is tried"
+
+
+class PlanLimits(Flags):
+    """What a plan has to be."""
+
+    @classmethod
+    def flags(cls) -> dict[str, Any]:
+        """Every constraint of the planner."""
+        return {name: asked_flag(one, _PANEL) for name, one in _ASKED.items()}
+
+    def constraints(self) -> Constraints:
+        """What the planner is told.
+
+        Raises:
+            ConfigError: a text reads otherwise.
+        """
+        given = {name: value for name, value in self.values.items() if value}
+        return Constraints(**{_ASKED[name].field: _read(name, value) for name, value in given.items()})
+
+
+def _read(name: str, value: Any) -> Any:
+    if name in _READERS:
+        return _READERS[name](value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def wanted_options(texts: Sequence[str]) -> tuple[tuple[str, tuple[OptionValue, ...]], ...]:
@@ -45,16 +75,12 @@ def _value(option: str, text: str) -> OptionValue:
     return plain_value(text)
 
 
-def wanted_cuts(text: str | None) -> Cuts:
+def wanted_cuts(text: str) -> Cuts:
     """Where layers are cut: ``balanced``, ``even``, or the layers at which stages begin, with commas.
 
     Raises:
         ConfigError: it is something else.
     """
-    from counterflow.planning.cost.stages import Cutting  # noqa: PLC0415  (numpy and pydantic take a while)
-
-    if text is None:
-        return Cutting.BALANCED
     if text in tuple(Cutting):
         return Cutting(text)
     try:
@@ -64,3 +90,11 @@ def wanted_cuts(text: str | None) -> Cuts:
             f"--cuts {text}: must be {' or '.join(Cutting)}, or the layers at which stages begin after the "
             "first, as in 13,25,37"
         ) from None
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "option": wanted_options,
+    "cuts": wanted_cuts,
+    "arrangement": lambda names: tuple(parse_mode(Arrangement, "arrangement", name) for name in names),
+}
+"""Flags whose texts have a form of their own."""

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from counterflow.errors import ConfigError
+from counterflow.fields import asked
 from counterflow.schedule import registry
 from counterflow.schedule.cuts import explicit
 from counterflow.schedule.ir import OptionValue
@@ -61,19 +62,69 @@ class Constraints:
         tensor_parallel: these numbers of positions of tensor parallelism, each divides the devices of a node.
     """
 
-    schemes: tuple[str, ...] | None = None
-    stale: bool = False
-    depths: tuple[int, ...] | None = None
-    samples: tuple[int, ...] | None = None
-    more_samples: tuple[int, ...] = ()
-    recompute: tuple[Recompute, ...] = tuple(Recompute)
-    sync: tuple[Sync, ...] = tuple(Sync)
-    arrangements: tuple[Arrangement, ...] = tuple(Arrangement)
-    cuts: Cuts = Cutting.BALANCED
-    zero_stages: tuple[int, ...] = (0, 1)
-    options: tuple[tuple[str, tuple[OptionValue, ...]], ...] = ()
-    more_updates: bool = False
-    tensor_parallel: tuple[int, ...] = (1,)
+    schemes: tuple[str, ...] | None = asked(None, "Only this scheme.", list[str], name="scheme")
+    stale: bool = asked(False, "Also schemes without a flush, which use old weights.", bool)
+    depths: tuple[int, ...] | None = asked(
+        None, "Only this many workers a replica.", list[int], metavar="D", name="workers"
+    )
+    samples: tuple[int, ...] | None = asked(
+        None,
+        "Only micro-batches of this many samples.",
+        list[int],
+        metavar="SAMPLES",
+        name="micro_batch_size",
+    )
+    more_samples: tuple[int, ...] = asked(
+        (), "This size besides powers of two.", list[int], metavar="SAMPLES", name="also_micro_batch_size"
+    )
+    recompute: tuple[Recompute, ...] = asked(
+        tuple(Recompute), "Only none, stage or layer.", list[Recompute], metavar="MODE"
+    )
+    sync: tuple[Sync, ...] = asked(
+        tuple(Sync), "Only end, eager or eager-opt.", list[Sync], metavar="MODE", name="sync_mode"
+    )
+    arrangements: tuple[Arrangement, ...] = asked(
+        tuple(Arrangement),
+        "Only with this side by side on a node: pipeline-inside (the workers of a replica), replicas-inside "
+        "(the replicas of a worker) or copies-inside (all copies of a stage).",
+        list[str],
+        metavar="NAME",
+        name="arrangement",
+    )
+    zero_stages: tuple[int, ...] = asked(
+        (0, 1),
+        "Only 0: every holder of a weight keeps its optimiser state; or 1: one does, updates it and sends it "
+        "to the others.",
+        list[int],
+        metavar="STAGE",
+        name="zero_stage",
+    )
+    options: tuple[tuple[str, tuple[OptionValue, ...]], ...] = asked(
+        (),
+        "Only this value of an option, of every scheme that has it or of one: chimera.pairs=1; see "
+        "'counterflow schemes'.",
+        list[str],
+        metavar="NAME=VALUE",
+        name="option",
+    )
+    tensor_parallel: tuple[int, ...] = asked(
+        (1,),
+        "With T devices of a node side by side that share the work of every layer; twice: both are tried. "
+        "Default 1.",
+        list[int],
+        metavar="T",
+    )
+    cuts: Cuts = asked(
+        Cutting.BALANCED,
+        "Of layers into stages: balanced (the default): by cost; even: as many blocks each; or the layers at "
+        "which stages begin after the first.",
+        metavar="RULE",
+    )
+    more_updates: bool = asked(
+        False,
+        "Also several updates in a mini-batch, of schemes that update after every micro-batch.",
+        bool,
+    )
 
     def at(self, positions: int, cluster: Cluster) -> Constraints:
         """The same for one of several numbers of positions: depths that another allows are left out.
