@@ -49,7 +49,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         *("runtime/parameters/test_gradient_groups.py", "runtime/parameters/test_gradients.py"),
     ),
     "verify/agreement.py": ("verify/test_compare.py", "verify/test_reference.py", "verify/test_verify.py"),
-    "verify/reference.py": ("verify/test_reference.py",),
+    "verify/reference.py": ("verify/test_reference.py", "verify/test_verify.py"),
     "train/supervision/fence.py": ("train/supervision/test_fence.py",),
     "checkpoints/index.py": ("checkpoints/test_index.py", "checkpoints/test_renames.py"),
 }
