@@ -28,7 +28,7 @@ import counterflow as cf
 from counterflow.schedule.placement import Placement, wave
 from counterflow.schedule.workload import plain
 from counterflow.synthesis.named import named
-from counterflow.synthesis.problem import problem_of
+from counterflow.synthesis.posing import problem_of
 
 GOAL = 0.05
 RESULTS = Path(__file__).parent / "results"

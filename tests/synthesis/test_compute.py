@@ -9,7 +9,8 @@ from counterflow.schedule.placement import Placement, bidirectional, linear, loo
 from counterflow.schedule.workload import Workload, plain
 from counterflow.synthesis.compute import one_by_one
 from counterflow.synthesis.named import named
-from counterflow.synthesis.problem import peaks, problem_of
+from counterflow.synthesis.posing import problem_of
+from counterflow.synthesis.problem import peaks
 
 
 def directions(placement: Placement, count: int) -> Workload:

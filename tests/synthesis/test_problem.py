@@ -6,7 +6,8 @@ import counterflow as cf
 from counterflow.schedule import schemes
 from counterflow.schedule.placement import bidirectional, linear, wave
 from counterflow.schedule.workload import plain
-from counterflow.synthesis.problem import Need, peaks, problem_of
+from counterflow.synthesis.posing import problem_of
+from counterflow.synthesis.problem import Need, peaks
 
 
 def test_letters_of_a_straight_pipeline() -> None:

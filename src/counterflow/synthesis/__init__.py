@@ -58,7 +58,8 @@ from __future__ import annotations
 
 from .bounds.lower import Bound, lower_bound
 from .compute import synthesize
-from .problem import Limit, Objective, Problem, problem_of
+from .posing import problem_of
+from .problem import Limit, Objective, Problem
 from .result import Synthesis
 
 __all__ = ["Bound", "Limit", "Objective", "Problem", "Synthesis", "lower_bound", "problem_of", "synthesize"]

@@ -20,7 +20,8 @@ from counterflow.simulation import Costs
 
 from .bounds.lower import Bound, lower_bound
 from .named import named
-from .problem import ACTIVATIONS, Limit, Objective, Problem, Words, problem_of, value_of
+from .posing import problem_of
+from .problem import ACTIVATIONS, Limit, Objective, Problem, Words, value_of
 from .result import PROVED, Synthesis
 
 Report = Callable[[float, float, str], None]

@@ -25,7 +25,7 @@ def named(problem: Problem, more: Callable[[], bool] = lambda: True) -> Iterator
 
     >>> from counterflow.schedule.placement import linear
     >>> from counterflow.schedule.workload import plain
-    >>> from counterflow.synthesis.problem import problem_of
+    >>> from counterflow.synthesis.posing import (problem_of)
     >>> sorted({name.partition("(")[0] for name, _ in named(problem_of(plain(linear(3), 4, split=True)))})
     ['dapple', 'zb-h1', 'zb-h2']
     """

@@ -25,7 +25,8 @@ from counterflow.synthesis.blocks.squeeze import Squeezer, mirrored, reversed_pr
 from counterflow.synthesis.blocks.wander import Wanderer
 from counterflow.synthesis.bounds.lower import lower_bound
 from counterflow.synthesis.compute import one_by_one
-from counterflow.synthesis.problem import Objective, Problem, peaks, problem_of
+from counterflow.synthesis.posing import problem_of
+from counterflow.synthesis.problem import Objective, Problem, peaks
 
 V4, V8 = wave(4, 1), wave(8, 1)
 STRAIGHT4, STRAIGHT8 = linear(4), linear(8)

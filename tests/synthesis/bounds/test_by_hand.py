@@ -14,7 +14,8 @@ from counterflow.schedule.workload import plain
 from counterflow.simulation import ByteCosts
 from counterflow.synthesis.bounds.lower import bounds, lower_bound
 from counterflow.synthesis.bounds.windows import windows_of
-from counterflow.synthesis.problem import Problem, Store, problem_of
+from counterflow.synthesis.posing import problem_of
+from counterflow.synthesis.problem import Problem, Store
 
 Rows = list[list[float]]
 

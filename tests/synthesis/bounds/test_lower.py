@@ -16,7 +16,8 @@ from counterflow.schedule.workload import plain
 from counterflow.simulation import ByteCosts
 from counterflow.simulation.costs import PerLink
 from counterflow.synthesis.bounds.lower import lower_bound, most_within, one_machine
-from counterflow.synthesis.problem import Problem, problem_of
+from counterflow.synthesis.posing import problem_of
+from counterflow.synthesis.problem import Problem
 
 LEAST = [  # placement, N, (F, I, W), cap, makespan, span: what solvers proved
     (linear(4), 8, (1, 1, 1), 4, 27, 27),

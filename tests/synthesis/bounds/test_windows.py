@@ -20,7 +20,8 @@ from counterflow.synthesis.bounds.windows import (
     in_order,
     windows_of,
 )
-from counterflow.synthesis.problem import Problem, Store, problem_of
+from counterflow.synthesis.posing import problem_of
+from counterflow.synthesis.problem import Problem, Store
 
 NO = -math.inf
 

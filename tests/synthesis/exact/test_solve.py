@@ -19,7 +19,8 @@ from counterflow.simulation import ByteCosts
 from counterflow.synthesis.bounds.lower import lower_bound
 from counterflow.synthesis.exact.model import Model, whole
 from counterflow.synthesis.exact.solve import solve
-from counterflow.synthesis.problem import Problem, Words, problem_of, value_of
+from counterflow.synthesis.posing import problem_of
+from counterflow.synthesis.problem import Problem, Words, value_of
 
 from ..bounds.test_lower import SCHEDULES, uneven
 

@@ -12,7 +12,8 @@ from counterflow.schedule import schemes
 from counterflow.schedule.placement import Placement, bidirectional, linear, looped, wave
 from counterflow.schedule.workload import plain
 from counterflow.simulation import Link
-from counterflow.synthesis.problem import Problem, problem_of, value_of
+from counterflow.synthesis.posing import problem_of
+from counterflow.synthesis.problem import Problem, value_of
 from counterflow.synthesis.search.improve import Search, improve
 
 UNIT = cf.Costs(forward=1, input_gradient=1, weight_gradients=1)

@@ -193,7 +193,7 @@ def _profiled(workload: Workload, costs: CostOptions, files: dict[str, Any]) -> 
     from counterflow.planning.predict import Play, Predictor  # noqa: PLC0415
     from counterflow.planning.prediction import Configuration  # noqa: PLC0415
     from counterflow.synthesis.compute import one_by_one  # noqa: PLC0415
-    from counterflow.synthesis.problem import problem_of  # noqa: PLC0415
+    from counterflow.synthesis.posing import problem_of  # noqa: PLC0415
 
     missing = [name for name, value in files.items() if value is None]
     if missing:

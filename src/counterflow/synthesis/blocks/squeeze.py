@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..problem import CLOSE, Need, Objective, Problem, Store, Words
+from ..search.building import ready_at
 from ..search.compiled import (
     NEVER,
     Flat,
@@ -25,7 +26,6 @@ from ..search.compiled import (
     flat_of,
     numbers_of,
     play,
-    ready_at,
     reset,
     run_next,
     scratch_of,

@@ -42,7 +42,7 @@ def lower_bound(problem: Problem) -> Bound:
 
     >>> from counterflow.schedule.placement import linear
     >>> from counterflow.schedule.workload import plain
-    >>> from counterflow.synthesis.problem import problem_of
+    >>> from counterflow.synthesis.posing import (problem_of)
     >>> print(lower_bound(problem_of(plain(linear(4), 8))))
     Bound(seconds=33.0, reason='worker 3 has 24 to do, with 9 before or after it that it cannot use')
     """

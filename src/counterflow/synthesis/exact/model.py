@@ -49,7 +49,7 @@ def whole(problem: Problem) -> Whole:
     >>> from counterflow.schedule.placement import linear
     >>> from counterflow.schedule.workload import plain
     >>> from counterflow.simulation import Costs
-    >>> from counterflow.synthesis.problem import problem_of
+    >>> from counterflow.synthesis.posing import (problem_of)
     >>> found = whole(problem_of(plain(linear(2), 2), Costs(forward=0.3, backward=0.75)))
     >>> found.unit, [x.seconds for x in found.problem.letters]
     (Fraction(3, 20), [2.0, 5.0, 2.0, 5.0])

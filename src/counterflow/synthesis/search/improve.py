@@ -24,17 +24,15 @@ from counterflow.schedule.ir import Product
 
 from ..bounds.windows import first_starts
 from ..problem import Problem, Words, value_of
+from .building import Due, build, room_of
 from .compiled import (
     NEVER,
-    Due,
     Flat,
     Floats,
     Numbers,
     Scratch,
-    build,
     flat_of,
     numbers_of,
-    room_of,
     scratch_of,
     settle,
     words_of,

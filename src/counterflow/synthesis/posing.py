@@ -1,0 +1,224 @@
+"""From a workload and costs to the problem that a search solves, and what is refused before one begins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from counterflow.errors import ConfigError
+from counterflow.schedule.ir import Op, OpKind, Product
+from counterflow.schedule.modes import Recompute
+from counterflow.schedule.residency import stash_change
+from counterflow.schedule.workload import Workload
+from counterflow.simulation import Costs, Link, Piece
+from counterflow.simulation.op_costs import per_stage, stage_bytes
+
+from .problem import ACTIVATIONS, BYTES, CLOSE, Letter, Limit, Need, Objective, Problem, Store, Summed, peaks
+
+
+def problem_of(
+    workload: Workload,
+    costs: Costs | None = None,
+    *,
+    peak: Limit | None = None,
+    memory_bytes: Limit | None = None,
+    objective: Objective | str = Objective.MAKESPAN,
+) -> Problem:
+    """The problem of ordering a workload.
+
+    Args:
+        workload: synchronous, its micro-batches one by one.
+        costs: seconds and bytes; by default a forward costs 1, a backward 2, messages nothing.
+        peak: most activations that a worker stashes, in (stage x micro-batch) units, from a forward's start
+            to the end of its weight gradients.
+        memory_bytes: most bytes that a worker has, weights and optimiser state included; needs
+            ``costs.memory`` or ``costs.ops``.
+        objective: ``makespan`` or ``steady``.
+
+    Raises:
+        ConfigError: the workload has doubled forwards, divided backwards or several periods, costs do not
+            fit it, or what is limited is too little for one micro-batch.
+    """
+    costs = Costs() if costs is None else costs
+    try:
+        objective = Objective(objective)
+    except ValueError:
+        raise ConfigError(f"objective={str(objective)!r}: legal: {', '.join(Objective)}") from None
+    _refuse(workload)
+    letters, links = _letters(workload, costs)
+    stores = []
+    if peak is not None:
+        stores.append(_activations(letters, _limits("peak", peak, workload.placement.workers)))
+    if memory_bytes is not None:
+        stores.append(_bytes(workload, costs, letters, memory_bytes))
+    for store in stores:
+        _refuse_too_little(workload, letters, store)
+    travels = any(need.seconds for letter in letters for need in letter.needs)
+    return Problem(
+        workload,
+        costs,
+        objective,
+        letters,
+        tuple(stores),
+        _sums(workload, costs, letters),
+        costs.agreement if objective is Objective.MAKESPAN else 0.0,
+        links,
+        lanes=travels and costs.link is Link.ONE_AT_A_TIME,
+        busy=travels and not costs.overlap,
+    )
+
+
+def _refuse(workload: Workload) -> None:
+    for fault in workload.faults():
+        raise ConfigError(f"the workload is not right: {fault}")
+    if not workload.synchronous or workload.periods != 1:
+        raise ConfigError("orders are computed for one synchronous mini-batch; this workload has no flush")
+    if not workload.trains:
+        raise ConfigError("orders are computed for training; this workload has no backwards")
+    if any(skip.once for skip in workload.skips):
+        raise ConfigError("orders are not computed for values that are sent once a step; leave them out")
+    shares = set()
+    for one in workload.passes:
+        if len(one.micro_batches) != 1 or len(one.shares) != 1 or one.shares[0].parts != 1:
+            raise ConfigError(
+                "orders are computed for micro-batches that go one by one; this workload has doubled "
+                "forwards or divided backwards"
+            )
+        shares.add(one.shares[0].split)
+    if len(shares) > 1:
+        raise ConfigError(
+            "orders are computed where all micro-batches split the backwards of the same stages"
+        )
+
+
+def _letters(workload: Workload, costs: Costs) -> tuple[tuple[Letter, ...], int]:
+    """The letters, and how many links messages use."""
+    placement = workload.placement
+    first: dict[int, int] = {}
+    count: dict[int, int] = {}
+    for one in workload.passes:
+        first.setdefault(one.pipe, one.micro_batches[0])
+        count[one.pipe] = count.get(one.pipe, 0) + 1
+    ops = [op for op in workload.ops() if first[op.pipe] == op.micro_batches[0]]
+    kinds = list(OpKind)
+
+    def place(op: Op) -> tuple[int, int, int, int]:
+        return placement.worker(op.pipe, op.stage), op.pipe, op.stage, kinds.index(op.kind)
+
+    ops.sort(key=place)
+    number = {op: n for n, op in enumerate(ops)}
+    seconds = costs.of_ops(workload.placement.stages)
+    travel = _Travel(workload, costs)
+    links: dict[tuple[int, int], int] = {}
+    letters = []
+    for op in ops:
+        worker = placement.worker(op.pipe, op.stage)
+        takes = seconds.seconds(Piece(op.kind, op.stage, worker))
+        if not 0 <= takes < math.inf:
+            raise ConfigError(f"{op} takes {takes} seconds: must be finite, 0 or more")
+        needs = []
+        for need in workload.needs(op):
+            sender = placement.worker(need.pipe, need.stage)
+            if sender == worker:
+                needs.append(Need(number[need]))
+            else:
+                link = links.setdefault((sender, costs.way(sender, worker)), len(links))
+                needs.append(Need(number[need], travel.seconds(need, op), link))
+        letters.append(Letter(op.kind, op.pipe, op.stage, worker, count[op.pipe], takes, tuple(needs)))
+    return tuple(letters), len(links)
+
+
+class _Travel:
+    """How long messages travel."""
+
+    def __init__(self, workload: Workload, costs: Costs) -> None:
+        self._placement = workload.placement
+        self._costs = costs
+        self._sizes = per_stage("message_bytes", costs.message_bytes, workload.placement.stages)
+        self._skips = {(s.source, s.target): n for n, s in enumerate(workload.skips)}
+        given = costs.skip_bytes
+        self._skip_bytes = per_stage("skip_bytes", given, len(workload.skips)) if workload.skips else []
+
+    def seconds(self, maker: Op, taker: Op) -> float:
+        """From the op that makes something to the one on another worker that takes it."""
+        sender = self._placement.worker(maker.pipe, maker.stage)
+        receiver = self._placement.worker(taker.pipe, taker.stage)
+        each, per_byte = (_of_link(x, sender, receiver) for x in (self._costs.p2p, self._costs.p2p_per_byte))
+        lower, upper = sorted((maker.stage, taker.stage))
+        size = self._sizes[lower] if upper == lower + 1 else self._skip_bytes[self._skips[lower, upper]]
+        return each + per_byte * size
+
+
+def _of_link(value: float | Sequence[Sequence[float]], sender: int, receiver: int) -> float:
+    return float(value) if isinstance(value, (int, float)) else float(value[sender][receiver])
+
+
+def _limits(name: str, value: Limit, workers: int) -> tuple[float, ...]:
+    if isinstance(value, (int, float)):
+        value = [value] * workers
+    if len(value) != workers:
+        raise ConfigError(f"{name}: {len(value)} numbers for {workers} workers; give one, or one a worker")
+    for number in value:
+        if not number > 0:
+            raise ConfigError(f"{name}={number}: must be above 0")
+    return tuple(float(number) for number in value)
+
+
+def _activations(letters: Sequence[Letter], most: tuple[float, ...]) -> Store:
+    change = [stash_change(Op(x.kind, x.stage, (0,))) for x in letters]
+    at_start = tuple(max(c, 0.0) for c in change)
+    return Store(ACTIVATIONS, at_start, tuple(min(c, 0.0) for c in change), most)
+
+
+def _bytes(workload: Workload, costs: Costs, letters: Sequence[Letter], limit: Limit) -> Store:
+    if costs.memory is None:
+        raise ConfigError("memory_bytes: needs the bytes of each stage; give costs with `memory`")
+    placement = workload.placement
+    each = stage_bytes(costs.memory, Recompute(costs.recompute), placement.stages)
+    most = []
+    for worker, all_bytes in enumerate(_limits("memory_bytes", limit, placement.workers)):
+        base = sum(each.fixed[stage] + each.weights[stage] for _, stage in placement.held(worker))
+        if base >= all_bytes:
+            raise ConfigError(
+                f"memory_bytes={all_bytes:,.0f}: worker {worker} holds {base:,.0f} bytes of weights, "
+                "gradients and optimiser state before its first op"
+            )
+        most.append(all_bytes - base)
+    ops = costs.of_ops(placement.stages)
+    changes = [ops.bytes(Piece(x.kind, x.stage, x.worker)) for x in letters]
+    return Store(BYTES, tuple(a for a, _ in changes), tuple(b for _, b in changes), tuple(most))
+
+
+def _refuse_too_little(workload: Workload, letters: Sequence[Letter], store: Store) -> None:
+    """Refuse a limit under which a worker cannot run one micro-batch through all its stages."""
+    for worker, most in enumerate(store.most):
+        for pipe in range(workload.placement.pipes):
+            own = [n for n, x in enumerate(letters) if x.worker == worker and x.pipe == pipe]
+            if not own:
+                continue
+            forwards = [n for n in own if letters[n].kind.whole]
+            word = forwards + sorted((n for n in own if n not in forwards), key=lambda n: -letters[n].stage)
+            held = replace(store, most=(most,))
+            (need,) = peaks(held, (tuple(word),))
+            if need > most * (1 + CLOSE):
+                raise ConfigError(
+                    f"worker {worker} may hold {most:,.10g} {store.name} and one micro-batch needs "
+                    f"{need:,.10g}; allow more"
+                )
+
+
+def _sums(workload: Workload, costs: Costs, letters: Sequence[Letter]) -> tuple[Summed, ...]:
+    """The sums of gradients, where stages have several copies."""
+    seconds: list[float] = per_stage("sync", costs.sync, workload.placement.stages)
+    found = []
+    for stage in range(workload.placement.stages):
+        workers = sorted({worker for _, worker in workload.placement.copies(stage)})
+        if len(workers) * costs.replicas > 1 and seconds[stage]:
+            makers = tuple(
+                n
+                for n, x in enumerate(letters)
+                if x.stage == stage and Product.WEIGHT_GRADIENTS in x.kind.makes
+            )
+            found.append(Summed(makers, tuple(workers), seconds[stage]))
+    return tuple(found)
