@@ -29,7 +29,7 @@ from counterflow.errors import CounterflowError
 from ..torch_private import default_store, gloo_lane
 from ..workers.watch import Watch
 from .base import Described, Group, Lost, Pending, Status, TimedOut, Transport
-from .gathers import Gathering, Gathers
+from .gathers import GatheredRows, Gathers
 from .headers import HEADER_WORDS, announced, as_bytes, describe
 from .pending import DONE, DescribedReceiving, Sending, Works
 from .staging import CopyOut, PendingSend, SendReaper, Stager, cuda_copy_out
@@ -220,7 +220,7 @@ class DistributedTransport(Transport):
         if whole is not plain and self.rank != source:
             plain.copy_(whole)
 
-    def start_gather(self, values: Sequence[float]) -> Gathering:
+    def start_gather(self, values: Sequence[float]) -> GatheredRows:
         """See ``Transport.start_gather``."""
         return self._gathers.start(values)
 

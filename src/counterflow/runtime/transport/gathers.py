@@ -93,7 +93,7 @@ class Rows:
         self.error: Exception | None = None
 
 
-class Gathering:
+class GatheredRows:
     """A gather under way: its columns in one or several parts, and how many there are."""
 
     __slots__ = ("parts", "transport", "width")
@@ -140,7 +140,7 @@ class Gathers:
         self._passing: SimpleQueue[Rows | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start(self, values: Sequence[float]) -> Gathering:
+    def start(self, values: Sequence[float]) -> GatheredRows:
         """Begin one.
 
         Of few workers the last one to start has all the rows at once, and the others have its row after one
@@ -162,7 +162,7 @@ class Gathers:
             if part.far:
                 self._pass_on(part)
             parts.append(part)
-        return Gathering(transport, parts, width)
+        return GatheredRows(transport, parts, width)
 
     def expect(self) -> None:
         """Post receives ahead: a row that is asked for only when it is needed comes a way later."""

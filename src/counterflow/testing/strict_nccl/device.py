@@ -93,11 +93,11 @@ class Device:
         (streams.current_stream() or self.stream).synchronize(why)
 
 
-class _Thread(threading.local):
+class _ThreadDevice(threading.local):
     device: Device | None = None
 
 
-_thread = _Thread()
+_thread = _ThreadDevice()
 
 
 def current() -> Device | None:

@@ -159,11 +159,11 @@ class Stream:
             copy.finish()
 
 
-class _Thread(threading.local):
+class _ThreadStreams(threading.local):
     stream: Stream | None = None
 
 
-_thread = _Thread()
+_thread = _ThreadStreams()
 
 
 def current_stream() -> Stream | None:
