@@ -24,11 +24,14 @@ from counterflow.schedule.modes import Recompute
 from counterflow.schedule.orders.split import split_backwards
 from counterflow.schedule.scheme import SPLIT
 from counterflow.schedule.workload import Workload, plain
+from counterflow.simulation import Costs
 from counterflow.synthesis import Objective, Synthesis, lower_bound, problem_of, synthesize
-from counterflow.synthesis.compute import START
+from counterflow.synthesis.compute import START, one_by_one
 
+from .cost.device_placement import network
 from .cost.stages import Cutting
-from .predict import Play
+from .predict import Play, Predictor
+from .prediction import Configuration
 from .search.search import Found, Plan
 from .search.space import Constraints, Omission
 
@@ -383,3 +386,40 @@ def _moved(play: Play, stage: int, by: int) -> Play | None:
         return None
     configuration = replace(play.configuration, cuts=tuple(cuts))
     return play.predictor.play_order(configuration, play.schedule, play.mini_batch)
+
+
+def play_one_by_one(
+    predictor: Predictor, workload: Workload, *, replicas: int, samples: int, recompute: Recompute
+) -> Play:
+    """A workload on a cluster, its ops one after the other: what they cost, before an order is computed.
+
+    Args:
+        predictor: of the model on the cluster; its layers are cut so that stages are balanced.
+        workload: the ops.
+        replicas: W, copies of the whole pipeline group.
+        samples: B, samples of a micro-batch.
+        recompute: what is computed again in a backward.
+
+    Raises:
+        ConfigError: a micro-batch without samples, or more workers than the cluster has devices.
+    """
+    if samples < 1:
+        raise ConfigError(f"micro_batch={samples}: must be 1 or more")
+    placement = workload.placement
+    if placement.workers * replicas > predictor.cluster.size:
+        raise ConfigError(
+            f"{placement.workers} workers · {replicas} replicas need {placement.workers * replicas} devices, "
+            f"but cluster {predictor.cluster.name} has {predictor.cluster.size}"
+        )
+    problem = problem_of(workload, Costs())
+    configuration = Configuration.of(SYNTHESIZED, {}, replicas=replicas, samples=samples, recompute=recompute)
+    links = network(predictor.cluster, placement, replicas, configuration.arrangement)
+    stages = predictor.stages(
+        Cutting.BALANCED,
+        placement,
+        samples,
+        recompute,
+        passes=-(-workload.micro_batches // placement.pipes),
+        on=links,
+    )
+    return Play(predictor, configuration, problem.schedule(one_by_one(problem)), stages, links)

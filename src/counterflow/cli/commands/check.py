@@ -32,7 +32,7 @@ def check(
     report = inspect(schedule, peak_limit=peak_limit)
     ops = sum(map(len, schedule.orders))
     if as_json:
-        from ..output.results import Checked, Rule, of_schedule  # noqa: PLC0415  (pydantic takes a while)
+        from ..output.results import Checked, Rule, of_schedule
 
         rules = [Rule(rule=r.rule, ok=r.ok, detail=r.detail) for r in report.results]
         print_json(Checked(**of_schedule(schedule), op_count=ops, ok=report.ok, rules=rules))
@@ -46,7 +46,7 @@ _SIGNS = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("·", "yell
 
 
 def _print(title: str, report: Report) -> None:
-    from rich.text import Text  # noqa: PLC0415  (not for --json)
+    from rich.text import Text
 
     out = console(WIDE)
     out.print(Text(title, style="bold"))

@@ -44,11 +44,11 @@ def convert(
     as_json: JsonFlag = False,
 ) -> None:
     """Convert weights, bit by bit as they are: of a run, or into a checkpoint to begin a training with."""
-    from counterflow.checkpoints.convert import convert as converted  # noqa: PLC0415  (imports torch)
+    from counterflow.checkpoints.convert import convert as converted
 
     found = converted(source, target, model, ema=ema)
     if as_json:
-        from ..output.results import ConvertedShown  # noqa: PLC0415
+        from ..output.results import ConvertedShown
 
         shown = dataclasses.asdict(found) | {"path": str(found.path)}
         print_json(ConvertedShown.model_validate(shown))

@@ -35,7 +35,7 @@ def doctor(
     as_json: JsonFlag = False,
 ) -> None:
     """Say what this machine has, and train a tiny model on two workers here; exit 1 if something is wrong."""
-    from counterflow.measure.health import findings  # noqa: PLC0415  (imports torch)
+    from counterflow.measure.health import findings
 
     found = findings(folder)
     if test:
@@ -44,7 +44,7 @@ def doctor(
         found += _tests()
     ok = not any(finding.ok is False for finding in found)
     if as_json:
-        from ..output.results import Doctor, FindingShown  # noqa: PLC0415  (pydantic takes a while)
+        from ..output.results import Doctor, FindingShown
 
         shown = [FindingShown(about=f.about, found=f.found, ok=f.ok, advice=f.advice) for f in found]
         print_json(Doctor(version=__version__, ok=ok, findings=shown))
@@ -56,8 +56,8 @@ def doctor(
 
 def _tests() -> Iterable[Finding]:
     """Two workers against one process: as threads and as processes, and on two GPUs where they are."""
-    from counterflow.measure.health import Finding, gpus  # noqa: PLC0415
-    from counterflow.train.trial import small_trial  # noqa: PLC0415
+    from counterflow.measure.health import Finding, gpus
+    from counterflow.train.trial import small_trial
 
     trial = small_trial(schemes.chimera(stages=2, micro_batches=2), steps=1)
     for kind in kinds(trains=True):
@@ -86,8 +86,8 @@ _SIGNS = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("·", "dim"
 
 
 def _print(found: list[Finding], *, ok: bool) -> None:
-    from rich.table import Table  # noqa: PLC0415  (not for --json)
-    from rich.text import Text  # noqa: PLC0415
+    from rich.table import Table
+    from rich.text import Text
 
     out = console(WIDE)
     out.print(Text(f"counterflow {__version__}", style="bold"))

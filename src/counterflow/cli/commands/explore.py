@@ -44,9 +44,9 @@ def explore(
             raise ConfigError(f"{path}: there is no such folder")
     for package in ("starlette", "uvicorn"):
         imported(package, "explore")
-    from counterflow.explore.app import application  # noqa: PLC0415  (an extra)
-    from counterflow.explore.schedules import warm  # noqa: PLC0415
-    from counterflow.explore.serve import serve, stand_back  # noqa: PLC0415
+    from counterflow.explore.app import application
+    from counterflow.explore.schedules import warm
+    from counterflow.explore.serve import serve, stand_back
 
     stand_back()
     Thread(target=warm, daemon=True).start()

@@ -5,22 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from counterflow.errors import ConfigError
+from counterflow.papers import examples
+from counterflow.papers.examples import EXAMPLES, Example
+from counterflow.papers.step_times import plan_with_form_json
+from counterflow.planning.cost.device_placement import Arrangement
+from counterflow.planning.inputs import files
+from counterflow.planning.orders import SYNTHESIZED, Orders, compute_orders, with_orders
+from counterflow.planning.report import as_json as data
+from counterflow.planning.search.search import Found, Plan, search
+from counterflow.planning.search.space import Constraints
+from counterflow.planning.why import why
+from counterflow.schedule.formats import dumps
 
 from ..options.flags import JsonFlag
 from ..options.wanted import PlanLimits
 from ..output.console import note, print_json, writing
 from ..output.search_bar import order_bar, search_bar
-
-if TYPE_CHECKING:
-    from counterflow.papers.examples import Example
-    from counterflow.planning.orders import Orders
-    from counterflow.planning.search.search import Found, Plan
-    from counterflow.planning.search.space import Constraints
 
 _INPUTS = "What is planned: an example, files, or both: files take its place"
 _ORDERS = "Computed orders"
@@ -104,10 +109,6 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Choose scheme, depth, width, micro-batch and recomputation for a model on a cluster, by simulation."""
-    from counterflow.planning.cost.device_placement import Arrangement  # noqa: PLC0415  (numpy and pydantic take a while)
-    from counterflow.planning.search.search import search  # noqa: PLC0415
-    from counterflow.planning.why import why  # noqa: PLC0415
-
     if listed:
         _list(as_json)
         return
@@ -132,15 +133,12 @@ def plan(
     explained = why(found)
     written = None if out is None else _write(task, found.best[0], out)
     if as_json:
-        from counterflow.papers.step_times import plan_with_form_json  # noqa: PLC0415
-        from counterflow.planning.report import as_json as data  # noqa: PLC0415
-
-        from ..output.plan_results import Planned  # noqa: PLC0415
+        from ..output.plan_results import Planned
 
         head = {"model": task.model.name, "profile": task.profile.name, "cluster": task.cluster.name}
         print_json(Planned.model_validate(head | data(found, explained, plan_with_form_json, orders)))
         return
-    from ..output.plan_tables import print_plans  # noqa: PLC0415
+    from ..output.plan_tables import print_plans
 
     print_plans(task, found, explained, top, orders)
     if out is not None:
@@ -160,8 +158,6 @@ def _ordered(
     found: Found, constraints: Constraints, seconds: float | None, moves: int | None
 ) -> tuple[Found, Orders]:
     """What was found, with orders computed for the best plans."""
-    from counterflow.planning.orders import compute_orders, with_orders  # noqa: PLC0415
-
     limit = 30.0 if seconds is None else seconds
     with order_bar(None if moves is not None else limit) as told:
         orders = compute_orders(found, constraints, seconds=limit, moves=moves, progress=told)
@@ -182,9 +178,6 @@ def _task(
     Raises:
         ConfigError: neither an example nor all that one has.
     """
-    from counterflow.papers import examples  # noqa: PLC0415
-    from counterflow.planning.inputs import files  # noqa: PLC0415
-
     given: dict[str, Any] = {}
     readers: dict[str, tuple[Path | None, Callable[[Path], Any]]] = {
         "model": (model, files.load_model),
@@ -209,14 +202,12 @@ def _task(
 
 
 def _list(as_json: bool) -> None:
-    from counterflow.papers.examples import EXAMPLES, example  # noqa: PLC0415
-
-    known = [example(name) for name in EXAMPLES]
+    known = [examples.example(name) for name in EXAMPLES]
     if as_json:
         shown = [
             {"name": e.name, "about": e.about, "mini_batch": e.mini_batch, "source": e.source} for e in known
         ]
-        from ..output.results import Examples  # noqa: PLC0415
+        from ..output.results import Examples
 
         print_json(Examples.model_validate({"examples": shown}))
         return
@@ -226,8 +217,6 @@ def _list(as_json: bool) -> None:
 
 
 def _save(task: Example, folder: Path) -> None:
-    from counterflow.planning.inputs import files  # noqa: PLC0415
-
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     for name in ("model", "profile", "cluster"):
@@ -240,9 +229,7 @@ def _save(task: Example, folder: Path) -> None:
 
 def _write(task: Example, best: Plan, path: Path) -> Path | None:
     """The plan's config, and a computed order beside it: its file, None where a scheme makes the order."""
-    from counterflow.planning.orders import SYNTHESIZED  # noqa: PLC0415
-    from counterflow.schedule.formats import dumps  # noqa: PLC0415
-    from counterflow.train.planned import planned_config  # noqa: PLC0415
+    from counterflow.train.planned import planned_config
 
     beside = None
     if best.play.configuration.scheme == SYNTHESIZED:

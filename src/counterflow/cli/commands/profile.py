@@ -50,10 +50,10 @@ def profile(
 
     Under torchrun all workers measure, on all nodes, links between nodes too; the first writes.
     """
-    from counterflow.planning.inputs import files  # noqa: PLC0415  (torch and pydantic take a while)
-    from counterflow.runtime.workers.place import place  # noqa: PLC0415
-    from counterflow.train import load_config  # noqa: PLC0415
-    from counterflow.train.profiling import SIZES, measure  # noqa: PLC0415
+    from counterflow.planning.inputs import files
+    from counterflow.runtime.workers.place import place
+    from counterflow.train import load_config
+    from counterflow.train.profiling import SIZES, measure
 
     resolved = load_config(config, sets or ())
     placed = place()
@@ -75,7 +75,7 @@ def profile(
         with writing(path):
             path.write_text(files.dumps(getattr(found, name)), encoding="utf-8")
     if as_json:
-        from ..output.results import Profiled  # noqa: PLC0415
+        from ..output.results import Profiled
 
         print_json(Profiled.model_validate({n: files.as_data(getattr(found, n)) for n in NAMES}))
     else:
@@ -94,8 +94,8 @@ def _numbers(text: str) -> list[int]:
 @contextmanager
 def _progress(*, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
     """A bar on stderr, on a terminal only."""
-    from rich.console import Console  # noqa: PLC0415
-    from rich.progress import Progress  # noqa: PLC0415
+    from rich.console import Console
+    from rich.progress import Progress
 
     screen = Console(stderr=True)
     with Progress(console=screen, transient=True, disable=not (shown and screen.is_terminal)) as bar:
@@ -110,11 +110,11 @@ def _progress(*, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _print(found: Measured) -> None:
-    from rich import box  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
 
-    from counterflow.drawing.units import time_unit  # noqa: PLC0415
+    from counterflow.drawing.units import time_unit
 
     def shown(seconds: float) -> str:
         return time_unit(seconds).text(seconds)

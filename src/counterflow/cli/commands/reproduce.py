@@ -39,8 +39,8 @@ def reproduce(
     A figure's ratios are predicted by the planner: each scheme's best configuration in the paper's space, and
     the one that the paper states. What a constant was fitted on is marked, the rest is the test.
     """
-    from counterflow.papers.figures import FIGURES  # noqa: PLC0415  (only this command needs them)
-    from counterflow.papers.tables import TABLES  # noqa: PLC0415
+    from counterflow.papers.figures import FIGURES
+    from counterflow.papers.tables import TABLES
 
     known = (*TABLES, *FIGURES)
     if name is None or listed:
@@ -57,7 +57,7 @@ def reproduce(
         raise ConfigError(f"{name} is a table: there is nothing to draw; leave out --out")
     table = TABLES[name]()
     if as_json:
-        from ..output.results import TableShown  # noqa: PLC0415
+        from ..output.results import TableShown
 
         print_json(TableShown(**table.to_json()))
     else:
@@ -65,11 +65,11 @@ def reproduce(
 
 
 def _list(known: Iterable[str], as_json: bool) -> None:
-    from counterflow.papers.figures import FIGURES  # noqa: PLC0415
+    from counterflow.papers.figures import FIGURES
 
     names = list(known)
     if as_json:
-        from ..output.results import Reproducible  # noqa: PLC0415
+        from ..output.results import Reproducible
 
         tables, figures = ([n for n in names if (n in FIGURES) is drawn] for drawn in (False, True))
         print_json(Reproducible(tables=tables, figures=figures))
@@ -83,9 +83,9 @@ SHOWN = ("scheme", "setting", "formula", "value", "measured", "difference", "not
 
 
 def _print(table: Table) -> None:
-    from rich import box  # noqa: PLC0415  (not for --json)
-    from rich import table as rich_table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
+    from rich import box
+    from rich import table as rich_table
+    from rich.text import Text
 
     out = console(WIDE)
     out.print(Text(table.title, style="bold"))

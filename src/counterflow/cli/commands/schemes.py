@@ -15,12 +15,12 @@ from ..output.console import WIDE, console, print_json
 def schemes(*, as_json: JsonFlag = False) -> None:
     """List every scheme with its options, their ranges and defaults."""
     if as_json:
-        from ..output.results import Schemes  # noqa: PLC0415  (pydantic takes a while)
+        from ..output.results import Schemes
 
         print_json(Schemes.model_validate({"schemes": [_as_json(scheme) for scheme in SCHEMES.values()]}))
         return
-    from rich.table import Table  # noqa: PLC0415  (not for --json)
-    from rich.text import Text  # noqa: PLC0415
+    from rich.table import Table
+    from rich.text import Text
 
     out = console(WIDE)
     for scheme in SCHEMES.values():

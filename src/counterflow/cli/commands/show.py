@@ -88,7 +88,7 @@ def show(
     ] = False,
 ) -> None:
     """Draw the timeline of a schedule, or of a run: in the terminal, or into files."""
-    from counterflow.drawing import draw, draw_terminal  # noqa: PLC0415  (slow to load)
+    from counterflow.drawing import draw, draw_terminal
 
     if messages and (is_run(subject) or not out):
         why = "a run's messages are not measured" if is_run(subject) else "the terminal draws no arrows"
@@ -129,8 +129,8 @@ def _show_run(
     memory: bool,
 ) -> None:
     """A run as it was measured, above its prediction or another run."""
-    from counterflow.drawing import draw_charts, print_charts  # noqa: PLC0415  (slow to load)
-    from counterflow.train.folder import read_timeline  # noqa: PLC0415
+    from counterflow.drawing import draw_charts, print_charts
+    from counterflow.train.folder import read_timeline
 
     if given:
         raise ConfigError(

@@ -52,7 +52,7 @@ def simulate(
     for text in costs.without_effect(schedule):
         note(f"Note: {text}")
     if as_json:
-        from ..output.results import simulated  # noqa: PLC0415  (pydantic takes a while)
+        from ..output.results import simulated
 
         print_json(simulated(result, _shown_costs(result, costs), timeline=timeline, messages=messages))
         return
@@ -65,7 +65,7 @@ def simulate(
 
 
 def _print(result: Simulation, costs: CostOptions, tables: list[Any]) -> None:
-    from rich.text import Text  # noqa: PLC0415  (not for --json)
+    from rich.text import Text
 
     out = console(WIDE)
     out.print(Text(str(result.schedule), style="bold"))
@@ -75,7 +75,7 @@ def _print(result: Simulation, costs: CostOptions, tables: list[Any]) -> None:
 
 
 def _summary(result: Simulation, *, played_from_file: bool) -> Any:
-    from rich.table import Table  # noqa: PLC0415
+    from rich.table import Table
 
     summary = Table.grid(padding=(0, 2))
     summary.add_row("makespan", f"[bold]{number(result.makespan)}[/] {unit_of(result)}")
@@ -138,7 +138,7 @@ def _has_backwards(result: Simulation) -> bool:
 
 
 def _workers(result: Simulation) -> Any:
-    from rich.table import Table  # noqa: PLC0415
+    from rich.table import Table
 
     unit = unit_of(result)
     columns = [f"busy {unit}", f"idle {unit}", "bubble", "peak activations", "weight copies"]
@@ -182,7 +182,7 @@ def _steady(result: Simulation, played_from_file: bool) -> str:
 
 
 def _ops(result: Simulation) -> Any:
-    from rich.table import Table  # noqa: PLC0415
+    from rich.table import Table
 
     unit = unit_of(result)
     columns = ("worker", "op", "pipe", "stage", "micro-batches", f"start {unit}", f"end {unit}")
@@ -207,7 +207,7 @@ def _ops(result: Simulation) -> Any:
 
 
 def _messages(result: Simulation) -> Any:
-    from rich.table import Table  # noqa: PLC0415
+    from rich.table import Table
 
     unit = unit_of(result)
     table = Table("from", "to", "made by", "for", f"start {unit}", f"end {unit}", box=_box())
@@ -225,6 +225,6 @@ def _shown_costs(result: Simulation, costs: CostOptions) -> dict[str, Any]:
 
 
 def _box() -> Any:
-    from rich import box  # noqa: PLC0415
+    from rich import box
 
     return box.SIMPLE_HEAD

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from counterflow.errors import ConfigError
+from counterflow.planning.inputs.files import load_cluster, load_model, load_profile
+from counterflow.planning.orders import play_one_by_one
+from counterflow.planning.predict import Play, Predictor
+from counterflow.schedule.formats import dumps
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement
 from counterflow.schedule.scheme import MOST_OPS
 from counterflow.schedule.workload import Workload, plain
-from counterflow.simulation import Costs
 from counterflow.synthesis import Limit, Objective, Synthesis
 from counterflow.synthesis import synthesize as compute
 
@@ -20,10 +23,6 @@ from ..options.flags import CostOptions, JsonFlag, bytes_of, numbers_of
 from ..options.placements import placement_of
 from ..output.console import byte_size, console, note, number, print_json, unit_of, writing
 from ..output.search_bar import order_bar
-
-if TYPE_CHECKING:
-    from counterflow.planning.predict import Play
-
 
 _WORK = "Work: what is ordered"
 _LIMITS = "Limits: one number for all workers (4), or one a worker (4,4,3,3)"
@@ -159,12 +158,10 @@ def synthesize(
     if found.stopped:
         note("Stopped: this is the best so far.")
     if out is not None:
-        from counterflow.schedule.formats import dumps  # noqa: PLC0415
-
         with writing(out):
             out.write_text(dumps(found.schedule), encoding="utf-8")
     if as_json:
-        from ..output.results import synthesized  # noqa: PLC0415  (pydantic takes a while)
+        from ..output.results import synthesized
 
         print_json(synthesized(found))
         return
@@ -187,14 +184,6 @@ def _workload(placement: Placement, micro_batches: int, *, split: bool) -> Workl
 
 def _profiled(workload: Workload, costs: CostOptions, files: dict[str, Any]) -> Play:
     """The measured costs of a model's stages, cut so that they are balanced."""
-    from counterflow.planning.cost.device_placement import network  # noqa: PLC0415  (pydantic takes a while)
-    from counterflow.planning.cost.stages import Cutting  # noqa: PLC0415
-    from counterflow.planning.inputs.files import load_cluster, load_model, load_profile  # noqa: PLC0415
-    from counterflow.planning.predict import Play, Predictor  # noqa: PLC0415
-    from counterflow.planning.prediction import Configuration  # noqa: PLC0415
-    from counterflow.synthesis.compute import one_by_one  # noqa: PLC0415
-    from counterflow.synthesis.posing import problem_of  # noqa: PLC0415
-
     missing = [name for name, value in files.items() if value is None]
     if missing:
         flags = ", ".join("--" + name.replace("_", "-") for name in missing)
@@ -204,42 +193,17 @@ def _profiled(workload: Workload, costs: CostOptions, files: dict[str, Any]) -> 
     if given:
         name = next(iter(given)).replace("_", "-")
         raise ConfigError(f"--{name}: the profile has all costs; leave it out, or leave out --profile")
-    samples = files["micro_batch_size"]
-    if samples < 1:
-        raise ConfigError(f"--micro-batch-size {samples}: must be 1 or more")
     predictor = Predictor(
         load_model(files["model"]), load_profile(files["profile"]), load_cluster(files["cluster"])
     )
-    placement = workload.placement
-    if placement.workers * replicas > predictor.cluster.size:
-        raise ConfigError(
-            f"{placement.workers} workers · {replicas} replicas need {placement.workers * replicas} devices, "
-            f"but cluster {predictor.cluster.name} has {predictor.cluster.size}"
-        )
-    problem = problem_of(workload, Costs())
-    configuration = Configuration.of(
-        "synthesized", {}, replicas=replicas, samples=samples, recompute=recompute
-    )
-    links = network(predictor.cluster, placement, replicas, configuration.arrangement)
-    return Play(
-        predictor,
-        configuration,
-        problem.schedule(one_by_one(problem)),
-        predictor.stages(
-            Cutting.BALANCED,
-            placement,
-            samples,
-            recompute,
-            passes=-(-workload.micro_batches // placement.pipes),
-            on=links,
-        ),
-        links,
+    return play_one_by_one(
+        predictor, workload, replicas=replicas, samples=files["micro_batch_size"], recompute=recompute
     )
 
 
 def _print(found: Synthesis, placement: str, limits: tuple[Limit | None, Limit | None]) -> None:
-    from rich.markup import escape  # noqa: PLC0415  (not for --json)
-    from rich.table import Table  # noqa: PLC0415
+    from rich.markup import escape
+    from rich.table import Table
 
     schedule, unit = found.schedule, unit_of(found.simulation)
     out = console()

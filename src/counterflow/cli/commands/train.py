@@ -73,10 +73,10 @@ def train(
     Ctrl-C ends it after the step under way and keeps what was reached (exit code 130). So do SIGTERM, SIGUSR1
     and SIGHUP, with exit code 75: the same run can go on from its checkpoint.
     """
-    from counterflow.train.supervision.stopping import STOP, Phase, listening  # noqa: PLC0415  (pydantic takes a while)
+    from counterflow.train.supervision.stopping import STOP, Phase, listening
 
     with listening(), STOP.during(Phase.LEAVE):  # nothing is begun yet, and torch takes seconds to load
-        from counterflow.train import load_config  # noqa: PLC0415
+        from counterflow.train import load_config
 
         if keys:
             _list_keys(as_json=as_json)
@@ -89,10 +89,10 @@ def train(
 
 
 def _run(config: RunConfig, *, max_restarts: int, as_json: bool) -> None:
-    from counterflow.train.run import run  # noqa: PLC0415  (imports torch)
-    from counterflow.train.supervision.stopping import STOP  # noqa: PLC0415
+    from counterflow.train.run import run
+    from counterflow.train.supervision.stopping import STOP
 
-    from ..output.train_progress import Progress  # noqa: PLC0415
+    from ..output.train_progress import Progress
 
     try:
         done = run(config, Progress(introduces=not as_json), max_restarts=max_restarts)
@@ -107,7 +107,7 @@ def _run(config: RunConfig, *, max_restarts: int, as_json: bool) -> None:
         raise typer.Exit(STOP.exit_code if STOP else 0)
     summary, folder = done
     if as_json:
-        from ..output.results import Trained  # noqa: PLC0415
+        from ..output.results import Trained
 
         print_json(Trained.model_validate(_as_json(summary, folder)))
     else:
@@ -118,9 +118,9 @@ def _run(config: RunConfig, *, max_restarts: int, as_json: bool) -> None:
 
 def keys_shown() -> list[KeyShown]:
     """Every key of a config with its default, its meaning and what it may be."""
-    from counterflow.train.load import SECTIONS  # noqa: PLC0415  (pydantic takes a while)
+    from counterflow.train.load import SECTIONS
 
-    from ..output.results import KeyShown  # noqa: PLC0415
+    from ..output.results import KeyShown
 
     shown = []
     for section, model in SECTIONS.items():
@@ -132,9 +132,9 @@ def keys_shown() -> list[KeyShown]:
 
 
 def _list_keys(*, as_json: bool) -> None:
-    from counterflow import toml  # noqa: PLC0415  (pydantic takes a while)
+    from counterflow import toml
 
-    from ..output.results import Keys  # noqa: PLC0415
+    from ..output.results import Keys
 
     if as_json:
         print_json(Keys(keys=keys_shown()))
@@ -146,16 +146,16 @@ def _list_keys(*, as_json: bool) -> None:
 
 def _prepare(config: RunConfig, *, as_json: bool) -> None:
     """Say what would be trained. GPUs are not looked for: they may be elsewhere."""
-    from counterflow.train.job import prepare  # noqa: PLC0415  (imports torch)
+    from counterflow.train.job import prepare
 
-    from ..output.train_progress import introduction  # noqa: PLC0415
+    from ..output.train_progress import introduction
 
     about = prepare(config).about
     folder = config.results_folder()
     if _rank():
         return
     if as_json:
-        from ..output.results import Prepared  # noqa: PLC0415
+        from ..output.results import Prepared
 
         print_json(Prepared.model_validate({**dataclasses.asdict(about), "folder": str(folder)}))
         return
@@ -165,7 +165,7 @@ def _prepare(config: RunConfig, *, as_json: bool) -> None:
 
 
 def _rank() -> int:
-    from counterflow.runtime.workers.world import rank  # noqa: PLC0415  (imports torch)
+    from counterflow.runtime.workers.world import rank
 
     return rank() or 0
 
@@ -176,11 +176,11 @@ def _as_json(summary: Summary, folder: Path) -> dict[str, Any]:
 
 
 def _print(summary: Summary, folder: Path) -> None:
-    from rich.text import Text  # noqa: PLC0415  (not for --json)
+    from rich.text import Text
 
-    from counterflow.train.folder import RunFolder  # noqa: PLC0415
+    from counterflow.train.folder import RunFolder
 
-    from ..output.train_progress import duration  # noqa: PLC0415
+    from ..output.train_progress import duration
 
     about = summary.about
     out = console(WIDE)
@@ -231,8 +231,8 @@ def _losses(summary: Summary) -> Any:
 
 
 def _figures(summary: Summary) -> Any:
-    from rich import box  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
+    from rich import box
+    from rich.table import Table
 
     table = Table("", "measured", "predicted", box=box.SIMPLE_HEAD)
     for column in table.columns[1:]:
@@ -281,7 +281,7 @@ def _grouped(pairs: tuple[Pair, ...]) -> list[tuple[str, Pair]]:
 
 
 def _grid(rows: Any) -> Any:
-    from rich.table import Table  # noqa: PLC0415
+    from rich.table import Table
 
     grid = Table.grid(padding=(0, 2))
     for row in rows:

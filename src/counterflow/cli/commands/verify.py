@@ -126,7 +126,7 @@ def verify(
         **({} if barrier else {"barrier": False, "clip_norm": None}),
     )
     if as_json:
-        from ..output.results import Verified  # noqa: PLC0415  (pydantic takes a while)
+        from ..output.results import Verified
 
         shown = Verified(
             scheme=schedule.scheme,
@@ -153,7 +153,7 @@ def _compared(
     bfloat16: Bfloat16 | None,
     **options: Any,
 ) -> Agreement:
-    from counterflow.train.trial import small_trial  # noqa: PLC0415  (imports torch)
+    from counterflow.train.trial import small_trial
 
     tied: bool | None = None
     if bfloat16 is not None:
@@ -170,9 +170,9 @@ def _compared(
 
 
 def _print(schedule: Schedule, workers: int, found: Agreement, precision: str) -> None:
-    from rich import box  # noqa: PLC0415  (not for --json)
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
 
     out = console(WIDE)
     out.print(Text(f"{schedule}: {workers:,} workers against one process, {precision}", style="bold"))

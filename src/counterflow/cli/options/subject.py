@@ -29,7 +29,7 @@ def as_text(schedule: Schedule, form: Form) -> str:
     Raises:
         ConfigError: it has what the form cannot say.
     """
-    from counterflow.schedule import formats, torch_csv  # noqa: PLC0415  (only files need it)
+    from counterflow.schedule import formats, torch_csv
 
     return torch_csv.dumps(schedule) if form is Form.CSV else formats.dumps(schedule)
 
@@ -52,7 +52,7 @@ def is_run(subject: str) -> bool:
     """Whether ``subject`` is the folder of a run of ``counterflow train``."""
     if is_scheme(subject) or not Path(subject).is_dir():
         return False
-    from counterflow.train.folder import is_run as holds_run  # noqa: PLC0415  (only folders need it)
+    from counterflow.train.folder import is_run as holds_run
 
     return holds_run(Path(subject))
 
@@ -78,7 +78,7 @@ def load(path: str) -> Schedule:
     Raises:
         ConfigError: it cannot be read, or is damaged.
     """
-    from counterflow.schedule.formats import loads  # noqa: PLC0415  (only files need it)
+    from counterflow.schedule.formats import loads
 
     return loads(read_text(path, "is a directory, not a schedule file"), path)
 
@@ -136,7 +136,7 @@ def warn_if_wrong(subject: str, schedule: Schedule) -> None:
     """Say on stderr if a schedule file does not pass the checker; what schemes make always does."""
     if not is_file(subject):
         return
-    from counterflow.program.check import inspect  # noqa: PLC0415  (only files need it)
+    from counterflow.program.check import inspect
 
     broken = [result.rule for result in inspect(schedule).results if result.ok is False]
     if broken:

@@ -27,7 +27,7 @@ WIDE = 4096
 
 def console(width: int | None = None) -> Console:
     """A console on stdout; ``width`` is what to assume where there is no terminal."""
-    from rich.console import Console  # noqa: PLC0415  (not for --json)
+    from rich.console import Console
 
     if sys.stdout.isatty() or "COLUMNS" in os.environ:
         width = None

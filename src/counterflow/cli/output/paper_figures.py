@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 def show_figure(figure: Figure, out: Sequence[Path], *, as_json: bool) -> None:
     """Predict a figure, print it, and draw it into each of the files."""
-    from counterflow.drawing.bars import require_form  # noqa: PLC0415  (only a figure needs them)
-    from counterflow.papers.figures.reproduction import reproduce  # noqa: PLC0415
+    from counterflow.drawing.bars import require_form
+    from counterflow.papers.figures.reproduction import reproduce
 
     for path in out:
         require_form(path)
     with search_bar("reproducing") as report:
         found = reproduce(figure, report)
     if as_json:
-        from .results import FigureShown  # noqa: PLC0415
+        from .results import FigureShown
 
         print_json(FigureShown(**found.to_json()))
     else:
@@ -35,8 +35,8 @@ def show_figure(figure: Figure, out: Sequence[Path], *, as_json: bool) -> None:
 
 
 def _draw(found: Reproduction, path: Path) -> None:
-    from counterflow.drawing.bars import Bars, Series, draw_bars  # noqa: PLC0415
-    from counterflow.papers.figures.throughputs import scheme_bars  # noqa: PLC0415
+    from counterflow.drawing.bars import Bars, Series, draw_bars
+    from counterflow.papers.figures.throughputs import scheme_bars
 
     figure = found.figure
     schemes = scheme_bars(found)
@@ -53,8 +53,8 @@ def _draw(found: Reproduction, path: Path) -> None:
 
 
 def _print(found: Reproduction) -> None:
-    from rich.padding import Padding  # noqa: PLC0415  (not for --json)
-    from rich.text import Text  # noqa: PLC0415
+    from rich.padding import Padding
+    from rich.text import Text
 
     figure = found.figure
     out = console(WIDE)
@@ -99,9 +99,9 @@ _RIGHT = ("predicted", "published", "difference")
 
 def _table(columns: Sequence[str], rows: Sequence[tuple[dict[str, str], bool]]) -> Any:
     """A table of (cells by column, whether to leave the difference unmarked)."""
-    from rich import box  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
@@ -139,7 +139,7 @@ def _found(row: Checked) -> tuple[dict[str, str], bool]:
 
 
 def _stated(found: Reproduction, row: Checked) -> tuple[dict[str, str], bool]:
-    from counterflow.papers.figures.reproduction import within  # noqa: PLC0415
+    from counterflow.papers.figures.reproduction import within
 
     cells = {
         "scheme": row.published.label,
@@ -165,8 +165,8 @@ def _runs(row: Checked) -> str:
 
 
 def _throughputs(found: Reproduction) -> Any:
-    from rich import box  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
+    from rich import box
+    from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("predicted samples/s")

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 @contextmanager
 def search_bar(doing: str) -> Iterator[Callable[[int, int, str], None]]:
     """A bar on stderr, on a terminal only; it is told what is done, of how much, and what is going on."""
-    from rich.console import Console  # noqa: PLC0415
-    from rich.progress import (  # noqa: PLC0415
+    from rich.console import Console
+    from rich.progress import (
         BarColumn,
         Progress,
         TaskProgressColumn,
@@ -42,9 +42,9 @@ def order_bar(seconds: float | None) -> Iterator[Callable[[float, float, str], N
     Args:
         seconds: how long it will take; None: not known.
     """
-    from rich.console import Console  # noqa: PLC0415
-    from rich.markup import escape  # noqa: PLC0415
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     err = Console(stderr=True, highlight=False)
     if not err.is_terminal:
