@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from counterflow.papers.examples import GIB, Example
+from counterflow.papers.examples import GIB
 from counterflow.papers.figures import FIGURES
 from counterflow.papers.figures.published import Figure, Run, Stated
 from counterflow.papers.figures.reproduction import best_plan, reproduce
 from counterflow.planning.inputs.cluster import Cluster, Link
+from counterflow.planning.task import Task
 from counterflow.schedule.modes import Recompute
 
-Change = Callable[[Example], Example]
+Change = Callable[[Task], Task]
 
 
 def changed(run: Run, change: Change) -> Run:
@@ -24,7 +25,7 @@ def changed(run: Run, change: Change) -> Run:
     return replace(run, task=lambda: change(run.task()))
 
 
-def with_cluster(task: Example, cluster: Cluster) -> Example:
+def with_cluster(task: Task, cluster: Cluster) -> Task:
     """The same on another cluster."""
     return replace(task, cluster=cluster)
 
@@ -44,7 +45,7 @@ def messages(gigabytes: float) -> Change:
 def sums(gigabytes: float) -> Change:
     """All-reduces between nodes of so many GB/s."""
 
-    def change(task: Example) -> Example:
+    def change(task: Task) -> Task:
         link = task.cluster.allreduce_between or task.cluster.between
         return with_cluster(task, replace(task.cluster, allreduce_between=faster(link, gigabytes)))
 
@@ -59,7 +60,7 @@ def reserve(gibibytes: float) -> Change:
 def saved(factor: float, now: float) -> Change:
     """Blocks that save ``factor`` times what the formula says, in place of ``now`` times."""
 
-    def change(task: Example) -> Example:
+    def change(task: Task) -> Task:
         block = task.profile.layer("block")
         more = replace(block, saved_bytes=tuple(size * factor / now for size in block.saved_bytes))
         return replace(task, profile=replace(task.profile, layers={**task.profile.layers, "block": more}))

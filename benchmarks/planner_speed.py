@@ -21,9 +21,9 @@ HERE = Path(__file__).parents[1] / "src"
 SEARCH = """
 import sys
 from time import process_time as now
-from counterflow.papers.examples import example
+from counterflow.planning.task import load_example
 from counterflow.planning.search.search import search
-given = example(sys.argv[1])
+given = load_example(sys.argv[1])
 began = now()
 found = search(given.model, given.profile, given.cluster, given.mini_batch)
 took = now() - began

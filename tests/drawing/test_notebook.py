@@ -10,10 +10,10 @@ from xml.etree import ElementTree as ET
 import pytest
 
 import counterflow as cf
-from counterflow.papers.examples import example
 from counterflow.planning import Configuration, predict
 from counterflow.planning.search.search import search
 from counterflow.planning.search.space import Constraints
+from counterflow.planning.task import load_example
 from counterflow.program.check import inspect
 
 EVIL = "<script>alert(1)</script>--><img src=x onerror=y>\"'&$x^2$"
@@ -84,7 +84,7 @@ def test_a_computed_order_shows_its_bound() -> None:
 
 
 def test_plans_are_tables() -> None:
-    task = example("chimera-bert48")
+    task = load_example("chimera-bert48")
     chimera = Configuration.of("chimera", {"stages": 4, "micro_batches": 8}, replicas=8, samples=8)
     prediction = predict(task.model, task.profile, task.cluster, chimera)
     html = shown(replace(prediction, schedule=EVIL, notes=(EVIL,)))

@@ -13,8 +13,8 @@ from counterflow.explore.asked import Order, PlanAsked, Subject, Work
 from counterflow.explore.jobs import Jobs
 from counterflow.explore.orders import order, workload_of
 from counterflow.explore.plans import changed, known, plan, task_of
-from counterflow.papers.examples import example
 from counterflow.planning.inputs import files
+from counterflow.planning.task import load_example
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps, loads
 
@@ -88,7 +88,7 @@ def test_the_order_is_told_in_the_words_of_the_commands() -> None:
 
 def test_a_plan_is_that_of_the_planner(client: TestClient) -> None:
     """Each scheme's best, with what limits it; a device with little memory leaves fewer."""
-    small = example("hanayo-bert64")
+    small = load_example("hanayo-bert64")
     text = files.dumps(small.model)
     asked_ = PlanAsked.model_validate(
         {"example": "hanayo-bert64", "model": {"name": "m.toml", "text": text}, "mini_batch": 2}
@@ -107,7 +107,7 @@ def test_a_plan_is_that_of_the_planner(client: TestClient) -> None:
 
 
 def test_other_links_and_memory() -> None:
-    cluster = example("mixpipe-bert48").cluster
+    cluster = load_example("mixpipe-bert48").cluster
     other = changed(cluster, link_speed=4.0, memory=2.0)
     assert other.between.seconds(1e6) == cluster.between.seconds(1e6) / 4
     assert other.inside.seconds(1e6) == cluster.inside.seconds(1e6) / 4

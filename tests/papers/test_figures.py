@@ -20,6 +20,7 @@ from counterflow.papers.figures.published import (
 )
 from counterflow.papers.figures.reproduction import Reproduction, best_plan, reproduce
 from counterflow.papers.figures.throughputs import scheme_bars
+from counterflow.planning.task import load_example
 from counterflow.schedule.modes import Recompute
 
 PUBLISHED = {
@@ -101,10 +102,10 @@ def test_what_was_fitted_is_marked_and_little() -> None:
         ("hanayo-fig11", "Chimera-wave", ("8 devices",)),
     }
     assert all(value.use is Use.FIT for value in FIGURES["chimera-fig10"].published)
-    daint = examples.example("chimera-bert48").cluster.sources
+    daint = load_example("chimera-bert48").cluster.sources
     for name in ("between", "allreduce_between", "reserve_bytes"):
         assert daint[name].startswith("fit on the")
-    assert "fit on Figure 8's GEMS" in examples.example("mixpipe-bert48").cluster.sources["between"]
+    assert "fit on Figure 8's GEMS" in load_example("mixpipe-bert48").cluster.sources["between"]
     assert "fit on Figure 11's Chimera-wave" in examples.hanayo_tacc("", 8).cluster.sources["between"]
 
 
@@ -170,7 +171,7 @@ def _every_miss_has_a_reason(found: Reproduction) -> None:
 
 def test_the_largest_micro_batch_that_fits() -> None:
     """PipeDream-2BW of Figure 10 would be quicker with B=8, which needs no recomputation."""
-    task = examples.example("chimera-bert48")
+    task = load_example("chimera-bert48")
     largest = FIGURES["chimera-fig10"].competitor("PipeDream-2BW")
     greedy, _ = best_plan(largest, task)
     free, _ = best_plan(replace(largest, largest=False), task)
@@ -198,7 +199,7 @@ def test_gpt_2_without_recomputation_fits_as_in_section_4_2_3() -> None:
 def test_what_does_not_fit_has_no_ratio() -> None:
     tiny = Competitor("DAPPLE", "dapple", depths=(4,), recompute=(Recompute.NONE,), samples=(32,))
     other = Competitor("GEMS", "gems", depths=(4,), stated=Stated(4, samples=32))
-    run = Run("32 nodes", lambda: examples.example("chimera-bert48"))
+    run = Run("32 nodes", lambda: load_example("chimera-bert48"))
     value = Published("DAPPLE", Quantity.SPEEDUP, 1.0, ("32 nodes",))
     figure = Figure("x", "x", "x", "GEMS", (tiny, other), (run,), (value,))
     found = reproduce(figure)
@@ -217,7 +218,7 @@ def test_what_does_not_fit_has_no_ratio() -> None:
 def test_a_stated_configuration_that_does_not_fit_has_no_ratio_of_its_own() -> None:
     small = Competitor("DAPPLE", "dapple", depths=(4,), stated=Stated(4, samples=64, recompute=False))
     subject = Competitor("Chimera", "chimera", depths=(4,), samples=(8,))
-    run = Run("32 nodes", lambda: examples.example("chimera-bert48"))
+    run = Run("32 nodes", lambda: load_example("chimera-bert48"))
     value = Published("DAPPLE", Quantity.SPEEDUP, 1.1, ("32 nodes",))
     found = reproduce(Figure("x", "x", "x", "Chimera", (small, subject), (run,), (value,)))
     row = found.rows[0]

@@ -12,6 +12,7 @@ from counterflow.papers import examples, transformers
 from counterflow.planning import Arrangement, Configuration, Cutting, Predictor
 from counterflow.planning.search.search import search
 from counterflow.planning.search.space import Constraints
+from counterflow.planning.task import EXAMPLES, load_example
 from counterflow.runtime.stages.layers import parameter_count
 from counterflow.schedule.modes import Recompute
 
@@ -39,9 +40,9 @@ def test_shapes_have_the_parameters_of_the_models(name: str) -> None:
     assert shapes.SHAPES[name].layers == shape.blocks
 
 
-@pytest.mark.parametrize("name", examples.EXAMPLES)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_every_example_says_where_its_numbers_come_from(name: str) -> None:
-    task = examples.example(name)
+    task = load_example(name)
     assert task.model.train["kind"] in SHAPES
     assert task.cluster.sources
     for kind, layer in task.profile.layers.items():
@@ -62,12 +63,12 @@ def test_the_measured_block() -> None:
     assert scaled.forward_seconds == pytest.approx(block.forward_seconds)
     assert transformers.BERT_LARGE_BLOCK.block_saved_bytes == pytest.approx(11 * 2**20)
     with pytest.raises(ConfigError, match="did you mean 'chimera-gpt2'"):
-        examples.example("chimera-gpt-2")
+        load_example("chimera-gpt-2")
 
 
 def test_chimera_section_4_2_1_which_fit() -> None:
     """GPipe and 2BW need recomputation where Chimera and DAPPLE do not."""
-    task = examples.example("chimera-bert48")
+    task = load_example("chimera-bert48")
     predictor = Predictor(task.model, task.profile, task.cluster)
 
     def fits(scheme: str, samples: int, recompute: Recompute = Recompute.NONE) -> bool:
@@ -88,7 +89,7 @@ def test_chimera_section_4_2_1_which_fit() -> None:
 @pytest.mark.parametrize(("scheme", "samples"), [("chimera", 8), ("dapple", 4)])
 def test_chimera_section_4_2_1_best_configurations(scheme: str, samples: int) -> None:
     """W=8, D=4, and B=8 for Chimera, B=4 for DAPPLE, with the paper's own pairs of pipes and cuts."""
-    task = examples.example("chimera-bert48")
+    task = load_example("chimera-bert48")
     wanted = Constraints(schemes=(scheme,), depths=(2, 4, 8, 16), cuts=Cutting.EVEN)
     found = search(task.model, task.profile, task.cluster, task.mini_batch, wanted, count=40)
     usual = [p for p in found.best if dict(p.play.configuration.options).get("pairs", 1) == 1]
@@ -98,7 +99,7 @@ def test_chimera_section_4_2_1_best_configurations(scheme: str, samples: int) ->
 
 
 def test_chimera_is_ahead_of_dapple_and_gems_as_in_section_4_2_3() -> None:
-    task = examples.example("chimera-bert48-64")
+    task = load_example("chimera-bert48-64")
     predictor = Predictor(task.model, task.profile, task.cluster)
 
     def seconds(scheme: str, samples: int) -> float:
@@ -113,7 +114,7 @@ def test_chimera_is_ahead_of_dapple_and_gems_as_in_section_4_2_3() -> None:
 
 def test_mixpipe_on_its_own_cluster() -> None:
     """Section IV-C: ahead of DAPPLE (1.34) and GEMS (2.39), all copies of a stage in one server."""
-    task = examples.example("mixpipe-bert48")
+    task = load_example("mixpipe-bert48")
     wanted = Constraints(
         schemes=("mixpipe", "dapple", "gems"),
         depths=(4, 8),
@@ -126,3 +127,8 @@ def test_mixpipe_on_its_own_cluster() -> None:
     assert found.best[0].play.configuration.arrangement is Arrangement.COPIES_INSIDE
     assert 1.1 < seconds["dapple"] / seconds["mixpipe"] < 1.6
     assert 2.0 < seconds["gems"] / seconds["mixpipe"] < 5.0
+
+
+def test_the_examples_are_what_the_papers_say() -> None:
+    assert tuple(examples.MADE) == EXAMPLES
+    assert [load_example(name) for name in EXAMPLES] == [make(name) for name, make in examples.MADE.items()]

@@ -9,14 +9,13 @@ from typing import Any
 from counterflow.drawing import chart_of
 from counterflow.drawing.page import page_data
 from counterflow.drawing.units import bytes_text, compact, time_unit
-from counterflow.errors import ConfigError
-from counterflow.papers import examples
 from counterflow.planning.inputs import files
 from counterflow.planning.inputs.cluster import Cluster, Link
 from counterflow.planning.report import choices
 from counterflow.planning.search.node_orders import in_words
 from counterflow.planning.search.search import Plan, search
 from counterflow.planning.search.space import Constraints
+from counterflow.planning.task import EXAMPLES, Task, load_example
 from counterflow.planning.why import why
 
 from .asked import PlanAsked
@@ -27,11 +26,11 @@ _MOST_OPS = 8_000
 
 def known() -> list[dict[str, Any]]:
     """The examples."""
-    found = (examples.example(name) for name in examples.EXAMPLES)
+    found = map(load_example, EXAMPLES)
     return [{"name": e.name, "about": e.about, "mini_batch": e.mini_batch, "source": e.source} for e in found]
 
 
-def task_of(asked: PlanAsked) -> examples.Example:
+def task_of(asked: PlanAsked) -> Task:
     """What is planned: an example, with the user's files in place of its own.
 
     Raises:
@@ -45,11 +44,11 @@ def task_of(asked: PlanAsked) -> examples.Example:
             given[name] = read(file.text, file.name)
     if asked.mini_batch is not None:
         given["mini_batch"] = asked.mini_batch
-    if asked.example is not None:
-        return replace(examples.example(asked.example), **given)
-    if missing := [name for name in (*readers, "mini_batch") if name not in given]:
-        raise ConfigError(f"nothing to plan: choose an example, or also give {', '.join(missing)}")
-    return examples.Example("", "", source="", **given)
+    return Task.of(
+        asked.example,
+        given,
+        lambda missing: f"nothing to plan: choose an example, or also give {', '.join(missing)}",
+    )
 
 
 def changed(cluster: Cluster, *, link_speed: float, memory: float) -> Cluster:

@@ -7,14 +7,10 @@ they are not the papers' seconds. What the models' layers cost is in ``transform
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from counterflow.errors import ConfigError
 from counterflow.planning.inputs.cluster import Cluster, Link
-from counterflow.planning.inputs.model import Model
-from counterflow.planning.inputs.profile import Profile
+from counterflow.planning.task import Task
 
 from .transformers import (
     BERT_48,
@@ -77,32 +73,9 @@ def _servers(name: str, nodes: int, memory_gib: float, between: Link, sources: d
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
-    """A paper's run, to plan again.
-
-    Attributes:
-        name: what it is asked for by.
-        about: one line.
-        model: what is trained.
-        profile: what its layers cost.
-        cluster: the devices.
-        mini_batch: samples of an update.
-        source: the paper's section.
-    """
-
-    name: str
-    about: str
-    model: Model
-    profile: Profile
-    cluster: Cluster
-    mini_batch: int
-    source: str
-
-
-def chimera_bert48(name: str, nodes: int, mini_batch: int) -> Example:
+def chimera_bert48(name: str, nodes: int, mini_batch: int) -> Task:
     """BERT-48 on so many nodes of Piz Daint."""
-    return Example(
+    return Task(
         name,
         f"BERT-48 on {nodes} nodes with one P100 each",
         model_of("bert-48", BERT_48, 2.0, "Chimera, Table 4; Adam"),
@@ -113,9 +86,9 @@ def chimera_bert48(name: str, nodes: int, mini_batch: int) -> Example:
     )
 
 
-def chimera_gpt2(name: str, nodes: int, mini_batch: int | None = None) -> Example:
+def chimera_gpt2(name: str, nodes: int, mini_batch: int | None = None) -> Task:
     """GPT-2 on so many nodes of Piz Daint; one sample a node, unless it is given."""
-    return Example(
+    return Task(
         name,
         f"GPT-2 of 64 blocks on {nodes} nodes with one P100 each",
         model_of("gpt-2", GPT_2, 2.0, "Chimera, Table 4; Adam"),
@@ -126,7 +99,7 @@ def chimera_gpt2(name: str, nodes: int, mini_batch: int | None = None) -> Exampl
     )
 
 
-def _chimera_v100(name: str) -> Example:
+def _chimera_v100(name: str) -> Task:
     cluster = _servers(
         "4 servers of 8 V100, Infiniband",
         4,
@@ -134,7 +107,7 @@ def _chimera_v100(name: str) -> Example:
         Link(latency_seconds=20e-6, seconds_per_byte=1 / 10e9),
         {"between": "taken: 20 µs, and 10 GB/s of Infiniband EDR's 12.5 GB/s"},
     )
-    return Example(
+    return Task(
         name,
         "BERT-48 on 4 servers of 8 V100 with Infiniband",
         model_of("bert-48", BERT_48, 2.0, "Chimera, Table 4; Adam"),
@@ -145,7 +118,7 @@ def _chimera_v100(name: str) -> Example:
     )
 
 
-def mixpipe(name: str, shape: Transformer, model: str, mini_batch: int, servers: int = 4) -> Example:
+def mixpipe(name: str, shape: Transformer, model: str, mini_batch: int, servers: int = 4) -> Task:
     """A model on so many servers of 8 V100."""
     cluster = _servers(
         f"{servers} servers of 8 V100, Ethernet",
@@ -157,7 +130,7 @@ def mixpipe(name: str, shape: Transformer, model: str, mini_batch: int, servers:
             "10, 25, 40 and 100 Gbit/s 10 comes nearest, at -20 %"
         },
     )
-    return Example(
+    return Task(
         name,
         f"{model} on {servers} servers of 8 V100 with Ethernet",
         model_of(model, shape, 2.0, "MixPipe, Table II; Adam"),
@@ -168,7 +141,7 @@ def mixpipe(name: str, shape: Transformer, model: str, mini_batch: int, servers:
     )
 
 
-def hanayo(name: str) -> Example:
+def hanayo(name: str) -> Task:
     """BERT-64 on a server of 8 A100."""
     cluster = _servers(
         "8 A100, NVLink between all",
@@ -177,7 +150,7 @@ def hanayo(name: str) -> Example:
         Link(latency_seconds=10e-6, seconds_per_byte=1 / 100e9),
         {"between": "there is one server only", "memory_bytes": "A100, 80 GB (Hanayo, section 5)"},
     )
-    return Example(
+    return Task(
         name,
         "BERT-64 on a server of 8 A100, all linked by NVLink",
         model_of("bert-64", BERT_64, 2.0, "Hanayo, section 5; Adam"),
@@ -188,7 +161,7 @@ def hanayo(name: str) -> Example:
     )
 
 
-def hanayo_tacc(name: str, devices: int) -> Example:
+def hanayo_tacc(name: str, devices: int) -> Task:
     """BERT-64 on so many A100 of Lonestar6: eight samples on 8 devices, and in proportion on more."""
     link = Link(latency_seconds=20e-6, seconds_per_byte=1 / 1.05e9)
     cluster = Cluster(
@@ -208,7 +181,7 @@ def hanayo_tacc(name: str, devices: int) -> Example:
             "reserve_bytes": "taken: CUDA's context, libraries and fragmentation",
         },
     )
-    return Example(
+    return Task(
         name,
         f"BERT-64 on {devices} A100 of Lonestar6",
         model_of("bert-64", BERT_64, 2.0, "Hanayo, section 5; Adam"),
@@ -219,7 +192,7 @@ def hanayo_tacc(name: str, devices: int) -> Example:
     )
 
 
-def wpipe(name: str, shape: Transformer, model: str) -> Example:
+def wpipe(name: str, shape: Transformer, model: str) -> Task:
     """A model on WPipe's 64 V100."""
     cluster = _servers(
         "8 servers of 8 V100 16 GB, 25 Gbit/s Ethernet",
@@ -232,7 +205,7 @@ def wpipe(name: str, shape: Transformer, model: str) -> Example:
             "are taken; 10 µs taken",
         },
     )
-    return Example(
+    return Task(
         name,
         f"{model} on 8 servers of 8 V100 with 25 Gbit/s Ethernet",
         model_of(model, shape, 2.0, "WPipe, appendix A.2; Adam"),
@@ -243,7 +216,7 @@ def wpipe(name: str, shape: Transformer, model: str) -> Example:
     )
 
 
-_EXAMPLES: dict[str, Callable[[str], Example]] = {
+MADE: dict[str, Callable[[str], Task]] = {
     "chimera-bert48": lambda name: chimera_bert48(name, 32, 512),
     "chimera-bert48-64": lambda name: chimera_bert48(name, 64, 1024),
     "chimera-bert48-2048": lambda name: chimera_bert48(name, 2048, 32768),
@@ -256,23 +229,4 @@ _EXAMPLES: dict[str, Callable[[str], Example]] = {
     "wpipe-bert192": lambda name: wpipe(name, BERT_192, "bert-192"),
     "wpipe-bert768": lambda name: wpipe(name, BERT_768, "bert-768"),
 }
-
-EXAMPLES = tuple(_EXAMPLES)
-"""The names of the papers' runs."""
-
-
-def example(name: str) -> Example:
-    """The paper's run of that name.
-
-    Raises:
-        ConfigError: there is none; the message lists the names.
-
-    >>> example("chimera-bert48").cluster.size
-    32
-    """
-    make = _EXAMPLES.get(name)
-    if make is None:
-        near = difflib.get_close_matches(name, EXAMPLES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ConfigError(f"unknown example {name!r}{hint} Known: {', '.join(EXAMPLES)}")
-    return make(name)
+"""What the planner's examples are made from: its files of data say the same."""

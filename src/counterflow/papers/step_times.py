@@ -71,8 +71,8 @@ def beside(play: Play) -> ClosedForm | None:
     The forms know no workers that differ in speed.
 
     >>> from counterflow.planning import Configuration, Predictor
-    >>> from .examples import example
-    >>> task = example("chimera-bert48")
+    >>> from counterflow.planning.task import load_example
+    >>> task = load_example("chimera-bert48")
     >>> dapple = Configuration.of("dapple", {"stages": 4, "micro_batches": 4}, replicas=8, samples=16)
     >>> beside(Predictor(task.model, task.profile, task.cluster).play(dapple)).source
     'Chimera, Table 2'

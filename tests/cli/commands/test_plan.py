@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from counterflow.cli import application
-from counterflow.papers import examples
 from counterflow.planning import Cluster, LayerProfile, Link, Model, Profile
 from counterflow.planning.inputs import files
+from counterflow.planning.task import EXAMPLES, load_example
 from counterflow.train import load_config
 
 from ..conftest import ENVIRONMENT, Run
@@ -164,8 +164,8 @@ def test_a_narrow_terminal_is_told_what_it_is_not_shown(inputs: str, columns: in
 
 
 def test_the_examples_are_listed(run: Run) -> None:
-    assert [line.split()[0] for line in run("plan --list").out.splitlines()] == list(examples.EXAMPLES)
-    assert [e["name"] for e in run("plan --list --json").json["examples"]] == list(examples.EXAMPLES)
+    assert [line.split()[0] for line in run("plan --list").out.splitlines()] == list(EXAMPLES)
+    assert [e["name"] for e in run("plan --list --json").json["examples"]] == list(EXAMPLES)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_wanted_values_that_leave_no_candidate(run: Run) -> None:
 
 
 def test_where_nothing_fits_the_work_has_failed(run: Run, tmp_path: Path) -> None:
-    cluster = examples.example("chimera-bert48").cluster
+    cluster = load_example("chimera-bert48").cluster
     text = files.dumps(cluster).replace(f"memory_bytes = {cluster.memory_bytes!r}", "memory_bytes = 6.5e9")
     path = tmp_path / "small.toml"
     path.write_text(text, encoding="utf-8")
@@ -295,9 +295,10 @@ def test_a_model_without_a_train_table_has_no_plan_file(run: Run, inputs: str, t
 
 def test_planning_starts_without_torch() -> None:
     code = (
-        "import sys; from counterflow.papers import examples; from counterflow.planning.search import search;"
+        "import sys; from counterflow.planning.task import load_example;"
+        "from counterflow.planning.search import search;"
         "from counterflow.planning.inputs import files;"
-        "e = examples.example('chimera-bert48');"
+        "e = load_example('chimera-bert48');"
         "search.search(e.model, e.profile, e.cluster, 512,"
         " search.Constraints(schemes=('dapple',), depths=(4,), samples=(4,)));"
         "sys.exit('torch' in sys.modules)"

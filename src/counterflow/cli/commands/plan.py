@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from counterflow.errors import ConfigError
-from counterflow.papers import examples
-from counterflow.papers.examples import EXAMPLES, Example
 from counterflow.papers.step_times import plan_with_form_json
 from counterflow.planning.cost.device_placement import Arrangement
 from counterflow.planning.inputs import files
@@ -19,6 +16,7 @@ from counterflow.planning.orders import SYNTHESIZED, Orders, compute_orders, wit
 from counterflow.planning.report import as_json as data
 from counterflow.planning.search.search import Found, Plan, search
 from counterflow.planning.search.space import Constraints
+from counterflow.planning.task import EXAMPLES, Task, load_example
 from counterflow.planning.why import why
 from counterflow.schedule.formats import dumps
 
@@ -172,7 +170,7 @@ def _task(
     profile: Path | None,
     cluster: Path | None,
     mini_batch: int | None,
-) -> Example:
+) -> Task:
     """What is planned.
 
     Raises:
@@ -189,20 +187,19 @@ def _task(
             given[name] = read(path)
     if mini_batch is not None:
         given["mini_batch"] = mini_batch
-    if example is not None:
-        return replace(examples.example(example), **given)
-    missing = [flag for flag in (*readers, "mini_batch") if flag not in given]
-    if missing:
-        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
-        raise ConfigError(
-            f"nothing to plan: give --example NAME (see --list), or also {flags}; "
-            "--example NAME --save-inputs DIR writes files to start from"
-        )
-    return examples.Example("", "", source="", **given)
+    return Task.of(example, given, _nothing_to_plan)
+
+
+def _nothing_to_plan(missing: list[str]) -> str:
+    flags = ", ".join("--" + name.replace("_", "-") for name in missing)
+    return (
+        f"nothing to plan: give --example NAME (see --list), or also {flags}; "
+        "--example NAME --save-inputs DIR writes files to start from"
+    )
 
 
 def _list(as_json: bool) -> None:
-    known = [examples.example(name) for name in EXAMPLES]
+    known = [load_example(name) for name in EXAMPLES]
     if as_json:
         shown = [
             {"name": e.name, "about": e.about, "mini_batch": e.mini_batch, "source": e.source} for e in known
@@ -216,7 +213,7 @@ def _list(as_json: bool) -> None:
         typer.echo(f"{each.name:<{width}}  {each.about}, mini-batch {each.mini_batch:,}")
 
 
-def _save(task: Example, folder: Path) -> None:
+def _save(task: Task, folder: Path) -> None:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     for name in ("model", "profile", "cluster"):
@@ -227,7 +224,7 @@ def _save(task: Example, folder: Path) -> None:
     note(f"Edit and plan: counterflow plan {names} --mini-batch {task.mini_batch}")
 
 
-def _write(task: Example, best: Plan, path: Path) -> Path | None:
+def _write(task: Task, best: Plan, path: Path) -> Path | None:
     """The plan's config, and a computed order beside it: its file, None where a scheme makes the order."""
     from counterflow.train.planned import planned_config
 

@@ -19,16 +19,16 @@ from .console import WIDE, byte_size, console, number
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from counterflow.papers.examples import Example
     from counterflow.planning.inputs.cluster import Cluster
     from counterflow.planning.orders import Orders
     from counterflow.planning.prediction import Configuration, Parts, Prediction
     from counterflow.planning.search.search import Found, Plan
+    from counterflow.planning.task import Task
     from counterflow.planning.why import Why
 
 
 def print_plans(
-    task: Example, found: Found, explained: Why, top: int | None, orders: Orders | None = None
+    task: Task, found: Found, explained: Why, top: int | None, orders: Orders | None = None
 ) -> None:
     """All of it.
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from ..examples import chimera_bert48, chimera_gpt2, example
+from counterflow.planning.task import load_example
+
+from ..examples import chimera_bert48, chimera_gpt2
 from .published import Competitor, Figure, Published, Quantity, Run, Stated, Use
 
 _ONE_PAIR = (("pairs", (1,)), ("concat", ("direct",)))
@@ -169,7 +171,7 @@ FIGURE_16 = Figure(
     setting="BERT-48 on 4 servers of 8 V100 with NVLink and Infiniband, mini-batch 512",
     subject="Chimera",
     competitors=tuple(replace(each, stated=None) for each in _BERT if each != GPIPE),
-    runs=(Run("32 devices", partial(example, "chimera-bert48-v100")),),
+    runs=(Run("32 devices", partial(load_example, "chimera-bert48-v100")),),
     published=_speedups(
         ("32 devices",),
         {"PipeDream": 1.89, "PipeDream-2BW": 1.05, "GEMS": 2.39, "DAPPLE": 1.10},

@@ -6,9 +6,10 @@ from dataclasses import replace
 from functools import partial
 
 from counterflow.planning.cost.device_placement import Arrangement
+from counterflow.planning.task import Task
 from counterflow.schedule.modes import Recompute
 
-from ..examples import Example, hanayo_tacc, mixpipe, wpipe
+from ..examples import hanayo_tacc, mixpipe, wpipe
 from ..transformers import BERT_48_MIXPIPE, BERT_192, BERT_768, GPT_72, Transformer
 from .published import Competitor, Figure, Published, Quantity, Run, Stated, Use
 
@@ -193,7 +194,7 @@ _HANAYO = {
 }
 
 
-def _with_16_samples(name: str, devices: int) -> Example:
+def _with_16_samples(name: str, devices: int) -> Task:
     return replace(hanayo_tacc(name, devices), mini_batch=16)
 
 

@@ -14,10 +14,9 @@ from enum import StrEnum
 from counterflow.planning.cost.device_placement import Arrangement
 from counterflow.planning.cost.stages import Cutting
 from counterflow.planning.search.space import Constraints
+from counterflow.planning.task import Task
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute
-
-from ..examples import Example
 
 TOLERANCE = 0.10
 """What a predicted ratio may differ by from the published one."""
@@ -124,7 +123,7 @@ class Run:
     """
 
     label: str
-    task: Callable[[], Example]
+    task: Callable[[], Task]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from counterflow.errors import PlanError
 from counterflow.planning.report import choices, parts_json
 from counterflow.planning.search.search import Plan, search
 from counterflow.planning.search.space import Constraints
+from counterflow.planning.task import Task
 from counterflow.schedule.modes import Recompute
 
-from ..examples import Example
 from ..step_times import plan_with_form_json
 from .published import TOLERANCE, Competitor, Figure, Published, Quantity, Run, Stated, Use
 
@@ -167,7 +167,7 @@ def reproduce(figure: Figure, progress: Progress | None = None) -> Reproduction:
     return Reproduction(figure, tuple(entries), rows, constants)
 
 
-def best_plan(competitor: Competitor, task: Example, *, at_stated: bool = False) -> tuple[Plan | None, int]:
+def best_plan(competitor: Competitor, task: Task, *, at_stated: bool = False) -> tuple[Plan | None, int]:
     """The planner's best plan in the paper's space, and the samples that its seconds are of.
 
     Args:
@@ -196,7 +196,7 @@ def best_plan(competitor: Competitor, task: Example, *, at_stated: bool = False)
     return best, mini_batch
 
 
-def _search(task: Example, mini_batch: int, wanted: Constraints) -> Plan | None:
+def _search(task: Task, mini_batch: int, wanted: Constraints) -> Plan | None:
     try:
         found = search(task.model, task.profile, task.cluster, mini_batch, wanted, count=1)
     except PlanError:
@@ -204,7 +204,7 @@ def _search(task: Example, mini_batch: int, wanted: Constraints) -> Plan | None:
     return found.best[0]
 
 
-def _entry(competitor: Competitor, run: Run, task: Example) -> Entry:
+def _entry(competitor: Competitor, run: Run, task: Task) -> Entry:
     found, mini_batch = best_plan(competitor, task)
     states = competitor.stated is not None
     stated = best_plan(competitor, task, at_stated=True)[0] if states else None
@@ -270,7 +270,7 @@ def _configuration(plan: Plan | None) -> str:
     return " ".join(filter(None, parts))
 
 
-def _constants(task: Example) -> dict[str, str]:
+def _constants(task: Task) -> dict[str, str]:
     """Where the cluster's numbers and the block's come from."""
     cluster = {name: f"{text}" for name, text in task.cluster.sources.items()}
     block = task.profile.layer("block").sources
