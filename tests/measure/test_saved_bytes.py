@@ -11,7 +11,8 @@ import torch
 import counterflow as cf
 from counterflow.measure.stage_costs import StageCost, measure_stages
 from counterflow.models.gpt import GPTConfig
-from counterflow.runtime.execution.meters import Kept, SavedBytes, graph_of
+from counterflow.runtime.execution.meters import Kept, SavedBytes
+from counterflow.runtime.graphs import graph_of
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes

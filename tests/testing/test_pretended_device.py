@@ -17,7 +17,7 @@ import counterflow as cf
 from counterflow.runtime.later import Later
 from counterflow.runtime.transport.base import Status
 from counterflow.runtime.transport.progress import Progress
-from counterflow.runtime.workers.watch import Watch
+from counterflow.runtime.transport.watch import Watch
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from counterflow.errors import ConfigError
-from counterflow.runtime.mesh.dtensors import is_dtensor
+from counterflow.runtime.dtensors import is_dtensor
 from counterflow.runtime.parameters.sharded_updates import Owners
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.transport.base import Transport

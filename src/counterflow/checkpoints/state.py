@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from counterflow.errors import ConfigError
-from counterflow.runtime.mesh.dtensors import is_dtensor
+from counterflow.runtime.dtensors import is_dtensor
 from counterflow.runtime.pipeline import Pipeline
 
 from .files import DTYPES, dtype_name

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from counterflow.runtime.execution.meters import SavedBytes, graph_of, pointers, saved_by
+from counterflow.runtime.execution.meters import SavedBytes
+from counterflow.runtime.graphs import graph_of, pointers, saved_by
 from counterflow.runtime.messages.values import Structure, Unit, put_together, take_apart, takes_gradient
 from counterflow.runtime.mini_batch.losses import read_loss
 from counterflow.runtime.mini_batch.samples import cut, moved, samples_in, split_points

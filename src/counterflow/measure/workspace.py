@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from counterflow.runtime.execution.meters import graph_of, pointers, saved_by
+from counterflow.runtime.graphs import graph_of, pointers, saved_by
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.split_backward import Joints, SplitBackward, accumulate
 from counterflow.runtime.stages.stage import StageCopy

@@ -18,8 +18,8 @@ from counterflow.program.actions import Matching
 from .making.runner import Runner
 from .transport.base import Transport
 from .transport.turns import elsewhere, my_worker
+from .transport.watch import worker_error
 from .workers.lease import Lease
-from .workers.watch import worker_error
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline

@@ -52,9 +52,9 @@ from .parameters.weights import Weights
 from .stages.randomness import RandomStreams
 from .torch_private import keeps_buffers
 from .transport.base import Transport
+from .transport.watch import tells_who
 from .workers import lease
 from .workers.arguments import refuse_others
-from .workers.watch import tells_who
 
 _LOG = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from torch import nn
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.program.segments import segments
 from counterflow.runtime.execution.step import Step
-from counterflow.runtime.parameters.versions import Versions
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.stages.versions import Versions
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule

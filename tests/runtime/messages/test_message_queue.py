@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from counterflow.runtime.execution.meters import pointers
+from counterflow.runtime.graphs import pointers
 from counterflow.runtime.messages.message_queue import MessageQueue
 from counterflow.runtime.messages.values import BufferPool, TensorSpec
 from counterflow.runtime.pipeline import Pipeline

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from counterflow.runtime.workers import gpu_environment
-from counterflow.runtime.workers.gpu_environment import ERRORS, QUEUES, before_nccl
+from counterflow.runtime.transport import gpu_environment
+from counterflow.runtime.transport.gpu_environment import ERRORS, QUEUES, before_nccl
 
 REPORT = """
 import os, pathlib, sys

@@ -17,12 +17,13 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from counterflow.errors import ConfigError
+from counterflow.runtime.transport import watch
 from counterflow.runtime.transport.base import Status, Transport
 from counterflow.runtime.transport.kinds import GLOO, LOCAL, NCCL, TransportKind
-from counterflow.runtime.workers import watch, world
+from counterflow.runtime.transport.watch import Failure, Watch, blame, culprit
+from counterflow.runtime.workers import world
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.place import Place, first_host, place
-from counterflow.runtime.workers.watch import Failure, Watch, blame, culprit
 from counterflow.runtime.workers.world import current_transport, started_by
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -28,8 +28,8 @@ from .. import later
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import Losses, divisor_of, refuse_no_graph
 from ..mini_batch.told import PART_WIDTH, Part, Told, pieces
-from ..parameters.versions import Versions
 from ..parameters.weights import Weights
+from ..stages.versions import Versions
 from ..transport.base import Gathering
 from .interpreter import Interpreter
 from .step import StepStatistics, Workers

@@ -17,7 +17,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OpKind
 from counterflow.schedule.modes import Recompute
 
-from ..mesh.dtensors import settled
+from ..dtensors import settled
 from ..messages.values import Unit
 from ..stages.randomness import versions
 from ..stages.recomputation import Hold, copied, mapped, refuse_other

@@ -34,7 +34,7 @@ from ..mini_batch.batch import Batch
 from ..mini_batch.losses import LossFunction
 from ..stages.stage import StageCopy
 from ..transport.base import Transport
-from ..workers.watch import worker_error
+from ..transport.watch import worker_error
 from .backwards import Backwards
 from .forwards import Forwards
 from .meters import SavedBytes, clock_of

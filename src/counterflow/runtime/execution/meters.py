@@ -10,8 +10,8 @@ count. What a backward frees counts until the backward is over, as in the simula
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,8 +22,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from counterflow.schedule.ir import Op
 
 from ..devices import module_of
+from ..dtensors import parts
+from ..graphs import pointer, pointers, saved_by
 from ..later import holds_host
-from ..mesh.dtensors import parts
 
 
 class Ran(NamedTuple):
@@ -192,8 +193,8 @@ class SavedBytes:
     def is_constant(self, tensor: Tensor) -> bool:
         """Whether it has the memory of a parameter or buffer."""
         if type(tensor) is Tensor:
-            return _pointer(tensor) in self._constant
-        return any(_pointer(part) in self._constant for part in parts(tensor))
+            return pointer(tensor) in self._constant
+        return any(pointer(part) in self._constant for part in parts(tensor))
 
     def note(self, nodes: Iterable[Node], collected: list[Kept]) -> None:
         """Count what some nodes save, and note it in ``collected``.
@@ -210,13 +211,13 @@ class SavedBytes:
             self._hold(part, collected)
 
     def _hold(self, tensor: Tensor, collected: list[Kept]) -> None:
-        pointer, storage = _pointer(tensor), tensor.untyped_storage()
-        if not pointer or pointer in self._constant or pointer in self._given:
+        at, storage = pointer(tensor), tensor.untyped_storage()
+        if not at or at in self._constant or at in self._given:
             return
-        kept = self._kept.get(pointer)
+        kept = self._kept.get(at)
         # What a running backward freed still counts; its memory may be another storage's by now.
         if kept is None or kept.alive.expired():
-            kept = self._kept[pointer] = Kept(storage)
+            kept = self._kept[at] = Kept(storage)
             self.current += kept.size
             self.peak = max(self.peak, self.current)
         kept.users += 1
@@ -231,54 +232,3 @@ class SavedBytes:
                 if self._kept.get(kept.pointer) is kept:
                     del self._kept[kept.pointer]
         collected.clear()
-
-
-def graph_of(
-    outputs: Iterable[Tensor], without: Iterable[Tensor] = (), more: Iterable[Node] = ()
-) -> list[Node]:
-    """The nodes of the graph of some outputs.
-
-    Args:
-        outputs: where it ends.
-        without: what was given to it: nodes from which these come are left out.
-        more: nodes where it ends, too.
-    """
-    seen = {tensor.grad_fn for tensor in without}
-    found: list[Node] = []
-    waiting = [*(tensor.grad_fn for tensor in outputs), *more]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            found.append(node)
-            waiting += [before for before, _ in node.next_functions]
-    return found
-
-
-def saved_by(nodes: Iterable[Node]) -> Iterator[Tensor]:
-    """What some nodes save, but for what a user's hook packed."""
-    for node in nodes:
-        for name in saved_names(type(node)):
-            found = getattr(node, name)
-            for saved in found if isinstance(found, (tuple, list)) else (found,):
-                if isinstance(saved.data, Tensor):
-                    yield saved.data
-
-
-@cache
-def saved_names(kind: type[Node]) -> list[str]:
-    """The attributes under which a kind of node has what it saved."""
-    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
-
-
-def pointers(tensors: Iterable[Tensor]) -> set[int]:
-    """Where the memory of tensors begins."""
-    return {_pointer(part) for tensor in tensors for part in parts(tensor)}
-
-
-def _pointer(tensor: Tensor) -> int:
-    """Where its memory begins; 0: it has none, as torch.func's."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except RuntimeError:
-        return 0

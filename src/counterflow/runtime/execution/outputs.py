@@ -13,7 +13,7 @@ from torch import Tensor
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 
-from ..mesh.dtensors import whole
+from ..dtensors import whole
 from ..messages.values import Unit, Value, ValueLayout, take_apart
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import Found, LossFunction, divisor_of, elements_in, read_loss

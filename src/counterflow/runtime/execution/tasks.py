@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from counterflow.program.actions import Action, Compute, Message, Program, Receive, Send
 from counterflow.schedule.ir import Op, OpKind, Product, Schedule, SkipLink
 
-from ..messages.values import Structure, TensorSpec, Unit
-from ..mini_batch.batch import Shapes
+from ..messages.values import Shapes, Structure, TensorSpec, Unit
 from ..stages.stage import StageCopy
 
 HERE = -1

@@ -11,6 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
+from ..graphs import graph_of, pointers
 from ..messages.compression import Compression
 from ..messages.message_queue import MessageQueue
 from ..messages.values import Structure
@@ -19,7 +20,7 @@ from ..stages.recomputation import Hold
 from ..stages.split_backward import Joints
 from ..stages.stage import StageCopy
 from ..transport.base import Transport
-from .meters import Clock, Kept, SavedBytes, graph_of, pointers
+from .meters import Clock, Kept, SavedBytes
 from .skips import SkipTraffic
 from .stash import Stash, Waiting
 from .tasks import Task

@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 
+from ..dtensors import is_dtensor, settled
 from ..messages.values import Value
 from ..stages.recomputation import mapped
 from ..torch_private import children_of, fsdp_groups
 from ..transport.base import Transport
-from .dtensors import is_dtensor, settled
 from .layout import REPLICA, WORKER, Layout, Mesh
 from .sharding import Sharding
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from counterflow.errors import ConfigError
 
+from ..dtensors import is_dtensor, local
 from ..transport.base import Transport
-from .dtensors import is_dtensor, local
 from .layout import REPLICA, WORKER, Layout
 
 

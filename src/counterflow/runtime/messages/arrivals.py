@@ -15,9 +15,8 @@ from counterflow.program.actions import Receive, Send
 from counterflow.schedule.workload import SkipLink
 
 from ..execution.tasks import Task
-from ..mini_batch.batch import Shapes
 from ..transport.base import Described, Pending
-from .values import Structure, Unit, ValueLayout, read_description
+from .values import Shapes, Structure, Unit, ValueLayout, read_description
 
 Of = tuple[int | SkipLink, Unit]
 Taken = tuple[Structure | None, list[Tensor], Sequence[Tensor]]

@@ -8,15 +8,23 @@ Invariant: what is put together again has the items and the plain attributes of 
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
+
+PLAIN: tuple[type, ...] = (
+    type(None), bool, int, float, complex, str, bytes, enum.Enum,
+    torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+"""What has no samples in it."""
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 

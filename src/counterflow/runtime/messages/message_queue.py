@@ -25,9 +25,9 @@ from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
 
-from ..execution.meters import pointers
 from ..execution.tasks import Task
-from ..mini_batch.batch import Batch, Shapes
+from ..graphs import pointers
+from ..mini_batch.batch import Batch
 from ..transport.base import Pending, Transport
 from .arrivals import (
     PostedDescribed,
@@ -42,6 +42,7 @@ from .compression import Compression
 from .values import (
     NUMBER,
     BufferPool,
+    Shapes,
     Structure,
     TensorSpec,
     described,

@@ -19,10 +19,10 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
+from counterflow.schedule.ir import SkipLink
 
-from ..mini_batch.entries import PLAIN
 from ..torch_private import storage_uses
-from .mappings import flat_with_paths, know
+from .mappings import PLAIN, flat_with_paths, know
 from .masks import Rest, closed, opened
 
 Value = Any
@@ -137,6 +137,10 @@ class ValueLayout:
     def of(cls, structure: Structure | None, tensors: Sequence[Tensor]) -> ValueLayout:
         """The layout of a value that was taken apart."""
         return cls(structure, [TensorSpec.of(tensor) for tensor in tensors])
+
+
+Shapes = dict[tuple[int | SkipLink, Unit], ValueLayout]
+"""What each stage gives to the next one, or by a skip, by stage or skip and unit (``Unit.shape``)."""
 
 
 _LEAF = torch.empty(0)

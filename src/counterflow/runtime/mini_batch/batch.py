@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from counterflow.schedule.ir import SkipLink
-
-from ..messages.values import Unit, ValueLayout
+from ..messages.values import Shapes, Unit
 from ..stages.randomness import SampleRows
 from .feed import Feed
 from .loss_check import LossCheck
@@ -44,9 +42,6 @@ class RowsOf(dict[Unit, SampleRows]):
 
 rows_of = lru_cache(maxsize=64)(RowsOf)
 """That of a mini-batch like one before."""
-
-Shapes = dict[tuple[int | SkipLink, Unit], ValueLayout]
-"""What each stage gives to the next one, or by a skip, by stage or skip and unit (``Unit.shape``)."""
 
 
 @dataclass(slots=True)

@@ -14,8 +14,9 @@ from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution
 from counterflow.schedule.ir import Schedule
 
+from ..messages.values import Shapes
 from .agreement import Agreed, Agreement, Peers
-from .batch import Batch, Shapes, rows_of
+from .batch import Batch, rows_of
 from .entries import Settled
 from .feed import CopyStream, Feed
 from .given import Given, even, ready, whole

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from counterflow.loss_sum import LossSum
 
-from ..mesh.dtensors import whole
+from ..dtensors import whole
 from ..torch_private import whole_call
 from .losses import Found, read_loss
 

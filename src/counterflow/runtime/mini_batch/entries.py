@@ -10,14 +10,13 @@ import enum
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
 
-from ..messages.mappings import flat_with_paths, names_of
+from ..messages.mappings import PLAIN, flat_with_paths, names_of
 
 
 class Entries(enum.Enum):
@@ -31,12 +30,6 @@ class Entries(enum.Enum):
 
 ENTRIES = Entries.ENTRIES
 """In place of a dimension: the samples are the entries of the list or tuple that stands there."""
-
-PLAIN: tuple[type, ...] = (
-    type(None), bool, int, float, complex, str, bytes, enum.Enum,
-    torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format,
-)  # fmt: skip
-"""What has no samples in it."""
 
 Settled = list[tuple[str, pytree.TreeSpec]]
 """Lists that other mini-batches have shown to have their samples in their tensors: where, and how made."""

@@ -20,7 +20,7 @@ from counterflow.schedule.ir import Schedule
 
 from ..devices import module_of, used_on
 from ..later import holds_host
-from .entries import PLAIN
+from ..messages.mappings import PLAIN
 from .samples import moved
 
 AHEAD = 2

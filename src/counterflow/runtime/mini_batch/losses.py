@@ -26,7 +26,7 @@ from counterflow.errors import ConfigError
 from counterflow.loss_sum import LossSum
 
 from .. import later
-from ..mesh.dtensors import is_dtensor, whole
+from ..dtensors import is_dtensor, whole
 from ..messages.values import Unit
 from ..torch_private import is_loss
 from .told import NOTHING, Counts, Part, Weighed

@@ -16,11 +16,10 @@ from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
 
-from ..messages.mappings import flat_with_paths, names_of
+from ..messages.mappings import PLAIN, flat_with_paths, names_of
 from ..torch_private import spread
 from .entries import (
     ENTRIES,
-    PLAIN,
     Entries,
     Lists,
     Settled,

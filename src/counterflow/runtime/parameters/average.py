@@ -21,7 +21,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from counterflow.errors import ConfigError
 
-from ..mesh.dtensors import like, local, part_of
+from ..dtensors import like, local, part_of
 from .gradients import sum_dtype
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from counterflow.errors import ConfigError
 
-from ..mesh.dtensors import is_dtensor
+from ..dtensors import is_dtensor
 from ..stages.recomputation import Contents
 from ..stages.stage import StageCopy
 from ..transport.base import Group

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from counterflow.errors import ConfigError
 
-from ..mesh.dtensors import is_dtensor
+from ..dtensors import is_dtensor
 from ..messages.values import number_of
 from .optimizers import MakeOptimizer
 

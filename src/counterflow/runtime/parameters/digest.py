@@ -16,7 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..mesh.dtensors import local
+from ..dtensors import local
 
 _WIDTH = 2**16
 """Values of a row, with a factor each; a worker's cache holds them."""

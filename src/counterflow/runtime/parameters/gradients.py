@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from counterflow.errors import ConfigError
 
 from .. import later
-from ..mesh.dtensors import like, local, part_of
+from ..dtensors import like, local, part_of
 from ..mini_batch.losses import added
 from ..transport.base import Group, Pending, Transport
 from .hooks import Hooks, called

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from counterflow.errors import ConfigError
 
-from ..mesh.dtensors import is_dtensor
+from ..dtensors import is_dtensor
 
 MakeOptimizer = Callable[[Any], Optimizer]
 """Of a list of parameters, or of (name, parameter)."""

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from counterflow.errors import ConfigError
 
-from ..mesh.dtensors import is_dtensor, like, part_of, whole
+from ..dtensors import is_dtensor, like, part_of, whole
 from ..mesh.layout import REPLICA
 from .optimizers import home_of
 from .streaming import Stream

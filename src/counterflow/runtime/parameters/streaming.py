@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..mesh.dtensors import is_dtensor, whole
+from ..dtensors import is_dtensor, whole
 from ..transport.base import Transport
 
 Entries = Sequence[tuple[Sequence[Any], Any]]

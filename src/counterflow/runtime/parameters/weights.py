@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from counterflow.errors import ConfigError
 from counterflow.program.actions import StartSync, Summed, SyncAction, WaitSync
 
-from ..mesh.dtensors import local
+from ..dtensors import local
 from ..mesh.sharding import Sharding
 from ..stages.randomness import RandomStreams
 from ..stages.stage import StageCopy

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 from counterflow.errors import ConfigError
 from counterflow.schedule.modes import Recompute
 
-from ..execution.meters import graph_of
+from ..graphs import graph_of
 from ..mesh.parallel import gathered_parameters
 from .graph_split import variable
 from .randomness import versions

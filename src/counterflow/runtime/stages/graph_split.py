@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-from ..execution.meters import pointers, saved_names
+from ..graphs import pointers, saved_names
 from .recomputation import Packed
 
 Shape = tuple[Any, ...]

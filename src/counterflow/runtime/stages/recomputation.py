@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
 
-from ..mesh.dtensors import is_dtensor
+from ..dtensors import is_dtensor
 from ..torch_private import buffers_of, keeps_statistics, never_compiled, same_memory
 from .counters import summed
 from .randomness import versions

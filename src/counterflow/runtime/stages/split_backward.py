@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from counterflow.errors import ConfigError
 
-from ..execution.meters import pointers
+from ..graphs import pointers
 from ..torch_private import run_backward
 from .graph_split import Division, Shape, Walked, below, divided, is_seam, saved_in, slots, variable, walked
 from .hooks_once import Half, HooksOnce

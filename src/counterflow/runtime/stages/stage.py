@@ -18,7 +18,6 @@ from ..mesh.parallel import StageModule, fsdp_modules
 from ..messages.mappings import know
 from ..messages.values import Keyworded, Value
 from ..mini_batch.counted import Means
-from ..parameters.versions import Versions
 from ..torch_private import buffers_of
 from .deferred import SUMS, Deferred
 from .named_layer import LOSS, NamedLayer
@@ -28,6 +27,7 @@ from .reading import Reads
 from .recomputation import Buffers, First, Hold, InputGuard, Replay, mapped, tensors_of
 from .skips import Carried, SkipRunner, StageSkips
 from .split_backward import Joints, Splitting
+from .versions import Versions
 
 _NOTHING = nullcontext()
 _NOWHERE: frozenset[int] = frozenset()

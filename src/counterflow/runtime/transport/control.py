@@ -27,13 +27,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 from counterflow.errors import CounterflowError
 
 from ..torch_private import default_store, gloo_lane
-from ..workers.watch import Watch
 from .base import Described, Group, Lost, Pending, Status, TimedOut, Transport
 from .gathers import GatheredRows, Gathers
 from .headers import HEADER_WORDS, announced, as_bytes, describe
 from .pending import DONE, DescribedReceiving, Sending, Works
 from .staging import CopyOut, PendingSend, SendReaper, Stager, cuda_copy_out
 from .tags import BREAK_TAG, DESCRIBED, HEADER, MORE_HEADER, lane_tag
+from .watch import Watch
 
 _T = TypeVar("_T")
 

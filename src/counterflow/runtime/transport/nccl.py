@@ -21,13 +21,13 @@ from torch.distributed import ProcessGroup
 from counterflow.errors import CounterflowError
 
 from ..torch_private import abort, flight_record, nccl_options
-from ..workers.gpu_environment import before_nccl, launches_hold
-from ..workers.watch import worker_error
 from .base import Described, Group, Pending, Status, TimedOut
 from .control import DistributedTransport
+from .gpu_environment import before_nccl, launches_hold
 from .kinds import NCCL
 from .ordered import OrderedTransport
 from .progress import Event
+from .watch import worker_error
 
 _LOG = logging.getLogger(__name__)
 

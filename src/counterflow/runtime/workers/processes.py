@@ -27,8 +27,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from counterflow.errors import ConfigError, WorkerError
 
+from ..transport import gpu_environment
 from ..transport.kinds import TransportKind
-from . import gpu_environment, world
+from . import world
 from .children import Children, Meanwhile, stay
 from .failures import Failed, cause, failed_by
 from .forking import Surroundings, end_with_the_launch, let_signals_through, start_method

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from ..transport import gpu_environment
 from ..transport.local import Hub
 from ..transport.turns import Turns, elsewhere
-from . import gpu_environment, world
+from . import world
 from .children import Meanwhile
 from .failures import Failed, failed_by, root
 

@@ -25,9 +25,9 @@ from counterflow.errors import ConfigError, WorkerError
 
 from ..transport.base import Lost, TimedOut, Transport
 from ..transport.control import DistributedTransport
+from ..transport.gpu_environment import before_cuda
 from ..transport.kinds import GLOO, NCCL, TransportKind, kind_of
 from . import interface
-from .gpu_environment import before_cuda
 from .meeting import Meeting, meet
 from .place import Place, number, place
 

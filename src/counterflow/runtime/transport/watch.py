@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import Store
 
 from counterflow.errors import CounterflowError, WorkerError
 
-from ..transport.base import Lost, Status, TimedOut, Transport
+from .base import Lost, Status, TimedOut, Transport
 from .neighbour import Neighbour, nobody_else_looks
 
 _T = TypeVar("_T")

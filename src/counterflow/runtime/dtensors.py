@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ..torch_private import is_traceable_wrapper_subclass, local_shape_and_offset, local_tensor
+from .torch_private import is_traceable_wrapper_subclass, local_shape_and_offset, local_tensor
 
 _T = TypeVar("_T")
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from counterflow.errors import ScheduleError
 
-from ..mesh.dtensors import local
+from ..dtensors import local
 from ..torch_private import preserve_version_counter
 
 
