@@ -110,6 +110,15 @@ def test_a_worker_that_lacks_something_is_told() -> None:
         compare(THEIRS, [replace(THEIRS, steps=THEIRS.steps[:1])])
 
 
+def test_a_gradient_that_no_worker_has_is_told() -> None:
+    first, *_ = THEIRS.gradients
+    one = replace(THEIRS, gradients={first: THEIRS.gradients[first]})
+    rest = replace(THEIRS, gradients={n: g for n, g in THEIRS.gradients.items() if n != first})
+    assert compare(THEIRS, [one, rest]).ok  # together they have all, as workers with stages of their own do
+    with pytest.raises(KeyError, match=f"no worker has a gradient of {first}"):
+        compare(THEIRS, [rest])
+
+
 def test_tolerances_go_by_the_dtype_of_gradients() -> None:
     for dtype, limit in (
         (D, 1e-10),

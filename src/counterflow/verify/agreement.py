@@ -231,7 +231,14 @@ def _train(
 
 
 def compare(reference: Trained, found: Sequence[Trained]) -> Agreement:
-    """The largest errors of what all workers found."""
+    """The largest errors of what all workers found.
+
+    Raises:
+        KeyError: no worker has a gradient that one process has, or a state lacks a name.
+    """
+    missing = reference.gradients.keys() - set().union(*(worker.gradients for worker in found))
+    if missing:
+        raise KeyError(f"no worker has a gradient of {min(missing)}")
     dtype = next(iter(reference.gradients.values())).dtype.to_real()
     losses, norms, gradients, weights = [], [], [], []
     for worker in found:

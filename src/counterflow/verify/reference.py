@@ -180,10 +180,13 @@ class Reference:
                 parameter.grad.mul_(scale)
         self._call_hooks()
         norm = self._clip()
+        first: dict[nn.Parameter, str] = {}
+        for layer in self.with_weights:
+            for name, p in layer.module.named_parameters():
+                first.setdefault(p, layer.names[name])  # a tied one once, as a pipeline gives it
         self.gradients = {
-            layer.names[name]: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            for layer in self.with_weights
-            for name, p in layer.module.named_parameters()
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for p, name in first.items()
             if p.requires_grad
         }
         self.optimizer.step()
