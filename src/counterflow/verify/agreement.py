@@ -234,11 +234,13 @@ def compare(reference: Trained, found: Sequence[Trained]) -> Agreement:
     """The largest errors of what all workers found.
 
     Raises:
-        KeyError: no worker has a gradient that one process has, or a state lacks a name.
+        KeyError: no worker has a gradient that is not zero in one process, or a state lacks a name.
     """
-    missing = reference.gradients.keys() - set().union(*(worker.gradients for worker in found))
-    if missing:
-        raise KeyError(f"no worker has a gradient of {min(missing)}")
+    given = set().union(*(worker.gradients for worker in found))
+    # One that a hook has taken away is absent there and zero here.
+    for name, gradient in reference.gradients.items():
+        if name not in given and gradient.any():
+            raise KeyError(f"no worker has a gradient of {name}")
     dtype = next(iter(reference.gradients.values())).dtype.to_real()
     losses, norms, gradients, weights = [], [], [], []
     for worker in found:
