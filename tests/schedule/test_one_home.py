@@ -130,7 +130,6 @@ def test_plan(run: Run, tmp_path: Path) -> None:
     found = json.loads(run(f"plan {given} --json"))
     best = found["best"][0]
     assert (best["scheme"], best["options"]["stages"]) == ("queue", 4)
-    assert best["closed_form"] is None
     # 50 layers: 1 to 12 slices; of one sample there are no halves; three kinds of recomputation,
     # zero_stage 0 and 1.
     assert found["rejected"][0]["candidates"] == 12 * (1 + 2) * 3 * 2

@@ -6,7 +6,6 @@ What it does not do: print.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from counterflow.schedule import registry
@@ -22,7 +21,6 @@ from .why import Why
 def as_json(
     found: Found,
     explained: Why,
-    shown: Callable[[Plan], dict[str, Any]] | None = None,
     orders: Orders | None = None,
 ) -> dict[str, Any]:
     """All of it.
@@ -30,16 +28,14 @@ def as_json(
     Args:
         found: what the search found.
         explained: why the best plan is the best.
-        shown: what is said of a plan; None: ``plan_json``.
         orders: what was computed for the best plans.
     """
-    shown = shown or plan_json
     larger = explained.in_more_memory
     return {
         "mini_batch": found.mini_batch,
         "usable_bytes": found.usable_bytes,
-        "best": [shown(plan) for plan in found.best],
-        "schemes": [shown(plan) for plan in found.of_schemes],
+        "best": [plan_json(plan) for plan in found.best],
+        "schemes": [plan_json(plan) for plan in found.of_schemes],
         "rejected": [
             {"scheme": scheme, **_rejections(rejected)} for scheme, rejected in found.rejections.items()
         ],
@@ -52,17 +48,17 @@ def as_json(
             "second_wins_if": [
                 {"what": change.what, "times": change.times} for change in explained.break_evens
             ],
-            "in_more_memory": larger and {**shown(larger), "needed_bytes": explained.needed_bytes},
+            "in_more_memory": larger and {**plan_json(larger), "needed_bytes": explained.needed_bytes},
         },
-        "synthesized": orders and orders_json(orders, shown),
+        "synthesized": orders and orders_json(orders),
     }
 
 
-def orders_json(orders: Orders, shown: Callable[[Plan], dict[str, Any]]) -> dict[str, Any]:
+def orders_json(orders: Orders) -> dict[str, Any]:
     """What was computed for the best plans."""
     return {
         "gain": orders.gain,
-        "named": shown(orders.named),
+        "named": plan_json(orders.named),
         "orders": [
             {
                 **prediction_json(one.play.prediction()),

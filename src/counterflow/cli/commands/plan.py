@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from counterflow.errors import ConfigError
-from counterflow.papers.step_times import plan_with_form_json
 from counterflow.planning.cost.device_placement import Arrangement
 from counterflow.planning.inputs import files
 from counterflow.planning.orders import SYNTHESIZED, Orders, compute_orders, with_orders
@@ -134,7 +133,7 @@ def plan(
         from ..output.plan_results import Planned
 
         head = {"model": task.model.name, "profile": task.profile.name, "cluster": task.cluster.name}
-        print_json(Planned.model_validate(head | data(found, explained, plan_with_form_json, orders)))
+        print_json(Planned.model_validate(head | data(found, explained, orders)))
         return
     from ..output.plan_tables import print_plans
 

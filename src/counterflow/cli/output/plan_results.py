@@ -49,14 +49,6 @@ class MemoryShown(Part):
     communicators_bytes: Annotated[float, said("communicators; 0: the cluster does not say what one takes")]
 
 
-class FormShown(Part):
-    """A paper's closed form for a plan's step."""
-
-    seconds: float
-    source: Annotated[str, said("paper and equation")]
-    difference: Annotated[float | None, said("from the simulation, relative to it")]
-
-
 class PredictionShown(ConfigurationShown):
     """What a configuration costs."""
 
@@ -84,7 +76,6 @@ class PlanShown(PredictionShown):
         list[list[list[int]]] | None,
         said("devices by replica, worker and position, for a DeviceMesh; null without tensor parallelism"),
     ]
-    closed_form: FormShown | None
 
 
 class LargerShown(PlanShown):
@@ -197,7 +188,6 @@ PLAN_PARTS: tuple[type[Part], ...] = (
         NodesShown,
         PlanShown,
         MemoryShown,
-        FormShown,
         RejectedShown,
         TooLargeShown,
         OmittedShown,

@@ -9,7 +9,6 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from counterflow.papers.step_times import beside
 from counterflow.planning.report import choices, mesh_of
 from counterflow.planning.search.node_orders import in_words
 from counterflow.schedule.modes import Recompute
@@ -58,7 +57,7 @@ def print_plans(
     spread = cluster.most_devices > 1
     out.print(_ranking(plans, width=out.width, with_arrangement=spread))
     if out.width < (room := _room(plans, with_arrangement=spread)):
-        left_out = "sync, devices and closed form" if spread else "sync and closed form"
+        left_out = "sync and devices" if spread else "sync"
         told = f"In {out.width} columns without {left_out}; {room} show them, and so does --json"
         out.print(Text(told, style="dim"))
     best = found.best[0].play.prediction()
@@ -85,7 +84,7 @@ def _memory_of(cluster: Cluster) -> str:
 
 def _room(plans: Sequence[Plan], *, with_arrangement: bool) -> int:
     """Columns that all of the ranking takes; in fewer, what the best plan's line tells is left out."""
-    return (146 if with_arrangement else 128) + (4 if _divided(plans) else 0)
+    return (132 if with_arrangement else 114) + (4 if _divided(plans) else 0)
 
 
 def _divided(plans: Sequence[Plan]) -> bool:
@@ -116,14 +115,10 @@ def _ranking(plans: Sequence[Plan], *, width: int, with_arrangement: bool) -> An
         del cells["devices"]
     if not whole:
         del cells["sync"]
-    beyond = ("closed form",) if whole else ()
-    table = _table(*cells, *beyond, left=("scheme", "options", "recompute", "sync", "devices"))
+    table = _table(*cells, left=("scheme", "options", "recompute", "sync", "devices"))
     for plan in plans:
         prediction = plan.play.prediction()
-        form = beside(plan.play) if whole else None
-        difference = form and form.difference(plan.seconds)
-        shown = ("" if difference is None else f"{difference:+.1%}",) if whole else ()
-        table.add_row(*(cell(prediction) for cell in cells.values()), *shown)
+        table.add_row(*(cell(prediction) for cell in cells.values()))
     return table
 
 
@@ -132,9 +127,8 @@ _TELLING = 0.001
 
 
 def _of_best(found: Plan) -> Iterator[str]:
-    """What the table has no room for: memory by worker, cuts, closed form, notes."""
-    best, form = found.play.prediction(), beside(found.play)
-    difference = form and form.difference(found.seconds)
+    """What the table has no room for: memory by worker, cuts, notes."""
+    best = found.play.prediction()
     plan = best.configuration
     divided = f"tensor parallelism over {plan.tensor_parallel}, " if plan.tensor_parallel > 1 else ""
     yield (
@@ -161,11 +155,6 @@ def _of_best(found: Plan) -> Iterator[str]:
         yield f"  without a barrier       {steady} a step (Pipeline(barrier=False))"
     if isinstance(plan.cuts, tuple) and plan.cuts:
         yield f"  stages begin at layers  0, {', '.join(map(str, plan.cuts))}"
-    if form is not None and difference is not None:
-        yield (
-            f"  closed form             {_seconds(form.seconds)} ({form.source}), "
-            f"{difference:+.1%} from the simulation"
-        )
     if (devices := mesh_of(found)) is not None:
         count = best.workers * plan.replicas * plan.tensor_parallel
         told = str(devices) if count <= _MESH_TOLD else f"of {count} devices: see --json"
