@@ -16,7 +16,7 @@ from counterflow.cli import application
 from counterflow.drawing.charting import chart_of
 from counterflow.papers.step_times import StageTimes, closed_form
 from counterflow.planning import Configuration
-from counterflow.planning.report import choices
+from counterflow.planning.prediction import choices
 from counterflow.schedule import registry
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule

@@ -11,7 +11,7 @@ from counterflow.drawing.page import page_data
 from counterflow.drawing.units import bytes_text, compact, time_unit
 from counterflow.planning.inputs import files
 from counterflow.planning.inputs.cluster import Cluster, Link
-from counterflow.planning.report import choices
+from counterflow.planning.prediction import choices
 from counterflow.planning.search.node_orders import in_words
 from counterflow.planning.search.search import Plan, search
 from counterflow.planning.search.space import Constraints
@@ -117,11 +117,11 @@ def plan(asked: PlanAsked, tell: Callable[[dict[str, Any]], None]) -> dict[str, 
             if explained.second is not None
         ],
         "more_memory": larger
-        and f"{larger.play.schedule.scheme} with {bytes_text(explained.needed_bytes or 0.0)} a device "
+        and f"{larger.play.schedule.scheme} with {bytes_text(larger.prediction.needed_bytes)} a device "
         f"would take {_seconds(larger.seconds)}",
         "rejected": [
-            [scheme, str(r.candidates), str(r.too_large), str(r.slower), str(r.simulated)]
-            for scheme, r in found.rejections.items()
+            [r.scheme, str(r.candidates), str(r.too_large), str(r.slower), str(r.simulated)]
+            for r in found.rejections
         ],
         "omitted": [f"{omission.what}: {omission.reason}" for omission in found.omissions],
     }

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from counterflow.planning.predict import Play, sync_seconds
-from counterflow.planning.report import plan_json
+from counterflow.planning.report import PlanShown
 from counterflow.planning.search.search import Plan
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute
@@ -103,7 +103,7 @@ def plan_with_form_json(plan: Plan) -> dict[str, Any]:
     """A plan as plain data, with the closed form beside it."""
     form = beside(plan.play)
     return {
-        **plan_json(plan),
+        **PlanShown.model_validate(plan).model_dump(),
         "closed_form": form
         and {"seconds": form.seconds, "source": form.source, "difference": form.difference(plan.seconds)},
     }

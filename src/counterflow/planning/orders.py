@@ -31,7 +31,7 @@ from counterflow.synthesis.compute import START, one_by_one
 from .cost.device_placement import network
 from .cost.stages import Cutting
 from .predict import Play, Predictor
-from .prediction import Configuration
+from .prediction import Configuration, Prediction
 from .search.search import Found, Plan
 from .search.space import Constraints, Omission
 
@@ -72,6 +72,11 @@ class Computed:
     play: Play
     synthesis: Synthesis
     method: str
+
+    @property
+    def prediction(self) -> Prediction:
+        """All of it as a record."""
+        return self.play.prediction()
 
     @property
     def seconds(self) -> float:

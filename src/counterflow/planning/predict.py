@@ -30,7 +30,7 @@ from counterflow.simulation.op_costs import per_stage, stage_bytes
 from counterflow.simulation.periods import whole_periods
 from counterflow.simulation.timed_schedule import timed
 
-from .cost.device_placement import Arrangement, Network, network, sum_over
+from .cost.device_placement import Arrangement, Network, mesh, network, sum_over
 from .cost.memory import walked
 from .cost.sharded_state import ShardedState, Sharding, parameters_of
 from .cost.stages import Cuts, Cutting, PlannedOps, StageCosts, cut, stage_costs
@@ -588,7 +588,17 @@ class Play:
             usable_bytes=self.predictor.cluster.usable_bytes,
             notes=tuple(self._notes()),
             usable_by_worker=self.network.usable_bytes,
+            mesh=self._mesh(),
         )
+
+    def _mesh(self) -> list[list[list[int]]] | None:
+        """Devices by replica, worker and position; None without tensor parallelism."""
+        chosen = self.configuration
+        if chosen.tensor_parallel == 1:
+            return None
+        where = self.schedule.placement, chosen.replicas, chosen.arrangement, chosen.tensor_parallel
+        found = mesh(*where, cluster=self.predictor.cluster, nodes=chosen.nodes)
+        return [list(map(list, replica)) for replica in found]
 
     def parts(self) -> Parts:
         """Where the step's seconds go: what is left out when messages, then syncs, cost nothing."""

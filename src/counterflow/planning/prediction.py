@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from counterflow.html import said, table, titled
+from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute, Sync
+from counterflow.schedule.scheme import DEPTH, OptionType
 
 from .cost.device_placement import Arrangement
 from .cost.stages import Cuts, Cutting
@@ -143,6 +145,7 @@ class Prediction:
         usable_bytes: what a device has for it.
         notes: what to know before believing the numbers.
         usable_by_worker: where devices differ, what each worker has; else empty.
+        mesh: devices by replica, worker and position, for a ``DeviceMesh``; None without tensor parallelism.
     """
 
     configuration: Configuration
@@ -158,6 +161,7 @@ class Prediction:
     usable_bytes: float
     notes: tuple[str, ...] = ()
     usable_by_worker: tuple[float, ...] = ()
+    mesh: list[list[list[int]]] | None = None
 
     @property
     def samples_per_second(self) -> float:
@@ -172,12 +176,48 @@ class Prediction:
     @property
     def fits(self) -> bool:
         """Whether every worker's memory is there."""
+        return self.needed_bytes <= self.had_bytes
+
+    @property
+    def needed_bytes(self) -> float:
+        """What the worker needs that has most too little, or least to spare."""
+        return self._fullest[0]
+
+    @property
+    def had_bytes(self) -> float:
+        """What that worker has."""
+        return self._fullest[1]
+
+    @property
+    def _fullest(self) -> tuple[float, float]:
         usable = self.usable_by_worker or (self.usable_bytes,) * len(self.memory)
-        return all(peak <= there for peak, there in zip(self.peak_bytes, usable, strict=True))
+        return max(zip(self.peak_bytes, usable, strict=True), key=lambda both: both[0] - both[1])
 
     def _repr_html_(self) -> str:
         """The figures in a notebook."""
         return titled(self.schedule, ranking([self]), *map(said, self.notes))
+
+
+def choices(configuration: Configuration) -> str:
+    """The options of a configuration that its depth and micro-batches do not tell, for people.
+
+    Parts of the model on a worker are told even where they are the usual ones; optimiser state, where it is
+    sharded.
+
+    >>> options = {"stages": 4, "micro_batches": 8, "pairs": 1, "concat": "forward-doubling"}
+    >>> choices(Configuration.of("chimera", options, 1, 1))
+    'concat=forward-doubling'
+    """
+    told = []
+    for name, value in configuration.options:
+        option = registry.scheme(configuration.scheme).option(name)
+        assert option is not None
+        plain = option.unsaid if option.kind is OptionType.NUMBER else option.default
+        if value != plain and name not in (*DEPTH, "micro_batches"):
+            told.append(f"{name}={value}")
+    if configuration.zero_stage:
+        told.append(f"zero_stage={configuration.zero_stage}")
+    return " ".join(told)
 
 
 def ranking(predictions: Iterable[Prediction]) -> str:

@@ -1,4 +1,4 @@
-"""A search's result as plain data: what ``counterflow plan --json`` prints and its tables show.
+"""A search's result as ``counterflow plan --json`` prints it: what each key means, and where it is read.
 
 Times in seconds, memory in bytes, throughput in samples a second; keys end in ``_seconds`` and ``_bytes``.
 What it does not do: print.
@@ -6,182 +6,282 @@ What it does not do: print.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
-from counterflow.schedule import registry
-from counterflow.schedule.scheme import DEPTH, OptionType
+from pydantic import BeforeValidator
 
-from .cost.device_placement import mesh
+from counterflow.shown import Options, Part, Result, said
+
 from .orders import Orders
-from .prediction import Configuration, Parts, Prediction
-from .search.search import Found, Plan, Rejections
+from .search.search import Found
+from .task import Task
 from .why import Why
 
 
-def as_json(
-    found: Found,
-    explained: Why,
-    orders: Orders | None = None,
-) -> dict[str, Any]:
-    """All of it.
+def chosen(text: str, name: str) -> Any:
+    """A key of a configuration: a prediction's, or a candidate's that was not played."""
+    return said(text, f"prediction.configuration.{name}", f"candidate.{name}")
+
+
+def predicted(text: str, name: str) -> Any:
+    """A key of a prediction."""
+    return said(text, f"prediction.{name}")
+
+
+def _runs(nodes: Sequence[Any]) -> list[Any]:
+    """Nodes side by side, from pairs of kind and number."""
+    return [{"kind": run[0], "nodes": run[1]} if isinstance(run, tuple) else run for run in nodes]
+
+
+class NodesShown(Part):
+    """Nodes of one kind, side by side."""
+
+    kind: str
+    nodes: Annotated[int, said("how many")]
+
+
+class ConfigurationShown(Part):
+    """A configuration."""
+
+    scheme: Annotated[str, chosen("scheme", "scheme")]
+    options: Annotated[Options, BeforeValidator(dict), chosen("the scheme's options", "options")]
+    replicas: Annotated[int, chosen("copies of the whole pipeline group", "replicas")]
+    micro_batch_size: Annotated[int, chosen("samples of a micro-batch", "samples")]
+    recompute: Annotated[str, chosen("none, stage or layer", "recompute")]
+    sync_mode: Annotated[str, chosen("end, eager or eager-opt", "sync")]
+    arrangement: Annotated[
+        str, chosen("pipeline-inside, replicas-inside or copies-inside a node", "arrangement")
+    ]
+    nodes: Annotated[
+        list[NodesShown],
+        BeforeValidator(_runs),
+        chosen("the order in which nodes of different kinds stand; empty: the cluster's", "nodes"),
+    ]
+    zero_stage: Annotated[
+        int, chosen("1: optimiser state is sharded over the holders of a weight", "zero_stage")
+    ]
+    cuts: Annotated[
+        list[int] | str,
+        chosen("layers at which stages begin after the first; or balanced, even: not cut yet", "cuts"),
+    ]
+    tensor_parallel: Annotated[
+        int, chosen("positions of tensor parallelism, at each of which stands a pipeline", "tensor_parallel")
+    ]
+
+
+class MemoryShown(Part):
+    """A worker's memory at its peak, in a plan."""
+
+    weights_bytes: Annotated[
+        float, said("weights, gradients, optimiser state, of all copies and versions", "weights")
+    ]
+    activations_bytes: Annotated[
+        float, said("kept for backwards, and what recomputation needs", "activations")
+    ]
+    buffers_bytes: Annotated[float, said("messages under way", "buffers")]
+    workspace_bytes: Annotated[
+        float, said("what the op that needs most needs besides; 0: not profiled", "workspace")
+    ]
+    gradients_bytes: Annotated[float, said("of `weights_bytes`, gradients; 0: not profiled", "gradients")]
+    optimizer_bytes: Annotated[
+        float, said("of `weights_bytes`, the optimiser's state; 0: not profiled", "optimizer")
+    ]
+    casts_bytes: Annotated[float, said("of `weights_bytes`, weights cast to another precision", "casts")]
+    communicators_bytes: Annotated[
+        float, said("communicators; 0: the cluster does not say what one takes", "communicators")
+    ]
+
+
+class PredictionShown(ConfigurationShown):
+    """What a configuration costs."""
+
+    workers: Annotated[int, predicted("of a replica", "workers")]
+    micro_batches: Annotated[int, predicted("of an update, on each replica", "micro_batches")]
+    step_seconds: Annotated[float, predicted("one mini-batch", "step_seconds")]
+    steady_step_seconds: Annotated[
+        float, predicted("what a step adds where none waits for a barrier", "steady_step_seconds")
+    ]
+    samples_per_second: Annotated[float, predicted("of all replicas", "samples_per_second")]
+    mini_batch: Annotated[int, predicted("samples that its step is counted for", "mini_batch")]
+    updates: Annotated[int, predicted("in that step", "updates")]
+    bubble_ratio: Annotated[float, predicted("share of a step in which a worker is idle", "bubble_ratio")]
+    peak_bytes: Annotated[list[float], predicted("by worker", "peak_bytes")]
+    usable_by_worker_bytes: Annotated[
+        list[float], predicted("memory of each worker, where devices differ; else empty", "usable_by_worker")
+    ]
+    memory: Annotated[list[MemoryShown], predicted("by worker", "memory")]
+    fits: Annotated[bool, predicted("whether all workers' peaks fit their memory", "fits")]
+    notes: Annotated[list[str], predicted("for people", "notes")]
+
+
+class PlanShown(PredictionShown):
+    """A plan."""
+
+    mesh: Annotated[
+        list[list[list[int]]] | None,
+        predicted(
+            "devices by replica, worker and position, for a DeviceMesh; null without tensor parallelism",
+            "mesh",
+        ),
+    ]
+
+
+class LargerShown(PlanShown):
+    """A plan that would need more memory than there is."""
+
+    needed_bytes: Annotated[float, predicted("of a device", "needed_bytes")]
+
+
+class TooLargeShown(ConfigurationShown):
+    """A configuration that does not fit."""
+
+    needed_bytes: Annotated[float, said("at least, on its largest worker")]
+    worker_usable_bytes: Annotated[float, said("what that worker has", "usable_bytes")]
+    worker: Annotated[int, said("that worker")]
+
+
+class RejectedShown(Part):
+    """What became of a scheme's candidates."""
+
+    scheme: str
+    candidates: int
+    too_large: Annotated[int, said("that do not fit the memory, unless known to be slower")]
+    slower_by_bound: Annotated[
+        int, said("that cannot be as fast as what was found, and were not simulated", "slower")
+    ]
+    simulated: int
+    closest_too_large: Annotated[TooLargeShown | None, said("the smallest that does not fit", "closest")]
+
+
+class OmittedShown(Part):
+    """A part of the space without a candidate."""
+
+    what: Annotated[str, said("a scheme, or depths")]
+    reason: str
+
+
+class PartsShown(Part):
+    """Where a step's seconds go; together they are the step."""
+
+    compute: Annotated[float, said("ops of a worker, the mean of all")]
+    imbalance: Annotated[float, said("what the busiest worker computes beyond the mean")]
+    bubbles: Annotated[float, said("idle time of the busiest worker that the order alone makes")]
+    messages: Annotated[float, said("what messages add")]
+    allreduce: Annotated[float, said("what gradient syncs add that nothing hides")]
+    update: Annotated[float, said("the optimiser, and what else an update takes")]
+    shared_cores: Annotated[float, said("what workers add that wait for a core")]
+    broadcasts: Annotated[float, said("what sending updated weights adds, with `zero_stage` 1")]
+
+
+class ChangeShown(Part):
+    """A change that makes the second plan win."""
+
+    what: Annotated[str, said("messages or all-reduces")]
+    times: Annotated[float, said("so many times slower; below 1: faster")]
+
+
+class WhyShown(Part):
+    """Why the best plan is the best."""
+
+    parts_seconds: Annotated[PartsShown, said("of the best plan", "parts")]
+    limit: Annotated[str | None, said("the part that costs most beside compute")]
+    second: Annotated[
+        str | None, said("the scheme of the best plan of another one", "second.play.configuration.scheme")
+    ] = None
+    second_parts_seconds: Annotated[PartsShown | None, said("of that plan", "second_parts")]
+    second_wins_if: Annotated[list[ChangeShown], said("either of them", "break_evens")]
+    in_more_memory: Annotated[LargerShown | None, said("a faster plan that does not fit")]
+
+
+class OrderShown(PredictionShown):
+    """A computed order."""
+
+    placement_of: Annotated[
+        str,
+        said(
+            "the scheme of the plan whose placement and micro-batches it has",
+            "named.play.configuration.scheme",
+        ),
+    ]
+    split: Annotated[bool, said("whether its backwards are split")]
+    objective: Annotated[
+        str, said("what was made small: makespan, or steady where there is no barrier", "synthesis.objective")
+    ]
+    lower_bound_seconds: Annotated[
+        float, said("no order of these ops within the memory has a shorter step", "bound_seconds")
+    ]
+    reason: Annotated[
+        str, said("why, for people; in seconds of ops, messages and syncs", "synthesis.bound.reason")
+    ]
+    gap: Annotated[float, said("share of the step that a better order could save at most")]
+    method: Annotated[str, said("what found it")]
+    recut: Annotated[bool, said("whether layers moved between stages for it")]
+
+
+class OrdersShown(Part):
+    """What was computed for the best plans."""
+
+    gain: Annotated[
+        float, said("share of the best named plan's step that the best order saves; 0: none does")
+    ]
+    named: Annotated[PlanShown, said("the best named plan")]
+    orders: Annotated[list[OrderShown], said("best first", "computed")]
+    omitted: Annotated[list[OmittedShown], said("what was not computed, and why", "omissions")]
+    stopped: Annotated[bool, said("whether it was interrupted")]
+
+
+class Planned(Result):
+    """`counterflow plan`."""
+
+    model: Annotated[str, said("its name")]
+    profile: Annotated[str, said("its name")]
+    cluster: Annotated[str, said("its name")]
+    mini_batch: Annotated[int, said("samples of an update, of all replicas")]
+    usable_bytes: Annotated[float, said("memory of a device without the reserve")]
+    best: Annotated[list[PlanShown], said("the best plans: one, or as many as `--top` says")]
+    schemes: Annotated[list[PlanShown], said("the best plan of each scheme", "of_schemes")]
+    rejected: Annotated[list[RejectedShown], said("by scheme")]
+    omitted: list[OmittedShown]
+    why: WhyShown
+    synthesized: Annotated[OrdersShown | None, said("with `--synthesize`")]
+
+
+PLAN_PARTS: tuple[type[Part], ...] = (
+    *(
+        ConfigurationShown,
+        NodesShown,
+        PlanShown,
+        MemoryShown,
+        RejectedShown,
+        TooLargeShown,
+        OmittedShown,
+    ),
+    *(WhyShown, PartsShown, ChangeShown, LargerShown, OrdersShown, OrderShown),
+)
+"""Those that the page tells of."""
+
+
+def planned(task: Task, found: Found, explained: Why, orders: Orders | None = None) -> Planned:
+    """All that is known of the best plans.
 
     Args:
+        task: what was planned.
         found: what the search found.
         explained: why the best plan is the best.
         orders: what was computed for the best plans.
     """
-    larger = explained.in_more_memory
-    return {
+    known = {
+        "model": task.model.name,
+        "profile": task.profile.name,
+        "cluster": task.cluster.name,
         "mini_batch": found.mini_batch,
         "usable_bytes": found.usable_bytes,
-        "best": [plan_json(plan) for plan in found.best],
-        "schemes": [plan_json(plan) for plan in found.of_schemes],
-        "rejected": [
-            {"scheme": scheme, **_rejections(rejected)} for scheme, rejected in found.rejections.items()
-        ],
-        "omitted": [{"what": omission.what, "reason": omission.reason} for omission in found.omissions],
-        "why": {
-            "parts_seconds": parts_json(explained.parts),
-            "limit": explained.limit,
-            "second": explained.second and explained.second.play.configuration.scheme,
-            "second_parts_seconds": explained.second_parts and parts_json(explained.second_parts),
-            "second_wins_if": [
-                {"what": change.what, "times": change.times} for change in explained.break_evens
-            ],
-            "in_more_memory": larger and {**plan_json(larger), "needed_bytes": explained.needed_bytes},
-        },
-        "synthesized": orders and orders_json(orders),
+        "best": found.best,
+        "schemes": found.of_schemes,
+        "rejected": found.rejections,
+        "omitted": found.omissions,
+        "why": explained,
+        "synthesized": orders,
     }
-
-
-def orders_json(orders: Orders) -> dict[str, Any]:
-    """What was computed for the best plans."""
-    return {
-        "gain": orders.gain,
-        "named": plan_json(orders.named),
-        "orders": [
-            {
-                **prediction_json(one.play.prediction()),
-                "placement_of": one.named.play.configuration.scheme,
-                "split": one.split,
-                "objective": one.synthesis.objective.value,
-                "lower_bound_seconds": one.bound_seconds,
-                "reason": one.synthesis.bound.reason,
-                "gap": one.gap,
-                "method": one.method,
-                "recut": one.recut,
-            }
-            for one in orders.computed
-        ],
-        "omitted": [{"what": omission.what, "reason": omission.reason} for omission in orders.omissions],
-        "stopped": orders.stopped,
-    }
-
-
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """One plan."""
-    return {**prediction_json(plan.play.prediction()), "mesh": mesh_of(plan)}
-
-
-def mesh_of(plan: Plan) -> list[list[list[int]]] | None:
-    """Devices by replica, worker and position, for a ``DeviceMesh``; None without tensor parallelism."""
-    chosen, placement = plan.play.configuration, plan.play.schedule.placement
-    if chosen.tensor_parallel == 1:
-        return None
-    where = placement, chosen.replicas, chosen.arrangement, chosen.tensor_parallel
-    found = mesh(*where, cluster=plan.play.predictor.cluster, nodes=chosen.nodes)
-    return [list(map(list, replica)) for replica in found]
-
-
-def prediction_json(prediction: Prediction) -> dict[str, Any]:
-    """One prediction, with its configuration."""
-    return {
-        **configuration_json(prediction.configuration),
-        "workers": prediction.workers,
-        "micro_batches": prediction.micro_batches,
-        "step_seconds": prediction.step_seconds,
-        "steady_step_seconds": prediction.steady_step_seconds,
-        "samples_per_second": prediction.samples_per_second,
-        "mini_batch": prediction.mini_batch,
-        "updates": prediction.updates,
-        "bubble_ratio": prediction.bubble_ratio,
-        "peak_bytes": list(prediction.peak_bytes),
-        "usable_by_worker_bytes": list(prediction.usable_by_worker),
-        "memory": [
-            {
-                "weights_bytes": worker.weights,
-                "activations_bytes": worker.activations,
-                "buffers_bytes": worker.buffers,
-                "workspace_bytes": worker.workspace,
-                "gradients_bytes": worker.gradients,
-                "optimizer_bytes": worker.optimizer,
-                "casts_bytes": worker.casts,
-                "communicators_bytes": worker.communicators,
-            }
-            for worker in prediction.memory
-        ],
-        "fits": prediction.fits,
-        "notes": list(prediction.notes),
-    }
-
-
-def configuration_json(configuration: Configuration) -> dict[str, Any]:
-    """One configuration."""
-    cuts = configuration.cuts
-    return {
-        "scheme": configuration.scheme,
-        "options": dict(configuration.options),
-        "replicas": configuration.replicas,
-        "micro_batch_size": configuration.samples,
-        "recompute": configuration.recompute.value,
-        "sync_mode": configuration.sync.value,
-        "arrangement": configuration.arrangement.value,
-        "nodes": [{"kind": kind, "nodes": count} for kind, count in configuration.nodes],
-        "zero_stage": configuration.zero_stage,
-        "cuts": list(cuts) if isinstance(cuts, tuple) else cuts.value,
-        "tensor_parallel": configuration.tensor_parallel,
-    }
-
-
-def parts_json(parts: Parts) -> dict[str, float]:
-    """Where a step's seconds go."""
-    return {name: getattr(parts, name) for name in Parts.__slots__}
-
-
-def choices(configuration: Configuration) -> str:
-    """The options of a configuration that its depth and micro-batches do not tell, for people.
-
-    Parts of the model on a worker are told even where they are the usual ones; optimiser state, where it is
-    sharded.
-
-    >>> options = {"stages": 4, "micro_batches": 8, "pairs": 1, "concat": "forward-doubling"}
-    >>> choices(Configuration.of("chimera", options, 1, 1))
-    'concat=forward-doubling'
-    """
-    told = []
-    for name, value in configuration.options:
-        option = registry.scheme(configuration.scheme).option(name)
-        assert option is not None
-        plain = option.unsaid if option.kind is OptionType.NUMBER else option.default
-        if value != plain and name not in (*DEPTH, "micro_batches"):
-            told.append(f"{name}={value}")
-    if configuration.zero_stage:
-        told.append(f"zero_stage={configuration.zero_stage}")
-    return " ".join(told)
-
-
-def _rejections(rejected: Rejections) -> dict[str, Any]:
-    closest = rejected.closest
-    return {
-        "candidates": rejected.candidates,
-        "too_large": rejected.too_large,
-        "slower_by_bound": rejected.slower,
-        "simulated": rejected.simulated,
-        "closest_too_large": closest
-        and {
-            **configuration_json(closest.candidate),
-            "needed_bytes": closest.needed_bytes,
-            "worker": closest.worker,
-            "worker_usable_bytes": closest.usable_bytes,
-        },
-    }
+    return Planned.model_validate(known)

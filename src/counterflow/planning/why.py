@@ -45,9 +45,7 @@ class Why:
         second: the best plan of another scheme; None if there is none.
         second_parts: where that one's seconds go.
         break_evens: changes with which the second is as quick as the best.
-        in_more_memory: the plan that would be best if a device had ``needed_bytes``, without the reserve.
-        needed_bytes: what that plan's fullest worker needs; where devices differ, the one that lacks most.
-        had_bytes: what that worker has.
+        in_more_memory: the plan that would be best if devices had what its fullest worker needs.
     """
 
     parts: Parts
@@ -56,8 +54,6 @@ class Why:
     second_parts: Parts | None
     break_evens: tuple[BreakEven, ...]
     in_more_memory: Plan | None
-    needed_bytes: float | None
-    had_bytes: float | None
 
 
 def why(found: Found) -> Why:
@@ -71,24 +67,14 @@ def why(found: Found) -> Why:
     parts = best.play.parts()
     beyond = {name: getattr(parts, name) for name in Parts.__slots__ if name != "compute"}
     limit = max(beyond, key=lambda name: beyond[name])
-    larger = found.in_more_memory
-    needed, had = _lacking(larger.play) if larger else (None, None)
     return Why(
         parts=parts,
         limit=limit if beyond[limit] > 1e-9 * best.seconds else None,
         second=second,
         second_parts=second.play.parts() if second else None,
         break_evens=tuple(_break_evens(best.play, second.play)) if second else (),
-        in_more_memory=larger,
-        needed_bytes=needed,
-        had_bytes=had,
+        in_more_memory=found.in_more_memory,
     )
-
-
-def _lacking(play: Play) -> tuple[float, float]:
-    """What the worker needs and has that lacks most."""
-    needed = [worker.total for worker in play.memory]
-    return max(zip(needed, play.usable_bytes, strict=True), key=lambda both: both[0] - both[1])
 
 
 def _break_evens(best: Play, second: Play) -> list[BreakEven]:

@@ -65,5 +65,5 @@ def test_arrangements_are_one_where_a_device_is_a_node_or_all_are(nodes: int, de
         assert len(found) == 1
     constraints = Constraints(schemes=("dapple", "chimera"), depths=(4,), zero_stages=(0,))
     groups, _ = space(MODEL, alone, 8, constraints)
-    rejections = search(MODEL, PROFILE, alone, 8, constraints).rejections.values()
+    rejections = search(MODEL, PROFILE, alone, 8, constraints).rejections
     assert sum(r.candidates for r in rejections) == len(groups) * len(Recompute)

@@ -12,7 +12,6 @@ from counterflow.errors import ConfigError
 from counterflow.planning.cost.device_placement import Arrangement
 from counterflow.planning.inputs import files
 from counterflow.planning.orders import SYNTHESIZED, Orders, compute_orders, with_orders
-from counterflow.planning.report import as_json as data
 from counterflow.planning.search.search import Found, Plan, search
 from counterflow.planning.search.space import Constraints
 from counterflow.planning.task import EXAMPLES, Task, load_example
@@ -130,10 +129,9 @@ def plan(
     explained = why(found)
     written = None if out is None else _write(task, found.best[0], out)
     if as_json:
-        from ..output.plan_results import Planned
+        from counterflow.planning.report import planned
 
-        head = {"model": task.model.name, "profile": task.profile.name, "cluster": task.cluster.name}
-        print_json(Planned.model_validate(head | data(found, explained, orders)))
+        print_json(planned(task, found, explained, orders))
         return
     from ..output.plan_tables import print_plans
 

@@ -17,9 +17,8 @@ from counterflow.errors import ConfigError, CounterflowError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from counterflow.shown import Result
     from counterflow.simulation import Simulation
-
-    from .result import Result
 
 WIDE = 4096
 """Columns assumed where output is no terminal and says nothing of its width: nothing is cut or wrapped."""

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from counterflow.planning.report import choices, mesh_of
+from counterflow.planning.prediction import choices
 from counterflow.planning.search.node_orders import in_words
 from counterflow.schedule.modes import Recompute
 
@@ -155,7 +155,7 @@ def _of_best(found: Plan) -> Iterator[str]:
         yield f"  without a barrier       {steady} a step (Pipeline(barrier=False))"
     if isinstance(plan.cuts, tuple) and plan.cuts:
         yield f"  stages begin at layers  0, {', '.join(map(str, plan.cuts))}"
-    if (devices := mesh_of(found)) is not None:
+    if (devices := best.mesh) is not None:
         count = best.workers * plan.replicas * plan.tensor_parallel
         told = str(devices) if count <= _MESH_TOLD else f"of {count} devices: see --json"
         yield f"  mesh                    {told} (replica, worker, tp)"
@@ -225,12 +225,12 @@ def _explained(explained: Why, best: Prediction) -> Iterator[str]:
             f"{_seconds(best.step_seconds)} ({lost / best.step_seconds:.0%})"
         )
     larger = explained.in_more_memory
-    if larger is not None and explained.needed_bytes is not None and explained.had_bytes is not None:
-        other = larger.play.prediction()
+    if larger is not None:
+        other = larger.prediction
         gain = best.step_seconds / other.step_seconds - 1
         yield (
-            f"  Memory: with {byte_size(explained.needed_bytes)} a device in place of "
-            f"{byte_size(explained.had_bytes)}, {_short(other)} would be {gain:.1%} faster"
+            f"  Memory: with {byte_size(other.needed_bytes)} a device in place of "
+            f"{byte_size(other.had_bytes)}, {_short(other)} would be {gain:.1%} faster"
         )
     else:
         yield "  Memory: no plan that needs more would be faster"
@@ -280,7 +280,7 @@ def _rejected(found: Found) -> Any:
         "smallest that is too large",
         left=("scheme", "smallest that is too large"),
     )
-    for scheme, rejected in found.rejections.items():
+    for rejected in found.rejections:
         closest = rejected.closest
         shown = ""
         if closest is not None:
@@ -294,7 +294,7 @@ def _rejected(found: Found) -> Any:
                 f"of {byte_size(closest.usable_bytes)}"
             )
         table.add_row(
-            scheme,
+            rejected.scheme,
             f"{rejected.candidates:,}",
             f"{rejected.too_large:,}",
             f"{rejected.slower:,}",

@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from counterflow.planning.report import PLAN_PARTS, Planned
 from counterflow.schedule.ir import Op, Schedule
+from counterflow.shown import Options, Part, Result, said
 from counterflow.simulation import Simulation
 from counterflow.synthesis import Synthesis
 
 from .console import unit_of
-from .plan_results import PLAN_PARTS, Planned
-from .result import Options, Part, Result, said
 
 Number = int | float
 

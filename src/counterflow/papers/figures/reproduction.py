@@ -7,12 +7,12 @@ one is predicted too. Invariant: nothing here is published or fitted; both come 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from counterflow.errors import PlanError
-from counterflow.planning.report import choices, parts_json
+from counterflow.planning.prediction import choices
 from counterflow.planning.search.search import Plan, search
 from counterflow.planning.search.space import Constraints
 from counterflow.planning.task import Task
@@ -308,7 +308,7 @@ def _row_json(figure: Figure, row: Checked) -> dict[str, Any]:
 
 def _entry_json(entry: Entry) -> dict[str, Any]:
     def shown(plan: Plan | None) -> dict[str, Any] | None:
-        return None if plan is None else {**plan_with_form_json(plan), "parts": parts_json(plan.play.parts())}
+        return None if plan is None else {**plan_with_form_json(plan), "parts": asdict(plan.play.parts())}
 
     return {
         "scheme": entry.label,

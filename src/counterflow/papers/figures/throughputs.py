@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from counterflow.planning.report import choices
+from counterflow.planning.prediction import choices
 from counterflow.schedule.modes import Recompute
 
 from .published import Quantity

@@ -24,7 +24,7 @@ from ..inputs.cluster import Cluster
 from ..inputs.model import Model
 from ..inputs.profile import Profile
 from ..predict import Play, Predictor
-from ..prediction import Configuration, ranking
+from ..prediction import Configuration, Prediction, ranking
 from .bounds import Bounds, Common, common
 from .least_times import least_work
 from .node_orders import Runs, node_orders
@@ -49,12 +49,17 @@ class Plan:
     Attributes:
         seconds: of one step.
         place: its place in the space; of two equal plans the first is taken.
-        play: the candidate, played; ``play.prediction()`` says all of it.
+        play: the candidate, played.
     """
 
     seconds: float
     place: int
     play: Play
+
+    @property
+    def prediction(self) -> Prediction:
+        """All of it as a record."""
+        return self.play.prediction()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,7 @@ class Rejections:
     """What became of a scheme's candidates, in numbers.
 
     Attributes:
+        scheme: its name.
         candidates: all of them.
         too_large: those that do not fit, unless they were known to be slower before.
         slower: those whose work, bound, or sketch is above what was found, so that they were never simulated.
@@ -88,6 +94,7 @@ class Rejections:
         closest: of those that do not fit the one that needs the least memory; None if there is none.
     """
 
+    scheme: str
     candidates: int
     too_large: int
     slower: int
@@ -111,7 +118,7 @@ class Found:
 
     best: tuple[Plan, ...]
     of_schemes: tuple[Plan, ...]
-    rejections: dict[str, Rejections]
+    rejections: tuple[Rejections, ...]
     omissions: tuple[Omission, ...]
     in_more_memory: Plan | None
     mini_batch: int
@@ -243,10 +250,10 @@ def search(
     return Found(
         best=tuple(best.plans),
         of_schemes=tuple(sorted(best.of_schemes.values(), key=attrgetter("seconds", "place"))),
-        rejections={
-            name: Rejections(t.candidates, t.too_large, t.slower, t.simulated, t.closest)
+        rejections=tuple(
+            Rejections(name, t.candidates, t.too_large, t.slower, t.simulated, t.closest)
             for name, t in tallies.items()
-        },
+        ),
         omissions=tuple(omissions),
         in_more_memory=in_more_memory,
         mini_batch=mini_batch,
