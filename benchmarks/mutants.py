@@ -44,7 +44,11 @@ MODULES: dict[str, tuple[str, ...]] = {
     "planning/search/least_times.py": ("planning/search/test_bounds.py",),
     "synthesis/bounds/lower.py": ("synthesis/bounds",),
     "synthesis/bounds/windows.py": ("synthesis/bounds",),
-    "runtime/parameters/weights.py": ("runtime/parameters", "runtime/test_pipeline.py"),
+    "runtime/parameters/weights.py": ("runtime/parameters/test_one_worker.py",),
+    "runtime/parameters/saved.py": ("runtime/parameters/test_saved.py",),
+    "runtime/parameters/changes.py": ("runtime/parameters/test_changes.py",),
+    "runtime/parameters/statistics.py": ("runtime/parameters/test_statistics.py",),
+    "runtime/parameters/holdings.py": ("runtime/parameters/test_holdings.py",),
     "runtime/parameters/gradients.py": (
         *("runtime/parameters/test_gradient_groups.py", "runtime/parameters/test_gradients.py"),
     ),

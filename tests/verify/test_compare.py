@@ -117,6 +117,8 @@ def test_a_gradient_that_no_worker_has_is_told() -> None:
     assert compare(THEIRS, [one, rest]).ok  # together they have all, as workers with stages of their own do
     with pytest.raises(KeyError, match=f"no worker has a gradient of {first}"):
         compare(THEIRS, [rest])
+    zero = replace(THEIRS, gradients=THEIRS.gradients | {first: torch.zeros_like(THEIRS.gradients[first])})
+    assert compare(zero, [rest]).ok  # a hook took it away
 
 
 def test_tolerances_go_by_the_dtype_of_gradients() -> None:

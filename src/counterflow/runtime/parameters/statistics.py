@@ -68,20 +68,18 @@ class Statistics:
         counted += [(each, torch.zeros_like(each)) for each in sums]
         every = [*copy.statistics, *(buffer for buffer, _ in counted)]
         # In float64, in which counts are exact.
-        flat = torch.cat([buffer.reshape(-1).double() for buffer in every] or [self._nothing()])
+        nothing = torch.zeros(1, device=self._transport.device)
+        flat = torch.cat([buffer.reshape(-1).double() for buffer in every] or [nothing])
         pending = self._transport.all_reduce(flat, group)
         self._sums[stage] = _StatisticsSum(copy.statistics, counted, flat, pending, len(group.ranks))
 
-    def _nothing(self) -> Tensor:
-        return torch.zeros(1, dtype=torch.float64, device=self._transport.device)
-
     def _counters(self, stage: int) -> list[tuple[Tensor, Tensor]]:
         """A stage's counters, and what they were when the step began."""
-        buffers, before = self._stages[stage].buffers, self._changes.held.get(stage, ())
+        buffers = self._stages[stage].buffers
         found = []
         for place in buffers.summed:
             module, name = buffers.places[place]
-            then = before[place]
+            then = self._changes.held[stage][place]
             assert then is not None
             found.append((module.get_buffer(name), then))
         return found
@@ -97,4 +95,4 @@ class Statistics:
             buffer.copy_((mean if buffer.is_floating_point() else mean.ceil()).view_as(buffer))
         for buffer, before in found.counted:
             whole = next(parts).view_as(buffer) - (found.copies - 1) * before.double()
-            buffer.copy_(whole if buffer.is_floating_point() else whole.round())
+            buffer.copy_(whole)  # of counts it is exact

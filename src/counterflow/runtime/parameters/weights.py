@@ -77,9 +77,9 @@ class Weights:
         optimizer: MakeOptimizer,
         scheduler: MakeScheduler | None,
         streams: RandomStreams,
-        named: bool = False,
+        named: bool,
         unlisted: Unlisted,
-        sharded: bool = False,
+        sharded: bool,
     ) -> None:
         self.stages, self.transport = stages, transport
         self.names, self.aliases, self.unlisted = names, aliases, unlisted

@@ -1,0 +1,259 @@
+"""Who holds what, by hand: groups of ranks, own weights and tied ones, and who counts what in the norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import permutations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from counterflow.errors import ConfigError
+from counterflow.runtime.mesh.layout import Layout
+from counterflow.runtime.mesh.sharding import How, Sharding
+from counterflow.runtime.parameters.gradients import GradientGroup
+from counterflow.runtime.parameters.holdings import Holdings
+from counterflow.runtime.transport.base import Group, Transport
+from counterflow.runtime.transport.local import Hub, LocalTransport
+
+from .by_hand import names_of, stage_of
+
+
+@dataclass(frozen=True, slots=True)
+class Known(Sharding):
+    """What workers would agree on, by name; notes what each gives."""
+
+    known: dict[str, How] = field(default_factory=dict)
+    given: list[str] = field(default_factory=list)
+
+    def agreed(self, parameters: Iterable[tuple[str, Tensor]], transport: Transport) -> dict[str, How]:
+        assert isinstance(transport, Noting)
+        self.given.extend(name for name, _ in parameters)
+        return self.known
+
+
+class Noting(LocalTransport):
+    """Notes the ranks of the groups that it makes, in order."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(Hub(world_size), rank, torch.device("cpu"))
+        self.asked: list[tuple[int, ...]] = []
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        self.asked.append(tuple(ranks))
+        return super().group(ranks)
+
+
+def holdings(
+    modules: list[list[nn.Module]],
+    holders: list[list[int]],
+    *,
+    layout: Layout,
+    rank: int = 0,
+    known: dict[str, How] | None = None,
+) -> tuple[Holdings, list[tuple[int, ...]]]:
+    """What a rank holds of stages with some modules each, and for which ranks it made groups, in order."""
+    first, stages = 0, []
+    for number, its in enumerate(modules):
+        stages.append(stage_of(number, its, first))
+        first += len(its)
+    worker = layout.place(rank)[1]
+    held = {number: stage for number, stage in enumerate(stages) if worker in holders[number]}
+    transport = Noting(rank, len(layout.ranks))
+    sharding = Known(layout, known=known or {})
+    found = Holdings(held, names_of(*stages), holders, sharding, transport)
+    assert sharding.given == [name for s in held for name in dict(names_of(*stages)[s]).values()]
+    return found, transport.asked
+
+
+def shown(group: GradientGroup) -> tuple[int, list[str], tuple[int, ...] | None, bool]:
+    """Stage, names, ranks that hold the same, and whether its norm is counted here."""
+    ranks = None if group.group is None else group.group.ranks
+    return group.stage, [*group.parameters], ranks, group.counted
+
+
+def linears(count: int) -> list[list[nn.Module]]:
+    return [[nn.Linear(1, 1)] for _ in range(count)]
+
+
+def ranks_of(groups: dict[int, Group | None]) -> dict[int, tuple[int, ...] | None]:
+    return {stage: None if group is None else group.ranks for stage, group in groups.items()}
+
+
+ALONE, TWO_REPLICAS = Layout((1, 2), (0, 1)), Layout((2, 2), (0, 1, 2, 3))
+
+
+def test_a_pipeline_alone_shares_nothing() -> None:
+    for rank in range(2):
+        found, asked = holdings(linears(2), [[0], [1]], layout=ALONE, rank=rank)
+        assert (asked, found.made, found.worker) == ([], [], rank)
+        assert found.groups == {rank: None}
+        assert not any((found.tied, found.apart, found.tied_apart))
+        names = [f"{rank}.weight", f"{rank}.bias"]
+        assert [*map(shown, found.own[rank])] == [(rank, names, None, True)]
+        assert [*map(shown, found.every())] == [(rank, names, None, True)]
+
+
+def test_replicas_hold_the_same_and_the_first_counts_it() -> None:
+    for rank in range(4):
+        found, asked = holdings(linears(2), [[0], [1]], layout=TWO_REPLICAS, rank=rank)
+        assert asked == [(0, 2), (1, 3)], "all make the groups of all, in one order"
+        assert [group.ranks for group in found.made] == asked
+        stage, mine = rank % 2, asked[rank % 2]
+        assert ranks_of(found.groups) == {stage: mine}
+        assert [*map(shown, found.own[stage])] == [
+            (stage, [f"{stage}.weight", f"{stage}.bias"], mine, rank < 2)
+        ]
+
+
+def test_copies_of_a_stage_in_one_pipeline_are_counted_by_the_first_holder() -> None:
+    for rank in range(2):
+        found, asked = holdings(linears(2), [[0, 1], [1, 0]], layout=ALONE, rank=rank)
+        assert asked == [(0, 1)], "one group for all that the same ranks hold"
+        assert found.groups[0] is found.groups[1] is found.made[0]
+        assert [*found.own] == [0, 1]
+        counted = [(found.own[stage][0].counted) for stage in range(2)]
+        assert counted == [rank == 0, rank == 1]
+
+
+def tied(first: int, last: int, count: int) -> list[list[nn.Module]]:
+    """Linear layers, two of which have one weight."""
+    modules = linears(count)
+    modules[last][0].weight = modules[first][0].weight
+    return modules
+
+
+def test_a_tied_weight_is_one_of_all_its_stages() -> None:
+    modules = tied(0, 2, 3)
+    found, asked = holdings(modules, [[0], [1], [2]], layout=Layout((1, 3), (0, 1, 2)), rank=2)
+    assert asked == [(0, 2)]
+    assert [*found.tied] == [(0, 2)]
+    assert [*map(shown, found.tied[0, 2])] == [(2, ["0.weight"], (0, 2), False)]
+    assert [*map(shown, found.own[2])] == [(2, ["2.bias"], None, True)]
+    assert [*map(shown, found.every())] == [(2, ["0.weight"], (0, 2), False), (2, ["2.bias"], None, True)]
+    assert found.apart == {2: ("0.weight", (0, 2))}
+    assert found.tied_apart == {"0.weight": modules[0][0].weight}
+    first, _ = holdings(modules, [[0], [1], [2]], layout=Layout((1, 3), (0, 1, 2)))
+    assert [*map(shown, first.tied[0, 2])] == [(0, ["0.weight"], (0, 2), True)]
+    assert first.apart == {0: ("0.weight", (0, 2))}
+    none, asked = holdings(modules, [[0], [1], [2]], layout=Layout((1, 3), (0, 1, 2)), rank=1)
+    assert asked == [(0, 2)], "who has none of it makes the group too"
+    assert (none.tied, none.apart, none.tied_apart) == ({}, {}, {})
+    assert [*none.own] == [1]
+
+
+def test_a_tied_weight_of_one_worker_is_updated_there_alone() -> None:
+    found, asked = holdings(tied(0, 1, 2), [[0], [0]], layout=Layout((1, 1), (0,)))
+    assert asked == []
+    assert [*map(shown, found.tied[0, 1])] == [(0, ["0.weight"], None, True)]
+    assert [*map(shown, found.own[0])] == [(0, ["0.bias"], None, True)]
+    assert [*map(shown, found.own[1])] == [(1, ["1.bias"], None, True)]
+    assert not found.apart
+    assert not found.tied_apart
+
+
+def test_two_tied_weights_of_the_same_stages_are_two_groups() -> None:
+    modules = tied(0, 1, 2)
+    modules[1][0].bias = modules[0][0].bias
+    found, asked = holdings(modules, [[0], [1]], layout=ALONE)
+    assert asked == [(0, 1)]
+    assert [names for _, names, _, _ in map(shown, found.tied[0, 1])] == [["0.weight"], ["0.bias"]]
+    assert found.apart == {0: ("0.weight", (0, 1))}, "the first is named"
+    assert [*found.tied_apart] == ["0.weight", "0.bias"]
+    assert found.own == {0: []}
+
+
+def test_a_tied_weight_whose_first_stage_differs_by_holder_is_apart() -> None:
+    """Two pipes: worker 0 has stages 0 and 1, and worker 1 has both: everybody updates it with stage 0."""
+    found, _ = holdings(tied(0, 1, 2), [[0, 1], [1, 0]], layout=ALONE, rank=1)
+    assert found.apart == {}
+    assert [*map(shown, found.tied[0, 1])] == [(0, ["0.weight"], (0, 1), False)]
+
+
+# -- sharded over a further dimension of the mesh: replicas 1, workers 2, and 2 positions
+
+MESH = Layout((1, 2, 2), (0, 1, 2, 3), frozenset({2}))
+SUMMED = How(summed=frozenset({2}), along=frozenset({2}), placements="Shard(0)")
+
+
+def test_what_fsdp_sums_has_a_group_of_its_own() -> None:
+    known = {"0.weight": SUMMED}
+    for rank in range(4):
+        found, asked = holdings(linears(2), [[0], [1]], layout=MESH, rank=rank, known=known)
+        assert asked == [(0, 1), (2, 3)]
+        stage = rank // 2
+        assert ranks_of(found.groups) == {stage: asked[stage]}
+        rest = (stage, ["0.weight", "0.bias"][1:] if not stage else ["1.weight", "1.bias"], asked[stage])
+        sharded = [(0, ["0.weight"], None, True)] if not stage else []
+        assert [*map(shown, found.own[stage])] == [*sharded, (*rest, rank % 2 == 0)]
+
+
+def test_positions_count_their_parts_and_replicas_do_not() -> None:
+    layout = Layout((2, 1, 2), (0, 1, 2, 3), frozenset({2}))
+    counted = []
+    for rank in range(4):
+        found, asked = holdings(linears(1), [[0]], layout=layout, rank=rank, known={"0.bias": SUMMED})
+        assert asked == [(0, 1, 2, 3), (0, 2), (1, 3)]
+        weight, bias = found.own[0]
+        assert [*weight.parameters, *bias.parameters] == ["0.weight", "0.bias"]
+        assert bias.group is not None
+        assert bias.group.ranks == (rank % 2, rank % 2 + 2)
+        assert ranks_of(found.groups) == {0: (0, 1, 2, 3)}
+        counted.append((weight.counted, bias.counted))
+    assert counted == [(True, True), (False, True), (False, False), (False, False)]
+
+
+def test_a_tied_weight_that_is_two_on_one_worker_is_refused() -> None:
+    layout = Layout((1, 1, 2), (0, 1), frozenset({2}))
+    with pytest.raises(ConfigError) as refused:
+        holdings(tied(0, 2, 3), [[0], [0], [0]], layout=layout, known={"0.weight": SUMMED})
+    assert str(refused.value) == (
+        "0.weight is a weight of stages 0 and 2, which one worker holds, and parallelize() made two of it "
+        "there; leave it whole, or do not tie it"
+    )
+    found, asked = holdings(tied(0, 2, 3), [[0], [0], [0]], layout=layout)  # whole
+    assert asked == [(0, 1)]
+    assert [*map(shown, found.tied[0, 2])] == [(0, ["0.weight"], (0, 1), True)]
+
+
+def test_a_tied_weight_that_is_sharded_on_two_workers() -> None:
+    known = {"0.weight": SUMMED}
+    for rank in range(4):
+        found, asked = holdings(tied(0, 1, 2), [[0], [1]], layout=MESH, rank=rank, known=known)
+        assert asked == [(0, 2), (1, 3), (0, 1), (2, 3)]
+        (one,) = found.tied[0, 1]
+        assert shown(one) == (rank // 2, ["0.weight"], asked[rank % 2], rank < 2)
+
+
+def test_a_tied_weight_of_three_stages_is_named_by_the_first_and_the_last() -> None:
+    modules = tied(0, 1, 3)
+    modules[2][0].weight = modules[0][0].weight
+    layout = Layout((1, 1, 2), (0, 1), frozenset({2}))
+    with pytest.raises(ConfigError, match="stages 0 and 2, which"):
+        holdings(modules, [[0], [0], [0]], layout=layout, known={"0.weight": SUMMED})
+
+
+def test_a_tied_weight_comes_after_one_that_is_held_elsewhere() -> None:
+    modules = tied(0, 1, 4)
+    modules[3][0].weight = modules[2][0].weight
+    layout = Layout((1, 4), (0, 1, 2, 3))
+    found, asked = holdings(modules, [[0], [1], [2], [3]], layout=layout, rank=3)
+    assert asked == [(0, 1), (2, 3)]
+    assert [*found.tied] == [(2, 3)]
+
+
+def test_groups_are_made_in_one_order_on_all() -> None:
+    """Weights that are summed over several dimensions: by these, and not as they come."""
+    layout = Layout((1, 1, 2, 2, 2), tuple(range(8)), frozenset({2, 3, 4}))
+    for dims in permutations((2, 3, 4)):
+        layers = [nn.Linear(1, 1, bias=False) for _ in dims]
+        known = {f"{n}.weight": How(frozenset({d}), frozenset({d}), "x") for n, d in enumerate(dims)}
+        _, asked = holdings([[*layers]], [[0]], layout=layout, known=known)
+        assert asked == [
+            tuple(range(8)),
+            *((0, 1, 2, 3), (4, 5, 6, 7)),
+            *((0, 1, 4, 5), (2, 3, 6, 7)),
+            *((0, 2, 4, 6), (1, 3, 5, 7)),
+        ]
