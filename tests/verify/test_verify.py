@@ -179,11 +179,13 @@ def test_every_option_goes_to_both(monkeypatch: pytest.MonkeyPatch, threads: int
 def test_a_record_goes_to_both(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch)
     given = Execution(clip_norm=0.0, compute_dtype="bfloat16", digest_every=7, barrier=False)
-    verify(schemes.dapple(2, 2), linears(), mean, [[batch()]], optimizer=sgd, execution=given)
+    cut = Batching(target_dims=0)
+    verify(schemes.dapple(2, 2), linears(), mean, [[batch()]], optimizer=sgd, execution=given, batching=cut)
     assert calls.reference is not None
     assert (calls.reference[1]["clip_norm"], calls.reference[1]["compute_dtype"]) == (None, torch.bfloat16)
     assert calls.pipeline is not None
     assert calls.pipeline[0][-1]["execution"] == given.but(timeout_seconds=120.0)
+    assert calls.pipeline[0][-1]["batching"] == cut
 
 
 @pytest.mark.parametrize("option", ["autocast", "compute_dtype"])
