@@ -179,7 +179,7 @@ def test_every_option_goes_to_both(monkeypatch: pytest.MonkeyPatch, threads: int
 def test_a_record_goes_to_both(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch)
     given = Execution(clip_norm=0.0, compute_dtype="bfloat16", digest_every=7, barrier=False)
-    cut = Batching(target_dims=0)
+    cut = Batching(target_dims=1)
     verify(schemes.dapple(2, 2), linears(), mean, [[batch()]], optimizer=sgd, execution=given, batching=cut)
     assert calls.reference is not None
     assert (calls.reference[1]["clip_norm"], calls.reference[1]["compute_dtype"]) == (None, torch.bfloat16)
