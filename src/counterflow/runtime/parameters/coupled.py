@@ -12,7 +12,7 @@ after it. What the user's function does beside making an optimiser, it does twic
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ from counterflow.errors import ConfigError
 
 from ..dtensors import is_dtensor
 from ..messages.values import number_of
+from ..stages.randomness import RandomStreams
+from ..transport.base import Transport
 from .optimizers import MakeOptimizer
 
 _STEPS = 3
@@ -38,6 +40,73 @@ _NAMES = ("dadapt", "prodigy", "lamb")
 """In the names of those that are known to, where one cannot be tried."""
 
 _FOR_ITSELF = "take one that looks at each weight for itself (SGD, AdamW, Adafactor, Muon)"
+
+
+class Coupling:
+    """Refuses optimisers that look at several weights at once, where each has some of the model's alone.
+
+    Args:
+        make: the user's function of parameters to an optimiser.
+        streams: of random draws.
+        transport: how to reach the others.
+        named: whether ``make`` takes the names too.
+        sharded: whether workers update some of a stage's weights each, and not each stage all of its own.
+    """
+
+    def __init__(
+        self, make: MakeOptimizer, streams: RandomStreams, transport: Transport, *, named: bool, sharded: bool
+    ) -> None:
+        self._make, self._streams, self._transport = make, streams, transport
+        self._named, self._sharded = named, sharded
+        self._tried: dict[type, bool | None] = {}
+        """By kind of optimiser: whether it looks at several parameters at once; None: it cannot be tried."""
+        self._untried: set[int] = set()
+        """Stages whose optimiser could not be, and has made no step."""
+
+    def refuse(
+        self,
+        optimizers: Mapping[int, Optimizer],
+        optimized: Callable[[int], Sequence[tuple[str, nn.Parameter]]],
+    ) -> None:
+        """Where the model has several optimisers, refuse one that looks at all of its weights at once.
+
+        All workers call it.
+
+        Args:
+            optimizers: by stage.
+            optimized: what a stage's is made of, by name.
+
+        Raises:
+            ConfigError: it does.
+        """
+        trained = [s for s in optimizers if any(p.requires_grad for _, p in optimized(s))]
+        rows = self._transport.gather([min(trained, default=math.inf), max(trained, default=-math.inf)])
+        if not self._sharded and min(row[0] for row in rows) >= max(row[1] for row in rows):
+            return
+        for stage in trained:
+            optimizer = optimizers[stage]
+            kind = type(optimizer)
+            if kind not in self._tried:
+                trial = Trial(self._make, optimizer, optimized(stage), named=self._named)
+                self._tried[kind] = trial.coupled(self._streams.kept())
+                if self._tried[kind] is None:
+                    self._tried[kind] = known_coupled(optimizer) or None
+            if self._tried[kind]:
+                raise error(optimizer, stage, sharded=self._sharded)
+            if self._tried[kind] is None:
+                self._untried.add(stage)
+
+    def step(self, stage: int, optimizer: Optimizer) -> None:
+        """A stage's step; the first one of an optimiser that could not be tried is looked at.
+
+        Raises:
+            ConfigError: it changed options of its groups, which it found from all parameters.
+        """
+        before = options_of(optimizer) if stage in self._untried else None
+        optimizer.step()
+        if before is not None:
+            refuse_changed(optimizer, before, stage)
+            self._untried.discard(stage)
 
 
 class _Tried(NamedTuple):

@@ -7,7 +7,6 @@ micro-batches.
 from __future__ import annotations
 
 import logging
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from ..transport.base import Transport
 from .alike import Copies, Key, tensors_of
 from .average import Average, Averaged
 from .changes import Changes
-from .coupled import Trial, error, known_coupled, options_of, refuse_changed
+from .coupled import Coupling
 from .gradients import GradientGroup, OwnNorm, SquaredNorms, squared_norms
 from .holdings import Holdings
 from .hooks import Hooks
@@ -102,11 +101,7 @@ class Weights:
         self.schedulers: dict[int, LRScheduler] = {}
         self.owners = Owners(self.holdings.every(), names, transport) if sharded else None
         """Who has whose optimiser state, if it is sharded."""
-        self._make, self._named = optimizer, named
-        self._tried: dict[type, bool | None] = {}
-        """By kind of optimiser: whether it looks at several parameters at once; None: it cannot be tried."""
-        self._untried: set[int] = set()
-        """Stages whose optimiser could not be, and has made no step."""
+        self._coupling = Coupling(optimizer, streams, transport, named=named, sharded=sharded)
         for stage in stages:
             parameters = self._optimized(stage)
             made = optimizer_of(stage, optimizer, parameters, named=named) if parameters else None
@@ -114,7 +109,7 @@ class Weights:
                 self.optimizers[stage] = made
                 if scheduler is not None:
                     self.schedulers[stage] = scheduler_of(stage, scheduler, made)
-        self._refuse_coupled()
+        self._coupling.refuse(self.optimizers, self._optimized)
         self.copies = Copies(self._compared, self.layout, transport)
 
     # -- who holds what
@@ -135,32 +130,6 @@ class Weights:
             for name, parameter in gradients.parameters.items()
             if self.owners is None or self.owners.mine(name)
         ]
-
-    def _refuse_coupled(self) -> None:
-        """Where the model has several optimisers, refuse one that looks at all of its weights at once.
-
-        All workers call it.
-
-        Raises:
-            ConfigError: it does.
-        """
-        trained = [s for s in self.optimizers if any(p.requires_grad for _, p in self._optimized(s))]
-        rows = self.transport.gather([min(trained, default=math.inf), max(trained, default=-math.inf)])
-        sharded = self.owners is not None
-        if not sharded and min(row[0] for row in rows) >= max(row[1] for row in rows):
-            return
-        for stage in trained:
-            optimizer = self.optimizers[stage]
-            kind = type(optimizer)
-            if kind not in self._tried:
-                trial = Trial(self._make, optimizer, self._optimized(stage), named=self._named)
-                self._tried[kind] = trial.coupled(self._streams.kept())
-                if self._tried[kind] is None:
-                    self._tried[kind] = known_coupled(optimizer) or None
-            if self._tried[kind]:
-                raise error(optimizer, stage, sharded=sharded)
-            if self._tried[kind] is None:
-                self._untried.add(stage)
 
     def set_trainable(self, chosen: Callable[[str], bool]) -> None:
         """Freeze and unfreeze the parameters at hand, by their first names in the model.
@@ -183,7 +152,7 @@ class Weights:
         for gradients in self.holdings.every():
             gradients.make()
         self.detach()
-        self._refuse_coupled()
+        self._coupling.refuse(self.optimizers, self._optimized)
         if self.average is not None:
             self.average.renew()
 
@@ -340,7 +309,7 @@ class Weights:
         if stage in self.optimizers:
             with self._streams.update("optimizer", step, stage):
                 before = self._streams.states() if stage in self.holdings.apart else []
-                self._step(stage, self.optimizers[stage])
+                self._coupling.step(stage, self.optimizers[stage])
                 if before and self.owners is None and not self._streams.drew_nothing(before):
                     name, stages = self.holdings.apart[stage]
                     raise ConfigError(
@@ -355,13 +324,6 @@ class Weights:
             self.average.update(stage)
         for gradients in self._updated_with(stage):
             gradients.clear()
-
-    def _step(self, stage: int, optimizer: Optimizer) -> None:
-        before = options_of(optimizer) if stage in self._untried else None
-        optimizer.step()
-        if before is not None:
-            refuse_changed(optimizer, before, stage)
-            self._untried.discard(stage)
 
     def change_after(self, order: Callable[[], None]) -> None:
         """Let the next change of weights or optimiser state (update, load, ``averaged``) call ``order``.
