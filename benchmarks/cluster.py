@@ -54,8 +54,8 @@ from counterflow.planning import (
     Profile,
 )
 from counterflow.planning.cost.device_placement import devices
+from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
-from counterflow.planning.search.space import Constraints
 from counterflow.runtime.workers.place import place
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import registry

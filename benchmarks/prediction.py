@@ -58,7 +58,7 @@ from counterflow.measure.links import measure_allreduces, measure_messages
 from counterflow.measure.op_times import WARM_UP_STEPS, OpTimer, OpTimes, least
 from counterflow.papers.step_times import beside
 from counterflow.planning import Cluster, Configuration, LayerProfile, Model, Predictor, Profile
-from counterflow.planning.predict import Play
+from counterflow.planning.play import Play
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import registry
 from counterflow.train import load_config

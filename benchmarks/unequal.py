@@ -40,9 +40,9 @@ from counterflow.planning import (
     Profile,
 )
 from counterflow.planning.cost.device_placement import devices
+from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.node_orders import in_words, node_orders
 from counterflow.planning.search.search import search
-from counterflow.planning.search.space import Constraints
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import registry
 from counterflow.schedule.modes import Recompute

@@ -20,8 +20,8 @@ import counterflow as cf
 from counterflow.cli import application
 from counterflow.planning import Model
 from counterflow.planning.inputs import files
+from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
-from counterflow.planning.search.space import Constraints
 from counterflow.runtime.stages.skips import links_of, stage_skips
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import formats, registry

@@ -11,8 +11,8 @@ import pytest
 
 import counterflow as cf
 from counterflow.planning import Configuration, predict
+from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
-from counterflow.planning.search.space import Constraints
 from counterflow.planning.task import load_example
 from counterflow.program.check import inspect
 

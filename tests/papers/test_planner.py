@@ -10,8 +10,8 @@ from counterflow import ConfigError
 from counterflow.models import preset, shapes
 from counterflow.papers import examples, transformers
 from counterflow.planning import Arrangement, Configuration, Cutting, Predictor
+from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
-from counterflow.planning.search.space import Constraints
 from counterflow.planning.task import EXAMPLES, load_example
 from counterflow.runtime.stages.layers import parameter_count
 from counterflow.schedule.modes import Recompute

@@ -9,7 +9,7 @@ import pytest
 
 from counterflow.papers.step_times import ClosedForm, beside, plan_with_form_json
 from counterflow.planning import Cluster, Configuration, LayerProfile, Link, Model, Predictor, Profile
-from counterflow.planning.search.search import Plan
+from counterflow.planning.search.found import Plan
 
 
 def block(forward: float, weights: float) -> LayerProfile:

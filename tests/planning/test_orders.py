@@ -10,8 +10,9 @@ import counterflow as cf
 from counterflow.planning import Cluster, LayerProfile, Link, Model, Predictor, Profile
 from counterflow.planning.cost.stages import Cutting
 from counterflow.planning.orders import SYNTHESIZED, Orders, compute_orders, with_orders
-from counterflow.planning.search.search import Found, search
-from counterflow.planning.search.space import Constraints
+from counterflow.planning.search.constraints import Constraints
+from counterflow.planning.search.found import Found
+from counterflow.planning.search.search import search
 from counterflow.planning.why import why
 from counterflow.schedule.modes import Recompute
 from counterflow.synthesis import Objective

@@ -24,8 +24,8 @@ from counterflow.planning import (
 )
 from counterflow.planning.cost.device_placement import devices, network
 from counterflow.planning.inputs.files import dumps, load_cluster
+from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
-from counterflow.planning.search.space import Constraints
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import bidirectional, linear
 

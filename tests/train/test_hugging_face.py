@@ -18,8 +18,8 @@ from torch import Tensor
 from counterflow.checkpoints import load_weights
 from counterflow.errors import ConfigError
 from counterflow.planning.inputs import files
+from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
-from counterflow.planning.search.space import Constraints
 from counterflow.train import RunConfig, load_config
 from counterflow.train.folder import read_metrics
 from counterflow.train.job import prepare, rate_factor

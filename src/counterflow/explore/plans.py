@@ -12,9 +12,10 @@ from counterflow.drawing.units import bytes_text, compact, time_unit
 from counterflow.planning.inputs import files
 from counterflow.planning.inputs.cluster import Cluster, Link
 from counterflow.planning.prediction import choices
+from counterflow.planning.search.constraints import Constraints
+from counterflow.planning.search.found import Plan
 from counterflow.planning.search.node_orders import in_words
-from counterflow.planning.search.search import Plan, search
-from counterflow.planning.search.space import Constraints
+from counterflow.planning.search.search import search
 from counterflow.planning.task import EXAMPLES, Task, load_example
 from counterflow.planning.why import why
 

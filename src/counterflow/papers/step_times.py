@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from counterflow.planning.predict import Play, sync_seconds
+from counterflow.planning.play import Play, sync_seconds
 from counterflow.planning.report import PlanShown
-from counterflow.planning.search.search import Plan
+from counterflow.planning.search.found import Plan
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute
 

@@ -30,10 +30,12 @@ from counterflow.synthesis.compute import START, one_by_one
 
 from .cost.device_placement import network
 from .cost.stages import Cutting
-from .predict import Play, Predictor
+from .play import Play
+from .predict import Predictor
 from .prediction import Configuration, Prediction
-from .search.search import Found, Plan
-from .search.space import Constraints, Omission
+from .search.constraints import Constraints
+from .search.found import Found, Plan
+from .search.space import Omission
 
 Progress = Callable[[float, float, str], None]
 """Called with the best step's seconds, those that no order of the ops at hand beats, and what is going on."""

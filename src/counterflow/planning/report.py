@@ -14,7 +14,7 @@ from pydantic import BeforeValidator
 from counterflow.shown import Options, Part, Result, said
 
 from .orders import Orders
-from .search.search import Found
+from .search.found import Found
 from .task import Task
 from .why import Why
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from .predict import Play
+from .play import Play
 from .prediction import Parts
-from .search.search import Found, Plan
+from .search.found import Found, Plan
 
 _MOST = 64.0
 """How many times slower or faster links and all-reduces are tried."""

@@ -22,9 +22,10 @@ from counterflow.planning import (
     predict,
 )
 from counterflow.planning.inputs.cluster import broadcasts
-from counterflow.planning.predict import Play
+from counterflow.planning.play import Play
+from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
-from counterflow.planning.search.space import Constraints, space
+from counterflow.planning.search.space import space
 
 BLOCK = LayerProfile((1.0,), (1.0,), (2.0,), (10.0,), weights_bytes=100.0, output_bytes=4.0)
 PROFILE = Profile("p", "a device", "2026-01-01", {"block": BLOCK}, update_seconds_per_byte=0.01)

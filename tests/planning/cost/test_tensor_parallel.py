@@ -29,10 +29,11 @@ from counterflow.planning.cost.tensor_parallel import places, positioned
 from counterflow.planning.inputs.cluster import all_reduce
 from counterflow.planning.inputs.files import dumps, load_profile
 from counterflow.planning.search.bounds import common
+from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.least_times import least_work
 from counterflow.planning.search.search import search
 from counterflow.planning.search.shape import shape_of
-from counterflow.planning.search.space import Constraints, space
+from counterflow.planning.search.space import space
 from counterflow.schedule import registry
 from counterflow.schedule.modes import Recompute, Sync
 

@@ -28,14 +28,15 @@ from counterflow.planning import (
 )
 from counterflow.planning.cost.device_placement import network
 from counterflow.planning.cost.stages import Cutting
-from counterflow.planning.predict import Play
+from counterflow.planning.play import Play
 from counterflow.planning.search.bounds import common
+from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.least_times import least_work
 from counterflow.planning.search.node_orders import node_orders
 from counterflow.planning.search.search import search
 from counterflow.planning.search.shape import shape_of
 from counterflow.planning.search.sketch import least_seconds
-from counterflow.planning.search.space import Constraints, space
+from counterflow.planning.search.space import space
 from counterflow.planning.why import why
 from counterflow.schedule import registry
 from counterflow.schedule.ir import Op, OpKind, Schedule

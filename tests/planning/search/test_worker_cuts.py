@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterflow.planning import Arrangement, Cluster, LayerProfile, Link, Model, Predictor, Profile
+from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
-from counterflow.planning.search.space import Constraints, space
+from counterflow.planning.search.space import space
 from counterflow.planning.search.worker_cuts import Balance
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement, bidirectional, linear, wave

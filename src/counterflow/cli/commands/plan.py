@@ -12,8 +12,9 @@ from counterflow.errors import ConfigError
 from counterflow.planning.cost.device_placement import Arrangement
 from counterflow.planning.inputs import files
 from counterflow.planning.orders import SYNTHESIZED, Orders, compute_orders, with_orders
-from counterflow.planning.search.search import Found, Plan, search
-from counterflow.planning.search.space import Constraints
+from counterflow.planning.search.constraints import Constraints
+from counterflow.planning.search.found import Found, Plan
+from counterflow.planning.search.search import search
 from counterflow.planning.task import EXAMPLES, Task, load_example
 from counterflow.planning.why import why
 from counterflow.schedule.formats import dumps

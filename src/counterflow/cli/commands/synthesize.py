@@ -10,7 +10,8 @@ import typer
 from counterflow.errors import ConfigError
 from counterflow.planning.inputs.files import load_cluster, load_model, load_profile
 from counterflow.planning.orders import play_one_by_one
-from counterflow.planning.predict import Play, Predictor
+from counterflow.planning.play import Play
+from counterflow.planning.predict import Predictor
 from counterflow.schedule.formats import dumps
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement

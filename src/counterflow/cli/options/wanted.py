@@ -9,7 +9,7 @@ from counterflow.errors import ConfigError
 from counterflow.fields import asked_fields
 from counterflow.planning.cost.device_placement import Arrangement
 from counterflow.planning.cost.stages import Cuts, Cutting
-from counterflow.planning.search.space import Constraints
+from counterflow.planning.search.constraints import Constraints
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import parse_mode

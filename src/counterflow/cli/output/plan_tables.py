@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from counterflow.planning.inputs.cluster import Cluster
     from counterflow.planning.orders import Orders
     from counterflow.planning.prediction import Configuration, Parts, Prediction
-    from counterflow.planning.search.search import Found, Plan
+    from counterflow.planning.search.found import Found, Plan
     from counterflow.planning.task import Task
     from counterflow.planning.why import Why
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from counterflow.planning.cost.device_placement import Arrangement
 from counterflow.planning.cost.stages import Cutting
-from counterflow.planning.search.space import Constraints
+from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.task import Task
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute

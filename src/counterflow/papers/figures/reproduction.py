@@ -13,8 +13,9 @@ from typing import Any
 
 from counterflow.errors import PlanError
 from counterflow.planning.prediction import choices
-from counterflow.planning.search.search import Plan, search
-from counterflow.planning.search.space import Constraints
+from counterflow.planning.search.constraints import Constraints
+from counterflow.planning.search.found import Plan
+from counterflow.planning.search.search import search
 from counterflow.planning.task import Task
 from counterflow.schedule.modes import Recompute
 

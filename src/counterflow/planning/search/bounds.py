@@ -21,7 +21,7 @@ from ..cost.device_placement import Network
 from ..cost.sharded_state import ShardedState
 from ..cost.stages import StageCosts
 from ..inputs.cluster import Cluster
-from ..predict import counted_twice, message_buffers, sync_crossings, sync_seconds
+from ..play import counted_twice, message_buffers, sync_crossings, sync_seconds
 from .least_times import Times, least_times
 from .shape import Shape
 

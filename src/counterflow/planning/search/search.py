@@ -16,21 +16,23 @@ from itertools import product
 from operator import attrgetter
 
 from counterflow.errors import PlanError
-from counterflow.html import titled
 from counterflow.schedule.modes import Recompute, Sync
 
 from ..cost.device_placement import Arrangement, Network
 from ..inputs.cluster import Cluster
 from ..inputs.model import Model
 from ..inputs.profile import Profile
-from ..predict import Play, Predictor
-from ..prediction import Configuration, Prediction, ranking
+from ..play import Play
+from ..predict import Predictor
+from ..prediction import Configuration
 from .bounds import Bounds, Common, common
+from .constraints import Constraints
+from .found import Found, Plan, Rejections, TooLarge
 from .least_times import least_work
 from .node_orders import Runs, node_orders
 from .shape import Shape
 from .sketch import least_seconds
-from .space import Constraints, Group, Omission, space
+from .space import Group, Omission, space
 
 Progress = Callable[[int, int, str], None]
 """Called with candidates decided, candidates in all, and what is going on."""
@@ -40,94 +42,6 @@ _PREFERRED = (Sync.EAGER_OPT, Sync.EAGER, Sync.END)
 
 _ROUNDING = 1 + 1e-9
 """A bound adds the same seconds as a play in another order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A candidate that fits, with its simulated step.
-
-    Attributes:
-        seconds: of one step.
-        place: its place in the space; of two equal plans the first is taken.
-        play: the candidate, played.
-    """
-
-    seconds: float
-    place: int
-    play: Play
-
-    @property
-    def prediction(self) -> Prediction:
-        """All of it as a record."""
-        return self.play.prediction()
-
-
-@dataclass(frozen=True, slots=True)
-class TooLarge:
-    """A candidate that does not fit.
-
-    Attributes:
-        scheme: its scheme.
-        candidate: what it was.
-        needed_bytes: memory of the fullest worker, at least; without the reserve.
-        worker: that worker; where devices differ, the one that has most too many.
-        usable_bytes: what it has.
-    """
-
-    scheme: str
-    candidate: Configuration
-    needed_bytes: float
-    worker: int
-    usable_bytes: float
-
-
-@dataclass(frozen=True, slots=True)
-class Rejections:
-    """What became of a scheme's candidates, in numbers.
-
-    Attributes:
-        scheme: its name.
-        candidates: all of them.
-        too_large: those that do not fit, unless they were known to be slower before.
-        slower: those whose work, bound, or sketch is above what was found, so that they were never simulated.
-        simulated: those that were, in each sync mode.
-        closest: of those that do not fit the one that needs the least memory; None if there is none.
-    """
-
-    scheme: str
-    candidates: int
-    too_large: int
-    slower: int
-    simulated: int
-    closest: TooLarge | None
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What the search found.
-
-    Attributes:
-        best: the best plans of all, best first.
-        of_schemes: the best plan of every scheme that has one, best first.
-        rejections: by scheme.
-        omissions: parts of the space without a candidate.
-        in_more_memory: the best candidate that was refused for memory alone and would beat all plans.
-        mini_batch: samples of a step.
-        usable_bytes: memory of a device without the reserve.
-    """
-
-    best: tuple[Plan, ...]
-    of_schemes: tuple[Plan, ...]
-    rejections: tuple[Rejections, ...]
-    omissions: tuple[Omission, ...]
-    in_more_memory: Plan | None
-    mini_batch: int
-    usable_bytes: float
-
-    def _repr_html_(self) -> str:
-        """The best plan of every scheme in a notebook."""
-        plans = [plan.play.prediction() for plan in self.of_schemes]
-        return titled(f"Mini-batch {self.mini_batch:,}: the best plan of each scheme", ranking(plans))
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from counterflow.schedule.ir import Product
 from counterflow.simulation import may_play, ops_alone, simulate
 
-from ..predict import Play, sync_seconds
+from ..play import Play, sync_seconds
 from .bounds import all_summed, owned_stages
 
 

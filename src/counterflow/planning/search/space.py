@@ -15,21 +15,19 @@ Which options are worth trying a scheme's own record says.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from counterflow.errors import ConfigError
-from counterflow.fields import asked
 from counterflow.schedule import registry
 from counterflow.schedule.cuts import explicit
 from counterflow.schedule.ir import OptionValue
-from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.scheme import DEPTH, PERIODS, Scheme
 
-from ..cost.device_placement import Arrangement
 from ..cost.sharded_state import several_hold
-from ..cost.stages import Cuts, Cutting, may_cut
+from ..cost.stages import Cutting, may_cut
 from ..inputs.cluster import Cluster
 from ..inputs.model import Model
+from .constraints import Constraints, value_of
 from .shape import Options, Shape, shape_of
 
 MOST_SAMPLES = 100_000
@@ -37,142 +35,6 @@ MOST_SAMPLES = 100_000
 
 MOST_MICRO_BATCHES = 4096
 """The most micro-batches of a replica that are tried."""
-
-
-@dataclass(frozen=True, slots=True)
-class Constraints:
-    """What a plan has to be; None leaves it open.
-
-    Attributes:
-        schemes: only these.
-        stale: schemes without a flush, too, whose work uses old weights; those that ``schemes`` names are
-            tried all the same. On one worker they are never tried: there is nothing to gain.
-        depths: only these numbers of workers.
-        samples: only these micro-batches, in samples; they need not be powers of two.
-        more_samples: these besides the powers of two.
-        recompute: only these.
-        sync: only these.
-        arrangements: only these.
-        cuts: how layers are cut.
-        zero_stages: only these, where a stage has several holders; where none has, they are one.
-        options: (name, values) pairs: a scheme that has an option of that name takes only these values of it;
-            ``scheme.name``: of that scheme alone, in place of what is said of all. A value that is not
-            tried leaves no candidate.
-        more_updates: of schemes that update after each micro-batch, also several updates in a mini-batch.
-        tensor_parallel: these numbers of positions of tensor parallelism, each divides the devices of a node.
-    """
-
-    schemes: tuple[str, ...] | None = asked(None, "Only this scheme.", list[str], name="scheme")
-    stale: bool = asked(False, "Also schemes without a flush, which use old weights.", bool)
-    depths: tuple[int, ...] | None = asked(
-        None, "Only this many workers a replica.", list[int], metavar="D", name="workers"
-    )
-    samples: tuple[int, ...] | None = asked(
-        None,
-        "Only micro-batches of this many samples.",
-        list[int],
-        metavar="SAMPLES",
-        name="micro_batch_size",
-    )
-    more_samples: tuple[int, ...] = asked(
-        (), "This size besides powers of two.", list[int], metavar="SAMPLES", name="also_micro_batch_size"
-    )
-    recompute: tuple[Recompute, ...] = asked(
-        tuple(Recompute), "Only none, stage or layer.", list[Recompute], metavar="MODE"
-    )
-    sync: tuple[Sync, ...] = asked(
-        tuple(Sync), "Only end, eager or eager-opt.", list[Sync], metavar="MODE", name="sync_mode"
-    )
-    arrangements: tuple[Arrangement, ...] = asked(
-        tuple(Arrangement),
-        "Only with this side by side on a node: pipeline-inside (the workers of a replica), replicas-inside "
-        "(the replicas of a worker) or copies-inside (all copies of a stage).",
-        list[str],
-        metavar="NAME",
-        name="arrangement",
-    )
-    zero_stages: tuple[int, ...] = asked(
-        (0, 1),
-        "Only 0: every holder of a weight keeps its optimiser state; or 1: one does, updates it and sends it "
-        "to the others.",
-        list[int],
-        metavar="STAGE",
-        name="zero_stage",
-    )
-    options: tuple[tuple[str, tuple[OptionValue, ...]], ...] = asked(
-        (),
-        "Only this value of an option, of every scheme that has it or of one: chimera.pairs=1; see "
-        "'counterflow schemes'.",
-        list[str],
-        metavar="NAME=VALUE",
-        name="option",
-    )
-    tensor_parallel: tuple[int, ...] = asked(
-        (1,),
-        "With T devices of a node side by side that share the work of every layer; twice: both are tried. "
-        "Default 1.",
-        list[int],
-        metavar="T",
-    )
-    cuts: Cuts = asked(
-        Cutting.BALANCED,
-        "Of layers into stages: balanced (the default): by cost; even: as many blocks each; or the layers at "
-        "which stages begin after the first.",
-        metavar="RULE",
-    )
-    more_updates: bool = asked(
-        False,
-        "Also several updates in a mini-batch, of schemes that update after every micro-batch.",
-        bool,
-    )
-
-    def at(self, positions: int, cluster: Cluster) -> Constraints:
-        """The same for one of several numbers of positions: depths that another allows are left out.
-
-        Raises:
-            ConfigError: optimiser state is to be sharded, with which several positions do not go.
-        """
-        stages = self.zero_stages if positions == 1 else (0,)
-        if 0 in stages and 0 not in self.zero_stages:
-            raise ConfigError(f"tensor_parallel={positions}: does not go with zero_stage=1; give one of them")
-        if self.depths is None or len({*self.tensor_parallel}) == 1:
-            return replace(self, zero_stages=stages)
-        legal = {
-            each: [d for d in self.depths if d > 0 and not cluster.size // each % d]
-            for each in self.tensor_parallel
-        }
-        of_none = {*self.depths}.difference(*legal.values())
-        return replace(self, depths=(*legal[positions], *of_none), zero_stages=stages)
-
-    def of_scheme(self, scheme: Scheme) -> dict[str, tuple[OptionValue, ...]]:
-        """The wanted values of a scheme's options.
-
-        >>> wanted = Constraints(options=(("micro_batches", (8,)), ("chimera.micro_batches", (4, 8))))
-        >>> [wanted.of_scheme(registry.scheme(name)) for name in ("dapple", "chimera")]
-        [{'micro_batches': (8,)}, {'micro_batches': (4, 8)}]
-        """
-        given = dict(self.options)
-        names = [option.name for option in scheme.options]
-        own = {name: given.get(f"{scheme.name}.{name}", given.get(name)) for name in names}
-        return {name: values for name, values in own.items() if values is not None}
-
-    def allows(self, scheme: Scheme, options: Options) -> bool:
-        """Whether these options of a scheme have only wanted values.
-
-        >>> wanted, chimera = Constraints(options=(("pairs", (1,)),)), registry.scheme("chimera")
-        >>> [wanted.allows(chimera, (("stages", 8), *more)) for more in ([("pairs", 1)], [("pairs", 2)], [])]
-        [True, False, True]
-        """
-        return all(_value(scheme, name, options) in values for name, values in self.of_scheme(scheme).items())
-
-
-def _value(scheme: Scheme, name: str, options: Options) -> OptionValue | None:
-    """The value of a scheme's option, given or not."""
-    given = dict(options)
-    option = scheme.option(name)
-    if name in given or option is None:
-        return given.get(name)
-    return option.default if option.like is None else given.get(option.like)
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,7 +291,7 @@ def _why_none(
     told = []
     for name, values in constraints.of_scheme(scheme).items():
         tried = {
-            _value(scheme, name, options)
+            value_of(scheme, name, options)
             for depth in depths
             for samples in _samples(mini_batch // (cluster.size // depth), constraints)
             for options in _choices(

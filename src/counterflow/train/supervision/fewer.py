@@ -19,8 +19,8 @@ from counterflow.errors import ConfigError, PlanError
 from counterflow.measure.machine import cores, memory_bytes
 from counterflow.planning import Cluster, LayerProfile, Link, Model, Profile
 from counterflow.planning.cost.device_placement import Arrangement
+from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
-from counterflow.planning.search.space import Constraints
 from counterflow.runtime.stages.estimates import estimated_costs
 from counterflow.schedule.modes import Recompute
 
