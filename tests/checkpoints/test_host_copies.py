@@ -191,8 +191,8 @@ def keep_beside(root: str) -> list[tuple[dict[str, Tensor], tuple[int, dict[str,
         memory.settle()
         rank = pipeline.transport.rank
         whole = [one for path in sorted(memory.folder.glob(f"rank-{rank}.*")) if (one := opened(path))]
-        step, _, tensors = max(whole, key=lambda one: one[0])
-        found.append((mine, (step, {key: tensor.clone() for key, tensor in tensors.items()})))
+        about, tensors = max(whole, key=lambda one: int(one[0]["step"]))
+        found.append((mine, (about["step"], {key: tensor.clone() for key, tensor in tensors.items()})))
     memory.clear()
     return found
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import resource
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import counterflow as cf
+from counterflow.checkpoints import files
+from counterflow.checkpoints.files import pieces_of
 from counterflow.checkpoints.memory import Memory, folder_of
-from counterflow.checkpoints.memory_file import Slot
+from counterflow.checkpoints.memory_file import Slot, opened, packed
 from counterflow.errors import ConfigError
 from counterflow.runtime.workers.world import current_transport
 
@@ -27,8 +34,8 @@ def made() -> cf.Pipeline:
     return cf.Pipeline([nn.Linear(2, 2)], loss, schedule, optimizer=adamw)
 
 
-def keep_and_die(root: str, steps: list[int]) -> list[int | None]:
-    """Which step is found after copies of some steps, and once a worker that found it died at its first."""
+def keep_and_die(root: str, steps: list[int], pieces: int) -> list[int | None]:
+    """Which step is found after copies of some steps, and once a worker that found it died in its first."""
     pipeline, transport = made(), current_transport()
 
     def at(step: int) -> cf.Pipeline:
@@ -42,12 +49,12 @@ def keep_and_die(root: str, steps: list[int]) -> list[int | None]:
     again = Memory(transport, "run", [], root=Path(root))
     found = [again.find()]
 
-    def die(self: Slot, *_: object) -> None:
-        self.remove()  # as it does before it makes the file anew
+    def die(*arguments: Any) -> Iterator[memoryview]:
+        yield from itertools.islice(pieces_of(*arguments), pieces)
         raise Killed
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Slot, "_lay_out", die)
+        patched.setattr(files, "pieces_of", die)
         again.keep(at(steps[-1] + 1), [])
         with pytest.raises(Killed):
             again.settle()
@@ -55,10 +62,55 @@ def keep_and_die(root: str, steps: list[int]) -> list[int | None]:
     return [one.step if one is not None else None for one in found]
 
 
+@pytest.mark.parametrize("pieces", [0, 1, 2, 4])
 @pytest.mark.parametrize("steps", [[3], [3, 4], [3, 4, 5]])
-def test_what_was_found_stays_until_there_is_a_newer_one(tmp_path: Path, steps: list[int]) -> None:
+def test_what_was_found_stays_until_there_is_a_newer_one(
+    tmp_path: Path, steps: list[int], pieces: int
+) -> None:
     """Whichever of both files has it: the first copy after a restart is written to the other one."""
-    assert run(keep_and_die, str(tmp_path), steps, workers=1) == [[steps[-1], steps[-1]]]
+    assert run(keep_and_die, str(tmp_path), steps, pieces, workers=1) == [[steps[-1], steps[-1]]]
+
+
+def _dies(*_: object) -> Iterator[memoryview]:
+    yield memoryview(bytes(8))
+    yield memoryview(bytes(100_000))
+    raise Killed
+
+
+def test_a_file_is_whole_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a copy, after one of less, and once its writer died in a third."""
+    slot = Slot(tmp_path / "slot")
+    for number, size in enumerate((5, 3)):
+        there = {"a": torch.full((size,), float(number)), "none": torch.zeros(0, 2), "step": torch.tensor(2)}
+        slot.write(there, packed({"of": number}))
+        torch.testing.assert_close(opened(slot.path), ({"of": number}, there), rtol=0, atol=0)
+    monkeypatch.setattr(files, "pieces_of", _dies)
+    with pytest.raises(Killed):
+        slot.write({}, packed({}))
+    assert opened(slot.path) is None
+    slot.remove()
+    assert opened(slot.path) is None
+
+
+def test_a_writer_of_before_writes_into_no_others_file(tmp_path: Path) -> None:
+    """One that was frozen while another worker took its place."""
+    before, after = Slot(tmp_path / "slot"), Slot(tmp_path / "slot")
+    for number, slot in enumerate((before, after, before)):
+        slot.write({}, packed({"of": number}))
+    assert opened(tmp_path / "slot") == ({"of": 1}, {})
+
+
+def test_a_file_that_has_no_room_is_none(tmp_path: Path) -> None:
+    slot, limits = Slot(tmp_path / "slot"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            slot.write({"a": torch.ones(10_000)}, packed({}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert opened(slot.path) is None
+    slot.write({}, packed({"of": 2}))
+    assert opened(slot.path) == ({"of": 2}, {})
 
 
 def make(root: str) -> str:

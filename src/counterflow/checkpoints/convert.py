@@ -22,7 +22,7 @@ from torch import Tensor
 from counterflow.errors import ConfigError, CounterflowError
 
 from . import files
-from .index import INDEX, Chunk, Index, Stored, Written, name_of
+from .index import INDEX, Chunk, Index, Stored, name_of
 from .reader import Checkpoint
 from .state import EXTRA, MODEL
 
@@ -139,7 +139,7 @@ def _weights_of(found: Checkpoint, *, ema: bool) -> dict[str, tuple[str, tuple[i
 
 def _into_file(table: Any, read: Any, target: Path) -> Converted:
     with _draft(target) as draft:
-        written = files.write_each(draft, table, read, {"format": "pt"})
+        written = files.write_tensors(draft, table, read)
     return Converted(target, "weights in one safetensors file", len(table), written.bytes)
 
 
@@ -168,7 +168,7 @@ def _into_transformers(
             if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, draft / file.name)
         _note_dtype(draft / "config.json", {dtype for dtype, _ in table.values()})
-        written = files.write_each(draft / SINGLE, table, read, {"format": "pt"})
+        written = files.write_tensors(draft / SINGLE, table, read)
         files.settle(draft)
     return Converted(target, "a folder that transformers reads", len(table), written.bytes)
 
@@ -191,9 +191,8 @@ def _into_checkpoint(opened: _Files, target: Path) -> Converted:
     with _draft(target) as root:
         draft = root / name_of(0)
         draft.mkdir(parents=True)
-        offsets = {key: {"saved_offsets": [0] * len(shape)} for key, (_, shape) in opened.sizes.items()}
-        about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
-        written: Written = files.write_each(draft / name, opened.sizes, opened.read, about)
+        offsets = {key: [0] * len(shape) for key, (_, shape) in opened.sizes.items()}
+        written = files.write_tensors(draft / name, opened.sizes, opened.read, offsets)
         tensors = {
             f"{MODEL}/{key}": Stored(
                 dtype=dtype,

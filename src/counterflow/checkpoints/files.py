@@ -59,39 +59,49 @@ def dtype_name(tensor: Tensor, key: str) -> str:
     return name
 
 
-def write_tensors(path: Path, tensors: Mapping[str, tuple[Tensor, Sequence[int]]]) -> Written:
-    """Write a safetensors file of pieces of tensors.
-
-    Args:
-        path: of the file.
-        tensors: by name: a tensor on the CPU, and where it begins in the whole one, which the file's header
-            tells as torch.distributed.checkpoint reads it.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    offsets = {name: {"saved_offsets": list(offset)} for name, (_, offset) in tensors.items()}
-    about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
-    sizes = {name: (dtype_name(tensor, name), tuple(tensor.shape)) for name, (tensor, _) in tensors.items()}
-    return write_each(path, sizes, lambda name: tensors[name][0], about)
-
-
-def write_each(
+def write_tensors(
     path: Path,
     sizes: Mapping[str, tuple[str, tuple[int, ...]]],
     read: Callable[[str], Tensor],
-    about: Mapping[str, str],
+    offsets: Mapping[str, Sequence[int]] | None = None,
 ) -> Written:
     """Write a safetensors file of tensors that are read one after another.
 
     Args:
         path: of the file.
         sizes: by name: the format's name of the dtype, and the shape.
-        read: a name to the tensor.
-        about: for the header.
+        read: a name to the tensor, on the CPU.
+        offsets: by name, where a piece begins in the whole tensor; the file's header says it as
+            torch.distributed.checkpoint reads it. None: these are no pieces.
 
     Raises:
         OSError: it cannot be written.
+    """
+    about = {"format": "pt"}
+    if offsets is not None:
+        begins = {name: {"saved_offsets": list(offset)} for name, offset in offsets.items()}
+        about |= {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(begins)}
+    return write(path, pieces_of(sizes, read, about))
+
+
+def sizes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """By name: the format's name of a tensor's dtype, and its shape.
+
+    Raises:
+        ConfigError: the format has none.
+    """
+    return {name: (dtype_name(tensor, name), tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def pieces_of(
+    sizes: Mapping[str, tuple[str, tuple[int, ...]]], read: Callable[[str], Tensor], about: Mapping[str, str]
+) -> Iterator[memoryview]:
+    """The contents of a safetensors file: the length of its header, the header, and each tensor.
+
+    Args:
+        sizes: by name: the format's name of the dtype, and the shape.
+        read: a name to the tensor, on the CPU.
+        about: for the header.
     """
     header: dict[str, object] = {"__metadata__": dict(about)}
     end = 0
@@ -100,15 +110,12 @@ def write_each(
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-
-    def pieces() -> Iterator[memoryview]:
-        yield memoryview(len(text).to_bytes(8, "little") + text)
-        for name in sizes:
-            tensor = read(name)
-            if tensor.numel():
-                yield tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-    return write(path, pieces())
+    yield memoryview(len(text).to_bytes(8, "little"))
+    yield memoryview(text)
+    for name in sizes:
+        tensor = read(name)
+        if tensor.numel():
+            yield tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def write(path: Path, pieces: Iterable[memoryview | bytes]) -> Written:

@@ -28,6 +28,7 @@ import stat
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -41,7 +42,7 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.transport.base import Transport
 
 from .host_copies import HostCopies
-from .memory_file import Slot, described, opened, packed, unpacked
+from .memory_file import Slot, opened, packed, unpacked
 from .state import (
     AVERAGE,
     EXTRA,
@@ -126,21 +127,24 @@ class Memory:
         if any(is_dtensor(tensor) for tensor in tensors.values()):
             raise ConfigError("copies in memory are of whole weights, and this mesh cuts them")
         parts = _parts(pipeline, tensors, objects)
-        about = {
-            "objects": objects,
-            "parts": parts,
-            "needed": [*parts, *_owned_elsewhere(pipeline)],
-            "layout": self.layout,
-            "records": records,
-        }
-        step, tail, slot = pipeline.steps, described(tensors, about), self._slots[self._turn]
+        about = packed(
+            {
+                "step": pipeline.steps,
+                "objects": objects,
+                "parts": parts,
+                "needed": [*parts, *_owned_elsewhere(pipeline)],
+                "layout": self.layout,
+                "records": records,
+            }
+        )
+        slot = self._slots[self._turn]
         copy = self._copies.begin(tensors, changing_in_forward(pipeline, tensors))
         pipeline.weights.change_after(copy.order)
 
         def write() -> None:
             try:
                 copy.wait()
-                slot.write(step, copy.tensors, tail)
+                slot.write(copy.tensors, about)
             except BaseException as error:  # raised where the worker settles
                 self._failed = error
 
@@ -191,7 +195,8 @@ class Memory:
         found = max(filter(None, every), key=lambda one: (one.step, one.layout == self.layout), default=None)
         if found is not None:
             found.machines, found.folder = machines, self.folder
-            self._turn = int(self._slots[0].step() == found.step)  # the other one is the one to write to
+            used = {name for rank, name in chain(*found.sources.values()) if rank in here}
+            self._turn = int(self._slots[0].path.name in used)  # the other one is the one to write to
         return found
 
     def clear(self) -> None:
@@ -364,7 +369,7 @@ def _holding(path: Path) -> tuple[list[int], Holding] | None:
     found = opened(path)
     if found is None:
         return None
-    step, about, tensors = found
+    about, tensors = found
     digests = {}
     for part, keys in about["parts"].items():
         digest = hashlib.blake2b(digest_size=16)
@@ -377,13 +382,13 @@ def _holding(path: Path) -> tuple[list[int], Holding] | None:
                 digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         digests[part] = digest.hexdigest()
     needed = frozenset(about["needed"])
-    return about["layout"], Holding(step, path.name, digests, about["records"], needed)
+    return about["layout"], Holding(about["step"], path.name, digests, about["records"], needed)
 
 
 def _read_part(path: Path, part: Part) -> dict[str, Any]:
     found = opened(path)
     assert found is not None, f"{path} was whole before"
-    _, about, tensors = found
+    about, tensors = found
     keys = about["parts"][part]
     return {
         "tensors": {key: tensors[key] for key in keys if key in tensors},

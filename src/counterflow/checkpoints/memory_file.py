@@ -1,135 +1,87 @@
 """A file in memory with tensors and what describes them: written in place, whole or not at all.
 
-Invariant: a file whose writer was killed at any moment is not whole. It knows nothing of pipelines and runs.
+It is a safetensors file. Its first eight bytes, the length of its header, are zero until all else is written,
+and a file that begins so is none.
+
+Invariant: a file whose writer was killed at any moment does not read. It knows nothing of pipelines and runs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
-import mmap
 import os
-import struct
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_PREFACE = struct.Struct("<qqq")
-"""One more than the step (0: not whole, as in a new file), and where the tail begins and how long it is."""
+from . import files
 
-_MARK = struct.Struct("<q")
+_ABOUT = ""
+"""The name of what describes the tensors, whose own names are not empty; and of its length."""
 
-_HEAD, _ALIGNED, _SLACK = 4096, 64, 65_536
-"""Bytes before the tensors, a multiple where each begins, and what the tail may grow by."""
-
-_NOT_WHOLE = 0
+_BLOCK = 65_536
+"""What describes them is filled up to a multiple of so many bytes, so that most copies are equally long."""
 
 
 class Slot:
-    """A file in memory, mapped; laid out anew when what is kept changes."""
+    """A file in memory, written again and again in its pages; made anew when what is kept changes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._table: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self._views: dict[str, Tensor] = {}
-        self._map: mmap.mmap | None = None
+        self._handle: int | None = None
+        self._sizes: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._close: Callable[[], object] = lambda: None
 
-    def write(self, step: int, tensors: Mapping[str, Tensor], tail: bytes) -> None:
+    def write(self, tensors: Mapping[str, Tensor], about: bytes) -> None:
         """Write a copy; whole once it is done.
 
         Args:
-            step: that it is of.
             tensors: on the host.
-            tail: what ``described`` gives of them.
+            about: what describes them, packed.
 
         Raises:
             OSError: there is no room.
         """
-        table = _table(tensors)
-        if self._map is None or table != self._table or self._begin + len(tail) > len(self._map):
-            self._lay_out(tensors, len(tail))
-            self._table = table
-        assert self._map is not None
-        _PREFACE.pack_into(self._map, 0, _NOT_WHOLE, 0, 0)
-        for key, view in self._views.items():
-            view.copy_(tensors[key])
-        self._map[self._begin : self._begin + len(tail)] = tail
-        _PREFACE.pack_into(self._map, 0, _NOT_WHOLE, self._begin, len(tail))
-        self._map[: _MARK.size] = _MARK.pack(step + 1)
-
-    def step(self) -> int:
-        """The step that is in the file; less than 0 if none."""
-        with contextlib.suppress(OSError, struct.error), self.path.open("rb") as file:
-            return int(_PREFACE.unpack(file.read(_PREFACE.size))[0]) - 1
-        return -1
+        filled = bytearray(about.ljust(-(-len(about) // _BLOCK) * _BLOCK, b"\0"))
+        every = {**tensors, _ABOUT: torch.frombuffer(filled, dtype=torch.uint8)}
+        sizes = files.sizes_of(every)
+        if self._handle is None or sizes != self._sizes:
+            # Never into a file of before: a worker that was frozen may write there. Never into a longer one,
+            # and cut it: who has that mapped would end.
+            self.remove()
+            self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            self._close, self._sizes = weakref.finalize(self, os.close, self._handle), sizes
+        pieces = files.pieces_of(sizes, every.__getitem__, {_ABOUT: f"{len(about):020}"})
+        length = next(pieces)
+        with open(self._handle, "wb", closefd=False) as file:
+            file.seek(0)
+            file.write(bytes(len(length)))
+            for piece in pieces:
+                file.write(piece)
+        os.pwrite(self._handle, length, 0)
 
     def remove(self) -> None:
         """Give the memory back."""
-        self._views, self._table, self._map = {}, {}, None
+        self._close()
+        self._handle = None
         self.path.unlink(missing_ok=True)
 
-    def _lay_out(self, tensors: Mapping[str, Tensor], tail: int) -> None:
-        self.remove()
-        offsets, self._begin = _offsets({key: (t.dtype, tuple(t.shape)) for key, t in tensors.items()})
-        size = self._begin + 2 * tail + _SLACK
-        handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.posix_fallocate(handle, 0, size)  # where there is no room, a write to a map ends the process
-            self._map = mmap.mmap(handle, size)
-        except OSError:
-            self.path.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(handle)
-        self._views = {key: _view(self._map, offsets[key], t.dtype, t.shape) for key, t in tensors.items()}
 
+def opened(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    """Description and tensors of a file, mapped; None if it is not whole."""
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415
 
-def described(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
-    """The tail of a file with such tensors: what says of them all that there is to say, as it is now."""
-    return packed({**about, "table": _table(tensors)})
-
-
-def _table(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {key: (str(t.dtype), tuple(t.shape)) for key, t in tensors.items()}
-
-
-def _offsets(table: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[dict[str, int], int]:
-    """Where each tensor begins, and where all end."""
-    found, end = {}, _HEAD
-    for key, (dtype, shape) in table.items():
-        found[key] = end
-        size = torch.Size(shape).numel() * dtype.itemsize
-        end += -(-size // _ALIGNED) * _ALIGNED
-    return found, end
-
-
-def _view(mapped: mmap.mmap, begin: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    count = torch.Size(shape).numel()
-    if not count:
-        return torch.empty(tuple(shape), dtype=dtype)
-    return torch.frombuffer(mapped, dtype=dtype, count=count, offset=begin).view(tuple(shape))
-
-
-def opened(path: Path) -> tuple[int, dict[str, Any], dict[str, Tensor]] | None:
-    """Step, description and tensors of a file; None if it is not whole."""
     try:
-        with path.open("r+b") as file:
-            mapped = mmap.mmap(file.fileno(), 0)
-        mark, begin, length = _PREFACE.unpack_from(mapped, 0)
-    except (OSError, ValueError, struct.error):
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            length = int(file.metadata()[_ABOUT])
+    except (OSError, SafetensorError):
         return None
-    if mark == _NOT_WHOLE:
-        return None
-    about = unpacked(mapped[begin : begin + length])
-    table = {
-        key: (getattr(torch, dtype.removeprefix("torch.")), tuple(shape))
-        for key, (dtype, shape) in about["table"].items()
-    }
-    offsets, _ = _offsets(table)
-    return mark - 1, about, {key: _view(mapped, offsets[key], *kind) for key, kind in table.items()}
+    return unpacked(tensors.pop(_ABOUT).numpy().data[:length]), tensors
 
 
 def packed(value: object) -> bytes:
@@ -139,6 +91,6 @@ def packed(value: object) -> bytes:
     return written.getvalue()
 
 
-def unpacked(data: bytes) -> Any:
+def unpacked(data: bytes | memoryview) -> Any:
     """The value of such bytes, its tensors on the CPU."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

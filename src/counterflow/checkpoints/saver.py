@@ -253,11 +253,17 @@ class Saver:
         draft.mkdir(parents=True, exist_ok=True)
         self._check(draft)  # once it is there: who begins after the answer finds it, and takes it away
         rank = self._transport.rank
-        kinds: dict[str, dict[str, Any]] = {}
+        kinds: dict[str, Part] = {}
         for key, piece in part.items():
             kind, name = file_and_name(key)
             kinds.setdefault(f"{kind}-{rank}.safetensors", {})[name] = piece
-        found = {name: files.write_tensors(draft / name, tensors) for name, tensors in kinds.items()}
+        found: dict[str, Written] = {}
+        for file, pieces in kinds.items():
+            tensors = {name: tensor for name, (tensor, _) in pieces.items()}
+            offsets = {name: offset for name, (_, offset) in pieces.items()}
+            found[file] = files.write_tensors(
+                draft / file, files.sizes_of(tensors), tensors.__getitem__, offsets
+            )
         if packed:
             found[f"objects-{rank}.pt"] = files.write(draft / f"objects-{rank}.pt", [packed])
         for name, data in extras.items():
