@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .checkpoints import load_checkpoint, load_weights, save_checkpoint
     from .execution import Batching, Execution
     from .loss_sum import LossSum
+    from .planning.comparison import Comparison, compare
     from .runtime.mini_batch.entries import ENTRIES
     from .runtime.pipeline import Pipeline
     from .runtime.stages.counters import sum_over_copies
@@ -34,6 +35,7 @@ __all__ = [
     "ENTRIES",
     "Batching",
     "ByteCosts",
+    "Comparison",
     "ConfigError",
     "Costs",
     "CounterflowError",
@@ -51,6 +53,7 @@ __all__ = [
     "Synthesis",
     "WorkerError",
     "check",
+    "compare",
     "draw",
     "launch",
     "load_checkpoint",
@@ -68,12 +71,14 @@ __all__ = [
 
 _LATE = {
     "Batching": "execution",
+    "Comparison": "planning.comparison",
     "ENTRIES": "runtime.mini_batch.entries",
     "Execution": "execution",
     "LossSum": "loss_sum",
     "Pipeline": "runtime.pipeline",
     "SameModel": "verify.same_model",
     "Skip": "runtime.stages.skips",
+    "compare": "planning.comparison",
     "launch": "runtime.workers.launch",
     "load_checkpoint": "checkpoints",
     "load_weights": "checkpoints",

@@ -22,12 +22,14 @@ class Asked:
             if it may be repeated.
         metavar: what stands for the value: ``SECONDS`` or ``BYTES`` say how a text is read, too.
         name: what it is asked for by, if that is not the field's name.
+        divided: whether it is of a stage in proportion to the stage's share of the model.
     """
 
     about: str
     kind: Any = str
     metavar: str | None = None
     name: str | None = None
+    divided: bool = False
 
 
 @dataclass(frozen=True, slots=True)

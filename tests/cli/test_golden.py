@@ -24,6 +24,8 @@ COMMANDS = {
     "simulate-plain": "simulate hanayo --workers 2 --waves 1 --micro-batches 2",
     "simulate-without-flush": "simulate pipedream --stages 3",
     "synthesize": "synthesize --placement vee --workers 2 --micro-batches 4 --peak 4 --moves 100",
+    "compare": "compare --workers 4 --micro-batches 8 --p2p 0.1 --weight-bytes 1GiB --activation-bytes 1MiB "
+    "--memory 2060MiB --moves 200",
     "check": "check mixpipe --stages 4 --micro-batches 8 --injected max",
     "schemes": "schemes",
     "plan": "plan --example chimera-bert48 --workers 4 --workers 8 --top 2",

@@ -29,6 +29,7 @@ from .conftest import ENVIRONMENT, Run
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 COMMANDS = [
+    "compare",
     "convert",
     *("train", "schemes", "simulate", "profile", "plan", "check", "show", "export", "verify", "reproduce"),
     "synthesize",

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import counterflow as cf
 from counterflow.cli import application
 from counterflow.planning import Model
+from counterflow.planning.comparison import Compared
 from counterflow.planning.inputs import files
 from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
@@ -26,6 +27,7 @@ from counterflow.runtime.stages.skips import links_of, stage_skips
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import formats, registry
 from counterflow.schedule.ir import Schedule
+from counterflow.simulation.model_share import CostsOf, of_stages
 
 from ..cli.conftest import Run, run
 
@@ -128,12 +130,11 @@ def test_the_table_of_schemes() -> None:
     rows = [line for line in lines if line.startswith("| ") and " .. " in line]
     expected = []
     for name, schedule in SCHEDULES.items():
+        costs = of_stages(cf.Costs(), schedule.placement, CostsOf.WORKER)
+        row = Compared(cf.simulate(schedule, costs), 8)
         share = schedule.workers / schedule.stages
-        found = cf.simulate(schedule, cf.Costs(forward=share, backward=2 * share))
-        steady = found.steady_bubble_ratio
-        bubbles = 100 * (found.bubble_ratio if steady is None else steady)
-        weights = max(found.weight_copies) * share
-        least, most = (pick(found.peak_activations) * share for pick in (min, max))
+        least, bubbles = min(row.simulation.peak_activations) * share, 100 * row.bubble_ratio
+        weights, most = row.weights, row.activations
         expected.append(f"| {name} | {bubbles:.1f} % | {weights:g} | {least:g} .. {most:g} |")
     assert rows == expected
 

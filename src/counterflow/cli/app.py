@@ -46,6 +46,11 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "export chimera --stages 4 --micro-batches 8 --out edited.json",
         "simulate edited.json",
     ),
+    "compare": (
+        "compare --workers 4 --micro-batches 8 --peak 4",
+        "compare --workers 4 --micro-batches 8 --p2p 0.1 --seconds 0 --out ranked.png",
+        "compare --workers 2 --micro-batches 4 --scheme 1f1b --scheme zb-v --moves 100 --json",
+    ),
     "synthesize": (
         "synthesize --placement vee --workers 4 --micro-batches 8 --peak 6 --forward 3 --input-gradient 4 "
         "--weight-gradient 2 --moves 2000 --out mine.json",

@@ -72,17 +72,21 @@ class Costs:
     """
 
     forward: PerStage = asked(
-        1.0, "Of a forward of one stage on one micro-batch. Default 1.", metavar="SECONDS"
+        1.0, "Of a forward on one micro-batch. Default 1.", metavar="SECONDS", divided=True
     )
-    backward: PerStage = asked(2.0, "Of a backward. Default 2.", metavar="SECONDS")
+    backward: PerStage = asked(2.0, "Of a backward. Default 2.", metavar="SECONDS", divided=True)
     input_gradient: PerStage | None = asked(
-        None, "Of the input gradient of a split backward. Default half of --backward.", metavar="SECONDS"
+        None,
+        "Of the input gradient of a split backward. Default half of --backward.",
+        metavar="SECONDS",
+        divided=True,
     )
     weight_gradients: PerStage | None = asked(
         None,
         "Of its weight gradients. Default the rest of --backward.",
         metavar="SECONDS",
         name="weight_gradient",
+        divided=True,
     )
     p2p: PerLink = asked(0.0, "Of a message between two workers. Default 0.", float, metavar="SECONDS")
     p2p_per_byte: PerLink = 0.0
@@ -97,7 +101,7 @@ class Costs:
     ways: Sequence[Sequence[int]] | None = None
     overlap: bool = asked(True, "Whether a worker goes on while its message travels. Default: it does.", bool)
     sync: PerStage = asked(
-        0.0, "Of summing one stage's gradients over its copies. Default 0.", metavar="SECONDS"
+        0.0, "Of summing gradients over copies. Default 0.", metavar="SECONDS", divided=True
     )
     sync_crossings: Crossings | None = None
     sync_mode: Sync | str = asked(

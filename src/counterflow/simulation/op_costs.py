@@ -102,16 +102,21 @@ class ByteCosts:
         workspace: what ops hold while they run, beside what they were given and what they leave.
     """
 
-    weights: PerStage = asked(0.0, "One version of the weights.", metavar="BYTES", name="weight_bytes")
-    gradients: PerStage | None = asked(
-        None, "Gradients. Default: as the weights.", metavar="BYTES", name="gradient_bytes"
+    weights: PerStage = asked(
+        0.0, "One version of the weights.", metavar="BYTES", name="weight_bytes", divided=True
     )
-    optimizer: PerStage = asked(0.0, "Optimiser state.", metavar="BYTES", name="optimizer_bytes")
+    gradients: PerStage | None = asked(
+        None, "Gradients. Default: as the weights.", metavar="BYTES", name="gradient_bytes", divided=True
+    )
+    optimizer: PerStage = asked(
+        0.0, "Optimiser state.", metavar="BYTES", name="optimizer_bytes", divided=True
+    )
     activations: PerStage = asked(
         0.0,
         "What a forward of one micro-batch saves for its backward.",
         metavar="BYTES",
         name="activation_bytes",
+        divided=True,
     )
     inputs: PerStage = asked(
         0.0,
@@ -124,8 +129,11 @@ class ByteCosts:
         "Of a split backward, what is kept from the input gradient to the weight gradients. Default: all of "
         "--activation-bytes.",
         metavar="BYTES",
+        divided=True,
     )
-    layers: PerStage = asked(1.0, "Layers: --recompute layer keeps one input a layer.", metavar="NUMBER")
+    layers: PerStage = asked(
+        1.0, "Layers: --recompute layer keeps one input a layer.", metavar="NUMBER", divided=True
+    )
     layer_inputs: PerStage | None = None
     largest_layer: PerStage | None = None
     beyond_inputs: PerStage | None = None

@@ -54,6 +54,8 @@ def _option(panel: str, help_text: str, *names: str, metavar: str | None = None)
 _SCHEME = "Scheme options: each scheme has some of them"
 _COSTS = "Costs: one number for all stages (1.5), or one a stage (1,1,1.5,2)"
 _MEMORY = "Memory: bytes of one stage (300MB, 1.5GiB), or one a stage (1GiB,2GiB)"
+_MODEL_COSTS = "Costs of a worker's share of the model, or with --costs-of model of all of it"
+_MODEL_MEMORY = "Memory, likewise (300MB, 1.5GiB)"
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,16 @@ class CostOptions(Flags):
                 f"{' and '.join(map(flag, idle))} {verb} nothing: no backward of {schedules[0]} is split; "
                 f"{f'add {flag(SPLIT.name)}, or ' if can else ''}choose a scheme with a split backward."
             )
+
+
+class ModelCostOptions(CostOptions):
+    """What things cost of a model that schemes cut into different stages: those are one number each."""
+
+    @classmethod
+    def flags(cls) -> dict[str, Any]:
+        """Every cost, with what typer has to know of its flag."""
+        panels = {Costs: _MODEL_COSTS, ByteCosts: _MODEL_MEMORY}
+        return {name: asked_flag(one, panels[one.record]) for name, one in cost_texts.COSTS.items()}
 
 
 def _is_split(schedule: Schedule) -> bool:

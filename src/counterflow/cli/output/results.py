@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from counterflow.planning.comparison_report import ComparedShown, ComparisonShown, LeftOut
 from counterflow.planning.report import PLAN_PARTS, Planned
 from counterflow.schedule.ir import Op, Schedule
 from counterflow.shown import Options, Part, Result, said
@@ -356,13 +357,25 @@ class FigureShown(Result):
 
 
 COMMANDS: tuple[type[Result], ...] = (
-    *(Simulated, Synthesized, Checked, Verified, Schemes, Planned, Examples, Profiled, Trained),
+    *(
+        Simulated,
+        Synthesized,
+        ComparisonShown,
+        Checked,
+        Verified,
+        Schemes,
+        Planned,
+        Examples,
+        Profiled,
+        Trained,
+    ),
     *(Prepared, Keys, ConvertedShown, Doctor),
     *(Reproducible, TableShown, FigureShown),
 )
 PARTS: tuple[type[BaseModel], ...] = (
     *(OpShown, OpPlayed, SyncPlayed, MessagePlayed, BubblesShown, Rule, SchemeShown, OptionShown),
     *PLAN_PARTS,
+    *(ComparedShown, LeftOut),
     *(ExampleShown, Measured, KeyShown, FindingShown),
 )
 

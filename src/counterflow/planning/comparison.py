@@ -1,0 +1,366 @@
+"""Every scheme on so many workers, for one model: the step, the bubbles, and what a worker has to hold.
+
+Invariant: every row computes the same model. Costs are those of a worker's share of it, or of all of it
+(``simulation/model_share.py``), so a scheme with two stages a worker has stages half as large. What it does
+not do: choose depth, replicas or micro-batches for a cluster; that is ``search``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+
+from counterflow.errors import ConfigError
+from counterflow.html import table, titled
+from counterflow.schedule import registry
+from counterflow.schedule.ir import OptionValue, Schedule
+from counterflow.schedule.modes import parse_mode
+from counterflow.schedule.placement import Placement, linear, wave
+from counterflow.schedule.scheme import DEPTH, MICRO_BATCHES, PERIODS, SPLIT, Scheme
+from counterflow.schedule.workload import plain
+from counterflow.simulation import Costs, Simulation, simulate
+from counterflow.simulation.model_share import CostsOf, of_stages
+from counterflow.synthesis import Synthesis, synthesize
+
+STAGES_A_WORKER = 4
+"""Most stages of one pipe that a worker holds in a comparison, where no other number is asked for."""
+
+COMPUTED = "computed"
+"""The scheme of a row whose order was computed."""
+
+ROUNDING = 1e-9
+"""Of a limit: sums of fractions of activations round."""
+
+Report = Callable[[int, int, str], None]
+"""Told how many rows are done, of how many, and what comes next."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One schedule of a comparison. Times in the unit of the costs, for ``micro_batches`` micro-batches.
+
+    Attributes:
+        simulation: the schedule, simulated with the costs of its stages.
+        micro_batches: N of the comparison.
+        computed: what is known of a computed order: bound and method; None: a scheme's own order.
+    """
+
+    simulation: Simulation
+    micro_batches: int
+    computed: Synthesis | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule."""
+        return self.simulation.schedule
+
+    @property
+    def name(self) -> str:
+        """What the row is called: the scheme with the options that are not the usual ones."""
+        if self.computed is not None:
+            return _computed_name(self.schedule.placement)
+        return _name(self.schedule)
+
+    @property
+    def scheme(self) -> str:
+        """The scheme; ``computed`` where the order was computed."""
+        return COMPUTED if self.computed is not None else self.schedule.scheme
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether every update follows a flush, so that numbers are those of one process."""
+        return self.schedule.synchronous
+
+    @cached_property
+    def step(self) -> float:
+        """What N micro-batches take: the makespan, or as long as that many last in the steady state.
+
+        Infinite where an asynchronous schedule has no steady state.
+        """
+        if self.synchronous:
+            return self.simulation.makespan
+        steady = self.simulation.steady_step
+        each = self.schedule.micro_batches
+        return math.inf if steady is None else steady * self.micro_batches / each
+
+    @cached_property
+    def bubble_ratio(self) -> float:
+        """Idle time over the step, the mean of all workers; of the steady state where there is no flush."""
+        steady = None if self.synchronous else self.simulation.steady_bubble_ratio
+        return self.simulation.bubble_ratio if steady is None else steady
+
+    @property
+    def proved(self) -> bool | None:
+        """Whether no order of these stages and limits is better; None: none was computed."""
+        return None if self.computed is None else self.computed.proved
+
+    @property
+    def lower_bound(self) -> float | None:
+        """No order of these stages within the limits takes less; None: none was computed."""
+        return None if self.computed is None else self.computed.lower_bound
+
+    @property
+    def remark(self) -> str:
+        """What else to know of it, in a few words; often nothing."""
+        if not self.synchronous:
+            return "asynchronous: older weights"
+        if self.computed is None:
+            return ""
+        if self.computed.proved:
+            return "proved best for these stages and limits"
+        return f"at most {self.computed.gap:.1%} from the best for these stages and limits"
+
+    @property
+    def _share(self) -> float:
+        return self.schedule.workers / self.schedule.stages
+
+    @cached_property
+    def weights(self) -> float:
+        """Most weights of a worker, in shares of the model: 1 is 1/P of the model, held once."""
+        return max(self.simulation.weight_copies) * self._share
+
+    @cached_property
+    def activations(self) -> float:
+        """Most activations of a worker, in those of a worker's share for one micro-batch."""
+        return max(self.simulation.peak_activations) * self._share
+
+    @cached_property
+    def peak_bytes(self) -> float | None:
+        """Most bytes of a worker; None where no bytes were given."""
+        found = self.simulation.peak_bytes
+        return None if found is None else max(found)
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """All that was compared, the quickest first.
+
+    Attributes:
+        workers: P.
+        micro_batches: N.
+        costs: as they were given.
+        costs_of: what they were given for.
+        rows: what is within the limits, by ``step``.
+        too_large: what is not, by what it needs.
+        left_out: schemes that have no schedule of this size, with the reason.
+    """
+
+    workers: int
+    micro_batches: int
+    costs: Costs
+    costs_of: CostsOf
+    rows: tuple[Compared, ...]
+    too_large: tuple[Compared, ...] = ()
+    left_out: tuple[tuple[str, str], ...] = ()
+
+    def __repr__(self) -> str:
+        """A line."""
+        best = f", best {self.rows[0].name}: {self.rows[0].step:.6g}" if self.rows else ""
+        counted = f"{len(self.rows)} of {len(self.rows) + len(self.too_large)} schedules within the limits"
+        return f"Comparison({self.workers} workers, {self.micro_batches} micro-batches, {counted}{best})"
+
+    def _repr_html_(self) -> str:
+        """The best row of each scheme in a notebook."""
+        columns = ("scheme", "step", "bubbles", "activations", "weights", "")
+        rows = [
+            (
+                row.name,
+                f"{row.step:.6g}",
+                f"{row.bubble_ratio:.1%}",
+                f"{row.activations:.6g}",
+                f"{row.weights:.6g}",
+                row.remark,
+            )
+            for row in self.best
+        ]
+        return titled(f"{self.workers} workers, {self.micro_batches} micro-batches", table(columns, rows))
+
+    @property
+    def best(self) -> tuple[Compared, ...]:
+        """Of each scheme its quickest row, the quickest first."""
+        found: dict[str, Compared] = {}
+        for row in self.rows:
+            found.setdefault(row.name if row.computed else row.scheme, row)
+        return tuple(found.values())
+
+
+def compare(
+    workers: int,
+    micro_batches: int,
+    costs: Costs | None = None,
+    *,
+    costs_of: CostsOf | str = CostsOf.WORKER,
+    schemes: Sequence[str] | None = None,
+    peak: float | None = None,
+    memory_bytes: float | None = None,
+    stages_a_worker: int = STAGES_A_WORKER,
+    seconds: float = 0.0,
+    moves: int | None = None,
+    report: Report | None = None,
+) -> Comparison:
+    """Simulate every scheme with every option worth trying, for the same model.
+
+    Args:
+        workers: P.
+        micro_batches: N, of one mini-batch.
+        costs: by default a forward takes 1, a backward 2, and messages nothing.
+        costs_of: what ``costs`` are given for: a ``worker``'s share, 1/P of the model, or the ``model``.
+        schemes: only these; None: all.
+        peak: most activations a worker may hold, in those of a worker's share for one micro-batch.
+        memory_bytes: most bytes a worker may hold; needs bytes in ``costs``.
+        stages_a_worker: most stages of one pipe that a worker may hold.
+        seconds: about how long to compute orders, in all; 0: none are computed. Computed are one stage a
+            worker, and two in a V, both with split backwards, within ``peak``, ``memory_bytes``, or without
+            either within the activations of 1F1B: P.
+        moves: so many moves of that search in place of ``seconds``; the same result on every machine.
+        report: told of the progress.
+
+    Raises:
+        ConfigError: an unknown scheme, a number below 1, costs by stage, or a limit in bytes without bytes.
+
+    >>> found = compare(4, 8, schemes=["gpipe", "1f1b", "zb-v"], peak=4)
+    >>> [(row.name, row.step, row.activations) for row in found.best]
+    [('zb-v', 25.5, 4.0), ('dapple', 33.0, 4.0)]
+    >>> found.too_large[0].name, found.too_large[0].activations
+    ('gpipe', 8.0)
+    """
+    costs = Costs() if costs is None else costs
+    costs_of = parse_mode(CostsOf, "costs_of", costs_of)
+    _refuse(
+        costs_of,
+        costs,
+        memory_bytes,
+        workers=workers,
+        micro_batches=micro_batches,
+        stages_a_worker=stages_a_worker,
+    )
+    known = registry.SCHEMES.values() if schemes is None else [registry.scheme(name) for name in schemes]
+    asked = [
+        (scheme, options)
+        for scheme in dict.fromkeys(known)
+        for options in _options(scheme, workers, micro_batches, stages_a_worker * workers)
+    ]
+    placements = _placements(workers) if seconds or moves else ()
+    tell = _telling(report, len(asked) + len(placements))
+    rows: list[Compared] = []
+    left_out: dict[str, str] = {}
+    for scheme, options in asked:
+        tell(scheme.name)
+        try:
+            scheme.refuse_too_large(options)
+            schedule = scheme.build(**options)
+        except ConfigError as error:
+            left_out.setdefault(scheme.name, str(error))
+            continue
+        if schedule.workers == workers:
+            rows.append(
+                Compared(simulate(schedule, of_stages(costs, schedule.placement, costs_of)), micro_batches)
+            )
+    if peak is None and memory_bytes is None:
+        room: float | None = workers
+    else:
+        room = peak
+    for placement in placements:
+        tell("computed orders")
+        try:
+            found = synthesize(
+                plain(placement, micro_batches, split=True),
+                of_stages(costs, placement, costs_of),
+                peak=None if room is None else room * placement.stages / workers,
+                memory_bytes=memory_bytes,
+                seconds=seconds / len(placements),
+                moves=moves,
+            )
+        except ConfigError as error:  # not one micro-batch is within the limits
+            left_out[_computed_name(placement)] = str(error)
+            continue
+        rows.append(Compared(found.simulation, micro_batches, found))
+    for row in rows:
+        left_out.pop(row.scheme, None)
+    fits = [row for row in rows if _fits(row, peak, memory_bytes)]
+    return Comparison(
+        workers,
+        micro_batches,
+        costs,
+        costs_of,
+        tuple(sorted(fits, key=lambda row: (row.step, row.activations, row.weights))),
+        tuple(sorted((row for row in rows if row not in fits), key=lambda row: (row.activations, row.step))),
+        tuple(left_out.items()),
+    )
+
+
+def _refuse(costs_of: CostsOf, costs: Costs, memory_bytes: float | None, **counts: int) -> None:
+    """Refuse what cannot be compared.
+
+    Raises:
+        ConfigError: a count below 1, a limit in bytes without bytes, or costs of a stage.
+    """
+    if costs_of is CostsOf.STAGE:
+        raise ConfigError("costs_of='stage': stages of schemes differ in size; use worker or model")
+    for name, value in counts.items():
+        if value < 1:
+            raise ConfigError(f"{name}={value}: must be 1 or more")
+    if memory_bytes is not None and costs.memory is None:
+        raise ConfigError("a limit in bytes needs bytes of weights and activations; give these costs too")
+
+
+def _telling(report: Report | None, total: int) -> Callable[[str], None]:
+    """Count what is done and report it."""
+    done = count()
+
+    def tell(what: str) -> None:
+        number = next(done)
+        if report is not None:
+            report(number, total, what)
+
+    return tell
+
+
+def _placements(workers: int) -> tuple[Placement, ...]:
+    """Placements for which orders are computed."""
+    return (linear(workers), wave(workers, 1)) if workers > 1 else ()
+
+
+_SIZES = frozenset({*DEPTH, MICRO_BATCHES.name, PERIODS.name})
+
+
+def _options(
+    scheme: Scheme, workers: int, micro_batches: int, layers: int
+) -> Iterator[dict[str, OptionValue]]:
+    """All options of a scheme that are worth trying with so many workers, split backwards too."""
+    base: dict[str, OptionValue] = {scheme.depth: workers}
+    if not scheme.updates_each_micro_batch:
+        base[MICRO_BATCHES.name] = micro_batches
+    if not scheme.synchronous:
+        base[PERIODS.name] = 2 * workers + 4  # until the steady state is seen
+    for more in scheme.planner(workers, micro_batches, layers):
+        yield base | dict(more)
+        if scheme.option(SPLIT.name) is not None and SPLIT.name not in more:
+            yield base | dict(more) | {SPLIT.name: True}
+
+
+def _name(schedule: Schedule) -> str:
+    """A schedule's scheme, with the options that are not sizes as pictures say them."""
+    scheme = registry.scheme(schedule.scheme)
+    told = [
+        option.told(value)
+        for name, value in schedule.options
+        if name not in _SIZES and (option := scheme.option(name)) is not None and value != option.usual
+    ]
+    return ", ".join([scheme.name, *filter(None, told)])
+
+
+def _computed_name(placement: Placement) -> str:
+    """What an order that was computed for this placement is called."""
+    turns = placement.stages > placement.workers
+    return f"computed, {'two stages a worker in a V' if turns else 'one stage a worker'}"
+
+
+def _fits(row: Compared, peak: float | None, memory_bytes: float | None) -> bool:
+    """Whether a row is within the limits."""
+    if peak is not None and row.activations > peak * (1 + ROUNDING):
+        return False
+    return memory_bytes is None or (row.peak_bytes or 0.0) <= memory_bytes
