@@ -40,7 +40,6 @@ COMMANDS = [
 EXCUSED = {
     "make test": "it runs this test",
     "pip install": "it needs the network",
-    "make explore": "it serves until Ctrl-C",
     "counterflow explore": "it serves until Ctrl-C; tests/explore/test_command.py runs it",
     "torchrun --nnodes": "it needs several machines",
     "python benchmarks/convergence.py --keep": "45 minutes, and it writes kept results",
@@ -179,7 +178,7 @@ def test_commands_on_the_pages(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
         pytest.skip("it prints no commands")
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "README.md", tmp_path)
-    if page == "README.md":
+    if page == "docs/first-run.md":
         (config,) = re.findall(r"^```toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
         (tmp_path / "my.toml").write_text(config, encoding="utf-8")
     for name, program in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):

@@ -90,7 +90,7 @@ def test_then_what_came_of_it(trained: Path) -> None:
     assert f"counterflow show {trained}" in out
 
 
-def test_the_readme_shows_the_same_rows(trained: Path) -> None:
+def test_the_page_of_the_first_run_shows_the_same_rows(trained: Path) -> None:
     """But for that of a plan, and whichever workers share one."""
 
     def rows(text: str) -> list[str]:
@@ -98,8 +98,8 @@ def test_the_readme_shows_the_same_rows(trained: Path) -> None:
         found = [re.split(r",? workers? \d|  ", line.strip())[0] for line in table.splitlines()]
         return list(dict.fromkeys(row for row in found if "by the plan" not in row and row))
 
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    assert rows((trained / "stdout").read_text()) == rows(readme)
+    page = (Path(__file__).parents[3] / "docs" / "first-run.md").read_text(encoding="utf-8")
+    assert rows((trained / "stdout").read_text()) == rows(page)
 
 
 def test_progress_is_on_stderr(trained: Path) -> None:
