@@ -21,13 +21,13 @@ import counterflow
 from counterflow import toml
 from counterflow.cli import application
 from counterflow.cli.app import COMMANDS
-from counterflow.cli.commands.train import keys_shown
 from counterflow.drawing.notebook import svg_of
 from counterflow.papers import closed_forms
 from counterflow.schedule import registry
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.scheme import Option, Scheme
 from counterflow.simulation import Costs, simulate
+from counterflow.train.load import known_keys
 
 ROOT = Path(__file__).parents[1]
 
@@ -126,7 +126,7 @@ def keys_page() -> str:
         "command line a key is `--set SECTION.KEY=VALUE`.",
     ]
     sections: dict[str, list[tuple[str, str, str, str]]] = {}
-    for key in keys_shown():
+    for key in known_keys():
         section, name = key.key.split(".")
         default = "" if key.default is None else f"`{toml.dumps(key.default)}`"
         sections.setdefault(section, []).append((f"`{name}`", default, key.about, key.legal))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import counterflow as cf
-from counterflow.cli.commands.train import keys_shown
 from counterflow.schedule import registry
+from counterflow.train.load import known_keys
 
 from ..cli.test_printed_commands import COMMANDS
 
@@ -44,7 +44,7 @@ def test_every_command_and_key_is_there(made: dict[str, Any]) -> None:
     assert commands.count("Usage: counterflow") == len(found)
     keys = made["keys_page"]()
     rows = [line for line in keys.splitlines() if line.startswith("| `")]
-    assert len(rows) == len(keys_shown())
+    assert len(rows) == len(known_keys())
     assert "| `steps` | `400` | mini-batches to train on, one update each |" in keys
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from counterflow.errors import ConfigError, CounterflowError
+from counterflow.shown import Result, result_of
 
 from . import files
 from .index import INDEX, Chunk, Index, Stored, name_of
@@ -33,12 +34,22 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", "
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What was made: where, what it is, and how many tensors and bytes it has."""
+    """What was made.
+
+    Attributes:
+        path: the file or folder.
+        kind: what that is, for people.
+        tensors: how many it has.
+        bytes: of the file of weights.
+    """
 
     path: Path
     kind: str
     tensors: int
     bytes: int
+
+
+ConvertedShown = result_of("`counterflow convert`.", Result, Converted)
 
 
 def convert(source: Path, target: Path, model: Path | None = None, *, ema: bool = False) -> Converted:

@@ -12,6 +12,7 @@ from counterflow.drawing.units import bytes_text, compact, time_unit
 from counterflow.planning.inputs import files
 from counterflow.planning.inputs.cluster import Cluster, Link
 from counterflow.planning.prediction import choices
+from counterflow.planning.report import ExampleShown
 from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.found import Plan
 from counterflow.planning.search.node_orders import in_words
@@ -27,8 +28,7 @@ _MOST_OPS = 8_000
 
 def known() -> list[dict[str, Any]]:
     """The examples."""
-    found = map(load_example, EXAMPLES)
-    return [{"name": e.name, "about": e.about, "mini_batch": e.mini_batch, "source": e.source} for e in found]
+    return [ExampleShown.model_validate(load_example(name)).model_dump() for name in EXAMPLES]
 
 
 def task_of(asked: PlanAsked) -> Task:

@@ -22,6 +22,7 @@ from counterflow.drawing.page import page_data
 from counterflow.drawing.units import AmountUnit, bytes_text, compact, time_unit
 from counterflow.errors import ConfigError, ScheduleError
 from counterflow.program.check import inspect
+from counterflow.program.report import checked
 from counterflow.schedule import registry
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.graph import OpGraph
@@ -151,11 +152,7 @@ class Schedules:
         peak = limits_of(asked.peak, None, schedule)["peak"]
         if isinstance(peak, tuple):
             raise ConfigError("peak: the checker takes one number for all workers")
-        report = inspect(schedule, peak_limit=peak)
-        return {
-            "ok": report.ok,
-            "rules": [{"rule": r.rule, "ok": r.ok, "detail": r.detail} for r in report.results],
-        }
+        return checked(schedule, inspect(schedule, peak_limit=peak)).model_dump(mode="json")
 
     # -- as a file
 

@@ -16,12 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
 
 from counterflow.runtime.transport.kinds import GLOO, NCCL
 from counterflow.runtime.workers import interface, world
+from counterflow.shown import Result, said
 
 from .machine import cores, memory_bytes, processor
 from .storage import ADVICE, WANTED, storage_of
@@ -45,7 +47,7 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-        about: what.
+        about: what that was.
         found: what there is, in words.
         ok: whether that will do; None where it is only told, or could not be looked at.
         advice: what to do about it; empty if nothing.
@@ -55,6 +57,14 @@ class Finding:
     found: str
     ok: bool | None = None
     advice: str = ""
+
+
+class Doctor(Result):
+    """`counterflow doctor`."""
+
+    version: Annotated[str, said("of Counterflow")]
+    ok: Annotated[bool, said("whether nothing is wrong")]
+    findings: list[Finding]
 
 
 def gpus() -> int:

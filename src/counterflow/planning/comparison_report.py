@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BeforeValidator
-
 from counterflow.shown import Options, Part, Result, said
 
 
@@ -17,7 +15,7 @@ class ComparedShown(Part):
 
     name: Annotated[str, said("the scheme, with the options that are not the usual ones")]
     scheme: Annotated[str, said("scheme; `computed`: an order that was computed")]
-    options: Annotated[Options, BeforeValidator(dict), said("all options", "schedule.options")]
+    options: Annotated[Options, said("all options", "schedule.options")]
     synchronous: Annotated[bool, said("false: it computes with older weights")]
     stages: Annotated[int, said("of the model", "schedule.stages")]
     step: Annotated[float, said("seconds of one mini-batch; F where no seconds were given")]

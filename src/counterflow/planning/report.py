@@ -11,12 +11,14 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from counterflow.shown import Options, Part, Result, said
+from counterflow.shown import Options, Part, Result, reads, said
 
 from .orders import Orders
+from .prediction import Parts
 from .search.found import Found
+from .search.space import Omission
 from .task import Task
-from .why import Why
+from .why import BreakEven, Why
 
 
 def chosen(text: str, name: str) -> Any:
@@ -45,7 +47,7 @@ class ConfigurationShown(Part):
     """A configuration."""
 
     scheme: Annotated[str, chosen("scheme", "scheme")]
-    options: Annotated[Options, BeforeValidator(dict), chosen("the scheme's options", "options")]
+    options: Annotated[Options, chosen("the scheme's options", "options")]
     replicas: Annotated[int, chosen("copies of the whole pipeline group", "replicas")]
     micro_batch_size: Annotated[int, chosen("samples of a micro-batch", "samples")]
     recompute: Annotated[str, chosen("none, stage or layer", "recompute")]
@@ -154,43 +156,16 @@ class RejectedShown(Part):
     closest_too_large: Annotated[TooLargeShown | None, said("the smallest that does not fit", "closest")]
 
 
-class OmittedShown(Part):
-    """A part of the space without a candidate."""
-
-    what: Annotated[str, said("a scheme, or depths")]
-    reason: str
-
-
-class PartsShown(Part):
-    """Where a step's seconds go; together they are the step."""
-
-    compute: Annotated[float, said("ops of a worker, the mean of all")]
-    imbalance: Annotated[float, said("what the busiest worker computes beyond the mean")]
-    bubbles: Annotated[float, said("idle time of the busiest worker that the order alone makes")]
-    messages: Annotated[float, said("what messages add")]
-    allreduce: Annotated[float, said("what gradient syncs add that nothing hides")]
-    update: Annotated[float, said("the optimiser, and what else an update takes")]
-    shared_cores: Annotated[float, said("what workers add that wait for a core")]
-    broadcasts: Annotated[float, said("what sending updated weights adds, with `zero_stage` 1")]
-
-
-class ChangeShown(Part):
-    """A change that makes the second plan win."""
-
-    what: Annotated[str, said("messages or all-reduces")]
-    times: Annotated[float, said("so many times slower; below 1: faster")]
-
-
 class WhyShown(Part):
     """Why the best plan is the best."""
 
-    parts_seconds: Annotated[PartsShown, said("of the best plan", "parts")]
+    parts_seconds: Annotated[Parts, said("of the best plan", "parts")]
     limit: Annotated[str | None, said("the part that costs most beside compute")]
     second: Annotated[
         str | None, said("the scheme of the best plan of another one", "second.play.configuration.scheme")
     ] = None
-    second_parts_seconds: Annotated[PartsShown | None, said("of that plan", "second_parts")]
-    second_wins_if: Annotated[list[ChangeShown], said("either of them", "break_evens")]
+    second_parts_seconds: Annotated[Parts | None, said("of that plan", "second_parts")]
+    second_wins_if: Annotated[list[BreakEven], said("either of them", "break_evens")]
     in_more_memory: Annotated[LargerShown | None, said("a faster plan that does not fit")]
 
 
@@ -227,39 +202,41 @@ class OrdersShown(Part):
     ]
     named: Annotated[PlanShown, said("the best named plan")]
     orders: Annotated[list[OrderShown], said("best first", "computed")]
-    omitted: Annotated[list[OmittedShown], said("what was not computed, and why", "omissions")]
+    omitted: Annotated[list[Omission], said("what was not computed, and why", "omissions")]
     stopped: Annotated[bool, said("whether it was interrupted")]
 
 
 class Planned(Result):
     """`counterflow plan`."""
 
-    model: Annotated[str, said("its name")]
-    profile: Annotated[str, said("its name")]
-    cluster: Annotated[str, said("its name")]
+    model_config = reads("found")
+
+    model: Annotated[str, said("its name", "task.model.name")]
+    profile: Annotated[str, said("its name", "task.profile.name")]
+    cluster: Annotated[str, said("its name", "task.cluster.name")]
     mini_batch: Annotated[int, said("samples of an update, of all replicas")]
     usable_bytes: Annotated[float, said("memory of a device without the reserve")]
     best: Annotated[list[PlanShown], said("the best plans: one, or as many as `--top` says")]
-    schemes: Annotated[list[PlanShown], said("the best plan of each scheme", "of_schemes")]
-    rejected: Annotated[list[RejectedShown], said("by scheme")]
-    omitted: list[OmittedShown]
+    schemes: Annotated[list[PlanShown], said("the best plan of each scheme", "found.of_schemes")]
+    rejected: Annotated[list[RejectedShown], said("by scheme", "found.rejections")]
+    omitted: Annotated[list[Omission], said("what has no candidate, and why", "found.omissions")]
     why: WhyShown
     synthesized: Annotated[OrdersShown | None, said("with `--synthesize`")]
 
 
-PLAN_PARTS: tuple[type[Part], ...] = (
-    *(
-        ConfigurationShown,
-        NodesShown,
-        PlanShown,
-        MemoryShown,
-        RejectedShown,
-        TooLargeShown,
-        OmittedShown,
-    ),
-    *(WhyShown, PartsShown, ChangeShown, LargerShown, OrdersShown, OrderShown),
-)
-"""Those that the page tells of."""
+class ExampleShown(Part):
+    """A paper's run."""
+
+    name: str
+    about: str
+    mini_batch: int
+    source: str
+
+
+class Examples(Result):
+    """`counterflow plan --list`."""
+
+    examples: list[ExampleShown]
 
 
 def planned(task: Task, found: Found, explained: Why, orders: Orders | None = None) -> Planned:
@@ -271,17 +248,4 @@ def planned(task: Task, found: Found, explained: Why, orders: Orders | None = No
         explained: why the best plan is the best.
         orders: what was computed for the best plans.
     """
-    known = {
-        "model": task.model.name,
-        "profile": task.profile.name,
-        "cluster": task.cluster.name,
-        "mini_batch": found.mini_batch,
-        "usable_bytes": found.usable_bytes,
-        "best": found.best,
-        "schemes": found.of_schemes,
-        "rejected": found.rejections,
-        "omitted": found.omissions,
-        "why": explained,
-        "synthesized": orders,
-    }
-    return Planned.model_validate(known)
+    return Planned.of(task=task, found=found, why=explained, synthesized=orders)

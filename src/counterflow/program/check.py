@@ -15,7 +15,13 @@ from .rules import RULES, Subject, details, require
 
 @dataclass(frozen=True, slots=True)
 class RuleResult:
-    """What came of one rule. ``ok`` is None where it could not be looked at; ``detail`` says why."""
+    """What came of one rule.
+
+    Attributes:
+        rule: its name.
+        ok: whether it holds; None where it could not be looked at, because another is broken.
+        detail: the reason, for people.
+    """
 
     rule: str
     ok: bool | None

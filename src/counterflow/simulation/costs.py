@@ -170,6 +170,11 @@ class Costs:
                 return False
         return True
 
+    @property
+    def time_unit(self) -> str:
+        """What times are in: ``s``, seconds, or ``F``, forwards, where no seconds were given."""
+        return "F" if self.in_forwards else "s"
+
     def way(self, sender: int, receiver: int) -> int:
         """The number of the way by which messages leave a worker for another."""
         return receiver if self.ways is None else self.ways[sender][receiver]

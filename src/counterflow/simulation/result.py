@@ -39,7 +39,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class SyncSpan:
-    """One gradient sync as it ran beside the compute of a worker. Times in seconds."""
+    """A gradient sync as it ran beside the compute of a worker, in the unit of the costs."""
 
     worker: int
     stage: int
@@ -81,7 +81,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Bubbles:
-    """A worker's idle seconds by cause; together they are ``Simulation.idle``.
+    """A worker's idle time by cause; together they are its ``idle``.
 
     Attributes:
         warm_up: before its first op.

@@ -26,6 +26,7 @@ from counterflow.schedule.scheme import DEPTH
 
 from .config import AUTO, SCHEME, RunConfig, Section
 from .folder import CONFIG, run_of
+from .report import KeyShown
 
 SECTIONS: dict[str, type[Section]] = {
     name: annotation
@@ -33,6 +34,18 @@ SECTIONS: dict[str, type[Section]] = {
     if isinstance(annotation := info.annotation, type) and issubclass(annotation, Section)
 }
 """The tables of a config file."""
+
+
+def known_keys() -> list[KeyShown]:
+    """Every key of a config with its default, its meaning and what it may be."""
+    shown = []
+    for section, model in SECTIONS.items():
+        for name, (about, legal) in model.keys_known().items():
+            field = model.model_fields.get(name)  # options of schemes are none, and default as schemes say
+            default = field.default if field is not None else None
+            shown.append(KeyShown(key=f"{section}.{name}", default=default, about=about, legal=legal))
+    return shown
+
 
 _Key = tuple[str, str]
 

@@ -22,10 +22,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import BeforeValidator
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -37,11 +38,13 @@ from counterflow.measure.links import Travel, measure_allreduces, measure_messag
 from counterflow.measure.machine import cores, device_name, memory_bytes
 from counterflow.measure.stage_costs import StageCost
 from counterflow.planning import AllReduce, Cluster, LayerProfile, LayerSkip, LayerTie, Link, Model, Profile
+from counterflow.planning.inputs import files
 from counterflow.runtime.parameters.gradients import sum_dtype
 from counterflow.runtime.transport.kinds import GLOO, LOCAL, NCCL
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.place import Place, place
 from counterflow.runtime.workers.world import current_transport
+from counterflow.shown import Result
 
 from .config import RunConfig
 from .job import Job, prepare
@@ -72,6 +75,17 @@ class Measured:
     allreduces: tuple[Travel, ...]
     between: tuple[tuple[Travel, ...], tuple[Travel, ...]] = ((), ())
     """Messages and all-reduces of two workers on different nodes."""
+
+
+_AsData = Annotated[dict[str, Any], BeforeValidator(files.as_data)]
+
+
+class Profiled(Result):
+    """`counterflow profile`: what it wrote into the three files."""
+
+    model: _AsData
+    profile: _AsData
+    cluster: _AsData
 
 
 def measure(

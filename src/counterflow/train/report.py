@@ -1,14 +1,18 @@
 """What a run tells of itself: plain records, which are written to files and shown while it runs.
 
-Invariant: what is shown is what is written, or is about to be. Nothing here prints or knows torch.
+Invariant: what is shown is what is written, or is about to be, and what ``--json`` prints. Nothing here
+prints or knows torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Any, Protocol
+
+from counterflow.schedule.ir import OptionValue
+from counterflow.shown import Part, Result, result_of, said
 
 Numbers = dict[str, float]
 """One line of ``metrics.jsonl``.
@@ -19,15 +23,15 @@ Of a step: ``step`` (updates made so far, this one among them), ``loss``, ``grad
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class About:
     """What is trained, known before any process starts.
 
     Attributes:
-        model: its architecture and shape in words.
+        model: its architecture and shape, in words.
         parameters: how many numbers it has.
         text: what it is trained on.
-        text_bytes: length of that.
+        text_bytes: its length.
         unigram_entropy: loss of a model that knows only how frequent each target is, in nats a target.
         scheme: name of the schedule's scheme.
         options: its options.
@@ -45,9 +49,9 @@ class About:
         workers_here: workers on this machine.
         cores: CPU cores that they may use.
         on_cpu: whether workers compute on them.
-        where: workers compute, and what carries their messages, in words.
-        unit: what a token is: a byte, or a token of a tokenizer.
-        target: what the model is to tell: a byte, a token, or the label of a text.
+        unit: what a token is: ``byte``, or ``token`` of a tokenizer.
+        target: what the model is to tell: ``byte``, ``token``, or ``label`` of a text.
+        where: where workers compute, and what carries their messages, in words.
     """
 
     model: str
@@ -56,7 +60,7 @@ class About:
     text_bytes: int
     unigram_entropy: float
     scheme: str
-    options: dict[str, int | str]
+    options: dict[str, OptionValue]
     workers: int
     replicas: int
     pipes: int
@@ -66,14 +70,14 @@ class About:
     positions: int
     steps: int
     first_step: int
+    resumed: str | None = None
+    changed: tuple[str, ...] = ()
     workers_here: int
     cores: int
     on_cpu: bool
     unit: str = "byte"
     target: str = "byte"
     where: str = "on the CPU"
-    resumed: str | None = None
-    changed: tuple[str, ...] = ()
 
     @property
     def processes(self) -> int:
@@ -106,7 +110,7 @@ class Summary:
         samples_per_second: over all steps, without evaluations.
         planned_samples_per_second: what the plan that was trained expected; None without one.
         training_loss: mean of the last ``training_steps`` steps.
-        training_steps: 10, or fewer if there were fewer.
+        training_steps: those: 10, or fewer if there were fewer.
         validation_loss: on the part of the text that is kept for it, after the last step.
         timed_together: steps; 1, or without a flush those from an empty pipeline to an empty one.
         sampled_steps: whose ops were timed (the last of those timed together); the three figures below are
@@ -142,6 +146,38 @@ class Summary:
     stages_held: tuple[Pair, ...]
     memory_bytes: tuple[Pair, ...] = ()
     beside_torch_bytes: tuple[float, ...] = ()
+
+
+_FOLDER = Annotated[str, said("of the results")]
+
+Prepared = result_of("`counterflow train --dry-run`.", Result, About, folder=_FOLDER)
+
+Trained = result_of("`counterflow train`.", Prepared, About, Summary)
+
+
+def prepared(about: About, folder: Path) -> Result:
+    """What would be trained."""
+    return Prepared.of(**asdict(about), folder=str(folder))
+
+
+def trained(summary: Summary, folder: Path) -> Result:
+    """What came of a run."""
+    return Trained.of(**{**asdict(summary.about), **asdict(summary)}, folder=str(folder))
+
+
+class KeyShown(Part):
+    """A key of a config."""
+
+    key: Annotated[str, said("with its section: `train.steps`")]
+    default: Annotated[Any, said("null where another key or the data decides")]
+    about: Annotated[str, said("what it means")]
+    legal: Annotated[str, said("what it may be")]
+
+
+class Keys(Result):
+    """`counterflow train --keys`."""
+
+    keys: list[KeyShown]
 
 
 class Reporter(Protocol):

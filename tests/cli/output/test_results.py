@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from counterflow.cli.output.results import COMMANDS, page_sections
+from counterflow.shown import meanings
+from counterflow.simulation.result import Bubbles, MessageSpan
+from counterflow.train.report import Trained
 
 PAGE = Path(__file__).parents[3] / "docs" / "json.md"
 
@@ -17,3 +20,11 @@ def test_the_page_has_every_key_with_its_meaning() -> None:
 
 def test_every_command_says_its_format() -> None:
     assert all(next(iter(model.model_fields)) == "format" for model in COMMANDS)
+
+
+def test_a_record_s_docstring_says_what_its_keys_mean() -> None:
+    told = meanings(Trained)
+    assert told["planned_samples_per_second"].endswith("; null without one")
+    assert "." not in {about[-1] for about in told.values()}
+    assert meanings(Bubbles)["drain"] == "after its last op, until the makespan"
+    assert meanings(MessageSpan)["start"] == "start"

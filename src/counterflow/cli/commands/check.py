@@ -30,13 +30,12 @@ def check(
     """Say whether a schedule is right, rule by rule; exit 1 with the reason if it is not."""
     schedule = schedule_of(subject, options)
     report = inspect(schedule, peak_limit=peak_limit)
-    ops = sum(map(len, schedule.orders))
     if as_json:
-        from ..output.results import Checked, Rule, of_schedule
+        from counterflow.program.report import checked
 
-        rules = [Rule(rule=r.rule, ok=r.ok, detail=r.detail) for r in report.results]
-        print_json(Checked(**of_schedule(schedule), op_count=ops, ok=report.ok, rules=rules))
+        print_json(checked(schedule, report))
     else:
+        ops = sum(map(len, schedule.orders))
         _print(f"{schedule}: {schedule.workers:,} workers, {ops:,} ops", report)
     if not report.ok:
         raise typer.Exit(1)

@@ -132,7 +132,7 @@ def _print(found: Comparison, rows: tuple[Compared, ...]) -> None:
     from rich.text import Text
 
     out = console(WIDE)
-    unit = "F" if found.costs.in_forwards else "s"
+    unit = found.costs.time_unit
     out.print(Text(f"{found.workers} workers · {found.micro_batches} micro-batches", style="bold"))
     out.print(Text(_told_costs(found), style="dim"))
     columns = ["scheme", f"step {unit}", "over best", "bubbles", "activations", "weights"]
@@ -154,7 +154,7 @@ def _print(found: Comparison, rows: tuple[Compared, ...]) -> None:
 
 
 def _told_costs(found: Comparison) -> str:
-    costs, unit = found.costs, "F" if found.costs.in_forwards else "s"
+    costs, unit = found.costs, found.costs.time_unit
     whose = "a worker's share of the model" if found.costs_of is CostsOf.WORKER else "the whole model"
     shown = [
         f"forward {number(_one(costs.forward))} {unit}",
@@ -196,7 +196,7 @@ def _below(found: Comparison, rows: tuple[Compared, ...]) -> list[str]:
 def _draw(found: Comparison, path: Path) -> None:
     from counterflow.drawing.ranking import Ranked, draw_ranking
 
-    unit = "F" if found.costs.in_forwards else "s"
+    unit = found.costs.time_unit
     rows = [
         Ranked(row.name, row.step, row.bubble_ratio, row.activations, row.weights, row.synchronous)
         for row in found.best

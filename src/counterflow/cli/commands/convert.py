@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -44,13 +43,11 @@ def convert(
     as_json: JsonFlag = False,
 ) -> None:
     """Convert weights, bit by bit as they are: of a run, or into a checkpoint to begin a training with."""
+    from counterflow.checkpoints.convert import ConvertedShown
     from counterflow.checkpoints.convert import convert as converted
 
     found = converted(source, target, model, ema=ema)
     if as_json:
-        from ..output.results import ConvertedShown
-
-        shown = dataclasses.asdict(found) | {"path": str(found.path)}
-        print_json(ConvertedShown.model_validate(shown))
+        print_json(ConvertedShown.model_validate(found))
     else:
         typer.echo(f"{found.path}: {found.kind}, {found.tensors:,} tensors, {byte_size(found.bytes)}")

@@ -35,7 +35,7 @@ def doctor(
     as_json: JsonFlag = False,
 ) -> None:
     """Say what this machine has, and train a tiny model on two workers here; exit 1 if something is wrong."""
-    from counterflow.measure.health import findings
+    from counterflow.measure.health import Doctor, findings
 
     found = findings(folder)
     if test:
@@ -44,10 +44,7 @@ def doctor(
         found += _tests()
     ok = not any(finding.ok is False for finding in found)
     if as_json:
-        from ..output.results import Doctor, FindingShown
-
-        shown = [FindingShown(about=f.about, found=f.found, ok=f.ok, advice=f.advice) for f in found]
-        print_json(Doctor(version=__version__, ok=ok, findings=shown))
+        print_json(Doctor(version=__version__, ok=ok, findings=found))
     else:
         _print(found, ok=ok)
     if not ok:

@@ -199,12 +199,9 @@ def _nothing_to_plan(missing: list[str]) -> str:
 def _list(as_json: bool) -> None:
     known = [load_example(name) for name in EXAMPLES]
     if as_json:
-        shown = [
-            {"name": e.name, "about": e.about, "mini_batch": e.mini_batch, "source": e.source} for e in known
-        ]
-        from ..output.results import Examples
+        from counterflow.planning.report import Examples
 
-        print_json(Examples.model_validate({"examples": shown}))
+        print_json(Examples.of(examples=known))
         return
     width = max(len(name) for name in EXAMPLES)
     for each in known:

@@ -53,7 +53,7 @@ def profile(
     from counterflow.planning.inputs import files
     from counterflow.runtime.workers.place import place
     from counterflow.train import load_config
-    from counterflow.train.profiling import SIZES, measure
+    from counterflow.train.profiling import SIZES, Profiled, measure
 
     resolved = load_config(config, sets or ())
     placed = place()
@@ -75,9 +75,7 @@ def profile(
         with writing(path):
             path.write_text(files.dumps(getattr(found, name)), encoding="utf-8")
     if as_json:
-        from ..output.results import Profiled
-
-        print_json(Profiled.model_validate({n: files.as_data(getattr(found, n)) for n in NAMES}))
+        print_json(Profiled.model_validate(found))
     else:
         _print(found)
     given = " ".join(f"--{name} {out / f'{name}.toml'}" for name in NAMES)

@@ -57,7 +57,7 @@ def reproduce(
         raise ConfigError(f"{name} is a table: there is nothing to draw; leave out --out")
     table = TABLES[name]()
     if as_json:
-        from ..output.results import TableShown
+        from counterflow.papers.report import TableShown
 
         print_json(TableShown(**table.to_json()))
     else:
@@ -69,7 +69,7 @@ def _list(known: Iterable[str], as_json: bool) -> None:
 
     names = list(known)
     if as_json:
-        from ..output.results import Reproducible
+        from counterflow.papers.report import Reproducible
 
         tables, figures = ([n for n in names if (n in FIGURES) is drawn] for drawn in (False, True))
         print_json(Reproducible(tables=tables, figures=figures))

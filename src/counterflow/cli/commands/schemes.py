@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from counterflow.schedule.registry import SCHEMES
-from counterflow.schedule.scheme import Option, Scheme
+from counterflow.schedule.scheme import Option
 
 from ..options.flags import JsonFlag
 from ..options.wording import flag
@@ -15,9 +13,9 @@ from ..output.console import WIDE, console, print_json
 def schemes(*, as_json: JsonFlag = False) -> None:
     """List every scheme with its options, their ranges and defaults."""
     if as_json:
-        from ..output.results import Schemes
+        from counterflow.schedule.report import Schemes
 
-        print_json(Schemes.model_validate({"schemes": [_as_json(scheme) for scheme in SCHEMES.values()]}))
+        print_json(Schemes.of(schemes=list(SCHEMES.values())))
         return
     from rich.table import Table
     from rich.text import Text
@@ -37,24 +35,3 @@ def schemes(*, as_json: JsonFlag = False) -> None:
 
 def _range(option: Option) -> str:
     return option.legal if option.required else f"{option.legal}; default {option.usual}"
-
-
-def _as_json(scheme: Scheme) -> dict[str, Any]:
-    return {
-        "name": scheme.name,
-        "aliases": list(scheme.aliases),
-        "summary": scheme.summary,
-        "source": scheme.source,
-        "synchronous": scheme.synchronous,
-        "directions": scheme.directions,
-        "options": [
-            {
-                "name": option.name,
-                "legal": option.legal,
-                "required": option.required,
-                "default": option.usual,
-                "help": option.help,
-            }
-            for option in scheme.options
-        ],
-    }

@@ -23,7 +23,6 @@ from ..output.console import (
     number,
     numbers,
     print_json,
-    unit_of,
 )
 
 GROUP_FROM = 17
@@ -52,7 +51,7 @@ def simulate(
     for text in costs.without_effect(schedule):
         note(f"Note: {text}")
     if as_json:
-        from ..output.results import simulated
+        from counterflow.simulation.report import simulated
 
         print_json(simulated(result, _shown_costs(result, costs), timeline=timeline, messages=messages))
         return
@@ -78,11 +77,12 @@ def _summary(result: Simulation, *, played_from_file: bool) -> Any:
     from rich.table import Table
 
     summary = Table.grid(padding=(0, 2))
-    summary.add_row("makespan", f"[bold]{number(result.makespan)}[/] {unit_of(result)}")
+    unit = result.costs.time_unit
+    summary.add_row("makespan", f"[bold]{number(result.makespan)}[/] {unit}")
     if result.steady_step is not None:
         told, clipped = number(result.steady_step), number(result.steady_step_clipped or 0.0)
         more = f"; clipped by the global norm {clipped}" if clipped != told else ""
-        summary.add_row("steady step", f"[bold]{told}[/] {unit_of(result)}  [dim]without a barrier{more}[/]")
+        summary.add_row("steady step", f"[bold]{told}[/] {unit}  [dim]without a barrier{more}[/]")
     summary.add_row("bubble ratio", f"[bold]{result.bubble_ratio:.2%}[/]")
     if causes := bubble_causes(result):
         summary.add_row("bubbles by cause", causes)
@@ -107,7 +107,7 @@ def _extent(schedule: Schedule) -> str:
 
 
 def _paid(result: Simulation, costs: CostOptions) -> str:
-    unit = unit_of(result)
+    unit = result.costs.time_unit
     words = {
         "p2p": "message",
         "overlap": "overlapping",
@@ -140,7 +140,7 @@ def _has_backwards(result: Simulation) -> bool:
 def _workers(result: Simulation) -> Any:
     from rich.table import Table
 
-    unit = unit_of(result)
+    unit = result.costs.time_unit
     columns = [f"busy {unit}", f"idle {unit}", "bubble", "peak activations", "weight copies"]
     span = result.makespan or 1.0
     rows = [
@@ -184,7 +184,7 @@ def _steady(result: Simulation, played_from_file: bool) -> str:
 def _ops(result: Simulation) -> Any:
     from rich.table import Table
 
-    unit = unit_of(result)
+    unit = result.costs.time_unit
     columns = ("worker", "op", "pipe", "stage", "micro-batches", f"start {unit}", f"end {unit}")
     table = Table(*columns, box=_box())
     for column in table.columns:
@@ -209,7 +209,7 @@ def _ops(result: Simulation) -> Any:
 def _messages(result: Simulation) -> Any:
     from rich.table import Table
 
-    unit = unit_of(result)
+    unit = result.costs.time_unit
     table = Table("from", "to", "made by", "for", f"start {unit}", f"end {unit}", box=_box())
     for column in table.columns:
         column.justify = "right"

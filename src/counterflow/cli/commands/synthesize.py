@@ -22,7 +22,7 @@ from counterflow.synthesis import synthesize as compute
 
 from ..options.flags import CostOptions, JsonFlag, bytes_of, numbers_of
 from ..options.placements import placement_of
-from ..output.console import byte_size, console, note, number, print_json, unit_of, writing
+from ..output.console import byte_size, console, note, number, print_json, writing
 from ..output.search_bar import order_bar
 
 _WORK = "Work: what is ordered"
@@ -162,9 +162,9 @@ def synthesize(
         with writing(out):
             out.write_text(dumps(found.schedule), encoding="utf-8")
     if as_json:
-        from ..output.results import synthesized
+        from counterflow.synthesis.report import Synthesized
 
-        print_json(synthesized(found))
+        print_json(Synthesized.model_validate(found))
         return
     _print(found, placement, (peaks, most))
     if out is not None:
@@ -206,7 +206,7 @@ def _print(found: Synthesis, placement: str, limits: tuple[Limit | None, Limit |
     from rich.markup import escape
     from rich.table import Table
 
-    schedule, unit = found.schedule, unit_of(found.simulation)
+    schedule, unit = found.schedule, found.costs.time_unit
     out = console()
     out.print(
         f"[bold]Order for {schedule.workers} workers, {schedule.stages} stages ({escape(placement)}), "

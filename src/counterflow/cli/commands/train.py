@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,8 +16,6 @@ from ..output.console import WIDE, byte_size, console, note, print_json
 if TYPE_CHECKING:
     from counterflow.train import RunConfig
     from counterflow.train.report import Pair, Summary
-
-    from ..output.results import KeyShown
 
 
 def train(
@@ -107,39 +104,24 @@ def _run(config: RunConfig, *, max_restarts: int, as_json: bool) -> None:
         raise typer.Exit(STOP.exit_code if STOP else 0)
     summary, folder = done
     if as_json:
-        from ..output.results import Trained
+        from counterflow.train.report import trained
 
-        print_json(Trained.model_validate(_as_json(summary, folder)))
+        print_json(trained(summary, folder))
     else:
         _print(summary, folder)
     if summary.stopped:
         raise typer.Exit(STOP.exit_code)
 
 
-def keys_shown() -> list[KeyShown]:
-    """Every key of a config with its default, its meaning and what it may be."""
-    from counterflow.train.load import SECTIONS
-
-    from ..output.results import KeyShown
-
-    shown = []
-    for section, model in SECTIONS.items():
-        for name, (about, legal) in model.keys_known().items():
-            field = model.model_fields.get(name)  # options of schemes are none, and default as schemes say
-            default = field.default if field is not None else None
-            shown.append(KeyShown(key=f"{section}.{name}", default=default, about=about, legal=legal))
-    return shown
-
-
 def _list_keys(*, as_json: bool) -> None:
     from counterflow import toml
-
-    from ..output.results import Keys
+    from counterflow.train.load import known_keys
+    from counterflow.train.report import Keys
 
     if as_json:
-        print_json(Keys(keys=keys_shown()))
+        print_json(Keys(keys=known_keys()))
         return
-    for key in keys_shown():
+    for key in known_keys():
         given = key.key if key.default is None else f"{key.key} = {toml.dumps(key.default)}"
         typer.echo(f"{given}  # {key.about}; {key.legal}")
 
@@ -147,6 +129,7 @@ def _list_keys(*, as_json: bool) -> None:
 def _prepare(config: RunConfig, *, as_json: bool) -> None:
     """Say what would be trained. GPUs are not looked for: they may be elsewhere."""
     from counterflow.train.job import prepare
+    from counterflow.train.report import prepared
 
     from ..output.train_progress import introduction
 
@@ -155,9 +138,7 @@ def _prepare(config: RunConfig, *, as_json: bool) -> None:
     if _rank():
         return
     if as_json:
-        from ..output.results import Prepared
-
-        print_json(Prepared.model_validate({**dataclasses.asdict(about), "folder": str(folder)}))
+        print_json(prepared(about, folder))
         return
     for line in introduction(about):
         typer.echo(line)
@@ -168,11 +149,6 @@ def _rank() -> int:
     from counterflow.runtime.workers.world import rank
 
     return rank() or 0
-
-
-def _as_json(summary: Summary, folder: Path) -> dict[str, Any]:
-    shown = dataclasses.asdict(summary)
-    return {**shown.pop("about"), **shown, "folder": str(folder)}
 
 
 def _print(summary: Summary, folder: Path) -> None:

@@ -126,16 +126,9 @@ def verify(
         **({} if barrier else {"barrier": False, "clip_norm": None}),
     )
     if as_json:
-        from ..output.results import Verified
+        from counterflow.verify.report import Verified
 
-        shown = Verified(
-            scheme=schedule.scheme,
-            options=dict(schedule.options),
-            workers=workers,
-            ok=found.ok,
-            **asdict(found),
-        )
-        print_json(shown)
+        print_json(Verified.of(schedule=schedule, workers=workers, ok=found.ok, **asdict(found)))
     else:
         _print(schedule, workers, found, dtype.value if bfloat16 is None else f"bfloat16 by {bfloat16.value}")
     if not found.ok:

@@ -60,11 +60,6 @@ def numbers(value: Any) -> str:
     return ", ".join(number(v) for v in value)
 
 
-def unit_of(result: Simulation) -> str:
-    """The unit of a simulation's times: seconds, or forwards where no seconds were given."""
-    return "F" if result.costs.in_forwards else "s"
-
-
 def bubble_causes(result: Simulation) -> str:
     """The shares of all workers' makespan that are idle, by cause; nothing where there is none.
 

@@ -24,7 +24,7 @@ def show_figure(figure: Figure, out: Sequence[Path], *, as_json: bool) -> None:
     with search_bar("reproducing") as report:
         found = reproduce(figure, report)
     if as_json:
-        from .results import FigureShown
+        from counterflow.papers.report import FigureShown
 
         print_json(FigureShown(**found.to_json()))
     else:

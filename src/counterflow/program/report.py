@@ -1,0 +1,26 @@
+"""The checker's verdict as ``counterflow check --json`` prints it. What it does not do: print."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from counterflow.schedule.ir import Schedule
+from counterflow.schedule.report import Sized
+from counterflow.shown import reads, said
+
+from .check import Report, RuleResult
+
+
+class Checked(Sized):
+    """`counterflow check`."""
+
+    model_config = reads("schedule", "report")
+
+    op_count: Annotated[int, said("ops of all workers")]
+    ok: Annotated[bool, said("whether all rules hold")]
+    rules: Annotated[list[RuleResult], said("what came of each", "report.results")]
+
+
+def checked(schedule: Schedule, report: Report) -> Checked:
+    """A schedule, and what came of the rules."""
+    return Checked.of(schedule=schedule, report=report, op_count=sum(map(len, schedule.orders)))

@@ -1,0 +1,88 @@
+"""A simulation as ``counterflow simulate --json`` prints it. What it does not do: print."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from counterflow.schedule.report import OpShown, Sized
+from counterflow.shown import Count, Part, reads, said
+
+from .result import Bubbles, Simulation, SyncSpan
+
+TimeUnit = Annotated[
+    Literal["s", "F"],
+    said("s: seconds; F: times of a forward, where none were given", "simulation.costs.time_unit"),
+]
+
+
+_NONE: Any = Field(default_factory=list)
+
+
+class OpPlayed(OpShown):
+    """An op as it ran, in `time_unit`."""
+
+    model_config = reads("op")
+
+    worker: int
+    start: float
+    end: float
+
+
+class MessagePlayed(Part):
+    """A message on its link, in `time_unit`."""
+
+    sender: Annotated[int, said("a worker")]
+    receiver: Annotated[int, said("a worker")]
+    start: float
+    end: float
+    maker: Annotated[OpShown, said("whose product it carries")]
+    taker: Annotated[OpShown, said("what needs it")]
+
+
+class Simulated(Sized):
+    """`counterflow simulate`."""
+
+    model_config = reads("simulation", "simulation.schedule")
+
+    costs: Annotated[
+        dict[str, Any], said("forward, backward, p2p, and what else was given, by the flags' names")
+    ]
+    time_unit: TimeUnit
+    makespan: Annotated[float, said("until the last op, sync and agreement have ended")]
+    steady_step: Annotated[
+        float | None,
+        said("what a step adds when steps follow each other without a barrier; null: too few periods to see"),
+    ]
+    steady_step_clipped: Annotated[
+        float | None, said("the same where updates wait for the gradient norm of all stages")
+    ]
+    bubble_ratio: Annotated[float, said("idle time over makespan, mean of the workers")]
+    busy: Annotated[list[float], said("by worker: time it computes")]
+    idle: Annotated[list[float], said("by worker: time it has no op to run")]
+    bubbles: Annotated[list[Bubbles], said("by worker: its idle time by cause, in `time_unit`")]
+    spans: Annotated[list[float], said("by worker: first start to last end")]
+    peak_activations: Annotated[list[Count], said("by worker: most forwards stashed at once")]
+    weight_copies: Annotated[list[int], said("by worker: stages held, versions counted")]
+    steady_bubble_ratio: Annotated[
+        float | None, said("without a flush: after the warm-up, before the drain; null: no such part")
+    ]
+    peak_bytes: Annotated[list[Count], said("by worker; if bytes were given", "peak_bytes")] = _NONE
+    ops: Annotated[list[OpPlayed], said("with `--timeline`", "ops")] = _NONE
+    gradient_syncs: Annotated[list[SyncSpan], said("with `--timeline`, in `time_unit`")] = _NONE
+    messages: Annotated[list[MessagePlayed], said("with `--messages`", "messages")] = _NONE
+
+
+def simulated(result: Simulation, costs: dict[str, Any], *, timeline: bool, messages: bool) -> Simulated:
+    """The result of a simulation; ``costs`` are those to be shown."""
+    more: dict[str, Any] = {}
+    if result.memory is not None:
+        more["peak_bytes"] = [use.peak for use in result.memory]
+    if timeline:
+        more["ops"] = result.timeline
+        if result.syncs:
+            more["gradient_syncs"] = result.syncs
+    if messages:
+        more["messages"] = result.messages
+    return Simulated.of(simulation=result, costs=costs, **more)

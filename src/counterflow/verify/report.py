@@ -1,0 +1,17 @@
+"""An agreement as ``counterflow verify --json`` prints it. What it does not do: print."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from counterflow.schedule.report import Scheduled
+from counterflow.shown import result_of, said
+
+from .agreement import Agreement
+
+Verified = result_of(
+    "`counterflow verify`: largest relative errors. Its `workers` are those of all replicas.",
+    Scheduled,
+    Agreement,
+    ok=Annotated[bool, said("whether everything agrees")],
+)
