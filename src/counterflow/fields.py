@@ -22,14 +22,14 @@ class Asked:
             if it may be repeated.
         metavar: what stands for the value: ``SECONDS`` or ``BYTES`` say how a text is read, too.
         name: what it is asked for by, if that is not the field's name.
-        divided: whether it is of a stage in proportion to the stage's share of the model.
+        divided: the least it may be, if it grows with the stage's share of the model; None: it does not.
     """
 
     about: str
     kind: Any = str
     metavar: str | None = None
     name: str | None = None
-    divided: bool = False
+    divided: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

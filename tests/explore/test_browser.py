@@ -190,6 +190,25 @@ def test_a_run_that_is_removed_makes_place_for_another(page: Page, server: str, 
     expect(page.get_by_role("checkbox", checked=True)).to_have_count(1)
 
 
+COMPARED = "/compare?workers=2&micro_batches=4&peak=2&seconds=1"
+
+
+def test_schemes_are_compared_and_one_is_opened(page: Page, server: str) -> None:
+    """The page begins with a result; a computed order opens as well as a scheme."""
+    looks(page, server + COMPARED)
+    opened(page, server + COMPARED)
+    rows = page.get_by_role("region", name="All schemes, the quickest first")
+    expect(rows).to_be_visible(timeout=60_000)
+    seen(page)
+    rows.get_by_role("button", name="zb-v").click()
+    expect(page.locator("dd").first).to_have_text("12.5 s")
+    expect(page).to_have_url(re.compile("a.scheme=zb-v.*forward=0.5"))
+    opened(page, server + COMPARED)
+    page.get_by_role("button", name="computed, two stages a worker in a V").click()
+    expect(page).to_have_url(re.compile("a.file="))
+    expect(page.locator("dd").first).to_have_text("12.5 s")
+
+
 def test_a_plan_is_made_and_looked_at_by_keys(page: Page, server: str) -> None:
     """A small mini-batch plans in a second; each scheme has its picture."""
     looks(page, f"{server}/plans?example=hanayo-bert64&mini_batch=2")

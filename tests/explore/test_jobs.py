@@ -106,6 +106,24 @@ def test_a_plan_is_that_of_the_planner(client: TestClient) -> None:
     assert seen[-1]["done"] == seen[-1]["of"]
 
 
+def test_a_comparison_has_each_scheme_and_opens_with_costs_of_its_stages(client: TestClient) -> None:
+    asks = {"workers": 2, "micro_batches": 4, "costs": {"forward": "3", "weight_bytes": "1GiB"}, "seconds": 2}
+    found = ended(client, asked(client, "/api/compare", asks))
+    assert found["state"] == "done", found
+    rows = {row["name"]: row for row in found["result"]["rows"]}
+    assert rows["zb-v"]["scheme"] == "zb-v"
+    assert rows["zb-v"]["costs"] == {"forward": "1.5", "backward": "1", "weight_bytes": "536870912"}
+    assert rows["zb-v"]["memory"] == "2 GiB"
+    computed = rows["computed, two stages a worker in a V"]
+    assert loads(computed["schedule"], "computed").stages == 4
+    lengths = [row["length"] for row in found["result"]["rows"]]
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == 1
+    assert "forward=x: cannot read 'x'" in refused(client, "/api/compare", asks | {"costs": {"forward": "x"}})
+    assert "memory: 2 numbers" in refused(client, "/api/compare", asks | {"memory": "1GiB,2GiB"})
+    assert "workers" in refused(client, "/api/compare", asks | {"workers": 0})
+
+
 def test_other_links_and_memory() -> None:
     cluster = load_example("mixpipe-bert48").cluster
     other = changed(cluster, link_speed=4.0, memory=2.0)

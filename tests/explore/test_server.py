@@ -22,7 +22,7 @@ from counterflow.explore.serve import listening
 
 from .conftest import ASKS, refused
 
-PATHS = ("/api/look", "/api/check", "/api/file", "/api/download", "/api/run", "/api/job")
+PATHS = ("/api/look", "/api/check", "/api/file", "/api/download", "/api/run", "/api/job", "/api/compare")
 
 
 def test_pages_load_nothing_from_elsewhere(client: TestClient) -> None:

@@ -30,7 +30,19 @@ from counterflow.errors import CounterflowError
 from counterflow.schedule.formats import dumps
 
 from . import schedules as of_schedules
-from .asked import Asked, Check, Download, File, JobAsked, Look, Order, PlanAsked, RunsAsked, Work
+from .asked import (
+    Asked,
+    Check,
+    CompareAsked,
+    Download,
+    File,
+    JobAsked,
+    Look,
+    Order,
+    PlanAsked,
+    RunsAsked,
+    Work,
+)
 from .follow import Pace, Runs
 from .jobs import Jobs
 from .plans import known as example_records
@@ -41,7 +53,7 @@ STATIC = Path(__file__).parent / "static"
 HEADER = "X-Counterflow"
 """Sent with every request to ``/api``, with the token in it where there is one."""
 
-PAGES = ("schedules", "plans", "runs")
+PAGES = ("schedules", "compare", "plans", "runs")
 MOST_BYTES = 8_000_000
 """Of a request."""
 
@@ -116,6 +128,12 @@ def application(
         task_of(asked)
         return jobs.start(Work(plan=asked))
 
+    def compare(asked: CompareAsked) -> dict[str, str]:
+        """Begin to compare; what is wrong with the costs is told at once."""
+        asked.costs.costs()
+        asked.memory_bytes()
+        return jobs.start(Work(compare=asked))
+
     async def examples(_request: Request) -> Response:
         return JSONResponse({"examples": await run_in_threadpool(example_records)})
 
@@ -128,6 +146,7 @@ def application(
         Route("/api/file", answers(File, lambda file: known.add(file.text, file.name)), methods=["POST"]),
         Route("/api/order", answers(Order, order), methods=["POST"]),
         Route("/api/plan", answers(PlanAsked, plan), methods=["POST"]),
+        Route("/api/compare", answers(CompareAsked, compare), methods=["POST"]),
         Route("/api/job", answers(JobAsked, jobs.look), methods=["POST"]),
         Route("/api/examples", examples),
         Route("/api/download", download, methods=["POST"]),

@@ -111,6 +111,29 @@ class Order(Asked):
     seconds: Annotated[float, Field(ge=0, le=600)] = 20.0
 
 
+class CompareAsked(Asked):
+    """All schemes to be compared for one model on so many workers."""
+
+    workers: Annotated[int, Field(ge=1, le=64)]
+    micro_batches: Annotated[int, Field(ge=1, le=256)]
+    costs: CostsAsked = CostsAsked()
+    costs_of: Literal["worker", "model"] = "worker"
+    peak: Annotated[float, Field(ge=0, le=MOST_COST)] | None = None
+    memory: Text | None = None
+    seconds: Annotated[float, Field(ge=0, le=600)] = 10.0
+
+    def memory_bytes(self) -> float | None:
+        """The limit in bytes, read from its text.
+
+        Raises:
+            ConfigError: the text says no number, or several.
+        """
+        found = bytes_of("memory", self.memory) if self.memory else None
+        if isinstance(found, tuple):
+            raise ConfigError(f"memory: {len(found)} numbers; give one for all workers")
+        return found
+
+
 class PlanFile(Asked):
     """A user's own file."""
 
@@ -154,10 +177,11 @@ class RunsAsked(Asked):
 
 
 class Work(Asked):
-    """What a process of its own is told: one of the two, with the schedule's text for an order."""
+    """What a process of its own is told: one of the three, with the schedule's text for an order."""
 
     order: Order | None = None
     plan: PlanAsked | None = None
+    compare: CompareAsked | None = None
     schedule: str | None = None
 
 

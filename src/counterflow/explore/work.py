@@ -62,6 +62,10 @@ def _work(work: Work, told: TextIO) -> None:
         from .plans import plan  # noqa: PLC0415
 
         _write(told, {"result": plan(work.plan, tell)})
+    if work.compare is not None:
+        from .comparisons import compare  # noqa: PLC0415
+
+        _write(told, {"result": compare(work.compare, tell)})
 
 
 if __name__ == "__main__":

@@ -72,21 +72,21 @@ class Costs:
     """
 
     forward: PerStage = asked(
-        1.0, "Of a forward on one micro-batch. Default 1.", metavar="SECONDS", divided=True
+        1.0, "Of a forward on one micro-batch. Default 1.", metavar="SECONDS", divided=0.0
     )
-    backward: PerStage = asked(2.0, "Of a backward. Default 2.", metavar="SECONDS", divided=True)
+    backward: PerStage = asked(2.0, "Of a backward. Default 2.", metavar="SECONDS", divided=0.0)
     input_gradient: PerStage | None = asked(
         None,
         "Of the input gradient of a split backward. Default half of --backward.",
         metavar="SECONDS",
-        divided=True,
+        divided=0.0,
     )
     weight_gradients: PerStage | None = asked(
         None,
         "Of its weight gradients. Default the rest of --backward.",
         metavar="SECONDS",
         name="weight_gradient",
-        divided=True,
+        divided=0.0,
     )
     p2p: PerLink = asked(0.0, "Of a message between two workers. Default 0.", float, metavar="SECONDS")
     p2p_per_byte: PerLink = 0.0
@@ -101,7 +101,7 @@ class Costs:
     ways: Sequence[Sequence[int]] | None = None
     overlap: bool = asked(True, "Whether a worker goes on while its message travels. Default: it does.", bool)
     sync: PerStage = asked(
-        0.0, "Of summing gradients over copies. Default 0.", metavar="SECONDS", divided=True
+        0.0, "Of summing gradients over copies. Default 0.", metavar="SECONDS", divided=0.0
     )
     sync_crossings: Crossings | None = None
     sync_mode: Sync | str = asked(

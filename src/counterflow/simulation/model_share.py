@@ -62,7 +62,7 @@ def _divided(record: Record, share: float, unit: CostsOf) -> Record:
     for each in fields(record):
         asked = each.metadata.get("asked")
         value = getattr(record, each.name)
-        if asked is None or not asked.divided or value is None:
+        if asked is None or asked.divided is None or value is None:
             continue
         if not isinstance(value, (int, float)):
             whose = "a worker's share of the" if unit is CostsOf.WORKER else "the whole"
@@ -70,5 +70,5 @@ def _divided(record: Record, share: float, unit: CostsOf) -> Record:
                 f"{asked.name or each.name}: {len(value)} numbers are those of one placement's stages; give "
                 f"one number, for {whose} model"
             )
-        changed[each.name] = value * share
+        changed[each.name] = max(value * share, min(value, asked.divided))
     return replace(record, **changed)

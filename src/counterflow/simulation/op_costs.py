@@ -103,20 +103,18 @@ class ByteCosts:
     """
 
     weights: PerStage = asked(
-        0.0, "One version of the weights.", metavar="BYTES", name="weight_bytes", divided=True
+        0.0, "One version of the weights.", metavar="BYTES", name="weight_bytes", divided=0.0
     )
     gradients: PerStage | None = asked(
-        None, "Gradients. Default: as the weights.", metavar="BYTES", name="gradient_bytes", divided=True
+        None, "Gradients. Default: as the weights.", metavar="BYTES", name="gradient_bytes", divided=0.0
     )
-    optimizer: PerStage = asked(
-        0.0, "Optimiser state.", metavar="BYTES", name="optimizer_bytes", divided=True
-    )
+    optimizer: PerStage = asked(0.0, "Optimiser state.", metavar="BYTES", name="optimizer_bytes", divided=0.0)
     activations: PerStage = asked(
         0.0,
         "What a forward of one micro-batch saves for its backward.",
         metavar="BYTES",
         name="activation_bytes",
-        divided=True,
+        divided=0.0,
     )
     inputs: PerStage = asked(
         0.0,
@@ -129,10 +127,10 @@ class ByteCosts:
         "Of a split backward, what is kept from the input gradient to the weight gradients. Default: all of "
         "--activation-bytes.",
         metavar="BYTES",
-        divided=True,
+        divided=0.0,
     )
     layers: PerStage = asked(
-        1.0, "Layers: --recompute layer keeps one input a layer.", metavar="NUMBER", divided=True
+        1.0, "Layers: --recompute layer keeps one input a layer.", metavar="NUMBER", divided=1.0
     )
     layer_inputs: PerStage | None = None
     largest_layer: PerStage | None = None

@@ -39,7 +39,7 @@ export function fromAddress(search, schemes) {
   return { subjects, costs, peak: given.get("peak") || "", memory: given.get("memory") || "", messages: given.has("messages") };
 }
 
-export function toAddress(state) {
+export function toAddress(state, page = location.pathname) {
   const said = new URLSearchParams();
   state.subjects.forEach((subject, index) => {
     const side = "ab"[index];
@@ -53,5 +53,5 @@ export function toAddress(state) {
   for (const [name, value] of Object.entries(state.costs)) if (value !== null && value !== "") said.set(name, value);
   for (const name of ["peak", "memory"]) if (state[name]) said.set(name, state[name]);
   if (state.messages) said.set("messages", "1");
-  return `${location.pathname}?${said}`;
+  return `${page}?${said}`;
 }

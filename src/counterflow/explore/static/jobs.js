@@ -4,7 +4,8 @@ import { ask, el } from "./page.js";
 const EVERY = 300;
 
 // `begin` starts it and gives its name; `told(progress)` says in words how far it is and gives its share or null.
-export function search(text, begin, told, found, errors) {
+// `atOnce`: it begins with the page.
+export function search(text, begin, told, found, errors, { atOnce = false } = {}) {
   const bar = el("progress", { max: 1, "aria-label": text }), words = el("p", { class: "soft", role: "status" });
   const shown = el("div", { hidden: true }, bar, words);
   let job = null;
@@ -41,5 +42,6 @@ export function search(text, begin, told, found, errors) {
     }
   }
   addEventListener("pagehide", () => { if (!stop.disabled) ask("/api/job", { job, stop: true }, true).catch(() => {}); });
+  if (atOnce) queueMicrotask(run);
   return el("div", {}, el("div", { class: "bar" }, start, stop), shown);
 }

@@ -1,7 +1,7 @@
 // Which page is shown: each is a module with `show(place)`, at an address of its own.
 import { el, keepToken } from "./page.js";
 
-const PAGES = { schedules: "Schedules", plans: "Plans", runs: "Runs" };
+const PAGES = { schedules: "Schedules", compare: "Compare", plans: "Plans", runs: "Runs" };
 
 keepToken();
 const name = location.pathname.slice(1);
