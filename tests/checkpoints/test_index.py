@@ -90,7 +90,7 @@ def test_the_text_is_indented_and_has_its_digest() -> None:
         '{"digest": "", "checkpoint": {}}',
         digested({}),
         digested([]),
-        digested({"format": "another", "format_version": 4}),
+        digested({"format": "another", "format_version": 5}),
         digested({**WHOLE.model_dump(mode="json"), "step": -1}),
         digested({**WHOLE.model_dump(mode="json"), "files": {}}),
         digested({**WHOLE.model_dump(mode="json"), "objects": {"options/0": "elsewhere.json"}}),
@@ -108,7 +108,7 @@ def test_another_version_is_told(tmp_path: Path) -> None:
     data = {**WHOLE.model_dump(mode="json"), "format_version": "4" * 30}
     path.write_text(digested(data))
     assert refusal(path) == (
-        f"run: is a checkpoint of version {'4' * 20}, and this Counterflow reads version 3; go on with "
+        f"run: is a checkpoint of version {'4' * 20}, and this Counterflow reads version 4; go on with "
         "the one that wrote it"
     )
 

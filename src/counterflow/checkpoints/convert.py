@@ -25,7 +25,7 @@ from counterflow.shown import Result, result_of
 from . import files
 from .index import INDEX, Chunk, Index, Stored, name_of
 from .reader import Checkpoint
-from .state import EXTRA, MODEL
+from .state import MODEL
 
 SINGLE = "model.safetensors"
 _SHARDS = "model.safetensors.index.json"
@@ -135,7 +135,7 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _weights_of(found: Checkpoint, *, ema: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
-    extra = next((key for key in found.index.objects if key.startswith(f"{EXTRA}/")), None)
+    extra = next((key for key in found.index.objects if key.startswith(f"{MODEL}/")), None)
     if extra is not None:
         raise ConfigError(
             f"{found.place}: {extra.partition('/')[2]} is no tensor, and a safetensors file has only those; "

@@ -94,30 +94,29 @@ def _data(item: WriteItem) -> TensorWriteData:
 
 
 def fill(
-    tensors: Mapping[str, Tensor], index: Index, read: Callable[[str, str, tuple[slice, ...]], Tensor]
+    tensors: Mapping[str, Tensor],
+    stored: Mapping[str, str],
+    index: Index,
+    read: Callable[[str, str, tuple[slice, ...]], Tensor],
 ) -> None:
     """Fill tensors, or the parts of DTensors that are at hand, from what is stored.
 
     Args:
         tensors: by key; of the stored shapes, of any floating dtype.
+        stored: by key, that in the checkpoint.
         index: of the checkpoint.
         read: file, key and slices to what is there.
     """
-    table: dict[str, STORAGE_TYPES] = {
-        key: TensorStorageMetadata(
-            TensorProperties(dtype=dtype_of(index.tensors[key], key)),
-            torch.Size(index.tensors[key].shape),
-            [
-                ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes))
-                for c in index.tensors[key].chunks
-            ],
-        )
-        for key in tensors
-    }
+    table: dict[str, STORAGE_TYPES] = {}
+    for key in tensors:
+        its = index.tensors[stored[key]]
+        chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in its.chunks]
+        properties = TensorProperties(dtype=dtype_of(its, key))
+        table[key] = TensorStorageMetadata(properties, torch.Size(its.shape), chunks)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), Metadata(table), is_coordinator=False)
     for item in planner.finish_plan(planner.create_local_plan()).items:
-        key = item.storage_index.fqn
+        key = stored[item.storage_index.fqn]
         begin = tuple(item.storage_index.offset or ())
         chunk = next(c for c in index.tensors[key].chunks if c.offsets == begin)
         slices = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))

@@ -19,7 +19,7 @@ from counterflow.errors import ConfigError
 from .renames import rename
 
 FORMAT: Final = "counterflow-checkpoint"
-VERSION: Final = 3
+VERSION: Final = 4
 INDEX = "checkpoint.json"
 """Written last into the draft of a checkpoint."""
 
@@ -75,7 +75,7 @@ class Index(_Part):
     """
 
     format: Literal["counterflow-checkpoint"] = FORMAT
-    format_version: Literal[3] = VERSION
+    format_version: Literal[4] = VERSION
     step: Count
     seed: int
     layout: str

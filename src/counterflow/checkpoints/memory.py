@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.dtensors import is_dtensor
@@ -45,13 +44,14 @@ from .host_copies import HostCopies
 from .memory_file import Slot, opened, packed, unpacked
 from .state import (
     AVERAGE,
-    EXTRA,
+    AVERAGED,
     MODEL,
     OPTIMIZER,
-    OPTIONS,
     at_hand,
     changing_in_forward,
     first_names,
+    kept_of,
+    load,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -244,8 +244,7 @@ class Found:
         transport = pipeline.transport
         mine = overlapping(pipeline.stages, layout, self.layout)
         needs = cast("list[list[int]]", transport.gather_objects(mine))
-        tensors: dict[str, Tensor] = {}
-        objects: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         for tag, (part, holders) in enumerate(sorted(self.sources.items())):
             for rank, its in enumerate(needs):
                 if part[0] not in its:
@@ -263,9 +262,8 @@ class Found:
                     blob = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(transport.device)
                     transport.send_described([blob], rank, tag).wait()
                     continue
-                tensors |= found["tensors"]
-                objects |= found["objects"]
-        _put(pipeline, tensors, objects)
+                state |= found
+        load(pipeline, state, "the workers' memory", options=False)
         pipeline.steps = self.step
         transport.gather([])  # nobody writes before all have read
 
@@ -389,11 +387,8 @@ def _read_part(path: Path, part: Part) -> dict[str, Any]:
     found = opened(path)
     assert found is not None, f"{path} was whole before"
     about, tensors = found
-    keys = about["parts"][part]
-    return {
-        "tensors": {key: tensors[key] for key in keys if key in tensors},
-        "objects": {key: about["objects"][key] for key in keys if key in about["objects"]},
-    }
+    state = about["objects"] | tensors
+    return {key: state[key] for key in about["parts"][part]}
 
 
 def _parts(pipeline: Pipeline, *tables: Mapping[str, Any]) -> dict[Part, list[str]]:
@@ -408,14 +403,13 @@ def _parts(pipeline: Pipeline, *tables: Mapping[str, Any]) -> dict[Part, list[st
     for names, _ in pipeline.weights.unlisted.entries():  # all workers have it
         of[first.get(names[0], names[0])] = [(stage,) for stage in pipeline.stages]
     updated = of if pipeline.weights.owners is None else _owned(pipeline, pipeline.weights.owners)
-    parts = {OPTIMIZER: updated, OPTIONS: updated, AVERAGE: updated, MODEL: of, EXTRA: of}
+    parts = {OPTIMIZER: updated, AVERAGE: updated, MODEL: of}
     found: dict[Part, list[str]] = {part: [] for its in (of, updated) for row in its.values() for part in row}
     found |= {(stage,): found.get((stage,), []) for stage in pipeline.stages}
     for key in (key for table in tables for key in table):
-        kind, _, name = key.partition("/")
-        if kind == OPTIMIZER:
-            name = name.rpartition("/")[0]
-        for part in parts.get(kind, {}).get(name, ()):
+        kept = kept_of(key)
+        own = [(int(kept.of),)] if kept.kind == AVERAGED else parts.get(kept.kind, {}).get(str(kept.of), ())
+        for part in own:
             found[part].append(key)
     return found
 
@@ -441,36 +435,6 @@ def _owned_elsewhere(pipeline: Pipeline) -> list[Part]:
         for rank in owners.of(first for _, first in names[stage])
         if rank != pipeline.transport.rank
     ]
-
-
-def _put(pipeline: Pipeline, tensors: Mapping[str, Tensor], objects: Mapping[str, Any]) -> None:
-    """Fill a pipeline's weights, and what its optimisers keep; of other layers nothing is taken."""
-    first = first_names(pipeline)
-    names = {
-        first.get(layer.names[name], layer.names[name])
-        for copy in pipeline.stages.values()
-        for layer in copy.with_weights
-        for name in layer.state()
-    }
-    names |= {first.get(name, name) for name in pipeline.weights.unlisted.names}
-    state = {key.partition("/")[2]: t for key, t in tensors.items() if key.startswith(f"{MODEL}/")}
-    state |= {key.partition("/")[2]: v for key, v in objects.items() if key.startswith(f"{EXTRA}/")}
-    state = {name: value for name, value in state.items() if name in names}
-    state |= {name: state[its] for name, its in first.items() if its in state}
-    pipeline.weights.saved.load_state_dict(state)
-    optimizer: dict[str, Any] = {}
-    averaged: dict[str, int] = {}
-    for key, kept in objects.items():
-        kind, _, name = key.partition("/")
-        if kind == OPTIONS and name in names:
-            slots = {slot: tensors[f"{OPTIMIZER}/{name}/{slot}"] for slot in kept["slots"]}
-            optimizer[name] = {"state": {**kept["numbers"], **slots}, "options": kept["options"]}
-            if "averaged" in kept:
-                averaged[name] = kept["averaged"]
-    found: dict[str, Any] = {"optimizer": optimizer, "scheduler": {}}
-    if averaged:
-        found |= {"ema": {name: tensors[f"{AVERAGE}/{name}"] for name in averaged}, "averaged": averaged}
-    pipeline.weights.saved.load_training_state(found, options=False)
 
 
 def _machine(folder: Path) -> str:

@@ -21,7 +21,7 @@ from counterflow.runtime.transport.base import Transport
 
 from . import files
 from .index import INDEX, Index, complete
-from .state import AVERAGE, MODEL, OPTIMIZER, OPTIONS, Wanted, dtype_of, file_and_name
+from .state import AVERAGE, MODEL, OPTIMIZER, dtype_of, file_and_name, kept_of, load, wanted
 
 CHECKPOINTS = "checkpoint"
 """In the folder of a run: the folder of its checkpoints."""
@@ -147,13 +147,13 @@ class Checkpoint:
                     f"rank {rank} goes on from step {step:g} and rank 0 from step {steps[0][0]:g}: let "
                     "all see the same folder"
                 )
-        wanted = Wanted(pipeline, self.index, training=training, place=self.place)
+        tensors, keys = wanted(pipeline, self.index, self.place, training=training)
         self.verify(pipeline.transport)
-        fill(wanted.tensors, self.index, self._slice)
-        objects = self.objects(wanted.objects)
-        pipeline.weights.saved.load_state_dict(wanted.model(objects))
+        fill(tensors, keys, self.index, self._slice)
+        objects = self.objects(theirs for key, theirs in keys.items() if key not in tensors)
+        state = {key: tensors[key] if key in tensors else objects[theirs] for key, theirs in keys.items()}
+        load(pipeline, state, self.place, training=training, options=options)
         if training:
-            pipeline.weights.saved.load_training_state(wanted.training(objects), options=options)
             pipeline.steps = self.step
             if options:
                 pipeline.streams.seed = self.index.seed
@@ -176,7 +176,7 @@ class Checkpoint:
         for first, names in self.index.aliases.items():
             if first in found:
                 found |= dict.fromkeys(names, found[first])
-        extra = [key for key in self.index.objects if key.startswith("extra/")]
+        extra = [key for key in self.index.objects if key.startswith(f"{MODEL}/")]
         return found | {key.partition("/")[2]: value for key, value in self.objects(extra).items()}
 
     def names(self, *, ema: bool = False) -> list[str]:
@@ -201,12 +201,14 @@ class Checkpoint:
     def optimizer(self) -> dict[str, dict[str, Any]]:
         """By name of a parameter: what the optimiser keeps for it."""
         self.verify()
-        keys = [key for key in self.index.objects if key.startswith(f"{OPTIONS}/")]
-        found = {}
-        for key, kept in self.objects(keys).items():
-            name = key.partition("/")[2]
-            tensors = {slot: self.tensor(f"{OPTIMIZER}/{name}/{slot}") for slot in kept["slots"]}
-            found[name] = tensors | kept["numbers"]
+        found: dict[str, dict[str, Any]] = {}
+        numbers = self.objects(key for key in self.index.objects if kept_of(key).kind == OPTIMIZER)
+        for key in (*numbers, *self.index.tensors):
+            kind, name, slot = kept_of(key)
+            if kind == OPTIMIZER:
+                kept = found.setdefault(str(name), {})
+                if slot is not None:
+                    kept[slot] = numbers[key] if key in numbers else self.tensor(key)
         return found
 
     def tensor(self, key: str) -> Tensor:

@@ -1,9 +1,9 @@
 """A pipeline's state as flat tables, by keys that do not know the layout: what is written, and where it goes.
 
-``model/NAME`` is a weight or a buffer, ``ema/NAME`` the average of a weight, ``optimizer/NAME/SLOT`` a
-tensor that the optimiser keeps for it; what is no tensor is under ``options/NAME`` (the optimiser's options
-and numbers, and the updates in an average), ``extra/NAME`` (a module's extra state) and ``scheduler/STAGE``.
-NAME is the first by which the model knows it.
+``model/NAME`` is a weight, a buffer or a module's extra state, ``ema/NAME`` the average of a weight,
+``optimizer/NAME/SLOT`` what the optimiser keeps for it and ``options/NAME`` its class and options;
+``scheduler/STAGE`` is the learning rate's schedule, ``averaged/STAGE`` the updates in averages. NAME is the
+first by which the model knows it.
 
 Invariant: nothing here copies a tensor; whoever writes copies only what it writes.
 """
@@ -11,8 +11,8 @@ Invariant: nothing here copies a tensor; whoever writes copies only what it writ
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.dtensors import is_dtensor
+from counterflow.runtime.parameters.saved import Kept, assembled
 from counterflow.runtime.pipeline import Pipeline
 
 from .files import DTYPES, dtype_name
@@ -27,8 +28,30 @@ from .index import Index, Stored
 
 _LOG = logging.getLogger(__name__)
 
-MODEL, OPTIMIZER, OPTIONS, EXTRA, SCHEDULER = "model", "optimizer", "options", "extra", "scheduler"
-AVERAGE = "ema"
+MODEL, AVERAGE, OPTIMIZER, OPTIONS = "model", "ema", "optimizer", "options"
+SCHEDULER, AVERAGED = "scheduler", "averaged"
+
+
+def key_of(kept: Kept) -> str:
+    """The key of a part of the state.
+
+    >>> key_of(Kept("optimizer", "0.weight", "exp_avg")), key_of(Kept("optimizer", "0.weight"))
+    ('optimizer/0.weight/exp_avg', 'options/0.weight')
+    """
+    if kept.kind != OPTIMIZER:
+        return f"{kept.kind}/{kept.of}"
+    return f"{OPTIONS}/{kept.of}" if kept.slot is None else f"{OPTIMIZER}/{kept.of}/{kept.slot}"
+
+
+def kept_of(key: str) -> Kept:
+    """The part of the state that has a key."""
+    kind, _, of = key.partition("/")
+    if kind == OPTIMIZER:
+        name, _, slot = of.rpartition("/")
+        return Kept(kind, name, slot)
+    if kind == OPTIONS:
+        return Kept(OPTIMIZER, of)
+    return Kept(kind, int(of) if kind in {SCHEDULER, AVERAGED} else of)
 
 
 def first_names(pipeline: Pipeline) -> dict[str, str]:
@@ -44,34 +67,35 @@ def at_hand(pipeline: Pipeline) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What this worker holds: tensors as they are, DTensors among them, and what is no tensor."""
     tensors: dict[str, Tensor] = {}
     objects: dict[str, Any] = {}
-    for name, value in _entries(pipeline):
+    for kept, value in _entries(pipeline):
+        key = key_of(kept)
         if isinstance(value, Tensor):
-            tensors[f"{MODEL}/{name}"] = value.detach()
+            tensors[key] = value.detach()
+            dtype_name(value, key)
         else:
-            objects[f"{EXTRA}/{name}"] = value
-    weights = pipeline.weights
-    for stage, optimizer in weights.optimizers.items():
-        names = weights.updated_names(stage)
-        for group in optimizer.param_groups:
-            options = {key: value for key, value in group.items() if not key.startswith("param")}
-            for parameter in group["params"]:
-                name, kept = names[id(parameter)], optimizer.state.get(parameter, {})
-                slots = {slot: value for slot, value in kept.items() if isinstance(value, Tensor)}
-                tensors |= {f"{OPTIMIZER}/{name}/{slot}": value.detach() for slot, value in slots.items()}
-                objects[f"{OPTIONS}/{name}"] = {
-                    "optimizer": type(optimizer).__name__,
-                    "options": options,
-                    "slots": sorted(slots),
-                    "numbers": {slot: value for slot, value in kept.items() if slot not in slots},
-                }
-                if weights.average is not None and name in weights.average.of(stage):
-                    tensors[f"{AVERAGE}/{name}"] = weights.average.of(stage)[name].laid_out
-                    objects[f"{OPTIONS}/{name}"]["averaged"] = weights.average.updates(stage)
-    for stage, scheduler in weights.schedulers.items():
-        objects[f"{SCHEDULER}/{stage}"] = scheduler.state_dict()
-    for key, tensor in tensors.items():
-        dtype_name(tensor, key)
+            objects[key] = value
     return tensors, objects
+
+
+def _entries(pipeline: Pipeline) -> Iterator[tuple[Kept, Any]]:
+    """What this worker holds by first names, with the class of each optimiser beside its options."""
+    weights, first = pipeline.weights, first_names(pipeline)
+    classes = {
+        name: type(optimizer).__name__
+        for stage, optimizer in weights.optimizers.items()
+        for name in weights.updated_names(stage).values()
+    }
+    for kept, value in weights.saved.entries():
+        if kept.kind == MODEL:
+            yield kept._replace(of=first.get(str(kept.of), kept.of)), value
+        elif _is_options(kept):
+            yield kept, {"optimizer": classes[str(kept.of)], "options": value}
+        else:
+            yield kept, value
+
+
+def _is_options(kept: Kept) -> bool:
+    return kept.kind == OPTIMIZER and kept.slot is None
 
 
 def changing_in_forward(pipeline: Pipeline, tensors: Iterable[str]) -> set[str]:
@@ -88,166 +112,120 @@ def file_and_name(key: str) -> tuple[str, str]:
     >>> file_and_name("optimizer/0.weight/exp_avg")
     ('optimizer', '0.weight.exp_avg')
     """
-    kind, _, name = key.partition("/")
-    return kind, ".".join(name.rsplit("/", 1)) if kind == OPTIMIZER else name
+    kind, of, slot = kept_of(key)
+    return kind, str(of) if slot is None else f"{of}.{slot}"
 
 
-def _entries(pipeline: Pipeline) -> Iterator[tuple[str, Any]]:
-    """What ``state_dict`` of each layer at hand has, and what is in no layer, by first names."""
-    first = first_names(pipeline)
-    for copy in pipeline.weights.stages.values():
-        for layer in copy.with_weights:
-            for name, value in layer.state().items():
-                full = layer.names[name]
-                yield first.get(full, full), value
-    for names, value in pipeline.weights.unlisted.entries():
-        yield first.get(names[0], names[0]), value
+_WHAT = {OPTIMIZER: "options of the optimiser for ", AVERAGE: "average of "}
 
 
-_WHAT = {OPTIONS: "options of the optimiser for ", AVERAGE: "average of "}
-
-
-class Wanted:
-    """What of a checkpoint goes into a pipeline: empty tensors to be filled, and what is no tensor.
+def wanted(
+    pipeline: Pipeline, index: Index, place: str, *, training: bool
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What of a checkpoint goes into a pipeline.
 
     Args:
         pipeline: where it goes.
         index: of the checkpoint.
-        training: whether the optimiser's state is wanted too.
         place: what is read, for errors.
+        training: whether the optimiser's state is wanted too.
+
+    Returns:
+        By the pipeline's own keys: empty tensors to be filled, and under which key the checkpoint has each of
+        them, and what is no tensor.
 
     Raises:
         ConfigError: the checkpoint lacks something, or a shape differs.
     """
-
-    def __init__(self, pipeline: Pipeline, index: Index, *, training: bool, place: str) -> None:
-        self.pipeline, self.index, self.place = pipeline, index, place
-        self.first = {name: first for first, names in index.aliases.items() for name in names}
-        self.tensors: dict[str, Tensor] = {}
-        self.objects: set[str] = set()
-        self.converted: dict[tuple[str, str], int] = {}
-        """How many tensors have (the checkpoint's dtype, the pipeline's)."""
-        self._names: dict[str, str] = {}
-        for name, mine in _entries(pipeline):
-            if isinstance(mine, Tensor):
-                key = f"{MODEL}/{self._known(MODEL, name, index.tensors)}"
-                self._want(key, mine, mine.dtype)
-            else:
-                key = f"{EXTRA}/{self._known(EXTRA, name, index.objects)}"
-                self.objects.add(key)
-        if training:
-            self._want_optimizers()
-        for (theirs, ours), count in self.converted.items():
-            _LOG.warning(
-                "%s: %d tensors are %s there and %s in this pipeline: converted", place, count, theirs, ours
-            )
-
-    def _known(self, kind: str, name: str, table: Mapping[str, object]) -> str:
-        found = next((n for n in (name, self.first.get(name, name)) if f"{kind}/{n}" in table), None)
-        if found is None:
+    mine, first, stored = dict(_entries(pipeline)), first_names(pipeline), dict[Kept, str]()
+    for key in (*index.tensors, *index.objects):
+        kind, of, slot = kept_of(key)
+        for name in (str(of), *index.aliases.get(str(of), ())) if training or kind == MODEL else ():
+            own = Kept(kind, first.get(name, name), slot)
+            if kind in {SCHEDULER, AVERAGED} or own._replace(slot=None) in mine:
+                stored[own] = key
+    averaged = any(key.startswith(f"{AVERAGE}/") for key in index.tensors)
+    needed = {MODEL, OPTIMIZER, *([AVERAGE] if averaged else [])} if training else {MODEL}
+    for kept in mine:
+        if kept.kind in needed and kept.slot is None and kept not in stored:
             raise ConfigError(
-                f"{self.place}: has no {_WHAT.get(kind, '')}{name!r}; read it into the model that it was "
+                f"{place}: has no {_WHAT.get(kept.kind, '')}{kept.of!r}; read it into the model that it was "
                 "made of, with the same optimiser"
             )
-        self._names[name] = found
-        return found
+    tensors = {}
+    for own, key in stored.items():
+        if key in index.tensors:
+            weight = index.tensors.get(f"{MODEL}/{kept_of(key).of}")
+            like = mine[own if own.slot is None else Kept(MODEL, own.of)]
+            tensors[key_of(own)] = _empty(own, index.tensors[key], weight, like, place)
+    keys = {key_of(own): key for own, key in stored.items()}
+    dtypes = Counter(
+        (dtype_of(index.tensors[keys[key]], place), tensor.dtype) for key, tensor in tensors.items()
+    )
+    for pair, count in dtypes.items():
+        there, here = (str(dtype).removeprefix("torch.") for dtype in pair)
+        if there != here:
+            _LOG.warning(
+                "%s: %d tensors are %s there and %s in this pipeline: converted", place, count, there, here
+            )
+    return tensors, keys
 
-    def _want(self, key: str, like: Tensor, dtype: torch.dtype) -> None:
-        """An empty tensor for a stored one, laid out as another if it has its shape."""
-        stored = self.index.tensors[key]
-        kind, name = file_and_name(key)
-        if kind == MODEL and stored.shape != tuple(like.shape):
+
+def _empty(own: Kept, stored: Stored, weight: Stored | None, like: Tensor, place: str) -> Tensor:
+    """An empty tensor for a stored one, laid out as another if it has its shape.
+
+    What an optimiser keeps in the dtype of the stored weight follows the dtype of the pipeline's.
+    """
+    if own.kind == MODEL and stored.shape != tuple(like.shape):
+        raise ConfigError(
+            f"{place}: {own.of} has shape {stored.shape}, {tuple(like.shape)} in the pipeline; read it into "
+            "the model that it was made of"
+        )
+    dtype = like.dtype
+    if own.kind == OPTIMIZER:
+        theirs = dtype_of(stored, place)
+        follows = weight is not None and stored.dtype == weight.dtype and theirs.is_floating_point
+        dtype = dtype if follows and stored.shape else theirs
+    if is_dtensor(like) and stored.shape == tuple(like.shape):
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+    return torch.empty(stored.shape, dtype=dtype)
+
+
+def load(
+    pipeline: Pipeline, state: Mapping[str, Any], place: str, *, training: bool = True, options: bool = True
+) -> None:
+    """Put state into a pipeline, which takes what it has a place for.
+
+    Args:
+        pipeline: where it goes.
+        state: by key, with the pipeline's own names: tensors and what is none.
+        place: what is read, for errors.
+        training: whether its optimiser's state is taken too.
+        options: whether the optimiser's options and the learning rate's schedule are too.
+
+    Raises:
+        ConfigError: something is missing or does not fit.
+    """
+    entries = {kept_of(key): value for key, value in state.items()}
+    model = {str(kept.of): value for kept, value in entries.items() if kept.kind == MODEL}
+    model |= {name: model[its] for name, its in first_names(pipeline).items() if its in model}
+    pipeline.weights.saved.load_state_dict(model)
+    if not training:
+        return
+    mine, others = dict(_entries(pipeline)), {kept: v for kept, v in entries.items() if kept.kind != MODEL}
+    begins = {kept: others.pop(kept) for kept in entries if _is_options(kept)}
+    for kept, value in begins.items():
+        theirs, ours = value["optimizer"], mine.get(kept, value)["optimizer"]
+        if theirs != ours:
             raise ConfigError(
-                f"{self.place}: {name} has shape {stored.shape}, {tuple(like.shape)} in the pipeline; read "
-                "it into the model that it was made of"
+                f"{place}: holds the state of {theirs}, not of {ours}; give the same optimiser, or read the "
+                "weights only"
             )
-        theirs = dtype_of(stored, self.place)
-        if theirs != dtype:
-            pair = str(theirs).removeprefix("torch."), str(dtype).removeprefix("torch.")
-            self.converted[pair] = self.converted.get(pair, 0) + 1
-        if is_dtensor(like) and stored.shape == tuple(like.shape):
-            self.tensors[key] = torch.empty_like(like, dtype=dtype, requires_grad=False)
-        else:
-            self.tensors[key] = torch.empty(stored.shape, dtype=dtype)
-
-    def _want_optimizers(self) -> None:
-        average = self.pipeline.weights.average
-        self.has_average = any(key.startswith(f"{AVERAGE}/") for key in self.index.tensors)
-        for stage, name, parameter in _trained(self.pipeline):
-            if average is not None and self.has_average and name in average.of(stage):
-                kept = average.of(stage)[name].laid_out
-                self._want(f"{AVERAGE}/{self._known(AVERAGE, name, self.index.tensors)}", kept, kept.dtype)
-            self.objects.add(f"{OPTIONS}/{self._known(OPTIONS, name, self.index.objects)}")
-            known = self._names[name]
-            weight = self.index.tensors.get(f"{MODEL}/{known}")
-            for key in (k for k in self.index.tensors if k.startswith(f"{OPTIMIZER}/{known}/")):
-                stored = self.index.tensors[key]
-                theirs = dtype_of(stored, self.place)
-                follows = weight is not None and stored.dtype == weight.dtype and theirs.is_floating_point
-                self._want(key, parameter, parameter.dtype if follows and stored.shape else theirs)
-        if self.pipeline.weights.schedulers:
-            self.objects |= {key for key in self.index.objects if key.startswith(f"{SCHEDULER}/")}
-
-    # -- what was read
-
-    def model(self, objects: Mapping[str, Any]) -> dict[str, Any]:
-        """Weights, buffers and extra state, for ``Weights.load_state_dict``."""
-        first = first_names(self.pipeline)
-        own: dict[str, Any] = {}
-        for name, mine in _entries(self.pipeline):
-            known = self._names[name]
-            own[name] = (
-                self.tensors[f"{MODEL}/{known}"] if isinstance(mine, Tensor) else objects[f"{EXTRA}/{known}"]
-            )
-        return own | {name: own[its] for name, its in first.items() if its in own}
-
-    def training(self, objects: Mapping[str, Any]) -> dict[str, Any]:
-        """What the optimisers and schedulers keep, for ``Weights.load_training_state``.
-
-        Raises:
-            ConfigError: the optimiser's state is not all there.
-        """
-        optimizer: dict[str, Any] = {}
-        averages: dict[str, Tensor] = {}
-        updates = 0
-        for stage, name, _ in _trained(self.pipeline):
-            known, mine = self._names[name], type(self.pipeline.weights.optimizers[stage]).__name__
-            kept = objects[f"{OPTIONS}/{known}"]
-            if kept["optimizer"] != mine:
-                raise ConfigError(
-                    f"{self.place}: holds the state of {kept['optimizer']}, not of {mine}; give the same "
-                    "optimiser, or read the weights only"
-                )
-            state = deepcopy(kept["numbers"])
-            for slot in kept["slots"]:
-                tensor = self.tensors.get(f"{OPTIMIZER}/{known}/{slot}")
-                if tensor is None:
-                    raise ConfigError(
-                        f"{self.place}: has no {slot} of {name!r}, which its optimiser keeps; go on from "
-                        "another checkpoint"
-                    )
-                state[slot] = tensor
-            optimizer[name] = {"state": state, "options": kept["options"]}
-            average = self.tensors.get(f"{AVERAGE}/{known}")
-            if average is not None:
-                averages[name], updates = average, kept["averaged"]
-        schedulers = {
-            int(key.partition("/")[2]): value
-            for key, value in objects.items()
-            if key.startswith(f"{SCHEDULER}/")
-        }
-        found = {"optimizer": optimizer, "scheduler": schedulers}
-        return found | {"ema": averages, "averaged": {0: updates}} if self.has_average else found
-
-
-def _trained(pipeline: Pipeline) -> Iterator[tuple[int, str, Tensor]]:
-    """Stage, name and parameter of all that the optimisers at hand have."""
-    weights = pipeline.weights
-    for stage, optimizer in weights.optimizers.items():
-        names = weights.updated_names(stage)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                yield stage, names[id(parameter)], parameter
+    options_of = {kept: value["options"] for kept, value in begins.items()}
+    found = assembled({**options_of, **others}.items())
+    if AVERAGED in found:
+        found.setdefault(AVERAGE, {})  # also where this pipeline has no place for it, which is told
+    pipeline.weights.saved.load_training_state(found, options=options)
 
 
 def dtype_of(stored: Stored, place: str) -> torch.dtype:

@@ -56,6 +56,16 @@ class SavedState:
                 full = layer.names[name]
                 yield self._every_name.get(full, (full,)), value
 
+    def entries(self) -> Iterator[tuple[Kept, Any]]:
+        """All state at hand as it is, not copied: of the model under the first name that is known, kind
+        ``model``, then of the training.
+        """
+        states = (*map(self._state_of, self._weights.stages), self._weights.unlisted.entries())
+        for names, value in chain.from_iterable(states):
+            yield Kept("model", names[0]), value
+        for (key,), value in chain.from_iterable(map(self._training_of, self._weights.stages)):
+            yield key, value
+
     def stream(self, rank: int | None) -> Iterator[tuple[str, Any]]:
         """The state of the whole model by all names, on the CPU of one rank, or of all for None.
 
@@ -113,21 +123,21 @@ class SavedState:
     def training_state(self) -> dict[str, Any]:
         """What the optimisers and schedulers at hand keep: by parameter's name, by stage; as there."""
         every = chain.from_iterable(map(self._training_of, self._weights.stages))
-        return _assembled((key, _kept(value)) for (key,), value in every)
+        return assembled((key, _kept(value)) for (key,), value in every)
 
     def whole_training_state(self, rank: int | None = None) -> dict[str, Any]:
         """The same of all stages, on one rank or on all for None; nothing on others. All workers call it."""
         stream = Stream(self._weights.transport, rank)
         if self._weights.owners is None:
-            return _assembled(self._stages(stream, self._training_of))
+            return assembled(self._stages(stream, self._training_of))
         parts = (  # each that holds a stage has what it updates
             stream.part(list(self._training_of(stage)) if held else None, tells=held)
             for stage in range(len(self._weights.holders))
             for held in (stage in self._weights.stages,)
         )
-        return _assembled(chain.from_iterable(parts))
+        return assembled(chain.from_iterable(parts))
 
-    def _training_of(self, stage: int) -> Iterator[tuple[Sequence[_Kept], Any]]:
+    def _training_of(self, stage: int) -> Iterator[tuple[Sequence[Kept], Any]]:
         """What a stage's optimiser keeps for each parameter, after its options; and the scheduler's state."""
         if stage in self._weights.optimizers:
             optimizer, names = self._weights.optimizers[stage], self._weights.updated_names(stage)
@@ -135,15 +145,15 @@ class SavedState:
                 options = {key: _kept(value) for key, value in group.items() if not key.startswith("param")}
                 for parameter in group["params"]:
                     name = names[id(parameter)]
-                    yield (_Kept("optimizer", name),), options
+                    yield (Kept("optimizer", name),), options
                     for slot, value in optimizer.state.get(parameter, {}).items():
-                        yield (_Kept("optimizer", name, slot),), value
+                        yield (Kept("optimizer", name, slot),), value
         if stage in self._weights.schedulers:
-            yield (_Kept("scheduler", stage),), self._weights.schedulers[stage].state_dict()
+            yield (Kept("scheduler", stage),), self._weights.schedulers[stage].state_dict()
         if self._weights.average is not None:
-            yield (_Kept("averaged", stage),), self._weights.average.updates(stage)
+            yield (Kept("averaged", stage),), self._weights.average.updates(stage)
             for name, kept in self._weights.average.of(stage).items():
-                yield (_Kept("ema", name),), kept.laid_out
+                yield (Kept("ema", name),), kept.laid_out
 
     def load_training_state(self, state: Mapping[str, Any], *, options: bool = True) -> None:
         """Take what the optimisers and schedulers at hand keep from a whole training's state.
@@ -224,16 +234,22 @@ def _schedule(
     return None
 
 
-class _Kept(NamedTuple):
-    """What an optimiser keeps for a weight in a slot, or its options; or what else a weight or stage has."""
+class Kept(NamedTuple):
+    """What an optimiser keeps for a weight in a slot, or its options; or what else a weight or stage has.
+
+    Attributes:
+        kind: ``optimizer``, ``ema`` or ``model`` of a weight, ``scheduler`` or ``averaged`` of a stage.
+        of: the weight's name, or the stage.
+        slot: the optimiser's; None: its options, or another kind.
+    """
 
     kind: str
     of: str | int
     slot: str | None = None
 
 
-def _assembled(found: Iterable[tuple[_Kept, Any]]) -> dict[str, Any]:
-    """What an optimiser's options come before."""
+def assembled(found: Iterable[tuple[Kept, Any]]) -> dict[str, Any]:
+    """A training's state of its entries, in which an optimiser's options come before what it keeps."""
     state: dict[str, Any] = {"optimizer": {}, "scheduler": {}}
     for key, value in found:
         if key.kind != "optimizer":
