@@ -21,12 +21,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import math
 import os
 import shutil
 import stat
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -36,23 +35,13 @@ import torch
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.dtensors import is_dtensor
-from counterflow.runtime.parameters.sharded_updates import Owners
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.transport.base import Transport
 
 from .host_copies import HostCopies
 from .memory_file import Slot, opened, packed, unpacked
-from .state import (
-    AVERAGE,
-    AVERAGED,
-    MODEL,
-    OPTIMIZER,
-    at_hand,
-    changing_in_forward,
-    first_names,
-    kept_of,
-    load,
-)
+from .memory_parts import Part, overlapping, owned_elsewhere, parts_of
+from .state import at_hand, changing_in_forward, load
 
 _LOG = logging.getLogger(__name__)
 
@@ -60,8 +49,6 @@ ROOT = Path("/dev/shm")  # noqa: S108 - in a folder that only this user reads
 """Where Linux keeps files in memory."""
 
 Records = list[dict[str, float]]
-Part = tuple[int, ...]
-"""Of a stage: (stage,) is what all its holders have, (stage, rank) what that rank alone keeps of it."""
 
 
 class Holding(NamedTuple):
@@ -126,13 +113,13 @@ class Memory:
         tensors, objects = at_hand(pipeline)
         if any(is_dtensor(tensor) for tensor in tensors.values()):
             raise ConfigError("copies in memory are of whole weights, and this mesh cuts them")
-        parts = _parts(pipeline, tensors, objects)
+        parts = parts_of(pipeline, [*tensors, *objects])
         about = packed(
             {
                 "step": pipeline.steps,
                 "objects": objects,
                 "parts": parts,
-                "needed": [*parts, *_owned_elsewhere(pipeline)],
+                "needed": [*parts, *owned_elsewhere(pipeline)],
                 "layout": self.layout,
                 "records": records,
             }
@@ -268,28 +255,6 @@ class Found:
         transport.gather([])  # nobody writes before all have read
 
 
-def overlapping(stages: Iterable[int], layout: Sequence[int], other: Sequence[int]) -> list[int]:
-    """The stages of another layout that have layers of these.
-
-    >>> overlapping([0, 2], [2, 4], [3])
-    [0, 1]
-
-    Args:
-        stages: of the first layout.
-        layout: the layers with which its stages begin, after the first.
-        other: those of the other one.
-    """
-    ours, theirs = ((0, *cuts, math.inf) for cuts in (layout, other))
-    return sorted(
-        {
-            stage
-            for mine in stages
-            for stage in range(len(other) + 1)
-            if max(ours[mine], theirs[stage]) < min(ours[mine + 1], theirs[stage + 1])
-        }
-    )
-
-
 def choose(rows: Sequence[Sequence[Holding]], layout: Sequence[int]) -> Found | None:
     """The newest step of which every part of every stage is there, the same on all ranks.
 
@@ -389,52 +354,6 @@ def _read_part(path: Path, part: Part) -> dict[str, Any]:
     about, tensors = found
     state = about["objects"] | tensors
     return {key: state[key] for key in about["parts"][part]}
-
-
-def _parts(pipeline: Pipeline, *tables: Mapping[str, Any]) -> dict[Part, list[str]]:
-    """By part of stages the keys of what belongs to it."""
-    first = first_names(pipeline)
-    of: dict[str, list[Part]] = {}
-    for stage, copy in pipeline.stages.items():
-        for layer in copy.with_weights:
-            for name in layer.state():
-                full = layer.names[name]
-                of.setdefault(first.get(full, full), []).append((stage,))
-    for names, _ in pipeline.weights.unlisted.entries():  # all workers have it
-        of[first.get(names[0], names[0])] = [(stage,) for stage in pipeline.stages]
-    updated = of if pipeline.weights.owners is None else _owned(pipeline, pipeline.weights.owners)
-    parts = {OPTIMIZER: updated, AVERAGE: updated, MODEL: of}
-    found: dict[Part, list[str]] = {part: [] for its in (of, updated) for row in its.values() for part in row}
-    found |= {(stage,): found.get((stage,), []) for stage in pipeline.stages}
-    for key in (key for table in tables for key in table):
-        kept = kept_of(key)
-        own = [(int(kept.of),)] if kept.kind == AVERAGED else parts.get(kept.kind, {}).get(str(kept.of), ())
-        for part in own:
-            found[part].append(key)
-    return found
-
-
-def _owned(pipeline: Pipeline, owners: Owners) -> dict[str, list[Part]]:
-    """By first name of what is updated here, its parts: of a tied weight also for stages of others alone."""
-    found: dict[str, list[Part]] = {}
-    for stage, names in enumerate(pipeline.weights.names):
-        for first in dict.fromkeys(first for _, first in names):
-            if owners.mine(first):
-                found.setdefault(first, []).append((stage, pipeline.transport.rank))
-    return found
-
-
-def _owned_elsewhere(pipeline: Pipeline) -> list[Part]:
-    """The parts of this worker's stages that other ranks alone have."""
-    owners, names = pipeline.weights.owners, pipeline.weights.names
-    if owners is None:
-        return []
-    return [
-        (stage, rank)
-        for stage in pipeline.stages
-        for rank in owners.of(first for _, first in names[stage])
-        if rank != pipeline.transport.rank
-    ]
 
 
 def _machine(folder: Path) -> str:

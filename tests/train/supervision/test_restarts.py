@@ -16,6 +16,7 @@ import pytest
 from counterflow import ConfigError
 from counterflow.checkpoints import memory
 from counterflow.checkpoints.memory import Memory, choose
+from counterflow.checkpoints.memory_parts import Part
 from counterflow.data.batches import NextByte
 from counterflow.errors import WorkerError
 from counterflow.measure.storage import storage_of
@@ -213,9 +214,7 @@ def test_events_survive_a_line_that_is_not_whole(tmp_path: Path) -> None:
     assert [event["event"] for event in read(tmp_path)] == [STARTED]
 
 
-def holding(
-    step: int, name: str, digests: dict[memory.Part, str], needed: Iterable[memory.Part] = ()
-) -> memory.Holding:
+def holding(step: int, name: str, digests: dict[Part, str], needed: Iterable[Part] = ()) -> memory.Holding:
     return memory.Holding(step, name, digests, [], frozenset(needed))
 
 
@@ -261,7 +260,7 @@ def test_sharded_state_counts_only_where_every_part_is_there(caplog: pytest.LogC
 
 
 def test_copies_of_a_step_are_equal(train: Train, monkeypatch: pytest.MonkeyPatch, kept: Path) -> None:
-    digests: dict[tuple[int, memory.Part], set[str]] = {}
+    digests: dict[tuple[int, Part], set[str]] = {}
     keep = Memory.keep
 
     def kept_(self: Memory, pipeline: Pipeline, records: Any) -> None:
