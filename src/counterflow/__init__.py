@@ -89,6 +89,11 @@ _LATE = {
 """By name the module that has it, of those that need torch or take a while."""
 
 
+def __dir__() -> list[str]:
+    """All public names, those of ``_LATE`` as well."""
+    return sorted([*__all__, "__version__"])
+
+
 def __getattr__(name: str) -> Any:
     """The names of ``_LATE``, imported when they are first used."""
     if name in _LATE:

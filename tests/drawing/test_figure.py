@@ -17,6 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imread
 from matplotlib.text import Text
 
+from counterflow import ConfigError
 from counterflow.drawing import Box, BoxKind, Chart, Lane, chart_of, draw, draw_charts, palette
 from counterflow.drawing.figure import make_figure
 from counterflow.schedule import schemes
@@ -198,3 +199,55 @@ def test_pyplot_is_not_used(tmp_path: Path) -> None:
         "assert 'matplotlib.pyplot' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_timeline_on_axes_of_ones_own() -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4))
+    axes = figure.add_axes((0.1, 0.2, 0.85, 0.5))
+    result = simulated("chimera", stages=4, micro_batches=4)
+    assert draw(result, ax=axes, title="mine") is figure
+    assert axes.get_title(loc="left") == "mine"
+    assert axes.get_xlim() == (0, result.makespan)
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["P0", "P1", "P2", "P3"]
+    boxes = sum(
+        len(each.get_paths()) for each in axes.collections if "chart-0-bub" not in str(each.get_gid())
+    )
+    assert boxes >= len(list(result.schedule.ops()))
+    legend = axes.get_legend()
+    assert legend is not None
+    FigureCanvasAgg(figure).draw()  # type: ignore[no-untyped-call]
+    top = axes.get_window_extent().y1
+    assert legend.get_window_extent().y0 >= top - 1  # above the rows, on top of none
+
+
+def test_a_figure_without_a_file_in_a_width_a_font_and_grey() -> None:
+    result = simulated("zb-v", workers=4, micro_batches=8)
+    figure = draw(result, width=5.0, grey=True, font="DejaVu Serif")
+    assert figure is not None
+    assert figure.get_size_inches()[0] == pytest.approx(5.0)
+    texts = [text for text in figure.findobj(Text) if text.get_text()]
+    assert {text.get_fontfamily()[0] for text in texts} == {"DejaVu Serif"}
+    FigureCanvasAgg(figure).draw()  # type: ignore[no-untyped-call]
+    pixels = np.asarray(figure.canvas.buffer_rgba())[..., :3].astype(int)  # type: ignore[attr-defined]
+    assert int(np.ptp(pixels, axis=2).max()) <= 1
+    summary = next(text for text in texts if text.get_text().startswith("makespan"))
+    assert summary.get_window_extent().x1 <= figure.bbox.x1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"width": 1.0}, "width=1: must be 1.8 inches or more"),
+        ({"path": "x.html", "grey": True}, "are those of figures"),
+        ({"path": "x.png", "ax": object()}, "takes one timeline"),
+    ],
+)
+def test_looks_that_cannot_be(
+    options: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        draw(simulated("dapple", stages=2, micro_batches=2), **options)
+    assert list(tmp_path.iterdir()) == []

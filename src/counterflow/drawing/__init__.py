@@ -7,6 +7,7 @@ this room imports neither matplotlib nor rich. Nothing here computes a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,11 +18,14 @@ from counterflow.simulation import Simulation
 
 from .chart import Arrow, Box, BoxKind, Bubble, Chart, Lane, Memory
 from .charting import chart_of, order_chart
+from .look import USUAL, Look
 from .page import write_page
 from .trace import write_trace
 from .units import AmountUnit
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from rich.console import Console
 
 __all__ = [
@@ -44,24 +48,38 @@ __all__ = [
 
 def draw(
     result: Simulation,
-    path: str | Path,
+    path: str | Path | None = None,
     *,
+    ax: Axes | None = None,
     compare: Simulation | None = None,
     memory: bool = False,
     messages: bool = False,
-) -> None:
-    """Draw a simulated schedule into a file.
+    title: str | None = None,
+    width: float | None = None,
+    font: str | None = None,
+    grey: bool = False,
+) -> Figure | None:
+    """Draw a simulated schedule into a file, on axes of your own, or as a figure of matplotlib.
 
     Args:
-        result: what ``simulate`` gave.
+        result: what ``simulate`` returned.
         path: the file; its suffix says what to draw: ``.png``, ``.svg``, ``.pdf``, ``.html`` (a page that
             works offline) or ``.trace.json`` (for Perfetto). An existing file is replaced.
+        ax: axes of matplotlib, on which the timeline is drawn, with its legend above; leave them an inch.
         compare: a second simulation, drawn under the first on the same time axis.
         memory: also draw each worker's memory over time.
         messages: also draw every message between workers as an arrow.
+        title: the heading; None: the scheme and its options.
+        width: of the whole picture, in inches; None: as wide as the ops' numbers need.
+        font: a font's name, one that matplotlib finds; None: DejaVu Sans.
+        grey: shades of grey in place of colours.
+
+    Returns:
+        The figure; None of a page or a trace, which are none.
 
     Raises:
-        ConfigError: another suffix, a folder that is not there, or a file that cannot be written.
+        ConfigError: another suffix, a folder that is not there, a file that cannot be written, or what a
+            page, a trace or given axes have no room for.
 
     >>> from counterflow.schedule.schemes import dapple
     >>> from counterflow.simulation import simulate
@@ -70,15 +88,30 @@ def draw(
     ...
     counterflow.errors.ConfigError: dapple.jpg: cannot tell what to draw from this name; ...
     """
-    draw_charts(_charts(result, compare, memory, messages), path)
+    charts = _charts(result, compare, memory, messages)
+    if title is not None:
+        charts = [replace(charts[0], heading=title), *charts[1:]]
+    look = Look(width, font, grey)
+    if ax is not None:
+        if path is not None or compare is not None or memory or width is not None:
+            raise ConfigError("ax: takes one timeline; leave out path, compare, memory and width")
+        from .figure import draw_on  # noqa: PLC0415 - matplotlib takes a while to import
+
+        return draw_on(ax, charts[0], look)
+    if path is None:
+        from .figure import styled  # noqa: PLC0415
+
+        return styled(charts, look)
+    return draw_charts(charts, path, look)
 
 
-def draw_charts(charts: Sequence[Chart], path: str | Path) -> None:
+def draw_charts(charts: Sequence[Chart], path: str | Path, look: Look = USUAL) -> Figure | None:
     """Draw charts, one under the other on one time axis, into a file.
 
     Args:
         charts: at least one.
         path: as for ``draw``.
+        look: how it looks.
 
     Raises:
         ConfigError: as for ``draw``.
@@ -88,7 +121,7 @@ def draw_charts(charts: Sequence[Chart], path: str | Path) -> None:
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: the folder {path.parent} is not there; make it first")
     try:
-        write(charts, path)
+        return write(charts, path, look)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
 
@@ -124,22 +157,32 @@ def _charts(
     return [chart_of(s, memory=memory, messages=messages) for s in (result, compare) if s is not None]
 
 
-def _figure(form: str, charts: Sequence[Chart], path: Path) -> None:
+def _figure(form: str, charts: Sequence[Chart], path: Path, look: Look) -> Figure:
     from .figure import write_figure  # noqa: PLC0415 - matplotlib takes a while to import
 
-    write_figure(charts, path, form)
+    return write_figure(charts, path, form, look)
 
 
-_WRITERS: dict[str, Callable[[Sequence[Chart], Path], None]] = {
+def _other(
+    write: Callable[[Sequence[Chart], Path], None], charts: Sequence[Chart], path: Path, look: Look
+) -> None:
+    if look != USUAL:
+        raise ConfigError(f"{path}: width, font and grey are those of figures: .png, .svg, .pdf")
+    write(charts, path)
+
+
+_Writer = Callable[[Sequence[Chart], Path, Look], "Figure | None"]
+
+_WRITERS: dict[str, _Writer] = {
     ".png": partial(_figure, "png"),
     ".svg": partial(_figure, "svg"),
     ".pdf": partial(_figure, "pdf"),
-    ".html": write_page,
-    ".trace.json": write_trace,
+    ".html": partial(_other, write_page),
+    ".trace.json": partial(_other, write_trace),
 }
 
 
-def _writer(path: Path) -> Callable[[Sequence[Chart], Path], None]:
+def _writer(path: Path) -> _Writer:
     for suffix, writer in _WRITERS.items():
         if path.name.lower().endswith(suffix):
             return writer

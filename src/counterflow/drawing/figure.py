@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
-from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.colors import LinearSegmentedColormap, to_rgba_array
 from matplotlib.figure import Figure
 
 from . import palette
@@ -27,6 +30,7 @@ from .chart import (
     Memory,
     steps_until,
 )
+from .look import USUAL, Look
 from .marks import BAND, HANDLERS, STEADY, colour_of, handles_of
 from .sheet import CAPTION, EDGE, FEW, LEFT, SPLIT, TICKS, TITLE, Sheet, legend_texts
 from .svg_titles import group_of, titles_of, with_titles
@@ -51,26 +55,80 @@ Rectangle = tuple[float, float, float, float]
 """Left, right, bottom, top in data coordinates."""
 
 
-def write_figure(charts: Sequence[Chart], path: Path, form: str) -> None:
+def write_figure(charts: Sequence[Chart], path: Path, form: str, look: Look = USUAL) -> Figure:
     """Write the charts, one under the other, as ``form``: ``png``, ``svg`` or ``pdf``."""
-    if form != "svg":
-        with mpl.rc_context(SETTINGS):
-            make_figure(charts).savefig(path, format=form, metadata=UNDATED[form])
-        return
-    path.write_text(svg(charts), encoding="utf-8")
+    figure = styled(charts, look)
+    with mpl.rc_context(SETTINGS):
+        if form == "svg":
+            path.write_text(_svg_text(figure, charts), encoding="utf-8")
+        else:
+            figure.savefig(path, format=form, metadata=UNDATED[form])
+    return figure
 
 
 def svg(charts: Sequence[Chart]) -> str:
     """The charts, one under the other, as an SVG's text."""
-    file = io.StringIO()
     with mpl.rc_context(SETTINGS):
-        make_figure(charts).savefig(file, format="svg", metadata=UNDATED["svg"])
+        return _svg_text(make_figure(charts), charts)
+
+
+def _svg_text(figure: Figure, charts: Sequence[Chart]) -> str:
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata=UNDATED["svg"])
     return with_titles(file.getvalue(), titles_of(charts))
 
 
-def make_figure(charts: Sequence[Chart]) -> Figure:
+def styled(charts: Sequence[Chart], look: Look) -> Figure:
+    """The figure of the charts as a caller wants it to look."""
+    with mpl.rc_context(_settings(look)):
+        figure = make_figure(charts, look.width)
+    if look.grey:
+        _in_grey(figure)
+    return figure
+
+
+def _settings(look: Look) -> dict[Any, Any]:
+    return SETTINGS if look.font is None else SETTINGS | {"font.family": [look.font]}
+
+
+def draw_on(axes: Axes, chart: Chart, look: Look) -> Figure:
+    """Draw a chart's timeline, with its legend above, on axes of the caller's figure."""
+    figure = axes.get_figure(root=True)
+    assert isinstance(figure, Figure)
+    place, (width, height) = axes.get_position(), figure.get_size_inches()
+    sheet = replace(Sheet.of([chart]), plot_width=float(place.width * width))
+    with mpl.rc_context(_settings(look)):
+        panel = _Panel(figure, sheet, chart, 0)
+        panel.height = float(place.height * height)
+        panel.on(axes)
+        axes.set_xlabel(f"time ({sheet.unit.symbol})", fontsize=8.5, labelpad=2)
+        pad = 72 * sheet.legend_height(chart) + 3
+        axes.set_title(chart.heading, loc="left", fontsize=10, pad=pad, parse_math=False)
+    if look.grey:
+        _in_grey(axes)
+    return figure
+
+
+def _in_grey(drawn: Artist) -> None:
+    """Turn every colour to the grey that is as light."""
+    for artist in drawn.findobj():
+        for name in ("facecolor", "edgecolor", "color", "markeredgecolor"):
+            setter, getter = getattr(artist, f"set_{name}", None), getattr(artist, f"get_{name}", None)
+            if setter is None or getter is None or (name == "color" and hasattr(artist, "set_facecolor")):
+                continue
+            rgba = to_rgba_array(getter())
+            if len(rgba):
+                rgba[:, :3] = (rgba[:, :3] @ _LIGHTNESS)[:, None]
+                setter(rgba if len(rgba) > 1 else tuple(rgba[0]))
+
+
+_LIGHTNESS = np.array([0.2126, 0.7152, 0.0722])
+"""Of red, green and blue (ITU-R BT.709)."""
+
+
+def make_figure(charts: Sequence[Chart], width: float | None = None) -> Figure:
     """The figure of the charts; axes are labelled ``timeline 0``, ``memory 0`` and so on."""
-    sheet = Sheet.of(charts)
+    sheet = Sheet.of(charts, width)
     figure = Figure(figsize=(sheet.width, sheet.height), dpi=DOTS_PER_INCH, facecolor=palette.BACKGROUND)
     top = EDGE
     for index, chart in enumerate(charts):
@@ -92,12 +150,13 @@ class _Panel:
         bottom = top + sheet.panel_height(chart)
         last = self.index == len(sheet.charts) - 1
         self._text(top + 0.17, chart.heading, size=11, weight="bold", color=palette.INK)
-        self._text(top + 0.38, chart.summary, size=9, color=palette.FAINT)
+        room = 72 * (sheet.width - LEFT) / (0.55 * max(len(chart.summary), 1))
+        self._text(top + 0.38, chart.summary, size=min(9.0, room), color=palette.FAINT)
         top += TITLE
         middle = (0.07 + self.floor) / 2
         below = top + sheet.legend_height(chart)
         axes = self._axes(f"timeline {self.index}", below, self.height, middle)
-        self._legend(axes, top)
+        self._legend(axes, LEFT / sheet.width, self._fraction(top))
         self._timeline(axes)
         top = below + self.height + TICKS + SPLIT
         self._text(top - 0.07, chart.split, size=8.5, color=palette.FAINT)
@@ -125,7 +184,7 @@ class _Panel:
         )
 
     def _axes(self, name: str, top: float, height: float, middle: float) -> Axes:
-        sheet, workers = self.sheet, self.chart.workers
+        sheet = self.sheet
         place = (
             LEFT / sheet.width,
             self._fraction(top + height),
@@ -133,6 +192,20 @@ class _Panel:
             height / sheet.height,
         )
         axes = self.figure.add_axes(place, label=name)
+        self._rows(axes, height, middle)
+        return axes
+
+    def on(self, axes: Axes) -> None:
+        """Draw the timeline on axes that are there, and its legend above them."""
+        self._rows(axes, self.height, (0.07 + self.floor) / 2)
+        self._timeline(axes)
+        place = axes.get_position()
+        above = self.sheet.legend_height(self.chart) / float(self.figure.get_size_inches()[1])
+        self._legend(axes, place.x0, place.y1 + above)
+
+    def _rows(self, axes: Axes, height: float, middle: float) -> None:
+        """A row for each worker on a time axis."""
+        sheet, workers = self.sheet, self.chart.workers
         axes.set_xlim(0, sheet.end)
         axes.set_ylim(workers, 0)
         for side in ("top", "right", "left"):
@@ -154,7 +227,6 @@ class _Panel:
         axes.vlines(
             self.chart.makespan, 0, workers, color=palette.FAINT, linewidth=0.8, zorder=1.5
         ).set_clip_on(False)
-        return axes
 
     # --- the timeline ---
 
@@ -281,7 +353,7 @@ class _Panel:
 
     # --- the legend ---
 
-    def _legend(self, axes: Axes, top: float) -> None:
+    def _legend(self, axes: Axes, left: float, top: float) -> None:
         handles = handles_of(self.chart, marked=self.sheet.marked)
         columns = self.sheet.legend_columns(self.chart)
         texts = legend_texts(self.chart)
@@ -294,7 +366,7 @@ class _Panel:
             [texts[i] for i in reading],
             handler_map=HANDLERS,
             loc="upper left",
-            bbox_to_anchor=(LEFT / self.sheet.width, self._fraction(top)),
+            bbox_to_anchor=(left, top),
             bbox_transform=self.figure.transFigure,
             ncols=columns,
             frameon=False,

@@ -41,7 +41,9 @@ def handles_of(chart: Chart, *, marked: bool) -> list[Any]:
         handles.append(tuple(swatches))
     if chart.has_syncs:
         handles.append(patch(palette.SYNC, hatch="//////"))
-    handles.append(Patch(facecolor=palette.BACKGROUND, edgecolor="#c9ced6", linewidth=0.5))
+    handles.append(
+        Patch(facecolor=palette.BACKGROUND, edgecolor=palette.FAINT, linewidth=0.7, linestyle=(0, (3, 2)))
+    )
     if chart.steady is not None:
         handles.append(Line2D([], [], **STEADY))
     return handles

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from counterflow.errors import ConfigError
+
 from . import palette
 from .chart import BoxKind, Chart, Memory, marks_input_gradients, shared_end, shared_peak, shared_unit, ways
 from .units import TimeUnit
@@ -13,6 +15,7 @@ from .units import TimeUnit
 LEFT, RIGHT, EDGE = 0.55, 0.25, 0.12
 PEAKS = 0.8  # right margin that holds the peaks of memory
 TITLE, LEGEND, TICKS, SPLIT, CAPTION = 0.5, 0.19, 0.34, 0.2, 0.3
+NARROWEST = 1.0  # inches of a time axis
 FEW = 8  # workers up to which memory is drawn as areas
 
 
@@ -29,8 +32,16 @@ class Sheet:
     marked: bool
 
     @classmethod
-    def of(cls, charts: Sequence[Chart]) -> Sheet:
-        """Sizes under which the shortest usual op has room for its number, within reason."""
+    def of(cls, charts: Sequence[Chart], width: float | None = None) -> Sheet:
+        """Sizes under which the shortest usual op has room for its number, within reason.
+
+        Args:
+            charts: what is drawn.
+            width: of the whole picture, in inches, if it is given.
+
+        Raises:
+            ConfigError: a width that leaves no room.
+        """
         end = shared_end(charts)
         lasting = [
             box.end - box.start
@@ -43,8 +54,12 @@ class Sheet:
         # 8 workers get 0.34 inches each, 32 get 0.2, 100 get 0.09.
         row = min(0.34, max(0.03, 1.1 / workers**0.5 if workers <= 32 else 8 / (workers + 8)))
         right = PEAKS if any(chart.memory for chart in charts) else RIGHT
-        width = min(17.0, max(6.6, wanted))
-        return cls(tuple(charts), end, shared_unit(charts), width, row, right, marks_input_gradients(charts))
+        plot = min(17.0, max(6.6, wanted))
+        if width is not None:
+            plot = width - LEFT - right
+            if plot < NARROWEST:
+                raise ConfigError(f"width={width:g}: must be {LEFT + right + NARROWEST:g} inches or more")
+        return cls(tuple(charts), end, shared_unit(charts), plot, row, right, marks_input_gradients(charts))
 
     @property
     def width(self) -> float:

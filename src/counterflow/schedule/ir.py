@@ -90,6 +90,10 @@ class Schedule:
         for order in self.orders:
             yield from order
 
+    def __repr__(self) -> str:
+        """A line: the orders are in ``orders``."""
+        return f"<Schedule {self}: {self.workers} workers, {sum(map(len, self.orders)):,} ops>"
+
     def __str__(self) -> str:
         shown = ", ".join(f"{name}={value}" for name, value in self.options)
         return f"{self.scheme}({shown})"

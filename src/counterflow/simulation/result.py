@@ -116,6 +116,12 @@ class Simulation:
         self._syncs = played.syncs
         self._sent, self._arrived, self._released = played.sent, played.arrived, played.released
 
+    def __repr__(self) -> str:
+        """A line."""
+        return (
+            f"<Simulation of {self.schedule}: makespan {self.makespan:.6g}, bubbles {self.bubble_ratio:.1%}>"
+        )
+
     @cached_property
     def makespan(self) -> float:
         """From the start to the end of the last op or sum, with the agreement after it; seconds."""

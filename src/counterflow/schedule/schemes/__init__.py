@@ -19,6 +19,12 @@ from .zb_h1 import zb_h1
 from .zb_h2 import zb_h2
 from .zb_v import zb_v
 
+
+def __dir__() -> list[str]:
+    """The schemes alone: what makes their orders stands in the same folder."""
+    return __all__
+
+
 __all__ = [
     "Concat",
     "chimera",

@@ -1,0 +1,25 @@
+"""What a prompt shows of the package: names to complete, and objects in a line."""
+
+from __future__ import annotations
+
+import counterflow as cf
+from counterflow.schedule import registry
+
+
+def test_every_public_name_completes() -> None:
+    assert set(cf.__all__) <= set(dir(cf))
+    assert {"Pipeline", "launch", "Skip", "LossSum", "models", "compare"} <= set(dir(cf))
+    assert all(hasattr(cf, name) for name in dir(cf))
+
+
+def test_schemes_are_schemes() -> None:
+    made = {scheme.build.__name__ for scheme in registry.SCHEMES.values()}
+    assert set(dir(cf.schemes)) == {*made, "Concat"}
+
+
+def test_schedules_and_simulations_fit_a_line() -> None:
+    schedule = cf.schemes.zb_v(workers=4, micro_batches=8)
+    assert repr(schedule) == "<Schedule zb-v(workers=4, micro_batches=8): 4 workers, 192 ops>"
+    assert repr(cf.simulate(schedule)) == (
+        "<Simulation of zb-v(workers=4, micro_batches=8): makespan 51, bubbles 5.9%>"
+    )
