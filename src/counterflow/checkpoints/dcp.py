@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
 
 from counterflow.runtime.transport.base import Transport
 
@@ -39,58 +38,49 @@ class SavePlan:
     """Who writes what; all workers make it together.
 
     Args:
-        tensors: what this worker holds.
-        objects: the keys of what it holds that is no tensor.
+        state: what this worker holds: tensors, and what is none.
         transport: how to reach the others.
     """
 
-    def __init__(
-        self, tensors: Mapping[str, Tensor], objects: Mapping[str, Any], transport: Transport
-    ) -> None:
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(dict(tensors), None, transport.rank == 0)
-        rows = transport.gather_objects((planner.create_local_plan(), sorted(objects)))
-        found = cast("list[tuple[Any, list[str]]]", rows)
-        plans, _ = planner.create_global_plan([plan for plan, _ in found])
-        self._planner, self._mine = planner, planner.finish_plan(plans[transport.rank])
-        self._plans = plans
-        owners: dict[str, int] = {}
-        for rank, (_, keys) in enumerate(found):
-            for key in keys:
-                owners.setdefault(key, rank)
-        self.objects = owners
-        """Who writes what is no tensor: the first that has it."""
+    def __init__(self, state: Mapping[str, Any], transport: Transport) -> None:
+        self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._planner.set_up_planner(dict(state), None, transport.rank == 0)
+        found = transport.gather_objects(self._planner.create_local_plan())
+        self._plans, _ = self._planner.create_global_plan(cast("list[Any]", found))
+        self._mine = self._planner.finish_plan(self._plans[transport.rank]).items
 
-    def part(self) -> Part:
-        """What this worker writes: the tensors themselves, or of DTensors what is at hand."""
+    def part(self) -> tuple[Part, list[str]]:
+        """What this worker writes: the tensors themselves, or of DTensors what is at hand; and other keys."""
         found: Part = {}
-        for item in self._mine.items:
-            tensor = cast("Tensor", self._planner.resolve_data(item)).detach()
-            found[item.index.fqn] = tensor, tuple(_data(item).chunk.offsets)
-        return found
+        for item in self._mine:
+            if item.tensor_data is not None:
+                tensor = cast("Tensor", self._planner.resolve_data(item)).detach()
+                found[item.index.fqn] = tensor, tuple(item.tensor_data.chunk.offsets)
+        return found, [item.index.fqn for item in self._mine if item.tensor_data is None]
 
-    def table(self) -> dict[str, Stored]:
-        """Where everything will be."""
-        stored: dict[str, tuple[str, tuple[int, ...], list[Chunk]]] = {}
+    def tensors(self) -> dict[str, Stored]:
+        """Where the pieces of all tensors will be."""
+        found: dict[str, tuple[str, tuple[int, ...], list[Chunk]]] = {}
         for rank, plan in enumerate(self._plans):
             for item in plan.items:
-                key, data = item.index.fqn, _data(item)
-                dtype = dtype_name(torch.empty(0, dtype=data.properties.dtype), key)
-                chunk = Chunk(
-                    file=f"{file_and_name(key)[0]}-{rank}.safetensors",
-                    offsets=tuple(data.chunk.offsets),
-                    sizes=tuple(data.chunk.sizes),
-                )
-                stored.setdefault(key, (dtype, tuple(data.size), []))[2].append(chunk)
+                key, data = item.index.fqn, item.tensor_data
+                if data is not None:
+                    chunk = Chunk(
+                        file=f"{file_and_name(key)[0]}-{rank}.safetensors",
+                        offsets=tuple(data.chunk.offsets),
+                        sizes=tuple(data.chunk.sizes),
+                    )
+                    kind = dtype_name(data.properties.dtype, key), tuple(data.size)
+                    found.setdefault(key, (*kind, []))[2].append(chunk)
         return {
             key: Stored(dtype=dtype, shape=shape, chunks=tuple(chunks))
-            for key, (dtype, shape, chunks) in stored.items()
+            for key, (dtype, shape, chunks) in found.items()
         }
 
-
-def _data(item: WriteItem) -> TensorWriteData:
-    assert item.tensor_data is not None  # only tensors are planned
-    return item.tensor_data
+    def objects(self) -> dict[str, str]:
+        """The files in which everything will be that is no tensor."""
+        items = ((rank, item) for rank, plan in enumerate(self._plans) for item in plan.items)
+        return {item.index.fqn: f"objects-{rank}.pt" for rank, item in items if item.tensor_data is None}
 
 
 def fill(

@@ -47,15 +47,15 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def dtype_name(tensor: Tensor, key: str) -> str:
-    """Safetensors' name of a tensor's dtype.
+def dtype_name(dtype: torch.dtype, key: str) -> str:
+    """Safetensors' name of the dtype of a tensor.
 
     Raises:
         ConfigError: the format has none.
     """
-    name = _NAMES.get(tensor.dtype)
+    name = _NAMES.get(dtype)
     if name is None:
-        raise ConfigError(f"{key} is {tensor.dtype}, which safetensors files cannot hold; give another dtype")
+        raise ConfigError(f"{key} is {dtype}, which safetensors files cannot hold; give another dtype")
     return name
 
 
@@ -90,7 +90,7 @@ def sizes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, .
     Raises:
         ConfigError: the format has none.
     """
-    return {name: (dtype_name(tensor, name), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return {name: (dtype_name(tensor.dtype, name), tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def pieces_of(

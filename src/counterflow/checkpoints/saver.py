@@ -132,9 +132,9 @@ class Saver:
         pipeline.settle("a checkpoint")
         pipeline.weights.check_copies(f"after {pipeline.steps} steps")
         tensors, objects = at_hand(pipeline)
-        plan = SavePlan(tensors, objects, self._transport)
-        mine = {key: value for key, value in objects.items() if plan.objects[key] == self._transport.rank}
-        packed = _packed(mine)
+        plan = SavePlan(tensors | objects, self._transport)
+        part, others = plan.part()
+        packed = _packed({key: objects[key] for key in others})
         step, draft = pipeline.steps, self.root / draft_of(pipeline.steps, self._mark)
         if self._writes_index:
             aliases: dict[str, list[str]] = {}
@@ -145,14 +145,13 @@ class Saver:
                 "step": step,
                 "seed": pipeline.streams.seed,
                 "layout": f"{schedule}, {pipeline.replicas} replica{'s' if pipeline.replicas > 1 else ''}",
-                "tensors": plan.table(),
-                "objects": {key: f"objects-{rank}.pt" for key, rank in plan.objects.items()},
+                "tensors": plan.tensors(),
+                "objects": plan.objects(),
                 "aliases": aliases,
                 "about": dict(about),
             }
         self.under_way, self._completing = step, False
         further = dict(extras or {}) if self._writes_index else {}
-        part = plan.part()
         live = {key: tensor for key, (tensor, _) in part.items()}
         copy = self._copies.begin(live, changing_in_forward(pipeline, live))
         if beside:
@@ -253,12 +252,12 @@ class Saver:
         draft.mkdir(parents=True, exist_ok=True)
         self._check(draft)  # once it is there: who begins after the answer finds it, and takes it away
         rank = self._transport.rank
-        kinds: dict[str, Part] = {}
+        parts: dict[str, Part] = {}
         for key, piece in part.items():
             kind, name = file_and_name(key)
-            kinds.setdefault(f"{kind}-{rank}.safetensors", {})[name] = piece
+            parts.setdefault(f"{kind}-{rank}.safetensors", {})[name] = piece
         found: dict[str, Written] = {}
-        for file, pieces in kinds.items():
+        for file, pieces in parts.items():
             tensors = {name: tensor for name, (tensor, _) in pieces.items()}
             offsets = {name: offset for name, (_, offset) in pieces.items()}
             found[file] = files.write_tensors(

@@ -71,7 +71,7 @@ def at_hand(pipeline: Pipeline) -> tuple[dict[str, Tensor], dict[str, Any]]:
         key = key_of(kept)
         if isinstance(value, Tensor):
             tensors[key] = value.detach()
-            dtype_name(value, key)
+            dtype_name(value.dtype, key)
         else:
             objects[key] = value
     return tensors, objects
