@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader as dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 import counterflow as cf
 from counterflow.checkpoints.saver import Saver
@@ -139,6 +141,33 @@ def test_names_are_the_models_own(tmp_path: Path) -> None:
         assert found.keys().isdisjoint(part)
         found |= part
     assert found.keys() == model().state_dict().keys() - {"5.weight"}  # the tied one is there once
+
+
+def averaged(out: Path) -> list[dict[str, Any]]:
+    """Weights, averages and what the optimiser keeps, after two steps and a checkpoint."""
+    options: dict[str, Any] = {"optimizer": adamw, "scheduler": halved, "zero_stage": 1}
+    pipeline = cf.Pipeline(model(), loss, cf.schemes.chimera(2, 4), **options)
+    pipeline.ema(0.5)
+    for _ in range(2):
+        pipeline.step(*torch.ones(2, 8, 4, dtype=torch.float64))
+    cf.save_checkpoint(pipeline, out)
+    kept = pipeline.training_state_dict()["optimizer"]
+    return [
+        pipeline.state_dict(),
+        {f"{name}.ema": value for name, value in pipeline.state_dict(ema=True).items() if name in kept},
+        {f"{name}.{slot}": value for name in kept for slot, value in kept[name]["state"].items()},
+    ]
+
+
+def test_torch_reads_the_files_too(tmp_path: Path) -> None:
+    weights, averages, kept = run(averaged, tmp_path)[0]
+    del weights["5.weight"]  # the tied one is there once
+    assert not torch.equal(weights["0.weight"], averages["0.weight.ema"])
+    whole = {**weights, **averages, **kept}
+    state = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    with pytest.warns(UserWarning, match="assuming the intent is to load in a single process"):
+        dcp.load(state, storage_reader=HuggingFaceStorageReader(str(tmp_path / "step-2")), no_dist=True)
+    torch.testing.assert_close(state, whole, rtol=0, atol=0)
 
 
 def test_precision_is_converted_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -107,12 +107,15 @@ def changing_in_forward(pipeline: Pipeline, tensors: Iterable[str]) -> set[str]:
 
 
 def file_and_name(key: str) -> tuple[str, str]:
-    """The kind of file that has a tensor, and its name in it: the model's own, or that with the slot.
+    """The kind of file that has a tensor, and its name in it: the model's own, or that with what it is of it.
 
-    >>> file_and_name("optimizer/0.weight/exp_avg")
-    ('optimizer', '0.weight.exp_avg')
+    No two tensors have the same, so that torch.distributed.checkpoint reads all files as one.
+
+    >>> file_and_name("optimizer/0.weight/exp_avg"), file_and_name("ema/0.weight")
+    (('optimizer', '0.weight.exp_avg'), ('ema', '0.weight.ema'))
     """
     kind, of, slot = kept_of(key)
+    slot = kind if kind == AVERAGE else slot
     return kind, str(of) if slot is None else f"{of}.{slot}"
 
 
