@@ -5,6 +5,10 @@ wait for each other when all is written, however long that takes. Here the plans
 transport before anything is written, every worker makes the same whole plan of them, and reading needs
 nobody else. torch imports for two seconds what is needed here: not before the first checkpoint.
 
+torch's storage is not used. It writes into the folder that is read, so that a crash while a step is saved
+again leaves nothing whole; it knows no digests, and its metadata is a pickle, or the headers of all files,
+which would be used before anything says that they are as they were written.
+
 Invariant: of copies one worker writes each tensor, and what they write is shared out evenly.
 """
 

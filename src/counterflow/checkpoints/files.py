@@ -1,7 +1,8 @@
 """One file of a checkpoint: written piece by piece with its digest, on the disk when the call returns.
 
-Safetensors are written here and not by their library because that wants a second copy of all tensors in
-memory, and tells neither the digest nor, as an ``OSError``, that the disk is full.
+Safetensors are written here and not by their library. Its ``save``, by which torch's
+``HuggingFaceStorageWriter`` writes, takes two more copies of all tensors in memory; its ``save_file`` tells
+neither the digest nor, as an ``OSError``, that the disk is full.
 
 Invariant: what is digested is what was to be written, so that whatever a disk does to it is found.
 """

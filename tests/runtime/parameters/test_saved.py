@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.dtensors import part_of
+from counterflow.runtime.parameters.saved import Kept, assembled
 from counterflow.runtime.parameters.weights import Weights
 from counterflow.runtime.transport.base import Transport
 from counterflow.runtime.workers.launch import launch
@@ -182,6 +183,23 @@ def test_a_training_state_by_hand() -> None:
     again = weights.saved.training_state()["optimizer"]["2.weight"]
     assert again["state"]["exp_avg"].item() > 0.2
     assert again["options"]["betas"] == (0.9, 0.999)
+
+
+def test_entries_are_all_of_the_state_as_it_is() -> None:
+    aliases = {"2.weight": ("2.weight", "x")}
+    weights = made(aliases=aliases)
+    weights.follow(0.5)
+    entries = dict(trained(weights).saved.entries())
+    model = {kept.of: value for kept, value in entries.items() if kept.kind == "model"}
+    assert shown(
+        {name: value.detach() if isinstance(value, Tensor) else value for name, value in model.items()}
+    ) == {name: value for name, value in shown(weights.saved.state_dict()).items() if name != "x"}
+    training = [(kept, value) for kept, value in entries.items() if kept.kind != "model"]
+    torch.testing.assert_close(assembled(training), weights.saved.training_state(), rtol=0, atol=0)
+    parameter = weights.optimizers[1].param_groups[0]["params"][0]
+    assert model["2.weight"].data_ptr() == parameter.data_ptr()
+    state = weights.optimizers[1].state[parameter]
+    assert entries[Kept("optimizer", "2.weight", "exp_avg")] is state["exp_avg"]
 
 
 def test_a_training_goes_on_from_its_state() -> None:
