@@ -23,9 +23,12 @@ from counterflow.runtime.messages.values import Structure, Unit, put_together, t
 from counterflow.runtime.mini_batch.losses import read_loss
 from counterflow.runtime.mini_batch.samples import cut, moved, samples_in, split_points
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.stages.features import Feature, Run, composed
+from counterflow.runtime.stages.named_layer import NamedLayer
 from counterflow.runtime.stages.randomness import SampleRows
+from counterflow.runtime.stages.recomputation import InputGuard
 from counterflow.runtime.stages.skips import Carried
-from counterflow.runtime.stages.split_backward import Joints, SplitBackward
+from counterflow.runtime.stages.split_backward import SplitBackward
 from counterflow.runtime.stages.stage import StageCopy
 from counterflow.schedule.ir import SkipLink
 
@@ -123,7 +126,7 @@ def measure_stages(pipeline: Pipeline, inputs: Any, targets: Any, *, repeats: in
                 taken[stage] = _input_of(stage, made, pipeline.device)
             if stage < last:
                 with torch.no_grad():
-                    output = _forward(pipeline, pipeline.stages[stage], taken[stage], rows)
+                    output = _run_of(pipeline, pipeline.stages[stage], rows)(taken[stage])
                 takes = any(tensor.requires_grad for tensor in _tensors(taken[stage]) if stage)
                 mine = _Made.of(output, pipeline.stages[stage], takes=takes)
         told = cast("list[_Made | None]", pipeline.transport.gather_objects(mine))
@@ -238,9 +241,16 @@ def _tensors_like(described: _Described, device: torch.device) -> Any:
     )
 
 
-def _forward(pipeline: Pipeline, copy: StageCopy, value: Any, rows: SampleRows) -> Any:
-    with pipeline.streams.step(), copy.precision.computing():
-        return copy.forward_apart(value, pipeline.steps, rows)
+def _run_of(pipeline: Pipeline, copy: StageCopy, rows: SampleRows, *beside: Feature) -> Callable[[Any], Any]:
+    """A stage's run as in a step, nothing kept less: random state and buffers are as they were after it."""
+    run = composed(copy.layers, [InputGuard(), *beside, *copy.features])
+
+    def apart(value: Any) -> Any:
+        unchanged = copy.buffers.as_then(copy.buffers.now())
+        with pipeline.streams.step(), copy.precision.computing(), unchanged:
+            return run(value, pipeline.steps, rows)
+
+    return apart
 
 
 def _measured(
@@ -262,18 +272,18 @@ def _measured(
         return [t for t in take_apart(output, "a stage")[1] if t.requires_grad]
 
     pipeline.weights.attach()
-    recompute, copy.recompute = copy.recompute, type(copy.recompute).NONE
+    run = _run_of(pipeline, copy, rows, copy.splitting)
     contexts = ExitStack()
     contexts.enter_context(copy.precision.step())
     try:
         cast_to: list[Tensor] = []
         if not copy.precision.plain:
-            cast_to = _in_both([*constant, *given], lambda: loss(_forward(pipeline, copy, value, rows)))
+            cast_to = _in_both([*constant, *given], lambda: loss(run(value)))
             constant += cast_to
         forward, backward = [], []
         for _ in range(repeats + 1):
             start = _now(pipeline)
-            outputs = loss(_forward(pipeline, copy, value, rows))
+            outputs = loss(run(value))
             middle = _now(pipeline)
             if outputs:
                 with copy.precision.backward() or nullcontext():
@@ -282,24 +292,22 @@ def _measured(
             forward.append(middle - start)
             backward.append(end - middle)
         saved, beyond_input = (
-            _saved(known, lambda: loss(_forward(pipeline, copy, value, rows)))
-            for known in (constant, [*constant, *given])
+            _saved(known, lambda: loss(run(value))) for known in (constant, [*constant, *given])
         )
-        halves, kept = _split(
-            pipeline, copy, given, lambda: loss(_forward(pipeline, copy, value, rows)), repeats
-        )
+        halves, kept = _split(pipeline, copy, given, lambda: loss(run(value)), repeats)
         workspace = measure_workspace(
             copy,
             pipeline.device,
             given,
-            lambda: loss(_forward(pipeline, copy, value, rows)),
+            lambda: loss(run(value)),
             lambda: copy.precision.backward() or nullcontext(),
         )
-        beyond, layer_inputs, output = _by_layer(pipeline, copy, value, rows, constant)
+        each = _ByLayer(constant)
+        output = _run_of(pipeline, copy, rows, each)(value)
+        layer_inputs = each.inputs.current
         if target is not None:  # the loss is not computed again
             layer_inputs += _saved(constant, lambda: loss(output))
     finally:
-        copy.recompute = recompute
         contexts.close()
         copy.precision.forget()
         pipeline.weights.clear()
@@ -313,7 +321,7 @@ def _measured(
         activation_bytes=round(scale * saved),
         input_bytes=0 if copy.stage == 0 else round(scale * sum(held.values())),
         layer_input_bytes=round(scale * layer_inputs),
-        largest_layer_bytes=round(scale * max(beyond, default=0)),
+        largest_layer_bytes=round(scale * max(each.beyond, default=0)),
         layers=len(copy.layers),
         weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
         kept_bytes=round(scale * _held(constant, kept)),
@@ -333,11 +341,8 @@ def _split(
     seconds: list[tuple[float, float]] = []
     kept: list[Tensor] = []
     for turn in range(repeats + 2):  # the first graph shows where others are joined
-        copy.joints = joints = Joints(copy.splitting)
-        try:
+        with copy.splitting.joining() as joints:
             outputs = run()
-        finally:
-            copy.joints = None
         if not outputs:
             return [(0.0, 0.0)], []
         joints.learn(outputs, given)
@@ -355,26 +360,31 @@ def _split(
     return seconds[2:], kept
 
 
-def _by_layer(
-    pipeline: Pipeline, copy: StageCopy, value: Any, rows: SampleRows, constant: list[Tensor]
-) -> tuple[list[int], int, Any]:
-    """What each layer saves beyond its input, the bytes of all layers' inputs, and the last one's output."""
-    beyond, inputs = [], SavedBytes(constant)
-    value = copy.entered(value)
-    for number in range(len(copy.layers)):
+class _ByLayer(Feature):
+    """What each layer saves beyond its input, and the bytes of all layers' inputs; no graph leads on.
+
+    Args:
+        constant: what does not count.
+    """
+
+    def __init__(self, constant: list[Tensor]) -> None:
+        self._constant = constant
+        self.beyond: list[int] = []
+        self.inputs = SavedBytes(constant)
+
+    def around_layer(self, _: NamedLayer, run: Run, value: Any, step: int, rows: SampleRows) -> Any:
+        """See ``Feature``."""
         given = _tensors(value)
         for tensor in given:
-            inputs.hold(tensor, [])
+            self.inputs.hold(tensor, [])
         box: list[Any] = []
 
-        def run(number: int = number, value: Any = value, box: list[Any] = box) -> list[Tensor]:
-            with pipeline.streams.step(), copy.precision.computing():
-                box.append(copy.layer_apart(number, value, pipeline.steps, rows))
+        def outputs() -> list[Tensor]:
+            box.append(run(InputGuard().given(value), step, rows))
             return _tensors(box[0])
 
-        beyond.append(_saved([*constant, *given], run))
-        value = pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), box[0])
-    return beyond, inputs.current, copy.left(value)
+        self.beyond.append(_saved([*self._constant, *given], outputs))
+        return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), box[0])
 
 
 def _tensors(value: Any) -> list[Tensor]:

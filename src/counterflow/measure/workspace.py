@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from counterflow.runtime.graphs import graph_of, pointers, saved_by
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.stages.split_backward import Joints, SplitBackward, accumulate
+from counterflow.runtime.stages.split_backward import SplitBackward, accumulate
 from counterflow.runtime.stages.stage import StageCopy
 
 from .allocations import allocated
@@ -77,11 +77,8 @@ def measure_workspace(
     with allocated(device) as backward, around_backward():
         accumulate(edges, gradients, into=None, direct=device.type == "cpu")
     _drop(given)
-    copy.joints = joints = Joints(copy.splitting)
-    try:
+    with copy.splitting.joining() as joints:
         outputs = run()
-    finally:
-        copy.joints = None
     joints.learn(outputs, list(given))
     split = SplitBackward(copy.splitting, list(given), joints)
     gradients = [torch.ones_like(t) for t in outputs]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -286,15 +287,17 @@ class Reference:
     def _loss_within(self, inputs: Any, targets: Any, drawn: SampleRows | None) -> Found:
         lower = self._compute_dtype
         value: Any = inputs if lower is None else mapped(partial(_in_place_of, dtype=lower), inputs)
-        run: Callable[..., Any] = _plainly
-        if drawn is not None:
-            run = partial(self.streams.run, step=self.steps, rows=drawn)
+
+        def drawing(index: int) -> AbstractContextManager[Any]:
+            return nullcontext() if drawn is None else self.streams.layer(index, self.steps, drawn)
+
         for layer in self.layers:
             module = layer.module if lower is None else partial(_lowered, layer.module, lower)
-            value = run(module, value, index=layer.index)
+            with drawing(layer.index):
+                value = module(value)
         value = value if lower is None else mapped(Tensor.float, value)
-        with self._means.watching():
-            output = run(lambda given: self.loss_function(given, targets), value, index=LOSS)
+        with self._means.watching(), drawing(LOSS):
+            output = self.loss_function(value, targets)
         if self.staleness is None:
             return self._means.read(output, samples_in(inputs))
         found = read_loss(output)
@@ -309,8 +312,3 @@ def _lowered(layer: nn.Module, dtype: torch.dtype, value: Any) -> Any:
     """What a layer gives with weights cast to a lower precision."""
     weights = {name: _in_place_of(weight, dtype) for name, weight in layer.named_parameters()}
     return functional_call(layer, weights, (value,))
-
-
-def _plainly(layer: Callable[[Any], Any], value: Any, *, index: int) -> Any:
-    del index
-    return layer(value)

@@ -15,19 +15,19 @@ from torch.autograd.graph import GradientEdge
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OpKind
-from counterflow.schedule.modes import Recompute
 
 from ..dtensors import settled
 from ..messages.values import Unit
 from ..stages.randomness import versions
 from ..stages.recomputation import Hold, copied, mapped, refuse_other
+from ..stages.replays import LayerReplays
 from ..stages.split_backward import SplitBackward, accumulate
 from ..stages.stage import StageCopy
 from .meters import Kept, SavedBytes
 from .outputs import Outputs
 from .stash import Stash, Waiting
 from .tasks import Task
-from .under_way import UnderWay, joined
+from .under_way import NOTHING, UnderWay
 
 
 class Backwards:
@@ -184,9 +184,9 @@ class Backwards:
         with (
             copy.precision.computing(),
             copy.buffers.as_then(again.buffers),
-            joined(task, copy) as stash.joints,
+            copy.joining() if task.splits else NOTHING as stash.joints,
         ):
-            output: Any = copy.forward(copy.entry.given(again.value), batch.step, batch.rows[unit])
+            output = copy.forward(again.value, batch.step, batch.rows[unit])
             _, tensors = self._outputs.with_loss(task, batch, output, unit, again=True)
         if again.first is not None:
             refuse_other(tensors, again.first, f"stage {task.stage}")
@@ -204,29 +204,29 @@ class Backwards:
     def _around_backward(self, copy: StageCopy) -> AbstractContextManager[Any] | None:
         """What a backward runs in, if there is anything."""
         drawing, casting = copy.streams.backward(), copy.precision.backward()
-        saved = self._saved
-        counts = saved is not None and self._way.counting and copy.recompute is Recompute.LAYER
+        saved = self._saved if self._way.counting else None
+        counts = saved is not None and copy.replays is not None
         if casting is None and not counts:
             return drawing
-        context = self._recounted(copy, saved) if saved is not None and counts else ExitStack()
+        context = ExitStack()
+        if saved is not None and copy.replays is not None:
+            self._recount(context, copy.replays, saved)
         for other in (drawing, casting):
             if other is not None:
                 context.enter_context(other)
         return context
 
-    def _recounted(self, copy: StageCopy, saved: SavedBytes) -> ExitStack:
-        """Around a backward: what single layers save when they are recomputed counts until the next one."""
+    def _recount(self, context: ExitStack, replays: LayerReplays, saved: SavedBytes) -> None:
+        """Let what a layer saves when it is computed again count until the next one, within a context."""
         held: list[Kept] = []
 
         def recount() -> Hold:
             saved.release(held)
             return partial(saved.hold, collected=held)
 
-        copy.recount = recount
-        context = ExitStack()
+        replays.recount = recount
         context.callback(saved.release, held)
-        context.callback(setattr, copy, "recount", None)
-        return context
+        context.callback(setattr, replays, "recount", None)
 
 
 def _with_gradients(

@@ -16,20 +16,19 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.modes import Recompute
 
 from ..messages.arrivals import Taken
-from ..messages.values import Unit, Value, put_together, take_apart, takes_gradient
+from ..messages.values import Unit, put_together, take_apart, takes_gradient
 from ..mini_batch.batch import Batch
 from ..mini_batch.feed import Feed
-from ..stages.randomness import SampleRows, versions
-from ..stages.recomputation import copied, mapped
+from ..stages.randomness import versions
+from ..stages.recomputation import copied, mapped, same_tensors
 from ..stages.skips import Carried
-from ..stages.split_backward import Joints
 from ..stages.stage import StageCopy
 from .meters import Kept
 from .outputs import Outputs, part
 from .skips import Came, Output
 from .stash import Again, ForwardInput, Stash, tensors_in
 from .tasks import Task
-from .under_way import NOTHING, UnderWay, joined, joining
+from .under_way import NOTHING, UnderWay
 
 _NO_GRAPH = "does not require grad and does not have a grad_fn"
 """torch's word for a gradient of what has no graph."""
@@ -144,22 +143,16 @@ class Forwards:
             return self._without_samples(task, batch, unit, buffers)
         held: list[Kept] = []
         if not batch.training:
-            output: Any = copy.forward(value, batch.step, rows)
+            output = copy.forward(value, batch.step, rows)
             found, tensors = self._outputs.with_loss(task, batch, output, unit)
             self._messages.give_back(buffers)
             return found, self._outputs.handed_on(tensors)
         if copy.recompute is Recompute.STAGE:
             return self._forward_to_recompute(task, copy, batch, given)
-        copy.hold = self._way.holds(held) if self._way.counting else None
-        joints: Joints | None = None
+        if copy.replays is not None:
+            copy.replays.hold = self._way.holds(held)
         spare = None if copy.checked else mapped(copied, value)
-        if copy.entry.changes is not False:
-            with joined(task, copy) as joints:
-                output = self._first_run(copy, copy.entry.given(value), batch.step, rows)
-        elif task.splits and copy.may_be_joined:
-            with joining(copy) as joints:
-                output = copy.forward(value, batch.step, rows)
-        else:
+        with copy.joining() if task.splits else NOTHING as joints:
             output = copy.forward(value, batch.step, rows)
         found, tensors = self._outputs.with_loss(task, batch, output, unit)
         if self._way.counting or joints is not None:
@@ -182,26 +175,16 @@ class Forwards:
         """The same without a graph: the input is kept."""
         unit, value, rows = given.unit, given.value, given.rows
         contents = copy.buffers.now()
-        same = mapped(_itself, value)  # a layer may change what its tensors are in
+        same = same_tensors(value)
         kept, before = copy.entry.kept(same), versions(same)
-        output: Any = self._first_run(copy, copy.entry.given(value), batch.step, rows)
+        output = copy.forward(value, batch.step, rows)
         if copy.entry.changes:
             before = versions(kept)
         else:
             kept = same
         found, tensors = self._outputs.with_loss(task, batch, output, unit)
-        again = Again(kept, before, contents, [], copy.first_run(tensors, batch.step))
+        again = Again(kept, before, contents, [], copy.first_runs.of(tensors, batch.step))
         return found, self._stashed(task, copy, given, again, tensors)
-
-    def _first_run(self, copy: StageCopy, value: Value, step: int, rows: SampleRows) -> Any:
-        """A stage's output; the first one tells whether it changes its input in place."""
-        if copy.entry.changes is not None:
-            return copy.forward(value, step, rows)
-        same = mapped(_itself, value)  # a layer may change what its tensors are in
-        before = versions(same)
-        output = copy.forward(value, step, rows)
-        copy.entry.learn(same, before)
-        return output
 
     def _stashed(
         self, task: Task, copy: StageCopy, given: ForwardInput, again: Again, tensors: list[Tensor]
@@ -236,7 +219,7 @@ class Forwards:
         if not _joins([each.value for each in given], sizes, batch):
             return None
         contents = copy.buffers.now()
-        output = copy.forward_joined(torch.cat([each.value for each in given]))
+        output = copy.forward_joined(torch.cat([each.value for each in given]), batch.step, given[0].rows)
         if output is None:
             copy.joins = False
             return None
@@ -284,10 +267,6 @@ def _with_skips(given: ForwardInput, came: Came) -> ForwardInput:
 
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _joins(values: Sequence[Any], sizes: Sequence[int], batch: Batch) -> bool:

@@ -16,7 +16,7 @@ from counterflow.schedule.ir import Schedule
 from ..dtensors import whole
 from ..messages.values import Unit, Value, ValueLayout, take_apart
 from ..mini_batch.batch import Batch
-from ..mini_batch.losses import Found, LossFunction, divisor_of, elements_in, read_loss
+from ..mini_batch.losses import Found, LossFunction, divisor_of, elements_in
 from ..mini_batch.samples import Dims, cut, refuse_whole_entries
 from ..stages.graph_check import check_graph
 from ..stages.randomness import SampleRows
@@ -102,8 +102,10 @@ class Outputs:
         inputs, outputs, joints = graph
 
         def again() -> Sequence[Tensor]:
+            if copy.replays is not None:
+                copy.replays.hold = None
             with copy.buffers.as_then(copy.buffers.now()):
-                output: Any = copy.forward(copy.entry.given(value), batch.step, batch.rows[unit])
+                output = copy.forward(value, batch.step, batch.rows[unit])
                 return self.with_loss(task, batch, output, unit, again=True)[1]
 
         check_graph(copy, outputs, [*inputs, *tensors_in(batch.targets)], joints, again=again)
@@ -127,8 +129,7 @@ class Outputs:
                 check.begin(task.copy, self._loss_function, output, target, samples)
             size = elements_in(output)
             output = self._loss(task.copy, batch, output, target, rows)
-        means = task.copy.means
-        found = read_loss(output) if means is None else means.read(output, samples)
+        found = task.copy.means.read(output, samples)
         batch.losses.note_graph(found.loss, again=again)
         if found.weight is not None and not self._synchronous:
             if samples < batch.total:
@@ -154,7 +155,7 @@ class Outputs:
         """
         assert self._loss_function is not None
         try:
-            return copy.loss(self._loss_function, output, target, batch.step, rows)
+            return copy.loss((self._loss_function, output, target), batch.step, rows)
         except Exception as error:
             samples = rows.stop - rows.start
             refuse_whole_entries(error, target, batch.target_dims, samples, sum(batch.samples))

@@ -5,8 +5,8 @@ Invariant: it is empty whenever the pipeline is. It runs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 
 from torch import Tensor
@@ -18,12 +18,10 @@ from ..messages.values import Structure
 from ..mini_batch.batch import Batch, Key
 from ..stages.recomputation import Hold
 from ..stages.split_backward import Joints
-from ..stages.stage import StageCopy
 from ..transport.base import Transport
 from .meters import Clock, Kept, SavedBytes
 from .skips import SkipTraffic
 from .stash import Stash, Waiting
-from .tasks import Task
 
 
 class UnderWay:
@@ -127,18 +125,3 @@ class UnderWay:
 
 
 NOTHING = nullcontext()
-
-
-def joined(task: Task, copy: StageCopy) -> AbstractContextManager[Joints | None]:
-    """Around a forward with a graph: notes where this is joined, if its backward is split."""
-    return joining(copy) if task.splits else NOTHING
-
-
-@contextmanager
-def joining(copy: StageCopy) -> Iterator[Joints]:
-    """Around a forward: notes where its graph is joined."""
-    copy.joints = joints = Joints(copy.splitting)
-    try:
-        yield joints
-    finally:
-        copy.joints = None

@@ -17,7 +17,7 @@ from counterflow.schedule.ir import Schedule
 from ..mesh.layout import Layout
 from ..mesh.parallel import Parallelize, StageModule, parallelized
 from ..mesh.sharding import Sharding
-from ..mini_batch.counted import Means
+from ..mini_batch.counted import UNWATCHED, Means
 from ..mini_batch.losses import LossFunction
 from ..parameters.names import shared_names
 from ..stages.deferred import defer
@@ -61,11 +61,9 @@ class Held:
         """Let the layers go through torch's compiler; ``how`` as ``Execution.compile``."""
         if how:
             backend = "inductor" if how is True else how
-            streams.compiled = True
             with streams.turn():  # torch's compiler is not imported by several threads at once
                 for stage in self.stages.values():
-                    for layer in stage.layers:
-                        layer.module.compile(backend=backend)
+                    stage.compile(backend)
 
 
 def held_stages(
@@ -128,7 +126,7 @@ def held_stages(
             last=stage == last,
             precision=precision,
             skips=model.skips[stage],
-            means=_means(model, loss_function) if stage == last else None,
+            means=_means(model, loss_function) if stage == last else UNWATCHED,
         )
         for stage in held
     }
@@ -140,15 +138,15 @@ def _split(schedule: Schedule, stages: dict[int, StageCopy]) -> tuple[int, ...]:
     split = {op.stage for op in schedule.ops() if op.kind.takes is None}
     found = tuple(stage for stage, copy in stages.items() if stage in split and copy.trains)
     for stage in found:
-        stages[stage].splits = True
+        stages[stage].split()
     return found
 
 
-def _means(model: StagedModel, loss_function: LossFunction | None) -> Means | None:
+def _means(model: StagedModel, loss_function: LossFunction | None) -> Means:
     """What watches the last stage's loss; without a flush weights change before all that counts is known."""
     if not model.schedule.synchronous:
-        return None
-    return Means(in_layer=None if loss_function is not None else model.layers[-1][-1].index)
+        return UNWATCHED
+    return Means(LOSS if loss_function is not None else model.layers[-1][-1].index)
 
 
 def sharded(

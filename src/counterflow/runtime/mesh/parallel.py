@@ -18,6 +18,8 @@ from counterflow.schedule.ir import Schedule
 
 from ..dtensors import is_dtensor, settled
 from ..messages.values import Value
+from ..stages.features import Feature, Run
+from ..stages.randomness import SampleRows
 from ..stages.recomputation import mapped
 from ..torch_private import children_of, fsdp_groups
 from ..transport.base import Transport
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from ..stages.named_layer import NamedLayer
 
 
-class StageModule(nn.Module):
+class StageModule(nn.Module, Feature):
     """A stage's layers, for ``parallelize``: iterate over it for the layers in their order.
 
     Each layer is a submodule named by its number in the model.
@@ -53,13 +55,13 @@ class StageModule(nn.Module):
         """What ``run``, which runs the layers, makes of a value; hooks of the stage are run around it."""
         return run(value)
 
-    def output(self, run: Callable[[Value], Any], value: Value) -> Any:
-        """The same as a stage hands it on: tensors that are there, and whole.
+    def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        """See ``Feature``: hooks of the stage are around the run, and what it gives is there, and whole.
 
         Raises:
-            ConfigError: one is a DTensor.
+            ConfigError: a tensor is a DTensor.
         """
-        return mapped(self._plain, self(run, value))
+        return mapped(self._plain, self(lambda given: run(given, step, rows), value))
 
     def _plain(self, tensor: Tensor) -> Tensor:
         if is_dtensor(tensor):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +22,14 @@ from torch.overrides import TorchFunctionMode
 from counterflow.loss_sum import LossSum
 
 from ..dtensors import whole
+from ..messages.values import Value
+from ..stages.features import Feature, Run
+from ..stages.named_layer import LOSS, NamedLayer
+from ..stages.randomness import SampleRows
 from ..torch_private import whole_call
 from .losses import Found, read_loss
 
+_NOTHING = nullcontext()
 _SCALING = frozenset(
     {"mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "true_divide", "divide"}
 )
@@ -42,21 +47,26 @@ class _Counted(NamedTuple):
     weight: Tensor | int
 
 
-class Means:
+class Means(Feature):
     """Finds such means in what makes a unit's loss, and what they are divided by.
 
     Args:
-        in_layer: the number of the layer that gives the loss; None: a loss function does.
+        layer: the number of the layer, or loss function, that gives the loss; None: nothing is watched.
     """
 
-    def __init__(self, *, in_layer: int | None = None) -> None:
-        self.in_layer = in_layer
+    def __init__(self, layer: int | None = LOSS) -> None:
+        self._layer = layer
         self._watch = _Watch()
 
     def watching(self) -> AbstractContextManager[object]:
         """Around what makes a unit's loss."""
         self._watch.weights.clear()
-        return self._watch
+        return _NOTHING if self._layer is None else self._watch
+
+    def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        """See ``Feature``."""
+        with self.watching() if layer.index == self._layer else _NOTHING:
+            return run(value, step, rows)
 
     def read(self, output: Any, samples: int) -> Found:
         """A unit's loss, of what was given by that which was watched last.
@@ -256,3 +266,6 @@ _MEANS = {
         divisor=_by_rows,
     ),
 }
+
+UNWATCHED = Means(None)
+"""Of stages that give no loss, and of schemes that update before all that counts is known."""

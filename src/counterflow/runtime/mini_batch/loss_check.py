@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from counterflow.errors import ConfigError
 
 from ..messages.values import Unit
-from .losses import Entry, LossFunction, consistent, counted, elements_in, read_loss
+from .losses import Entry, LossFunction, consistent, counted, elements_in
 from .samples import Dims, cut, joined, samples_in
 
 if TYPE_CHECKING:
@@ -95,8 +95,7 @@ class LossCheck:
         self._samples, self._pair, self._single = samples, None, None
 
         def of(output: Any, target: Any, samples: int, unit: Unit) -> Entry:
-            found, means = copy.loss_apart(function, output, target), copy.means
-            read = read_loss(found) if means is None else means.read(found, samples)
+            read = copy.means.read(copy.loss_apart(function, output, target), samples)
             return read.entered(unit, samples, 1.0, elements_in(output))
 
         self._of = of

@@ -11,7 +11,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from counterflow.errors import ConfigError
-from counterflow.schedule.modes import Recompute
 
 from ..graphs import graph_of
 from ..mesh.parallel import gathered_parameters
@@ -47,7 +46,7 @@ def check_graph(
     Raises:
         ConfigError: it does.
     """
-    copy.checked = True
+    copy.note_checked()
     gathered = gathered_parameters(copy.module) if copy.module is not None else ()
     leaves, ends = (joints.leaves, joints.ends) if joints is not None else ([], [])
     masters = copy.precision.masters
@@ -57,7 +56,7 @@ def check_graph(
     if unknown:
         _refuse_there_before(copy, unknown, again)
     for node in nodes:
-        if (masters or copy.recompute is Recompute.LAYER) and issubclass(type(node), BackwardCFunction):
+        if (masters or copy.replays is not None) and issubclass(type(node), BackwardCFunction):
             taken = [_weight_at(before, cast=bool(masters)) for before, _ in node.next_functions]
             if any(isinstance(tensor, nn.Parameter) for tensor in taken):
                 node.register_hook(partial(_refuse_own_gradients, copy.stage, node.name(), taken))
@@ -69,11 +68,7 @@ def _refuse_there_before(
     """Refuse tensors of a stage's graph that are in the graph of another run of it as well."""
     weights = copy.parameters()
     before = versions(weights)
-    hold, copy.hold = copy.hold, None
-    try:
-        outputs = again()
-    finally:
-        copy.hold = hold
+    outputs = again()
     found = (unknown.get(id(leaf)) for leaf in _leaves(outputs, graph_of(outputs)))
     tensor = next((leaf for leaf in found if leaf is not None), None)
     if tensor is not None:

@@ -13,14 +13,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..messages.values import Value
 from ..torch_private import whole_call
+from .features import Feature, Run
+from .named_layer import LOSS, NamedLayer
+from .randomness import SampleRows
+
+_NOTHING = nullcontext()
 
 
 class Half(Enum):
@@ -31,8 +38,8 @@ class Half(Enum):
     WEIGHT_GRADIENTS = auto()
 
 
-class HooksOnce(TorchFunctionMode):
-    """Around the forwards of a stage whose backwards are split."""
+class HooksOnce(TorchFunctionMode, Feature):
+    """Around the forwards, and the loss, of a stage whose backwards are split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,6 +47,19 @@ class HooksOnce(TorchFunctionMode):
         self._found = False
         """Whether a forward has registered any: then all are watched."""
         self._step = -1
+        self._watching: AbstractContextManager[object] = _NOTHING
+        """Around what makes the loss of the forward at hand."""
+
+    def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        """See ``Feature``."""
+        self._watching = self if torch.is_grad_enabled() and self.watches(step) else _NOTHING
+        with self._watching:
+            return run(value, step, rows)
+
+    def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        """See ``Feature``; it is around the stage's layers already."""
+        with self._watching if layer.index == LOSS and torch.is_grad_enabled() else _NOTHING:
+            return run(value, step, rows)
 
     def watches(self, step: int) -> bool:
         """Whether a forward is to be watched: a step's first one, and all if there are hooks."""

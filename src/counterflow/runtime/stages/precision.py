@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,16 +18,20 @@ from counterflow.errors import ConfigError
 from counterflow.execution import Execution
 
 from ..devices import autocast_type
+from ..messages.values import Value
 from ..torch_private import parameters_of
+from .features import Feature, Run
+from .randomness import SampleRows
 from .recomputation import mapped
 
 if TYPE_CHECKING:
+    from .named_layer import NamedLayer
     from .stage import StageCopy
 
 _NOTHING = nullcontext()
 
 
-class Precision:
+class Precision(Feature):
     """As the weights are."""
 
     plain = True
@@ -56,18 +59,6 @@ class Precision:
 
     def updated(self, version: int, frees: Sequence[int]) -> None:
         """A version of the weights was made, and others went."""
-
-    def entering(self, value: Any) -> Any:
-        """A layer's input as the layer takes it."""
-        return value
-
-    def given(self, value: Any) -> Any:
-        """The model's input as its first layer takes it."""
-        return value
-
-    def made(self, value: Any) -> Any:
-        """The model's output as the loss function takes it."""
-        return value
 
 
 class Autocast(Precision):
@@ -131,9 +122,9 @@ class Autocast(Precision):
         del version, frees
         torch.clear_autocast_cache()
 
-    def entering(self, value: Any) -> Any:
-        """See ``Precision``."""
-        return mapped(_no_leaf, value) if torch.is_grad_enabled() else value
+    def around_layer(self, _: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        """See ``Feature``."""
+        return run(mapped(_no_leaf, value) if torch.is_grad_enabled() else value, step, rows)
 
 
 class Cast(Precision):
@@ -143,9 +134,8 @@ class Cast(Precision):
     input is cast as well, and its output is cast back for the loss. Buffers stay as they are.
 
     Args:
-        layers: the stage's.
+        copy: the stage.
         dtype: the lower precision.
-        version: tells which version of the weights is in use.
 
     Raises:
         ConfigError: a layer keeps its weights where they cannot be replaced.
@@ -153,13 +143,13 @@ class Cast(Precision):
 
     plain = False
 
-    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype, version: Callable[[], int]) -> None:
+    def __init__(self, copy: StageCopy, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._version = version
+        self._copy = copy
         self._casts: dict[int, dict[int, Tensor]] = {}
         """By version and the parameter's identity."""
         self._shown = False
-        modules = {id(child): child for layer in layers for child in layer.modules()}.values()
+        modules = {id(child): child for x in copy.layers for child in x.module.modules()}.values()
         for child in modules:
             if isinstance(child, nn.RNNBase):
                 raise ConfigError(
@@ -179,7 +169,8 @@ class Cast(Precision):
         if self._shown:
             yield
             return
-        casts = self._casts.setdefault(self._version(), {})
+        versions = self._copy.versions
+        casts = self._casts.setdefault(0 if versions is None else versions.shown, {})
         self._shown = True
         try:
             for held, name, parameter in self._places:
@@ -222,13 +213,10 @@ class Cast(Precision):
         for gone in (*frees, version):
             self._casts.pop(gone, None)
 
-    def given(self, value: Any) -> Any:
-        """See ``Precision``."""
-        return mapped(self._lower, value)
-
-    def made(self, value: Any) -> Any:
-        """See ``Precision``."""
-        return mapped(self._raised, value)
+    def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        """See ``Feature``."""
+        output = run(mapped(self._lower, value) if self._copy.stage == 0 else value, step, rows)
+        return mapped(self._raised, output) if self._copy.last else output
 
     def _lower(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
@@ -273,9 +261,4 @@ def precision_of(
             raise ConfigError(
                 f"compute_dtype replaces weights while layers run; {name} does not go with it: {instead}"
             )
-    return lambda copy: Cast([x.module for x in copy.layers], compute_dtype, partial(_version_of, copy))
-
-
-def _version_of(copy: StageCopy) -> int:
-    """The version of its weights that a stage computes with."""
-    return 0 if copy.versions is None else copy.versions.shown
+    return lambda copy: Cast(copy, compute_dtype)

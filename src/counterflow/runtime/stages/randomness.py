@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,10 @@ from torch.utils import _pytree as pytree
 from ..messages.values import Value, number_of
 from ..transport.base import TimedOut
 from ..transport.turns import has_turn, process_lock, settle
+from .features import Feature, Run
+
+if TYPE_CHECKING:
+    from .named_layer import NamedLayer
 
 
 class SampleRows(NamedTuple):
@@ -49,7 +53,7 @@ _STEPS = 16
 """Of so many steps the base of the seeds is remembered: without a flush those of several are in use."""
 
 
-class RandomStreams:
+class RandomStreams(Feature):
     """The streams of one run.
 
     Args:
@@ -66,8 +70,6 @@ class RandomStreams:
         self.device = device
         self.shared = shared
         self.timeout_seconds = timeout_seconds
-        self.compiled = False
-        """Whether layers go through ``torch.compile``."""
         self._has_turn = False
         self._bases: list[tuple[int, int | None, int]] = [(seed, None, 0)] * _STEPS
         """Of the last few steps: the run's seed (a load changes it), the step, and the base of the seeds."""
@@ -113,32 +115,31 @@ class RandomStreams:
         key = self._key(step, _UPDATES[what], of[0])
         for more in of[1:]:
             key = self._mixed(key + more)
+        return self._from(key)
+
+    def layer(self, index: int, step: int, rows: SampleRows) -> AbstractContextManager[Any]:
+        """Around a layer's run on some samples of a micro-batch.
+
+        Args:
+            index: its number among all layers; -1: the loss function.
+            step: the step's number.
+            rows: which samples it runs on.
+        """
+        part = rows.start << 32 | rows.samples - rows.stop  # 0: the whole micro-batch
+        return self._from(self._key(step, rows.micro_batch, index, part))
+
+    def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        """See ``Feature``."""
+        with self.layer(layer.index, step, rows):
+            return run(value, step, rows)
+
+    def _from(self, key: int) -> AbstractContextManager[Any]:
+        """Around what draws from a stream; ``step`` restores the state where no other worker needs it."""
         if self.shared:
             return self._seeded(key)
         for generator in self.generators:
             generator.manual_seed(key)
-        return _NOTHING  # the step restores the state
-
-    def run(
-        self, layer: Callable[[Value], Value], value: Value, *, index: int, step: int, rows: SampleRows
-    ) -> Value:
-        """A layer's output on some samples of a micro-batch.
-
-        Args:
-            layer: what runs: a module or a function.
-            value: what it takes.
-            index: its number among all layers; -1: the loss function.
-            step: the step's number.
-            rows: which samples ``value`` has.
-        """
-        part = rows.start << 32 | rows.samples - rows.stop  # 0: the whole micro-batch
-        key = self._key(step, rows.micro_batch, index, part)
-        if self.shared:
-            with self._seeded(key):
-                return layer(value)
-        for generator in self.generators:
-            generator.manual_seed(key)
-        return layer(value)  # the step restores the state
+        return _NOTHING
 
     def _key(self, step: int, micro_batch: int, index: int, part: int = 0) -> int:
         """The seed of a stream: steps are told apart by a hash, what is in a step by mixing (SplitMix64)."""

@@ -17,9 +17,11 @@ from torch.utils import _pytree as pytree
 from counterflow.errors import ConfigError
 
 from ..dtensors import is_dtensor
+from ..messages.values import Value
 from ..torch_private import buffers_of, keeps_statistics, never_compiled, same_memory
 from .counters import summed
-from .randomness import versions
+from .features import Feature, Run
+from .randomness import SampleRows, versions
 
 Contents = tuple[Tensor | None, ...]
 """Of buffers, at some time."""
@@ -42,7 +44,16 @@ def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return pytree.tree_map_only(Tensor, once, value)
 
 
-class InputGuard:
+def same_tensors(value: Any) -> Any:
+    """The same tensors, in trees that nobody changes: a layer may take things out of those it is given."""
+    return mapped(_itself, value)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class InputGuard(Feature):
     """Where something takes its input, which it may change in place.
 
     The first run is watched. For what changes nothing, nothing is done from then on.
@@ -50,6 +61,17 @@ class InputGuard:
 
     changes: bool | None = None
     """Whether the input is changed in place; None: not known yet."""
+
+    def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        """See ``Feature``."""
+        if self.changes is False:
+            return run(value, step, rows)
+        given = self.given(value)
+        same = same_tensors(given)
+        before = versions(same)
+        output = run(given, step, rows)
+        self.learn(same, before)
+        return output
 
     def given(self, value: Any) -> Any:
         """What to run on: autograd lets nobody change a leaf that needs a gradient."""
@@ -97,6 +119,30 @@ class First:
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What is compared."""
         return [_copy(tensor) if self.whole else _norm(tensor) for tensor in tensors]
+
+
+class FirstRuns:
+    """Which runs of something are compared with those of their backwards: one a step, whole the first time.
+
+    On a GPU, where comparing waits for the device, in fewer and fewer steps.
+
+    Args:
+        device: where it runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._waits = device.type != "cpu"
+        self._last: int | None = None
+
+    def of(self, tensors: Sequence[Tensor], step: int) -> First | None:
+        """What is compared of a run that gave some tensors; None: nothing is."""
+        last = self._last
+        if last == step:
+            return None
+        self._last = step
+        if last is not None and self._waits and step & (step - 1):
+            return None
+        return First(tensors, whole=last is None)
 
 
 def _copy(tensor: Tensor) -> Tensor:

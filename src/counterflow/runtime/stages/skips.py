@@ -12,7 +12,7 @@ and one that is not there when it is loaded, are refused.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,8 +23,11 @@ from torch.utils import _pytree as pytree
 from counterflow.errors import ConfigError
 from counterflow.schedule.workload import SkipLink
 
+from ..messages.values import Value
 from ..torch_private import in_backward
-from .randomness import versions
+from .features import Feature, Run
+from .named_layer import NamedLayer, place_of
+from .randomness import SampleRows, versions
 
 _NOTHING = object()
 
@@ -305,41 +308,37 @@ def _skips_in(layer: nn.Module) -> list[Skip]:
 # -- running
 
 
-class SkipRunner:
+class SkipRunner(Feature):
     """Runs a stage's layers with what they save and load.
 
     Args:
         plan: the stage's skips.
-        layers: its layers as they are on this worker, by their number in the model.
+        layers: its layers as they are on this worker.
     """
 
-    def __init__(self, plan: StageSkips, layers: Mapping[int, nn.Module]) -> None:
-        self.plan = plan
+    def __init__(self, plan: StageSkips, layers: Sequence[NamedLayer]) -> None:
         self._gives = bool(plan.gives or plan.next)
         self._of_layer: dict[int, tuple[LayerSkips, dict[int, Skip], list[Skip], set[int]]] = {}
         needed = plan.handed_on
-        for (index, layer), its in reversed(list(zip(layers.items(), plan.layers, strict=True))):
-            skips = _skips_in(layer)
+        for layer, its in reversed(list(zip(layers, plan.layers, strict=True))):
+            skips = _skips_in(layer.module)
             numbered = {n: s for n, s in zip(its.inner, skips, strict=True) if n is not None}
-            self._of_layer[index] = its, numbered, skips, set(needed)
+            self._of_layer[layer.index] = its, numbered, skips, set(needed)
             needed |= set(its.loads)
 
-    def entered(self, value: Any) -> Carried:
-        """A stage's input as its first layer takes it."""
-        return value if type(value) is Carried else Carried(value, {})
+    def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        """See ``Feature``."""
+        found = run(value if type(value) is Carried else Carried(value, {}), step, rows)
+        return found if self._gives else found.value
 
-    def left(self, given: Carried) -> Any:
-        """What the last layer gave as the stage's output."""
-        return given if self._gives else given.value
-
-    def run(self, index: int, module: Any, given: Carried) -> Carried:
-        """A layer's output with all that later ones need.
+    def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        """See ``Feature``: the layer is given what it loads, and its output has all that later ones need.
 
         Raises:
             ConfigError: it does not save what it has to, or changes in place what others saved.
         """
-        its, numbered, skips, needed = self._of_layer[index]
-        value, held = given
+        its, numbered, skips, needed = self._of_layer[layer.index]
+        value, held = value
         before = versions(held)
         for skip in skips:
             skip._empty()  # noqa: SLF001 - what a plain run left
@@ -347,16 +346,16 @@ class SkipRunner:
         try:
             for number in its.loads:
                 numbered[number]._put(held[number])  # noqa: SLF001
-            output = module(value)
-            made = {number: self._made(index, numbered[number]) for number in its.saves}
+            output = run(value, step, rows)
+            made = {number: self._made(layer.index, numbered[number]) for number in its.saves}
         finally:
             for skip in skips:
                 skip._empty()  # noqa: SLF001
                 skip._runs = False  # noqa: SLF001
         if versions(held) != before:
             raise ConfigError(
-                f"layer {index} ({type(module).__name__}) changes in place what was saved in a skip before; "
-                "save a copy, or let the layer make a new tensor"
+                f"{place_of(layer)} changes in place what was saved in a skip before; save a copy, or let "
+                "the layer make a new tensor"
             )
         return Carried(output, {n: v for n, v in (held | made).items() if n in needed})
 

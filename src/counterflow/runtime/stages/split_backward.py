@@ -16,7 +16,8 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -26,11 +27,14 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from counterflow.errors import ConfigError
 
 from ..graphs import pointers
+from ..messages.values import Value
 from ..torch_private import run_backward
+from .features import Feature, Run
 from .graph_split import Division, Shape, Walked, below, divided, is_seam, saved_in, slots, variable, walked
 from .hooks_once import Half, HooksOnce
-from .randomness import versions
-from .recomputation import Packed, Replay, mapped
+from .named_layer import NamedLayer
+from .randomness import SampleRows, versions
+from .recomputation import Packed, Replay, mapped, same_tensors
 
 NODES_A_PIECE = 24
 """Nodes that a piece of a graph has at least: to enter autograd costs as much as to look at so many."""
@@ -63,7 +67,7 @@ class Joints:
         if self.splitting.joined is None:
             edges: list[GradientEdge] = []
             mapped(lambda tensor: _noted(tensor, edges), value)
-            same = mapped(_itself, value)  # the layer may change what its tensors are in
+            same = same_tensors(value)
             self._seen[layer] = same, versions(same), tuple(edges)
             return value
         if layer not in self.splitting.joined:
@@ -113,18 +117,24 @@ class Joints:
         return [leaf for joint in self.found for leaf in joint.leaves]
 
 
-class Splitting:
-    """What is known of the graphs of one stage.
+class Splitting(Feature):
+    """What is known of the graphs of one stage, and where they are joined as its layers run.
 
     Args:
         stage: its number.
         constant: its parameters and buffers.
         direct: whether autograd's engine is called without autograd's checks (on the CPU, where a graph runs
             in the thread that calls).
+        first: the number of its first layer, before which nothing is joined.
     """
 
-    def __init__(self, stage: int, constant: Callable[[], Sequence[Tensor]], *, direct: bool) -> None:
+    def __init__(
+        self, stage: int, constant: Callable[[], Sequence[Tensor]], *, direct: bool, first: int = 0
+    ) -> None:
         self.stage = stage
+        self._first = first
+        self._at_hand: Joints | None = None
+        """In a forward whose backward is split: where its graph is joined."""
         self.direct = direct
         self.joined: frozenset[int] | None = None
         """The layers before which graphs are joined; None: not known yet."""
@@ -133,6 +143,26 @@ class Splitting:
         """Whether any weights' gradients ever waited; None: there was no backward yet."""
         self._constant = constant
         self._divisions: dict[Shape, Division] = {}
+
+    @contextmanager
+    def joining(self) -> Iterator[Joints]:
+        """Around a forward: notes where its graph is joined."""
+        self._at_hand = joints = Joints(self)
+        try:
+            yield joints
+        finally:
+            self._at_hand = None
+
+    def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        """See ``Feature``."""
+        if self._at_hand is not None and layer.index != self._first:
+            value = self._at_hand.before(layer.index, value)
+        return run(value, step, rows)
+
+    def note(self, replay: Replay) -> None:
+        """Of a layer in the forward at hand that is computed again."""
+        if self._at_hand is not None:
+            self._at_hand.replays.append(replay)
 
     def division(
         self, graph: Walked, inputs: Sequence[Tensor], leaves: Callable[[], Sequence[Tensor]]
@@ -414,8 +444,4 @@ def _gone(_: None) -> Tensor:
 def _noted(tensor: Tensor, edges: list[GradientEdge]) -> Tensor:
     if tensor.requires_grad:
         edges.append(get_gradient_edge(tensor))
-    return tensor
-
-
-def _itself(tensor: Tensor) -> Tensor:
     return tensor

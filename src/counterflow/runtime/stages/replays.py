@@ -1,0 +1,89 @@
+"""Layers of which the input alone is kept: they are computed again when a backward asks for what they saved.
+
+Invariant: a layer runs again in the same precision, with the random numbers and buffers of its first run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..messages.values import Value
+from .features import Feature, Run
+from .named_layer import NamedLayer, place_of
+from .randomness import SampleRows, versions
+from .recomputation import Buffers, FirstRuns, Hold, InputGuard, Replay, same_tensors, tensors_of
+
+
+class LayerReplays(Feature):
+    """Those of one stage's layers.
+
+    Args:
+        layers: of the stage.
+        device: where they run.
+        computing: makes what stands around layers that run.
+        note: told of each replay as its layer runs for the first time.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[NamedLayer],
+        device: torch.device,
+        computing: Callable[[], AbstractContextManager[Any]],
+        note: Callable[[Replay], None],
+    ) -> None:
+        self.hold: Hold | None = None
+        """In a forward: notes what is kept to compute layers again."""
+        self.recount: Callable[[], Hold] | None = None
+        """In a backward: forgets what the layer recomputed last kept, and gives what notes the next one's."""
+        self._computing, self._note = computing, note
+        self._of = {
+            layer.index: (InputGuard(), Buffers([layer.module]), FirstRuns(device)) for layer in layers
+        }
+        self._watched: list[tuple[InputGuard, Value, list[int], Replay]] = []
+
+    def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        """See ``Feature``."""
+        self._watched.clear()
+        value = run(value, step, rows)
+        for guard, given, before, replay in self._watched:
+            guard.learn(given, before)
+            if not guard.changes:
+                replay.keep(given, changes=False)
+        self._watched.clear()
+        return value
+
+    def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        """See ``Feature``."""
+        if not torch.is_grad_enabled():
+            return run(value, step, rows)
+        guard, buffers, first_runs = self._of[layer.index]
+        then = buffers.now()
+
+        def again(value: Value) -> Value:
+            with self._computing(), buffers.as_then(then):
+                return run(value, step, rows)
+
+        replay = Replay(place_of(layer), again, lambda: None if self.recount is None else self.recount())
+        self._note(replay)
+        same = same_tensors(value)
+        if guard.changes is None:
+            self._watched.append((guard, same, versions(same), replay))
+        hold = None if self.hold is None else partial(_hold_all, self.hold, same)
+        replay.keep(guard.kept(same), changes=guard.changes is not False, hold=hold)
+        with replay.watch():
+            value = run(value, step, rows)
+        replay.first = first_runs.of(tensors_of(value), step)
+        return value
+
+
+def _hold_all(hold: Hold, value: Value) -> None:
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            hold(leaf)
