@@ -115,76 +115,40 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = whole_call(func, kwargs or {})
-        rule = _MEANS.get(func)
-        if rule is not None:
-            return self._mean(func, rule, args, kwargs)
+        if func in _DIVISORS:
+            return self._mean(func, args, kwargs)
         if len(args) == 2 and not kwargs and getattr(func, "__name__", "") in _SCALING:
             return _scaled(func, args)
         return func(*args, **kwargs)
 
-    def _mean(self, func: Any, rule: _Rule, args: Any, kwargs: Any) -> Any:
-        plain = rule.plain if len(args) == 2 and kwargs.get("reduction", "mean") == "mean" else None
-        if plain is not None and all(kwargs.get(name) is None for name in _OTHERWISE):
-            elements = plain(*args)
-            return self._over_elements(
-                func, elements, args, kwargs if elements else {**kwargs, "reduction": "sum"}
-            )
-        given = rule.signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        its = given.arguments
-        if its["reduction"] not in rule.means or any(its.get(name) is not None for name in _OLD):
+    def _mean(self, func: Any, args: Any, kwargs: Any) -> Any:
+        its = {**dict(zip(_ARGUMENTS[func], args, strict=False)), **kwargs}
+        reduction = its.get("reduction", "mean")
+        by_batch = reduction == "batchmean" and func is functional.kl_div
+        if not (reduction == "mean" or by_batch) or any(its.get(name) is not None for name in _OLD):
             return func(*args, **kwargs)
-        weight = rule.divisor(its)
-        if weight is None:
-            return func(*args, **kwargs)
-        if isinstance(weight, int):
-            if not weight:
-                its["reduction"] = "sum"
-            return self._over_elements(func, weight, given.args, given.kwargs)
-        if weight.requires_grad:  # it is no part of a sum's gradient
+        weight, total = _DIVISORS[func](its), None
+        if isinstance(weight, int):  # of no elements their sum, 0, for their mean would not be finite
+            mean = whole(func(*args, **kwargs) if weight else func(**{**its, "reduction": "sum"}))
+        elif weight.requires_grad:  # it is no part of a sum's gradient
             self.weights.append(weight.detach())
             return func(*args, **kwargs)
-        its["reduction"] = "sum"
-        total, weight = whole(func(*given.args, **given.kwargs)), whole(weight)
-        mean = total / weight.to(total.dtype)
+        else:
+            total, weight = whole(func(**{**its, "reduction": "sum"})), whole(weight)
+            mean = total / weight.to(total.dtype)
         setattr(mean, _NAME, _Counted(total, weight))
         self.weights.append(weight)
-        return mean
-
-    def _over_elements(self, func: Any, elements: int, args: Any, kwargs: Any) -> Any:
-        """A mean over elements; of none of them their sum, 0, for the mean would not be finite."""
-        mean = whole(func(*args, **kwargs))
-        setattr(mean, _NAME, _Counted(None, elements))
-        self.weights.append(elements)
         return mean
 
 
 _OLD = "size_average", "reduce"
 """torch's older arguments for a reduction."""
-_OTHERWISE = (*_OLD, "weight")
-"""Arguments with which something else than elements may be counted."""
-
-
-class _Rule(NamedTuple):
-    """What one of torch's functions divides by.
-
-    Attributes:
-        signature: of the function.
-        divisor: of its arguments by name; None: that is not known.
-        plain: of its first two arguments, where it is the number of their elements; None: it is another.
-        means: the reductions that divide by it.
-    """
-
-    signature: inspect.Signature
-    divisor: Callable[[Mapping[str, Any]], Tensor | int | None]
-    plain: Callable[[Tensor, Tensor], int] | None = None
-    means: tuple[str, ...] = ("mean",)
 
 
 def _by_targets(its: Mapping[str, Any]) -> Tensor | int:
     """What counts of a cross entropy's targets; of targets that are shares of classes each."""
     target: Tensor = its["target"]
-    classes, ignored = its["weight"], its["ignore_index"]
+    classes, ignored = its.get("weight"), its.get("ignore_index")
     if target.is_floating_point():
         return target.numel() // target.shape[min(1, target.dim() - 1)]
     counts = target != (-100 if ignored is None else ignored)
@@ -196,18 +160,15 @@ def _by_targets(its: Mapping[str, Any]) -> Tensor | int:
 
 def _by_weights(its: Mapping[str, Any]) -> Tensor | int:
     """The weights' sum, of an error that is divided by it."""
-    weight = its["weight"]
+    weight = its.get("weight")
     return weight.double().sum() if isinstance(weight, Tensor) else _by_elements(its)
 
 
 def _by_elements(its: Mapping[str, Any]) -> int:
-    return _elements(its["input"], its["target"])
-
-
-def _elements(input: Tensor, target: Tensor) -> int:  # noqa: A002 - torch's name
-    if input.shape == target.shape:
-        return input.numel()
-    return math.prod(torch.broadcast_shapes(input.shape, target.shape))
+    first, target = its["input"], its["target"]
+    if first.shape == target.shape:
+        return first.numel()  # type: ignore[no-any-return]
+    return math.prod(torch.broadcast_shapes(first.shape, target.shape))
 
 
 def _by_rows(its: Mapping[str, Any]) -> int:
@@ -221,7 +182,7 @@ def _by_pairs(its: Mapping[str, Any]) -> int:
 
 
 def _by_divergence(its: Mapping[str, Any]) -> int:
-    return its["input"].shape[0] if its["reduction"] == "batchmean" else _by_elements(its)
+    return its["input"].shape[0] if its.get("reduction") == "batchmean" else _by_elements(its)
 
 
 def _scaled(func: Any, args: Any) -> Any:
@@ -235,37 +196,40 @@ def _scaled(func: Any, args: Any) -> Any:
     return result
 
 
-def _of(*functions: Any, **rule: Any) -> dict[Any, _Rule]:
-    return {function: _Rule(inspect.signature(function), **rule) for function in functions}
-
-
-_MEANS = {
-    **_of(
-        functional.cross_entropy, functional.nll_loss, functional.linear_cross_entropy, divisor=_by_targets
+_DIVISORS: dict[Any, Callable[[Mapping[str, Any]], Tensor | int]] = {
+    **dict.fromkeys(
+        (functional.cross_entropy, functional.nll_loss, functional.linear_cross_entropy), _by_targets
     ),
-    **_of(functional.mse_loss, functional.l1_loss, divisor=_by_weights, plain=_elements),
-    **_of(
-        functional.smooth_l1_loss,
-        functional.huber_loss,
-        functional.binary_cross_entropy,
-        functional.binary_cross_entropy_with_logits,
-        functional.poisson_nll_loss,
-        functional.soft_margin_loss,
-        functional.hinge_embedding_loss,
-        functional.gaussian_nll_loss,
-        divisor=_by_elements,
-        plain=_elements,
+    **dict.fromkeys((functional.mse_loss, functional.l1_loss), _by_weights),
+    **dict.fromkeys(
+        (
+            functional.smooth_l1_loss,
+            functional.huber_loss,
+            functional.binary_cross_entropy,
+            functional.binary_cross_entropy_with_logits,
+            functional.poisson_nll_loss,
+            functional.soft_margin_loss,
+            functional.hinge_embedding_loss,
+            functional.gaussian_nll_loss,
+        ),
+        _by_elements,
     ),
-    **_of(functional.kl_div, divisor=_by_divergence, plain=_elements, means=("mean", "batchmean")),
-    **_of(functional.margin_ranking_loss, divisor=_by_pairs),
-    **_of(functional.cosine_embedding_loss, divisor=lambda its: its["target"].numel()),
-    **_of(
-        functional.multilabel_margin_loss,
-        functional.multi_margin_loss,
-        functional.multilabel_soft_margin_loss,
-        divisor=_by_rows,
+    functional.kl_div: _by_divergence,
+    functional.margin_ranking_loss: _by_pairs,
+    functional.cosine_embedding_loss: lambda its: its["target"].numel(),
+    **dict.fromkeys(
+        (
+            functional.multilabel_margin_loss,
+            functional.multi_margin_loss,
+            functional.multilabel_soft_margin_loss,
+        ),
+        _by_rows,
     ),
 }
+"""What each of torch's functions divides by, of its arguments by name."""
+
+_ARGUMENTS = {function: tuple(inspect.signature(function).parameters) for function in _DIVISORS}
+"""Their arguments' names, in order."""
 
 UNWATCHED = Means(None)
 """Of stages that give no loss, and of schemes that update before all that counts is known."""
