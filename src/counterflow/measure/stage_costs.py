@@ -271,6 +271,9 @@ def _measured(
                 return [read_loss(pipeline.loss_function(output, target))[0]]
         return [t for t in take_apart(output, "a stage")[1] if t.requires_grad]
 
+    def outputs_of() -> list[Tensor]:
+        return loss(run(value))
+
     pipeline.weights.attach()
     run = _run_of(pipeline, copy, rows, copy.splitting)
     contexts = ExitStack()
@@ -278,30 +281,22 @@ def _measured(
     try:
         cast_to: list[Tensor] = []
         if not copy.precision.plain:
-            cast_to = _in_both([*constant, *given], lambda: loss(run(value)))
+            cast_to = _in_both([*constant, *given], outputs_of)
             constant += cast_to
         forward, backward = [], []
         for _ in range(repeats + 1):
             start = _now(pipeline)
-            outputs = loss(run(value))
+            outputs = outputs_of()
             middle = _now(pipeline)
             if outputs:
-                with copy.precision.backward() or nullcontext():
+                with copy.precision.backward():
                     torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
             end = _now(pipeline)
             forward.append(middle - start)
             backward.append(end - middle)
-        saved, beyond_input = (
-            _saved(known, lambda: loss(run(value))) for known in (constant, [*constant, *given])
-        )
-        halves, kept = _split(pipeline, copy, given, lambda: loss(run(value)), repeats)
-        workspace = measure_workspace(
-            copy,
-            pipeline.device,
-            given,
-            lambda: loss(run(value)),
-            lambda: copy.precision.backward() or nullcontext(),
-        )
+        saved, beyond_input = (_saved(known, outputs_of) for known in (constant, [*constant, *given]))
+        halves, kept = _split(pipeline, copy, given, outputs_of, repeats)
+        workspace = measure_workspace(copy, pipeline.device, given, outputs_of, copy.precision.backward)
         each = _ByLayer(constant)
         output = _run_of(pipeline, copy, rows, each)(value)
         layer_inputs = each.inputs.current

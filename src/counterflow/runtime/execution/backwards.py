@@ -72,12 +72,8 @@ class Backwards:
                 split = SplitBackward(copy.splitting, stash.inputs, stash.joints)
         else:
             edges, known = _with_gradients(edges, gradients)
-        around = self._around_backward(copy)
-        if around is None:
+        with self._around_backward(copy):
             self._differentiate(op, edges, known, split)
-        else:
-            with around:
-                self._differentiate(op, edges, known, split)
         self._clock.end(op, self._way.period_offset, begin)
         self._transport.computed()
         if task.stage > 0:
@@ -102,12 +98,8 @@ class Backwards:
         begin = self._clock.begin()
         if copy.versions is not None:
             copy.versions.use(op.version + self._way.period_offset)
-        around = self._around_backward(copy)
-        if around is None:
+        with self._around_backward(copy):
             waiting.split.weight_gradients()
-        else:
-            with around:
-                waiting.split.weight_gradients()
         self._clock.end(op, self._way.period_offset, begin)
         self._transport.computed()
         if waiting.held:
@@ -201,19 +193,16 @@ class Backwards:
         there = [(t, g) for t, g in pairs if t.requires_grad and g is not None]
         return [t for t, _ in there], [g for _, g in there]
 
-    def _around_backward(self, copy: StageCopy) -> AbstractContextManager[Any] | None:
-        """What a backward runs in, if there is anything."""
-        drawing, casting = copy.streams.backward(), copy.precision.backward()
-        saved = self._saved if self._way.counting else None
-        counts = saved is not None and copy.replays is not None
-        if casting is None and not counts:
-            return drawing
+    def _around_backward(self, copy: StageCopy) -> AbstractContextManager[Any]:
+        """What a backward runs in."""
+        replays, saved = copy.replays, self._saved if self._way.counting else None
+        if copy.precision.plain and (replays is None or saved is None):
+            return copy.streams.backward()
         context = ExitStack()
-        if saved is not None and copy.replays is not None:
-            self._recount(context, copy.replays, saved)
-        for other in (drawing, casting):
-            if other is not None:
-                context.enter_context(other)
+        if replays is not None and saved is not None:
+            self._recount(context, replays, saved)
+        context.enter_context(copy.streams.backward())
+        context.enter_context(copy.precision.backward())
         return context
 
     def _recount(self, context: ExitStack, replays: LayerReplays, saved: SavedBytes) -> None:

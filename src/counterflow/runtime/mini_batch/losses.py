@@ -28,7 +28,6 @@ from counterflow.loss_sum import LossSum
 from .. import later
 from ..dtensors import is_dtensor, whole
 from ..messages.values import Unit
-from ..torch_private import is_loss
 from .told import NOTHING, Counts, Part, Weighed
 
 LossFunction = Callable[[Any, Any], Any]
@@ -160,20 +159,6 @@ def elements_in(output: Any) -> int:
     if isinstance(output, Tensor):
         return max(1, output.numel())
     return max(1, sum(leaf.numel() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)))
-
-
-def refuse_no_mean(function: object) -> None:
-    """Refuse one of torch's losses that gives a sum over samples, or a loss for each.
-
-    Raises:
-        ConfigError: it is one.
-    """
-    if is_loss(function) and function.reduction not in ("mean", "batchmean"):
-        raise ConfigError(
-            f"the loss function is a {type(function).__name__} with reduction={function.reduction!r}, "
-            "and each micro-batch gives the mean over its samples; take reduction='mean', or a function that "
-            "returns a cf.LossSum"
-        )
 
 
 def refuse_other_counts(parts: Sequence[Weighed]) -> None:

@@ -14,7 +14,6 @@ from torch import nn
 
 from counterflow.errors import ConfigError
 
-from ..mini_batch.losses import refuse_no_mean
 from ..torch_private import hooks_of, is_loss
 from .ownership import attach
 from .randomness import RandomStreams
@@ -64,7 +63,12 @@ def loss_layer(loss_function: object) -> NamedLayer | None:
     Raises:
         ConfigError: it is one of torch's that gives no mean.
     """
-    refuse_no_mean(loss_function)
+    if is_loss(loss_function) and loss_function.reduction not in ("mean", "batchmean"):
+        raise ConfigError(
+            f"the loss function is a {type(loss_function).__name__} with "
+            f"reduction={loss_function.reduction!r}, and each micro-batch gives the mean over its samples; "
+            "take reduction='mean', or a function that returns a cf.LossSum"
+        )
     if not isinstance(loss_function, nn.Module):
         return None
     given = {

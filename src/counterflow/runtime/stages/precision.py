@@ -46,9 +46,9 @@ class Precision(Feature):
         """Around layers that run, the first time or again."""
         return _NOTHING
 
-    def backward(self) -> AbstractContextManager[Any] | None:
+    def backward(self) -> AbstractContextManager[Any]:
         """Around a backward, in which a checkpoint of the user's may run a layer again."""
-        return None
+        return _NOTHING
 
     def step(self) -> AbstractContextManager[Any]:
         """Around a list of actions: what was cast is kept until its end."""

@@ -164,9 +164,9 @@ class RandomStreams(Feature):
             output = run()
             return output if self.drew_nothing(before) else None
 
-    def backward(self) -> AbstractContextManager[Any] | None:
-        """Around a backward, in which the user's own checkpoints may draw again, if anything has to be."""
-        return self.turn() if self.shared else None
+    def backward(self) -> AbstractContextManager[Any]:
+        """Around a backward, in which the user's own checkpoints may draw again."""
+        return self.turn() if self.shared else _NOTHING
 
     def states(self) -> list[Tensor]:
         """Where the generators are by now."""
