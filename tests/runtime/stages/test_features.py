@@ -1,0 +1,142 @@
+"""A stage's runs are composed of its features: in their order, and of none that it has not."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from counterflow.runtime.messages.values import Keyworded
+from counterflow.runtime.stages.features import Feature, Run, composed
+from counterflow.runtime.stages.named_layer import NamedLayer
+from counterflow.runtime.stages.precision import Autocast
+from counterflow.runtime.stages.randomness import RandomStreams, SampleRows
+from counterflow.runtime.stages.recomputation import InputGuard
+from counterflow.runtime.stages.replays import LayerReplays
+from counterflow.runtime.stages.stage import StageCopy
+from counterflow.schedule.modes import Recompute
+
+ROWS = SampleRows(0, 2, 0, 2)
+
+
+class Both(Feature):
+    """Notes when it begins and ends."""
+
+    def __init__(self, name: str, noted: list[str]) -> None:
+        self.name, self.noted = name, noted
+
+    def around_stage(self, run: Run, value: Any, step: int, rows: SampleRows) -> Any:
+        return self._around(f"{self.name} of the stage", run, value, step, rows)
+
+    def around_layer(self, layer: NamedLayer, run: Run, value: Any, step: int, rows: SampleRows) -> Any:
+        return self._around(f"{self.name} of layer {layer.index}", run, value, step, rows)
+
+    def _around(self, place: str, run: Run, value: Any, step: int, rows: SampleRows) -> Any:
+        assert (step, rows) == (3, ROWS)
+        self.noted.append(place)
+        found = run(value, step, rows)
+        self.noted.append(f"end of {place}")
+        return found
+
+
+class OfLayers(Feature):
+    """Is around layers alone."""
+
+    def around_layer(self, _: NamedLayer, run: Run, value: Any, step: int, rows: SampleRows) -> Any:
+        return run(value + 1, step, rows)
+
+
+def layers(*modules: nn.Module, first: int = 4) -> list[NamedLayer]:
+    return [NamedLayer(index, {}, module) for index, module in enumerate(modules, first)]
+
+
+class Doubles(nn.Module):
+    def forward(self, x: float) -> float:
+        return 2 * x
+
+
+def test_the_first_feature_is_the_outermost() -> None:
+    noted: list[str] = []
+    run = composed(layers(Doubles()), [Both("a", noted), Both("b", noted)])
+    assert run(1, 3, ROWS) == 2
+    begins = ["a of the stage", "b of the stage", "a of layer 4", "b of layer 4"]
+    assert noted == [*begins, *(f"end of {place}" for place in reversed(begins))]
+
+
+def test_layers_follow_each_other_and_a_feature_is_around_each() -> None:
+    assert composed(layers(Doubles(), Doubles()), [OfLayers()])(1, 3, ROWS) == 10
+    assert composed(layers(Doubles(), Doubles()), [])(1, 3, ROWS) == 4
+
+
+def test_a_feature_is_in_no_run_that_it_is_not_around() -> None:
+    run = composed(layers(Doubles()), [OfLayers()])
+    assert not isinstance(run, partial)  # nothing is around the stage
+
+
+def test_the_first_layer_takes_keyword_arguments() -> None:
+    class Adds(nn.Module):
+        def forward(self, x: float, *, more: float) -> float:
+            return x + more
+
+    assert composed(layers(Adds(), Doubles()), [])(Keyworded(1.0, {"more": 2.0}), 3, ROWS) == 6.0
+    assert composed(layers(Adds()), [])(Keyworded(None, {"x": 1.0, "more": 3.0}), 3, ROWS) == 4.0
+
+
+def stage(recompute: Recompute = Recompute.NONE, **options: Any) -> StageCopy:
+    streams = RandomStreams(0, torch.device("cpu"))
+    return StageCopy(1, layers(nn.Linear(2, 2), nn.Dropout(0.5)), streams, recompute, **options)
+
+
+def features_of(run: Any) -> list[type]:
+    """Those around a stage, the outermost first."""
+    found = []
+    while isinstance(run, partial):
+        found.append(type(run.func.__self__))  # type: ignore[attr-defined]
+        (run,) = run.args
+    return found
+
+
+@pytest.mark.parametrize(
+    ("recompute", "expected"),
+    [(Recompute.NONE, [InputGuard]), (Recompute.LAYER, [InputGuard, LayerReplays])],
+)
+def test_a_stage_has_what_it_needs(recompute: Recompute, expected: list[type]) -> None:
+    copy = stage(recompute)
+    assert features_of(copy.forward) == expected
+    with copy.evaluating():
+        assert features_of(copy.forward) == []
+        assert not copy.layers[1].module.training
+    assert features_of(copy.forward) == expected
+
+
+def test_what_is_composed_is_there_once_and_goes_when_it_is_over() -> None:
+    copy = stage()
+    before = len(copy.features)
+    copy.note_checked()
+    assert len(copy.features) == before - 1  # what layers hand on is known
+    copy.split()
+    assert [kind.__name__ for kind in features_of(copy.forward)] == ["InputGuard", "HooksOnce"]
+    assert len(copy.features) == before - 1
+
+
+def test_precision_is_a_feature_where_it_is_not_plain() -> None:
+    def low(copy: StageCopy) -> Autocast:
+        return Autocast(torch.device("cpu"), torch.bfloat16, copy.parameters(), keeps=True)
+
+    assert not any(isinstance(feature, Autocast) for feature in stage().features)
+    assert any(isinstance(feature, Autocast) for feature in stage(precision=low).features)
+
+
+def test_a_stage_draws_by_step_and_rows_and_not_when_it_evaluates() -> None:
+    copy, x = stage(), torch.ones(2, 2)
+    first, again = (copy.forward(x, 3, ROWS) for _ in range(2))
+    assert torch.equal(first, again)
+    others = [copy.forward(x, step, SampleRows(batch, 2, 0, 2)) for step, batch in ((4, 0), (3, 1), (5, 2))]
+    assert any(not torch.equal(first, other) for other in others)
+    with copy.evaluating():
+        state = torch.get_rng_state()
+        assert torch.equal(copy.forward(x, 3, ROWS), copy.layers[0].module(x))
+        assert torch.equal(torch.get_rng_state(), state)
