@@ -36,11 +36,6 @@ class SampleRows(NamedTuple):
     start: int
     stop: int
 
-    @property
-    def whole(self) -> bool:
-        """Whether it is the whole micro-batch."""
-        return self.stop - self.start == self.samples
-
 
 _NOTHING = nullcontext()
 

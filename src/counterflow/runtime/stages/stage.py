@@ -111,9 +111,9 @@ class StageCopy:
         precision = None if self.precision.plain else self.precision
         hooks = self.splitting.hooks if self._splits and not self._compiled else None
         splitting = self.splitting if self._splits else None
-        known = None if self.checked else _KNOWN
+        mappings = None if self.checked else _MAPPINGS
         inner = [self.module, precision, self.means]
-        self.features = _there(known, *inner, self.streams, self._skip_runner)
+        self.features = _there(mappings, *inner, self.streams, self._skip_runner)
         """What its layers compute the same with in every run of a step."""
         self._plainly = composed(self.layers, _there(*inner, self._skip_runner))
         outer = _there(self.entry, hooks, splitting, self.replays)
@@ -223,7 +223,7 @@ class StageCopy:
         return found[0]
 
 
-class _Known(Feature):
+class _Mappings(Feature):
     """Lets trees look into the mappings that layers hand on: until all that there are were seen."""
 
     def around_layer(self, _: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
@@ -233,7 +233,7 @@ class _Known(Feature):
         return output
 
 
-_KNOWN = _Known()
+_MAPPINGS = _Mappings()
 
 
 def _there(*features: Feature | None) -> list[Feature]:
