@@ -30,8 +30,8 @@ an op may make the next one decides how good the result is, so it is drawn by ch
 (``wander.py``), again and again, and the best results are squeezed on.
 
 **Search** (``search/``): any size, no proof. List scheduling makes orders by rules of a few numbers
-(``build`` in ``compiled.py``); the best of these and of the orders known are annealed by moving ops within
-a worker's word (``moves.py``), each new order played by a compiled loop (``play`` in ``compiled.py``). It
+(``building.py``); the best of these and of the orders known are annealed by moving ops within
+a worker's word (``moves.py``), each new order played by a compiled loop (``kernel.py``). It
 may change any op, so it mends what blocks have no say in, warm-up and drain above all, which weigh most
 where micro-batches are few.
 

@@ -167,7 +167,7 @@ class _Run:
         from .blocks.candidates import candidates  # noqa: PLC0415  (compiled loops take a while)
 
         turns = None if moves is None else 1 + moves // _MOVES_TURN
-        starts = [words for _, words in sorted(self._known, key=lambda one: one[0])[:_SQUEEZED]]
+        starts = self._best_known()[:_SQUEEZED]
         next_look, waiting = 0.0, None
         try:
             goal = self._bound.seconds
@@ -189,31 +189,21 @@ class _Run:
                 self._take(waiting, "repeating blocks")
 
     def _search(self, seconds: float, moves: int | None, seed: int) -> None:
-        from .search.improve import Stopped, improve  # noqa: PLC0415  (compiled loops take a while)
+        from .search.improve import improve  # noqa: PLC0415  (compiled loops take a while)
 
-        left = seconds * (_SEARCHED if self._provable else 1.0)
-        told: list[str] = []
+        for how, words in improve(
+            self._problem,
+            self._best_known(),
+            seconds=seconds * (_SEARCHED if self._provable else 1.0),
+            moves=moves,
+            seed=seed,
+            goal=self._bound.seconds,
+        ):
+            self._take(words, how)
 
-        def report(value: float, how: str) -> None:
-            told[:] = [how]
-            self._tell(min(value, self._value), how)
-
-        try:
-            words = improve(
-                self._problem,
-                [words for _, words in sorted(self._known, key=lambda one: one[0])],
-                seconds=left,
-                moves=moves,
-                seed=seed,
-                goal=self._bound.seconds,
-                report=report,
-            )
-        except Stopped as stopped:
-            if stopped.words is not None:
-                self._take(stopped.words, *told)
-            raise
-        if words is not None:
-            self._take(words, *told)
+    def _best_known(self) -> list[Words]:
+        """All orders that were looked at, the best first."""
+        return [words for _, words in sorted(self._known, key=lambda one: one[0])]
 
     @property
     def _provable(self) -> bool:
@@ -284,7 +274,7 @@ def _compile() -> None:
     for objective in Objective:
         tiny = problem_of(plain(linear(2), 2, split=True), peak=2, objective=objective)
         words = list(candidates(tiny, [one_by_one(tiny)], seconds=0, turns=1, moves=1))
-        improve(tiny, words, moves=1)
+        list(improve(tiny, words, moves=1))
 
 
 def _left(until: float) -> float:

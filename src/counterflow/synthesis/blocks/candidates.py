@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from math import inf
 from time import monotonic
 
+from ..kernel import flat_of, words_of
 from ..problem import CLOSE, Problem, Words
-from ..search.compiled import flat_of, words_of
 from .modulo import Block, least_work, timed, unrolled
 from .pattern_moves import first_pattern, improved
 from .pattern_solver import Wanted, solved, solver_is_there

@@ -16,13 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..kernel import Floats, Ints, compiled, numbers_of
 from ..problem import CLOSE, Problem, Words
-from ..search.compiled import Floats, Ints, compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,80 +52,10 @@ class Block:
     pattern: Pattern
 
 
-class Ring(NamedTuple):
-    """What a block has to keep, as arrays.
-
-    Attributes:
-        worker: of each letter.
-        busy: of each letter, seconds for which an op keeps its worker.
-        first: letter l needs ``maker[first[l]:first[l + 1]]``.
-        maker: what is needed.
-        after: how long after its maker's start a need is there.
-        chain: of each letter, its place on the way through its pipe and back.
-        pipe: of each letter.
-        takes: by store and letter, the most that an op adds while it runs.
-        net: by store and letter, what it has added when it is over.
-        most: by store and worker.
-        where: worker w's letters stand at ``where[w]`` to ``where[w + 1]`` in an order.
-    """
-
-    worker: Ints
-    busy: Floats
-    first: Ints
-    maker: Ints
-    after: Floats
-    chain: Ints
-    pipe: Ints
-    takes: Floats
-    net: Floats
-    most: Floats
-    where: Ints
-
-
-def ring_of(problem: Problem) -> Ring:
-    """A problem's round, as arrays."""
-    letters = problem.letters
-    stages = problem.workload.placement.stages
-    goes_on = [x.seconds for x in letters]
-    rows: list[list[tuple[int, float]]] = []
-    for x in letters:
-        row = []
-        for need in x.needs:
-            arrives = letters[need.letter].seconds
-            if need.link is not None:
-                if problem.busy:
-                    arrives = goes_on[need.letter]
-                    goes_on[need.letter] += need.seconds
-                arrives += need.seconds
-            row.append((need.letter, arrives))
-        rows.append(row)
-    counts = [0] * problem.workers
-    for x in letters:
-        counts[x.worker] += 1
-    start, end = (
-        np.array(rows).reshape(-1, len(letters))
-        for rows in ([s.at_start for s in problem.stores], [s.at_end for s in problem.stores])
-    )
-    most = np.array([s.most for s in problem.stores]).reshape(-1, problem.workers)
-    return Ring(
-        worker=np.array([x.worker for x in letters]),
-        busy=np.array(goes_on),
-        first=np.array([0, *accumulate(len(row) for row in rows)]),
-        maker=np.array([m for row in rows for m, _ in row], dtype=np.int64),
-        after=np.array([a for row in rows for _, a in row], dtype=np.float64),
-        chain=np.array([x.stage if x.kind.whole else 2 * stages - x.stage for x in letters]),
-        pipe=np.array([x.pipe for x in letters]),
-        takes=start + np.maximum(end, 0.0),
-        net=start + end,
-        most=most * (1 + CLOSE),
-        where=np.array([0, *accumulate(counts)]),
-    )
-
-
 def least_work(problem: Problem) -> float:
     """The least period that any block has: what the busiest worker, or link, has to do in a round."""
-    ring = ring_of(problem)
-    loads = [float(ring.busy[ring.worker == w].sum()) for w in range(problem.workers)]
+    numbers = numbers_of(problem)
+    loads = [float(numbers.keeps[numbers.worker == w].sum()) for w in range(problem.workers)]
     if problem.lanes:
         carried = [0.0] * problem.links
         for letter in problem.letters:
@@ -139,16 +68,16 @@ def least_work(problem: Problem) -> float:
 
 def shortest_way(problem: Problem) -> float:
     """Seconds of a micro-batch from first to last that never waits for another."""
-    ring, ways = ring_of(problem), ways_of(len(problem.letters))
-    while _later(ring, 0.0, ways):
+    numbers, ways = numbers_of(problem), ways_of(len(problem.letters))
+    while _later(numbers, 0.0, ways):
         pass
-    return float((ways.start + ring.busy).max())
+    return float((ways.start + numbers.keeps).max())
 
 
 def timed(problem: Problem, pattern: Pattern) -> Block | None:
     """The block of least period that keeps a pattern, as early as it can be; None: it waits in a circle."""
     ways = ways_of(len(problem.letters))
-    period = least_period(ring_of(problem), cut_of(pattern), least_work(problem), np.inf, ways)
+    period = least_period(numbers_of(problem), cut_of(pattern), least_work(problem), np.inf, ways)
     if period == np.inf:
         return None
     starts = ways.start - ways.start.min()
@@ -167,27 +96,27 @@ def pattern_of(problem: Problem, starts: tuple[float, ...], period: float) -> Pa
 
 def held(problem: Problem, pattern: Pattern) -> tuple[tuple[float, ...], ...]:
     """By store and worker, the most that is held while a pattern repeats itself."""
-    ring, cut = ring_of(problem), cut_of(pattern)
+    numbers, cut = numbers_of(problem), cut_of(pattern)
     workers = range(problem.workers)
     return tuple(
-        tuple(float(_held(ring, cut, store, w)) for w in workers) for store in range(len(problem.stores))
+        tuple(float(_held(numbers, cut, store, w)) for w in workers) for store in range(len(problem.stores))
     )
 
 
 def faults(problem: Problem, starts: tuple[float, ...], period: float) -> Iterator[str]:
     """What keeps starts from being those of a block of this period within all limits."""
     letters = problem.letters
-    ring = ring_of(problem)
+    numbers = numbers_of(problem)
     close = CLOSE * period
     for n, letter in enumerate(letters):
-        for edge in range(ring.first[n], ring.first[n + 1]):
-            if starts[n] + close < starts[ring.maker[edge]] + ring.after[edge]:
-                yield f"{letter} starts before what it takes from {letters[ring.maker[edge]]} is there"
+        for edge in range(numbers.into[n], numbers.into[n + 1]):
+            if starts[n] + close < starts[numbers.maker[edge]] + numbers.after[edge]:
+                yield f"{letter} starts before what it takes from {letters[numbers.maker[edge]]} is there"
     pattern = pattern_of(problem, starts, period)
     for worker, row in enumerate(pattern.orders):
         for one, other in zip(row, (*row[1:], row[0]), strict=True):
             rounds = pattern.rounds[other] - pattern.rounds[one] - (other == row[0])
-            if starts[other] - rounds * period + close < starts[one] + ring.busy[one] and len(row) > 1:
+            if starts[other] - rounds * period + close < starts[one] + numbers.keeps[one] and len(row) > 1:
                 yield f"worker {worker}: {letters[other]} starts while {letters[one]} runs"
     for store, holds in zip(problem.stores, held(problem, pattern), strict=True):
         for worker, most in enumerate(holds):
@@ -255,13 +184,13 @@ def ways_of(letters: int) -> Ways:
 
 
 @compiled
-def least_period(ring: Any, cut: Any, floor: float, most: float, ways: Any) -> float:
+def least_period(numbers: Any, cut: Any, floor: float, most: float, ways: Any) -> float:
     """The least period of a pattern, ``floor`` or more; its earliest starts are in ``ways``.
 
     Infinite where it is more than ``most``.
     """
-    for worker in range(len(ring.where) - 1):
-        a, b = ring.where[worker], ring.where[worker + 1]
+    for worker in range(len(numbers.of) - 1):
+        a, b = numbers.of[worker], numbers.of[worker + 1]
         for at in range(a, b):
             one = cut.order[at]
             other = cut.order[at - 1] if at > a else cut.order[b - 1]
@@ -270,10 +199,10 @@ def least_period(ring: Any, cut: Any, floor: float, most: float, ways: Any) -> f
             ways.laps[one] = cut.rounds[one] - cut.rounds[other] - (1 if at == a else 0)
     period = floor
     for _ in range(200):
-        ratio = _paths(ring, period, ways)
+        ratio = _paths(numbers, period, ways)
         if ratio == 0.0:
             if period == floor:
-                _mark_path(ring, ways)
+                _mark_path(numbers, ways)
             return period
         if ratio > most or ratio <= period:
             return np.inf
@@ -282,12 +211,12 @@ def least_period(ring: Any, cut: Any, floor: float, most: float, ways: Any) -> f
 
 
 @compiled
-def _paths(ring: Any, period: float, ways: Any) -> float:
+def _paths(numbers: Any, period: float, ways: Any) -> float:
     """Earliest starts; 0, or the period at which the circle that was found just closes (inf: none)."""
     ways.start[:] = 0.0
     ways.before[:] = -1
     for sweep in range(2 * len(ways.start) + 4):
-        if not _later(ring, period, ways):
+        if not _later(numbers, period, ways):
             return 0.0
         if sweep >= 2:
             ratio = _circle(ways)
@@ -297,10 +226,10 @@ def _paths(ring: Any, period: float, ways: Any) -> float:
 
 
 @compiled
-def _later(ring: Any, period: float, ways: Any) -> bool:
+def _later(numbers: Any, period: float, ways: Any) -> bool:
     """Start letters later where they have to wait; whether one had to."""
     start, before, length, back = ways.start, ways.before, ways.length, ways.back
-    first, maker, after, busy = ring.first, ring.maker, ring.after, ring.busy
+    first, maker, after, busy = numbers.into, numbers.maker, numbers.after, numbers.keeps
     by_worker, laps = ways.by_worker, ways.laps
     changed = False
     close = 1e-10 * period
@@ -349,11 +278,11 @@ def _circle(ways: Any) -> float:
 
 
 @compiled
-def _mark_path(ring: Any, ways: Any) -> None:
+def _mark_path(numbers: Any, ways: Any) -> None:
     """Mark the letters of the longest path as critical."""
     last = 0
     for n in range(len(ways.start)):
-        if ways.start[n] + ring.busy[n] > ways.start[last] + ring.busy[last]:
+        if ways.start[n] + numbers.keeps[n] > ways.start[last] + numbers.keeps[last]:
             last = n
     _mark(ways, last)
 
@@ -371,25 +300,25 @@ def _mark(ways: Any, last: int) -> None:
 
 
 @compiled
-def _held(ring: Any, cut: Any, store: int, worker: int) -> float:
+def _held(numbers: Any, cut: Any, store: int, worker: int) -> float:
     """The most that a worker holds in between."""
-    a, b = ring.where[worker], ring.where[worker + 1]
+    a, b = numbers.of[worker], numbers.of[worker + 1]
     most = 0.0
     for i in range(a, b):
         n = cut.order[i]
-        now = ring.takes[store, n]
+        now = numbers.takes[store, n]
         for j in range(a, b):
             if j != i:
                 other = cut.order[j]
-                now += ring.net[store, other] * (cut.rounds[n] - cut.rounds[other] + (1 if j < i else 0))
+                now += numbers.net[store, other] * (cut.rounds[n] - cut.rounds[other] + (1 if j < i else 0))
         most = max(most, now)
     return most
 
 
 @compiled
-def has_room(ring: Any, cut: Any, worker: int) -> bool:
+def has_room(numbers: Any, cut: Any, worker: int) -> bool:
     """Whether a worker keeps its limits."""
     fits = True
-    for store in range(len(ring.most)):
-        fits = fits and _held(ring, cut, store, worker) <= ring.most[store, worker]
+    for store in range(len(numbers.most)):
+        fits = fits and _held(numbers, cut, store, worker) <= numbers.most[store, worker]
     return fits

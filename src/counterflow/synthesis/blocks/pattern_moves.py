@@ -13,21 +13,18 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..kernel import NEVER, Chance, Floats, Ints, Numbers, chance_of, compiled, numbers_of, random
 from ..problem import Problem
-from ..search.compiled import NEVER, Floats, Ints, compiled, random
 from .modulo import (
     Block,
     Cut,
     Pattern,
-    Ring,
     Ways,
     cut_of,
     has_room,
     least_period,
     least_work,
-    ring_of,
     shortest_way,
     timed,
     ways_of,
@@ -39,17 +36,17 @@ _STRETCHES = (*(1.02**i for i in range(40)), *(2.2 * 1.25**i for i in range(40))
 
 def first_pattern(problem: Problem) -> Pattern:
     """A pattern within all limits: letters as early as they can be, in the shortest period that allows it."""
-    ring = ring_of(problem)
-    sequence = np.lexsort((ring.pipe, ring.chain))
+    numbers = numbers_of(problem)
+    sequence = np.lexsort((numbers.pipe, numbers.chain))
     for stretch in _STRETCHES:
         period = least_work(problem) * stretch
         start = np.full(len(sequence), -1.0)
-        if _placed(ring, sequence, period, start):
-            pattern = _pattern_of(ring, start, period)
+        if _placed(numbers, sequence, period, start):
+            pattern = _pattern_of(numbers, start, period)
             cut = cut_of(pattern)
-            if all(has_room(ring, cut, w) for w in range(problem.workers)):
+            if all(has_room(numbers, cut, w) for w in range(problem.workers)):
                 return pattern
-    orders = tuple(tuple(int(n) for n in sequence if ring.worker[n] == w) for w in range(problem.workers))
+    orders = tuple(tuple(int(n) for n in sequence if numbers.worker[n] == w) for w in range(problem.workers))
     return Pattern(orders, (0,) * len(sequence))  # one micro-batch after the other
 
 
@@ -63,11 +60,13 @@ def improved(problem: Problem, block: Block, *, times: float, moves: int, seed: 
         moves: how many are tried.
         seed: of the random numbers.
     """
-    ring, ways = ring_of(problem), ways_of(len(problem.letters))
+    numbers, ways = numbers_of(problem), ways_of(len(problem.letters))
     x = _state_of(block, ways, seed)
-    plan = _Plan(least_work(problem), shortest_way(problem), times, moves, _WARM * float(ring.busy.mean()))
-    _anneal(ring, x, ways, plan)
-    found = timed(problem, _pattern(ring, x.best))
+    plan = _Plan(
+        least_work(problem), shortest_way(problem), times, moves, _WARM * float(numbers.keeps.mean())
+    )
+    _anneal(numbers, x, ways, plan)
+    found = timed(problem, _pattern(numbers, x.best))
     assert found is not None  # every pattern kept has a period
     return found
 
@@ -101,42 +100,41 @@ class _State(NamedTuple):
     kept: Cut
     best: Cut
     critical: Ints
-    random: NDArray[np.uint64]
+    random: Chance
 
 
 def _state_of(block: Block, ways: Ways, seed: int) -> _State:
     cuts = [cut_of(block.pattern) for _ in range(3)]
-    random = np.array([seed], dtype=np.uint64)
-    return _State(cuts[0], cuts[1], cuts[2], ways.critical.copy(), random)
+    return _State(cuts[0], cuts[1], cuts[2], ways.critical.copy(), chance_of(seed))
 
 
-def _pattern(ring: Ring, cut: Cut) -> Pattern:
-    cuts = zip(ring.where[:-1], ring.where[1:], strict=True)
+def _pattern(numbers: Numbers, cut: Cut) -> Pattern:
+    cuts = zip(numbers.of[:-1], numbers.of[1:], strict=True)
     return Pattern(tuple(tuple(cut.order[a:b].tolist()) for a, b in cuts), tuple(cut.rounds.tolist()))
 
 
-def _pattern_of(ring: Ring, start: Floats, period: float) -> Pattern:
+def _pattern_of(numbers: Numbers, start: Floats, period: float) -> Pattern:
     rounds = np.floor(start / period + 1e-9)
     rest = start - rounds * period
-    order = np.lexsort((rest, ring.worker))
-    return _pattern(ring, Cut(order, rounds.astype(np.int64)))
+    order = np.lexsort((rest, numbers.worker))
+    return _pattern(numbers, Cut(order, rounds.astype(np.int64)))
 
 
 # Letter by letter
 
 
 @compiled
-def _placed(ring: Any, sequence: Ints, period: float, start: Floats) -> bool:
+def _placed(numbers: Any, sequence: Ints, period: float, start: Floats) -> bool:
     """Letters one by one, each where its worker is first free modulo the period; whether all found a place.
 
     ``start`` is below 0 where a letter has no place yet.
     """
     for n in sequence:
         at = 0.0
-        for edge in range(ring.first[n], ring.first[n + 1]):
-            at = max(at, start[ring.maker[edge]] + ring.after[edge])
+        for edge in range(numbers.into[n], numbers.into[n + 1]):
+            at = max(at, start[numbers.maker[edge]] + numbers.after[edge])
         for _ in range(_TRIES):
-            later = _free_from(ring, period, start, n, at)
+            later = _free_from(numbers, period, start, n, at)
             if later == at:
                 start[n] = at
                 break
@@ -150,16 +148,16 @@ _TRIES = 40
 
 
 @compiled
-def _free_from(ring: Any, period: float, start: Floats, n: int, at: float) -> float:
+def _free_from(numbers: Any, period: float, start: Floats, n: int, at: float) -> float:
     """``at`` if its worker is free for a letter then, else a later time to look at."""
     close = 1e-9 * period
     for m in range(len(start)):
-        if start[m] >= 0 and ring.worker[m] == ring.worker[n]:
+        if start[m] >= 0 and numbers.worker[m] == numbers.worker[n]:
             gone = (at - start[m]) % period  # since m started last
-            if gone < ring.busy[m] - close:
-                return float(at + ring.busy[m] - gone)
-            if period - ring.busy[n] + close < gone < period - close:
-                return float(at + period - gone + ring.busy[m])
+            if gone < numbers.keeps[m] - close:
+                return float(at + numbers.keeps[m] - gone)
+            if period - numbers.keeps[n] + close < gone < period - close:
+                return float(at + period - gone + numbers.keeps[m])
     return at
 
 
@@ -167,14 +165,14 @@ def _free_from(ring: Any, period: float, start: Floats, n: int, at: float) -> fl
 
 
 @compiled
-def _worth(ring: Any, x: Any, ways: Any, plan: Any, most: float) -> float:
+def _worth(numbers: Any, x: Any, ways: Any, plan: Any, most: float) -> float:
     """What is made small: so many periods, and one micro-batch's way; infinite if surely above ``most``."""
-    period = least_period(ring, x.cut, plan.floor, (most - plan.way) / plan.times, ways)
+    period = least_period(numbers, x.cut, plan.floor, (most - plan.way) / plan.times, ways)
     if period == NEVER:
         return NEVER
     way = 0.0
     for n in range(len(ways.start)):
-        way = max(way, ways.start[n] + ring.busy[n])
+        way = max(way, ways.start[n] + numbers.keeps[n])
     return float(plan.times * period + way)
 
 
@@ -211,10 +209,10 @@ def _chosen(x: Any) -> int:
 
 
 @compiled
-def _moved(ring: Any, x: Any, n: int) -> bool:
+def _moved(numbers: Any, x: Any, n: int) -> bool:
     """Move a letter to another place of its worker's period, or round; whether the worker has room."""
-    worker, order, rounds = ring.worker[n], x.cut.order, x.cut.rounds
-    a, b = ring.where[worker], ring.where[worker + 1]
+    worker, order, rounds = numbers.worker[n], x.cut.order, x.cut.rounds
+    a, b = numbers.of[worker], numbers.of[worker + 1]
     i, j = a, a + int(random(x.random) * (b - a))
     while order[i] != n:
         i += 1
@@ -234,34 +232,34 @@ def _moved(ring: Any, x: Any, n: int) -> bool:
         order[k] = order[k + step]
     order[j] = n
     rounds[n] += by
-    return bool(has_room(ring, x.cut, worker))
+    return bool(has_room(numbers, x.cut, worker))
 
 
 @compiled
-def _shifted(ring: Any, x: Any, n: int) -> bool:
+def _shifted(numbers: Any, x: Any, n: int) -> bool:
     """Move all that comes after a letter on its pipe's way by a round; whether there is room."""
     by = 1 if random(x.random) < 0.4 else -1
-    for m in range(len(ring.chain)):
-        if ring.pipe[m] == ring.pipe[n] and ring.chain[m] >= ring.chain[n]:
+    for m in range(len(numbers.chain)):
+        if numbers.pipe[m] == numbers.pipe[n] and numbers.chain[m] >= numbers.chain[n]:
             x.cut.rounds[m] += by
     fits = True
-    for worker in range(len(ring.where) - 1):
-        fits = fits and has_room(ring, x.cut, worker)
+    for worker in range(len(numbers.of) - 1):
+        fits = fits and has_room(numbers, x.cut, worker)
     return fits
 
 
 @compiled
-def _anneal(ring: Any, x: Any, ways: Any, plan: Any) -> None:
+def _anneal(numbers: Any, x: Any, ways: Any, plan: Any) -> None:
     """Simulated annealing; leaves the best pattern in ``x.best``."""
-    now = _worth(ring, x, ways, plan, NEVER)
+    now = _worth(numbers, x, ways, plan, NEVER)
     best = now
     _keep(x, ways)
     for move in range(plan.moves):
         warm = plan.warm * (1.0 - move / plan.moves) ** 2
         n = _chosen(x)
-        fits = _moved(ring, x, n) if random(x.random) < 0.8 else _shifted(ring, x, n)
+        fits = _moved(numbers, x, n) if random(x.random) < 0.8 else _shifted(numbers, x, n)
         most = now - warm * np.log(1.0 - random(x.random))  # the worse, the less likely
-        then = _worth(ring, x, ways, plan, most) if fits else NEVER
+        then = _worth(numbers, x, ways, plan, most) if fits else NEVER
         if then <= most:
             now = then
             _keep(x, ways)

@@ -17,8 +17,9 @@ from typing import Any
 
 from counterflow.extras import imported
 
+from ..kernel import numbers_of
 from ..problem import Problem
-from .modulo import Block, least_work, pattern_of, ring_of, shortest_way, timed
+from .modulo import Block, least_work, pattern_of, shortest_way, timed
 
 UNITS = 720
 """Of time in a least period, where times have no larger common unit."""
@@ -53,9 +54,9 @@ class Answer:
 
 def unit_of(problem: Problem) -> float:
     """Seconds of a unit of the solver's time."""
-    ring = ring_of(problem)
+    numbers = numbers_of(problem)
     most = least_work(problem)
-    times = [t for t in (*ring.busy.tolist(), *ring.after.tolist()) if t > 0]
+    times = [t for t in (*numbers.keeps.tolist(), *numbers.after.tolist()) if t > 0]
     if not times:
         return 1.0
     unit = times[0]
@@ -115,9 +116,9 @@ class _Model:
     def __init__(self, problem: Problem, period: float, cp_model: Any) -> None:
         self.problem = problem
         self.unit = unit_of(problem)
-        self.ring = ring_of(problem)
+        self.numbers = numbers_of(problem)
         self.model = cp_model.CpModel()
-        self.busy = [max(1, round(t / self.unit)) for t in self.ring.busy.tolist()]
+        self.busy = [max(1, round(t / self.unit)) for t in self.numbers.keeps.tolist()]
         loads = [0] * problem.workers
         for letter, busy in zip(problem.letters, self.busy, strict=True):
             loads[letter.worker] += busy
@@ -132,9 +133,9 @@ class _Model:
             self.model.add(self.starts[first] == 0)
         self.goes_before: dict[tuple[int, int], Any] = {}
         for n in letters:
-            for edge in range(self.ring.first[n], self.ring.first[n + 1]):
-                after = round(float(self.ring.after[edge]) / self.unit)
-                self.model.add(self.starts[n] >= self.starts[self.ring.maker[edge]] + max(1, after))
+            for edge in range(self.numbers.into[n], self.numbers.into[n + 1]):
+                after = round(float(self.numbers.after[edge]) / self.unit)
+                self.model.add(self.starts[n] >= self.starts[self.numbers.maker[edge]] + max(1, after))
         for worker in range(problem.workers):
             self._without_overlap(problem.of_worker(worker))
             self._within_limits(worker)
@@ -154,7 +155,7 @@ class _Model:
     def _holdings(self, store: int, worker: int, parts: float) -> list[Any]:
         """What the worker holds while each letter runs that takes something, in parts."""
         own = self.problem.of_worker(worker)
-        net = {n: round(float(self.ring.net[store, n]) / parts) for n in own}
+        net = {n: round(float(self.numbers.net[store, n]) / parts) for n in own}
         takers = [n for n in own if net[n] > 0]
         for pipe in {self.problem.letters[n].pipe for n in own}:
             # What a micro-batch takes it frees: roundings may not say otherwise.
@@ -163,7 +164,7 @@ class _Model:
                 net[stage[-1]] -= sum(net[n] for n in stage)
         found = []
         for n in own:
-            takes = math.ceil(float(self.ring.takes[store, n]) / parts - 1e-9)
+            takes = math.ceil(float(self.numbers.takes[store, n]) / parts - 1e-9)
             if takes > 0 or n in takers:
                 held = takes
                 for other in own:
@@ -175,14 +176,14 @@ class _Model:
 
     def _parts(self, store: int, worker: int) -> float:
         """The unit in which a store is counted."""
-        values = [*self.ring.takes[store].tolist(), *self.ring.net[store].tolist()]
+        values = [*self.numbers.takes[store].tolist(), *self.numbers.net[store].tolist()]
         if all(v == int(v) for v in values):
             return 1.0
-        return float(self.ring.most[store, worker]) / _PARTS
+        return float(self.numbers.most[store, worker]) / _PARTS
 
     def _within_limits(self, worker: int) -> None:
-        for store in range(len(self.ring.most)):
-            most = float(self.ring.most[store, worker])
+        for store in range(len(self.numbers.most)):
+            most = float(self.numbers.most[store, worker])
             if math.isfinite(most):
                 parts = self._parts(store, worker)
                 for held in self._holdings(store, worker, parts):

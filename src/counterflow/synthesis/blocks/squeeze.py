@@ -14,24 +14,24 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..problem import CLOSE, Need, Objective, Problem, Store, Words
-from ..search.building import ready_at
-from ..search.compiled import (
+from ..kernel import (
     NEVER,
     Flat,
     Floats,
     Ints,
     Numbers,
+    begin_play,
     compiled,
     flat_of,
     numbers_of,
     play,
-    reset,
+    ready_at,
     run_next,
     scratch_of,
     settle,
     words_of,
 )
+from ..problem import CLOSE, Need, Objective, Problem, Store, Words
 
 
 def reversed_problem(problem: Problem) -> Problem:
@@ -132,6 +132,7 @@ MOST_TURNS = 12
 
 LOOKED_AHEAD = 256
 """How many ops of its word a worker looks ahead."""
+
 _SETTLED = 8
 """Steps played to see where workers stand at the border of two steps."""
 
@@ -156,7 +157,7 @@ class _Way:
     def squeezed(self, flat: Flat, late: float) -> Flat:
         """Once, from the front."""
         _, begin = self.begin(flat)
-        self.scratch.ended[:] = begin
+        begin_play(self.scratch, flat.first, begin)
         found = Flat(flat.word.copy(), flat.first)
         ended = _squeeze(self.numbers, self.scratch, _left(self.numbers, flat, late), found)
         assert ended  # the op that is next can always run in the end
@@ -225,7 +226,6 @@ def _left(numbers: Numbers, flat: Flat, late: float) -> _Left:
 @compiled
 def _squeeze(n: Any, s: Any, x: Any, flat: Any) -> bool:
     """Put the words of ``flat`` into another order, in place; workers begin at ``s.ended``."""
-    reset(n, s)
     workers = len(s.ended)
     for _ in range(len(flat.word)):
         chosen = -1
@@ -247,15 +247,14 @@ def _squeeze(n: Any, s: Any, x: Any, flat: Any) -> bool:
         letter = x.word[here]
         flat.word[x.put[chosen]] = letter
         x.put[chosen] += 1
-        s.ended[chosen] = run_next(n, s, letter, x.at[chosen])
-        s.done[letter] += 1
+        run_next(n, s, letter, x.at[chosen])
         if s.done[letter] == n.ops[letter]:
             x.letters[chosen] -= 1
         for store in range(len(n.most)):  # slices would make new arrays
-            x.held[store, chosen] += n.at_start[store, letter] + n.at_end[store, letter]
+            x.held[store, chosen] += n.net[store, letter]
         x.stale[chosen] = True
         for edge in range(n.out[letter], n.out[letter + 1]):
-            x.stale[n.worker[n.taker[edge]]] = True
+            x.stale[n.worker[n.taker[n.sent[edge]]]] = True
     return True
 
 
@@ -296,10 +295,8 @@ def _look(n: Any, s: Any, x: Any, worker: int) -> None:
 def _pass(n: Any, x: Any, letter: int) -> None:
     """Look past an op, as if it had run."""
     for store in range(len(n.most)):
-        x.now[store] += n.at_start[store, letter]
-        x.most[store] = max(x.most[store], x.now[store])
-        x.now[store] += n.at_end[store, letter]
-        x.most[store] = max(x.most[store], x.now[store])
+        x.most[store] = max(x.most[store], x.now[store] + n.takes[store, letter])
+        x.now[store] += n.net[store, letter]
 
 
 @compiled
@@ -307,9 +304,8 @@ def _fits(n: Any, x: Any, letter: int) -> bool:
     """Whether an op can run now, and all that stand before it after it, within the limits."""
     worker = n.worker[letter]
     for store in range(len(n.most)):
-        takes = n.at_start[store, letter]
-        net = takes + n.at_end[store, letter]
-        most = max(x.held[store, worker] + max(takes, net), x.most[store] + net)
+        takes, net = n.takes[store, letter], n.net[store, letter]
+        most = max(x.held[store, worker] + takes, x.most[store] + net)
         if most > n.most[store, worker]:
             return False
     return True

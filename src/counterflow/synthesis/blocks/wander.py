@@ -19,8 +19,8 @@ from time import monotonic
 
 import numpy as np
 
+from ..kernel import NEVER, Flat, flat_of, words_of
 from ..problem import CLOSE, Problem, Words
-from ..search.compiled import NEVER, Flat, flat_of, words_of
 from .squeeze import Lateness, Squeezer
 
 _POOL = 8

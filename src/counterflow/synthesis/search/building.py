@@ -1,6 +1,6 @@
 """The compiled loop that builds a word by due times: list scheduling within limits of memory.
 
-Invariant: the same numbers in, the same numbers out. ``compiled.py`` says how words lie in memory.
+Invariant: the same numbers in, the same numbers out. ``kernel.py`` says how words lie in memory.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .compiled import NEVER, Floats, Ints, Numbers, compiled, reset, run_next
+from ..kernel import NEVER, Floats, Ints, Numbers, begin_play, compiled, inlined, ready_at, run_next
 
 
 class Room(NamedTuple):
@@ -20,14 +20,12 @@ class Room(NamedTuple):
         working: by store and worker, most that one of its backwards adds while it runs.
         freed: by forward, how many of its ops have been freed.
         root: of a letter that frees a forward, that forward; else -1.
-        of: worker w's letters are ``of[w]`` to ``of[w + 1]``.
     """
 
     held: Floats
     working: Floats
     freed: Ints
     root: Ints
-    of: Ints
 
 
 def room_of(numbers: Numbers, workers: int) -> Room:
@@ -44,8 +42,7 @@ def room_of(numbers: Numbers, workers: int) -> Room:
             root[letter] = letter
             while numbers.own[root[letter]] >= 0:
                 root[letter] = numbers.own[root[letter]]
-    of = np.searchsorted(numbers.worker, np.arange(workers + 1)).astype(np.int64)
-    return Room(np.zeros_like(working), working, np.zeros(len(root), dtype=np.int64), root, of)
+    return Room(np.zeros_like(working), working, np.zeros(len(root), dtype=np.int64), root)
 
 
 class Due(NamedTuple):
@@ -67,14 +64,11 @@ def build(n: Any, s: Any, room: Any, due: Any, flat: Any) -> bool:
     only if there is room left for one of each of its worker's forwards that have none in flight. So workers
     that run as much as they may never wait for each other in a circle.
     """
-    reset(n, s)
     room.held[:] = 0.0
     room.freed[:] = 0
     workers = len(s.ended)
-    for worker in range(workers):
-        s.head[worker] = flat.first[worker]
-        s.ended[worker] = 0.0
     free = np.zeros(workers)
+    begin_play(s, flat.first, free)
     stale = np.ones(workers, dtype=np.bool_)
     for _ in range(len(flat.word)):
         chosen = -1
@@ -92,22 +86,13 @@ def build(n: Any, s: Any, room: Any, due: Any, flat: Any) -> bool:
         _take(n, s, room, letter)
         stale[chosen] = True
         for edge in range(n.out[letter], n.out[letter + 1]):
-            stale[n.worker[n.taker[edge]]] = True
+            stale[n.worker[n.taker[n.sent[edge]]]] = True
     return True
 
 
-@compiled
-def ready_at(n: Any, s: Any, letter: int) -> float:
-    """From when on a letter's next op, of which there is one, can run; never, as far as is known."""
-    op = n.base[letter] + s.done[letter]
-    if s.missing[op]:
-        return NEVER
-    return float(max(s.ended[n.worker[letter]], s.ready[op]))
-
-
-@compiled
+@inlined
 def _start(n: Any, s: Any, room: Any, letter: int) -> float:
-    """The same, where limits allow it."""
+    """From when on a letter's next op can run, if there is one and limits allow it."""
     if s.done[letter] == n.ops[letter] or not _fits(n, s, room, letter):
         return NEVER
     return float(ready_at(n, s, letter))
@@ -117,7 +102,7 @@ def _start(n: Any, s: Any, room: Any, letter: int) -> float:
 def _next(n: Any, s: Any, room: Any, worker: int) -> float:
     """From when on a worker can run something."""
     at = NEVER
-    for letter in range(room.of[worker], room.of[worker + 1]):
+    for letter in range(n.of[worker], n.of[worker + 1]):
         at = min(at, _start(n, s, room, letter))
     return at
 
@@ -126,7 +111,7 @@ def _next(n: Any, s: Any, room: Any, worker: int) -> float:
 def _choice(n: Any, s: Any, room: Any, due: Any, worker: int, until: float) -> int:  # noqa: PLR0917 - compiled: no keywords
     """Of what can start by then, what is due first."""
     best, best_due = -1, NEVER
-    for letter in range(room.of[worker], room.of[worker + 1]):
+    for letter in range(n.of[worker], n.of[worker + 1]):
         late = due.at[letter] + s.done[letter] * due.step[letter]
         if late < best_due and _start(n, s, room, letter) <= until:
             best, best_due = letter, late
@@ -135,16 +120,14 @@ def _choice(n: Any, s: Any, room: Any, due: Any, worker: int, until: float) -> i
 
 @compiled
 def _take(n: Any, s: Any, room: Any, letter: int) -> None:
-    worker, k = n.worker[letter], s.done[letter]
-    s.ended[worker] = run_next(n, s, letter, max(s.ended[worker], s.ready[n.base[letter] + k]))
-    s.done[letter] = k + 1
+    run_next(n, s, letter, ready_at(n, s, letter))
     for store in range(len(n.most)):
-        room.held[store, worker] += n.at_start[store, letter] + n.at_end[store, letter]
+        room.held[store, n.worker[letter]] += n.net[store, letter]
     if room.root[letter] >= 0:
         room.freed[room.root[letter]] += 1
 
 
-@compiled
+@inlined
 def _fits(n: Any, s: Any, room: Any, letter: int) -> bool:
     """Whether there is room for an op of a letter."""
     worker = n.worker[letter]
@@ -152,7 +135,7 @@ def _fits(n: Any, s: Any, room: Any, letter: int) -> bool:
         more = room.held[store, worker] + n.at_start[store, letter]
         if n.forward[letter]:
             more += room.working[store, worker]
-            for other in range(room.of[worker], room.of[worker + 1]):
+            for other in range(n.of[worker], n.of[worker + 1]):
                 waits = n.forward[other] and s.done[other] < n.ops[other]
                 if waits and other != letter and s.done[other] == room.freed[other]:
                     more += n.at_start[store, other]

@@ -1,9 +1,9 @@
 """Search: orders by list scheduling, then by local moves. Fast, good at any size, without a proof.
 
 List scheduling gives each op a time at which it is due and lets a free worker take what is due first
-(``kernel.build``). Due times follow a rule of a few numbers, by which forwards run ahead of backwards and
+(``building.py``). Due times follow a rule of a few numbers, by which forwards run ahead of backwards and
 weight gradients lag behind; the numbers are improved by trying. The best orders, and those that the caller
-knows, are then annealed (``moves.anneal``), fewer of them from round to round.
+knows, are then annealed (``moves.py``), fewer of them from round to round.
 
 Invariant: nothing worse than the best start that keeps the limits is returned. The same seed and number of
 moves give the same orders on any machine.
@@ -11,10 +11,11 @@ moves give the same orders on any machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from threading import Event
 from time import monotonic
 
@@ -23,9 +24,7 @@ import numpy as np
 from counterflow.schedule.ir import Product
 
 from ..bounds.windows import first_starts
-from ..problem import Problem, Words, value_of
-from .building import Due, build, room_of
-from .compiled import (
+from ..kernel import (
     NEVER,
     Flat,
     Floats,
@@ -38,10 +37,9 @@ from .compiled import (
     words_of,
     worth,
 )
-from .moves import Plan, State, anneal, start, state_of
-
-Report = Callable[[float, str], None]
-"""Told the seconds (of makespan or steady step) of the best order so far, and how it was found."""
+from ..problem import CLOSE, Problem, Words, value_of
+from .building import Due, build, room_of
+from .moves import Plan, anneal, start, state_of
 
 SETTLED = 4
 """Steps played until workers stand at the border of two steps as they will."""
@@ -94,12 +92,13 @@ class Search:
         self.problem = problem
         self.numbers: Numbers = numbers_of(problem)
         self.steady = problem.steady
+        self.unit = float(np.average(self.numbers.seconds, weights=self.numbers.ops))
+        """Mean seconds of an op."""
         self._seed = seed
         self._scratch: Scratch = scratch_of(self.numbers, problem.workers)
         self._room = room_of(self.numbers, problem.workers)
         lengths = np.bincount(self.numbers.worker, weights=self.numbers.ops, minlength=problem.workers)
         self._first = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
-        self._forward = np.array([x.kind.whole for x in problem.letters])
         self._weights = np.array([x.kind.takes is None for x in problem.letters])
         self._round = max(problem.work()) / np.maximum(self.numbers.ops, 1)
         early = np.array(first_starts(problem))
@@ -107,7 +106,7 @@ class Search:
             self._of_stage(early, product) for product in (Product.OUTPUT, Product.INPUT_GRADIENT)
         )
         self._trip = self._back - self._out
-        seconds = np.where(self._forward, self.numbers.seconds, 0.0)
+        seconds = np.where(self.numbers.forward, self.numbers.seconds, 0.0)
         of_worker = np.bincount(self.numbers.worker, weights=seconds, minlength=problem.workers)
         self._forwards = np.maximum(of_worker[self.numbers.worker], 1e-9 * self._round)
 
@@ -131,7 +130,7 @@ class Search:
         """Words by a rule; None where there is none within the limits."""
         rounds = self._round
         backward = rounds * (rule.ahead * self._trip / self._forwards + rule.more)
-        due = rule.forward * self._out + np.where(self._forward, 0.0, backward)
+        due = rule.forward * self._out + np.where(self.numbers.forward, 0.0, backward)
         due += self._weights * (rule.spread * (self._back.max(initial=0.0) - self._back) + rule.late * rounds)
         due += np.random.default_rng(rule.seed).random(len(due)) * rule.noise * rounds
         wait = rule.wait * float(rounds.min())
@@ -143,7 +142,7 @@ class Search:
         found = build(self.numbers, self._scratch, self._room, Due(due, step, wait), flat)
         return flat if found else None
 
-    def starts(self, tries: int = _TRIES, until: float = np.inf) -> list[Words]:
+    def starts(self, tries: int = _TRIES, until: float = inf) -> list[Words]:
         """The best different orders of list scheduling, best first; ``until`` is a time of ``monotonic``."""
         chance = np.random.default_rng(self._seed)
         found: dict[bytes, tuple[float, Rule, Flat]] = {}
@@ -231,9 +230,10 @@ def improve(
     moves: int | None = None,
     seed: int = 0,
     goal: float = 0.0,
-    report: Report | None = None,
-) -> Words | None:
-    """The best order that list scheduling and moves find.
+) -> Iterator[tuple[str, Words]]:
+    """Orders that list scheduling and moves find, with how each was found: better than all before it.
+
+    Ctrl-C is raised again once the best order was yielded.
 
     Args:
         problem: what is ordered.
@@ -242,65 +242,59 @@ def improve(
         moves: how many moves are made in all. Then the result does not depend on the machine.
         seed: of the chance.
         goal: seconds that cannot be beaten; where they are reached, the search ends.
-        report: told of each better order.
-
-    Returns:
-        Words within the limits; None where none were found.
-
-    Raises:
-        Stopped: at Ctrl-C, with the best words so far.
     """
     began = monotonic()
     search = Search(problem, seed)
-    best = _Best(search, goal, report)
+    least = inf
+
+    def better(how: str, orders: Sequence[Words]) -> Iterator[tuple[str, Words]]:
+        """The best of some orders, if it is. Only that one is simulated, which takes longest."""
+        nonlocal least
+        if orders:
+            words = min(orders, key=search.seconds)
+            value = value_of(problem, words)
+            if value < least * (1 - _BETTER):
+                least = value
+                yield how, words
+
     known = [words for words in starts if problem.fits(words)]
-    try:
-        best.take(known, "a start")
-        tries = _TRIES if moves is None else min(_TRIES, 50 + moves // 400)
-        listed = search.starts(tries, until=np.inf if moves is not None else began + _LISTED * seconds)
-        best.take(listed, "list scheduling")
-        left = None if moves is not None else max(0.0, began + seconds - monotonic())
-        _anneal(search, best, [*known, *listed], _Budget(moves, left), seed)
-    except KeyboardInterrupt:
-        raise Stopped(best.words) from None
-    return best.words
+    yield from better("a start", known)
+    tries = _TRIES if moves is None else min(_TRIES, 50 + moves // 400)
+    listed = search.starts(tries, until=inf if moves is not None else began + _LISTED * seconds)
+    yield from better("list scheduling", listed)
+    budget = _Budget(moves, None if moves is not None else max(0.0, began + seconds - monotonic()))
+    ordered = sorted(
+        {words: search.seconds(words) for words in (*known, *listed)}.items(), key=lambda one: one[1]
+    )
+    climbers = [
+        _Climber(search, words, seed * 1_000_003 + number)
+        for number, (words, value) in enumerate(ordered[: _ROUNDS[0]])
+        if value < NEVER
+    ]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for number, wanted in enumerate(_ROUNDS if search.unit else ()):
+            climbers = sorted(climbers, key=lambda one: one.best)[:wanted]
+            if not climbers or least <= goal * (1 + CLOSE):
+                return
+            threads = 1 if moves is not None else min(_THREADS, len(climbers))
+            each = budget.part(threads / (len(_ROUNDS) * len(climbers)))
+            warm = _WARM / 2 ** max(0, number - 1)
+            stop = Event()
+            jobs = [pool.submit(one.climb, each, warm, stop) for one in climbers]
+            try:
+                for job in jobs:
+                    job.result()
+            finally:  # what was found until Ctrl-C counts
+                stop.set()
+                wait(jobs)
+                yield from better("local moves", [one.words for one in climbers])
 
 
-class Stopped(KeyboardInterrupt):
-    """Ctrl-C, with the best words so far."""
-
-    def __init__(self, words: Words | None) -> None:
-        super().__init__("stopped")
-        self.words = words
-
+_BETTER = 1e-12
+"""What is better by less is as good."""
 
 _LISTED = 0.25
 """The share of time for list scheduling."""
-
-
-class _Best:
-    """The best order so far."""
-
-    def __init__(self, search: Search, goal: float, report: Report | None) -> None:
-        self.words: Words | None = None
-        self.seconds = NEVER
-        self._search, self._goal, self._report = search, goal, report
-
-    @property
-    def reached(self) -> bool:
-        """Whether nothing can be better."""
-        return self.seconds <= self._goal * (1 + 1e-9)
-
-    def take(self, orders: Sequence[Words], how: str) -> None:
-        """Keep the best of some orders if it is better. Only that one is simulated, which takes longest."""
-        if not orders:
-            return
-        words = min(orders, key=self._search.seconds)
-        value = value_of(self._search.problem, words)
-        if value < self.seconds * (1 - 1e-12):
-            self.words, self.seconds = words, value
-            if self._report is not None:
-                self._report(value, how)
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,84 +317,49 @@ class _Budget:
         return seconds / self.seconds if self.seconds else 1.0
 
 
-@dataclass(slots=True)
 class _Climber:
     """One order on its way."""
 
-    flat: Flat
-    state: State
-    scratch: Scratch
+    def __init__(self, search: Search, words: Words, seed: int) -> None:
+        self._search, self._numbers = search, search.numbers
+        self._flat = flat_of(words)
+        self._state = state_of(search.numbers, self._flat, seed)
+        self._scratch = scratch_of(search.numbers, search.problem.workers)
+        self._restart()
 
     @property
     def best(self) -> float:
-        return float(self.state.worth[1])
+        """What the best order so far is worth."""
+        return float(self._state.worth[1])
 
+    @property
+    def words(self) -> Words:
+        """The best order so far."""
+        return words_of(Flat(self._state.best, self._flat.first))
 
-def _anneal(search: Search, best: _Best, starts: Sequence[Words], budget: _Budget, seed: int) -> None:
-    """Anneal orders in rounds; after each, only the better ones go on."""
-    unit = float(np.average(search.numbers.seconds, weights=search.numbers.ops))
-    if unit == 0:
-        return
-    ordered = sorted({words: search.seconds(words) for words in starts}.items(), key=lambda item: item[1])
-    climbers = [
-        _climber(search, words, seed * 1_000_003 + number)
-        for number, (words, value) in enumerate(ordered[: _ROUNDS[0]])
-        if value < NEVER
-    ]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for number, wanted in enumerate(_ROUNDS):
-            climbers = sorted(climbers, key=lambda one: one.best)[:wanted]
-            if not climbers or best.reached:
-                return
-            threads = 1 if budget.moves is not None else min(_THREADS, len(climbers))
-            each = budget.part(threads / (len(_ROUNDS) * len(climbers)))
-            heat = _WARM * unit / 2 ** max(0, number - 1), _COLD * unit
-            stop = Event()
-            jobs = [pool.submit(_climb, search, one, each, heat, stop) for one in climbers]
-            try:
-                for job in jobs:
-                    job.result()
-            except KeyboardInterrupt:
-                stop.set()
-                raise
-            finally:
-                best.take([words_of(Flat(x.state.best, x.flat.first)) for x in climbers], "local moves")
+    def _restart(self) -> None:
+        """Begin at the best order so far."""
+        self._flat.word[:] = self._state.best
+        self._state.begin[:] = 0.0
+        if self._search.steady:
+            settle(self._numbers, self._scratch, self._flat, self._state.begin, SETTLED)
+        start(self._numbers, self._scratch, self._flat, self._state, self._search.steady)
 
-
-def _climber(search: Search, words: Words, seed: int) -> _Climber:
-    flat = flat_of(words)
-    one = _Climber(
-        flat,
-        state_of(search.numbers, flat, seed),
-        scratch_of(search.numbers, search.problem.workers),
-    )
-    _restart(search, one)
-    return one
-
-
-def _restart(search: Search, one: _Climber) -> None:
-    """Begin at the best words so far."""
-    one.flat.word[:] = one.state.best
-    one.state.begin[:] = 0.0
-    if search.steady:
-        settle(search.numbers, one.scratch, one.flat, one.state.begin, SETTLED)
-    start(search.numbers, one.scratch, one.flat, one.state, search.steady)
-
-
-def _climb(search: Search, one: _Climber, budget: _Budget, heat: tuple[float, float], stop: Event) -> None:
-    """Anneal one order, from its best, in slices."""
-    _restart(search, one)
-    warm, cold = heat
-    slice_moves = max(1, int(_SLICE_MOVES_OPS / search.problem.ops))
-    moves, began = 0, monotonic()
-    while not stop.is_set() and (done := budget.done(moves, monotonic() - began)) < 1:
-        if budget.moves is not None:
-            count = min(slice_moves, budget.moves - moves)
-        else:  # a short one first, then none that is longer than what is left of the time
-            left = int(moves / done * (1 - done)) if done and moves else slice_moves // 16
-            count = max(1, min(slice_moves, left))
-        until = done if budget.moves is None else budget.done(moves + count, 0.0)
-        from_heat, to_heat = (warm * (cold / warm) ** share for share in (done, until))
-        plan = Plan(count, from_heat, to_heat, search.steady)
-        anneal(search.numbers, one.scratch, one.flat, one.state, plan)
-        moves += count
+    def climb(self, budget: _Budget, warm: float, stop: Event) -> None:
+        """Anneal the order, from its best, in slices; as warm at first, in mean seconds of an op."""
+        self._restart()
+        unit = self._search.unit
+        warm, cold = warm * unit, _COLD * unit
+        slice_moves = max(1, int(_SLICE_MOVES_OPS / self._search.problem.ops))
+        moves, began = 0, monotonic()
+        while not stop.is_set() and (done := budget.done(moves, monotonic() - began)) < 1:
+            if budget.moves is not None:
+                count = min(slice_moves, budget.moves - moves)
+            else:  # a short one first, then none that is longer than what is left of the time
+                left = int(moves / done * (1 - done)) if done and moves else slice_moves // 16
+                count = max(1, min(slice_moves, left))
+            until = done if budget.moves is None else budget.done(moves + count, 0.0)
+            from_heat, to_heat = (warm * (cold / warm) ** share for share in (done, until))
+            plan = Plan(count, from_heat, to_heat, self._search.steady)
+            anneal(self._numbers, self._scratch, self._flat, self._state, plan)
+            moves += count

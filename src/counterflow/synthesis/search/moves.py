@@ -12,9 +12,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .compiled import NEVER, Flat, Floats, Ints, Numbers, compiled, random, worth
+from ..kernel import NEVER, Chance, Flat, Floats, Ints, Numbers, chance_of, compiled, inlined, random, worth
 
 
 class State(NamedTuple):
@@ -36,7 +35,7 @@ class State(NamedTuple):
     place: Ints
     held: Floats
     critical: Ints
-    random: NDArray[np.uint64]
+    random: Chance
     log: Ints
     best: Ints
     worth: Floats
@@ -60,7 +59,7 @@ def state_of(numbers: Numbers, flat: Flat, seed: int) -> State:
         np.zeros(ops, dtype=np.int64),
         np.zeros((len(numbers.most), ops)),
         np.zeros(ops + 1, dtype=np.int64),
-        np.array([seed], dtype=np.uint64),
+        chance_of(seed),
         np.zeros(2 * ops, dtype=np.int64),
         flat.word.copy(),
         np.full(2, NEVER),
@@ -81,7 +80,7 @@ def _fill(n: Any, flat: Any, x: Any) -> None:
             done[letter] += 1
             for store in range(len(n.most)):
                 x.held[store, place] = held[store]
-                held[store] += n.at_start[store, letter] + n.at_end[store, letter]
+                held[store] += n.net[store, letter]
 
 
 @compiled
@@ -105,14 +104,12 @@ def _fits(n: Any, flat: Any, x: Any, source: int, target: int) -> bool:
     letter = flat.word[source]
     worker = n.worker[letter]
     for store in range(len(n.most)):
-        most, starts = n.most[store, worker], n.at_start[store, letter]
-        change = starts + n.at_end[store, letter]
+        most, starts, change = n.most[store, worker], n.at_start[store, letter], n.net[store, letter]
         low, high = target, source
         held = x.held[store, target]
         if target > source:
             low, high, change = source + 1, target + 1, -change
-            other = flat.word[target]
-            held += change + n.at_start[store, other] + n.at_end[store, other]
+            held += change + n.net[store, flat.word[target]]
         if held + starts > most:
             return False
         for at in range(low, high):
@@ -152,7 +149,7 @@ def _moved(n: Any, flat: Any, x: Any, source: int, target: int) -> None:
         for at in range(low, high + 1):
             x.held[store, at] = held
             letter = flat.word[at]
-            held += n.at_start[store, letter] + n.at_end[store, letter]
+            held += n.net[store, letter]
 
 
 @compiled
@@ -160,7 +157,7 @@ def _took(s: Any, worker: int, steady: bool) -> float:
     return float(s.ended[worker] - (s.stood[worker] if steady else 0.0))
 
 
-@compiled
+@inlined
 def _last_input(n: Any, s: Any, letter: int, k: int) -> tuple[int, float]:
     """What a letter's op takes last, and when it is there; -1 where it takes nothing."""
     made, arrived = -1, 0.0
