@@ -27,7 +27,7 @@ given = load_example(sys.argv[1])
 began = now()
 found = search(given.model, given.profile, given.cluster, given.mini_batch)
 took = now() - began
-print(sum(row.candidates for row in found.rejections.values()), took, now())
+print(sum(row.candidates for row in found.rejections), took, now())
 """
 
 
