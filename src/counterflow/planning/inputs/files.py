@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -116,7 +117,7 @@ def as_data(
     value: Cluster | NodeKind | Profile | Model | LayerProfile | Division | Link | LayerSkip | LayerTie,
 ) -> dict[str, Any]:
     """The same as plain data; what has no value is left out."""
-    names = [name for name in type(value).__slots__ if getattr(value, name) is not None]
+    names = [field.name for field in fields(value) if getattr(value, field.name) is not None]
     data = {name: getattr(value, name) for name in names}
     if isinstance(value, Model):
         data["layers"] = [{"kind": kind, "count": count} for kind, count in value.runs()]

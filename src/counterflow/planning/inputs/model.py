@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from counterflow.errors import ConfigError
 from counterflow.execution import Configured
@@ -75,7 +76,7 @@ class LayerTie:
             raise ConfigError(f"ties: {list(self.layers)}: two layers or more share a weight, in their order")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Model:
     """A list of layers.
 
@@ -126,7 +127,7 @@ class Model:
                 f"model {self.name}: layer {tied} shares a weight, and the last one is {len(self.layers) - 1}"
             )
 
-    @property
+    @cached_property
     def execution(self) -> Configured:
         """How its config executes it; a config is checked when it is made, not here."""
         known = Configured.model_fields

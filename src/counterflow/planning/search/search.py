@@ -8,8 +8,10 @@ its bytes. A schedule is built once for all candidates of its group.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import product
@@ -111,6 +113,23 @@ class _Best:
         return max(kept.seconds, self.plans[-1].seconds) * _ROUNDING
 
 
+@contextmanager
+def _circles_left() -> Iterator[None]:
+    """Let Python look for no circles of objects meanwhile.
+
+    Schedules are millions of small tuples, in no circle, that come and go: to look through them again and
+    again was a quarter of a search.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@_circles_left()
 def search(
     model: Model,
     profile: Profile,

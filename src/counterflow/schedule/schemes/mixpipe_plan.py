@@ -68,7 +68,7 @@ def mixpipe_orders(
     pairs = (micro_batches + 1) // 2
     if injected is None:
         shape = Shape(depth, pairs, max(2, 3 * depth // 2 - 1), None)
-        plans = _there_and_back(shape, _linear(shape, pace=2, start=depth), wait=0)
+        plans = _there_and_back(shape, _linear(shape, pace=2, start=depth), wait=0, known=[])
     else:
         shape = Shape(depth, pairs, injected + early_forwards, min(injected // 2, pairs))
         plans = _tries(shape)
@@ -79,8 +79,9 @@ def mixpipe_orders(
 
 def _tries(shape: Shape) -> Iterator[Times]:
     most = max(1, OPS_BUDGET // (3 * 2 * shape.depth * shape.pairs))
+    known: list[tuple[int, Times]] = []
     for wait, start in list(product(WAITS, STARTS))[:most]:
-        yield from _there_and_back(shape, _linear(shape, pace=4, start=start * shape.depth // 2), wait)
+        yield from _there_and_back(shape, _linear(shape, pace=4, start=start * shape.depth // 2), wait, known)
 
 
 def _linear(shape: Shape, pace: int, start: int) -> Times:
@@ -95,9 +96,15 @@ def _linear(shape: Shape, pace: int, start: int) -> Times:
     }
 
 
-def _there_and_back(shape: Shape, due: Times, wait: int) -> Iterator[Times]:
-    """The plan for these due times, and the one for those found by planning it again from its end."""
+def _there_and_back(shape: Shape, due: Times, wait: int, known: list[tuple[int, Times]]) -> Iterator[Times]:
+    """The plan for these due times, and the one for those found by planning it again from its end.
+
+    Where there is little room other due times make a plan that is ``known``: what follows from it is, too.
+    """
     there = _plan(shape, due, wait, {"F": 1, "B": 2})
+    if (wait, there) in known:
+        return
+    known.append((wait, there))
     yield there
     back = _plan(shape._replace(first=None), _turned(there), wait, {"F": 2, "B": 1})
     yield _plan(shape, _turned(back), wait, {"F": 1, "B": 2})
