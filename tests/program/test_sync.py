@@ -17,7 +17,6 @@ from counterflow.program.sync import (
     plan_syncs,
 )
 from counterflow.schedule import schemes
-from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Sync
 
@@ -29,7 +28,7 @@ def planned(
     schedule: Schedule, mode: Sync, start: list[float], end: list[float]
 ) -> list[tuple[int, float, tuple[tuple[int, int], ...]]]:
     """The syncs as (stage, ready, starts)."""
-    return [(p.sync.stage, p.ready, p.starts) for p in plan_syncs(OpGraph(schedule), mode, start, end)]
+    return [(p.sync.stage, p.ready, p.starts) for p in plan_syncs(schedule, mode, start, end)]
 
 
 def test_a_sum_is_needed_where_a_stage_has_several_copies() -> None:
@@ -113,7 +112,7 @@ def test_copies_without_micro_batches_take_part_at_the_end() -> None:
 
 
 def test_a_worker_without_ops_is_ready_from_the_first() -> None:
-    idle = OpGraph(replace(CROSSED, orders=((), ())))
+    idle = replace(CROSSED, orders=((), ()))
     (found,) = plan_syncs(idle, Sync.END, [], [], [GradientSync(0, 0, ((0, None), (1, None)))])
     assert (found.ready, found.starts) == (0.0, ((0, 0), (1, 0)))
 
@@ -131,10 +130,10 @@ def test_no_worker_starts_a_sync_before_one_that_stands_earlier() -> None:
 
 @pytest.mark.parametrize("sync", list(Sync))
 def test_given_syncs_are_those_of_the_schedule(sync: Sync) -> None:
-    graph = OpGraph(CROSSED)
     start, end = [0.0, 1, 2, 7, 1, 2, 3, 5], [1.0, 2, 4, 9, 2, 3, 5, 7]
-    assert plan_syncs(graph, sync, start, end, gradient_syncs(CROSSED)) == plan_syncs(graph, sync, start, end)
-    assert plan_syncs(graph, sync, start, end, []) == []
+    given = plan_syncs(CROSSED, sync, start, end, gradient_syncs(CROSSED))
+    assert given == plan_syncs(CROSSED, sync, start, end)
+    assert plan_syncs(CROSSED, sync, start, end, []) == []
 
 
 def test_the_first_op_that_waits_for_an_update() -> None:

@@ -11,7 +11,7 @@ import pytest
 from counterflow import ByteCosts, ConfigError, Costs, DeadlockError, Schedule, Simulation, schemes
 from counterflow.schedule.formats import loads
 from counterflow.schedule.ir import OpKind
-from counterflow.simulation import Piece, kernel, simulate
+from counterflow.simulation import Piece, player, simulate
 
 
 def test_costs_by_stage() -> None:
@@ -142,22 +142,23 @@ def test_compiled_and_plain_loops_agree_to_the_last_bit(monkeypatch: pytest.Monk
         schedule = schemes.chimera(8, 24, pairs=2, concat="forward-doubling")
         return simulate(schedule, Costs(forward=0.1, backward=0.7, p2p=0.013, overlap=False))
 
-    monkeypatch.setattr(kernel._Loop, "compiled", None)
-    monkeypatch.setattr(kernel._Loop, "simulated", 0)
+    monkeypatch.setattr(player._Loop, "compiled", None)
+    monkeypatch.setattr(player._Loop, "played", 0)
     plain = simulated()
-    in_plain_python = kernel._Loop.simulated
+    in_plain_python = player._Loop.played
     assert in_plain_python > 0
-    kernel.load_numba()
-    loop, runs = kernel._Loop.compiled, list[int]()
+    player.load_numba()
+    loop, runs = player._Loop.compiled, list[int]()
     assert loop is not None
 
-    def counted(edges: Any, seconds: Any, start: Any, end: Any) -> None:
-        runs.append(len(seconds))
-        loop(edges, seconds, start, end)
+    def counted(*given: Any) -> tuple[int, bool]:
+        played, late = loop(*given)
+        runs.append(played)
+        return played, late
 
-    monkeypatch.setattr(kernel._Loop, "compiled", counted)
+    monkeypatch.setattr(player._Loop, "compiled", counted)
     compiled = simulated()
-    assert sum(runs) == in_plain_python == kernel._Loop.simulated  # the same nodes, by the other loop
+    assert sum(runs) == in_plain_python == player._Loop.played  # the same ops, by the other loop
     assert plain.start.tolist() == compiled.start.tolist()
     assert plain.end.tolist() == compiled.end.tolist()
 

@@ -26,9 +26,9 @@ def test_an_op_may_last_longer_by_its_slack_and_no_more(scheme: str, costs: Cost
         for more in (0.0, 0.25):
             longer = lasts.copy()
             longer[op] += slack + more
-            ready = model.ready(costs, longer)
-            _, end = ready.edges.play(ready.delay, ready.lasts)
-            assert end[: len(lasts)].max() == pytest.approx(found.end.max() + more)
+            times = model.played(model.ready(costs, longer))
+            assert times is not None
+            assert times.end.max() == pytest.approx(found.end.max() + more)
 
 
 def test_where_ops_wait_for_syncs_it_is_not_known() -> None:

@@ -104,10 +104,10 @@ def _op_boxes(simulation: Simulation, lane_of: dict[tuple[int, int], int]) -> It
     model, schedule = simulation.model, simulation.schedule
     named = _kept.get(model)
     if named is None:
-        ops = zip(model.graph.ops, simulation.needs, strict=True)
+        ops = zip(model.ops, simulation.needs, strict=True)
         named = _kept[model] = [_name(schedule, lane_of, op, needs) for op, needs in ops]
     start, end = simulation.start.tolist(), simulation.end.tolist()
-    times = zip(model.graph.worker, start, end, named, strict=True)
+    times = zip(model.worker.tolist(), start, end, named, strict=True)
     return (Box(worker, begins, ends, *name) for worker, begins, ends, name in times)
 
 

@@ -29,7 +29,7 @@ from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import Op, Schedule
 from counterflow.schedule.scheme import DEPTH
 from counterflow.simulation import Cause, Costs, Simulation, simulate
-from counterflow.simulation.kernel import load_numba
+from counterflow.simulation.player import load_numba
 
 from .asked import Check, Download, Look, Move, Subject, limits_of
 

@@ -141,6 +141,10 @@ class Play:
         """One step, if an update's ops, messages and sums take so long where no worker waits for a core."""
         return (max(update_seconds, self._core_seconds) + self._update) * self.updates
 
+    def update_limit(self, step_seconds: float) -> float:
+        """The most that an update's ops, messages and sums may take in a step of so many seconds."""
+        return step_seconds / self.updates - self._update
+
     @cached_property
     def _steady(self) -> float:
         seconds = self.simulation.steady_step

@@ -141,7 +141,7 @@ def lower(
     traffic = COMPUTES, MESSAGES, DEADLOCK_RENDEZVOUS, POSTED, DEADLOCK_HOLDING
     passes: list[tuple[Callable[[Program], Program], tuple[Rule, ...]]] = [
         (partial(with_messages, graph=graph, times=unit), traffic),
-        (partial(with_syncs, graph=graph, times=times or unit), traffic),
+        (partial(with_syncs, times=times or unit), traffic),
         (partial(with_updates, shared=shared), (*traffic, VERSIONS, SYNCS, SUMS, AGREED)),
     ]
     if not norm and schedule.synchronous:
@@ -249,12 +249,12 @@ def messages(
     yield from moved
 
 
-def with_syncs(program: Program, graph: OpGraph, times: tuple[Sequence[float], Sequence[float]]) -> Program:
+def with_syncs(program: Program, times: OpTimes) -> Program:
     """The start of each stage's gradient sync, after the compute of its last backward and its sends."""
     schedule = program.schedule
     gaps: Gaps = [defaultdict(list) for _ in schedule.orders]
     if schedule.synchronous:
-        for item in plan_syncs(graph, program.sync, *times):
+        for item in plan_syncs(schedule, program.sync, *times):
             stage, workers = item.sync.stage, item.sync.workers
             if program.needs_sync:
                 for worker, before in item.starts:

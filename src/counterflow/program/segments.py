@@ -247,7 +247,7 @@ class _Cut:
     def _updated(self, graph: OpGraph, times: tuple[list[int], list[int]]) -> Program:
         """Ops, syncs and updates without messages."""
         program = replace(self.empty, schedule=graph.schedule, actions=compute_actions(graph.schedule))
-        return with_updates(with_syncs(program, graph, times))
+        return with_updates(with_syncs(program, times))
 
     def _bounds(self, order: Sequence[Op]) -> list[int]:
         """Where each segment begins in an order, and its end."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
-from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import Product, Schedule
 from counterflow.schedule.modes import Sync
 
@@ -78,7 +77,7 @@ def by_last_backward(schedule: Schedule) -> list[GradientSync]:
 
 
 def plan_syncs(
-    graph: OpGraph,
+    schedule: Schedule,
     mode: Sync,
     start: Sequence[float],
     end: Sequence[float],
@@ -87,21 +86,22 @@ def plan_syncs(
     """The syncs of a synchronous schedule in the one order in which all workers start them.
 
     Args:
-        graph: the graph of a synchronous schedule.
+        schedule: a synchronous schedule.
         mode: ``eager-opt`` starts a worker's part early only if the worker idles between its last
             backward of the stage and its last op; the given times decide.
-        start: start of each node.
-        end: end of each node, in the same unit; with its message, where its worker is busy with that.
-        syncs: what ``gradient_syncs`` gives for the graph's schedule, if that is known already.
+        start: start of each op, worker by worker in order.
+        end: end of each op, in the same unit; with its message, where its worker is busy with that.
+        syncs: what ``gradient_syncs`` gives for the schedule, if that is known already.
 
     Source: Chimera section 3.2, Figure 4.
     """
     planned = []
-    gaps = _last_gaps(graph, start, end) if mode is Sync.EAGER_OPT else []
-    for sync in gradient_syncs(graph.schedule) if syncs is None else syncs:
+    begins = [0, *accumulate(map(len, schedule.orders))]
+    gaps = _last_gaps(begins, start, end) if mode is Sync.EAGER_OPT else []
+    for sync in gradient_syncs(schedule) if syncs is None else syncs:
         starts, ready = [], 0.0
         for worker, last in sync.last:
-            first, stop = graph.first[worker], graph.first[worker + 1]
+            first, stop = begins[worker : worker + 2]
             before = stop - first
             # Eager-opt: a worker that idles before one of its ops still to run starts its part at once.
             eager = mode is Sync.EAGER or (
@@ -118,10 +118,10 @@ def plan_syncs(
     return _in_one_order(planned)
 
 
-def _last_gaps(graph: OpGraph, start: Sequence[float], end: Sequence[float]) -> list[int]:
+def _last_gaps(begins: Sequence[int], start: Sequence[float], end: Sequence[float]) -> list[int]:
     """The last place of each worker's order before which it idles; 0 where it never does after its first."""
     gaps = []
-    for first, stop in pairwise(graph.first):
+    for first, stop in pairwise(begins):
         node = stop - 1
         while node > first and start[node] <= end[node - 1]:
             node -= 1

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from counterflow.program import lowering
 from counterflow.program.actions import Matching, Program
 from counterflow.schedule.ir import Schedule
 
-from .alone import may_play, ops_alone
 from .costs import Costs, Link
 from .memory import MemoryUse, peaks_of
 from .op_costs import ByteCosts, OpCosts, Piece
@@ -28,10 +30,9 @@ __all__ = [
     "Span",
     "SyncSpan",
     "lower",
-    "may_play",
-    "ops_alone",
     "peak_bytes",
     "simulate",
+    "simulate_within",
 ]
 
 
@@ -52,9 +53,28 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     >>> result.makespan, result.idle, result.peak_activations
     (16.0, (4.0, 4.0, 4.0, 4.0), (3.0, 4.0, 4.0, 3.0))
     """
-    costs = Costs() if costs is None else costs
+    found = simulate_within(schedule, Costs() if costs is None else costs, math.inf)
+    assert found is not None
+    return found
+
+
+def simulate_within(
+    schedule: Schedule, costs: Costs, limit: float, tail: Sequence[float] = ()
+) -> Simulation | None:
+    """The same for a search that plays many schedules with a flush and keeps few: late ones are given up.
+
+    Args:
+        schedule: what to play.
+        costs: seconds (and bytes).
+        limit: until when each worker's ops and its tail have to be over, in seconds.
+        tail: by worker, the seconds that follow its last op; none: nothing does.
+
+    Returns:
+        None: some worker is later than the limit, if from where it was played to it never waits again.
+    """
     model = timed(schedule)
-    return Simulation(model, costs, model.play(costs))
+    played = model.play(costs, limit, tail)
+    return None if played is None else Simulation(model, costs, played)
 
 
 def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:

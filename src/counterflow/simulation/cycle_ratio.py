@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .kernel import Floats, Ints
+from .player import Floats, Ints
 
 _CLOSE = 1e-10
 """Of the largest ratio: what makes less of a difference is rounding."""

@@ -8,9 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from counterflow.schedule.graph import OpGraph
-
-from .kernel import Floats
+from .player import Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +47,18 @@ class MemoryUse:
 
 
 def memory_use(
-    graph: OpGraph, changes: Changes, start: Sequence[float], end: Sequence[float]
+    workers: Sequence[int], changes: Changes, start: Sequence[float], end: Sequence[float]
 ) -> tuple[MemoryUse, ...]:
     """Memory of every worker over time.
 
     Args:
-        graph: the ops.
+        workers: each worker's first op, and one past the last of all.
         changes: what is there throughout, and what each op adds.
         start: start of each op, in seconds.
         end: end of each op.
     """
     uses = []
-    for worker, (first, stop) in enumerate(pairwise(graph.first)):
+    for worker, (first, stop) in enumerate(pairwise(workers)):
         # (time, rank, change): at one time, what is freed goes first.
         steps: list[tuple[float, int, float]] = []
         for node in range(first, stop):

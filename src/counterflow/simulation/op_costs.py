@@ -6,7 +6,7 @@ The simulator asks once for each different piece of work, so it may be asked of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import add
 from typing import TYPE_CHECKING, Protocol
 
@@ -41,11 +41,11 @@ class Piece:
     micro_batches: int = 1
     parts: int = 1
     shares: int = 1
+    work: float = field(init=False, compare=False)
+    """Work in micro-batches: 2 for a doubled forward, 0.5 for a half backward."""
 
-    @property
-    def work(self) -> float:
-        """Work in micro-batches: 2 for a doubled forward, 0.5 for a half backward."""
-        return self.micro_batches / self.parts
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "work", self.micro_batches / self.parts)
 
 
 class OpCosts(Protocol):

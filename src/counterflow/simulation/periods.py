@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from counterflow.program.sync import GradientSync
 from counterflow.schedule.ir import Schedule
 
 from .cycle_ratio import largest_cycle_ratio
-from .edges import Edges
-from .kernel import Floats, Ints
+from .op_costs import per_stage
+from .player import Floats, Ints
+from .waits import Waits, waits_of, with_syncs
 
 if TYPE_CHECKING:
     from .costs import Costs
@@ -56,24 +56,23 @@ def period_seconds(model: TimedSchedule, costs: Costs, played: Played) -> float 
         return None
     slowed = costs.sync_slowdown and len(played.syncs)
     ready = model.ready(costs, played.end - played.start if slowed else model.seconds(costs))
-    edges, delay, lasts = ready.edges, ready.delay, ready.lasts
-    syncs: list[GradientSync] = []
-    if model.synced(costs):
-        edges, delay, lasts, syncs = model.with_syncs(costs, ready)
-    period, slot = _of_ops(schedule, model.graph.first)
-    if ready.lanes:
+    waits = waits_of(model, ready)
+    syncs = model.awaited.syncs if model.synced(costs) else []
+    if syncs:
+        waits = with_syncs(model, ready, waits, per_stage("sync", costs.sync, schedule.stages))
+    period, slot = _of_ops(schedule, model.first)
+    if ready.links:
         period, slot = _with_messages(model.messages.makers, period, slot)
-    ends = [model.graph.first[sync.last[0][0]] + (sync.last[0][1] or 0) for sync in syncs]
+    ends = [model.first[sync.last[0][0]] + (sync.last[0][1] or 0) for sync in syncs]
     ends_of = np.array(ends, dtype=np.int64)
     period = np.concatenate((period, period[ends_of]))
     slot = np.concatenate((slot, slot.max() + 1 + np.array([sync.stage for sync in syncs], dtype=np.int64)))
-    if slowed:
-        lasts = _mean(lasts, period, slot)
-    waits = _repeated(edges, period, slot, whole_periods(schedule) - 1)
-    if waits is None:
+    lasts = _mean(waits.lasts, period, slot) if slowed else waits.lasts
+    repeated = _repeated(waits, period, slot, whole_periods(schedule) - 1)
+    if repeated is None:
         return None
-    source, taker, lag, edge = waits
-    seconds = lasts[edges.order[edges.sources[edge]]] + delay[edge]
+    source, taker, lag, which = repeated
+    seconds = lasts[waits.source[which]] + waits.delay[which]
     least = largest_cycle_ratio(source, taker, seconds, lag)
     carried: dict[int, float] = {}
     for ways, crossing in (costs.sync_crossings or ()) if len(syncs) else ():
@@ -134,21 +133,19 @@ def _mean(lasts: Floats, period: Ints, slot: Ints) -> Floats:
     return found
 
 
-def _repeated(edges: Edges, period: Ints, slot: Ints, last: int) -> tuple[Ints, Ints, Ints, Ints] | None:
-    """Of each wait in a period: slots of source and taker, periods between them, and the edge.
+def _repeated(waits: Waits, period: Ints, slot: Ints, last: int) -> tuple[Ints, Ints, Ints, Ints] | None:
+    """Of each wait in a period: slots of source and taker, periods between them, and its number.
 
     The last period that all workers have, if it is like the one before.
     """
-    takers = edges.order[np.repeat(np.arange(len(edges.order)), np.diff(edges.first))]
-    sources = edges.order[edges.sources]
     rows = []
     for at in (last - 1, last):
-        edge = np.flatnonzero(period[takers] == at)
-        lag = at - period[sources[edge]]
-        if (period[sources[edge]] == _NONE).any():
+        which = np.flatnonzero(period[waits.taker] == at)
+        source, taker = waits.source[which], waits.taker[which]
+        if (period[source] == _NONE).any():
             return None
-        order = np.lexsort((lag, slot[sources[edge]], slot[takers[edge]]))
-        edge, lag = edge[order], lag[order]
-        rows.append((slot[sources[edge]], slot[takers[edge]], lag, edge))
+        lag = at - period[source]
+        order = np.lexsort((lag, slot[source], slot[taker]))
+        rows.append((slot[source][order], slot[taker][order], lag[order], which[order]))
     same = all(np.array_equal(one, other) for one, other in zip(rows[0][:3], rows[1][:3], strict=True))
     return rows[1] if same else None

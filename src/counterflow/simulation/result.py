@@ -18,10 +18,10 @@ from counterflow.schedule.ir import Op, Schedule
 from counterflow.schedule.residency import weight_copies
 
 from .costs import Costs
-from .kernel import Floats
 from .memory import MemoryUse, memory_use, peaks_of
 from .op_costs import ByteCosts
 from .periods import measured_period_seconds, period_ops, period_seconds
+from .player import Floats
 from .slack import slack_of
 from .steady import steady_step_seconds, with_statistics, with_ties
 from .timed_schedule import Played, TimedSchedule
@@ -138,7 +138,7 @@ class Simulation:
     @property
     def _ended(self) -> Floats:
         """When each worker has its last op and its stages' gradients."""
-        first = self.model.graph.first
+        first = self.model.first
         found = np.array([self.end[stop - 1] if stop > begin else 0.0 for begin, stop in pairwise(first)])
         for _, stage, _, until in self._syncs.tolist():
             members = [worker for _, worker in self.schedule.placement.copies(int(stage))]
@@ -148,7 +148,7 @@ class Simulation:
     @cached_property
     def gradients_made(self) -> tuple[float, ...]:
         """By stage of a schedule with a flush, when the last of its copies has its gradients."""
-        first, released = self.model.graph.first, self._released
+        first, released = self.model.first, self._released
         return tuple(
             max((float(released[first[w] + last]) for w, last in sync.last if last is not None), default=0.0)
             for sync in self.model.gradient_syncs
@@ -177,7 +177,7 @@ class Simulation:
     def spans(self) -> tuple[float, ...]:
         """From each worker's first start to its last end, in seconds."""
         spans = []
-        for first, stop in pairwise(self.model.graph.first):
+        for first, stop in pairwise(self.model.first):
             spans.append(float(self.end[stop - 1] - self.start[first]) if stop > first else 0.0)
         return tuple(spans)
 
@@ -186,7 +186,7 @@ class Simulation:
         """When each worker has no op to run, and why, by worker and time."""
         pieces = (
             Gap(worker, start, end, cause)
-            for worker, (first, stop) in enumerate(pairwise(self.model.graph.first))
+            for worker, (first, stop) in enumerate(pairwise(self.model.first))
             for start, end, cause in self._pieces(first, stop)
         )
         return tuple(gap for gap in pieces if gap.end > gap.start)
@@ -231,7 +231,7 @@ class Simulation:
     @cached_property
     def messages(self) -> tuple[MessageSpan, ...]:
         """Every message between two workers, in the order of the ops that make them."""
-        messages, ops = self.model.messages, self.model.graph.ops
+        messages, ops = self.model.messages, self.model.ops
         rows = zip(
             messages.makers.tolist(),
             messages.takers.tolist(),
@@ -271,7 +271,7 @@ class Simulation:
         """
         if self.schedule.steady is None:
             return None
-        first = self.model.graph.first
+        first = self.model.first
         idle = total = 0.0
         if self.steady_step is not None and not self._measured:
             for worker, (begin, _) in enumerate(self.schedule.steady):
@@ -325,10 +325,8 @@ class Simulation:
     def timeline(self) -> tuple[Span, ...]:
         """Every op with its times, worker by worker in order."""
         start, end = self.start.tolist(), self.end.tolist()
-        graph = self.model.graph
-        return tuple(
-            Span(graph.worker[node], op, start[node], end[node]) for node, op in enumerate(graph.ops)
-        )
+        rows = zip(self.model.worker.tolist(), self.model.ops, start, end, strict=True)
+        return tuple(Span(*row) for row in rows)
 
     @cached_property
     def syncs(self) -> tuple[SyncSpan, ...]:
@@ -361,4 +359,4 @@ class Simulation:
 
     def _memory_use(self, costs: Costs) -> tuple[MemoryUse, ...]:
         changes = self.model.changes(costs)
-        return memory_use(self.model.graph, changes, self.start.tolist(), self.end.tolist())
+        return memory_use(self.model.first, changes, self.start.tolist(), self.end.tolist())

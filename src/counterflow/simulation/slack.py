@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from .costs import Costs
-from .kernel import Floats
+from .player import Floats
 from .timed_schedule import Played, TimedSchedule
+from .waits import waits_of
 
 _ROUNDING = 1e-9
 """Of the length of a play: less is no slack, since sums of floats round."""
@@ -23,18 +24,17 @@ def slack_of(model: TimedSchedule, costs: Costs, played: Played) -> Floats | Non
     """
     if not model.schedule.synchronous and model.synced(costs):
         return None
-    ready = model.ready(costs, played.end - played.start)
-    edges, seconds = ready.edges, ready.lasts[ready.edges.order].tolist()
-    last = float(played.end.max(initial=0.0))
-    latest = [last] * len(seconds)
-    first, sources, delay = edges.first.tolist(), edges.sources.tolist(), ready.delay.tolist()
-    for place in range(len(seconds) - 1, -1, -1):
-        begins = latest[place] - seconds[place]
-        for edge in range(first[place], first[place + 1]):
-            latest[sources[edge]] = min(latest[sources[edge]], begins - delay[edge])
-    by_node = np.empty(len(latest))
-    by_node[edges.order] = latest
-    slack = by_node[: len(played.end)] - played.end
+    waits = waits_of(model, model.ready(costs, played.end - played.start))
+    ops, last = len(played.end), float(played.end.max(initial=0.0))
+    rank = np.empty(len(waits.lasts), dtype=np.int64)  # of nodes, each behind all it waits for
+    rank[model.graph.topological] = 2 * np.arange(ops)
+    rank[ops:] = rank[model.messages.makers][: len(rank) - ops] + 1
+    latest, seconds = [last] * len(rank), waits.lasts.tolist()
+    backwards = np.lexsort((waits.taker, rank[waits.taker]))[::-1]
+    rows = (row[backwards].tolist() for row in (waits.source, waits.taker, waits.delay))
+    for source, taker, delay in zip(*rows, strict=True):
+        latest[source] = min(latest[source], latest[taker] - seconds[taker] - delay)
+    slack = np.array(latest[:ops]) - played.end
     slack[slack < _ROUNDING * last] = 0.0
     found: Floats = slack
     return found

@@ -11,7 +11,6 @@ Invariant: a play whose workers all begin at once is the schedule's simulation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,9 +20,8 @@ from counterflow.program.sync import PlannedSync, needs_sync, plan_syncs
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Sync
 
-from .edges import with_nodes
-from .kernel import Floats, Ints
 from .op_costs import per_stage
+from .player import Floats
 from .sync_times import sync_times
 
 if TYPE_CHECKING:
@@ -53,7 +51,7 @@ def steady_step_seconds(model: TimedSchedule, costs: Costs, played: Played, *, n
     border = _Border(model, costs, played)
     seconds = 0.0
     before: list[tuple[float, Floats]] = []
-    at = np.zeros(schedule.workers + len(border.links))
+    at = np.zeros(schedule.workers + border.ready.links)
     for _ in range(MOST_STEPS):
         at = border.after(at, norm=norm)
         passed = float(at[: schedule.workers].min(initial=np.inf))
@@ -71,57 +69,30 @@ class _Border:
     """Plays steps that begin where others ended."""
 
     def __init__(self, model: TimedSchedule, costs: Costs, played: Played) -> None:
-        schedule, graph = model.schedule, model.graph
-        self.model = model
-        self.costs = costs
-        ready = model.ready(costs, played.end - played.start)
-        self.busy = ready.busy
-        self.ops = len(played.start)
-        self.links = _ends_of_links(model.links(costs)) if ready.lanes else []
-        nodes = len(ready.lasts)
-        begins = {
-            first: [nodes + worker]
-            for worker, (first, stop) in enumerate(pairwise(graph.first))
-            if stop > first
-        }
-        for number, (first, _) in enumerate(self.links):
-            begins[self.ops + first] = [nodes + schedule.workers + number]
-        borders: list[list[tuple[int, float]]] = [[] for _ in range(schedule.workers + len(self.links))]
-        known = model.border
-        if known is None or known[0] is not ready.edges:
-            counted = np.arange(1.0, len(ready.delay) + 1)  # each edge's number, where its delay will stand
-            edges, numbers = with_nodes(ready.edges, counted, begins, borders)
-            known = model.border = ready.edges, edges, numbers.astype(np.int64)
-        self.edges, self.delay = known[1], np.concatenate(([0.0], ready.delay))[known[2]]
-        self.lasts = ready.lasts
-        self.synced = per_stage("sync", costs.sync, schedule.stages)
+        self.model, self.costs = model, costs
+        self.ready = model.ready(costs, played.end - played.start)
+        self.synced = per_stage("sync", costs.sync, model.schedule.stages)
         self.planned: Sequence[PlannedSync] = ()
-        if needs_sync(schedule, costs.replicas):
-            mode = Sync(costs.sync_mode)
-            self.planned = plan_syncs(graph, mode, played.start.tolist(), played.released.tolist())
+        if needs_sync(model.schedule, costs.replicas):
+            times = played.start.tolist(), played.released.tolist()
+            self.planned = plan_syncs(model.schedule, Sync(costs.sync_mode), *times)
 
     def after(self, at: Floats, *, norm: bool) -> Floats:
         """When each worker has updated, and each link carried all, if they begin at ``at``."""
-        graph, workers = self.model.graph, self.model.schedule.workers
-        _, end = self.edges.play(self.delay, np.concatenate((self.lasts, at)))
-        released = end[: self.ops] + self.busy
-        ended = np.array(
-            [
-                released[stop - 1] if stop > first else at[worker]
-                for worker, (first, stop) in enumerate(pairwise(graph.first))
-            ]
-        )
+        workers = self.model.schedule.workers
+        times = self.model.played(self.ready, (at[:workers], at[workers:]))
+        assert times is not None  # no limit was given
+        released, ended = times.end + self.ready.lasting.busy, times.clocks
         lane = at[:workers].copy()
         crossings = self.costs.sync_crossings
-        times = sync_times(self.planned, released, graph.first, self.synced, lane, crossings=crossings)
-        for _, _, until, members in times:
+        sums = sync_times(self.planned, released, self.model.first, self.synced, lane, crossings=crossings)
+        for _, _, until, members in sums:
             ended[members] = np.maximum(ended[members], until)
         ended = with_ties(self.model.schedule, self.costs, ended)
         if norm:
             ended[:] = ended.max(initial=0.0) + self.costs.agreement
         ended = with_statistics(self.model.schedule, self.costs, ended)
-        carried = [end[self.ops + last] for _, last in self.links]
-        return np.concatenate((ended, carried))
+        return np.concatenate((ended, times.free))
 
 
 def with_ties(schedule: Schedule, costs: Costs, ended: Floats) -> Floats:
@@ -159,11 +130,3 @@ def _summed(schedule: Schedule, costs: Costs, ended: Floats, stages: Sequence[in
         ended = ended.copy()
         ended[members] = ended[members].max() + seconds
     return ended
-
-
-def _ends_of_links(links: Ints) -> list[tuple[int, int]]:
-    """Of each link, the numbers of its first and its last message."""
-    found: dict[int, tuple[int, int]] = {}
-    for number, link in enumerate(links.tolist()):
-        found[link] = found.get(link, (number, number))[0], number
-    return list(found.values())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from counterflow.program.sync import PlannedSync
 
-from .kernel import Floats
+from .player import Floats
 
 if TYPE_CHECKING:
     from .costs import Crossings

@@ -1,12 +1,14 @@
-"""A schedule made ready to be timed: numbered nodes, what they wait for, and where costs go in.
+"""A schedule made ready to be timed: its lists as arrays, and where costs go in.
 
-Kept for the last few schedules, so that trying many costs only fills in numbers.
-Nodes are the schedule's ops, its messages where links carry one at a time (``edges.py``), and, for an
-asynchronous schedule whose syncs take time, one node for each gradient sync that later ops wait for.
+Kept for the last few schedules, so that trying many costs only fills in numbers. Ops and messages are played
+by the player (``player.py``). The gradient syncs of a schedule with a flush follow them (``sync_times.py``);
+those without one are played with them, as later ops wait for them.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
 from threading import Lock
@@ -14,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, DeadlockError
 from counterflow.program.sync import (
     GradientSync,
     by_last_backward,
@@ -24,15 +26,15 @@ from counterflow.program.sync import (
     plan_syncs,
 )
 from counterflow.schedule.graph import OpGraph, outside
-from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.ir import Op, Schedule
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.residency import peak_activations, version_lives
 
 from .costs import Costs, Link, PerLink
-from .edges import Edges, Messages, edges_of, messages_of, with_nodes
-from .kernel import Floats, Ints
+from .lists import WHOLE, Columns, Messages, columns_of, lists_of, messages_of, sources_of, sums_of
 from .memory import Changes
 from .op_costs import Piece, per_stage, stage_bytes
+from .player import Floats, Ints, Lasting, Lists, Sums, Times, play
 from .sync_times import sync_times
 
 KEPT_MODELS = 8
@@ -64,39 +66,47 @@ class Played(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """What is played, with its costs.
+    """How long everything takes that is played.
 
     Attributes:
-        edges: what waits for what.
-        delay: by edge.
-        lasts: seconds of each op, and, where links are lanes, of each message.
-        busy: how long each op's worker is busy with its messages after it.
+        lasting: as the player reads it.
+        sums: gradient syncs that ops wait for.
         travel: seconds of each message.
         waited: how long each message waits for earlier ones of its op.
-        lanes: whether messages are nodes.
+        links: how many links carry one message at a time; 0: all carry any number.
     """
 
-    edges: Edges
-    delay: Floats
-    lasts: Floats
-    busy: Floats
+    lasting: Lasting
+    sums: Sums
     travel: Floats
-    waited: Floats | float
-    lanes: bool
+    waited: Floats
+    links: int
+
+
+class Awaited(NamedTuple):
+    """The gradient syncs of a schedule without a flush, which ops wait for.
+
+    Attributes:
+        syncs: in the order in which they run on each worker's lane.
+        sums: the same for the player.
+        users: a sync's number, and an op that waits for it.
+    """
+
+    syncs: list[GradientSync]
+    sums: Sums
+    users: list[tuple[int, int]]
 
 
 class TimedSchedule:
-    """A schedule's dependencies as arrays."""
+    """A schedule's lists as arrays."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.ops = list(schedule.ops())
         self.first = [0, *accumulate(map(len, schedule.orders))]
         """Each worker's first op, and one past the last of all."""
-        self._lanes: dict[object, Edges] = {}
-        self._before: tuple[Edges, Floats, Floats, Floats, Floats] | None = None
-        self.border: tuple[Edges, Edges, Ints] | None = None
-        """For ``steady``: edges, the same with what is before and after a step, and whose delay each has."""
+        self._links: dict[object, tuple[Ints, int]] = {}
+        self._before: tuple[Lasting, Times] | None = None
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
@@ -105,18 +115,35 @@ class TimedSchedule:
 
     @cached_property
     def graph(self) -> OpGraph:
-        """What waits for what; memory can be told without."""
+        """What waits for what, op by op: a play does without, but can say no more of what is wrong."""
         return OpGraph(self.schedule)
 
     @cached_property
+    def columns(self) -> Columns:
+        """The ops by column."""
+        return columns_of(self.ops, [len(order) for order in self.schedule.orders])
+
+    @property
     def worker(self) -> Ints:
         """Of each op."""
-        return np.repeat(np.arange(self.schedule.workers, dtype=np.int64), np.diff(self.first))
+        return self.columns.worker
+
+    @cached_property
+    def source(self) -> Ints:
+        """The op whose product each op takes of another stage; -1: it takes none.
+
+        Raises:
+            ScheduleError: an op is of no stage or pipe, its input is computed nowhere, or it is there twice.
+        """
+        found = sources_of(self.schedule, self.columns)
+        if found is None:
+            found = np.array([-1 if s is None else s for s in self.graph.source], dtype=np.int64)
+        return found
 
     @cached_property
     def messages(self) -> Messages:
         """Between workers."""
-        return messages_of(self.graph)
+        return messages_of(self.source, self.worker, self.graph if self.schedule.workload.skips else None)
 
     @cached_property
     def several(self) -> bool:
@@ -126,19 +153,46 @@ class TimedSchedule:
     @cached_property
     def sent(self) -> tuple[Ints, Floats]:
         """Of each message the stage whose output it is, or the gradient of that, and the work of its op."""
-        made = [self.ops[node] for node in self.messages.makers.tolist()]
-        outputs = [op.boundary for op in made]
-        return np.array(outputs, dtype=np.int64), np.array([op.work for op in made], dtype=np.float64)
+        makers = self.messages.makers
+        work = self.columns.size[makers] / self.columns.parts[makers]
+        return np.array([self.ops[node].boundary for node in makers.tolist()], dtype=np.int64), work
 
     @cached_property
-    def free(self) -> Edges:
-        """What waits for what, on links that carry any number of messages at once."""
-        return edges_of(self.graph, self.messages, links=None)
+    def lists(self) -> Lists:
+        """What is played.
+
+        Raises:
+            DeadlockError: an op waits for a later one of its own worker.
+        """
+        later = np.flatnonzero(self.source > np.arange(len(self.ops)))
+        if (self.worker[self.source[later]] == self.worker[later]).any():
+            raise DeadlockError(self.graph.describe_cycle())
+        return lists_of(self.first, self.messages)
+
+    @cached_property
+    def _nothing_awaited(self) -> Sums:
+        """No sums that ops wait for."""
+        each, none = np.full(len(self.ops), -1, dtype=np.int64), np.empty(0, dtype=np.int64)
+        return Sums(each, each, none, np.zeros(1, dtype=np.int64), none)
+
+    @cached_property
+    def awaited(self) -> Awaited:
+        """Without a flush, ops that use new weights, or fill the gradients anew, wait for the sync."""
+        syncs, users = by_last_backward(self.schedule), first_users(self.schedule)
+        found = Awaited(syncs, sums_of(self.first, syncs), [])
+        for number, sync in enumerate(syncs):
+            for worker in sync.workers:
+                user = users.get((worker, sync.stage, sync.period))
+                if user is not None:
+                    found.users.append((number, self.first[worker] + user))
+                    # Of several, all of one stage, the last one is there last.
+                    found.sums.awaits[self.first[worker] + user] = number
+        return found
 
     @cached_property
     def needs(self) -> tuple[tuple[int, ...], ...]:
         """Of each op, those whose products it takes and that are there."""
-        place = {op: node for node, op in enumerate(self.graph.ops)}
+        place = {op: node for node, op in enumerate(self.ops)}
 
         def needs(op: Op) -> tuple[Op, ...]:
             try:
@@ -146,45 +200,46 @@ class TimedSchedule:
             except KeyError:  # of a schedule that is wrong
                 return ()
 
-        return tuple(tuple(place[need] for need in needs(op) if need in place) for op in self.graph.ops)
+        return tuple(tuple(place[need] for need in needs(op) if need in place) for op in self.ops)
 
-    def links(self, costs: Costs) -> Ints:
-        """The link of each message."""
-        messages, workers = self.messages, self.schedule.workers
-        if costs.ways is None:
-            return messages.senders * workers + messages.receivers
-        ways = np.array(costs.ways, dtype=np.int64)
-        if ways.shape != (workers, workers):
-            raise ConfigError(f"ways: a table of shape {ways.shape} for {workers} workers")
-        found: Ints = messages.senders * (int(ways.max()) + 1) + ways[messages.senders, messages.receivers]
-        return found
-
-    def lanes(self, costs: Costs) -> Edges:
-        """What waits for what, on links that carry one message at a time."""
+    def links(self, costs: Costs) -> tuple[Ints, int]:
+        """The link of each message, and how many there are: those of one sender that go one way are one."""
         key = None if costs.ways is None else tuple(map(tuple, costs.ways))
-        if key not in self._lanes:
-            self._lanes[key] = edges_of(self.graph, self.messages, links=self.links(costs))
-        return self._lanes[key]
+        if key not in self._links:
+            messages, workers = self.messages, self.schedule.workers
+            way, ways = messages.receivers, workers
+            if costs.ways is not None:
+                table = np.array(costs.ways, dtype=np.int64)
+                if table.shape != (workers, workers):
+                    raise ConfigError(f"ways: a table of shape {table.shape} for {workers} workers")
+                way, ways = table[messages.senders, messages.receivers], int(table.max()) + 1
+            used, which = np.unique(messages.senders * ways + way, return_inverse=True)
+            self._links[key] = which, len(used)
+        return self._links[key]
 
     @cached_property
     def pieces(self) -> tuple[list[Piece], Ints]:
-        """The different pieces of work, and of each op which of them it is.
+        """The different pieces of work, as they come, and of each op which of them it is.
 
         Raises:
             ScheduleError: an op is of no stage.
         """
-        shares = {m: len(one.shares) for one in self.schedule.workload.passes for m in one.micro_batches}
-        numbers: dict[tuple[OpKind, int, int, int, int, int], int] = {}
-        which = []
-        for (kind, stage, batches, _, _, parts, _), worker in zip(
-            self.ops, self.worker.tolist(), strict=True
-        ):
-            each = shares.get(batches[0], 1) if kind.whole else 1
-            key = kind, stage, worker, len(batches), parts, each
-            which.append(numbers.setdefault(key, len(numbers)))
-        if any(stage >= self.schedule.stages for _, stage, *_ in numbers):
-            raise outside(self.schedule, next(op for op in self.ops if op.stage >= self.schedule.stages))
-        return [Piece(*key) for key in numbers], np.array(which, dtype=np.int64)
+        ops, schedule = self.columns, self.schedule
+        if (ops.stage >= schedule.stages).any():
+            raise outside(schedule, next(op for op in self.ops if op.stage >= schedule.stages))
+        shares = {m: len(one.shares) for one in schedule.workload.passes for m in one.micro_batches}
+        each = np.array([shares.get(m, 1) for m in ops.batch.tolist()], dtype=np.int64)
+        each[~WHOLE[ops.kind]] = 1
+        key = np.zeros(len(self.ops), dtype=np.int64)
+        for column in (ops.kind, ops.stage, ops.worker, ops.size, ops.parts, each):
+            key = key * (int(column.max(initial=0)) + 1) + column
+        _, at, which = np.unique(key, return_index=True, return_inverse=True)
+        order = np.argsort(at)
+        pieces = []
+        for node in at[order].tolist():
+            op, worker, shared = self.ops[node], int(ops.worker[node]), int(each[node])
+            pieces.append(Piece(op.kind, op.stage, worker, len(op.micro_batches), op.parts, shared))
+        return pieces, np.argsort(order)[which]
 
     def seconds(self, costs: Costs) -> Floats:
         """How long each op lasts.
@@ -265,70 +320,104 @@ class TimedSchedule:
         lasts = per_stage("sync", costs.sync, self.schedule.stages)
         return (any(lasts) or not self.schedule.synchronous) and needs_sync(self.schedule, costs.replicas)
 
-    def play(self, costs: Costs) -> Played:
-        """When everything starts and ends."""
+    def play(self, costs: Costs, limit: float = math.inf, tail: Sequence[float] = ()) -> Played | None:
+        """When everything starts and ends.
+
+        Args:
+            costs: seconds.
+            limit: until when each worker's ops and its tail have to be over, in seconds.
+            tail: by worker, the seconds that follow its last op; none: nothing does.
+
+        Returns:
+            None: some worker of a schedule with a flush is later than the limit.
+
+        Raises:
+            ScheduleError: an op's input is computed nowhere.
+            DeadlockError: the workers wait for each other in a circle.
+        """
         seconds = self.seconds(costs)
-        played = self._play(costs, seconds)
-        if costs.sync_slowdown and len(played.syncs):
+        played = self._play(costs, seconds, limit, tail)
+        if played is not None and costs.sync_slowdown and len(played.syncs):
             beside = self._beside_syncs(played)
             if beside.any():
-                played = self._play(costs, seconds + costs.sync_slowdown * beside)
+                return self._play(costs, seconds + costs.sync_slowdown * beside, limit, tail)
         return played
 
     def ready(self, costs: Costs, seconds: Floats) -> Ready:
         """What is played, if ops last ``seconds``."""
         free = costs.p2p == 0.0 and costs.p2p_per_byte == 0.0
-        travel = np.zeros(len(self.messages.makers)) if free else self.message_seconds(costs)
-        lanes = not free and costs.link is Link.ONE_AT_A_TIME
-        edges = self.lanes(costs) if lanes else self.free
-        delay = np.zeros(len(edges.sources))
-        if not free and not lanes:
-            delay[edges.travel] = travel
-        ops = len(seconds)
-        busy = np.zeros(ops)
-        waited: Floats | float = 0.0
+        none = np.zeros(len(self.messages.makers))
+        travel = none if free else self.message_seconds(costs)
+        busy, waited = np.zeros(len(seconds)), none
         if not costs.overlap and not free:  # the messages of one op go one after another
             np.add.at(busy, self.messages.makers, travel)
-            delay[edges.busy] = busy[edges.senders]
             if self.several:
                 waited = self.messages.before_of_op(travel)
-                delay[edges.travel] += waited
-        lasts = np.concatenate((seconds, travel)) if lanes else seconds
-        return Ready(edges, delay, lasts, busy, travel, waited, lanes)
-
-    def _play(self, costs: Costs, seconds: Floats) -> Played:
-        ready = self.ready(costs, seconds)
-        edges, delay, lasts, busy, travel, waited, lanes = ready
-        ops = len(seconds)
-        syncs = np.empty((0, 4))
-        if self.synced(costs) and not self.schedule.synchronous:
-            longer, delays, all_seconds, ordered = self.with_syncs(costs, ready)
-            start, end = longer.play(delays, all_seconds)
-            begin, until = start[len(lasts) :], end[len(lasts) :]
-            rows = [
-                (float(s.period), float(s.stage), *at) for s, *at in zip(ordered, begin, until, strict=True)
-            ]
-            syncs = np.array(rows).reshape(-1, 4)
+        if free or costs.link is not Link.ONE_AT_A_TIME:
+            apart = np.full(len(travel), -1, dtype=np.int64)
+            lasting, links = Lasting(seconds, busy, travel + waited, none, apart, none[:0]), 0
         else:
-            start, end = self._ops_played(edges, delay, lasts)
-        sent = start[ops : ops + len(travel)] if lanes else end[self.messages.makers] + waited
-        start, end = start[:ops], end[:ops]
-        if self.synced(costs) and self.schedule.synchronous:
-            syncs = self._syncs_after(costs, start, end + busy)
-        return Played(start, end, end + busy, syncs, sent, sent + travel)
+            which, links = self.links(costs)
+            lasting = Lasting(seconds, busy, waited, travel, which, none[:0])
+        return Ready(lasting, self._nothing_awaited, travel, waited, links)
 
-    def _ops_played(self, edges: Edges, delay: Floats, lasts: Floats) -> tuple[Floats, Floats]:
-        """Start and end of ops and messages; kept once, since sync modes differ in what comes after them."""
+    def played(
+        self,
+        ready: Ready,
+        at: tuple[Floats, Floats] | None = None,
+        limit: float = math.inf,
+        tail: Sequence[float] = (),
+    ) -> Times | None:
+        """When ops and messages are, if workers and links begin ``at`` some time; for the rest see ``play``.
+
+        Returns:
+            None: the limit was not kept.
+        """
+        begin = at or (np.zeros(self.schedule.workers), np.zeros(ready.links))
+        rest = ready.lasting.ops
+        if limit < math.inf:
+            before = np.concatenate(([0.0], np.cumsum(rest)))
+            done = before[self.first[1:]] + (tail or 0.0)
+            rest = done[self.worker] - before[:-1]
+        try:
+            return play(self.lists, ready.sums, ready.lasting, begin, rest=rest, limit=limit)
+        except DeadlockError:
+            raise DeadlockError(self.graph.describe_cycle()) from None
+
+    def _play(self, costs: Costs, seconds: Floats, limit: float, tail: Sequence[float]) -> Played | None:
+        ready, synced = self.ready(costs, seconds), self.synced(costs)
+        awaited = self.awaited.syncs if synced and not self.schedule.synchronous else []
+        if awaited:
+            lasts = np.array(per_stage("sync", costs.sync, self.schedule.stages))
+            lasting = ready.lasting._replace(sums=lasts[[sync.stage for sync in awaited]])
+            ready = ready._replace(lasting=lasting, sums=self.awaited.sums)
+        times = self._kept(ready, limit, tail)
+        if times is None:
+            return None
+        released = times.end + ready.lasting.busy
+        if synced and self.schedule.synchronous:
+            syncs = self._syncs_after(costs, times.start, released)
+        else:
+            labels = np.array([(float(sync.period), float(sync.stage)) for sync in awaited])
+            syncs = np.column_stack((labels.reshape(-1, 2), times.begun, times.summed))
+        sent = times.sent if ready.links else times.end[self.messages.makers] + ready.waited
+        return Played(times.start, times.end, released, syncs, sent, sent + ready.travel)
+
+    def _kept(self, ready: Ready, limit: float, tail: Sequence[float]) -> Times | None:
+        """What is played; kept once: with a flush, sync modes differ in what comes after it."""
         known = self._before
-        if known is None or known[0] is not edges or not _equal(known[1], delay, known[2], lasts):
-            self._before = known = edges, delay, lasts, *edges.play(delay, lasts)
-        return known[3], known[4]
+        if known is not None and all(map(np.array_equal, known[0], ready.lasting)):
+            return known[1]
+        times = self.played(ready, limit=limit, tail=tail)
+        if times is not None:
+            self._before = ready.lasting, times
+        return times
 
     def _beside_syncs(self, played: Played) -> Floats:
         """For how long each op runs beside a gradient sync of its worker."""
         start, end, syncs = played.start, played.end, played.syncs
         beside = np.zeros(len(start))
-        first = self.graph.first
+        first = self.first
         for _, stage, begins, ends in syncs.tolist():
             for worker in {w for _, w in self.schedule.placement.copies(int(stage))}:
                 nodes = slice(first[worker], first[worker + 1])
@@ -340,46 +429,15 @@ class TimedSchedule:
         """Syncs on the lane beside each worker's compute; nothing waits for them but the update."""
         lasts = per_stage("sync", costs.sync, self.schedule.stages)
         mode = Sync(costs.sync_mode)
-        planned = plan_syncs(self.graph, mode, start.tolist(), released.tolist(), self.gradient_syncs)
+        planned = plan_syncs(self.schedule, mode, start.tolist(), released.tolist(), self.gradient_syncs)
         lane = np.zeros(self.schedule.workers)
-        times = sync_times(planned, released, self.graph.first, lasts, lane, crossings=costs.sync_crossings)
+        times = sync_times(planned, released, self.first, lasts, lane, crossings=costs.sync_crossings)
         return np.array([(0.0, float(stage), begin, end) for stage, begin, end, _ in times]).reshape(-1, 4)
 
     @cached_property
     def gradient_syncs(self) -> tuple[GradientSync, ...]:
         """The syncs of every stage and period."""
         return gradient_syncs(self.schedule)
-
-    def with_syncs(self, costs: Costs, ready: Ready) -> tuple[Edges, Floats, Floats, list[GradientSync]]:
-        """Asynchronous: ops that use new weights, or fill the gradients anew, wait for the sync.
-
-        Returns:
-            What waits for what with the syncs as further nodes, delays, seconds, and the syncs.
-        """
-        lasts = per_stage("sync", costs.sync, self.schedule.stages)
-        ops, first, busy = len(ready.lasts), self.graph.first, ready.busy
-        users = first_users(self.schedule)
-        lane: dict[int, int] = {}
-        waiting: dict[int, list[int]] = {}
-        added: list[list[tuple[int, float]]] = []
-        ordered = by_last_backward(self.schedule)
-        for sync in ordered:
-            node = ops + len(added)
-            ends = [first[worker] + last for worker, last in sync.last if last is not None]
-            sources = [(end, float(busy[end])) for end in ends]
-            sources += [(lane[worker], 0.0) for worker in sync.workers if worker in lane]
-            added.append(sources)
-            for worker in sync.workers:
-                lane[worker] = node
-                user = users.get((worker, sync.stage, sync.period))
-                if user is not None:
-                    waiting.setdefault(first[worker] + user, []).append(node)
-        longer, delays = with_nodes(ready.edges, ready.delay, waiting, added)
-        return longer, delays, np.concatenate((ready.lasts, [lasts[s.stage] for s in ordered])), ordered
-
-
-def _equal(one: Floats, other: Floats, third: Floats, fourth: Floats) -> bool:
-    return np.array_equal(one, other) and np.array_equal(third, fourth)
 
 
 def timed(schedule: Schedule) -> TimedSchedule:

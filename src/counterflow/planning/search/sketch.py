@@ -14,7 +14,7 @@ import math
 from dataclasses import replace
 
 from counterflow.schedule.ir import Product
-from counterflow.simulation import may_play, ops_alone, simulate
+from counterflow.simulation import simulate_within
 
 from ..play import Play, sync_seconds
 from .bounds import all_summed, owned_stages
@@ -23,23 +23,19 @@ from .bounds import all_summed, owned_stages
 def least_seconds(play: Play, limit: float = math.inf) -> float:
     """One step takes at least so long in every sync mode; 0 where steps may overlap.
 
-    Above the limit, also in seconds of a step, it need not be told how far.
+    Infinite where that is above the limit, also in seconds of a step, so that no worker had to be played to
+    its end.
     """
     schedule = play.schedule
     if not schedule.synchronous or not play.predictor.model.barrier:
         return 0.0
     costs = replace(play.costs, sync=0.0, sync_crossings=None)
     copies = play.network.copies > 1
-    if may_play(schedule, costs) and not play.predictor.shares_cores:
-        update = play.step_seconds(0.0)
-        seconds, made = ops_alone(
-            schedule, costs, limit=(limit - update) / play.updates, tail=_last_syncs(play) if copies else None
-        )
-        if made is None:
-            return play.step_seconds(seconds)
-    else:
-        alone = simulate(schedule, costs)
-        seconds, made = alone.makespan, alone.gradients_made
+    tail = _last_syncs(play) if copies else ()
+    alone = simulate_within(schedule, costs, play.update_limit(limit), tail)
+    if alone is None:
+        return math.inf
+    seconds, made = alone.makespan, alone.gradients_made
     if copies:
         seconds = max(seconds, all_summed(owned_stages(schedule.placement), play.stages, play.network, made))
     return play.step_seconds(seconds)

@@ -1,8 +1,10 @@
-"""Ops played alone against the simulator: the same ends, and what is given up was late."""
+"""Plays with a limit: the same times, and what is given up was late."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from counterflow.errors import DeadlockError
 from counterflow.schedule import registry
 from counterflow.schedule.ir import Schedule
-from counterflow.simulation import Costs, may_play, ops_alone, simulate
+from counterflow.simulation import Costs, simulate, simulate_within
 
 SCHEDULES: list[tuple[str, dict[str, Any]]] = [
     ("gpipe", {"stages": 4, "micro_batches": 6, "groups": 2}),
@@ -51,39 +53,40 @@ def costs_of(draw: Any, schedule: Schedule) -> Costs:
 
 @settings(max_examples=40, phases=(Phase.generate,), deadline=None, derandomize=True)
 @given(st.sampled_from(SCHEDULES), st.data())
-def test_ops_end_when_the_simulator_says(named: tuple[str, dict[str, Any]], data: st.DataObject) -> None:
+def test_a_limit_changes_no_time(named: tuple[str, dict[str, Any]], data: st.DataObject) -> None:
     schedule = registry.build(named[0], named[1])
     costs = costs_of(data.draw, schedule)
-    assert may_play(schedule, costs)
-    alone, played = ops_alone(schedule, costs), simulate(schedule, costs)
-    assert alone.seconds == played.makespan
-    assert alone.made == played.gradients_made
-    # A limit that is kept changes nothing; one that is not is never said to be beyond what it takes.
-    assert ops_alone(schedule, costs, limit=alone.seconds * (1 + 1e-9)) == alone
+    played = simulate(schedule, costs)
     tail = [0.5] * schedule.workers
-    late = ops_alone(schedule, costs, limit=alone.seconds * data.draw(st.floats(0, 1)), tail=tail)
-    assert late.seconds <= (alone.seconds + 0.5) * (1 + 1e-9)
-    assert late.made in (None, alone.made)
+    kept = simulate_within(copy(schedule), costs, (played.makespan + 0.5) * (1 + 1e-9), tail)
+    assert kept is not None  # one that is kept is never said to be beyond what it takes
+    assert kept.start.tolist() == played.start.tolist()
+    assert kept.end.tolist() == played.end.tolist()
+    assert kept.gradients_made == played.gradients_made
+    # No worker can be done before it has done all its ops.
+    least = max(played.busy)
+    assert (
+        simulate_within(copy(schedule), costs, least * data.draw(st.floats(0, 0.999)), ()) is None
+        or not least
+    )
 
 
 def test_what_is_sure_to_be_late_is_given_up() -> None:
     """D=2, N=2: worker 1 waits for 1 s and has 6 s of work: at least 7, and 9 s in fact, with a tail of 1."""
     schedule = registry.build("gpipe", {"stages": 2, "micro_batches": 2})
-    assert ops_alone(schedule, Costs()) == (9.0, (9.0, 7.0))
-    assert ops_alone(schedule, Costs(), limit=7.5, tail=[0.0, 1.0]) == (8.0, None)
-    assert ops_alone(schedule, Costs(), limit=8.0, tail=[0.0, 1.0])[0] == 9.0
-    assert ops_alone(schedule, Costs(), limit=math.inf).made is not None
 
+    def within(limit: float, tail: Sequence[float] = ()) -> float | None:
+        found = simulate_within(copy(schedule), Costs(), limit, tail)
+        return None if found is None else found.makespan
 
-def test_what_it_does_not_know_is_left_to_the_simulator() -> None:
-    schedule = registry.build("dapple", {"stages": 2, "micro_batches": 2})
-    assert not may_play(schedule, Costs(overlap=False))
-    assert not may_play(schedule, Costs(ties=(((0, 1), 1.0),)))
-    assert not may_play(registry.build("pipedream", {"stages": 2, "periods": 3}), Costs())
+    assert within(math.inf) == within(9.0) == within(10.0, [1.0, 0.0]) == 9.0
+    assert within(7.5, [0.0, 1.0]) is None
+    assert within(8.0, [0.0, 1.0]) is None  # worker 0 ends at 9
+    assert within(8.0) is None
 
 
 def test_a_circle_is_told() -> None:
     good = registry.build("dapple", {"stages": 2, "micro_batches": 2})
     turned = Schedule(good.scheme, good.options, good.workload, (good.orders[0][::-1], good.orders[1]))
     with pytest.raises(DeadlockError, match="wait in a circle"):
-        ops_alone(turned, Costs())
+        simulate_within(turned, Costs(), 100.0)
