@@ -20,7 +20,7 @@ from torch import Tensor
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.dtensors import is_dtensor
-from counterflow.runtime.parameters.saved import Kept, assembled
+from counterflow.runtime.parameters.saved import StateName, assembled
 from counterflow.runtime.pipeline import Pipeline
 
 from .files import DTYPES, dtype_name
@@ -32,10 +32,10 @@ MODEL, AVERAGE, OPTIMIZER, OPTIONS = "model", "ema", "optimizer", "options"
 SCHEDULER, AVERAGED = "scheduler", "averaged"
 
 
-def key_of(kept: Kept) -> str:
+def key_of(kept: StateName) -> str:
     """The key of a part of the state.
 
-    >>> key_of(Kept("optimizer", "0.weight", "exp_avg")), key_of(Kept("optimizer", "0.weight"))
+    >>> key_of(StateName("optimizer", "0.weight", "exp_avg")), key_of(StateName("optimizer", "0.weight"))
     ('optimizer/0.weight/exp_avg', 'options/0.weight')
     """
     if kept.kind != OPTIMIZER:
@@ -43,15 +43,15 @@ def key_of(kept: Kept) -> str:
     return f"{OPTIONS}/{kept.of}" if kept.slot is None else f"{OPTIMIZER}/{kept.of}/{kept.slot}"
 
 
-def kept_of(key: str) -> Kept:
+def kept_of(key: str) -> StateName:
     """The part of the state that has a key."""
     kind, _, of = key.partition("/")
     if kind == OPTIMIZER:
         name, _, slot = of.rpartition("/")
-        return Kept(kind, name, slot)
+        return StateName(kind, name, slot)
     if kind == OPTIONS:
-        return Kept(OPTIMIZER, of)
-    return Kept(kind, int(of) if kind in {SCHEDULER, AVERAGED} else of)
+        return StateName(OPTIMIZER, of)
+    return StateName(kind, int(of) if kind in {SCHEDULER, AVERAGED} else of)
 
 
 def first_names(pipeline: Pipeline) -> dict[str, str]:
@@ -77,7 +77,7 @@ def at_hand(pipeline: Pipeline) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, objects
 
 
-def _entries(pipeline: Pipeline) -> Iterator[tuple[Kept, Any]]:
+def _entries(pipeline: Pipeline) -> Iterator[tuple[StateName, Any]]:
     """What this worker holds by first names, with the class of each optimiser beside its options."""
     weights, first = pipeline.weights, first_names(pipeline)
     classes = {
@@ -94,7 +94,7 @@ def _entries(pipeline: Pipeline) -> Iterator[tuple[Kept, Any]]:
             yield kept, value
 
 
-def _is_options(kept: Kept) -> bool:
+def _is_options(kept: StateName) -> bool:
     return kept.kind == OPTIMIZER and kept.slot is None
 
 
@@ -140,11 +140,11 @@ def wanted(
     Raises:
         ConfigError: the checkpoint lacks something, or a shape differs.
     """
-    mine, first, stored = dict(_entries(pipeline)), first_names(pipeline), dict[Kept, str]()
+    mine, first, stored = dict(_entries(pipeline)), first_names(pipeline), dict[StateName, str]()
     for key in (*index.tensors, *index.objects):
         kind, of, slot = kept_of(key)
         for name in (str(of), *index.aliases.get(str(of), ())) if training or kind == MODEL else ():
-            own = Kept(kind, first.get(name, name), slot)
+            own = StateName(kind, first.get(name, name), slot)
             if kind in {SCHEDULER, AVERAGED} or own._replace(slot=None) in mine:
                 stored[own] = key
     averaged = any(key.startswith(f"{AVERAGE}/") for key in index.tensors)
@@ -159,7 +159,7 @@ def wanted(
     for own, key in stored.items():
         if key in index.tensors:
             weight = index.tensors.get(f"{MODEL}/{kept_of(key).of}")
-            like = mine[own if own.slot is None else Kept(MODEL, own.of)]
+            like = mine[own if own.slot is None else StateName(MODEL, own.of)]
             tensors[key_of(own)] = _empty(own, index.tensors[key], weight, like, place)
     keys = {key_of(own): key for own, key in stored.items()}
     dtypes = Counter(
@@ -174,7 +174,7 @@ def wanted(
     return tensors, keys
 
 
-def _empty(own: Kept, stored: Stored, weight: Stored | None, like: Tensor, place: str) -> Tensor:
+def _empty(own: StateName, stored: Stored, weight: Stored | None, like: Tensor, place: str) -> Tensor:
     """An empty tensor for a stored one, laid out as another if it has its shape.
 
     What an optimiser keeps in the dtype of the stored weight follows the dtype of the pipeline's.

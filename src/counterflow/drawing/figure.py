@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-import numpy as np
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
-from matplotlib.colors import LinearSegmentedColormap, to_rgba_array
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from . import palette
@@ -30,6 +28,7 @@ from .chart import (
     Memory,
     steps_until,
 )
+from .grey import in_grey
 from .look import USUAL, Look
 from .marks import BAND, HANDLERS, STEADY, colour_of, handles_of
 from .sheet import CAPTION, EDGE, FEW, LEFT, SPLIT, TICKS, TITLE, Sheet, legend_texts
@@ -83,7 +82,7 @@ def styled(charts: Sequence[Chart], look: Look) -> Figure:
     with mpl.rc_context(_settings(look)):
         figure = make_figure(charts, look.width)
     if look.grey:
-        _in_grey(figure)
+        in_grey(figure)
     return figure
 
 
@@ -105,25 +104,8 @@ def draw_on(axes: Axes, chart: Chart, look: Look) -> Figure:
         pad = 72 * sheet.legend_height(chart) + 3
         axes.set_title(chart.heading, loc="left", fontsize=10, pad=pad, parse_math=False)
     if look.grey:
-        _in_grey(axes)
+        in_grey(axes)
     return figure
-
-
-def _in_grey(drawn: Artist) -> None:
-    """Turn every colour to the grey that is as light."""
-    for artist in drawn.findobj():
-        for name in ("facecolor", "edgecolor", "color", "markeredgecolor"):
-            setter, getter = getattr(artist, f"set_{name}", None), getattr(artist, f"get_{name}", None)
-            if setter is None or getter is None or (name == "color" and hasattr(artist, "set_facecolor")):
-                continue
-            rgba = to_rgba_array(getter())
-            if len(rgba):
-                rgba[:, :3] = (rgba[:, :3] @ _LIGHTNESS)[:, None]
-                setter(rgba if len(rgba) > 1 else tuple(rgba[0]))
-
-
-_LIGHTNESS = np.array([0.2126, 0.7152, 0.0722])
-"""Of red, green and blue (ITU-R BT.709)."""
 
 
 def make_figure(charts: Sequence[Chart], width: float | None = None) -> Figure:

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.dtensors import part_of
-from counterflow.runtime.parameters.saved import Kept, assembled
+from counterflow.runtime.parameters.saved import StateName, assembled
 from counterflow.runtime.parameters.weights import Weights
 from counterflow.runtime.transport.base import Transport
 from counterflow.runtime.workers.launch import launch
@@ -199,7 +199,7 @@ def test_entries_are_all_of_the_state_as_it_is() -> None:
     parameter = weights.optimizers[1].param_groups[0]["params"][0]
     assert model["2.weight"].data_ptr() == parameter.data_ptr()
     state = weights.optimizers[1].state[parameter]
-    assert entries[Kept("optimizer", "2.weight", "exp_avg")] is state["exp_avg"]
+    assert entries[StateName("optimizer", "2.weight", "exp_avg")] is state["exp_avg"]
 
 
 def test_a_training_goes_on_from_its_state() -> None:

@@ -56,13 +56,13 @@ class SavedState:
                 full = layer.names[name]
                 yield self._every_name.get(full, (full,)), value
 
-    def entries(self) -> Iterator[tuple[Kept, Any]]:
+    def entries(self) -> Iterator[tuple[StateName, Any]]:
         """All state at hand as it is, not copied: of the model under the first name that is known, kind
         ``model``, then of the training.
         """
         states = (*map(self._state_of, self._weights.stages), self._weights.unlisted.entries())
         for names, value in chain.from_iterable(states):
-            yield Kept("model", names[0]), value
+            yield StateName("model", names[0]), value
         for (key,), value in chain.from_iterable(map(self._training_of, self._weights.stages)):
             yield key, value
 
@@ -137,7 +137,7 @@ class SavedState:
         )
         return assembled(chain.from_iterable(parts))
 
-    def _training_of(self, stage: int) -> Iterator[tuple[Sequence[Kept], Any]]:
+    def _training_of(self, stage: int) -> Iterator[tuple[Sequence[StateName], Any]]:
         """What a stage's optimiser keeps for each parameter, after its options; and the scheduler's state."""
         if stage in self._weights.optimizers:
             optimizer, names = self._weights.optimizers[stage], self._weights.updated_names(stage)
@@ -145,15 +145,15 @@ class SavedState:
                 options = {key: _kept(value) for key, value in group.items() if not key.startswith("param")}
                 for parameter in group["params"]:
                     name = names[id(parameter)]
-                    yield (Kept("optimizer", name),), options
+                    yield (StateName("optimizer", name),), options
                     for slot, value in optimizer.state.get(parameter, {}).items():
-                        yield (Kept("optimizer", name, slot),), value
+                        yield (StateName("optimizer", name, slot),), value
         if stage in self._weights.schedulers:
-            yield (Kept("scheduler", stage),), self._weights.schedulers[stage].state_dict()
+            yield (StateName("scheduler", stage),), self._weights.schedulers[stage].state_dict()
         if self._weights.average is not None:
-            yield (Kept("averaged", stage),), self._weights.average.updates(stage)
+            yield (StateName("averaged", stage),), self._weights.average.updates(stage)
             for name, kept in self._weights.average.of(stage).items():
-                yield (Kept("ema", name),), kept.laid_out
+                yield (StateName("ema", name),), kept.laid_out
 
     def load_training_state(self, state: Mapping[str, Any], *, options: bool = True) -> None:
         """Take what the optimisers and schedulers at hand keep from a whole training's state.
@@ -234,7 +234,7 @@ def _schedule(
     return None
 
 
-class Kept(NamedTuple):
+class StateName(NamedTuple):
     """What an optimiser keeps for a weight in a slot, or its options; or what else a weight or stage has.
 
     Attributes:
@@ -248,7 +248,7 @@ class Kept(NamedTuple):
     slot: str | None = None
 
 
-def assembled(found: Iterable[tuple[Kept, Any]]) -> dict[str, Any]:
+def assembled(found: Iterable[tuple[StateName, Any]]) -> dict[str, Any]:
     """A training's state of its entries, in which an optimiser's options come before what it keeps."""
     state: dict[str, Any] = {"optimizer": {}, "scheduler": {}}
     for key, value in found:
