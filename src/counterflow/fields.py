@@ -23,6 +23,8 @@ class Asked:
         metavar: what stands for the value: ``SECONDS`` or ``BYTES`` say how a text is read, too.
         name: what it is asked for by, if that is not the field's name.
         divided: the least it may be, if it grows with the stage's share of the model; None: it does not.
+        least: the smallest legal number; None: whatever the record takes.
+        most: the largest.
     """
 
     about: str
@@ -30,6 +32,8 @@ class Asked:
     metavar: str | None = None
     name: str | None = None
     divided: float | None = None
+    least: float | None = None
+    most: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,10 @@ class AskedField:
 
 
 def asked(default: Any, about: str, kind: Any = str, **more: Any) -> Any:
-    """A field of a dataclass that people may give; ``more`` are other attributes of ``Asked``."""
+    """A field of a dataclass that people may give; ``more`` are other attributes of ``Asked``.
+
+    With ``MISSING`` of ``dataclasses`` in place of a default they must give it.
+    """
     return field(default=default, metadata={"asked": Asked(about, kind, **more)})
 
 

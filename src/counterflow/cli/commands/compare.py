@@ -2,110 +2,100 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, ClassVar
 
 import typer
 
+from counterflow.fields import asked
 from counterflow.planning.comparison import STAGES_A_WORKER, Compared, Comparison
 from counterflow.planning.comparison import compare as compared
 from counterflow.simulation.model_share import CostsOf
 
-from ..options.flags import JsonFlag, ModelCostOptions, bytes_of
+from ..options.flags import JsonFlag, ModelCostOptions, Record, bytes_of
 from ..output.console import WIDE, byte_size, console, note, number, print_json
 from ..output.search_bar import search_bar
 
-_SIZE = "Size: the same for all schemes"
-_LIMITS = "Limits of each worker"
-_OUTPUT = "Output"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size(Record):
+    """What all schemes have in common."""
+
+    panel: ClassVar[str] = "Size: the same for all schemes"
+
+    workers: int = asked(MISSING, "Workers.", metavar="P")
+    micro_batches: int = asked(MISSING, "Micro-batches of a mini-batch.", metavar="N")
+    schemes: list[str] | None = asked(
+        None, "Only this scheme; may be repeated.", metavar="NAME", name="scheme"
+    )
+    stages_a_worker: int = asked(STAGES_A_WORKER, "Most stages of one pipe on a worker.", metavar="NUMBER")
+    costs_of: str = asked(
+        CostsOf.WORKER.value,
+        "What costs are given for: a worker's share of the model, or the whole model.",
+        metavar="worker|model",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits(Record):
+    """What a worker may hold."""
+
+    panel: ClassVar[str] = "Limits of each worker"
+
+    peak: float | None = asked(
+        None,
+        "Maximum activations, in those of a worker's share for one micro-batch; 1F1B holds P.",
+        metavar="NUMBER",
+    )
+    memory: str | None = asked(None, "Maximum bytes; needs --weight-bytes and others.", metavar="BYTES")
+
+    def memory_bytes(self) -> float | None:
+        """One number of bytes for all workers."""
+        found = None if self.memory is None else bytes_of("memory", self.memory)
+        if isinstance(found, tuple):
+            raise typer.BadParameter("one number for all workers", param_hint="--memory")
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output(Record):
+    """What is computed besides, and shown."""
+
+    panel: ClassVar[str] = "Output"
+
+    seconds: float = asked(
+        20.0,
+        "Time limit for computing orders of our own, which are listed beside the schemes; 0: none.",
+        least=0.0,
+    )
+    moves: int | None = asked(
+        None,
+        "Search budget in moves in place of --seconds: the same orders on every machine.",
+        least=0,
+    )
+    every: bool = asked(False, "Every option of every scheme, not the best.", name="all")
+    out: Path | None = asked(None, "Draw it: .png, .svg or .pdf.", metavar="FILE")
 
 
 def compare(
-    costs: ModelCostOptions,
-    *,
-    workers: Annotated[
-        int, typer.Option(metavar="P", help="Workers.", rich_help_panel=_SIZE, show_default=False)
-    ],
-    micro_batches: Annotated[
-        int,
-        typer.Option(
-            metavar="N", help="Micro-batches of a mini-batch.", rich_help_panel=_SIZE, show_default=False
-        ),
-    ],
-    scheme: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Only this scheme; may be repeated.", rich_help_panel=_SIZE),
-    ] = None,
-    stages_a_worker: Annotated[
-        int,
-        typer.Option(metavar="NUMBER", help="Most stages of one pipe on a worker.", rich_help_panel=_SIZE),
-    ] = STAGES_A_WORKER,
-    costs_of: Annotated[
-        str,
-        typer.Option(
-            metavar="worker|model",
-            help="What costs are given for: a worker's share of the model, or the whole model.",
-            rich_help_panel=_SIZE,
-        ),
-    ] = CostsOf.WORKER.value,
-    peak: Annotated[
-        float | None,
-        typer.Option(
-            metavar="NUMBER",
-            help="Maximum activations, in those of a worker's share for one micro-batch; 1F1B holds P.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BYTES", help="Maximum bytes; needs --weight-bytes and others.", rich_help_panel=_LIMITS
-        ),
-    ] = None,
-    seconds: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            help="Time limit for computing orders of our own, which are listed beside the schemes; 0: none.",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = 20.0,
-    moves: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Search budget in moves in place of --seconds: the same orders on every machine.",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = None,
-    every: Annotated[
-        bool,
-        typer.Option("--all", help="Every option of every scheme, not the best.", rich_help_panel=_OUTPUT),
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw it: .png, .svg or .pdf.", rich_help_panel=_OUTPUT),
-    ] = None,
-    as_json: JsonFlag = False,
+    *, costs: ModelCostOptions, size: Size, limits: Limits, output: Output, as_json: JsonFlag = False
 ) -> None:
     """Compare all schemes for the same model: step, bubbles, activations and copies of the weights."""
+    out = output.out
     if out is not None:
         from counterflow.drawing.bars import require_form
 
         require_form(out)
     with search_bar("comparing") as report:
         found = compared(
-            workers,
-            micro_batches,
-            costs.costs(),
-            costs_of=costs_of,
-            schemes=scheme,
-            peak=peak,
-            memory_bytes=None if memory is None else _bytes(memory),
-            stages_a_worker=stages_a_worker,
-            seconds=seconds,
-            moves=moves,
+            costs=costs.costs(),
+            peak=limits.peak,
+            memory_bytes=limits.memory_bytes(),
+            seconds=output.seconds,
+            moves=output.moves,
             report=report,
+            **asdict(size),
         )
     if out is not None:
         _draw(found, out)
@@ -114,16 +104,9 @@ def compare(
 
         print_json(ComparisonShown.model_validate(found))
     else:
-        _print(found, found.rows if every else found.best)
+        _print(found, found.rows if output.every else found.best)
     if out is not None:
         note(f"Wrote {out}")
-
-
-def _bytes(text: str) -> float:
-    found = bytes_of("memory", text)
-    if isinstance(found, tuple):
-        raise typer.BadParameter("one number for all workers", param_hint="--memory")
-    return found
 
 
 def _print(found: Comparison, rows: tuple[Compared, ...]) -> None:

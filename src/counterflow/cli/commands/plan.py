@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, ClassVar
 
 import typer
 
 from counterflow.errors import ConfigError
+from counterflow.fields import asked
 from counterflow.planning.cost.device_placement import Arrangement
 from counterflow.planning.inputs import files
 from counterflow.planning.orders import SYNTHESIZED, Orders, compute_orders, with_orders
@@ -19,101 +21,103 @@ from counterflow.planning.task import EXAMPLES, Task, load_example
 from counterflow.planning.why import why
 from counterflow.schedule.formats import dumps
 
-from ..options.flags import JsonFlag
+from ..options.flags import JsonFlag, Record
 from ..options.wanted import PlanLimits
 from ..output.console import note, print_json, writing
 from ..output.search_bar import order_bar, search_bar
 
-_INPUTS = "What is planned: an example, files, or both: files take its place"
-_ORDERS = "Computed orders"
-_OUTPUT = "Output"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs(Record):
+    """What is planned."""
+
+    panel: ClassVar[str] = "What is planned: an example, files, or both: files take its place"
+
+    example: str | None = asked(None, "A paper's run; see --list.", metavar="NAME")
+    model: Path | None = asked(None, "The model: layers by kind.", metavar="FILE")
+    profile: Path | None = asked(None, "What each kind of layer costs on a device.", metavar="FILE")
+    cluster: Path | None = asked(None, "Nodes, devices, memory and links.", metavar="FILE")
+    mini_batch: int | None = asked(None, "Samples of an update, of all replicas.", metavar="SAMPLES")
+
+    def task(self) -> Task:
+        """What is planned.
+
+        Raises:
+            ConfigError: neither an example nor all that one has.
+        """
+        readers: dict[str, Callable[[Any], Any]] = {
+            "model": files.load_model,
+            "profile": files.load_profile,
+            "cluster": files.load_cluster,
+            "mini_batch": int,
+        }
+        given = {name: getattr(self, name) for name in readers}
+        read = {name: readers[name](value) for name, value in given.items() if value is not None}
+        return Task.of(self.example, read, _nothing_to_plan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ordering(Record):
+    """Whether and how long orders are computed."""
+
+    panel: ClassVar[str] = "Computed orders"
+
+    synthesize: bool = asked(
+        False, "Compute orders for the best plans; one that wins is a plan like any other."
+    )
+    seconds: float | None = asked(None, "How long to look for them, in all. Default 30.", least=0.0)
+    moves: int | None = asked(
+        None,
+        "So many moves of the search for each, in place of --seconds: the same on every machine.",
+        least=0,
+    )
+
+    def check(self) -> None:
+        """Refuse what says how orders are computed, when none are."""
+        if not self.synthesize and (self.seconds is not None or self.moves is not None):
+            raise ConfigError(f"--{'moves' if self.seconds is None else 'seconds'}: only with --synthesize")
+
+    def ordered(self, found: Found, constraints: Constraints) -> tuple[Found, Orders | None]:
+        """What was found, with orders computed for the best plans, if they are asked for."""
+        if not self.synthesize:
+            return found, None
+        limit = 30.0 if self.seconds is None else self.seconds
+        with order_bar(None if self.moves is not None else limit) as told:
+            orders = compute_orders(found, constraints, seconds=limit, moves=self.moves, progress=told)
+        if orders.stopped:
+            note("Stopped: these are the best orders so far.")
+        return with_orders(found, orders), orders
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output(Record):
+    """What is shown and written."""
+
+    panel: ClassVar[str] = "Output"
+
+    top: int | None = asked(
+        None, "Show the N best plans of all, not the best of every scheme.", metavar="N", least=1
+    )
+    out: Path | None = asked(
+        None, "Write the best plan as a config for 'counterflow train'.", metavar="PLAN.toml"
+    )
+    save_inputs: Path | None = asked(
+        None, "Write model.toml, profile.toml and cluster.toml there, to edit; plan nothing.", metavar="DIR"
+    )
+    listed: bool = asked(False, "List the examples.", name="list")
 
 
 def plan(
-    *,
-    example: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="A paper's run; see --list.", rich_help_panel=_INPUTS),
-    ] = None,
-    model: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The model: layers by kind.", rich_help_panel=_INPUTS)
-    ] = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="What each kind of layer costs on a device.", rich_help_panel=_INPUTS
-        ),
-    ] = None,
-    cluster: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Nodes, devices, memory and links.", rich_help_panel=_INPUTS),
-    ] = None,
-    mini_batch: Annotated[
-        int | None,
-        typer.Option(
-            metavar="SAMPLES", help="Samples of an update, of all replicas.", rich_help_panel=_INPUTS
-        ),
-    ] = None,
-    limits: PlanLimits,
-    synthesize: Annotated[
-        bool,
-        typer.Option(
-            "--synthesize",
-            help="Compute orders for the best plans; one that wins is a plan like any other.",
-            rich_help_panel=_ORDERS,
-        ),
-    ] = False,
-    seconds: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="How long to look for them, in all. Default 30.", rich_help_panel=_ORDERS),
-    ] = None,
-    moves: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="So many moves of the search for each, in place of --seconds: the same on every machine.",
-            rich_help_panel=_ORDERS,
-        ),
-    ] = None,
-    top: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Show the N best plans of all, not the best of every scheme.",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PLAN.toml",
-            help="Write the best plan as a config for 'counterflow train'.",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = None,
-    save_inputs: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Write model.toml, profile.toml and cluster.toml there, to edit; plan nothing.",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = None,
-    listed: Annotated[
-        bool, typer.Option("--list", help="List the examples.", rich_help_panel=_OUTPUT)
-    ] = False,
-    as_json: JsonFlag = False,
+    *, inputs: Inputs, limits: PlanLimits, ordering: Ordering, output: Output, as_json: JsonFlag = False
 ) -> None:
     """Choose scheme, depth, width, micro-batch and recomputation for a model on a cluster, by simulation."""
-    if listed:
+    if output.listed:
         _list(as_json)
         return
-    if not synthesize and (seconds is not None or moves is not None):
-        raise ConfigError(f"--{'moves' if seconds is None else 'seconds'}: only with --synthesize")
-    task = _task(example, model, profile, cluster, mini_batch)
-    if save_inputs is not None:
-        _save(task, save_inputs)
+    ordering.check()
+    task = inputs.task()
+    if output.save_inputs is not None:
+        _save(task, output.save_inputs)
         return
     constraints = limits.constraints()
     with search_bar("planning") as report:
@@ -123,12 +127,13 @@ def plan(
             task.cluster,
             task.mini_batch,
             constraints,
-            count=top or 1,
+            count=output.top or 1,
             progress=report,
         )
-    found, orders = _ordered(found, constraints, seconds, moves) if synthesize else (found, None)
+    found, orders = ordering.ordered(found, constraints)
     explained = why(found)
-    written = None if out is None else _write(task, found.best[0], out)
+    out, best = output.out, found.best[0]
+    written = None if out is None else _write(task, best, out)
     if as_json:
         from counterflow.planning.report import planned
 
@@ -136,56 +141,23 @@ def plan(
         return
     from ..output.plan_tables import print_plans
 
-    print_plans(task, found, explained, top, orders)
+    print_plans(task, found, explained, output.top, orders)
     if out is not None:
-        beside = f", its order in {written}" if written else ""
-        note(f"The best plan is in {out}{beside}; run it: counterflow train {out}")
-        if not found.best[0].play.schedule.synchronous:
-            note("It works without a flush, on late weights: a step may learn less than one with a flush")
-        best = found.best[0].play.configuration
-        if best.arrangement is not Arrangement.PIPELINE_INSIDE or best.nodes:
-            note(
-                "train puts its workers on the devices that [plan] lists: start the ranks node by node, as "
-                "torchrun and Slurm do"
-            )
+        _note_written(best, out, written)
 
 
-def _ordered(
-    found: Found, constraints: Constraints, seconds: float | None, moves: int | None
-) -> tuple[Found, Orders]:
-    """What was found, with orders computed for the best plans."""
-    limit = 30.0 if seconds is None else seconds
-    with order_bar(None if moves is not None else limit) as told:
-        orders = compute_orders(found, constraints, seconds=limit, moves=moves, progress=told)
-    if orders.stopped:
-        note("Stopped: these are the best orders so far.")
-    return with_orders(found, orders), orders
-
-
-def _task(
-    example: str | None,
-    model: Path | None,
-    profile: Path | None,
-    cluster: Path | None,
-    mini_batch: int | None,
-) -> Task:
-    """What is planned.
-
-    Raises:
-        ConfigError: neither an example nor all that one has.
-    """
-    given: dict[str, Any] = {}
-    readers: dict[str, tuple[Path | None, Callable[[Path], Any]]] = {
-        "model": (model, files.load_model),
-        "profile": (profile, files.load_profile),
-        "cluster": (cluster, files.load_cluster),
-    }
-    for name, (path, read) in readers.items():
-        if path is not None:
-            given[name] = read(path)
-    if mini_batch is not None:
-        given["mini_batch"] = mini_batch
-    return Task.of(example, given, _nothing_to_plan)
+def _note_written(best: Plan, out: Path, order: Path | None) -> None:
+    """How a plan that was written is run."""
+    beside = f", its order in {order}" if order else ""
+    note(f"The best plan is in {out}{beside}; run it: counterflow train {out}")
+    if not best.play.schedule.synchronous:
+        note("It works without a flush, on late weights: a step may learn less than one with a flush")
+    chosen = best.play.configuration
+    if chosen.arrangement is not Arrangement.PIPELINE_INSIDE or chosen.nodes:
+        note(
+            "train puts its workers on the devices that [plan] lists: start the ranks node by node, as "
+            "torchrun and Slurm do"
+        )
 
 
 def _nothing_to_plan(missing: list[str]) -> str:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
 from counterflow.errors import ConfigError
+from counterflow.fields import asked
 from counterflow.schedule.ir import Schedule
 from counterflow.simulation import Simulation, simulate
 
-from ..options.flags import CostOptions, SchemeOptions, schemes_from
+from ..options.flags import CostOptions, Record, SchemeOptions, schemes_from
 from ..options.subject import (
     Form,
     as_text,
@@ -26,6 +28,34 @@ from ..options.subject import (
 )
 from ..options.wording import flag
 from ..output.console import console, note, writing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output(Record):
+    """What is drawn, and where."""
+
+    panel: ClassVar[str] = "Output"
+
+    out: list[Path] | None = asked(
+        None,
+        "Draw into FILE: .png .svg .pdf .html .trace.json (Perfetto), or write it as torch's .csv; "
+        "may be repeated. Without it: in the terminal.",
+        metavar="FILE",
+    )
+    compare: str | None = asked(
+        None,
+        "A second schedule on the same time axis: a scheme, which takes the same options as far as it has "
+        "them; a file; or a scheme with options of its own in quotes. Beside a run: predicted (the "
+        "default), or another run.",
+        metavar="OTHER",
+    )
+    form: Form | None = asked(
+        None, "Print the schedule instead, as a schedule file (json) or torch's (csv).", name="format"
+    )
+    memory: bool = asked(
+        False, "With each worker's memory over time: bytes if any are given, else activations."
+    )
+    messages: bool = asked(False, "With every message as an arrow; needs --out.")
 
 
 def show(
@@ -41,69 +71,24 @@ def show(
     ],
     options: SchemeOptions,
     costs: CostOptions,
-    *,
-    out: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--out",
-            metavar="FILE",
-            help="Draw into FILE: .png .svg .pdf .html .trace.json (Perfetto), or write it as torch's .csv; "
-            "may be repeated. Without it: in the terminal.",
-            rich_help_panel="Output",
-        ),
-    ] = None,
-    compare: Annotated[
-        str | None,
-        typer.Option(
-            metavar="OTHER",
-            help="A second schedule on the same time axis: a scheme, which takes the same options as far "
-            "as it has them; a file; or a scheme with options of its own in quotes. Beside a run: predicted "
-            "(the default), or another run.",
-            rich_help_panel="Output",
-        ),
-    ] = None,
-    form: Annotated[
-        Form | None,
-        typer.Option(
-            "--format",
-            help="Print the schedule instead, as a schedule file (json) or torch's (csv).",
-            rich_help_panel="Output",
-        ),
-    ] = None,
-    memory: Annotated[
-        bool,
-        typer.Option(
-            "--memory",
-            help="With each worker's memory over time: bytes if any are given, else activations.",
-            rich_help_panel="Output",
-        ),
-    ] = False,
-    messages: Annotated[
-        bool,
-        typer.Option(
-            "--messages",
-            help="With every message as an arrow; needs --out.",
-            rich_help_panel="Output",
-        ),
-    ] = False,
+    output: Output,
 ) -> None:
     """Draw the timeline of a schedule, or of a run: in the terminal, or into files."""
     from counterflow.drawing import draw, draw_terminal
 
+    out, form, memory, messages = output.out or (), output.form, output.memory, output.messages
     if messages and (is_run(subject) or not out):
         why = "a run's messages are not measured" if is_run(subject) else "the terminal draws no arrows"
         raise ConfigError(f"--messages: {why}; " + ("leave it out" if is_run(subject) else "add --out FILE"))
     if is_run(subject):
-        if form is not None:
-            raise ConfigError(f"--format: {subject} is a run; its folder has the schedule, schedule.json")
-        _show_run(subject, compare, out or (), [*options.given(), *costs.given()], memory=memory)
+        _show_run(subject, output, [*options.given(), *costs.given()])
         return
     schedule = schedule_of(subject, options)
     warn_if_wrong(subject, schedule)
     result = simulate(schedule, costs.costs())
     other = None
-    if compare is not None:
-        other = _other(ctx, compare, schedule, options, costs)
+    if output.compare is not None:
+        other = _other(ctx, output.compare, schedule, options, costs)
         _note_other_model(schedule, other.schedule)
     for text in costs.without_effect(schedule, *([other.schedule] if other else [])):
         note(f"Note: {text}")
@@ -111,7 +96,7 @@ def show(
         typer.echo(as_text(schedule, form), nl=False)
     elif not out:
         draw_terminal(result, console(), compare=other, memory=memory)
-    for path in out or ():
+    for path in out:
         with writing(path):
             if path.suffix == ".csv":
                 path.write_text(as_text(schedule, Form.CSV), encoding="utf-8")
@@ -120,22 +105,18 @@ def show(
         note(f"Wrote {path}")
 
 
-def _show_run(
-    subject: str,
-    compare: str | None,
-    out: Sequence[Path],
-    given: Sequence[str],
-    *,
-    memory: bool,
-) -> None:
+def _show_run(subject: str, output: Output, given: Sequence[str]) -> None:
     """A run as it was measured, above its prediction or another run."""
     from counterflow.drawing import draw_charts, print_charts
     from counterflow.train.folder import read_timeline
 
+    if output.form is not None:
+        raise ConfigError(f"--format: {subject} is a run; its folder has the schedule, schedule.json")
     if given:
         raise ConfigError(
             f"{subject} is a run, whose schedule and costs are known: leave out {', '.join(map(flag, given))}"
         )
+    compare, memory = output.compare, output.memory
     charts = read_timeline(Path(subject)).charts(memory=memory)
     if compare not in (None, "predicted"):
         if not is_run(compare):
@@ -143,9 +124,9 @@ def _show_run(
                 f"--compare {compare}: beside a run there can be predicted, or the folder of another run"
             )
         charts[1] = read_timeline(Path(compare)).charts(memory=memory)[0]
-    if not out:
+    if not output.out:
         print_charts(charts, console())
-    for path in out:
+    for path in output.out or ():
         with writing(path):
             draw_charts(charts, path)
         note(f"Wrote {path}")
@@ -169,11 +150,9 @@ def _other(
     # The same flags as this command's own, read by the same parser.
     with ctx.command.make_context(f"{ctx.info_name} --compare", words, parent=ctx.parent) as inner:
         values = dict(inner.params)
-    flags = {"form": "--format"}
-    for name in ("out", "compare", "form", "memory", "messages"):
-        if values[name]:
-            shown = flags.get(name, f"--{name}")
-            raise ConfigError(f"--compare {text!r}: {shown} belongs outside the quotes")
+    for parameter in Output.parameters():
+        if values[parameter.name]:
+            raise ConfigError(f"--compare {text!r}: {flag(parameter.name)} belongs outside the quotes")
     schedule = schedule_of(values["subject"], SchemeOptions.taken(values))
     warn_if_wrong(values["subject"], schedule)
     own = CostOptions.taken(values)

@@ -2,125 +2,165 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
 from counterflow.errors import ConfigError
+from counterflow.fields import asked
 from counterflow.planning.inputs.files import load_cluster, load_model, load_profile
 from counterflow.planning.orders import play_one_by_one
 from counterflow.planning.play import Play
 from counterflow.planning.predict import Predictor
 from counterflow.schedule.formats import dumps
 from counterflow.schedule.modes import Recompute
-from counterflow.schedule.placement import Placement
 from counterflow.schedule.scheme import MOST_OPS
 from counterflow.schedule.workload import Workload, plain
 from counterflow.synthesis import Limit, Objective, Synthesis
 from counterflow.synthesis import synthesize as compute
 
-from ..options.flags import CostOptions, JsonFlag, bytes_of, numbers_of
+from ..options.flags import CostOptions, JsonFlag, Record, bytes_of, numbers_of
 from ..options.placements import placement_of
+from ..options.wording import flag
 from ..output.console import byte_size, console, note, number, print_json, writing
 from ..output.search_bar import order_bar
 
-_WORK = "Work: what is ordered"
-_LIMITS = "Limits: one number for all workers (4), or one a worker (4,4,3,3)"
-_PROFILE = "Profile: measured costs in place of those above, as 'counterflow plan' takes them"
-_SEARCH = "Search"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work(Record):
+    """What is ordered."""
+
+    panel: ClassVar[str] = "Work: what is ordered"
+
+    placement: str = asked(
+        MISSING,
+        "straight: stage s on worker s; loop: on s mod workers; vee: down and up again; wave: several of "
+        "these; two-way: one pipe down and one up. Or your own: the worker of each stage, 0,1,1,0, with / "
+        "between pipes; or a JSON file with such lists, or a schedule.",
+        metavar="NAME|TABLE|FILE",
+    )
+    micro_batches: int = asked(MISSING, "Micro-batches of a mini-batch.", metavar="N")
+    workers: int | None = asked(None, "Workers; a table has its own.", metavar="P")
+    chunks: int | None = asked(None, "Stages of a worker in a loop. Default 2.")
+    waves: int | None = asked(None, "Down-and-up passes of waves. Default 2.")
+    pairs: int | None = asked(None, "Pairs of pipes, two ways. Default 1.")
+    split: bool = asked(True, "Whether input and weight gradients are ops of their own.")
+
+    def workload(self) -> Workload:
+        """All ops and what each needs.
+
+        Raises:
+            ConfigError: there is no such placement, or there are too many ops.
+        """
+        placed = placement_of(
+            self.placement, self.workers, chunks=self.chunks, waves=self.waves, pairs=self.pairs
+        )
+        if self.micro_batches < 1:
+            raise ConfigError(f"--micro-batches {self.micro_batches}: must be 1 or more")
+        ops = placed.stages * self.micro_batches * (3 if self.split else 2)
+        if ops > MOST_OPS:
+            raise ConfigError(
+                f"{placed.stages} stages and {self.micro_batches} micro-batches are {ops:,} ops, and at most "
+                f"{MOST_OPS:,} are ordered; choose smaller numbers"
+            )
+        return plain(placed, self.micro_batches, split=self.split, pipe_of=lambda m: m % placed.pipes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits(Record):
+    """What a worker may hold, as texts."""
+
+    panel: ClassVar[str] = "Limits: one number for all workers (4), or one a worker (4,4,3,3)"
+
+    peak: str | None = asked(
+        None,
+        "Most forwards that a worker stashes, until their weight gradients are made.",
+        metavar="NUMBER",
+    )
+    memory: str | None = asked(
+        None, "Most bytes of a worker; needs bytes of stages, or a profile.", metavar="BYTES"
+    )
+
+    def read(self) -> tuple[Limit | None, Limit | None]:
+        """Most activations and most bytes; None: no limit.
+
+        Raises:
+            ConfigError: a text is no number.
+        """
+        return (
+            None if self.peak is None else numbers_of("peak", self.peak),
+            None if self.memory is None else bytes_of("memory", self.memory),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search(Record):
+    """How an order is looked for."""
+
+    panel: ClassVar[str] = "Search"
+
+    objective: Objective = asked(
+        Objective.MAKESPAN,
+        "makespan of one step, or steady: what a step adds without a barrier.",
+        metavar="NAME",
+    )
+    seconds: float = asked(30.0, "How long to look for it.", least=0.0)
+    moves: int | None = asked(
+        None,
+        "So many moves of the search in place of --seconds: the same on every machine.",
+        least=0,
+    )
+    seed: int = asked(0, "Of the search.", least=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiled(Record):
+    """What measured costs are read from."""
+
+    panel: ClassVar[str] = "Profile: measured costs in place of those above, as 'counterflow plan' takes them"
+
+    model: Path | None = asked(None, "The model.", metavar="FILE")
+    profile: Path | None = asked(None, "What its layers cost.", metavar="FILE")
+    cluster: Path | None = asked(None, "Devices and links.", metavar="FILE")
+    micro_batch_size: int | None = asked(None, "Samples of a micro-batch.", metavar="SAMPLES")
+
+    def play(self, workload: Workload, costs: CostOptions) -> Play | None:
+        """The measured costs of a model's stages, cut so that they are balanced; None: nothing is given.
+
+        Raises:
+            ConfigError: only some of it is given, or costs beside it; a damaged file.
+        """
+        files = asdict(self)
+        missing = [flag(name) for name, value in files.items() if value is None]
+        if len(missing) == len(files):
+            return None
+        if missing:
+            raise ConfigError(
+                "measured costs need a model, a profile, a cluster and a size: also give "
+                + ", ".join(missing)
+            )
+        given = costs.given()
+        replicas, recompute = given.pop("replicas", 1), given.pop("recompute", Recompute.NONE)
+        if given:
+            first = flag(next(iter(given)))
+            raise ConfigError(f"{first}: the profile has all costs; leave it out, or leave out --profile")
+        predictor = Predictor(
+            load_model(files["model"]), load_profile(files["profile"]), load_cluster(files["cluster"])
+        )
+        return play_one_by_one(
+            predictor, workload, replicas=replicas, samples=files["micro_batch_size"], recompute=recompute
+        )
 
 
 def synthesize(
-    costs: CostOptions,
     *,
-    placement: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME|TABLE|FILE",
-            help="straight: stage s on worker s; loop: on s mod workers; vee: down and up again; wave: "
-            "several of these; two-way: one pipe down and one up. Or your own: the worker of each stage, "
-            "0,1,1,0, with / between pipes; or a JSON file with such lists, or a schedule.",
-            rich_help_panel=_WORK,
-            show_default=False,
-        ),
-    ],
-    micro_batches: Annotated[
-        int,
-        typer.Option(
-            metavar="N", help="Micro-batches of a mini-batch.", rich_help_panel=_WORK, show_default=False
-        ),
-    ],
-    workers: Annotated[
-        int | None,
-        typer.Option(metavar="P", help="Workers; a table has its own.", rich_help_panel=_WORK),
-    ] = None,
-    chunks: Annotated[
-        int | None, typer.Option(help="Stages of a worker in a loop. Default 2.", rich_help_panel=_WORK)
-    ] = None,
-    waves: Annotated[
-        int | None, typer.Option(help="Down-and-up passes of waves. Default 2.", rich_help_panel=_WORK)
-    ] = None,
-    pairs: Annotated[
-        int | None, typer.Option(help="Pairs of pipes, two ways. Default 1.", rich_help_panel=_WORK)
-    ] = None,
-    split: Annotated[
-        bool,
-        typer.Option(
-            "--split/--no-split",
-            help="Whether input and weight gradients are ops of their own.",
-            rich_help_panel=_WORK,
-        ),
-    ] = True,
-    peak: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NUMBER",
-            help="Most forwards that a worker stashes, until their weight gradients are made.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BYTES",
-            help="Most bytes of a worker; needs bytes of stages, or a profile.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = None,
-    objective: Annotated[
-        Objective,
-        typer.Option(
-            metavar="NAME",
-            help="makespan of one step, or steady: what a step adds without a barrier.",
-            rich_help_panel=_SEARCH,
-        ),
-    ] = Objective.MAKESPAN,
-    seconds: Annotated[
-        float, typer.Option(min=0.0, help="How long to look for it.", rich_help_panel=_SEARCH)
-    ] = 30.0,
-    moves: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="So many moves of the search in place of --seconds: the same on every machine.",
-            rich_help_panel=_SEARCH,
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the search.", rich_help_panel=_SEARCH)] = 0,
-    model: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The model.", rich_help_panel=_PROFILE)
-    ] = None,
-    profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What its layers cost.", rich_help_panel=_PROFILE)
-    ] = None,
-    cluster: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Devices and links.", rich_help_panel=_PROFILE)
-    ] = None,
-    micro_batch_size: Annotated[
-        int | None,
-        typer.Option(metavar="SAMPLES", help="Samples of a micro-batch.", rich_help_panel=_PROFILE),
-    ] = None,
+    costs: CostOptions,
+    work: Work,
+    limits: Limits,
+    search: Search,
+    profiled: Profiled,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -132,28 +172,21 @@ def synthesize(
     as_json: JsonFlag = False,
 ) -> None:
     """Compute the best order for any placement, costs and memory, and how far from the best it can be."""
-    placed = placement_of(placement, workers, chunks=chunks, waves=waves, pairs=pairs)
-    workload = _workload(placed, micro_batches, split=split)
-    peaks = None if peak is None else numbers_of("peak", peak)
-    most = None if memory is None else bytes_of("memory", memory)
-    files = {"model": model, "profile": profile, "cluster": cluster, "micro_batch_size": micro_batch_size}
-    if any(value is not None for value in files.values()):
-        played = _profiled(workload, costs, files)
-        spent = played.costs
-        if peaks is None and most is None:
-            most = tuple(u - room for u, room in zip(played.usable_bytes, played.beside, strict=True))
-    else:
-        spent = costs.costs()
-    with order_bar(None if moves is not None else seconds) as report:
+    workload = work.workload()
+    peak, memory = limits.read()
+    played = profiled.play(workload, costs)
+    if played is not None and peak is None and memory is None:
+        memory = tuple(u - room for u, room in zip(played.usable_bytes, played.beside, strict=True))
+    with order_bar(None if search.moves is not None else search.seconds) as report:
         found = compute(
             workload,
-            spent,
-            peak=peaks,
-            memory_bytes=most,
-            objective=objective,
-            seconds=seconds,
-            moves=moves,
-            seed=seed,
+            costs.costs() if played is None else played.costs,
+            peak=peak,
+            memory_bytes=memory,
+            objective=search.objective,
+            seconds=search.seconds,
+            moves=search.moves,
+            seed=search.seed,
             report=report,
         )
     if found.stopped:
@@ -166,40 +199,9 @@ def synthesize(
 
         print_json(Synthesized.model_validate(found))
         return
-    _print(found, placement, (peaks, most))
+    _print(found, work.placement, (peak, memory))
     if out is not None:
         note(f"Wrote {out}; look at it: counterflow show {out}")
-
-
-def _workload(placement: Placement, micro_batches: int, *, split: bool) -> Workload:
-    if micro_batches < 1:
-        raise ConfigError(f"--micro-batches {micro_batches}: must be 1 or more")
-    ops = placement.stages * micro_batches * (3 if split else 2)
-    if ops > MOST_OPS:
-        raise ConfigError(
-            f"{placement.stages} stages and {micro_batches} micro-batches are {ops:,} ops, and at most "
-            f"{MOST_OPS:,} are ordered; choose smaller numbers"
-        )
-    return plain(placement, micro_batches, split=split, pipe_of=lambda m: m % placement.pipes)
-
-
-def _profiled(workload: Workload, costs: CostOptions, files: dict[str, Any]) -> Play:
-    """The measured costs of a model's stages, cut so that they are balanced."""
-    missing = [name for name, value in files.items() if value is None]
-    if missing:
-        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
-        raise ConfigError(f"measured costs need a model, a profile, a cluster and a size: also give {flags}")
-    given = costs.given()
-    replicas, recompute = given.pop("replicas", 1), given.pop("recompute", Recompute.NONE)
-    if given:
-        name = next(iter(given)).replace("_", "-")
-        raise ConfigError(f"--{name}: the profile has all costs; leave it out, or leave out --profile")
-    predictor = Predictor(
-        load_model(files["model"]), load_profile(files["profile"]), load_cluster(files["cluster"])
-    )
-    return play_one_by_one(
-        predictor, workload, replicas=replicas, samples=files["micro_batch_size"], recompute=recompute
-    )
 
 
 def _print(found: Synthesis, placement: str, limits: tuple[Limit | None, Limit | None]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from enum import Enum, StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 
 from counterflow.errors import ConfigError
+from counterflow.fields import asked
 from counterflow.program.check import checked_program
 from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.program.segments import segments
@@ -17,7 +18,7 @@ from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.testing import STRICT_LOCAL
 
-from ..options.flags import JsonFlag, SchemeOptions, SubjectArgument
+from ..options.flags import JsonFlag, Record, SchemeOptions, SubjectArgument
 from ..options.subject import schedule_of
 from ..output.console import WIDE, console, note, print_json
 
@@ -43,123 +44,108 @@ Where = StrEnum("Where", {kind.name: kind.name for kind in kinds()})  # type: ig
 """What carries the workers' messages."""
 
 
-_PANEL = "How it is run"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running(Record):
+    """How it is run."""
+
+    panel: ClassVar[str] = "How it is run"
+
+    replicas: int = asked(1, "W: pipeline groups.", least=1)
+    recompute: Recompute = asked(Recompute.NONE, "What backwards compute again.")
+    sync: Sync = asked(Sync.EAGER_OPT, "When gradients of copies are summed.", name="sync_mode")
+    barrier: bool = asked(
+        True,
+        "Whether each step ends on all workers before the next; without, gradients are not clipped.",
+    )
+    transport: Where = asked(
+        Where(STRICT_LOCAL.name), "; ".join(f"{kind}: {kind.about}" for kind in kinds()) + "."
+    )
+    dtype: Dtype | None = asked(None, "Precision of weights. Default float64; with --bfloat16 float32.")
+    bfloat16: Bfloat16 | None = asked(
+        None, "Let layers compute in bfloat16, by either option of a Pipeline; one process does likewise."
+    )
+    steps: int | None = asked(
+        None,
+        "Updates to compare. Default 3; without a flush 3 more than the warm-up, and a flush before the "
+        "last 2.",
+        least=1,
+        most=1000,
+    )
+    seed: int = asked(0, "Of weights, data and dropout.")
+
+    @property
+    def weights(self) -> Dtype:
+        """The precision of weights.
+
+        Raises:
+            ConfigError: it does not go with bfloat16.
+        """
+        if self.bfloat16 is not None and self.dtype is Dtype.FLOAT64:
+            raise ConfigError("--bfloat16 is for weights in float32; leave out --dtype float64")
+        return self.dtype or (Dtype.FLOAT64 if self.bfloat16 is None else Dtype.FLOAT32)
+
+    def updates(self, schedule: Schedule) -> int:
+        """How many updates are compared.
+
+        Raises:
+            ScheduleError: the schedule is wrong.
+        """
+        if schedule.synchronous:
+            checked_program(schedule, replicas=self.replicas, sync=self.sync)
+            return self.steps or 3
+        return self.steps or segments(schedule, replicas=self.replicas).last + 5
+
+    def compared(self, schedule: Schedule, steps: int) -> Agreement:
+        """How far the numbers are apart after so many updates."""
+        from counterflow.train.trial import small_trial
+
+        options: dict[str, Any] = {} if self.barrier else {"barrier": False, "clip_norm": None}
+        tied: bool | None = None
+        if self.bfloat16 is not None:
+            options[self.bfloat16.value.replace("-", "_")] = "bfloat16"
+            if schedule.stages == 1:
+                tied = False  # one cast of a weight would have the gradients of both its uses, rounded
+        trial = small_trial(
+            schedule,
+            replicas=self.replicas,
+            steps=steps,
+            seed=self.seed,
+            dtype=self.weights.value,
+            tied=tied,
+        )
+        return trial.verify(
+            transport=self.transport.value,
+            flush_after=() if schedule.synchronous else (steps - 3,),
+            seed=self.seed,
+            recompute=self.recompute,
+            sync=self.sync,
+            **options,
+        )
 
 
 def verify(
-    subject: SubjectArgument,
-    options: SchemeOptions,
-    *,
-    replicas: Annotated[int, typer.Option(help="W: pipeline groups.", min=1, rich_help_panel=_PANEL)] = 1,
-    recompute: Annotated[
-        Recompute, typer.Option(help="What backwards compute again.", rich_help_panel=_PANEL)
-    ] = Recompute.NONE,
-    sync_mode: Annotated[
-        Sync, typer.Option(help="When gradients of copies are summed.", rich_help_panel=_PANEL)
-    ] = Sync.EAGER_OPT,
-    barrier: Annotated[
-        bool,
-        typer.Option(
-            "--barrier/--no-barrier",
-            help="Whether each step ends on all workers before the next; without, gradients are not clipped.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = True,
-    transport: Annotated[
-        Where,
-        typer.Option(
-            help="; ".join(f"{kind}: {kind.about}" for kind in kinds()) + ".",
-            rich_help_panel=_PANEL,
-        ),
-    ] = Where(STRICT_LOCAL.name),
-    dtype: Annotated[
-        Dtype | None,
-        typer.Option(
-            help="Precision of weights. Default float64; with --bfloat16 float32.", rich_help_panel=_PANEL
-        ),
-    ] = None,
-    bfloat16: Annotated[
-        Bfloat16 | None,
-        typer.Option(
-            help="Let layers compute in bfloat16, by either option of a Pipeline; one process does likewise.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            help="Updates to compare. Default 3; without a flush 3 more than the warm-up, and a flush before "
-            "the last 2.",
-            min=1,
-            max=1000,
-            rich_help_panel=_PANEL,
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of weights, data and dropout.", rich_help_panel=_PANEL)] = 0,
-    as_json: JsonFlag = False,
+    *, subject: SubjectArgument, options: SchemeOptions, running: Running, as_json: JsonFlag = False
 ) -> None:
     """Train a small model with one process and with the pipeline, and compare the numbers."""
     schedule = schedule_of(subject, options)
-    if bfloat16 is not None and dtype is Dtype.FLOAT64:
-        raise ConfigError("--bfloat16 is for weights in float32; leave out --dtype float64")
-    dtype = dtype or (Dtype.FLOAT64 if bfloat16 is None else Dtype.FLOAT32)
+    weights = running.weights
     refuse_what_cannot_run(schedule)
-    if schedule.synchronous:
-        checked_program(schedule, replicas=replicas, sync=sync_mode)
-        steps = steps or 3
-    else:
-        steps = steps or segments(schedule, replicas=replicas).last + 5
-    workers = schedule.workers * replicas
+    steps = running.updates(schedule)
+    workers = schedule.workers * running.replicas
     if not as_json:
-        kind = "threads" if kind_of(transport.value).threads else "processes"
+        kind = "threads" if kind_of(running.transport.value).threads else "processes"
         note(f"Training with one process, then with {workers} workers ({kind}), {steps} updates each …")
-    found = _compared(
-        schedule,
-        transport,
-        replicas=replicas,
-        steps=steps,
-        seed=seed,
-        dtype=dtype,
-        recompute=recompute,
-        sync=sync_mode,
-        bfloat16=bfloat16,
-        **({} if barrier else {"barrier": False, "clip_norm": None}),
-    )
+    found = running.compared(schedule, steps)
     if as_json:
         from counterflow.verify.report import Verified
 
         print_json(Verified.of(schedule=schedule, workers=workers, ok=found.ok, **asdict(found)))
     else:
-        _print(schedule, workers, found, dtype.value if bfloat16 is None else f"bfloat16 by {bfloat16.value}")
+        bfloat16 = running.bfloat16
+        precision = weights.value if bfloat16 is None else f"bfloat16 by {bfloat16.value}"
+        _print(schedule, workers, found, precision)
     if not found.ok:
         raise typer.Exit(1)
-
-
-def _compared(
-    schedule: Schedule,
-    transport: Where,
-    *,
-    replicas: int,
-    steps: int,
-    seed: int,
-    dtype: Dtype,
-    bfloat16: Bfloat16 | None,
-    **options: Any,
-) -> Agreement:
-    from counterflow.train.trial import small_trial
-
-    tied: bool | None = None
-    if bfloat16 is not None:
-        options[bfloat16.value.replace("-", "_")] = "bfloat16"
-        if schedule.stages == 1:
-            tied = False  # one cast of a weight would have the gradients of both its uses, rounded
-    trial = small_trial(schedule, replicas=replicas, steps=steps, seed=seed, dtype=dtype.value, tied=tied)
-    return trial.verify(
-        transport=transport.value,
-        flush_after=() if schedule.synchronous else (steps - 3,),
-        seed=seed,
-        **options,
-    )
 
 
 def _print(schedule: Schedule, workers: int, found: Agreement, precision: str) -> None:

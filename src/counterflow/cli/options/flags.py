@@ -1,8 +1,9 @@
-"""The flags that several commands share, as two groups of options.
+"""Groups of options, and the flags that several commands share.
 
-A command takes a group as one parameter; ``with_flags`` unfolds it into the group's flags: those of schemes
-are made from the schemes' records, those of costs from the fields of ``Costs`` and ``ByteCosts``. None means
-that a flag was not given, so that the library's own defaults are the only ones.
+A command takes a group as one parameter; ``with_flags`` unfolds it into the group's flags. A command's own
+options are the fields of a ``Record``. Of the shared ones those of schemes are made from the schemes' own
+records, those of costs from the fields of ``Costs`` and ``ByteCosts``; there None means that a flag was not
+given, so the library's own defaults are the only ones.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from enum import Enum
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self, get_type_hints
 
 import typer
 
 from counterflow.errors import ConfigError
-from counterflow.fields import AskedField
+from counterflow.fields import AskedField, asked_fields
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.scheme import DEPTH, SPLIT, Option, OptionType
@@ -58,8 +59,61 @@ _MODEL_COSTS = "Costs of a worker's share of the model, or with --costs-of model
 _MODEL_MEMORY = "Memory, likewise (300MB, 1.5GiB)"
 
 
+class Group:
+    """Options that a command takes as one parameter."""
+
+    __slots__ = ()
+
+    @classmethod
+    def parameters(cls) -> list[inspect.Parameter]:
+        """Every option as a parameter of its own, with what typer has to know of it."""
+        raise NotImplementedError
+
+    @classmethod
+    def taken(cls, values: dict[str, Any]) -> Self:
+        """What was given of them, taken out of ``values``."""
+        raise NotImplementedError
+
+
+class Record(Group):
+    """A dataclass whose fields, made with ``asked``, are a command's own options, with their own defaults."""
+
+    __slots__ = ()
+    panel: ClassVar[str]
+    """The heading over them in the help."""
+
+    @classmethod
+    def parameters(cls) -> list[inspect.Parameter]:
+        """Every flag."""
+        kinds = get_type_hints(cls)
+        return [_own_flag(one, kinds[one.field], cls.panel) for one in asked_fields(cls).values()]
+
+    @classmethod
+    def taken(cls, values: dict[str, Any]) -> Self:
+        """The record of what was given."""
+        return cls(**{one.field: values.pop(name) for name, one in asked_fields(cls).items()})
+
+
+def _own_flag(one: AskedField, kind: Any, panel: str) -> inspect.Parameter:
+    """The flag of a field that has a default of its own, or must be given."""
+    about, given = one.asked, one.default is not MISSING
+    option = typer.Option(
+        *_names(one),
+        help=about.about,
+        metavar=about.metavar,
+        min=about.least,
+        max=about.most,
+        rich_help_panel=panel,
+        show_default=given,
+    )
+    default = one.default if given else inspect.Parameter.empty
+    return inspect.Parameter(
+        one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+    )
+
+
 @dataclass(frozen=True)
-class Flags:
+class Flags(Group):
     """A group of flags as they were given, by name; None where not given."""
 
     values: Mapping[str, Any]
@@ -68,6 +122,14 @@ class Flags:
     def flags(cls) -> dict[str, Any]:
         """Every flag, with what typer has to know of it."""
         raise NotImplementedError
+
+    @classmethod
+    def parameters(cls) -> list[inspect.Parameter]:
+        """Every flag."""
+        return [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            for name, annotation in cls.flags().items()
+        ]
 
     @classmethod
     def taken(cls, values: dict[str, Any]) -> Self:
@@ -108,10 +170,13 @@ def _scheme_flag(name: str, known: Mapping[str, Option]) -> Any:
 def asked_flag(one: AskedField, panel: str) -> Any:
     """The flag of a field that people may give; None where it is not given."""
     about = one.asked
-    names = (flag(one.name),)
-    if about.kind is bool and one.default:
-        names = (f"{flag(one.name)}/--no-{flag(one.name)[2:]}",)
-    return Annotated[about.kind | None, _option(panel, about.about, *names, metavar=about.metavar)]
+    return Annotated[about.kind | None, _option(panel, about.about, *_names(one), metavar=about.metavar)]
+
+
+def _names(one: AskedField) -> tuple[str, ...]:
+    """How a field's flag is spelled; what is so unless one says otherwise has a second one."""
+    name = flag(one.name)
+    return (f"{name}/--no-{name[2:]}" if one.default is True else name,)
 
 
 def plain_value(value: Any) -> OptionValue:
@@ -211,21 +276,19 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """``command`` with each parameter that is a group of options unfolded into the group's flags."""
     signature = inspect.signature(command, eval_str=True)
     parameters: list[inspect.Parameter] = []
-    groups: dict[str, type[Flags]] = {}
+    groups: dict[str, type[Group]] = {}
     for parameter in signature.parameters.values():
         group = parameter.annotation
-        if not (isinstance(group, type) and issubclass(group, Flags)):
+        if not (isinstance(group, type) and issubclass(group, Group)):
             parameters.append(parameter)
             continue
         groups[parameter.name] = group
-        for name in group.flags().keys() & {p.name for p in parameters}:
+        unfolded_ = group.parameters()
+        for name in {one.name for one in unfolded_} & {p.name for p in parameters}:
             raise ConfigError(
                 f"{command.__name__} has a flag {flag(name)}; give the scheme's option another name"
             )
-        parameters += [
-            inspect.Parameter(name, parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-            for name, annotation in group.flags().items()
-        ]
+        parameters += unfolded_
 
     @functools.wraps(command)
     def unfolded(**values: Any) -> None:
