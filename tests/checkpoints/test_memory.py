@@ -16,13 +16,13 @@ from torch import nn
 
 import counterflow as cf
 from counterflow.checkpoints import files
-from counterflow.checkpoints.files import pieces_of
+from counterflow.checkpoints.files import packed, pieces_of
 from counterflow.checkpoints.memory import Memory, folder_of
-from counterflow.checkpoints.memory_file import Slot, opened, packed
+from counterflow.checkpoints.memory_file import Slot, opened
 from counterflow.errors import ConfigError
 from counterflow.runtime.workers.world import current_transport
 
-from .test_pipelines import adamw, loss, run
+from .test_pipelines import adamw, counting, loss, model, run
 
 
 class Killed(BaseException):
@@ -111,6 +111,34 @@ def test_a_file_that_has_no_room_is_none(tmp_path: Path) -> None:
     assert opened(slot.path) is None
     slot.write({}, packed({"of": 2}))
     assert opened(slot.path) == ({"of": 2}, {})
+
+
+def restored(root: str) -> list[dict[str, Any]]:
+    """The state after two steps, and that of another pipeline which found the copy of it."""
+    one, other = (
+        cf.Pipeline(model(), loss, cf.schemes.chimera(2, 4), optimizer=counting, zero_stage=1)
+        for _ in range(2)
+    )
+    for _ in range(2):
+        one.step(*torch.ones(2, 8, 4, dtype=torch.float64))
+    before = Memory(one.transport, "run", one.cuts, root=Path(root))
+    before.keep(one, [{"loss": 1.0}])
+    before.settle()
+    found = Memory(one.transport, "run", one.cuts, root=Path(root)).find()
+    assert found is not None
+    assert found.records == [{"loss": 1.0}]
+    found.restore(other, other.cuts)
+    return [one.training_state_dict(), other.training_state_dict()]
+
+
+def test_what_is_restored_is_what_was_there(tmp_path: Path) -> None:
+    """What an optimiser keeps that is no tensor too; each worker has a part of its state."""
+    there, here = run(restored, str(tmp_path))[0]
+    assert (here["step"], there["step"]) == (2, 2)
+    torch.testing.assert_close(here["model"], there["model"], rtol=0, atol=0)
+    for name, kept in there["optimizer"].items():
+        assert kept["state"]["count"] == 2
+        torch.testing.assert_close(here["optimizer"][name]["state"], kept["state"], rtol=0, atol=0)
 
 
 def make(root: str) -> str:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import state_dict_loader as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 import counterflow as cf
+from counterflow.checkpoints.reader import Checkpoint
 from counterflow.checkpoints.saver import Saver
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.runtime.workers.launch import launch
@@ -215,6 +216,34 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             run(reads, made, optimizer)
     with pytest.raises(ConfigError, match="there is no such file or folder"):
         cf.load_weights(tmp_path / "none")
+
+
+class Counting(torch.optim.SGD):
+    """Keeps what is no tensor for each weight."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["count"] = self.state[parameter].get("count", 0) + 1
+
+
+def counting(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return Counting(parameters, lr=0.1, momentum=0.5)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_what_an_optimizer_keeps_that_is_no_tensor(tmp_path: Path, zero_stage: int) -> None:
+    chimera, options = cf.schemes.chimera(2, 4), {"optimizer": counting, "zero_stage": zero_stage}
+    written = run(partial(trained, chimera, range(2), None, tmp_path, scheduler=None, **options))[0]
+    found = Checkpoint.load(tmp_path, "run").optimizer
+    assert found.keys() == written["optimizer"].keys() == dict(model().named_parameters()).keys()
+    for name, kept in written["optimizer"].items():
+        torch.testing.assert_close(found[name], kept["state"], rtol=0, atol=0)
+        assert found[name]["count"] == 2
+    read = partial(trained, cf.schemes.gpipe(1, 4), range(2, 3), tmp_path, None, scheduler=None)
+    resumed = run(partial(read, optimizer=counting), workers=1)[0]
+    assert {kept["state"]["count"] for kept in resumed["optimizer"].values()} == {3}
 
 
 class Setting:

@@ -34,7 +34,7 @@ from .files import dtype_name
 from .index import Chunk, Index, Stored
 from .state import dtype_of, file_and_name
 
-Part = dict[str, tuple[Tensor, tuple[int, ...]]]
+Pieces = dict[str, tuple[Tensor, tuple[int, ...]]]
 """By key: a piece of a tensor, and where it begins in the whole."""
 
 
@@ -53,9 +53,9 @@ class SavePlan:
         self._plans, _ = self._planner.create_global_plan(cast("list[Any]", found))
         self._mine = self._planner.finish_plan(self._plans[transport.rank]).items
 
-    def part(self) -> tuple[Part, list[str]]:
+    def part(self) -> tuple[Pieces, list[str]]:
         """What this worker writes: the tensors themselves, or of DTensors what is at hand; and other keys."""
-        found: Part = {}
+        found: Pieces = {}
         for item in self._mine:
             if item.tensor_data is not None:
                 tensor = cast("Tensor", self._planner.resolve_data(item)).detach()

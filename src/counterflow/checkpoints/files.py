@@ -10,11 +10,13 @@ Invariant: what is digested is what was to be written, so that whatever a disk d
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,6 +138,18 @@ def write(path: Path, pieces: Iterable[memoryview | bytes]) -> Written:
         file.flush()
         os.fsync(file.fileno())
     return Written(bytes=total, sha256=digest.hexdigest())
+
+
+def packed(value: object) -> bytes:
+    """A value as bytes that torch reads, if they can be read without running code."""
+    written = io.BytesIO()
+    torch.save(value, written)
+    return written.getvalue()
+
+
+def unpacked(data: bytes | memoryview) -> Any:
+    """The value of such bytes, its tensors on the CPU."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def settle(folder: Path) -> None:

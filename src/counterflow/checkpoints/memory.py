@@ -38,8 +38,9 @@ from counterflow.runtime.dtensors import is_dtensor
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.transport.base import Transport
 
+from .files import packed, unpacked
 from .host_copies import HostCopies
-from .memory_file import Slot, opened, packed, unpacked
+from .memory_file import Slot, opened
 from .memory_parts import Part, overlapping, owned_elsewhere, parts_of
 from .state import at_hand, changing_in_forward, load
 

@@ -8,7 +8,6 @@ Invariant: a file whose writer was killed at any moment does not read. It knows 
 
 from __future__ import annotations
 
-import io
 import os
 import weakref
 from collections.abc import Callable, Mapping
@@ -81,16 +80,4 @@ def opened(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
             length = int(file.metadata()[_ABOUT])
     except (OSError, SafetensorError):
         return None
-    return unpacked(tensors.pop(_ABOUT).numpy().data[:length]), tensors
-
-
-def packed(value: object) -> bytes:
-    """A value as bytes."""
-    written = io.BytesIO()
-    torch.save(value, written)
-    return written.getvalue()
-
-
-def unpacked(data: bytes | memoryview) -> Any:
-    """The value of such bytes, its tensors on the CPU."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return files.unpacked(tensors.pop(_ABOUT).numpy().data[:length]), tensors

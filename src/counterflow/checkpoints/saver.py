@@ -11,7 +11,6 @@ no draft and no other checkpoint touched; it is told, and training may go on.
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import secrets
 import shutil
@@ -21,8 +20,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
-
-import torch
 
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.runtime.pipeline import Pipeline
@@ -34,7 +31,7 @@ from .renames import put
 from .state import at_hand, changing_in_forward, file_and_name, first_names
 
 if TYPE_CHECKING:
-    from .dcp import Part
+    from .dcp import Pieces
 
 _LOG = logging.getLogger(__name__)
 
@@ -246,13 +243,13 @@ class Saver:
         self._thread.start()
 
     def _write(
-        self, draft: Path, part: Part, packed: bytes, extras: Mapping[str, Extra]
+        self, draft: Path, part: Pieces, packed: bytes, extras: Mapping[str, Extra]
     ) -> dict[str, Written]:
         """Write one worker's files."""
         draft.mkdir(parents=True, exist_ok=True)
         self._check(draft)  # once it is there: who begins after the answer finds it, and takes it away
         rank = self._transport.rank
-        parts: dict[str, Part] = {}
+        parts: dict[str, Pieces] = {}
         for key, piece in part.items():
             kind, name = file_and_name(key)
             parts.setdefault(f"{kind}-{rank}.safetensors", {})[name] = piece
@@ -330,10 +327,9 @@ def _packed(objects: Mapping[str, Any]) -> bytes:
     """
     if not objects:
         return b""
-    buffer = io.BytesIO()
-    torch.save(dict(objects), buffer)
+    data = files.packed(dict(objects))
     try:
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        files.unpacked(data)
     except Exception as error:
         for key, value in objects.items():
             if len(objects) > 1:
@@ -344,7 +340,7 @@ def _packed(objects: Mapping[str, Any]) -> bytes:
                     f"are read back without running code from a file ({str(error).splitlines()[0][:200]})"
                 ) from None
         raise
-    return buffer.getvalue()
+    return data
 
 
 def _told(error: OSError) -> str:
