@@ -318,9 +318,7 @@ def _promised_versions(subject: Subject) -> Iterator[str]:
                     yield f"{place} uses version {op.version}, its forward used {first}"
 
 
-def _held_versions(  # noqa: C901 - one case an action; the cases are short
-    schedule: Schedule, worker: int, actions: tuple[Action, ...]
-) -> Iterator[str]:
+def _held_versions(schedule: Schedule, worker: int, actions: tuple[Action, ...]) -> Iterator[str]:
     """Versions used before they are made or after they are freed; updates before their gradients."""
     held: dict[int, set[int]] = {stage: {0} for _, stage in schedule.placement.held(worker)}
     updates = dict.fromkeys(held, 0)
@@ -377,7 +375,7 @@ def _syncs(subject: Subject) -> Iterator[str]:
     yield from _sync_orders(started)
 
 
-def _worker_syncs(  # noqa: C901 - one case an action; the cases are short
+def _worker_syncs(
     schedule: Schedule,
     worker: int,
     actions: tuple[Action, ...],

@@ -115,7 +115,7 @@ def _turned(plan: Times) -> Times:
     return {kind: [[-end for end in ends[::-1]] for ends in plan["FB".replace(kind, "")]] for kind in "FB"}
 
 
-def _plan(shape: Shape, due: Times, wait: int, takes: dict[str, int]) -> Times:  # noqa: C901
+def _plan(shape: Shape, due: Times, wait: int, takes: dict[str, int]) -> Times:
     """List scheduling: when each op ends. One loop without calls: planning is what a build takes."""
     depth, pairs, room, first = shape
     half, last = depth // 2, depth - 1
