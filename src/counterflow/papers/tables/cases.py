@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from counterflow.schedule.ir import Schedule
@@ -43,6 +44,19 @@ class Case:
     setting: str
     share: Fraction = Fraction(1)
 
+    def row(
+        self,
+        quantity: str,
+        formula: str,
+        value: Range | None,
+        measured: Range,
+        *notes: str,
+        relation: Relation = Relation.EXACTLY,
+    ) -> Row:
+        """A published figure beside the measured one."""
+        named = self.scheme, quantity, self.setting, self.source
+        return Row(*named, formula, value, measured, relation, notes)
+
     def bubbles(
         self,
         formula: str,
@@ -53,50 +67,24 @@ class Case:
     ) -> Row:
         """The bubble ratio with these times."""
         measured = Range.of(_bubble_ratio(simulate(self.schedule, times.costs)))
-        return Row(
-            self.scheme,
-            _BUBBLE_RATIO,
-            f"{self.setting}, {times.label}",
-            self.source,
-            formula,
-            Range.of(value),
-            measured,
-            relation,
-            notes,
-        )
+        timed = replace(self, setting=f"{self.setting}, {times.label}")
+        return timed.row(_BUBBLE_RATIO, formula, Range.of(value), measured, *notes, relation=relation)
 
     def weights(self, formula: str, value: Range, *notes: str) -> Row:
         """What a worker holds of the weights, every copy and version counted."""
         copies = simulate(self.schedule).weight_copies
-        measured = Range.of(self.share * min(copies), self.share * max(copies))
-        return Row(
-            self.scheme,
-            _WEIGHTS,
-            self.setting,
-            self.source,
-            formula,
-            value,
-            measured,
-            notes=notes,
-        )
+        return self.row(_WEIGHTS, formula, value, self._sized(copies), *notes)
 
     def activations(
         self, formula: str, value: Range, *notes: str, relation: Relation = Relation.EXACTLY
     ) -> Row:
         """The most forwards a worker stashes at once."""
-        peaks = [Fraction(peak) for peak in simulate(self.schedule).peak_activations]
-        measured = Range.of(self.share * min(peaks), self.share * max(peaks))
-        return Row(
-            self.scheme,
-            _ACTIVATIONS,
-            self.setting,
-            self.source,
-            formula,
-            value,
-            measured,
-            relation,
-            notes,
-        )
+        peaks = simulate(self.schedule).peak_activations
+        return self.row(_ACTIVATIONS, formula, value, self._sized(peaks), *notes, relation=relation)
+
+    def _sized(self, counts: Sequence[float]) -> Range:
+        """The least and the most of the workers' stages, by their size."""
+        return Range.of(self.share * Fraction(min(counts)), self.share * Fraction(max(counts)))
 
 
 def _bubble_ratio(result: Simulation) -> Fraction:

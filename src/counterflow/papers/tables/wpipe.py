@@ -6,8 +6,8 @@ exact too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from counterflow.schedule.graph import OpGraph
@@ -119,32 +119,20 @@ def _model_rows(case: Case, line: _WPipeLine) -> Iterator[Row]:
     """Sizes in models: the sum over the workers, a stage being 1/stages of the model."""
     result, stages = simulate(case.schedule), case.schedule.stages
 
-    def row(quantity: str, formula: str, value: Fraction | None, total: Fraction, *notes: str) -> Row:
-        expected = None if value is None else Range.of(value)
-        measured = Range.of(total / stages)
-        return Row(
-            case.scheme,
-            quantity,
-            case.setting,
-            case.source,
-            formula,
-            expected,
-            measured,
-            notes=notes,
-        )
+    def models(counts: Iterable[float]) -> Range:
+        return Range.of(sum(map(Fraction, counts), Fraction(0)) / stages)
 
     formula, value, notes = line.buffers
-    held = Fraction(sum(result.weight_copies))
-    yield row("all weight buffers, in models", formula, value, held, *notes)
+    held = models(result.weight_copies)
+    yield case.row("all weight buffers, in models", formula, Range.of(value), held, *notes)
     formula, value, notes = line.stashed
-    stashed = sum(map(Fraction, result.peak_activations), Fraction(0))
-    yield row("activations, in models", formula, value, stashed, *notes)
+    stashed = models(result.peak_activations)
+    yield case.row("activations, in models", formula, Range.of(value), stashed, *notes)
     formula, recomputed = line.recomputed
-    memory = simulate(case.schedule, _RECOMPUTED).memory
-    assert memory is not None
-    working = sum((Fraction(use.peak) for use in memory), Fraction(0))
+    working = models(use.peak for use in simulate(case.schedule, _RECOMPUTED).memory or ())
+    expected = None if recomputed is None else Range.of(recomputed)
     notes = ("inputs",) if recomputed is not None else ("no-recomputation", "inputs")
-    yield row("activations with recomputation, in models", formula, recomputed, working, *notes)
+    yield case.row("activations with recomputation, in models", formula, expected, working, *notes)
 
 
 _RECOMPUTED = Costs(recompute="stage", memory=ByteCosts(activations=1.0, inputs=0.0))
@@ -155,12 +143,6 @@ def _message_row(case: Case, workers: int) -> Row:
     partitions = schedule.stages // workers
     formula = "2(2N−1)" if partitions == 2 else "2(N−1)"
     count = Fraction(len(OpGraph(schedule).messages), schedule.total_micro_batches)
-    return Row(
-        case.scheme,
-        "messages of one micro-batch",
-        case.setting,
-        "WPipe section 3.4",
-        formula,
-        Range.of(forms.messages(workers, partitions)),
-        Range.of(count),
-    )
+    published = Range.of(forms.messages(workers, partitions))
+    case = replace(case, source="WPipe section 3.4")
+    return case.row("messages of one micro-batch", formula, published, Range.of(count))
