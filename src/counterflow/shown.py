@@ -63,16 +63,16 @@ class Part(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, from_attributes=True, populate_by_name=True)
 
+    @classmethod
+    def of(cls, **found: Any) -> Self:
+        """What reads these records by their names."""
+        return cls.model_validate(SimpleNamespace(**found))
+
 
 class Result(Part):
     """What a command prints. Keys that do not apply are left out."""
 
     format: Annotated[Literal[1], said("the version of this form")] = 1
-
-    @classmethod
-    def of(cls, **found: Any) -> Self:
-        """The result that reads these records by their names."""
-        return cls.model_validate(SimpleNamespace(**found))
 
 
 def result_of(doc: str, base: type[Result], *records: type, **more: Any) -> type[Result]:

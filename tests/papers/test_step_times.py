@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from counterflow.papers.step_times import ClosedForm, beside, plan_with_form_json
+from counterflow.papers.report import FormShown, plan_shown
+from counterflow.papers.step_times import ClosedForm, beside
 from counterflow.planning import Cluster, Configuration, LayerProfile, Link, Model, Predictor, Profile
 from counterflow.planning.search.found import Plan
 
@@ -83,9 +84,12 @@ def test_they_know_nothing_of_a_step_s_overhead() -> None:
 def test_a_plan_as_data_has_the_form_or_none() -> None:
     predictor = Predictor(MODEL, PROFILE, CLUSTER)
     dapple = predictor.play(Configuration.of("dapple", {"stages": 4, "micro_batches": 4}, 1, 1))
-    shown = plan_with_form_json(Plan(dapple.seconds, 0, dapple))
-    assert shown["closed_form"] == {"seconds": 21.0, "source": "Chimera, Table 2", "difference": 0.0}
-    assert shown["step_seconds"] == 21.0
+    shown = plan_shown(Plan(dapple.seconds, 0, dapple))
+    assert shown is not None
+    assert shown.closed_form == FormShown(seconds=21.0, source="Chimera, Table 2", difference=0.0)
+    assert shown.step_seconds == 21.0
     chunks = {"workers": 4, "micro_batches": 4, "chunks": 2}
     interleaved = predictor.play(Configuration.of("interleaved", chunks, 1, 1))
-    assert plan_with_form_json(Plan(interleaved.seconds, 0, interleaved))["closed_form"] is None
+    shown = plan_shown(Plan(interleaved.seconds, 0, interleaved))
+    assert shown is not None
+    assert shown.closed_form is None

@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 
 from counterflow.papers.closed_forms import Range
+from counterflow.papers.report import RowShown, TableShown
 from counterflow.papers.tables import TABLES
 from counterflow.papers.tables.layout import COLUMNS, Relation, Row, Table
 
@@ -51,7 +52,7 @@ def test_cells_and_json(name: str) -> None:
     table = built(name)
     assert table.columns == COLUMNS
     assert all(len(row.cells()) == len(COLUMNS) for row in table.rows)
-    data = json.loads(json.dumps(table.to_json()))
+    data = json.loads(TableShown.model_validate(table).model_dump_json())
     assert data["name"] == name
     assert len(data["rows"]) == len(table.rows)
     for row, plain in zip(table.rows, data["rows"], strict=True):
@@ -165,7 +166,7 @@ def test_wpipe_table_1_without_a_published_figure_has_no_difference() -> None:
     assert row.difference is None
     assert not row.deviates
     assert row.cells()[5] == row.cells()[7] == ""
-    assert row.to_json()["value"] is None
+    assert RowShown.model_validate(row).value is None
 
 
 def test_wpipe_sends_more_messages() -> None:

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from counterflow.shown import Result, said
+from pydantic import BeforeValidator
+
+from counterflow.planning.prediction import Parts
+from counterflow.planning.report import PlanShown
+from counterflow.planning.search.found import Plan
+from counterflow.shown import Part, Result, reads, said
+
+from .closed_forms import Range
+from .figures.published import TOLERANCE
+from .figures.reproduction import Reproduction
+from .step_times import beside
+
+
+def _ends(value: Range | None) -> list[float] | None:
+    return None if value is None else [float(value.least), float(value.most)]
+
+
+_Ends = BeforeValidator(_ends)
+_AsText = BeforeValidator(lambda stated: None if stated is None else str(stated))
 
 
 class Reproducible(Result):
@@ -14,6 +32,22 @@ class Reproducible(Result):
     figures: list[str]
 
 
+class RowShown(Part):
+    """One quantity of one scheme; numbers are the least and the most over the workers."""
+
+    scheme: Annotated[str, said("the scheme with the options that matter")]
+    quantity: Annotated[str, said("what is counted, with its unit")]
+    setting: Annotated[str, said("micro-batches, and the times where they matter")]
+    source: Annotated[str, said("whose formula it is")]
+    formula: Annotated[str, said("as it is published")]
+    relation: Annotated[str, said("how it is meant: =, ≤ or →", "relation.value")]
+    value: Annotated[list[float] | None, _Ends, said("the formula at the setting; null: it gives none")]
+    measured: Annotated[list[float], _Ends, said("what the simulator finds")]
+    difference: Annotated[list[float] | None, _Ends, said("measured minus value")]
+    deviates: Annotated[bool, said("whether the measured value is another; of a bound, above it")]
+    notes: Annotated[list[str], said("keys of the table's notes that say why")]
+
+
 class TableShown(Result):
     """`counterflow reproduce TABLE`."""
 
@@ -21,12 +55,59 @@ class TableShown(Result):
     title: str
     setting: str
     columns: list[str]
-    rows: Annotated[list[dict[str, Any]], said("formula, value, measured (least and most over the workers)")]
-    notes: dict[str, str]
+    rows: list[RowShown]
+    notes: Annotated[dict[str, str], BeforeValidator(dict)]
+
+
+class CheckedShown(Part):
+    """A published value and the predicted one."""
+
+    model_config = reads("checked", "checked.published")
+
+    scheme: Annotated[str, said("as the paper calls it", "checked.published.label")]
+    quantity: Annotated[str, said("what is compared", "checked.published.quantity.value")]
+    runs: Annotated[list[str], said("those that it is of")]
+    found: Annotated[list[str], said("the planner's configurations, one a run, without repetition")]
+    stated: Annotated[str | None, _AsText, said("what the paper states of the configuration")]
+    published: Annotated[float | None, said("null: a best configuration", "checked.published.value")]
+    predicted: Annotated[float | None, said("with the configurations that are found; null: nothing fits")]
+    difference: Annotated[float | None, said("predicted over published, minus 1")]
+    predicted_at_stated: Annotated[float | None, said("with those that are stated", "checked.at_stated")]
+    difference_at_stated: Annotated[float | None, said("likewise", "checked.stated_difference")]
+    use: Annotated[str, said("fit: a constant was fitted on it; test", "checked.published.use.value")]
+    holds: Annotated[bool, said("whether it is within the tolerance, or the best configuration is found")]
+    miss: Annotated[str, said("why not, for people")]
+
+
+class FormShown(Part):
+    """The papers' closed form of a step."""
+
+    seconds: float
+    source: Annotated[str, said("whose form it is")]
+    difference: Annotated[float | None, said("its seconds over the simulated ones, minus 1")]
+
+
+class PlanOfFigure(PlanShown):
+    """A plan of a figure."""
+
+    closed_form: Annotated[FormShown | None, said("what the papers' form says; null: there is none")]
+    parts: Annotated[Parts, said("where the step's seconds go")]
+
+
+class EntryShown(Part):
+    """A scheme in one run."""
+
+    scheme: Annotated[str, said("as the paper calls it")]
+    run: str
+    samples_per_second: Annotated[float | None, said("null: nothing fits")]
+    found: Annotated[PlanOfFigure | None, said("the best plan in the paper's space")]
+    at_stated: Annotated[PlanOfFigure | None, said("the best with what the paper states")]
 
 
 class FigureShown(Result):
     """`counterflow reproduce FIGURE`."""
+
+    model_config = reads("figure")
 
     name: str
     title: str
@@ -34,9 +115,45 @@ class FigureShown(Result):
     assumptions: list[str]
     tolerance: float
     subject: Annotated[str, said("the scheme whose ratios over the others are shown")]
-    rows: Annotated[list[dict[str, Any]], said("published, predicted, difference")]
-    schemes: Annotated[
-        list[dict[str, Any]], said("by scheme and run: the best plan found, and the one stated")
-    ]
-    constants: dict[str, str]
+    rows: list[CheckedShown]
+    schemes: list[EntryShown]
+    constants: Annotated[dict[str, str], BeforeValidator(dict), said("where numbers come from")]
     summary: str
+
+
+def figure_shown(found: Reproduction) -> FigureShown:
+    """A figure: every published value, and every scheme in every run."""
+    figure = found.figure
+    rows = [
+        CheckedShown.of(checked=row, stated=figure.competitor(row.published.label).stated)
+        for row in found.rows
+    ]
+    entries = [
+        EntryShown(
+            scheme=entry.label,
+            run=entry.run,
+            samples_per_second=entry.throughput(),
+            found=plan_shown(entry.found),
+            at_stated=plan_shown(entry.stated),
+        )
+        for entry in found.entries
+    ]
+    return FigureShown.of(
+        figure=figure,
+        tolerance=TOLERANCE,
+        rows=rows,
+        schemes=entries,
+        constants=found.constants,
+        summary=found.summary(),
+    )
+
+
+def plan_shown(plan: Plan | None) -> PlanOfFigure | None:
+    """A plan with the papers' closed form beside it."""
+    if plan is None:
+        return None
+    form = beside(plan.play)
+    shown = form and FormShown(
+        seconds=form.seconds, source=form.source, difference=form.difference(plan.seconds)
+    )
+    return PlanOfFigure.of(prediction=plan.prediction, closed_form=shown, parts=plan.play.parts())

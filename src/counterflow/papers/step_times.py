@@ -9,11 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from counterflow.planning.play import Play, sync_seconds
-from counterflow.planning.report import PlanShown
-from counterflow.planning.search.found import Plan
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute
 
@@ -97,16 +94,6 @@ def beside(play: Play) -> ClosedForm | None:
     )
     found = closed_form(play.schedule, times)
     return found and ClosedForm(found.seconds * play.updates, found.source)
-
-
-def plan_with_form_json(plan: Plan) -> dict[str, Any]:
-    """A plan as plain data, with the closed form beside it."""
-    form = beside(plan.play)
-    return {
-        **PlanShown.model_validate(plan).model_dump(),
-        "closed_form": form
-        and {"seconds": form.seconds, "source": form.source, "difference": form.difference(plan.seconds)},
-    }
 
 
 def _of_slowest(schedule: Schedule, seconds: list[float]) -> float:

@@ -6,6 +6,7 @@ import pytest
 
 from counterflow.papers.figures import FIGURES
 from counterflow.papers.figures.reproduction import reproduce
+from counterflow.papers.report import TableShown, figure_shown
 from counterflow.papers.tables import TABLES
 
 from ..conftest import Run
@@ -37,7 +38,7 @@ def test_a_table(run: Run, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert f"{row.quantity} ({row.source})" in lines
     for key, note in table.notes.items():
         assert f"{key}: {note}" in " ".join(answer.out.split())
-    assert run(f"reproduce {name} --json").json == {"format": 1} | table.to_json()
+    assert run(f"reproduce {name} --json").json == TableShown.model_validate(table).model_dump(mode="json")
 
 
 def test_unknown_table(run: Run) -> None:
@@ -69,7 +70,7 @@ def test_a_figure(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert lines[-1] == found.summary() == "5 of 6 best configurations found"
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "a.svg").read_text(encoding="utf-8")
-    assert run(f"reproduce {name} --json").json == {"format": 1} | found.to_json()
+    assert run(f"reproduce {name} --json").json == figure_shown(found).model_dump(mode="json")
 
 
 def test_ratios_are_printed_with_their_difference(run: Run) -> None:

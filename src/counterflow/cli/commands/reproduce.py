@@ -59,7 +59,7 @@ def reproduce(
     if as_json:
         from counterflow.papers.report import TableShown
 
-        print_json(TableShown(**table.to_json()))
+        print_json(TableShown.model_validate(table))
     else:
         _print(table)
 

@@ -24,9 +24,9 @@ def show_figure(figure: Figure, out: Sequence[Path], *, as_json: bool) -> None:
     with search_bar("reproducing") as report:
         found = reproduce(figure, report)
     if as_json:
-        from counterflow.papers.report import FigureShown
+        from counterflow.papers.report import figure_shown
 
-        print_json(FigureShown(**found.to_json()))
+        print_json(figure_shown(found))
     else:
         _print(found)
     for path in out:

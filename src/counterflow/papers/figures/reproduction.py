@@ -7,9 +7,8 @@ one is predicted too. Invariant: nothing here is published or fitted; both come 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
 
 from counterflow.errors import PlanError
 from counterflow.planning.prediction import choices
@@ -19,7 +18,6 @@ from counterflow.planning.search.search import search
 from counterflow.planning.task import Task
 from counterflow.schedule.modes import Recompute
 
-from ..step_times import plan_with_form_json
 from .published import TOLERANCE, Competitor, Figure, Published, Quantity, Run, Stated, Use
 
 Progress = Callable[[int, int, str], None]
@@ -127,22 +125,6 @@ class Reproduction:
         if best:
             parts.append(f"{sum(r.holds for r in best)} of {len(best)} best configurations found")
         return "; ".join(parts)
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it as plain data."""
-        figure = self.figure
-        return {
-            "name": figure.name,
-            "title": figure.title,
-            "setting": figure.setting,
-            "assumptions": list(figure.assumptions),
-            "tolerance": TOLERANCE,
-            "subject": figure.subject,
-            "rows": [_row_json(figure, row) for row in self.rows],
-            "schemes": [_entry_json(entry) for entry in self.entries],
-            "constants": dict(self.constants),
-            "summary": self.summary(),
-        }
 
 
 def reproduce(figure: Figure, progress: Progress | None = None) -> Reproduction:
@@ -286,35 +268,3 @@ def within(difference: float | None) -> bool:
 
 def _difference(predicted: float | None, published: float | None) -> float | None:
     return None if predicted is None or published is None else predicted / published - 1
-
-
-def _row_json(figure: Figure, row: Checked) -> dict[str, Any]:
-    stated = figure.competitor(row.published.label).stated
-    return {
-        "scheme": row.published.label,
-        "quantity": row.published.quantity.value,
-        "runs": list(row.published.runs),
-        "found": list(row.found),
-        "stated": None if stated is None else str(stated),
-        "published": row.published.value,
-        "predicted": row.predicted,
-        "difference": row.difference,
-        "predicted_at_stated": row.at_stated,
-        "difference_at_stated": row.stated_difference,
-        "use": row.published.use.value,
-        "holds": row.holds,
-        "miss": row.published.miss,
-    }
-
-
-def _entry_json(entry: Entry) -> dict[str, Any]:
-    def shown(plan: Plan | None) -> dict[str, Any] | None:
-        return None if plan is None else {**plan_with_form_json(plan), "parts": asdict(plan.play.parts())}
-
-    return {
-        "scheme": entry.label,
-        "run": entry.run,
-        "samples_per_second": entry.throughput(),
-        "found": shown(entry.found),
-        "at_stated": shown(entry.stated),
-    }

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
-from typing import Any
 
 from ..closed_forms import Range
 
@@ -95,22 +94,6 @@ class Row:
             " ".join(self.notes),
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """The row as plain data. A value is the list of its least and its most over the workers."""
-        return {
-            "scheme": self.scheme,
-            "quantity": self.quantity,
-            "setting": self.setting,
-            "source": self.source,
-            "formula": self.formula,
-            "relation": self.relation.value,
-            "value": _ends(self.value),
-            "measured": _ends(self.measured),
-            "difference": _ends(self.difference),
-            "deviates": self.deviates,
-            "notes": list(self.notes),
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Table:
@@ -138,17 +121,6 @@ class Table:
                 if note not in self.notes:
                     raise ValueError(f"{self.name}: {row.scheme}: no note {note!r}")
 
-    def to_json(self) -> dict[str, Any]:
-        """The table as plain data, for JSON."""
-        return {
-            "name": self.name,
-            "title": self.title,
-            "setting": self.setting,
-            "columns": list(self.columns),
-            "rows": [row.to_json() for row in self.rows],
-            "notes": dict(self.notes),
-        }
-
 
 def _shown(value: Range, sign: str = "") -> str:
     least, most = (_number(end, sign) for end in (value.least, value.most))
@@ -158,7 +130,3 @@ def _shown(value: Range, sign: str = "") -> str:
 def _number(value: Fraction, sign: str) -> str:
     plus = sign if value > 0 else ""
     return f"{plus}{value.numerator}" if value.denominator == 1 else f"{plus}{float(value):.4g}"
-
-
-def _ends(value: Range | None) -> list[float] | None:
-    return None if value is None else [float(value.least), float(value.most)]
