@@ -38,7 +38,8 @@ where micro-batches are few.
 **Exact method** (``exact/``): proves, or finds what is better. OR-tools' CP-SAT is asked for orders at
 or below a target (``exact/model.py``); a target that none meets raises the bound. It is for small
 problems: at most 60,000 pairs of ops that share a worker, as 8 workers with a stage each and 40
-micro-batches have. It needs OR-tools, the extra ``counterflow[synthesize]``.
+micro-batches have. It needs OR-tools, the extra ``counterflow[synthesize]``; what both models put to it
+share is in ``solver.py``.
 
 Time is divided so: of what the named schemes leave, blocks and squeezing have 40 %; of what is left then the
 search has 40 % where the exact method follows, else all; the exact method has the rest. With ``moves`` there

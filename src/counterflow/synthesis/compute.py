@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
-from importlib.util import find_spec
 
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.placement import linear
@@ -23,6 +22,7 @@ from .named import named
 from .posing import problem_of
 from .problem import ACTIVATIONS, Limit, Objective, Problem, Words, value_of
 from .result import PROVED, Synthesis
+from .solver import solver_is_there
 
 Report = Callable[[float, float, str], None]
 """Told of the best value, the bound, and what found it or is looked for."""
@@ -210,7 +210,7 @@ class _Run:
         """Whether the exact method is worth trying, and there."""
         from .exact.solve import tractable  # noqa: PLC0415
 
-        return tractable(self._problem) and find_spec("ortools") is not None
+        return tractable(self._problem) and solver_is_there()
 
     def _prove(self, seconds: float, moves: int | None, seed: int) -> None:
         if not self._provable:

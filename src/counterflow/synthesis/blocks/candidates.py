@@ -9,15 +9,16 @@ Invariant: what is yielded is within all limits and plays to its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from math import inf
 from time import monotonic
 
 from ..kernel import flat_of, words_of
 from ..problem import CLOSE, Problem, Words
+from ..solver import solver_is_there
 from .modulo import Block, least_work, timed, unrolled
 from .pattern_moves import first_pattern, improved
-from .pattern_solver import Wanted, solved, solver_is_there
+from .pattern_solver import Wanted, solved
 from .squeeze import Lateness, Squeezer
 from .wander import Wanderer
 
@@ -40,7 +41,6 @@ def candidates(
     moves: int = MOVES,
     seed: int = 0,
     goal: float = 0.0,
-    report: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Words]:
     """Words, each better than all before: starts and blocks, squeezed; then these squeezed on by chance.
 
@@ -53,7 +53,6 @@ def candidates(
         moves: for a block, times its letters.
         seed: of the random numbers.
         goal: seconds that cannot be beaten; where they are reached, it ends.
-        report: is told of each block.
     """
     until = inf if turns is not None else monotonic() + seconds
     squeezer = Squeezer(problem)
@@ -63,8 +62,7 @@ def candidates(
 
     def unsqueezed() -> Iterator[Words]:
         yield from known[:_FIRST]
-        for how, block in blocks(problem, seconds=_FOR_BLOCKS * seconds, turns=turns, moves=moves, seed=seed):
-            report(f"{how}: one every {block.period:.6g} s, {way_of(problem, block):.6g} s on its way")
+        for block in blocks(problem, seconds=_FOR_BLOCKS * seconds, turns=turns, moves=moves, seed=seed):
             yield unrolled(problem, block)
 
     def ended() -> bool:
@@ -105,8 +103,8 @@ def way_of(problem: Problem, block: Block) -> float:
 
 def blocks(
     problem: Problem, *, seconds: float, turns: int | None = None, moves: int = MOVES, seed: int = 0
-) -> Iterator[tuple[str, Block]]:
-    """Blocks of a problem, with how they were found. Time between two of them, the caller's, counts too.
+) -> Iterator[Block]:
+    """Blocks of a problem. Time between two of them, the caller's, counts too.
 
     Args:
         problem: what is ordered.
@@ -125,7 +123,7 @@ def blocks(
     for turn in range(_TURNS if turns is None else turns):
         times = kinds[turn % len(kinds)]
         block = improved(problem, first, times=times, moves=moves, seed=seed * 1009 + turn)
-        yield "moves", block
+        yield block
         best = min(best, block, key=lambda b: (many - 1) * b.period + way_of(problem, b))
         if monotonic() > until:
             return
@@ -136,24 +134,11 @@ def blocks(
 _TURNS = 6
 
 
-def _solver_blocks(problem: Problem, best: Block, until: float) -> Iterator[tuple[str, Block]]:
-    """The least period, as far as there is time; of it the shortest way, then the least memory."""
-    for block in shorter_periods(problem, best, until):
-        best = block
-        yield "solver", block
-    for wanted in (Wanted.SHORT, Wanted.SMALL) if problem.stores else (Wanted.SHORT,):
-        left = until - monotonic()
-        if left <= 0:
-            return
-        answer = solved(problem, best.period * (1 + 1e-9), wanted=wanted, seconds=left / 2, hint=best)
-        if answer.block is not None:
-            yield f"solver, {wanted.value}", answer.block
+def _solver_blocks(problem: Problem, best: Block, until: float) -> Iterator[Block]:
+    """Blocks of ever shorter periods, then of the least one those of the shortest way and the least memory.
 
-
-def shorter_periods(problem: Problem, best: Block, until: float) -> Iterator[Block]:
-    """Blocks of ever shorter periods, until the least is within a thousandth or time is up.
-
-    Where there is a block of some period, there is one of each longer one: all starts stretched.
+    The least period is looked for to a thousandth, as far as there is time. Where there is a block of some
+    period, there is one of each longer one: all starts stretched.
     """
     low = target = least_work(problem)
     while best.period > low * 1.001 and (left := until - monotonic()) > 0:
@@ -164,3 +149,10 @@ def shorter_periods(problem: Problem, best: Block, until: float) -> Iterator[Blo
         else:
             low = target
         target = (low + best.period) / 2
+    for wanted in (Wanted.SHORT, Wanted.SMALL) if problem.stores else (Wanted.SHORT,):
+        left = until - monotonic()
+        if left <= 0:
+            return
+        answer = solved(problem, best.period * (1 + 1e-9), wanted=wanted, seconds=left / 2, hint=best)
+        if answer.block is not None:
+            yield answer.block

@@ -12,13 +12,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from importlib.util import find_spec
 from typing import Any
-
-from counterflow.extras import imported
 
 from ..kernel import numbers_of
 from ..problem import Problem
+from ..solver import answered, cp_model, either, one_at_a_time
 from .modulo import Block, least_work, pattern_of, shortest_way, timed
 
 UNITS = 720
@@ -90,22 +88,16 @@ def solved(
     Raises:
         ConfigError: OR-tools is not installed.
     """
-    cp_model = imported("ortools.sat.python.cp_model", "synthesize")
-    model = _Model(problem, period, cp_model)
+    model = _Model(problem, period)
     if hint is not None:
         model.hint(hint)
     if wanted is Wanted.SHORT:
         model.shortest()
     elif wanted is Wanted.SMALL:
         model.smallest()
-    solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = seconds
-    solver.parameters.num_workers = threads
-    solver.parameters.random_seed = 0
-    solver.parameters.catch_sigint_signal = False  # it would take Ctrl-C from Python for good
-    status = solver.solve(model.model)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Answer(None, status == cp_model.INFEASIBLE)
+    solver, status = answered(model.model, seconds=seconds, threads=threads)
+    if status not in {"OPTIMAL", "FEASIBLE"}:
+        return Answer(None, status == "INFEASIBLE")
     starts = tuple(float(solver.value(at)) for at in model.starts)
     return Answer(timed(problem, pattern_of(problem, starts, float(model.period))), impossible=False)
 
@@ -113,11 +105,11 @@ def solved(
 class _Model:
     """One period's model."""
 
-    def __init__(self, problem: Problem, period: float, cp_model: Any) -> None:
+    def __init__(self, problem: Problem, period: float) -> None:
         self.problem = problem
         self.unit = unit_of(problem)
         self.numbers = numbers_of(problem)
-        self.model = cp_model.CpModel()
+        self.model = cp_model().CpModel()
         self.busy = [max(1, round(t / self.unit)) for t in self.numbers.keeps.tolist()]
         loads = [0] * problem.workers
         for letter, busy in zip(problem.letters, self.busy, strict=True):
@@ -146,11 +138,15 @@ class _Model:
             for other in own[i + 1 :]:
                 before = model.new_bool_var(f"{one} before {other}")
                 self.goes_before[one, other], self.goes_before[other, one] = before, 1 - before
-                model.add(rest[one] + busy[one] <= rest[other]).only_enforce_if(before)
-                model.add(rest[other] + busy[other] <= rest[one]).only_enforce_if(~before)
+                either(
+                    model,
+                    before,
+                    rest[one] + busy[one] <= rest[other],
+                    rest[other] + busy[other] <= rest[one],
+                )
                 model.add(rest[one] + busy[one] <= rest[other] + self.period)
                 model.add(rest[other] + busy[other] <= rest[one] + self.period)
-        model.add_no_overlap([model.new_fixed_size_interval_var(rest[n], busy[n], "") for n in own])
+        one_at_a_time(model, ((rest[n], busy[n]) for n in own))
 
     def _holdings(self, store: int, worker: int, parts: float) -> list[Any]:
         """What the worker holds while each letter runs that takes something, in parts."""
@@ -226,8 +222,3 @@ class _Model:
             whole = round(at * stretch / self.unit)
             self.model.add_hint(self.round[n], whole // self.period)
             self.model.add_hint(self.rest[n], whole % self.period)
-
-
-def solver_is_there() -> bool:
-    """Whether OR-tools is installed."""
-    return find_spec("ortools") is not None

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from counterflow.extras import imported
 from counterflow.schedule.modes import Sync
 
 from ..bounds.windows import windows_of
 from ..problem import CLOSE, Problem, Store, Words
+from ..solver import answered, cp_model, either, one_at_a_time
 
 MOST_UNITS = 10**7
 """Units of the longest schedule: where costs would need more, they are rounded down."""
@@ -97,13 +96,10 @@ class Model:
     """Orders of a problem whose objective is ``target`` units or less."""
 
     def __init__(self, problem: Problem, target: int, *, minimize: bool) -> None:
-        cp_model = imported("ortools.sat.python.cp_model", "synthesize")
         self.problem, self.target = problem, target
         self._windows = windows_of(problem)
         self._steady = problem.steady
-        self._model: Any = cp_model.CpModel()
-        self._solver: Any = cp_model.CpSolver()
-        self._cp_model = cp_model
+        self._model: Any = cp_model().CpModel()
         self._lasts = [int(x.seconds) for x in problem.letters]
         self._start: dict[tuple[int, int], Any] = {}
         self._first: list[Any] = []
@@ -166,9 +162,7 @@ class Model:
         before.follow = follow
         before.chains()
         ops = [(n, k) for n in own for k in range(problem.letters[n].count)]
-        model.add_no_overlap(
-            [model.new_fixed_size_interval_var(self._start[op], takes[op[0]], "") for op in ops]
-        )
+        one_at_a_time(model, ((self._start[op], takes[op[0]]) for op in ops))
         begin = self._first[worker] if self._steady else 0
         soonest = min((int(heads[n][0]) for n in own), default=0)
         least = min((int(tails[n][-1] - self._windows.busy[n]) for n in own), default=0)
@@ -217,13 +211,13 @@ class Model:
                     sent.setdefault(need.link, []).append((maker, k, at, travels))
         for own in sent.values():
             before = self._before[letters[own[0][0]].worker]
-            model.add_no_overlap([model.new_fixed_size_interval_var(at, t, "") for _, _, at, t in own])
+            one_at_a_time(model, ((at, travels) for _, _, at, travels in own))
             for place, (n, k, at, travels) in enumerate(own):
                 for m, j, other, others in own[:place]:
                     if (n, k) == (m, j):  # in either order
                         continue
                     literal = before.literal(n, k, m, j)
-                    _either(model, literal, other >= at + travels, at >= other + others)
+                    either(model, literal, other >= at + travels, at >= other + others)
 
     def _start_most(self, n: int, k: int) -> int:
         return (
@@ -294,36 +288,21 @@ class Model:
             return "infeasible", self.target + 1
         outer = self
 
-        class Told(self._cp_model.CpSolverSolutionCallback):  # type: ignore[name-defined, misc]
+        class Told(cp_model().CpSolverSolutionCallback):  # type: ignore[misc]
             def on_solution_callback(self) -> None:
                 bound = self.best_objective_bound if isinstance(outer._value, int) is False else 0
                 if found(outer._words(self.value), math.ceil(bound - 1e-6)):
                     self.stop_search()
 
-        parameters = self._solver.parameters
-        parameters.max_time_in_seconds = max(seconds, 0.01)
-        parameters.num_workers = threads
-        parameters.random_seed = seed % 2**31
-        if effort is not None:
-            parameters.max_deterministic_time = effort
-        parameters.catch_sigint_signal = False
-        status = self._solver.status_name(self._interruptible(Told()))
+        solver, status = answered(
+            self._model, seconds=seconds, threads=threads, seed=seed, effort=effort, told=Told()
+        )
         if status == "INFEASIBLE":
             return "infeasible", self.target + 1
         bound = 0
         if not isinstance(self._value, int) and status != "MODEL_INVALID":
-            bound = max(0, math.ceil(self._solver.best_objective_bound - 1e-6))
+            bound = max(0, math.ceil(solver.best_objective_bound - 1e-6))
         return status.lower(), bound
-
-    def _interruptible(self, told: Any) -> Any:
-        """Solve beside the main thread, which Ctrl-C reaches."""
-        with ThreadPoolExecutor(1) as beside:
-            solving = beside.submit(self._solver.solve, self._model, told)
-            try:
-                return solving.result()
-            except KeyboardInterrupt:
-                self._solver.stop_search()
-                raise
 
     def _words(self, value: Callable[[Any], int]) -> Words:
         """The words of a solution: each worker's ops by their starts."""
@@ -357,7 +336,7 @@ class _Before:
             return self.free[a, j, b, k]
         made = self._model.new_bool_var("")
         first, second = self._start[a, j], self._start[b, k]
-        _either(self._model, made, second >= first + self._takes[a], first >= second + self._takes[b])
+        either(self._model, made, second >= first + self._takes[a], first >= second + self._takes[b])
         self.free[a, j, b, k] = made
         return made
 
@@ -398,15 +377,6 @@ class _Before:
             return sum(row if isinstance(row, int) else value(row) for row in rows)
 
         return sorted(own, key=place)
-
-
-def _either(model: Any, literal: Any, yes: Any, no: Any) -> None:
-    """One of two, as a literal or a constant says."""
-    if isinstance(literal, int):
-        model.add(yes if literal else no)
-    else:
-        model.add(yes).only_enforce_if(literal)
-        model.add(no).only_enforce_if(~literal)
 
 
 def _whole_sizes(store: Store, own: set[int], most: float) -> tuple[dict[int, int], dict[int, int], int]:
