@@ -48,6 +48,16 @@ def random(state: Any) -> float:
     return float(z >> np.uint64(11)) / 9007199254740992.0
 
 
+@compiled
+def shift(row: Any, source: int, target: int) -> None:
+    """Put what stands at one place at another, and what is between them a place on."""
+    moved = row[source]
+    step = 1 if target > source else -1
+    for at in range(source, target, step):
+        row[at] = row[at + step]
+    row[target] = moved
+
+
 class Numbers(NamedTuple):
     """A problem as arrays; an edge goes from a letter to one that takes what it makes.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from counterflow.errors import ConfigError
@@ -109,7 +109,7 @@ def _letters(workload: Workload, costs: Costs) -> tuple[tuple[Letter, ...], int]
     ops.sort(key=place)
     number = {op: n for n, op in enumerate(ops)}
     seconds = costs.of_ops(workload.placement.stages)
-    travel = _Travel(workload, costs)
+    travels = _travelling(workload, costs)
     links: dict[tuple[int, int], int] = {}
     letters = []
     for op in ops:
@@ -124,30 +124,26 @@ def _letters(workload: Workload, costs: Costs) -> tuple[tuple[Letter, ...], int]
                 needs.append(Need(number[need]))
             else:
                 link = links.setdefault((sender, costs.way(sender, worker)), len(links))
-                needs.append(Need(number[need], travel.seconds(need, op), link))
+                needs.append(Need(number[need], travels(need, op), link))
         letters.append(Letter(op.kind, op.pipe, op.stage, worker, count[op.pipe], takes, tuple(needs)))
     return tuple(letters), len(links)
 
 
-class _Travel:
-    """How long messages travel."""
+def _travelling(workload: Workload, costs: Costs) -> Callable[[Op, Op], float]:
+    """How long a message travels, from the op that makes it to the one on another worker that takes it."""
+    worker = workload.placement.worker
+    sizes = per_stage("message_bytes", costs.message_bytes, workload.placement.stages)
+    skips = {(s.source, s.target): n for n, s in enumerate(workload.skips)}
+    skip_sizes = per_stage("skip_bytes", costs.skip_bytes, len(workload.skips)) if skips else []
 
-    def __init__(self, workload: Workload, costs: Costs) -> None:
-        self._placement = workload.placement
-        self._costs = costs
-        self._sizes = per_stage("message_bytes", costs.message_bytes, workload.placement.stages)
-        self._skips = {(s.source, s.target): n for n, s in enumerate(workload.skips)}
-        given = costs.skip_bytes
-        self._skip_bytes = per_stage("skip_bytes", given, len(workload.skips)) if workload.skips else []
-
-    def seconds(self, maker: Op, taker: Op) -> float:
-        """From the op that makes something to the one on another worker that takes it."""
-        sender = self._placement.worker(maker.pipe, maker.stage)
-        receiver = self._placement.worker(taker.pipe, taker.stage)
-        each, per_byte = (_of_link(x, sender, receiver) for x in (self._costs.p2p, self._costs.p2p_per_byte))
+    def seconds(maker: Op, taker: Op) -> float:
+        sender, receiver = worker(maker.pipe, maker.stage), worker(taker.pipe, taker.stage)
+        each, per_byte = (_of_link(x, sender, receiver) for x in (costs.p2p, costs.p2p_per_byte))
         lower, upper = sorted((maker.stage, taker.stage))
-        size = self._sizes[lower] if upper == lower + 1 else self._skip_bytes[self._skips[lower, upper]]
+        size = sizes[lower] if upper == lower + 1 else skip_sizes[skips[lower, upper]]
         return each + per_byte * size
+
+    return seconds
 
 
 def _of_link(value: float | Sequence[Sequence[float]], sender: int, receiver: int) -> float:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..kernel import NEVER, Chance, Floats, Ints, Numbers, chance_of, compiled, numbers_of, random
+from ..kernel import NEVER, Chance, Floats, Ints, Numbers, chance_of, compiled, numbers_of, random, shift
 from ..problem import Problem
 from .modulo import (
     Block,
@@ -25,6 +25,7 @@ from .modulo import (
     has_room,
     least_period,
     least_work,
+    pattern_of,
     shortest_way,
     timed,
     ways_of,
@@ -42,7 +43,7 @@ def first_pattern(problem: Problem) -> Pattern:
         period = least_work(problem) * stretch
         start = np.full(len(sequence), -1.0)
         if _placed(numbers, sequence, period, start):
-            pattern = _pattern_of(numbers, start, period)
+            pattern = pattern_of(problem, tuple(start.tolist()), period)
             cut = cut_of(pattern)
             if all(has_room(numbers, cut, w) for w in range(problem.workers)):
                 return pattern
@@ -111,13 +112,6 @@ def _state_of(block: Block, ways: Ways, seed: int) -> _State:
 def _pattern(numbers: Numbers, cut: Cut) -> Pattern:
     cuts = zip(numbers.of[:-1], numbers.of[1:], strict=True)
     return Pattern(tuple(tuple(cut.order[a:b].tolist()) for a, b in cuts), tuple(cut.rounds.tolist()))
-
-
-def _pattern_of(numbers: Numbers, start: Floats, period: float) -> Pattern:
-    rounds = np.floor(start / period + 1e-9)
-    rest = start - rounds * period
-    order = np.lexsort((rest, numbers.worker))
-    return _pattern(numbers, Cut(order, rounds.astype(np.int64)))
 
 
 # Letter by letter
@@ -227,10 +221,7 @@ def _moved(numbers: Any, x: Any, n: int) -> bool:
         by = 1 if random(x.random) < 0.5 else -1
     elif random(x.random) < 0.3:
         by = 1 if j < i else -1
-    step = 1 if j > i else -1
-    for k in range(i, j, step):
-        order[k] = order[k + step]
-    order[j] = n
+    shift(order, i, j)
     rounds[n] += by
     return bool(has_room(numbers, x.cut, worker))
 

@@ -13,7 +13,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..kernel import NEVER, Chance, Flat, Floats, Ints, Numbers, chance_of, compiled, inlined, random, worth
+from ..kernel import (
+    NEVER,
+    Chance,
+    Flat,
+    Floats,
+    Ints,
+    Numbers,
+    chance_of,
+    compiled,
+    inlined,
+    random,
+    shift,
+    worth,
+)
 
 
 class State(NamedTuple):
@@ -119,29 +132,10 @@ def _fits(n: Any, flat: Any, x: Any, source: int, target: int) -> bool:
 
 
 @compiled
-def _shift(word: Any, source: int, target: int) -> None:
-    letter = word[source]
-    if target > source:
-        for at in range(source, target):
-            word[at] = word[at + 1]
-    else:
-        for at in range(source, target, -1):
-            word[at] = word[at - 1]
-    word[target] = letter
-
-
-@compiled
 def _moved(n: Any, flat: Any, x: Any, source: int, target: int) -> None:
     """Bring a state up to date after a move."""
-    letter, k = flat.word[target], x.how_many[source]
     low, high = min(source, target), max(source, target)
-    if target > source:
-        for at in range(source, target):
-            x.how_many[at] = x.how_many[at + 1]
-    else:
-        for at in range(source, target, -1):
-            x.how_many[at] = x.how_many[at - 1]
-    x.how_many[target] = k
+    shift(x.how_many, source, target)
     for at in range(low, high + 1):
         x.place[n.base[flat.word[at]] + x.how_many[at]] = at
     for store in range(len(n.most)):
@@ -222,7 +216,7 @@ def _move(n: Any, flat: Any, x: Any, source: int, move: tuple[int, int]) -> int:
             break
         if not _fits(n, flat, x, source, target):
             break
-        _shift(flat.word, source, target)
+        shift(flat.word, source, target)
         _moved(n, flat, x, source, target)
         x.log[2 * moved], x.log[2 * moved + 1] = source, target
         moved += 1
@@ -234,7 +228,7 @@ def _undo(n: Any, flat: Any, x: Any, moved: int) -> None:
     """Take back what ``_move`` did."""
     for number in range(moved - 1, -1, -1):
         source, target = x.log[2 * number], x.log[2 * number + 1]
-        _shift(flat.word, target, source)
+        shift(flat.word, target, source)
         _moved(n, flat, x, target, source)
 
 
