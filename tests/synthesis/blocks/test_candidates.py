@@ -152,6 +152,15 @@ def test_pipes_with_fewer_micro_batches_run_the_first_rounds() -> None:
     cf.check(problem.schedule(words))
 
 
+def test_one_micro_batch_for_each_pipe() -> None:
+    """There is no period then, only the way of a micro-batch."""
+    problem = _problem(bidirectional(4, 2), 3, UNEVEN, peak=4)
+    assert {x.count for x in problem.letters} == {1}
+    found = list(candidates(problem, seconds=0, turns=1, moves=100))
+    assert all(problem.fits(words) for words in found)
+    cf.check(problem.schedule(found[-1]))
+
+
 def test_moves_are_the_same_for_a_seed() -> None:
     problem = _uneven(4, 8, peak=6)
     first = timed(problem, first_pattern(problem))

@@ -119,7 +119,7 @@ def blocks(
     many = max(x.count for x in problem.letters)
     best = first
     moves = max(500, moves // len(problem.letters))
-    kinds = (many - 1, 4 * many, max(1, many / 4))
+    kinds = (max(1, many - 1), 4 * many, max(1, many / 4))
     for turn in range(_TURNS if turns is None else turns):
         times = kinds[turn % len(kinds)]
         block = improved(problem, first, times=times, moves=moves, seed=seed * 1009 + turn)
