@@ -60,7 +60,7 @@ def test_a_run_from_folder_to_folder(folder: Path, monkeypatch: pytest.MonkeyPat
     model, job = tf.LlamaForCausalLM.from_pretrained("base").train(), prepare(given)
     optimizer = job.optimizer(list(model.parameters()))
     for step, loss in enumerate(found[:8]):
-        inputs, labels = job.batches.batch(step, given.train.samples)
+        inputs, labels = job.made.batches.batch(step, given.train.samples)
         assert isinstance(inputs, dict)
         for group in optimizer.param_groups:
             group["lr"] = 0.005 * rate_factor(given.optimizer, given.train.steps, step)

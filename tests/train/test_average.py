@@ -37,9 +37,9 @@ def test_it_is_evaluated_and_trains_to_the_same(
     average = load_weights(tmp_path / "averaged", ema=True)
     model = torch.nn.Sequential(*job.layers).to_empty(device="cpu").eval()
     model.load_state_dict(average)
-    inputs, targets = job.batches.validation(256)
+    inputs, targets = job.made.batches.validation(256)
     with torch.no_grad():
-        loss = job.loss(model(inputs), targets).item()
+        loss = job.made.loss(model(inputs), targets).item()
     assert loss == pytest.approx(told[-1]["ema_validation_loss"], rel=1e-5)
     convert(tmp_path / "averaged", tmp_path / "a.safetensors", ema=True)
     for name, value in load_file(tmp_path / "a.safetensors").items():

@@ -19,15 +19,21 @@ from counterflow.models.shapes import SHAPES, Family
 from counterflow.schedule.formats import dumps
 from counterflow.schedule.registry import SCHEMES
 from counterflow.train import RunConfig, load_config
-from counterflow.train.config import PipelineSection, ScheduleSection
 from counterflow.train.load import SECTIONS
+from counterflow.train.sections.pipeline import PipelineSection
+from counterflow.train.sections.schedule import ScheduleSection
+from counterflow.train.sources.built_in import family_of
 
 
 def test_an_empty_config_is_the_built_in_example() -> None:
     config = RunConfig()
     assert config == load_config()
     assert config.build_schedule() == schemes.chimera(stages=4, micro_batches=8)
-    assert (config.model.family, config.model.vocabulary, config.data.path) == (Family.GPT, 256, None)
+    assert (family_of(config.model.kind), config.model.vocabulary, config.data.path) == (
+        Family.GPT,
+        256,
+        None,
+    )
     assert config.train.samples == 64
 
 
@@ -87,7 +93,7 @@ def test_a_model_without_vocabulary_has_the_datas() -> None:
 def test_a_preset_gives_the_shape_and_keys_change_it(name: str) -> None:
     model = load_config(sets=[f"model.kind={name}", "model.layers=4"]).model
     preset = SHAPES[name]
-    assert (model.family, model.layers, model.hidden) == (preset.family, 4, preset.hidden)
+    assert (family_of(model.kind), model.layers, model.hidden) == (preset.family, 4, preset.hidden)
     assert (model.heads, model.positions, model.vocabulary) == (
         preset.heads,
         preset.positions,

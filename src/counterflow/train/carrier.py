@@ -15,7 +15,8 @@ import torch.distributed as dist
 from counterflow.runtime.transport.kinds import GLOO, NCCL, TransportKind, kind_of
 from counterflow.runtime.workers import world
 
-from .config import AUTO, RunConfig
+from .config import RunConfig
+from .sections.keys import AUTO
 
 
 def workers_here(workers: int) -> int:

@@ -23,8 +23,10 @@ from counterflow.errors import ConfigError, CounterflowError
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule
 
-from .config import AUTO, RunConfig
+from . import registry
+from .config import RunConfig
 from .report import Numbers, Summary
+from .sections.keys import AUTO
 from .supervision.appending import Appending
 from .supervision.fence import Fence
 from .supervision.lock import Lock
@@ -54,18 +56,16 @@ FILES = {
 }
 """What a run writes, and what it is."""
 
-MODEL, ADAPTER, TENSORBOARD = "model", "adapter", "tensorboard"
-MODEL_AVERAGE, ADAPTER_AVERAGE = "model-ema", "adapter-ema"
+TENSORBOARD = "tensorboard"
+
+_EXPORTS = {name: what for source in registry.sources() for name, what in source.exports.items()}
 
 _OF_SOME = {
     EVENTS: "what failed, and how it went on",
-    MODEL: "the model, as from_pretrained of transformers reads it",
-    ADAPTER: "the adapters, as from_pretrained of peft reads them",
-    MODEL_AVERAGE: "the model of averaged weights",
-    ADAPTER_AVERAGE: "the adapters of averaged weights",
+    **_EXPORTS,
     TENSORBOARD: "the metrics for TensorBoard",
 }
-"""What one writes too that failed or was stopped, trains a model of transformers, or has loggers."""
+"""What one writes too that failed or was stopped, has a model that is exported, or loggers."""
 
 
 class RunFolder:
@@ -166,7 +166,7 @@ class RunFolder:
         if (self.path / METRICS).stat().st_size or self.has_checkpoint:
             return
         for name in (*FILES, *_OF_SOME, LIVE):
-            if name in (CHECKPOINT, MODEL, ADAPTER, MODEL_AVERAGE, ADAPTER_AVERAGE, TENSORBOARD):
+            if name in (CHECKPOINT, *_EXPORTS, TENSORBOARD):
                 shutil.rmtree(self.path / name, ignore_errors=True)
             else:
                 (self.path / name).unlink(missing_ok=True)

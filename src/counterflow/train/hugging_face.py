@@ -7,12 +7,11 @@ Invariant: nothing here imports transformers before it is asked for such a model
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from counterflow.data.batches import Batches
 from counterflow.data.targets import Labelled, Masked, numbered
@@ -21,38 +20,10 @@ from counterflow.errors import ConfigError
 from counterflow.extras import imported
 from counterflow.models import hf
 from counterflow.models.hf.weights import MAKING, local_folder, read_config
-from counterflow.runtime.stages.layers import Model
 
-from .config import LoraSection, RunConfig
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Made:
-    """What a run trains, and on what.
-
-    Attributes:
-        model: on the meta device.
-        list_layers: its layers; None: it is a list of them.
-        loss: its output and targets to its loss.
-        batches: mini-batches.
-        text: what to call their text.
-        text_bytes: length of that.
-        entropy: in nats a target: the loss of a model that knows only how frequent each is.
-        target: what the model is to tell.
-        tokenizer: of transformers; None: tokens are bytes.
-        digest: of the text.
-    """
-
-    model: Model
-    list_layers: Callable[[nn.Module], Sequence[nn.Module]] | None
-    loss: Callable[[Any, Any], Any]
-    batches: Batches
-    text: str
-    text_bytes: int
-    entropy: float
-    target: str = "byte"
-    tokenizer: Any = None
-    digest: str = ""
+from .config import RunConfig
+from .sections.model import LoraSection
+from .source import Made
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +82,13 @@ def from_transformers(config: RunConfig) -> Made:
     documents = read_documents(data.path, tokenizer, data.field or "text", label)
     batches, entropy = _samples(config, task, whole.config, tokenizer, documents)
     return Made(
-        *(model, hf.layers, hf.loss, batches, str(data.path), documents.bytes, entropy),
+        *(model, hf.layers, hf.loss, batches, str(data.path), documents.bytes, entropy, documents.digest),
         target=task.target,
-        tokenizer=tokenizer,
-        digest=documents.digest,
+        unit="token",
+        export=(
+            "model" if config.lora.rank is None else "adapter",
+            partial(hf.save, model, tokenizer=tokenizer),
+        ),
     )
 
 

@@ -8,9 +8,8 @@ stages from the run's seed.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,33 +18,22 @@ import torch
 from torch import nn
 
 from counterflow.checkpoints.reader import Checkpoint
-from counterflow.data.batches import Batches, MaskedByte, NextByte
-from counterflow.data.text import read_text, shipped_text, unigram_entropy
 from counterflow.errors import ConfigError
 from counterflow.measure.machine import cores
-from counterflow.models import (
-    PRESETS,
-    BERTConfig,
-    GPTConfig,
-    masked_token_loss,
-    next_token_loss,
-)
-from counterflow.models.shapes import Family
 from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.program.segments import segments
 from counterflow.runtime.stages.estimates import estimated_costs
-from counterflow.runtime.stages.layers import Model, layers_of, parameter_count
+from counterflow.runtime.stages.layers import layers_of, parameter_count
 from counterflow.schedule.cuts import balance, stage_layers
 from counterflow.schedule.ir import Schedule
 
 from .carrier import with_carrier, workers_here
-from .config import SCHEME, ModelSection, OptimizerSection, RunConfig
-from .hugging_face import Made, from_transformers
+from .config import RunConfig
 from .report import About
 from .resuming import changes, check, found
-
-_DEVIATION_AT_WIDTH_1 = 0.8
-"""Fresh weights deviate by this over √hidden: 0.02 at GPT-2 XL's width of 1600, more in narrower models."""
+from .sections.schedule import SCHEME
+from .sections.training import OptimizerSection
+from .source import Made
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,32 +43,22 @@ class Job:
     Attributes:
         config: what was asked for.
         schedule: in which order.
-        model: what is trained, on the meta device: a list of layers, or a model of transformers.
-        list_layers: the layers of that; None: it is the list.
-        layers: these layers.
-        loss: the model's output and targets to the mean loss over the samples.
-        batches: mini-batches.
+        made: what is trained, and on what.
+        layers: of the model.
         cuts: the layers with which stages 1, 2, ... begin.
         start: what it goes on from; None: from fresh weights.
         about: all this in words and numbers.
+        reached: updates that were made before, where that is no checkpoint's.
     """
 
     config: RunConfig
     schedule: Schedule
-    model: Model
-    list_layers: Callable[[nn.Module], Sequence[nn.Module]] | None
+    made: Made
     layers: list[nn.Module]
-    loss: Callable[[Any, Any], Any]
-    batches: Batches
     cuts: tuple[int, ...]
     start: Checkpoint | None
     about: About
-    tokenizer: Any = None
-    """Of a model of transformers."""
     reached: int | None = None
-    """Updates that were made before, where that is no checkpoint's."""
-    data_digest: str = ""
-    """Of what it is trained on."""
 
     @property
     def first_step(self) -> int:
@@ -129,7 +107,7 @@ def _fits_without_flush(config: RunConfig, schedule: Schedule) -> None:
         ConfigError: the model's first and last stage share a weight.
     """
     segments(schedule, replicas=config.pipeline.replicas)  # it has enough periods, and is right
-    if getattr(config.model, "tied", False):
+    if config.model.tied:
         raise ConfigError(
             f"model.tied = true: {schedule.scheme} updates each stage at its own time, and the first and the "
             "last one would share a weight; leave it false, or choose a scheme with a flush, for example "
@@ -156,14 +134,14 @@ def prepare(
     refuse_what_cannot_run(schedule)
     if not schedule.synchronous:
         _fits_without_flush(config, schedule)
-    made = from_transformers(config) if config.model.is_hugging_face else _built(config)
+    made = config.model.source.make(config)
     layers = layers_of(made.model, made.list_layers)
     begun = None
     if cuts is None or start is not None:
         begun = found(config, start, again=again)
     if begun is not None:
         check(begun, made.model, made.list_layers, config)
-    cuts = tuple(_cuts(config, schedule, layers, made.batches) if cuts is None else cuts)
+    cuts = tuple(_cuts(config, schedule, made, layers) if cuts is None else cuts)
     stages = stage_layers(cuts, len(layers))
     about = About(
         model=_in_words(config),
@@ -187,26 +165,11 @@ def prepare(
         workers_here=workers_here(schedule.workers * config.pipeline.replicas),
         cores=cores(),
         on_cpu=config.pipeline.transport != "nccl",
-        unit="byte" if made.tokenizer is None else "token",
+        unit=made.unit,
         target=made.target,
         where=where,
     )
-    return Job(
-        *(
-            config,
-            schedule,
-            made.model,
-            made.list_layers,
-            layers,
-            made.loss,
-            made.batches,
-            cuts,
-            begun,
-            about,
-        ),
-        tokenizer=made.tokenizer,
-        data_digest=made.digest,
-    )
+    return Job(config, schedule, made, layers, cuts, begun, about)
 
 
 def rate_factor(section: OptimizerSection, steps: int, step: int) -> float:
@@ -225,50 +188,24 @@ def rate_factor(section: OptimizerSection, steps: int, step: int) -> float:
     return 1.0 - done if section.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-def _built(config: RunConfig) -> Made:
-    """The model of a config as a list of layers, and bytes for it."""
-    section, positions, seed = config.data, config.model.positions, config.train.seed
-    shipped = section.path is None
-    text = shipped_text() if section.path is None else read_text(section.path)
-    name = "the help text that ships with Python" if shipped else str(section.path)
-    with torch.device("meta"):
-        layers = _model(config.model).build()
-    masked = config.model.family is Family.BERT
-    batches = (MaskedByte if masked else NextByte)(text, positions, seed=seed, name=name)
-    loss = masked_token_loss if masked else next_token_loss
-    digest = hashlib.blake2b(text, digest_size=16).hexdigest()
-    return Made(layers, None, loss, batches, name, len(text), unigram_entropy(text), digest=digest)
-
-
-def _model(section: ModelSection) -> GPTConfig | BERTConfig:
-    """The model's shape. One with a name keeps what of it is no key of the config."""
-    names = ("layers", "hidden", "heads", "vocabulary", "positions", "dropout", "tied")
-    shape = {name: getattr(section, name) for name in names}
-    named = PRESETS.get(section.kind)
-    if named is not None:
-        return dataclasses.replace(named.config, **shape)  # type: ignore[return-value]
-    if section.family is Family.BERT:
-        return BERTConfig(**shape, next_sentence=False)  # a text has no second sentences to tell apart
-    return GPTConfig(**shape, deviation=_DEVIATION_AT_WIDTH_1 / math.sqrt(section.hidden))
-
-
-def _cuts(
-    config: RunConfig, schedule: Schedule, layers: Sequence[nn.Module], batches: Batches
-) -> Sequence[int]:
+def _cuts(config: RunConfig, schedule: Schedule, made: Made, layers: Sequence[nn.Module]) -> Sequence[int]:
     if config.pipeline.cuts is not None:
         return config.pipeline.cuts
-    if config.model.is_hugging_face:
-        return balance(estimated_costs(layers), schedule.stages)
-    inputs, _ = batches.batch(0, max(1, config.train.samples // schedule.micro_batches))
-    assert not isinstance(inputs, dict)  # those are of models of transformers
-    return balance(estimated_costs(layers, inputs), schedule.stages)
+    samples = max(1, config.train.samples // schedule.micro_batches)
+    return balance(operations(made, layers, samples), schedule.stages)
+
+
+def operations(made: Made, layers: Sequence[nn.Module], samples: int) -> list[float]:
+    """Floating-point operations of each layer's forward for so many samples, estimated."""
+    inputs, _ = made.batches.batch(0, samples)
+    if not isinstance(inputs, dict):
+        return estimated_costs(layers, inputs)
+    # What layers take by names they may not take on the meta device: counted by their weights.
+    return [cost * samples * made.batches.positions for cost in estimated_costs(layers)]
 
 
 def _in_words(config: RunConfig) -> str:
     section = config.model
     blocks = f"{section.layers} block{'' if section.layers == 1 else 's'}"
-    kind = section.kind
-    if section.is_hugging_face:
-        adapters = f" with adapters of rank {config.lora.rank}" if config.lora.rank is not None else ""
-        kind = f"{'fresh ' if section.fresh else ''}{section.path}{adapters}"
-    return f"{kind}, {blocks}, hidden {section.hidden}, heads {section.heads}, positions {section.positions}"
+    shape = f"{blocks}, hidden {section.hidden}, heads {section.heads}, positions {section.positions}"
+    return f"{section.source.name(config)}, {shape}"

@@ -24,9 +24,13 @@ from counterflow.reading import read_text
 from counterflow.schedule import registry
 from counterflow.schedule.scheme import DEPTH
 
-from .config import AUTO, SCHEME, RunConfig, Section
+from .config import RunConfig
+from .folder import CONFIG, run_of
+from .config import RunConfig
 from .folder import CONFIG, run_of
 from .report import KeyShown
+from .sections.keys import AUTO, Section
+from .sections.schedule import SCHEME
 
 SECTIONS: dict[str, type[Section]] = {
     name: annotation

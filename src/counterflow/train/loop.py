@@ -17,14 +17,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from torch import nn
-
 from counterflow.checkpoints.memory import Found, Memory
 from counterflow.checkpoints.saver import PATIENCE_SECONDS, Saver
 from counterflow.errors import ConfigError, CounterflowError, WorkerError
 from counterflow.measure.machine import beside_torch_bytes, forget_peak_bytes, peak_bytes
 from counterflow.measure.stage_costs import measure_stages
-from counterflow.models import hf
 from counterflow.runtime.execution.step import Step
 from counterflow.runtime.mini_batch.samples import cut
 from counterflow.runtime.pipeline import Pipeline
@@ -32,21 +29,14 @@ from counterflow.runtime.transport.base import Transport
 from counterflow.runtime.workers.world import current_transport
 from counterflow.simulation import Costs, Simulation, Span
 
-from .config import AUTO, RunConfig
-from .folder import (
-    ADAPTER,
-    ADAPTER_AVERAGE,
-    CHECKPOINT,
-    MODEL,
-    MODEL_AVERAGE,
-    RunFolder,
-    read_metrics,
-    with_records,
-)
+from .config import RunConfig
+from .folder import CHECKPOINT, RunFolder, read_metrics, with_records
 from .job import Job, prepare
 from .live import Live, spans_of
 from .report import Numbers, Pair, Summary
 from .resuming import HISTORY, history, read
+from .sections.keys import AUTO
+from .source import AVERAGED
 from .supervision.copy_turns import CopyTurns
 from .supervision.events import RESTARTED, Event, note, run_of
 from .supervision.fence import Fence
@@ -123,7 +113,7 @@ class Trainer:
         transport = current_transport(
             config.pipeline.transport, timeout_seconds=config.pipeline.timeout_seconds
         )
-        check_same_run(config, job.data_digest, transport)
+        check_same_run(config, job.made.digest, transport)
         self.writes = transport.rank == 0
         assert folder is not None or not self.writes
         self.fence = fence or Fence(folder or Path())
@@ -140,10 +130,10 @@ class Trainer:
             job = job.going_on(kept.step)
         self.job = job
         self.pipeline = Pipeline(
-            job.model,
-            job.loss,
+            job.made.model,
+            job.made.loss,
             job.schedule,
-            list_layers=job.list_layers,
+            list_layers=job.made.list_layers,
             optimizer=job.optimizer,
             scheduler=job.scheduler,
             cuts=job.cuts,
@@ -258,11 +248,7 @@ class Trainer:
             self._evaluate()
         seconds = time.perf_counter() - self.began
         self.save_now()
-        if isinstance(self.job.model, nn.Module):  # of transformers
-            self.fence.check()
-            self._export(MODEL if self.config.lora.rank is None else ADAPTER)
-            if train.ema_decay is not None:
-                self._export(MODEL_AVERAGE if self.config.lora.rank is None else ADAPTER_AVERAGE, ema=True)
+        self._export()
         self._forget()
         if not self.job.schedule.synchronous:
             self._time_together()
@@ -278,10 +264,15 @@ class Trainer:
         elif job.start is not None:
             read(job.start, self.pipeline, auto=train.resume == AUTO)
 
-    def _export(self, name: str, *, ema: bool = False) -> None:
-        """Write the model of transformers, or its adapters, into a folder of the run's."""
-        folder = self.checkpoints.parent / name
-        hf.save(self.job.model, self.pipeline, folder, tokenizer=self.job.tokenizer, ema=ema)  # type: ignore[arg-type]
+    def _export(self) -> None:
+        """Write what the model's source has at the end beside the checkpoints."""
+        if self.job.made.export is None:
+            return
+        self.fence.check()
+        name, write = self.job.made.export
+        write(self.pipeline, self.checkpoints.parent / name, ema=False)
+        if self.config.train.ema_decay is not None:
+            write(self.pipeline, self.checkpoints.parent / f"{name}{AVERAGED}", ema=True)
 
     def _shared(self, transport: Transport) -> Path:
         """Rank 0's folder, if everybody sees it: not one of the same name on a disk of its own.
@@ -359,7 +350,7 @@ class Trainer:
         return costs_of(stages, self.config.pipeline.recompute, self.pipeline.replicas)
 
     def _batch(self, number: int) -> tuple[Any, Any]:
-        return self.job.batches.batch(
+        return self.job.made.batches.batch(
             number,
             self.config.train.samples,
             replica=self.pipeline.replica,
@@ -425,7 +416,7 @@ class Trainer:
         self._flush()
         samples = self.config.train.samples
         pieces = max(1, _VALIDATION_SAMPLES // (samples * self.pipeline.replicas))
-        inputs, targets = self.job.batches.validation(
+        inputs, targets = self.job.made.batches.validation(
             samples * pieces, replica=self.pipeline.replica, replicas=self.pipeline.replicas
         )
 

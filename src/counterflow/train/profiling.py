@@ -144,7 +144,7 @@ def measure(
                 found = [run(_links, repeats, (0, 1), workers=2)[0]]
             messages, sums = found[0] if found else ((), ())
     profile = profile_of(job, about, by_size, gap, around, how=f"measured, median of {repeats}")
-    inputs, _ = job.batches.batch(0, 1, replica=0, replicas=1)
+    inputs, _ = job.made.batches.batch(0, 1, replica=0, replicas=1)
     model = Model(
         name=job.about.model,
         layers=tuple(kinds_of(job.layers)),
@@ -206,9 +206,9 @@ def subject_of(job: Job) -> Subject:
     asked = job.config.pipeline
     return Subject(
         layers=job.layers,
-        loss=job.loss,
+        loss=job.made.loss,
         optimizer=job.optimizer,
-        batch=partial(_batch, job.batches),
+        batch=partial(_batch, job.made.batches),
         seed=job.config.train.seed,
         execution=Execution(
             autocast=asked.autocast, compute_dtype=asked.compute_dtype, compile=asked.compile, digest_every=0

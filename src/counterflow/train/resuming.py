@@ -20,7 +20,8 @@ from counterflow.runtime.parameters.unlisted import unlisted_names
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.layers import ListLayers, Model, layers_of, state_names
 
-from .config import AUTO, RunConfig
+from .config import RunConfig
+from .sections.keys import AUTO
 
 _LOG = logging.getLogger(__name__)
 

@@ -26,12 +26,13 @@ from counterflow.runtime.workers.launch import launch_watched
 
 from .callbacks import Callbacks, loggers
 from .carrier import named_carrier
-from .config import AUTO, RunConfig
+from .config import RunConfig
 from .folder import RunFolder, folder_of
 from .job import Job, prepare
 from .loop import Trainer, work
 from .report import Reporter, Summary
 from .resuming import history
+from .sections.keys import AUTO
 from .supervision.events import (
     FEWER,
     GAVE_UP,

@@ -21,13 +21,13 @@ from counterflow.planning import Cluster, LayerProfile, Link, Model, Profile
 from counterflow.planning.cost.device_placement import Arrangement
 from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
-from counterflow.runtime.stages.estimates import estimated_costs
 from counterflow.schedule.modes import Recompute
 
-from ..config import PlanSection, RunConfig
-from ..job import Job, prepare
+from ..config import RunConfig
+from ..job import Job, operations, prepare
 from ..planned import kept_of, planned_config
 from ..profiling import kinds_of
+from ..sections.training import PlanSection
 from .events import FAILED, RESTARTED, Event, of_this_start, read
 
 _TRIES = 4
@@ -176,20 +176,15 @@ def _model(job: Job) -> Model:
 
 def _profile(job: Job) -> Profile:
     """What layers cost for one sample, by their operations and the widths of their matrices."""
-    positions, hidden = job.batches.positions, job.config.model.hidden
-    sample = None
-    if not job.config.model.is_hugging_face:
-        sample, _ = job.batches.batch(0, 1)
-    assert not isinstance(sample, dict)
-    costs = estimated_costs(job.layers, sample)
+    positions, hidden = job.made.batches.positions, job.config.model.hidden
+    costs = operations(job.made, job.layers, 1)
     layers = {}
     for kind, layer, cost in zip(kinds_of(job.layers), job.layers, costs, strict=True):
-        operations = cost * (positions if sample is None else 1)
         widths = sum(weight.shape[-1] for weight in layer.parameters() if weight.dim() > 1)
         layers[kind] = LayerProfile(
             samples=(1.0,),
-            forward_seconds=(operations / _OPS_A_SECOND,),
-            backward_seconds=(2 * operations / _OPS_A_SECOND,),
+            forward_seconds=(cost / _OPS_A_SECOND,),
+            backward_seconds=(2 * cost / _OPS_A_SECOND,),
             saved_bytes=(8.0 * positions * widths,),
             weights_bytes=float(sum(weight.nbytes for weight in layer.parameters())),
             output_bytes=4.0 * positions * hidden,

@@ -1,0 +1,71 @@
+"""The model sources: the only list of them.
+
+Invariant: a source is known by the kinds of its models; every ``SOURCE`` in ``sources`` is here. One of
+a user's is registered, in each process.
+"""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+from pkgutil import iter_modules
+
+from counterflow import toml
+from counterflow.errors import ConfigError
+
+from . import sources as _folder
+from .source import ModelSource
+
+_SOURCES: list[ModelSource] = []
+
+
+def register(source: ModelSource) -> ModelSource:
+    """Add a source, for ``load_config`` and all that reads what it gives."""
+    _SOURCES.append(source)
+    return source
+
+
+def sources() -> tuple[ModelSource, ...]:
+    """All of them, in the order in which they were registered."""
+    return tuple(_SOURCES)
+
+
+def kinds() -> tuple[str, ...]:
+    """What ``model.kind`` may be, but for the names of models."""
+    return tuple(kind for source in _SOURCES for kind in source.kinds)
+
+
+def named() -> tuple[str, ...]:
+    """The names of models that it may be."""
+    return tuple(name for source in _SOURCES for name in source.named)
+
+
+def source_of(kind: str) -> ModelSource:
+    """Where models of a kind, or of a name, come from.
+
+    Raises:
+        ConfigError: no source has it.
+    """
+    for source in _SOURCES:
+        if kind in source.kinds or kind in source.named:
+            return source
+    known = [*kinds(), *named()]
+    near = difflib.get_close_matches(kind, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    raise ConfigError(f"model.kind = {toml.shown(kind)}: unknown{hint} Known: {', '.join(known)}")
+
+
+def keys_of_others(source: ModelSource, table: str) -> dict[str, str]:
+    """The keys of a table that are only for models of other sources, and the kind that each is for."""
+    return {
+        key: other.kinds[0]
+        for other in _SOURCES
+        for key in other.own_keys.get(table, ())
+        if key not in source.own_keys.get(table, ())
+    }
+
+
+for _module in iter_modules(_folder.__path__):
+    _source = getattr(import_module(f"{_folder.__name__}.{_module.name}"), "SOURCE", None)
+    if _source is not None:
+        register(_source)

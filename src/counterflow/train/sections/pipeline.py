@@ -1,0 +1,60 @@
+"""The table ``[pipeline]``: how the schedule is executed, and on what."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, Strict, ValidationError, model_validator
+from pydantic_core import InitErrorDetails
+
+from counterflow.execution import Configured
+from counterflow.runtime.transport.kinds import kinds
+
+from .keys import AUTO, Section, count, key
+
+
+def _as_transport(name: str) -> str:
+    if name not in _TRANSPORTS:
+        raise ValueError(name)
+    return name
+
+
+_TRANSPORTS = AUTO, *(kind.name for kind in kinds(trains=True))
+TransportKey = Annotated[str, AfterValidator(_as_transport)]
+WholeNumbers = Annotated[tuple[int, ...], Strict(False)]
+
+
+class PipelineSection(Section, Configured):
+    """How the schedule is executed, and on what."""
+
+    model_config = Section.model_config
+
+    if not TYPE_CHECKING:
+        __init__ = BaseModel.__init__  # what is wrong is told for the whole config
+
+    replicas: int = count(1, "W: copies of the whole pipeline group", 100_000)
+    transport: TransportKey = key(
+        "auto",
+        "what carries messages; auto: nccl where there is a GPU for each worker, else gloo on the CPU; "
+        "local: workers are threads of one process",
+        f"one of {', '.join(_TRANSPORTS)}",
+    )
+    cuts: WholeNumbers | None = key(
+        None,
+        "the layers at which a new stage begins, counted from 0; balanced where not given",
+        "a list of whole numbers",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_keys(cls, data: Any) -> Any:
+        """Refuse options of ``Pipeline`` that are no keys."""
+        known = cls.keys_known()
+        wrong = [
+            InitErrorDetails(type="extra_forbidden", loc=(name,), input=data[name])
+            for name in (data if isinstance(data, dict) else ())
+            if name in cls.model_fields and name not in known
+        ]
+        if wrong:
+            raise ValidationError.from_exception_data("pipeline", wrong)
+        return data

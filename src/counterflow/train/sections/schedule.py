@@ -1,0 +1,161 @@
+"""The table ``[schedule]``: in which order, by a scheme with its options or by a file."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import ConfigDict, ValidationError, model_validator
+from pydantic_core import InitErrorDetails
+
+from counterflow import toml
+from counterflow.errors import ConfigError, ScheduleError
+from counterflow.program.check import check
+from counterflow.schedule import registry
+from counterflow.schedule.formats import loads
+from counterflow.schedule.ir import OptionValue, Schedule
+from counterflow.schedule.scheme import DEPTH, Option, OptionType
+
+from .keys import PATH, Key, PathKey, Section, key
+
+SCHEME = "chimera"
+"""The scheme of the built-in example, and of any config that names none."""
+
+WORKERS = 4
+"""Workers of the built-in example, and of any scheme that is given no depth."""
+
+
+class ScheduleSection(Section):
+    """In which order: a scheme with its options, or a schedule file, which fixes them.
+
+    The options are keys beside those here; the schemes' records say which there are.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    scheme: str | None = key(None, f"name of the scheme; {SCHEME} where not given", "a name, in quotes")
+    file: PathKey | None = key(None, "a schedule file, in place of a scheme", PATH)
+
+    @classmethod
+    def keys_known(cls) -> dict[str, Key]:
+        """Its own keys, and every option of every scheme."""
+        options = registry.options().items()
+        return super().keys_known() | {
+            name: Key(registry.about(known), _legal(next(iter(known.values())))) for name, known in options
+        }
+
+    def given(self) -> dict[str, Any]:
+        """The keys that have a value: its own, then the scheme's options in their order."""
+        extra = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        known = registry.find(self.scheme) if self.scheme is not None else None
+        order = [option.name for option in known.options] if known else []
+        return super().given() | {name: extra[name] for name in [*order, *extra] if name in extra}
+
+    def about(self, key: str) -> str:
+        """What a key means; an option, for this scheme."""
+        option = registry.option(self.scheme, key) if self.scheme is not None else None
+        return option.help if option else super().about(key)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, data: Any) -> Any:
+        """The built-in scheme, depth and number of micro-batches, where none are given."""
+        if not isinstance(data, dict) or data.get("file") is not None:
+            return data
+        given = {name: value for name, value in data.items() if value is not None}
+        given.setdefault("scheme", SCHEME)
+        if not isinstance(given["scheme"], str):
+            return data
+        try:
+            scheme = registry.scheme(given["scheme"])
+        except ConfigError as error:
+            raise ConfigError(f"schedule.scheme: {error}") from None
+        if not given.keys() & set(DEPTH):
+            given[scheme.depth] = WORKERS
+        workers = given.get(scheme.depth)
+        if type(workers) is int and any(option.name == "micro_batches" for option in scheme.missing(given)):
+            given["micro_batches"] = max(1, 2 * workers)
+        return given
+
+    @model_validator(mode="after")
+    def _check_options(self) -> ScheduleSection:
+        """Refuse keys that are no option of any scheme, and values of another kind."""
+        known = registry.options()
+        wrong: list[InitErrorDetails] = []
+        for name, value in (self.model_extra or {}).items():
+            if name not in known:
+                wrong.append(InitErrorDetails(type="extra_forbidden", loc=(name,), input=value))
+            elif value is not None and not _is_of_kind(next(iter(known[name].values())), value):
+                wrong.append(InitErrorDetails(type="int_type", loc=(name,), input=value))
+        if wrong:
+            raise ValidationError.from_exception_data("schedule", wrong)
+        return self
+
+    @model_validator(mode="after")
+    def _check(self) -> ScheduleSection:
+        extra = [f"schedule.{name}" for name in self.given() if name != "file"]
+        if self.file is not None and extra:
+            raise ConfigError(
+                f"schedule.file = {toml.dumps(self.file)}: a file fixes the scheme and its options; "
+                f"leave out {', '.join(extra)}"
+            )
+        return self
+
+    def options(self) -> dict[str, OptionValue]:
+        """The scheme's options that have a value."""
+        return {name: value for name, value in self.given().items() if name not in ("scheme", "file")}
+
+    def build(self) -> Schedule:
+        """The schedule.
+
+        Raises:
+            ConfigError: the scheme cannot be built with these options; the file cannot be read, is damaged,
+                or does not pass the checker.
+        """
+        if self.file is None:
+            assert self.scheme is not None
+            try:
+                return registry.build(self.scheme, self.options())
+            except ConfigError as error:
+                raise ConfigError(_in_keys(str(error))) from None
+        place = f"schedule.file = {toml.dumps(self.file)}"
+        try:
+            text = self.file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{place}: there is no such file; `counterflow export SCHEME` writes one"
+            ) from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{place}: is no text (byte {error.start} is not UTF-8)") from None
+        except OSError as error:
+            raise ConfigError(f"{place}: cannot be read: {error.strerror}") from None
+        schedule = loads(text, place)
+        try:
+            check(schedule)
+        except ScheduleError as error:
+            raise ConfigError(f"{place}: does not pass the checker: {error}") from error
+        return schedule
+
+
+def _legal(option: Option) -> str:
+    """What an option may be in a file, in the words of an error."""
+    if option.kind is OptionType.WORD:
+        return f"one of {', '.join(option.words)}, in quotes"
+    return ", or ".join([option.kind.value, *map(toml.shown, option.words)])
+
+
+def _is_of_kind(option: Option, value: object) -> bool:
+    """Whether a file's value can be one of the option; whether it is legal the scheme tells."""
+    if isinstance(value, str):
+        return bool(option.words)
+    return type(value) is {OptionType.FLAG: bool, OptionType.NUMBER: int}.get(option.kind)
+
+
+def _in_keys(message: str) -> str:
+    """A scheme's message with the options it names as keys of the file.
+
+    >>> _in_keys("stages=3: must be even")
+    'schedule.stages = 3: must be even'
+    """
+    text = re.sub(rf"(?<![\w.])({'|'.join(registry.options())})=", r"schedule.\1 = ", message)
+    return text if text.startswith("schedule.") else f"schedule: {text}"

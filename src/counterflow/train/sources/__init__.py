@@ -1,0 +1,1 @@
+"""The model sources that come with Counterflow: a file each, with its ``SOURCE``."""

@@ -1,0 +1,117 @@
+"""The built-in models, GPT and BERT by their shape or by a name, trained on the bytes of a text."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from typing import TYPE_CHECKING, Any
+
+from counterflow import models
+from counterflow.data.text import BYTE_VALUES, read_text, shipped_text, unigram_entropy
+from counterflow.errors import ConfigError
+from counterflow.models.shapes import SHAPES, Family
+
+from ..source import Made, ModelSource
+
+if TYPE_CHECKING:
+    from counterflow.models import BERTConfig, GPTConfig
+
+    from ..config import RunConfig
+    from ..sections.model import ModelSection
+
+_RATE_TIMES_WIDTH = 0.64  # what narrow and wide models are both trained well with: 0.01 at 64, 0.0005 at 1280
+
+_DEVIATION_AT_WIDTH_1 = 0.8
+"""Fresh weights deviate by this over √hidden: 0.02 at GPT-2 XL's width of 1600, more in narrower models."""
+
+
+def family_of(kind: str) -> Family:
+    """Whether a kind, or the model of a name, is a GPT or a BERT."""
+    preset = SHAPES.get(kind)
+    return preset.family if preset else Family(kind)
+
+
+def usual_rate_of(hidden: int) -> float:
+    """The learning rate with which a model of a width is trained from fresh weights."""
+    return _RATE_TIMES_WIDTH / hidden
+
+
+class BuiltIn(ModelSource):
+    """GPT and BERT."""
+
+    kinds = tuple(family.value for family in Family)
+    named = tuple(SHAPES)
+    usual_rate = f"{_RATE_TIMES_WIDTH:g} over the model's width where not given"
+
+    def filled(self, keys: dict[str, Any]) -> dict[str, Any]:
+        """A model with a name has its shape; another one the vocabulary of the data."""
+        kind = keys.get("kind", Family.GPT)
+        preset = SHAPES.get(kind)
+        if preset is None:
+            return {"vocabulary": _least_vocabulary(kind), **keys}
+        shape = dataclasses.asdict(preset)
+        names = "layers", "hidden", "heads", "positions", "vocabulary", "dropout"
+        return {name: shape[name] for name in names} | keys
+
+    def check(self, model: ModelSection) -> None:
+        """Heads divide the width, and the vocabulary has all of the data."""
+        if model.hidden % model.heads:
+            below = max(model.heads, model.hidden - model.hidden % model.heads)
+            raise ConfigError(
+                f"model.hidden = {model.hidden}: must be a multiple of model.heads = {model.heads}; "
+                f"nearest: {below} or {below + model.heads}"
+            )
+        least = _least_vocabulary(model.kind)
+        if model.vocabulary < least:
+            parts = "256 bytes" if least == BYTE_VALUES else "256 bytes and the mask token"
+            raise ConfigError(
+                f"model.vocabulary = {model.vocabulary}: must be {least} or more: the data has {parts}"
+            )
+
+    def learning_rate(self, config: RunConfig) -> float:
+        """Narrow models take more."""
+        return usual_rate_of(config.model.hidden)
+
+    def make(self, config: RunConfig) -> Made:
+        """A list of layers, and windows of bytes."""
+        import torch
+
+        from counterflow.data.batches import MaskedByte, NextByte
+
+        path, seed = config.data.path, config.train.seed
+        text = shipped_text() if path is None else read_text(path)
+        name = "the help text that ships with Python" if path is None else str(path)
+        with torch.device("meta"):
+            layers = _shape(config.model).build()
+        masked = family_of(config.model.kind) is Family.BERT
+        return Made(
+            layers,
+            None,
+            models.masked_token_loss if masked else models.next_token_loss,
+            (MaskedByte if masked else NextByte)(text, config.model.positions, seed=seed, name=name),
+            text=name,
+            text_bytes=len(text),
+            entropy=unigram_entropy(text),
+            digest=hashlib.blake2b(text, digest_size=16).hexdigest(),
+        )
+
+
+def _least_vocabulary(kind: str) -> int:
+    """As many tokens as the data has: the bytes, and BERT's mask token."""
+    return BYTE_VALUES + (family_of(kind) is Family.BERT)
+
+
+def _shape(section: ModelSection) -> GPTConfig | BERTConfig:
+    """The model's shape. One with a name keeps what of it is no key of the config."""
+    names = ("layers", "hidden", "heads", "vocabulary", "positions", "dropout", "tied")
+    shape = {name: getattr(section, name) for name in names}
+    named = models.PRESETS.get(section.kind)
+    if named is not None:
+        return dataclasses.replace(named.config, **shape)  # type: ignore[return-value]
+    if family_of(section.kind) is Family.BERT:
+        return models.BERTConfig(**shape, next_sentence=False)  # a text has no second sentences to tell apart
+    return models.GPTConfig(**shape, deviation=_DEVIATION_AT_WIDTH_1 / math.sqrt(section.hidden))
+
+
+SOURCE = BuiltIn()
