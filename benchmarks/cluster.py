@@ -42,6 +42,9 @@ from namespaces import all_done, inside, nodes, probe
 from torch import Tensor, nn
 
 import counterflow as cf
+from counterflow.measure.cluster import fitted
+from counterflow.measure.links import measure_links
+from counterflow.measure.survey import _pairs
 from counterflow.planning import (
     AllReduce,
     Arrangement,
@@ -60,7 +63,6 @@ from counterflow.runtime.workers.place import place
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import registry
 from counterflow.schedule.modes import Recompute, Sync
-from counterflow.train.profiling import _links, _pairs, fitted
 
 RESULTS = Path(__file__).parent / "results"
 SAMPLES = 2  # of a micro-batch, in what is not planned
@@ -163,7 +165,7 @@ class Work:
     @cached_property
     def cluster(self) -> Cluster:
         """As the functions behind ``profile`` find it; what the first worker found."""
-        links = [_links(3, pair) for pair in _pairs(self.each, self.nodes)]
+        links = [measure_links(3, pair) for pair in _pairs(self.each, self.nodes)]
         near, far = links[0], links[-1]
         found = [fitted(near[0]), fitted(near[1], begins=2), fitted(far[0]), fitted(far[1], begins=2)]
         flat = [x for link in found for x in (link.latency_seconds, link.seconds_per_byte)]

@@ -39,9 +39,10 @@ import typer.main
 from machine import machine, shown
 
 from counterflow.cli import application
+from counterflow.measure import survey
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps
-from counterflow.train import RunConfig, profiling
+from counterflow.train import RunConfig
 from counterflow.train import run as training
 from counterflow.verify import agreement
 
@@ -456,7 +457,7 @@ _LAUNCHED = training._launched
 
 def _end_where_workers_start() -> None:
     training._launched = _end  # type: ignore[assignment]
-    profiling.launch = _end  # type: ignore[assignment]
+    survey.launch = _end  # type: ignore[assignment]
     agreement.launch = _end  # type: ignore[assignment]
 
 

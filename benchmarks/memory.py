@@ -29,13 +29,13 @@ from torch import nn
 
 from counterflow.measure.allocations import allocated
 from counterflow.measure.layer_times import bytes_of
+from counterflow.measure.profile import assembled, kinds_of
 from counterflow.models.gpt import GPTConfig
 from counterflow.planning import Cluster, Configuration, Link, Model, Predictor, Profile
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import registry
 from counterflow.schedule.modes import Recompute
-from counterflow.train.profiling import assembled, kinds_of
 
 GOAL = 0.05
 RESULTS = Path(__file__).parent / "results"

@@ -53,9 +53,11 @@ from machine import machine, shown
 from torch import Tensor
 
 import counterflow as cf
+from counterflow.measure.cluster import fitted
 from counterflow.measure.layer_times import AtSize, LayerTimer, StepTimer
-from counterflow.measure.links import measure_allreduces, measure_messages
+from counterflow.measure.links import MESSAGES, measure_allreduces, measure_messages
 from counterflow.measure.op_times import WARM_UP_STEPS, OpTimer, OpTimes, least
+from counterflow.measure.profile import kinds_of
 from counterflow.papers.step_times import beside
 from counterflow.planning import Cluster, Configuration, LayerProfile, Model, Predictor, Profile
 from counterflow.planning.play import Play
@@ -63,7 +65,7 @@ from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import registry
 from counterflow.train import load_config
 from counterflow.train.job import prepare
-from counterflow.train.profiling import MESSAGES, fitted, kinds_of, profile_of, subject_of
+from counterflow.train.profiling import profile_of, subject_of
 
 GOAL_MEDIAN, GOAL_WORST = 0.03, 0.10
 QUIETEST = 0.5

@@ -33,7 +33,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import counterflow as cf
-from counterflow.measure.links import measure_allreduces, measure_messages
+from counterflow.measure.cluster import fitted
+from counterflow.measure.links import MESSAGES, measure_allreduces, measure_messages
 from counterflow.planning import (
     AllReduce,
     Cluster,
@@ -47,7 +48,6 @@ from counterflow.planning import (
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import registry
 from counterflow.schedule.modes import Recompute
-from counterflow.train.profiling import MESSAGES, fitted
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.010, 0.020
 """Of a whole layer and a micro-batch."""

@@ -29,6 +29,8 @@ from emulated_device import note, precise_sleep, undisturbed
 from machine import machine, shown
 
 import counterflow as cf
+from counterflow.measure.cluster import fitted
+from counterflow.measure.links import measure_links
 from counterflow.planning import (
     Cluster,
     Configuration,
@@ -46,7 +48,6 @@ from counterflow.planning.search.search import search
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import registry
 from counterflow.schedule.modes import Recompute
-from counterflow.train.profiling import _links, fitted
 
 KEPT = Path(__file__).parent / "results" / "unequal.txt"
 TASK = Task("sleeps", 10_000, 1_024)
@@ -78,7 +79,7 @@ def begun() -> Any:
 def measured_links() -> tuple[Any, float]:
     """What messages, all-reduces, and a layer beside its sleeps take."""
     begun()
-    found = _links(3, (0, 1))
+    found = measure_links(3, (0, 1))
     layer, beside = Layer(TASK, SECONDS), []
     for _ in range(15):
         value = torch.zeros(SAMPLES, TASK.width, requires_grad=True)

@@ -20,10 +20,10 @@ from machine import machine, shown
 from torch import Tensor, nn
 
 import counterflow as cf
-from counterflow.measure.links import Travel, measure_messages
+from counterflow.measure.cluster import fitted
+from counterflow.measure.links import MESSAGES, Travel, measure_messages
 from counterflow.planning import AllReduce, Cluster, Configuration, LayerProfile, Model, Predictor, Profile
 from counterflow.runtime.workers.world import current_transport
-from counterflow.train.profiling import MESSAGES, fitted
 
 RESULTS = Path(__file__).parent / "results" / "zero_stage.txt"
 SAMPLES = 16

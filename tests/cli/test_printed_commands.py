@@ -127,7 +127,7 @@ def _quicker(monkeypatch: pytest.MonkeyPatch) -> None:
     def threads(*arguments: Any, **options: Any) -> Any:
         return launch(*arguments, **options | {"transport": "local"})
 
-    monkeypatch.setattr("counterflow.train.profiling.launch", threads)
+    monkeypatch.setattr("counterflow.measure.survey.launch", threads)
     found = _a_figure()
     monkeypatch.setattr("counterflow.papers.figures.reproduction.reproduce", lambda *_: found)
 

@@ -11,6 +11,7 @@ import torch
 
 from counterflow.measure.allocations import allocated
 from counterflow.measure.layer_times import bytes_of
+from counterflow.measure.profile import assembled, kinds_of
 from counterflow.measure.stage_costs import measure_stages
 from counterflow.models.gpt import GPTConfig
 from counterflow.planning import Cluster, Configuration, Link, Model, Profile
@@ -20,7 +21,6 @@ from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import registry, schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute
-from counterflow.train.profiling import assembled, kinds_of
 
 GPT = GPTConfig(layers=4, hidden=32, heads=2, vocabulary=64, positions=64, dropout=0.0)
 SAMPLES = 2

@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from counterflow.errors import ConfigError
+from counterflow.measure.cluster import fitted
 from counterflow.measure.links import Travel, measure_allreduces, measure_messages
+from counterflow.measure.survey import _pairs, _workers_of_each_node
 from counterflow.planning import Configuration, predict
 from counterflow.planning.inputs import files
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.place import Place
 from counterflow.runtime.workers.world import current_transport
-from counterflow.train.profiling import _pairs, _workers_of_each_node, fitted, measure
+from counterflow.train.profiling import measure
 
 from .conftest import Configure
 

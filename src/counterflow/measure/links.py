@@ -13,6 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from counterflow.runtime.transport.base import Transport
+from counterflow.runtime.workers.world import current_transport
+
+MESSAGES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
+"""Bytes of the messages and all-reduces from which latency and seconds a byte are fitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +94,13 @@ def _there_and_back(transport: Transport, tensor: torch.Tensor, pair: tuple[int,
 def _finish(transport: Transport) -> None:
     if transport.device.type == "cuda":
         torch.cuda.synchronize(transport.device)
+
+
+def measure_links(repeats: int, pair: tuple[int, int]) -> tuple[tuple[Travel, ...], tuple[Travel, ...]]:
+    """What messages and all-reduces of two workers take; all call it."""
+    transport = current_transport()
+    times = 3 * repeats
+    return (
+        measure_messages(transport, MESSAGES, repeats=times, pair=pair),
+        measure_allreduces(transport, MESSAGES, repeats=times, ranks=pair),
+    )

@@ -26,8 +26,6 @@ from counterflow.schedule.scheme import DEPTH
 
 from .config import RunConfig
 from .folder import CONFIG, run_of
-from .config import RunConfig
-from .folder import CONFIG, run_of
 from .report import KeyShown
 from .sections.keys import AUTO, Section
 from .sections.schedule import SCHEME

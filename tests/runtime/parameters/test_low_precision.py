@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from counterflow.measure.profile import ties_of
 from counterflow.planning import LayerTie
 from counterflow.runtime.parameters import gradients
 from counterflow.runtime.parameters.gradients import GradientGroup
@@ -16,7 +17,6 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.train.profiling import ties_of
 
 LOW = torch.bfloat16
 WIDTH, SAMPLES = 16, 192

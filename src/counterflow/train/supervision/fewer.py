@@ -17,6 +17,7 @@ import torch
 
 from counterflow.errors import ConfigError, PlanError
 from counterflow.measure.machine import cores, memory_bytes
+from counterflow.measure.profile import kinds_of
 from counterflow.planning import Cluster, LayerProfile, Link, Model, Profile
 from counterflow.planning.cost.device_placement import Arrangement
 from counterflow.planning.search.constraints import Constraints
@@ -26,7 +27,6 @@ from counterflow.schedule.modes import Recompute
 from ..config import RunConfig
 from ..job import Job, operations, prepare
 from ..planned import kept_of, planned_config
-from ..profiling import kinds_of
 from ..sections.training import PlanSection
 from .events import FAILED, RESTARTED, Event, of_this_start, read
 

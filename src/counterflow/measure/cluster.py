@@ -1,0 +1,109 @@
+"""What links and nodes cost, as the planner's cluster has it.
+
+Invariant: what was not measured (a second node) is left out, and each number says how it came about.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Sequence
+from itertools import groupby
+
+import numpy as np
+
+from counterflow.planning.inputs.cluster import AllReduce, Cluster, Link, NodeKind
+
+from .links import Travel
+from .machine import cores, memory_bytes
+from .survey import Survey
+
+_NOTICED = 0.1
+"""Nodes whose times are nearer than this to the profile's are as the profile says."""
+
+
+def cluster_of(found: Survey) -> Cluster:
+    """The machines that were measured."""
+    messages, sums = found.inside
+    far_messages, far_sums = found.between
+    on_cpu, several = found.device == "cpu", found.nodes > 1
+    return Cluster(
+        name=f"{platform.node() or 'this machine'}",
+        nodes=found.nodes,
+        devices=found.workers,
+        memory_bytes=memory_bytes(found.device, found.workers),
+        inside=fitted(messages),
+        between=fitted(far_messages or messages),
+        allreduce_inside=fitted(sums, begins=2) if sums else None,
+        allreduce_between=fitted(far_sums, begins=2) if far_sums else None,
+        shared_adapter=several,
+        allreduce=AllReduce.RING if on_cpu else AllReduce.HIERARCHICAL,
+        cores=cores() if on_cpu else None,
+        kinds=kinds_by_speed([one.by_worker for one in found.by_size], found.nodes),
+        sources={
+            "memory_bytes": "as the machine tells, divided among its workers",
+            "inside": _source("messages", messages) or "one worker: not used",
+            "between": _source("messages", far_messages) or "one node: not used",
+            "allreduce_inside": _source("all-reduces of 2 workers", sums),
+            "allreduce_between": _source("all-reduces of 2 workers", far_sums),
+            "shared_adapter": "taken: the workers of a node have one way out" if several else "",
+        },
+    )
+
+
+def _source(what: str, travels: Sequence[Travel]) -> str:
+    """To what a link was fitted; empty where nothing was measured."""
+    if not travels:
+        return ""
+    return f"fitted to {what} of {travels[0].size_bytes:,} to {travels[-1].size_bytes:,} bytes"
+
+
+def kinds_by_speed(seconds: Sequence[Sequence[float]], nodes: int) -> tuple[NodeKind, ...]:
+    """Kinds of nodes, in the nodes' order; none where all are about as quick.
+
+    Args:
+        seconds: of the same work, by measurement and rank; the profile has their median over ranks.
+        nodes: on how many nodes the ranks are, as many on each.
+
+    >>> [(kind.name, kind.nodes, kind.slowness) for kind in kinds_by_speed([(1.0, 1.0, 1.0, 1.6)], 4)]
+    [('nodes 0-2', 3, 1.0), ('node 3', 1, 1.6)]
+    >>> kinds_by_speed([(1.0, 1.05)], 2)
+    ()
+    """
+    if nodes < 2 or not all(seconds):
+        return ()
+    each = len(seconds[0]) // nodes
+    ratios = [
+        [took / statistics.median(row) if statistics.median(row) else 1.0 for took in row] for row in seconds
+    ]
+    found = []
+    for node in range(nodes):
+        ratio = statistics.median(value for row in ratios for value in row[node * each : (node + 1) * each])
+        found.append(1.0 if abs(ratio - 1) <= _NOTICED else round(ratio, 2))
+    if len({*found}) < 2:
+        return ()
+    kinds, first = [], 0
+    for slowness, run in groupby(found):
+        count = len(list(run))
+        name = f"nodes {first}-{first + count - 1}" if count > 1 else f"node {first}"
+        kinds.append(NodeKind(name, count, slowness=slowness))
+        first += count
+    return tuple(kinds)
+
+
+def fitted(travels: Sequence[Travel], *, begins: int = 1) -> Link:
+    """The link whose latency and seconds a byte come nearest to what was measured, in proportion to it.
+
+    Args:
+        travels: sizes and seconds; none: a link that costs nothing.
+        begins: latencies in one of them: 2 in an all-reduce of two workers, which sends its bytes once.
+
+    >>> link = fitted([Travel(0, 1.0), Travel(10, 2.0), Travel(20, 3.0)])
+    >>> round(link.latency_seconds, 6), round(link.seconds_per_byte, 6)
+    (1.0, 0.1)
+    """
+    if not travels:
+        return Link(0.0, 0.0)
+    rows = np.array([[1 / t.seconds, t.size_bytes / t.seconds] for t in travels])
+    latency, each = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]
+    return Link(max(0.0, float(latency)) / begins, max(0.0, float(each)))

@@ -1,0 +1,144 @@
+"""What layers cost, as the planner's profile has it: by kinds of layers, at each size of micro-batches.
+
+Layers of one class with weights of the same shapes are one kind; its numbers are the medians over them.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from counterflow.planning.inputs.model import LayerSkip, LayerTie
+from counterflow.planning.inputs.profile import LayerProfile, Profile
+from counterflow.runtime.parameters.gradients import sum_dtype
+
+from .layer_times import AtSize
+from .stage_costs import StageCost
+
+
+def assembled(layers: Sequence[nn.Module], by_size: Sequence[AtSize]) -> Profile:
+    """A profile of what was measured of layers and updates, and nothing else."""
+    kinds = kinds_of(layers)
+    update = by_size[-1].update
+    return Profile(
+        name="",
+        machine="",
+        date="",
+        layers={
+            kind: layer_profile([i for i, other in enumerate(kinds) if other == kind], by_size, layers)
+            for kind in dict.fromkeys(kinds)
+        },
+        update_together=update.together,
+        norm_bytes_per_byte=update.norm_bytes_per_byte,
+        norm_peak_bytes=float(update.norm_peak_bytes),
+    )
+
+
+def layer_profile(
+    members: Sequence[int], by_size: Sequence[AtSize], layers: Sequence[nn.Module]
+) -> LayerProfile:
+    """A kind's curves, from the layers of that kind."""
+
+    def median(of: Callable[[AtSize, int], float]) -> tuple[float, ...]:
+        return tuple(statistics.median(of(one, i) for i in members) for one in by_size)
+
+    def half(of: Callable[[StageCost], float]) -> tuple[float, ...]:
+        """Seconds as in a step: the share that they are of the whole backward where both were alone."""
+
+        def seconds(one: AtSize, i: int) -> float:
+            cost = one.costs[i]
+            return one.backward[i] * of(cost) / cost.backward_seconds if cost.backward_seconds else 0.0
+
+        return median(seconds)
+
+    largest = by_size[-1]
+    return LayerProfile(
+        samples=tuple(float(one.size) for one in by_size),
+        forward_seconds=median(lambda one, i: one.forward[i]),
+        backward_seconds=median(lambda one, i: one.backward[i]),
+        saved_bytes=median(lambda one, i: one.costs[i].activation_bytes),
+        weights_bytes=float(largest.costs[members[0]].weight_bytes),
+        output_bytes=max(largest.costs[i].output_bytes for i in members) / largest.size,
+        input_gradient_seconds=half(lambda cost: cost.input_gradient_seconds),
+        weight_gradients_seconds=half(lambda cost: cost.weight_gradients_seconds),
+        kept_bytes=median(lambda one, i: one.costs[i].kept_bytes),
+        cast_bytes=float(largest.costs[members[0]].cast_bytes),
+        frozen_bytes=float(sum(p.nbytes for p in layers[members[0]].parameters() if not p.requires_grad)),
+        kept_input_bytes=median(
+            lambda one, i: one.costs[i].activation_bytes - one.costs[i].beyond_input_bytes
+        ),
+        kept_output_bytes=median(lambda one, i: one.costs[i].workspace.kept_output_bytes),
+        forward_peak_bytes=median(lambda one, i: one.costs[i].workspace.forward_peak_bytes),
+        backward_peak_bytes=median(lambda one, i: one.costs[i].workspace.backward_peak_bytes),
+        input_gradient_peak_bytes=median(lambda one, i: one.costs[i].workspace.input_gradient_peak_bytes),
+        weight_gradients_peak_bytes=median(lambda one, i: one.costs[i].workspace.weight_gradients_peak_bytes),
+        kept_anyway_bytes=median(lambda one, i: one.costs[i].layer_input_bytes - one.costs[i].input_bytes),
+        held_input_bytes=median(lambda one, i: one.costs[i].held_input_bytes),
+        kept_gradient_bytes=median(lambda one, i: one.costs[i].workspace.kept_gradient_bytes),
+        update_peak_bytes=float(max(largest.update.layers[i] for i in members)),
+        parameter_bytes=tuple(float(p.nbytes) for p in layers[members[0]].parameters() if p.requires_grad),
+        low_precision_bytes=float(
+            sum(p.nbytes for p in layers[members[0]].parameters() if p.requires_grad and _is_low(p))
+        ),
+    )
+
+
+def _is_low(parameter: nn.Parameter) -> bool:
+    """Whether its gradient takes twice its bytes."""
+    return sum_dtype(parameter.dtype) is not parameter.dtype
+
+
+def skips_of(measured: AtSize) -> tuple[LayerSkip, ...]:
+    """What layers save for later ones, measured with each layer as a stage."""
+    return tuple(
+        LayerSkip(layer, skip.targets, skip.size_bytes / (1 if skip.once else measured.size), skip.once)
+        for layer, cost in enumerate(measured.costs)
+        for skip in cost.skips
+    )
+
+
+def ties_of(layers: Sequence[nn.Module]) -> tuple[LayerTie, ...]:
+    """The weights that layers share.
+
+    >>> tied = [nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 2, bias=False)]
+    >>> tied[2].weight = tied[0].weight
+    >>> ties_of(tied)
+    (LayerTie(layers=(0, 2), size_bytes=16.0, trained=True, low_precision=False),)
+    """
+    having: dict[int, tuple[nn.Parameter, list[int]]] = {}
+    for number, layer in enumerate(layers):
+        for parameter in layer.parameters():
+            having.setdefault(id(parameter), (parameter, []))[1].append(number)
+    return tuple(
+        LayerTie(tuple(numbers), float(shared.nbytes), shared.requires_grad, _is_low(shared))
+        for shared, numbers in having.values()
+        if len(numbers) > 1
+    )
+
+
+_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+"""Where a word of a class's name begins."""
+
+
+def kinds_of(layers: Sequence[nn.Module]) -> list[str]:
+    """Each layer's kind: its class, and a number where weights of a class differ in shape or are frozen.
+
+    >>> kinds_of([nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2), nn.Linear(2, 1)])
+    ['linear', 'layer-norm', 'linear', 'linear-2']
+    """
+    known: dict[str, list[tuple[object, ...]]] = {}
+    found = []
+    for layer in layers:
+        name = _WORDS.sub("-", type(layer).__name__).lower()
+        shapes = tuple(
+            (key, tuple(value.shape), value.requires_grad) for key, value in layer.named_parameters()
+        )
+        of_class = known.setdefault(name, [])
+        if shapes not in of_class:
+            of_class.append(shapes)
+        number = of_class.index(shapes) + 1
+        found.append(name if number == 1 else f"{name}-{number}")
+    return found
