@@ -8,41 +8,40 @@ checkpoints, and nothing here prints.
 from __future__ import annotations
 
 import logging
-import math
 import statistics
 import time
 import uuid
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from counterflow.checkpoints.memory import Found, Memory
 from counterflow.checkpoints.saver import PATIENCE_SECONDS, Saver
-from counterflow.errors import ConfigError, CounterflowError, WorkerError
-from counterflow.measure.machine import beside_torch_bytes, forget_peak_bytes, peak_bytes
+from counterflow.errors import ConfigError, CounterflowError
+from counterflow.measure.machine import forget_peak_bytes
 from counterflow.measure.stage_costs import measure_stages
 from counterflow.runtime.execution.step import Step
 from counterflow.runtime.mini_batch.samples import cut
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.transport.base import Transport
 from counterflow.runtime.workers.world import current_transport
-from counterflow.simulation import Costs, Simulation, Span
+from counterflow.simulation import Costs
 
 from .config import RunConfig
-from .folder import CHECKPOINT, RunFolder, read_metrics, with_records
+from .folder import CHECKPOINT, RunFolder
 from .job import Job, prepare
-from .live import Live, spans_of
-from .report import Numbers, Pair, Summary
-from .resuming import HISTORY, history, read
+from .live import Live
+from .recorder import Recorder, Watch
+from .report import Summary
+from .resuming import HISTORY, read
 from .sections.keys import AUTO
 from .source import AVERAGED
 from .supervision.copy_turns import CopyTurns
-from .supervision.events import RESTARTED, Event, note, run_of
+from .supervision.events import run_of
 from .supervision.fence import Fence
 from .supervision.same_run import check_same_run
 from .supervision.stopping import STOP, listen
-from .timeline import Timeline, costs_of
+from .timeline import costs_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,9 +50,6 @@ COUNTED_STEPS = 2
 
 _REPEATS = 7
 """How often each stage is measured before training."""
-
-_SAMPLES = 9
-"""Timelines that are kept: the last ones, spread over the last part of the run."""
 
 _SAMPLED_PART = 24
 """One step in so many is sampled; those kept lie in the last 9/24."""
@@ -64,13 +60,8 @@ _VALIDATION_SAMPLES = 256
 _LOOK_SECONDS = 0.5
 """How often workers agree on whether to end."""
 
-_LAST = 10
-"""Steps whose mean is the final training loss."""
-
 _COPY_SECONDS = 10.0
 """How long a worker that ends waits for a copy to memory that is being written."""
-
-Watch = Callable[[Numbers], None]
 
 
 def work(
@@ -144,9 +135,8 @@ class Trainer:
             count_memory_steps=job.first_step + COUNTED_STEPS,
         )
         self._go_on(kept)
-        self.event: Event | None = None
-        """How a run that was begun again goes on, on rank 0."""
-        self._begin_metrics(kept, attempt)
+        self.recorder = Recorder(job, self.pipeline, self.folder, watch, keeps_recent=self.memory is not None)
+        self.recorder.begin(kept, attempt)
         self.saver = Saver(
             self.pipeline,
             self.checkpoints,
@@ -154,27 +144,17 @@ class Trainer:
             keep_best=config.train.keep_best,
             over=self.fence.over,
         )
-        self.watch = watch
         self.reads = not {0, job.schedule.stages - 1}.isdisjoint(self.pipeline.stages)
-        self.losses: deque[float] = deque(maxlen=_LAST)
-        self.samples: deque[tuple[Step, tuple[Span, ...]]] = deque(maxlen=_SAMPLES)
-        self.training_seconds = 0.0
-        self.took_seconds: dict[int, float] = {}
-        """By step that was made and is not told of."""
         self.validation: tuple[int, float] = (-1, 0.0)
         self.saved = -1
         """The step of the last checkpoint that was begun."""
         self.stopped = False
         """Whether all agreed to end the run early."""
-        self.next_look, self.began = job.first_step, 0.0
+        self.next_look = job.first_step
         self.made = job.first_step
         """Updates of the run; there are more in the end, where ops are timed."""
-        self.before = self._remember()
-        """Seconds that the run had taken when it was begun again."""
         self.turns = CopyTurns(config.train.memory_every, job.first_step)
         """When state is copied to memory."""
-        self.recent: list[Numbers] = []
-        """Lines of the metrics since the last copy to memory."""
         if kept is not None and self.memory is not None:  # also where a machine is new
             self.memory.keep(self.pipeline, kept.records)
 
@@ -190,29 +170,6 @@ class Trainer:
             self.fence.check()
             self.memory.forget()
 
-    def _begin_metrics(self, kept: Found | None, attempt: int) -> None:
-        """Put the metrics back to where the run goes on, and say from where that is."""
-        if self.folder is None:
-            return
-        if kept is None:
-            self.folder.rewind(history(self.job.start))
-        else:
-            self.folder.rewind(with_records(self.folder.history, kept.step, kept.records))
-        source = "memory" if kept is not None else "beginning" if self.job.start is None else "checkpoint"
-        if attempt or kept is not None:
-            self.event = note(
-                self.folder.path, RESTARTED, attempt=attempt, step=self.job.first_step, source=source
-            )
-
-    def _remember(self) -> float:
-        """Take the last losses from the metrics until here; and the seconds that they took."""
-        last = 0.0
-        for line in read_metrics(self.folder.path) if self.folder is not None and self.job.first_step else ():
-            last = float(line["seconds"])
-            if "loss" in line:
-                self.losses.append(line["loss"])
-        return last
-
     def run(self) -> Summary | None:
         """Train; rank 0 gives what came of it."""
         try:
@@ -225,7 +182,7 @@ class Trainer:
         costs = self.costs = self._measure()
         self.live = Live(self.pipeline, self.job.schedule, costs, self.folder)
         forget_peak_bytes(self.pipeline.device)
-        self.began = time.perf_counter()
+        self.recorder.start()
         train, first = self.config.train, self.job.first_step
         sampled = self._sampled()
         for number in range(first, train.steps):
@@ -234,7 +191,7 @@ class Trainer:
             done = number + 1
             if number in sampled:
                 self._flush()
-                self._sample(step)
+                self.recorder.sample(step)
             self.stopped = self._between_steps(done)
             if self.stopped:
                 break
@@ -242,17 +199,23 @@ class Trainer:
         self.made = self.pipeline.steps
         if self.stopped:  # whoever asked for it may not wait for more
             self.save_now()
-        if not self.samples and self.job.schedule.synchronous:  # stopped so early
-            self._sample(step)
+        if not self.recorder.samples and self.job.schedule.synchronous:  # stopped so early
+            self.recorder.sample(step)
         if self.validation[0] != self.pipeline.steps:
             self._evaluate()
-        seconds = time.perf_counter() - self.began
+        seconds = self.recorder.seconds
         self.save_now()
         self._export()
         self._forget()
         if not self.job.schedule.synchronous:
             self._time_together()
-        return self._finish(costs, seconds)
+        return self.recorder.finish(
+            costs,
+            made=self.made,
+            stopped=self.stopped,
+            seconds=seconds,
+            validation_loss=self.validation[1],
+        )
 
     def _go_on(self, kept: Found | None) -> None:
         """Put the pipeline where the run was, in memory or in a checkpoint, with its average of weights."""
@@ -325,7 +288,7 @@ class Trainer:
         for number in range(self.made, self.made + self.job.schedule.periods):
             step = self._made(number)
         self.pipeline.flush()
-        self._sample(step)
+        self.recorder.sample(step)
         self.pipeline.whole_timeline = False
 
     def _between_steps(self, done: int) -> bool:
@@ -337,9 +300,9 @@ class Trainer:
             self._save()
         if self.memory is not None and done < train.steps and self.turns.due(done):
             began = time.perf_counter()
-            self.memory.keep(self.pipeline, self.recent)
+            self.memory.keep(self.pipeline, self.recorder.recent)
             self.turns.copied(done, time.perf_counter() - began)
-            self.recent = []
+            self.recorder.recent = []
         self.live.show_if_timed(done)
         return done < train.steps and self._stops(done)
 
@@ -366,50 +329,14 @@ class Trainer:
     def _step(self, number: int) -> Step:
         step = self._made(number)
         self.live.went_on()
-        self.took_seconds[number] = step.seconds
         self.turns.stepped(number, step.seconds)
-        self._told(step)
+        self.recorder.made(number, step)
         return step
 
     def _flush(self) -> None:
         for step in self.pipeline.flush():
-            self._told(step)
+            self.recorder.told(step)
         self.live.emptied()
-
-    def _told(self, step: Step) -> None:
-        """Note what came of a step; without a flush or a barrier that is known only by a later one."""
-        self.training_seconds += step.seconds
-        if step.about is None:
-            return
-        # With a flush a step takes as long as its own call; else what a call takes is another step's as well.
-        took = self.took_seconds.pop(step.about)
-        seconds = took if self.job.schedule.synchronous else step.seconds
-        self.losses.append(step.loss)
-        self._record(
-            step=step.about + 1,
-            loss=step.loss,
-            grad_norm=self._finite("gradient norm", step.grad_norm),
-            learning_rate=self.job.learning_rate(step.about),
-            samples_per_second=step.samples / seconds,
-        )
-
-    def _finite(self, name: str, value: float) -> float:
-        if math.isfinite(value):
-            return value
-        updates = f"{self.pipeline.steps} update{'s' if self.pipeline.steps > 1 else ''}"
-        raise WorkerError(f"the {name} is {value:g} after {updates}; try a lower learning rate")
-
-    def _record(self, **line: float) -> None:
-        if self.memory is not None:
-            self.recent.append(line)
-        line["seconds"] = self.before + time.perf_counter() - self.began
-        if self.folder is not None:
-            self.folder.record(line)
-            if self.watch is not None:
-                self.watch(line)
-
-    def _sample(self, step: Step) -> None:
-        self.samples.append((step, spans_of(self.pipeline.timeline())))
 
     def _evaluate(self) -> None:
         """The loss on a fixed set of samples, mini-batch by mini-batch."""
@@ -423,14 +350,14 @@ class Trainer:
         def loss() -> float:
             every = (slice(piece * samples, (piece + 1) * samples) for piece in range(pieces))
             losses = [self.pipeline.evaluate(cut(inputs, rows), targets[rows]) for rows in every]
-            return self._finite("validation loss", statistics.fmean(losses))
+            return self.recorder.finite("validation loss", statistics.fmean(losses))
 
         self.validation = self.pipeline.steps, loss()
         line = {"validation_loss": self.validation[1]}
         if self.config.train.ema_decay is not None:
             with self.pipeline.averaged():
                 line["ema_validation_loss"] = loss()
-        self._record(step=self.pipeline.steps, **line)
+        self.recorder.record(step=self.pipeline.steps, **line)
 
     def _stops(self, done: int) -> bool:
         """Whether anybody was asked to end the run; looked at now and then, by all at the same step.
@@ -440,7 +367,7 @@ class Trainer:
         if done < self.next_look:
             return False
         self.saver.poll()
-        mean = self.training_seconds / (done - self.job.first_step)
+        mean = self.recorder.training_seconds / (done - self.job.first_step)
         rows = self.pipeline.transport.gather(
             [float(STOP.signal or 0), mean, float(self.writes and self.live.due()), *self.turns.row()]
         )
@@ -499,71 +426,3 @@ class Trainer:
                 f"the checkpoint of step {outcome.step} is not written: {outcome.problem}; "
                 f"those before are whole, in {self.checkpoints}"
             )
-
-    def _finish(self, costs: Costs, seconds: float) -> Summary | None:
-        versions = sum(self.pipeline.peak_versions.values())
-        pipeline = self.pipeline
-        found = pipeline.transport.gather(
-            [
-                float(pipeline.peak_saved_bytes),
-                float(versions),
-                float(peak_bytes(pipeline.device)),
-                float(pipeline.weights.held_bytes()),
-                float(beside_torch_bytes(pipeline.device)),
-            ]
-        )
-        if self.folder is None:
-            return None
-        saved = tuple(int(found[rank][0]) for rank in self.pipeline.ranks[0])
-        timelines = [
-            Timeline(self.job.schedule, costs, step.number + 1, spans, saved) for step, spans in self.samples
-        ]
-        ops = [timeline.measured() for timeline in timelines]
-        by_length = sorted(range(len(ops)), key=lambda index: ops[index].makespan)
-        middle = timelines[by_length[len(by_length) // 2]]
-        predicted = middle.predicted()
-        peaks = [use.peak for use in predicted.memory or ()]
-        made = self.made - self.job.first_step
-        summary = Summary(
-            about=self.job.about,
-            steps=self.made,
-            stopped=self.stopped,
-            seconds=seconds,
-            samples_per_second=made * self.job.about.samples / self.training_seconds,
-            planned_samples_per_second=self._planned(),
-            training_loss=statistics.fmean(self.losses),
-            training_steps=len(self.losses),
-            validation_loss=self.validation[1],
-            timed_together=self.job.schedule.periods,
-            sampled_steps=tuple(step.number + 1 for step, _ in self.samples),
-            step_seconds=statistics.median(step.seconds for step, _ in self.samples),
-            ops_seconds=Pair(statistics.median(o.makespan for o in ops), predicted.makespan),
-            bubble_ratio=Pair(statistics.median(map(_bubbles, ops)), _bubbles(predicted)),
-            saved_bytes=tuple(Pair(*pair) for pair in zip(map(float, saved), peaks, strict=True)),
-            stages_held=tuple(
-                Pair(found[rank][1], float(count))
-                for rank, count in zip(self.pipeline.ranks[0], predicted.weight_copies, strict=True)
-            ),
-            memory_bytes=tuple(
-                Pair(found[rank][2], found[rank][3] + peak)
-                for rank, peak in zip(self.pipeline.ranks[0], peaks, strict=True)
-            ),
-            beside_torch_bytes=()
-            if self.job.about.on_cpu
-            else tuple(found[rank][4] for rank in self.pipeline.ranks[0]),
-        )
-        self.folder.settle()
-        self.folder.put_timeline(middle)
-        self.folder.put_summary(summary)
-        return summary
-
-    def _planned(self) -> float | None:
-        """Samples a second that the run's plan expects, if the mini-batch is still the plan's."""
-        plan = self.config.plan
-        return plan.samples_per_second if plan.mini_batch == self.job.about.samples else None
-
-
-def _bubbles(timeline: Simulation) -> float:
-    """Share of the time in which workers have no op to run; without a flush in the steady part."""
-    steady = timeline.steady_bubble_ratio
-    return timeline.bubble_ratio if steady is None else steady

@@ -308,8 +308,8 @@ def _placed(job: Job, folder: RunFolder, reporter: Reporter, attempt: int) -> Su
             attempt=attempt,
             fence=folder.fence,
         )
-        if trainer.event is not None:
-            reporter.happened(in_words(trainer.event))
+        if trainer.recorder.event is not None:
+            reporter.happened(in_words(trainer.recorder.event))
         return trainer
 
     _, summary = _trained(make, attempt, folder.fence)

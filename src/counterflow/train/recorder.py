@@ -1,0 +1,227 @@
+"""What a run tells of itself: the metrics, a line a step, some timelines, and a summary at the end.
+
+Invariant: all workers count alike, and rank 0 alone writes; what is not finite ends the run.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+
+from counterflow.checkpoints.memory import Found
+from counterflow.errors import WorkerError
+from counterflow.measure.machine import beside_torch_bytes, peak_bytes
+from counterflow.runtime.execution.step import Step
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.simulation import Costs, Simulation, Span
+
+from .folder import RunFolder, read_metrics, with_records
+from .job import Job
+from .live import spans_of
+from .report import Numbers, Pair, Summary
+from .resuming import history
+from .supervision.events import RESTARTED, Event, note
+from .timeline import Timeline
+
+_SAMPLES = 9
+"""Timelines that are kept: the last ones, spread over the last part of the run."""
+
+_LAST = 10
+"""Steps whose mean is the final training loss."""
+
+Watch = Callable[[Numbers], None]
+
+
+class Recorder:
+    """What one worker knows of a run, and what rank 0 writes of it.
+
+    Args:
+        job: what is trained.
+        pipeline: what trains it.
+        folder: where rank 0 writes; None elsewhere.
+        watch: told every line of the metrics, on rank 0.
+        keeps_recent: whether lines are kept for the next copy to memory.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        pipeline: Pipeline,
+        folder: RunFolder | None,
+        watch: Watch | None,
+        *,
+        keeps_recent: bool,
+    ) -> None:
+        self.job, self.pipeline, self.folder, self.watch = job, pipeline, folder, watch
+        self.keeps_recent = keeps_recent
+        self.recent: list[Numbers] = []
+        """Lines of the metrics since the last copy to memory."""
+        self.event: Event | None = None
+        """How a run that was begun again goes on, on rank 0."""
+        self.losses: deque[float] = deque(maxlen=_LAST)
+        self.samples: deque[tuple[Step, tuple[Span, ...]]] = deque(maxlen=_SAMPLES)
+        self.training_seconds = 0.0
+        self._took_seconds: dict[int, float] = {}
+        """By step that was made and is not told of."""
+        self._began = self._before = 0.0
+
+    def start(self) -> None:
+        """Training begins now."""
+        self._began = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Since training began."""
+        return time.perf_counter() - self._began
+
+    def begin(self, kept: Found | None, attempt: int) -> None:
+        """Put the metrics back to where the run goes on, and say from where that is."""
+        if self.folder is None:
+            return
+        if kept is None:
+            self.folder.rewind(history(self.job.start))
+        else:
+            self.folder.rewind(with_records(self.folder.history, kept.step, kept.records))
+        source = "memory" if kept is not None else "beginning" if self.job.start is None else "checkpoint"
+        if attempt or kept is not None:
+            self.event = note(
+                self.folder.path, RESTARTED, attempt=attempt, step=self.job.first_step, source=source
+            )
+        self._before = self._remember()
+
+    def _remember(self) -> float:
+        """Take the last losses from the metrics until here; and the seconds that they took."""
+        last = 0.0
+        for line in read_metrics(self.folder.path) if self.folder is not None and self.job.first_step else ():
+            last = float(line["seconds"])
+            if "loss" in line:
+                self.losses.append(line["loss"])
+        return last
+
+    def made(self, number: int, step: Step) -> None:
+        """Note a step of the loop, and what it tells."""
+        self._took_seconds[number] = step.seconds
+        self.told(step)
+
+    def told(self, step: Step) -> None:
+        """Note what came of a step; without a flush or a barrier that is known only by a later one."""
+        self.training_seconds += step.seconds
+        if step.about is None:
+            return
+        # With a flush a step takes as long as its own call; else what a call takes is another step's as well.
+        took = self._took_seconds.pop(step.about)
+        seconds = took if self.job.schedule.synchronous else step.seconds
+        self.losses.append(step.loss)
+        self.record(
+            step=step.about + 1,
+            loss=step.loss,
+            grad_norm=self.finite("gradient norm", step.grad_norm),
+            learning_rate=self.job.learning_rate(step.about),
+            samples_per_second=step.samples / seconds,
+        )
+
+    def finite(self, name: str, value: float) -> float:
+        """A number of the run.
+
+        Raises:
+            WorkerError: it is not finite.
+        """
+        if math.isfinite(value):
+            return value
+        updates = f"{self.pipeline.steps} update{'s' if self.pipeline.steps > 1 else ''}"
+        raise WorkerError(f"the {name} is {value:g} after {updates}; try a lower learning rate")
+
+    def record(self, **line: float) -> None:
+        """Write a line of the metrics."""
+        if self.keeps_recent:
+            self.recent.append(line)
+        line["seconds"] = self._before + self.seconds
+        if self.folder is not None:
+            self.folder.record(line)
+            if self.watch is not None:
+                self.watch(line)
+
+    def sample(self, step: Step) -> None:
+        """Keep the ops of the step that was just made; all workers call it."""
+        self.samples.append((step, spans_of(self.pipeline.timeline())))
+
+    def finish(
+        self, costs: Costs, *, made: int, stopped: bool, seconds: float, validation_loss: float
+    ) -> Summary | None:
+        """What came of the run, also written; on rank 0. All workers call it.
+
+        Args:
+            costs: of the stages, from which timelines are predicted.
+            made: updates of the run.
+            stopped: whether it was ended early.
+            seconds: that it took.
+            validation_loss: after the last update.
+        """
+        versions = sum(self.pipeline.peak_versions.values())
+        pipeline = self.pipeline
+        found = pipeline.transport.gather(
+            [
+                float(pipeline.peak_saved_bytes),
+                float(versions),
+                float(peak_bytes(pipeline.device)),
+                float(pipeline.weights.held_bytes()),
+                float(beside_torch_bytes(pipeline.device)),
+            ]
+        )
+        if self.folder is None:
+            return None
+        saved = tuple(int(found[rank][0]) for rank in self.pipeline.ranks[0])
+        timelines = [
+            Timeline(self.job.schedule, costs, step.number + 1, spans, saved) for step, spans in self.samples
+        ]
+        ops = [timeline.measured() for timeline in timelines]
+        by_length = sorted(range(len(ops)), key=lambda index: ops[index].makespan)
+        middle = timelines[by_length[len(by_length) // 2]]
+        predicted = middle.predicted()
+        peaks = [use.peak for use in predicted.memory or ()]
+        summary = Summary(
+            about=self.job.about,
+            steps=made,
+            stopped=stopped,
+            seconds=seconds,
+            samples_per_second=(made - self.job.first_step) * self.job.about.samples / self.training_seconds,
+            planned_samples_per_second=self._planned(),
+            training_loss=statistics.fmean(self.losses),
+            training_steps=len(self.losses),
+            validation_loss=validation_loss,
+            timed_together=self.job.schedule.periods,
+            sampled_steps=tuple(step.number + 1 for step, _ in self.samples),
+            step_seconds=statistics.median(step.seconds for step, _ in self.samples),
+            ops_seconds=Pair(statistics.median(o.makespan for o in ops), predicted.makespan),
+            bubble_ratio=Pair(statistics.median(map(_bubbles, ops)), _bubbles(predicted)),
+            saved_bytes=tuple(Pair(*pair) for pair in zip(map(float, saved), peaks, strict=True)),
+            stages_held=tuple(
+                Pair(found[rank][1], float(count))
+                for rank, count in zip(self.pipeline.ranks[0], predicted.weight_copies, strict=True)
+            ),
+            memory_bytes=tuple(
+                Pair(found[rank][2], found[rank][3] + peak)
+                for rank, peak in zip(self.pipeline.ranks[0], peaks, strict=True)
+            ),
+            beside_torch_bytes=()
+            if self.job.about.on_cpu
+            else tuple(found[rank][4] for rank in self.pipeline.ranks[0]),
+        )
+        self.folder.settle()
+        self.folder.put_timeline(middle)
+        self.folder.put_summary(summary)
+        return summary
+
+    def _planned(self) -> float | None:
+        """Samples a second that the run's plan expects, if the mini-batch is still the plan's."""
+        plan = self.job.config.plan
+        return plan.samples_per_second if plan.mini_batch == self.job.about.samples else None
+
+
+def _bubbles(timeline: Simulation) -> float:
+    """Share of the time in which workers have no op to run; without a flush in the steady part."""
+    steady = timeline.steady_bubble_ratio
+    return timeline.bubble_ratio if steady is None else steady
