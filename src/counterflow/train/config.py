@@ -64,7 +64,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
-        schedule = self.schedule.build()
+        schedule = self.build_schedule()
         for problem in (
             self._nowhere_to_resume(),
             self._keys_of_other_models() or self.model.source.refusal(self, schedule),
@@ -79,12 +79,8 @@ class RunConfig(Section):
         return self
 
     def build_schedule(self) -> Schedule:
-        """The schedule of one pipeline group; of an asynchronous scheme as many periods as it says.
-
-        Raises:
-            ConfigError: the schedule file was changed or removed after the config was read.
-        """
-        return self.schedule.build()
+        """The schedule of one pipeline group; of an asynchronous scheme as many periods as it says."""
+        return self.schedule.built
 
     @property
     def processes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cached_property
 from typing import Any
 
 from pydantic import ConfigDict, ValidationError, model_validator
@@ -105,8 +106,9 @@ class ScheduleSection(Section):
         """The scheme's options that have a value."""
         return {name: value for name, value in self.given().items() if name not in ("scheme", "file")}
 
-    def build(self) -> Schedule:
-        """The schedule.
+    @cached_property
+    def built(self) -> Schedule:
+        """The schedule; made once, so that what was checked is what runs.
 
         Raises:
             ConfigError: the scheme cannot be built with these options; the file cannot be read, is damaged,
