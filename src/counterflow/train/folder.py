@@ -30,8 +30,8 @@ from .sections.keys import AUTO
 from .supervision.appending import Appending
 from .supervision.fence import Fence
 from .supervision.lock import Lock
-from .timeline import Timeline, timeline_from
-from .window import Window, window_from
+from .timeline import Timeline
+from .window import Window
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
@@ -353,8 +353,8 @@ def read_timeline(path: Path, schedule: Schedule | None = None) -> Timeline | Wi
     """
     schedule = schedule or read_schedule(path)
     name = LIVE if (path / LIVE).exists() and not (path / TIMELINE).exists() else TIMELINE
-    read = window_from if name == LIVE and not schedule.synchronous else timeline_from
-    return read(_text_of(path, name), schedule, str(path / name))
+    kind = Window if name == LIVE and not schedule.synchronous else Timeline
+    return kind.loads(_text_of(path, name), schedule, str(path / name))
 
 
 def _text_of(path: Path, name: str) -> str:

@@ -20,7 +20,6 @@ import torch
 from pydantic import BeforeValidator
 from torch.utils import _pytree as pytree
 
-from counterflow.data.batches import Batches
 from counterflow.errors import ConfigError
 from counterflow.execution import Execution
 from counterflow.measure.cluster import cluster_of
@@ -101,7 +100,7 @@ def measure(
     by_size, about = found.by_size, device_name(found.device, found.threads)
     how = f"measured, median of {repeats}"
     profile = profile_of(job, about, by_size, found.gap_seconds, found.around_seconds, how=how)
-    inputs, _ = job.made.batches.batch(0, 1, replica=0, replicas=1)
+    inputs, _ = job.made.batches.batch(0, 1)
     model = Model(
         name=job.about.model,
         layers=tuple(kinds_of(job.layers)),
@@ -123,16 +122,12 @@ def subject_of(job: Job) -> Subject:
         layers=job.layers,
         loss=job.made.loss,
         optimizer=job.optimizer,
-        batch=partial(_batch, job.made.batches),
+        batch=partial(job.made.batches.batch, 0),
         seed=job.config.train.seed,
         execution=Execution(
             autocast=asked.autocast, compute_dtype=asked.compute_dtype, compile=asked.compile, digest_every=0
         ),
     )
-
-
-def _batch(batches: Batches, samples: int) -> tuple[Any, Any]:
-    return batches.batch(0, samples, replica=0, replicas=1)
 
 
 def profile_of(

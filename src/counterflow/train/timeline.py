@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
 from counterflow.drawing import Chart, chart_of
 from counterflow.drawing.units import bytes_text, compact, time_unit
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, CounterflowError
 from counterflow.schedule.formats import parse_op
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute
@@ -28,27 +29,104 @@ from counterflow.simulation.timed_schedule import Played, timed
 if TYPE_CHECKING:
     from counterflow.measure.stage_costs import StageCost
 
-FORMAT = "counterflow-timeline"
 WAITING = "dependency or message"  # how long messages took was not measured
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
-    """The ops of one step, and the costs from which they are predicted.
+class Steps(ABC):
+    """Ops of a run that were timed, and the costs from which they are predicted.
 
     Attributes:
+        FORMAT: what their file says that it is.
+        WORDS: what they are, in errors.
         schedule: what was run.
         costs: of the stages, as measured before training.
-        step: the step that was measured, counted from 1.
-        spans: its ops, on the workers of replica 0, in seconds from the first op's start.
+        step: the last step that was measured, counted from 1.
+        spans: its ops, on the workers of replica 0, in seconds.
         saved_bytes: most bytes each of these workers saved for backward at once, as counted.
     """
+
+    FORMAT: ClassVar[str]
+    WORDS: ClassVar[str]
 
     schedule: Schedule
     costs: Costs
     step: int
     spans: tuple[Span, ...]
     saved_bytes: tuple[int, ...]
+
+    @abstractmethod
+    def check(self) -> None:
+        """Refuse ops that are not the schedule's.
+
+        Raises:
+            ConfigError: they are not.
+        """
+
+    @abstractmethod
+    def predicted(self) -> Simulation:
+        """What the simulator plays."""
+
+    @abstractmethod
+    def charts(self, *, memory: bool = False) -> list[Chart]:
+        """What to draw: measured above predicted."""
+
+    def ops(self) -> dict[str, Sequence[Span]]:
+        """The lists of ops in the file, by name."""
+        return {"measured": self.spans}
+
+    def dumps(self) -> str:
+        """JSON with a line for each of the ops; ``loads`` reads it back with the schedule."""
+        head = {
+            "format": self.FORMAT,
+            "format_version": 1,
+            "step": self.step,
+            "saved_bytes": self.saved_bytes,
+            "costs": dataclasses.asdict(self.costs),
+        }
+        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+        lines += [_rows(name, spans) for name, spans in self.ops().items()]
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    @classmethod
+    def loads(cls, text: str, schedule: Schedule, name: str) -> Self:
+        """What ``dumps`` wrote.
+
+        Args:
+            text: what it wrote.
+            schedule: the schedule it is of.
+            name: what to call the text in errors.
+
+        Raises:
+            ConfigError: the text is something else, or does not fit the schedule.
+        """
+        try:
+            data = json.loads(text)
+            if data["format"] != cls.FORMAT:
+                raise ValueError(f'"format" is {data["format"]!r}')
+            costs = dict(data["costs"])
+            costs["memory"] = ByteCosts(**costs["memory"])
+            spans = tuple(
+                Span(w, parse_op(op), _number(start), _number(end)) for w, op, start, end in data["measured"]
+            )
+            saved = tuple(map(_number, data["saved_bytes"]))
+            found = cls(schedule, Costs(**costs), data["step"], spans, saved)
+            found.check()
+        except (ValueError, TypeError, KeyError, RecursionError, CounterflowError) as error:
+            raise ConfigError(f"{name}: not {cls.WORDS} of a run, or damaged: {error}") from None
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline(Steps):
+    """The ops of one step, from the first one's start."""
+
+    FORMAT = "counterflow-timeline"
+    WORDS = "the timeline"
+
+    def check(self) -> None:
+        """All ops of the schedule are there, and no others."""
+        self.measured()
 
     def measured(self) -> Simulation:
         """The step as it ran."""
@@ -72,74 +150,9 @@ class Timeline:
             _chart(predicted, "predicted", max(peaks), memory),
         ]
 
-    def dumps(self) -> str:
-        """The timeline as JSON; ``timeline_from`` reads it back with the schedule."""
-        return written(
-            FORMAT,
-            self.step,
-            self.saved_bytes,
-            self.costs,
-            measured=self.spans,
-            predicted=self.predicted().timeline,
-        )
-
-
-def timeline_from(text: str, schedule: Schedule, name: str) -> Timeline:
-    """The timeline that ``Timeline.dumps`` wrote.
-
-    Args:
-        text: what it wrote.
-        schedule: the schedule it is of.
-        name: what to call the text in errors.
-
-    Raises:
-        ConfigError: the text is something else, or does not fit the schedule.
-    """
-    try:
-        timeline = Timeline(schedule, *read(text, FORMAT))
-        timeline.measured()
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ConfigError(f"{name}: not the timeline of a run, or damaged: {error}") from None
-    return timeline
-
-
-def written(kind: str, step: int, saved_bytes: Sequence[int], costs: Costs, **ops: Sequence[Span]) -> str:
-    """JSON with a line for each of the ops, which are lists by name; ``read`` reads it back."""
-    head = {
-        "format": kind,
-        "format_version": 1,
-        "step": step,
-        "saved_bytes": saved_bytes,
-        "costs": dataclasses.asdict(costs),
-    }
-    lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-    return "{\n" + ",\n".join([*lines, *(_rows(name, spans) for name, spans in ops.items())]) + "\n}\n"
-
-
-def read(text: str, kind: str) -> tuple[Costs, int, tuple[Span, ...], tuple[int, ...]]:
-    """Costs, step, measured ops and saved bytes of what ``written`` wrote.
-
-    Raises:
-        ValueError: it is of another kind, or damaged; or a TypeError, KeyError or RecursionError.
-    """
-    data = json.loads(text)
-    if data["format"] != kind:
-        raise ValueError(f'"format" is {data["format"]!r}')
-    spans = tuple(
-        Span(w, parse_op(op), _number(start), _number(end)) for w, op, start, end in data["measured"]
-    )
-    return _costs_from(data), data["step"], spans, tuple(map(_number, data["saved_bytes"]))
-
-
-def _costs_from(data: dict[str, Any]) -> Costs:
-    """The costs in what ``Timeline.dumps`` wrote.
-
-    Raises:
-        KeyError: there are none; or a TypeError or ValueError.
-    """
-    costs = dict(data["costs"])
-    costs["memory"] = ByteCosts(**costs["memory"])
-    return Costs(**costs)
+    def ops(self) -> dict[str, Sequence[Span]]:
+        """As measured, and as predicted."""
+        return {"measured": self.spans, "predicted": self.predicted().timeline}
 
 
 def _number(value: Any) -> Any:

@@ -16,15 +16,14 @@ from typing import Any
 from counterflow.drawing import Chart, chart_of
 from counterflow.drawing.chart import Bubble
 from counterflow.drawing.units import compact, time_unit
-from counterflow.errors import ConfigError, CounterflowError
+from counterflow.errors import ConfigError
 from counterflow.program.actions import Compute
 from counterflow.program.segments import segments
 from counterflow.schedule.ir import Schedule
-from counterflow.simulation import Costs, Simulation, Span, simulate
+from counterflow.simulation import Simulation, Span, simulate
 
-from .timeline import WAITING, read, written
+from .timeline import WAITING, Steps
 
-FORMAT = "counterflow-window"
 STEPS = 2
 """Of a window."""
 
@@ -33,22 +32,15 @@ _AFTER = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """The ops of two steps.
+class Window(Steps):
+    """The ops of two steps; ``step`` is the second one."""
 
-    Attributes:
-        schedule: what was run.
-        costs: of the stages, as measured before training.
-        step: the second step, counted from 1.
-        spans: its ops and those of the step before, on the workers of replica 0, in seconds.
-        saved_bytes: most bytes each of these workers saved for backward at once, as counted.
-    """
+    FORMAT = "counterflow-window"
+    WORDS = "two steps"
 
-    schedule: Schedule
-    costs: Costs
-    step: int
-    spans: tuple[Span, ...]
-    saved_bytes: tuple[int, ...]
+    def check(self) -> None:
+        """Each worker's ops are two steps of the schedule."""
+        self.times()
 
     def predicted(self) -> Simulation:
         """A training of as few steps as have such two, as the simulator plays it."""
@@ -117,10 +109,6 @@ class Window:
             )
         return charts
 
-    def dumps(self) -> str:
-        """The window as JSON; ``window_from`` reads it back with the schedule."""
-        return written(FORMAT, self.step, self.saved_bytes, self.costs, measured=self.spans)
-
 
 @dataclass(frozen=True, slots=True)
 class Times:
@@ -143,25 +131,6 @@ class Times:
         """Seconds from where a worker begins a step to where it begins the next: the mean of all."""
         each = (row[len(row) // STEPS].start - row[0].start for row in self.rows)
         return sum(each) / len(self.rows)
-
-
-def window_from(text: str, schedule: Schedule, name: str) -> Window:
-    """The window that ``Window.dumps`` wrote.
-
-    Args:
-        text: what it wrote.
-        schedule: the schedule it is of.
-        name: what to call the text in errors.
-
-    Raises:
-        ConfigError: the text is something else, or does not fit the schedule.
-    """
-    try:
-        window = Window(schedule, *read(text, FORMAT))
-        window.times()
-    except (ValueError, TypeError, KeyError, RecursionError, CounterflowError) as error:
-        raise ConfigError(f"{name}: not two steps of a run, or damaged: {error}") from None
-    return window
 
 
 def _kind(span: Span) -> tuple[Any, ...]:

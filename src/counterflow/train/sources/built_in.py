@@ -7,7 +7,6 @@ import hashlib
 import math
 from typing import TYPE_CHECKING, Any
 
-from counterflow import models
 from counterflow.data.text import BYTE_VALUES, read_text, shipped_text, unigram_entropy
 from counterflow.errors import ConfigError
 from counterflow.models.shapes import SHAPES, Family
@@ -78,6 +77,7 @@ class BuiltIn(ModelSource):
         import torch
 
         from counterflow.data.batches import MaskedByte, NextByte
+        from counterflow.models.loss import masked_token_loss, next_token_loss
 
         path, seed = config.data.path, config.train.seed
         text = shipped_text() if path is None else read_text(path)
@@ -88,7 +88,7 @@ class BuiltIn(ModelSource):
         return Made(
             layers,
             None,
-            models.masked_token_loss if masked else models.next_token_loss,
+            masked_token_loss if masked else next_token_loss,
             (MaskedByte if masked else NextByte)(text, config.model.positions, seed=seed, name=name),
             text=name,
             text_bytes=len(text),
@@ -104,14 +104,18 @@ def _least_vocabulary(kind: str) -> int:
 
 def _shape(section: ModelSection) -> GPTConfig | BERTConfig:
     """The model's shape. One with a name keeps what of it is no key of the config."""
+    from counterflow.models.bert import BERTConfig
+    from counterflow.models.gpt import GPTConfig
+    from counterflow.models.presets import PRESETS
+
     names = ("layers", "hidden", "heads", "vocabulary", "positions", "dropout", "tied")
     shape = {name: getattr(section, name) for name in names}
-    named = models.PRESETS.get(section.kind)
+    named = PRESETS.get(section.kind)
     if named is not None:
         return dataclasses.replace(named.config, **shape)  # type: ignore[return-value]
     if family_of(section.kind) is Family.BERT:
-        return models.BERTConfig(**shape, next_sentence=False)  # a text has no second sentences to tell apart
-    return models.GPTConfig(**shape, deviation=_DEVIATION_AT_WIDTH_1 / math.sqrt(section.hidden))
+        return BERTConfig(**shape, next_sentence=False)  # a text has no second sentences to tell apart
+    return GPTConfig(**shape, deviation=_DEVIATION_AT_WIDTH_1 / math.sqrt(section.hidden))
 
 
 SOURCE = BuiltIn()
