@@ -14,7 +14,7 @@ from counterflow.planning.comparison import compare as compared
 from counterflow.simulation.model_share import CostsOf
 
 from ..options.flags import JsonFlag, ModelCostOptions, Record, bytes_of
-from ..output.console import WIDE, byte_size, console, note, number, print_json
+from ..output.console import WIDE, byte_size, console, note, number, print_json, table_of
 from ..output.search_bar import search_bar
 
 
@@ -110,8 +110,6 @@ def compare(
 
 
 def _print(found: Comparison, rows: tuple[Compared, ...]) -> None:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     out = console(WIDE)
@@ -120,9 +118,7 @@ def _print(found: Comparison, rows: tuple[Compared, ...]) -> None:
     out.print(Text(_told_costs(found), style="dim"))
     columns = ["scheme", f"step {unit}", "over best", "bubbles", "activations", "weights"]
     sized = found.costs.memory is not None
-    table = Table(*columns, *(["peak memory"] if sized else []), "", box=box.SIMPLE_HEAD)
-    for column in table.columns[1 : len(columns) + sized]:
-        column.justify = "right"
+    table = table_of(*columns, *(["peak memory"] if sized else []), "", left=("scheme", ""))
     least = rows[0].step if rows else 1.0
     for row in rows:
         over = row.step / least - 1

@@ -12,7 +12,7 @@ import typer
 from counterflow.errors import ConfigError
 
 from ..options.flags import JsonFlag
-from ..output.console import WIDE, byte_size, console, note, print_json, writing
+from ..output.console import WIDE, byte_size, console, note, print_json, table_of, writing
 
 if TYPE_CHECKING:
     from counterflow.train.profiling import Measured
@@ -108,8 +108,6 @@ def _progress(*, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _print(found: Measured) -> None:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     from counterflow.drawing.units import time_unit
@@ -119,9 +117,8 @@ def _print(found: Measured) -> None:
 
     out = console(WIDE)
     out.print(Text(found.model.name, style="bold"), Text(f"on {found.profile.machine}"), sep="\n")
-    table = Table("layer", "samples", "forward", "backward", "saved for backward", box=box.SIMPLE_HEAD)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    columns = ("layer", "samples", "forward", "backward", "saved for backward")
+    table = table_of(*columns, left=("layer",))
     for kind, layer in found.profile.layers.items():
         count = found.model.layers.count(kind)
         for row, size in enumerate(layer.samples):
@@ -133,9 +130,7 @@ def _print(found: Measured) -> None:
                 byte_size(layer.saved_bytes[row]),
             )
     out.print(table)
-    links = Table("", "bytes", "measured", "fitted", box=box.SIMPLE_HEAD)
-    for column in links.columns[1:]:
-        column.justify = "right"
+    links = table_of("", "bytes", "measured", "fitted")
     cluster = found.cluster
     for travels, link, begins, name in (
         (found.messages, cluster.inside, 1, "message"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +15,7 @@ from ..options.flags import CostOptions, JsonFlag, SchemeOptions, SubjectArgumen
 from ..options.subject import is_file, periods_for_steady, schedule_of, warn_if_wrong
 from ..output.console import (
     WIDE,
+    alike,
     bubble_causes,
     byte_size,
     console,
@@ -23,6 +23,7 @@ from ..output.console import (
     number,
     numbers,
     print_json,
+    table_of,
 )
 
 GROUP_FROM = 17
@@ -138,8 +139,6 @@ def _has_backwards(result: Simulation) -> bool:
 
 
 def _workers(result: Simulation) -> Any:
-    from rich.table import Table
-
     unit = result.costs.time_unit
     columns = [f"busy {unit}", f"idle {unit}", "bubble", "peak activations", "weight copies"]
     span = result.makespan or 1.0
@@ -153,23 +152,11 @@ def _workers(result: Simulation) -> Any:
         columns.append("peak memory")
         for row, use in zip(rows, result.memory, strict=True):
             row.append(byte_size(use.peak))
-    table = Table("worker", *columns, box=_box())
-    for column in table.columns:
-        column.justify = "right"
-    for name, row in _grouped(rows):
+    table = table_of("worker", *columns, left=())
+    named = [(str(worker), row) for worker, row in enumerate(rows)]
+    for name, row in named if len(rows) < GROUP_FROM else alike(rows):
         table.add_row(name, *row)
     return table
-
-
-def _grouped(rows: list[list[str]]) -> list[tuple[str, list[str]]]:
-    if len(rows) < GROUP_FROM:
-        return [(str(worker), row) for worker, row in enumerate(rows)]
-    grouped = []
-    for _, same in groupby(enumerate(rows), key=lambda pair: pair[1]):
-        members = list(same)
-        first, last = members[0][0], members[-1][0]
-        grouped.append((str(first) if first == last else f"{first}–{last}", members[0][1]))
-    return grouped
 
 
 def _steady(result: Simulation, played_from_file: bool) -> str:
@@ -182,13 +169,9 @@ def _steady(result: Simulation, played_from_file: bool) -> str:
 
 
 def _ops(result: Simulation) -> Any:
-    from rich.table import Table
-
     unit = result.costs.time_unit
     columns = ("worker", "op", "pipe", "stage", "micro-batches", f"start {unit}", f"end {unit}")
-    table = Table(*columns, box=_box())
-    for column in table.columns:
-        column.justify = "right"
+    table = table_of(*columns, left=())
     for span in result.timeline:
         op = span.op
         batches = ", ".join(map(str, op.micro_batches))
@@ -207,12 +190,8 @@ def _ops(result: Simulation) -> Any:
 
 
 def _messages(result: Simulation) -> Any:
-    from rich.table import Table
-
     unit = result.costs.time_unit
-    table = Table("from", "to", "made by", "for", f"start {unit}", f"end {unit}", box=_box())
-    for column in table.columns:
-        column.justify = "right"
+    table = table_of("from", "to", "made by", "for", f"start {unit}", f"end {unit}", left=())
     for m in result.messages:
         workers = (str(m.sender), str(m.receiver))
         table.add_row(*workers, str(m.maker), str(m.taker), number(m.start), number(m.end))
@@ -222,9 +201,3 @@ def _messages(result: Simulation) -> Any:
 def _shown_costs(result: Simulation, costs: CostOptions) -> dict[str, Any]:
     """The costs that are always told, and those that were given."""
     return {name: getattr(result.costs, name) for name in ("forward", "backward", "p2p")} | costs.given()
-
-
-def _box() -> Any:
-    from rich import box
-
-    return box.SIMPLE_HEAD

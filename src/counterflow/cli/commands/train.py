@@ -11,7 +11,7 @@ import typer
 from counterflow.errors import WorkerError
 
 from ..options.flags import JsonFlag, schemes_from
-from ..output.console import WIDE, byte_size, console, note, print_json
+from ..output.console import WIDE, alike, byte_size, console, note, print_json, table_of
 
 if TYPE_CHECKING:
     from counterflow.train import RunConfig
@@ -207,12 +207,7 @@ def _losses(summary: Summary) -> Any:
 
 
 def _figures(summary: Summary) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table("", "measured", "predicted", box=box.SIMPLE_HEAD)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = table_of("", "measured", "predicted")
     together = summary.timed_together
     ops = "ops of a step" if together == 1 else f"ops of {together} steps, with warm-up and drain"
     table.add_row(ops, *map(_milliseconds, _pair(summary.ops_seconds)))
@@ -244,16 +239,7 @@ def _pair(pair: Pair) -> tuple[float, float]:
 
 def _grouped(pairs: tuple[Pair, ...]) -> list[tuple[str, Pair]]:
     """Workers with the same figures share a row."""
-    rows: list[tuple[list[int], Pair]] = []
-    for worker, pair in enumerate(pairs):
-        if rows and rows[-1][1] == pair:
-            rows[-1][0].append(worker)
-        else:
-            rows.append(([worker], pair))
-    return [
-        (f"worker {members[0]}" if len(members) == 1 else f"workers {members[0]}–{members[-1]}", pair)
-        for members, pair in rows
-    ]
+    return [(f"worker{'s' if '–' in name else ''} {name}", pair) for name, pair in alike(pairs)]
 
 
 def _grid(rows: Any) -> Any:

@@ -20,7 +20,7 @@ from counterflow.testing import STRICT_LOCAL
 
 from ..options.flags import JsonFlag, Record, SchemeOptions, SubjectArgument
 from ..options.subject import schedule_of
-from ..output.console import WIDE, console, note, print_json
+from ..output.console import WIDE, console, note, print_json, table_of
 
 if TYPE_CHECKING:
     from counterflow.verify.agreement import Agreement
@@ -149,14 +149,11 @@ def verify(
 
 
 def _print(schedule: Schedule, workers: int, found: Agreement, precision: str) -> None:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     out = console(WIDE)
     out.print(Text(f"{schedule}: {workers:,} workers against one process, {precision}", style="bold"))
-    table = Table("", "largest relative error", box=box.SIMPLE_HEAD)
-    table.columns[1].justify = "right"
+    table = table_of("", "largest relative error")
     rows = {
         "loss": found.loss_error,
         "gradient norm": found.norm_error,

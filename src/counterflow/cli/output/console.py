@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
@@ -16,9 +17,12 @@ from counterflow.errors import ConfigError, CounterflowError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from counterflow.shown import Result
     from counterflow.simulation import Simulation
+
+Row = TypeVar("Row")
 
 WIDE = 4096
 """Columns assumed where output is no terminal and says nothing of its width: nothing is cut or wrapped."""
@@ -31,6 +35,30 @@ def console(width: int | None = None) -> Console:
     if sys.stdout.isatty() or "COLUMNS" in os.environ:
         width = None
     return Console(width=width, highlight=False, soft_wrap=False)
+
+
+def table_of(*columns: str, left: Sequence[str] = ("",), pad_edge: bool = True) -> Table:
+    """A table of figures; only the columns named in ``left`` are of words, which stand to the left."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=pad_edge)
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right")
+    return table
+
+
+def alike(rows: Sequence[Row]) -> list[tuple[str, Row]]:
+    """Rows of workers, each with its worker; neighbours with the same figures share one.
+
+    >>> alike([5, 7, 7, 7])
+    [('0', 5), ('1–3', 7)]
+    """
+    found: list[tuple[str, Row]] = []
+    for _, same in groupby(enumerate(rows), key=lambda pair: pair[1]):
+        (first, row), *others = same
+        found.append((f"{first}–{others[-1][0]}" if others else str(first), row))
+    return found
 
 
 def print_json(value: Result) -> None:

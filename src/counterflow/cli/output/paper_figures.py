@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .console import WIDE, console, note, number, print_json
+from .console import WIDE, console, note, number, print_json, table_of
 from .search_bar import search_bar
 
 if TYPE_CHECKING:
@@ -165,14 +165,8 @@ def _runs(row: Checked) -> str:
 
 
 def _throughputs(found: Reproduction) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("predicted samples/s")
-    runs = [run.label for run in found.figure.runs]
-    for run in runs:
-        table.add_column(run, justify="right")
+    first, runs = "predicted samples/s", [run.label for run in found.figure.runs]
+    table = table_of(first, *runs, left=(first,), pad_edge=False)
     for each in found.figure.competitors:
         values = [found.entry(each.label, run).throughput() for run in runs]
         table.add_row(each.label, *("does not fit" if v is None else number(round(v, 1)) for v in values))

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from counterflow.planning.prediction import choices
 from counterflow.planning.search.node_orders import in_words
 from counterflow.schedule.modes import Recompute
 
-from .console import WIDE, byte_size, console, number
+from .console import WIDE, byte_size, console, number, table_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,7 +113,8 @@ def _ranking(plans: Sequence[Plan], *, width: int, with_arrangement: bool) -> An
         del cells["devices"]
     if not whole:
         del cells["sync"]
-    table = _table(*cells, left=("scheme", "options", "recompute", "sync", "devices"))
+    words = ("scheme", "options", "recompute", "sync", "devices")
+    table = table_of(*cells, left=words, pad_edge=False)
     for plan in plans:
         prediction = plan.play.prediction()
         table.add_row(*(cell(prediction) for cell in cells.values()))
@@ -179,10 +178,11 @@ def _print_orders(out: Console, orders: Orders) -> None:
     out.print()
     out.print(Text(told))
     if orders.computed:
-        table = _table(
+        table = table_of(
             *("placement of", "D", "W", "B", "backwards", "recompute", "step", "no order below"),
             *("gap", "found by"),
             left=("placement of", "backwards", "recompute", "found by"),
+            pad_edge=False,
         )
         for one in orders.computed:
             plan = one.play.configuration
@@ -271,7 +271,7 @@ def _rest(plan: Configuration) -> str:
 
 
 def _rejected(found: Found) -> Any:
-    table = _table(
+    table = table_of(
         "scheme",
         "tried",
         "too large",
@@ -279,6 +279,7 @@ def _rejected(found: Found) -> Any:
         "simulated",
         "smallest that is too large",
         left=("scheme", "smallest that is too large"),
+        pad_edge=False,
     )
     for rejected in found.rejections:
         closest = rejected.closest
@@ -301,13 +302,6 @@ def _rejected(found: Found) -> Any:
             f"{rejected.simulated:,}",
             shown,
         )
-    return table
-
-
-def _table(*columns: str, left: tuple[str, ...]) -> Any:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="left" if column in left else "right")
     return table
 
 
