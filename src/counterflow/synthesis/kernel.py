@@ -274,13 +274,13 @@ def begin_play(s: Any, first: Any, begin: Any) -> None:
 
 
 @inlined
-def ready_at(n: Any, s: Any, letter: int) -> float:
-    """From when on a letter's next op, of which there is one, can run; never, as far as is known."""
-    at, k = s.ended[n.worker[letter]], s.done[letter]
+def ready_at(n: Any, s: Any, worker: int, letter: int) -> float:
+    """From when on a worker can run a letter's next op, of which there is one; never, as far as is known."""
+    at, k = s.ended[worker], s.done[letter]
     for edge in range(n.into[letter], n.into[letter + 1]):
         if s.done[n.maker[edge]] <= k:
             return NEVER
-        if n.link[edge] >= 0 and (n.lanes or n.busy):
+        if (n.lanes or n.busy) and n.link[edge] >= 0:
             at = max(at, s.there[n.slot[edge] + k])
         else:
             at = max(at, s.end[n.base[n.maker[edge]] + k] + n.late[edge])
@@ -288,8 +288,8 @@ def ready_at(n: Any, s: Any, letter: int) -> float:
 
 
 @inlined
-def run_next(n: Any, s: Any, letter: int, at: float) -> None:
-    """Run the next op of a letter from ``at`` on: its end, what it sends, and when its worker goes on."""
+def run_next(n: Any, s: Any, worker: int, letter: int, at: float) -> None:
+    """Run a letter's next op from ``at`` on: its end, what it sends, and when its worker goes on."""
     k = s.done[letter]
     op = n.base[letter] + k
     end = at + n.seconds[letter]
@@ -310,7 +310,7 @@ def run_next(n: Any, s: Any, letter: int, at: float) -> None:
                 arrives += n.late[edge]
                 s.free[link] = arrives
                 s.there[n.slot[edge] + k] = arrives
-    s.ended[n.worker[letter]] = goes_on
+    s.ended[worker] = goes_on
 
 
 @compiled
@@ -352,10 +352,10 @@ def play(n: Any, s: Any, flat: Any, begin: Floats) -> bool:
         for worker in range(len(begin)):
             place = s.head[worker]
             while place < flat.first[worker + 1]:
-                at = ready_at(n, s, flat.word[place])
+                at = ready_at(n, s, worker, flat.word[place])
                 if at == NEVER:
                     break
-                run_next(n, s, flat.word[place], at)
+                run_next(n, s, worker, flat.word[place], at)
                 place += 1
             left -= place - s.head[worker]
             s.head[worker] = place

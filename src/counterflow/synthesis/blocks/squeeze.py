@@ -247,7 +247,7 @@ def _squeeze(n: Any, s: Any, x: Any, flat: Any) -> bool:
         letter = x.word[here]
         flat.word[x.put[chosen]] = letter
         x.put[chosen] += 1
-        run_next(n, s, letter, x.at[chosen])
+        run_next(n, s, chosen, letter, x.at[chosen])
         if s.done[letter] == n.ops[letter]:
             x.letters[chosen] -= 1
         for store in range(len(n.most)):  # slices would make new arrays
@@ -265,7 +265,7 @@ def _look(n: Any, s: Any, x: Any, worker: int) -> None:
     here, word = x.head[worker], x.word
     if here >= x.stop[worker]:
         return
-    due = ready_at(n, s, word[here])
+    due = ready_at(n, s, worker, word[here])
     x.at[worker] = due
     for store in range(len(n.most)):
         x.now[store], x.most[store] = x.held[store, worker], 0.0
@@ -286,7 +286,7 @@ def _look(n: Any, s: Any, x: Any, worker: int) -> None:
             return
         letter = word[here]
         if x.seen[letter] != x.looks[0]:
-            start = ready_at(n, s, letter)
+            start = ready_at(n, s, worker, letter)
             if start < x.at[worker] and start + n.seconds[letter] <= due + x.late and _fits(n, x, letter):
                 x.at[worker], x.before[worker] = start, before
 

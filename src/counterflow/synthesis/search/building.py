@@ -83,7 +83,11 @@ def build(n: Any, s: Any, room: Any, due: Any, flat: Any) -> bool:
         letter = _choice(n, s, room, due, chosen, free[chosen] + due.wait)
         flat.word[s.head[chosen]] = letter
         s.head[chosen] += 1
-        _take(n, s, room, letter)
+        run_next(n, s, chosen, letter, ready_at(n, s, chosen, letter))
+        for store in range(len(n.most)):
+            room.held[store, chosen] += n.net[store, letter]
+        if room.root[letter] >= 0:
+            room.freed[room.root[letter]] += 1
         stale[chosen] = True
         for edge in range(n.out[letter], n.out[letter + 1]):
             stale[n.worker[n.taker[n.sent[edge]]]] = True
@@ -91,11 +95,11 @@ def build(n: Any, s: Any, room: Any, due: Any, flat: Any) -> bool:
 
 
 @inlined
-def _start(n: Any, s: Any, room: Any, letter: int) -> float:
-    """From when on a letter's next op can run, if there is one and limits allow it."""
-    if s.done[letter] == n.ops[letter] or not _fits(n, s, room, letter):
+def _start(n: Any, s: Any, room: Any, worker: int, letter: int) -> float:
+    """From when on a worker can run a letter's next op, if there is one and limits allow it."""
+    if s.done[letter] == n.ops[letter] or not _fits(n, s, room, worker, letter):
         return NEVER
-    return float(ready_at(n, s, letter))
+    return float(ready_at(n, s, worker, letter))
 
 
 @compiled
@@ -103,7 +107,7 @@ def _next(n: Any, s: Any, room: Any, worker: int) -> float:
     """From when on a worker can run something."""
     at = NEVER
     for letter in range(n.of[worker], n.of[worker + 1]):
-        at = min(at, _start(n, s, room, letter))
+        at = min(at, _start(n, s, room, worker, letter))
     return at
 
 
@@ -113,24 +117,14 @@ def _choice(n: Any, s: Any, room: Any, due: Any, worker: int, until: float) -> i
     best, best_due = -1, NEVER
     for letter in range(n.of[worker], n.of[worker + 1]):
         late = due.at[letter] + s.done[letter] * due.step[letter]
-        if late < best_due and _start(n, s, room, letter) <= until:
+        if late < best_due and _start(n, s, room, worker, letter) <= until:
             best, best_due = letter, late
     return best
 
 
-@compiled
-def _take(n: Any, s: Any, room: Any, letter: int) -> None:
-    run_next(n, s, letter, ready_at(n, s, letter))
-    for store in range(len(n.most)):
-        room.held[store, n.worker[letter]] += n.net[store, letter]
-    if room.root[letter] >= 0:
-        room.freed[room.root[letter]] += 1
-
-
 @inlined
-def _fits(n: Any, s: Any, room: Any, letter: int) -> bool:
-    """Whether there is room for an op of a letter."""
-    worker = n.worker[letter]
+def _fits(n: Any, s: Any, room: Any, worker: int, letter: int) -> bool:
+    """Whether a worker has room for an op of a letter."""
     for store in range(len(n.most)):
         more = room.held[store, worker] + n.at_start[store, letter]
         if n.forward[letter]:
