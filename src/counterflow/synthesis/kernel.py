@@ -81,8 +81,7 @@ class Numbers(NamedTuple):
         forward: whether a letter is a forward.
         chain: of each letter, its place on the way through its pipe and back.
         pipe: of each letter.
-        at_start: by store and letter.
-        at_end: by store and letter.
+        at_start: by store and letter, what an op adds when it starts.
         takes: by store and letter, the most that an op adds while it runs.
         net: by store and letter, what it has added when it is over.
         most: by store and worker.
@@ -116,7 +115,6 @@ class Numbers(NamedTuple):
     chain: Ints
     pipe: Ints
     at_start: Floats
-    at_end: Floats
     takes: Floats
     net: Floats
     most: Floats
@@ -177,7 +175,6 @@ def numbers_of(problem: Problem) -> Numbers:
         chain=_ints(x.stage if x.kind.whole else 2 * stages - x.stage for x in letters),
         pipe=_ints(x.pipe for x in letters),
         at_start=at_start,
-        at_end=at_end,
         takes=at_start + np.maximum(at_end, 0.0),
         net=at_start + at_end,
         most=most * (1 + CLOSE),

@@ -173,7 +173,6 @@ class _Left(NamedTuple):
         late: see ``Lateness``.
         after: by place, the place after it that is left.
         head: by worker, the first place that is left.
-        put: by worker, where its next op goes.
         held: by store and worker.
         at: by worker, when it can run something; never, as far as is known.
         before: by worker, the place before that op's; -1: it is the first that is left.
@@ -190,7 +189,6 @@ class _Left(NamedTuple):
     late: float
     after: Ints
     head: Ints
-    put: Ints
     held: Floats
     at: Floats
     before: Ints
@@ -210,14 +208,13 @@ def _left(numbers: Numbers, flat: Flat, late: float) -> _Left:
         late,
         np.arange(1, len(flat.word) + 1),
         flat.first[:-1].copy(),
-        flat.first[:-1].copy(),
         np.zeros((stores, workers)),
         np.zeros(workers),
         np.zeros(workers, dtype=np.int64),
         np.ones(workers, dtype=np.bool_),
         np.zeros(len(numbers.worker), dtype=np.int64),
         np.zeros(1, dtype=np.int64),
-        np.bincount(numbers.worker, minlength=workers),
+        np.diff(numbers.of),
         np.zeros(stores),
         np.zeros(stores),
     )
@@ -245,8 +242,8 @@ def _squeeze(n: Any, s: Any, x: Any, flat: Any) -> bool:
             here = x.after[before]
             x.after[before] = x.after[here]
         letter = x.word[here]
-        flat.word[x.put[chosen]] = letter
-        x.put[chosen] += 1
+        flat.word[s.head[chosen]] = letter
+        s.head[chosen] += 1
         run_next(n, s, chosen, letter, x.at[chosen])
         if s.done[letter] == n.ops[letter]:
             x.letters[chosen] -= 1
