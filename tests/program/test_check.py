@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from counterflow.errors import DeadlockError, ScheduleError
 from counterflow.program.actions import (
     Action,
-    Agree,
     Compute,
     Matching,
     Program,
     Receive,
     Send,
+    StartGather,
     StartSync,
     Update,
+    WaitGather,
     WaitSync,
 )
 from counterflow.program.check import check, inspect
@@ -305,26 +306,34 @@ def test_an_update_before_the_agreement_breaks_only_that() -> None:
 
     program = rewritten(lower(schedule), 1, hurry)
     assert broken(schedule, program) == ["loss and norm agreed on before any update"]
-    alone = rewritten(lower(schedule), 1, lambda actions: actions.remove(Agree(0)))
+    start, wait = StartGather(0, 0), WaitGather(0, 0)
+    alone = rewritten(lower(schedule), 1, lambda actions: actions.remove(start))
     assert broken(schedule, alone) == ["no deadlock with buffered sends"]
-    assert "waits for worker 1 to come to the agreement" in _detail(
+    assert "waits for worker 1 to start the gather of loss and norm of period 0" in _detail(
         schedule, alone, "no deadlock with buffered sends"
     )
-    nowhere = rewritten(alone, 0, lambda actions: actions.remove(Agree(0)))
+
+    def silence(actions: list[Action]) -> None:
+        actions.remove(start)
+        actions.remove(wait)
+
+    nowhere = rewritten(rewritten(lower(schedule), 0, silence), 1, silence)
     assert broken(schedule, nowhere) == ["loss and norm agreed on before any update"]
 
 
 def test_all_that_a_model_shares_is_in_the_list() -> None:
     shared = Shared(ties=((0, 3),), statistics=(1,))
     program = lower(schemes.dapple(4, 2), shared=shared)
-    ends = [[str(a) for a in row[-5:] if not isinstance(a, Compute | Send)] for row in program.actions]
-    assert ends[0] == [*ends[3][:3], "Update stage 0 to version 1"]
-    assert ends[0][:3] == [
+    ends = [[str(a) for a in row[-7:] if not isinstance(a, Compute | Send)] for row in program.actions]
+    assert ends[0] == [*ends[3][:5], "Update stage 0 to version 1"]
+    assert ends[0][:5] == [
         "StartSync tied gradients of stages 0 and 3, period 0",
         "WaitSync tied gradients of stages 0 and 3, period 0",
-        "Agree on loss and norm of period 0",
+        "StartGather loss and norm of period 0",
+        "WaitGather loss and norm of period 0",
+        "Clip of period 0",
     ]
-    assert ends[1] == ["Agree on loss and norm of period 0", "Update stage 1 to version 1"]
+    assert ends[1] == [*ends[0][2:5], "Update stage 1 to version 1"]
     wide = lower(schemes.dapple(4, 2), shared=shared, replicas=2)
     assert [str(a) for a in wide.actions[1][-3:]] == [
         "Update stage 1 to version 1",
@@ -415,7 +424,9 @@ def test_a_literal_program() -> None:
         "StartSync gradients of stage 0, period 0",
         "WaitSync gradients of stage 1, period 0",
         "WaitSync gradients of stage 0, period 0",
-        "Agree on loss and norm of period 0",
+        "StartGather loss and norm of period 0",
+        "WaitGather loss and norm of period 0",
+        "Clip of period 0",
         "Update stage 1 to version 1",
         "Update stage 0 to version 1",
     ]

@@ -6,10 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from counterflow.program.actions import Action, Agree, Compute, Matching, Program, Send, TellLoss
-from counterflow.program.lowering import Shared, lower
+from counterflow.program.actions import (
+    Action,
+    Clip,
+    Compute,
+    DropNonFinite,
+    Matching,
+    Program,
+    Send,
+    StartGather,
+    WaitGather,
+)
+from counterflow.program.lowering import Ends, Shared, lower
 from counterflow.program.rules import AGREED, RULES, Subject, details, require
-from counterflow.program.segments import Segments
+from counterflow.program.segments import steps
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 
@@ -36,13 +46,12 @@ SCHEDULES = [
 ]
 
 
-def repeated(program: Program, steps: int) -> Program:
+def repeated(program: Program, ends: Ends, count: int) -> Program:
     """The lists of so many steps, one after another: each op of step k on version k."""
     schedule = program.schedule
     versions = tuple((0,) for _ in range(schedule.stages))
     once = replace(schedule, workload=replace(schedule.workload, synchronous=False, versions=versions))
-    nothing = replace(program, actions=tuple(() for _ in program.actions))
-    return Segments(once, (program,), (nothing,), update_lag=0, spread=1).program(steps)
+    return steps(replace(program, schedule=once), ends).program(count)
 
 
 @pytest.mark.parametrize("norm", [True, False])
@@ -51,19 +60,24 @@ def repeated(program: Program, steps: int) -> Program:
 def test_steps_one_after_another_break_no_rule(schedule: Schedule, matching: Matching, norm: bool) -> None:
     for replicas in (1, 2):
         shared = Shared(ties=((0, schedule.stages - 1),) if schedule.stages > 1 else (), statistics=(0,))
-        program = lower(schedule, replicas=replicas, matching=matching, shared=shared, norm=norm)
-        whole = repeated(program, 3)
-        assert len(whole.actions[0]) == 3 * len(program.actions[0])
+        ends = Ends(barrier=False, norm=norm)
+        program = lower(schedule, replicas=replicas, matching=matching, shared=shared, ends=ends)
+        whole = repeated(program, ends, 3)
+        assert len(whole.actions[0]) == 3 * len(program.actions[0]) + 2  # what is left after the last step
         require(Subject(whole.schedule, whole), RULES)
 
 
-def test_only_the_agreement_differs() -> None:
+EARLY = StartGather(0, -1, -1)
+GATHERS = StartGather | WaitGather | Clip | DropNonFinite
+
+
+def test_only_the_gather_differs() -> None:
     for schedule in SCHEDULES:
-        late, early = lower(schedule), lower(schedule, norm=False)
+        late, early = lower(schedule), lower(schedule, ends=Ends(barrier=False))
         for one, other in zip(late.actions, early.actions, strict=True):
-            assert Agree(0, norm=False) in other
-            without = [Agree(0) if isinstance(a, Agree) else a for a in other if not isinstance(a, TellLoss)]
-            assert list(one) == without
+            assert EARLY in other
+            mine, theirs = ([a for a in row if not isinstance(a, GATHERS)] for row in (one, other))
+            assert mine == theirs
 
 
 @pytest.mark.parametrize(
@@ -78,11 +92,11 @@ def test_only_the_agreement_differs() -> None:
     ],
     ids=str,
 )
-def test_the_loss_is_told_an_op_after_it_is_made(schedule: Schedule, first: str, last: str) -> None:
+def test_the_loss_is_reported_an_op_after_it_is_made(schedule: Schedule, first: str, last: str) -> None:
     """So that a device has something to run; but not after an op that may wait."""
-    program = lower(schedule, norm=False)
+    program = lower(schedule, ends=Ends(barrier=False))
     for own, expected in zip(program.actions, (first, last), strict=True):
-        told = own.index(TellLoss(0))
+        told = own.index(EARLY)
         assert not isinstance(own[told + 1], Send)
         assert [str(a.op) for a in own[:told] if isinstance(a, Compute)] == expected.split()
 
@@ -93,13 +107,11 @@ def _broken(program: Program, worker: int, actions: list[Action]) -> str:
     return details(AGREED, Subject(program.schedule, replace(program, actions=tuple(rows))))
 
 
-def test_a_loss_that_is_told_too_early_too_late_or_twice_is_found() -> None:
-    program = lower(schemes.dapple(2, 2), norm=False)
+def test_a_loss_that_is_reported_too_early_too_late_or_twice_is_found() -> None:
+    program = lower(schemes.dapple(2, 2), ends=Ends(barrier=False))
     own = list(program.actions[1])
-    rest: list[Action] = [action for action in own if not isinstance(action, TellLoss)]
-    assert "Forward F0.1 comes after the worker told its loss" in _broken(program, 1, [TellLoss(0), *rest])
-    assert "comes after the agreement on it" in _broken(program, 1, [*rest, TellLoss(0)])
-    assert "tells its loss 0 times, expected 1" in _broken(program, 1, rest)
-    assert "tells its loss 2 times, expected 1" in _broken(program, 1, [*own, TellLoss(0)])
-    plain = lower(schemes.dapple(2, 2)).actions[1]
-    assert "tells its loss 1 times, expected 0" in _broken(program, 1, [TellLoss(0), *plain])
+    rest: list[Action] = [action for action in own if action != EARLY]
+    assert "Forward F0.1 comes after the worker reported its loss" in _broken(program, 1, [EARLY, *rest])
+    assert "is not for the gather that is next" in _broken(program, 1, [*rest, EARLY])
+    assert "gather 0 is none on worker 1, StartGather loss of period 0" in _broken(program, 1, rest)
+    assert f"{EARLY} is never waited for" in _broken(program, 1, [*own, EARLY])

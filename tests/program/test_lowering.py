@@ -10,20 +10,25 @@ from counterflow.errors import ConfigError, ScheduleError
 from counterflow.program import lowering, rules
 from counterflow.program.actions import (
     Action,
-    Agree,
+    CallHooks,
+    Clip,
+    ClipStage,
     Compute,
+    DropNonFinite,
     Matching,
     Program,
     Receive,
     Send,
+    StartGather,
     StartSync,
     Summed,
-    TellLoss,
     Update,
+    WaitGather,
     WaitSync,
 )
 from counterflow.program.lowering import (
     AHEAD,
+    Ends,
     Shared,
     freeing,
     lower,
@@ -71,8 +76,11 @@ def test_a_send_follows_its_op_at_once() -> None:
 
 
 def short(action: Action) -> str:
-    """An action in a word: ``F0.0``, sent ``F0.0>1``, received ``F0.0<0``, summed ``+1.0`` until ``=1.0``."""
-    found = "tell"
+    """An action in a word: ``F0.0``, sent ``F0.0>1``, received ``F0.0<0``, summed ``+1.0`` until ``=1.0``.
+
+    A stage is clipped in ``C1.0``. A gather is ``?`` until ``!``, of loss, norm and copies of some periods.
+    """
+    found = "clip"
     match action:
         case Compute(op):
             found = str(op)
@@ -83,13 +91,23 @@ def short(action: Action) -> str:
         case StartSync(stage, period, _, what) | WaitSync(stage, period, _, what):
             kind = {Summed.GRADIENTS: "", Summed.TIED: "tied", Summed.STATISTICS: "stat"}[what]
             found = f"{'+' if isinstance(action, StartSync) else '='}{kind}{stage}.{period}"
-        case Agree(_, norm):
-            found = "norm" if norm else "loss"
+        case StartGather() | WaitGather():
+            named = zip("lnc", action.periods, strict=True)
+            kind = "?" if isinstance(action, StartGather) else "!"
+            found = kind + "".join(f"{what}{period}" for what, period in named if period is not None)
+        case ClipStage(stage, period):
+            found = f"C{stage}.{period}"
+        case DropNonFinite() | CallHooks():
+            found = "drop" if isinstance(action, DropNonFinite) else "hooks"
         case Update(stage, version, frees):
             found = f"U{stage}v{version}" + "".join(f"-{one}" for one in frees)
         case _:
-            assert isinstance(action, TellLoss)
+            assert isinstance(action, Clip)
     return found
+
+
+NORM = "?l0n0 !l0n0 clip"
+"""How loss and norm are gathered with a barrier."""
 
 
 def rows(program: Program) -> list[str]:
@@ -106,22 +124,35 @@ def test_messages_and_sums_of_two_pipes() -> None:
     last = ["B0.0", "B1.0p1"]
     for sync, between in (("eager", ("+1.0 ", " +0.0")), ("end", ("", " +1.0 +0.0"))):
         assert rows(lower(chimera, sync=sync)) == [
-            f"{ops[w]} {between[0]}{last[w]}{between[1]} =1.0 =0.0 norm U1v1-0 U0v1-0" for w in range(2)
+            f"{ops[w]} {between[0]}{last[w]}{between[1]} =1.0 =0.0 {NORM} U1v1-0 U0v1-0" for w in range(2)
         ]
     shared = Shared(ties=((0, 1),), statistics=(0,))
     assert rows(lower(chimera, sync="end", shared=shared)) == [
-        f"{ops[w]} {last[w]} +1.0 +0.0 =1.0 =0.0 +tied0.0 =tied0.0 norm U1v1-0 U0v1-0 +stat0.0 =stat0.0"
+        f"{ops[w]} {last[w]} +1.0 +0.0 =1.0 =0.0 +tied0.0 =tied0.0 {NORM} U1v1-0 U0v1-0 +stat0.0 =stat0.0"
         for w in range(2)
     ]
-    assert rows(lower(schemes.chimera(2, 1), norm=False)) == [
-        "F0.0 F0.0>1 tell B0.1<1 B0.0 +1.0 +0.0 =0.0 =1.0 loss U0v1-0 U1v1-0",
-        "F0.0<0 F0.1 B0.1 B0.1>0 tell +1.0 +0.0 =0.0 =1.0 loss U0v1-0 U1v1-0",
+    assert rows(lower(schemes.chimera(2, 1), ends=Ends(barrier=False))) == [
+        "F0.0 F0.0>1 ?l0n-1c-1 B0.1<1 B0.0 +1.0 +0.0 =0.0 =1.0 !l0n-1c-1 drop U0v1-0 U1v1-0",
+        "F0.0<0 F0.1 B0.1 B0.1>0 ?l0n-1c-1 +1.0 +0.0 =0.0 =1.0 !l0n-1c-1 drop U0v1-0 U1v1-0",
     ]
+
+
+def test_how_a_step_ends() -> None:
+    """Loss l, norm n and copies c are gathered of the step at hand, or of the one before."""
+
+    def ending(ends: Ends) -> str:
+        return " ".join(map(short, lower(schemes.dapple(1, 1), ends=ends).actions[0][2:]))
+
+    assert ending(Ends()) == "?l0n0 !l0n0 clip U0v1-0"
+    assert ending(Ends(hooks=True)) == "?l0 !l0 hooks ?n0 !n0 clip U0v1-0"
+    assert ending(Ends(barrier=False, norm=True)) == "?l0n0c-1 !l0n0c-1 clip U0v1-0"
+    assert ending(Ends(barrier=False)) == "?l0n-1c-1 !l0n-1c-1 drop U0v1-0"
+    assert ending(Ends(barrier=False, hooks=True)) == "?l0n-1c-1 !l0n-1c-1 hooks drop U0v1-0"
 
 
 def test_receives_by_order_and_by_tag() -> None:
     dapple = schemes.dapple(3, 2)
-    ends = [f"norm U{stage}v1-0" for stage in range(3)]
+    ends = [f"{NORM} U{stage}v1-0" for stage in range(3)]
     assert rows(lower(dapple)) == [
         f"F0.0 F0.0>1 F1.0 F1.0>1 B0.1<1 B1.1<1 B0.0 B1.0 {ends[0]}",
         f"F0.0<0 F1.0<0 F0.1 F0.1>2 F1.1 F1.1>2 B0.2<2 B1.2<2 B0.1 B0.1>0 B1.1 B1.1>0 {ends[1]}",
@@ -137,28 +168,30 @@ def test_receives_by_order_and_by_tag() -> None:
 def test_without_a_flush_an_update_follows_its_backward_or_its_sum() -> None:
     pipedream = schemes.pipedream(2, periods=2)
     assert rows(lower(pipedream)) == [
-        "F0.0 F0.0>1 F1.0 F1.0>1 B0.1<1 B1.1v1<1 B0.0 U0v1 B1.0 U0v2-0-1",
-        "F0.0<0 F0.1 F1.0<0 B0.1 B0.1>0 U1v1-0 F1.1v1 B1.1v1 B1.1v1>0 U1v2-1",
+        "F0.0 F0.0>1 F1.0 F1.0>1 B0.1<1 B1.1v1<1 B0.0 C0.0 U0v1 B1.0 C0.1 U0v2-0-1",
+        "F0.0<0 F0.1 F1.0<0 B0.1 B0.1>0 C1.0 U1v1-0 F1.1v1 B1.1v1 B1.1v1>0 C1.1 U1v2-1",
     ]
     assert rows(lower(pipedream, replicas=2)) == [
-        "F0.0 F0.0>1 F1.0 F1.0>1 B0.1<1 B1.1v1<1 B0.0 +0.0 =0.0 U0v1 B1.0 +0.1 =0.1 U0v2-0-1",
-        "F0.0<0 F0.1 F1.0<0 B0.1 B0.1>0 +1.0 =1.0 U1v1-0 F1.1v1 B1.1v1 B1.1v1>0 +1.1 =1.1 U1v2-1",
+        "F0.0 F0.0>1 F1.0 F1.0>1 B0.1<1 B1.1v1<1 B0.0 +0.0 =0.0 C0.0 U0v1 B1.0 +0.1 =0.1 C0.1 U0v2-0-1",
+        "F0.0<0 F0.1 F1.0<0 B0.1 B0.1>0 +1.0 =1.0 C1.0 U1v1-0 F1.1v1 B1.1v1 B1.1v1>0 +1.1 =1.1 C1.1 U1v2-1",
     ]
 
 
 def test_an_update_without_a_sum_is_at_once_and_with_one_before_its_first_user() -> None:
     two = schemes.pipedream_2bw(2, 2, periods=3)
     assert rows(lower(two)) == [
-        "F0.0 F0.0>1 F1.0 F1.0>1 B0.1<1 B0.0 F2.0 F2.0>1 B1.1<1 B1.0 U0v1 F3.0 F3.0>1 B2.1<1 B2.0 "
-        "F4.0v1 F4.0v1>1 B3.1<1 B3.0 U0v2-0 F5.0v1 F5.0v1>1 B4.1v1<1 B5.1v1<1 B4.0v1 B5.0v1 U0v3-1-2",
-        "F0.0<0 F0.1 F1.0<0 B0.1 B0.1>0 F1.1 F2.0<0 B1.1 B1.1>0 U1v1 F2.1 F3.0<0 B2.1 B2.1>0 F3.1 F4.0v1<0 "
-        "B3.1 B3.1>0 U1v2-0 F4.1v1 F5.0v1<0 B4.1v1 B4.1v1>0 F5.1v1 B5.1v1 B5.1v1>0 U1v3-1-2",
+        "F0.0 F0.0>1 F1.0 F1.0>1 B0.1<1 B0.0 F2.0 F2.0>1 B1.1<1 B1.0 C0.0 U0v1 F3.0 F3.0>1 B2.1<1 B2.0 "
+        "F4.0v1 F4.0v1>1 B3.1<1 B3.0 C0.1 U0v2-0 F5.0v1 F5.0v1>1 B4.1v1<1 B5.1v1<1 B4.0v1 B5.0v1 C0.2 "
+        "U0v3-1-2",
+        "F0.0<0 F0.1 F1.0<0 B0.1 B0.1>0 F1.1 F2.0<0 B1.1 B1.1>0 C1.0 U1v1 F2.1 F3.0<0 B2.1 B2.1>0 F3.1 "
+        "F4.0v1<0 B3.1 B3.1>0 C1.1 U1v2-0 F4.1v1 F5.0v1<0 B4.1v1 B4.1v1>0 F5.1v1 B5.1v1 B5.1v1>0 C1.2 "
+        "U1v3-1-2",
     ]
     first, _ = rows(lower(two, replicas=2))
     assert first == (
-        "F0.0 F0.0>1 F1.0 F1.0>1 B0.1<1 B0.0 F2.0 F2.0>1 B1.1<1 B1.0 +0.0 F3.0 F3.0>1 B2.1<1 =0.0 U0v1 B2.0 "
-        "F4.0v1 F4.0v1>1 B3.1<1 B3.0 +0.1 F5.0v1 F5.0v1>1 B4.1v1<1 B5.1v1<1 =0.1 U0v2-0 B4.0v1 B5.0v1 "
-        "+0.2 =0.2 U0v3-1-2"
+        "F0.0 F0.0>1 F1.0 F1.0>1 B0.1<1 B0.0 F2.0 F2.0>1 B1.1<1 B1.0 +0.0 F3.0 F3.0>1 B2.1<1 =0.0 C0.0 U0v1 "
+        "B2.0 F4.0v1 F4.0v1>1 B3.1<1 B3.0 +0.1 F5.0v1 F5.0v1>1 B4.1v1<1 B5.1v1<1 =0.1 C0.1 U0v2-0 "
+        "B4.0v1 B5.0v1 +0.2 =0.2 C0.2 U0v3-1-2"
     )
 
 
@@ -166,8 +199,8 @@ def test_a_copy_that_no_micro_batch_passes_takes_part_at_the_end() -> None:
     workload = plain(bidirectional(2), 1, periods=1, version=lambda _, period: period)
     orders = tuple(tuple(op for op in workload.ops() if op.stage == stage) for stage in range(2))
     assert rows(lower(Schedule("mine", (), workload, orders))) == [
-        "F0.0 F0.0>1 B0.1<1 B0.0 +0.0 +1.0 =0.0 U0v1-0 =1.0 U1v1-0",
-        "F0.0<0 F0.1 B0.1 B0.1>0 +0.0 +1.0 =0.0 U0v1-0 =1.0 U1v1-0",
+        "F0.0 F0.0>1 B0.1<1 B0.0 +0.0 +1.0 =0.0 C0.0 U0v1-0 =1.0 C1.0 U1v1-0",
+        "F0.0<0 F0.1 B0.1 B0.1>0 +0.0 +1.0 =0.0 C0.0 U0v1-0 =1.0 C1.0 U1v1-0",
     ]
 
 
@@ -176,14 +209,14 @@ def test_sums_of_tied_weights_and_of_statistics_are_of_those_who_hold_them() -> 
     ops = ["F0.0 F0.0>1 B0.1<1 B0.0", "F0.0<0 F0.1 F0.1>2 B0.2<2 B0.1 B0.1>0", "F0.1<1 F0.2 B0.2 B0.2>1"]
     tied = "+tied0.0 =tied0.0"
     assert rows(lower(dapple, shared=shared)) == [
-        f"{ops[0]} {tied} norm U0v1-0",
-        f"{ops[1]} norm U1v1-0",
-        f"{ops[2]} {tied} norm U2v1-0",
+        f"{ops[0]} {tied} {NORM} U0v1-0",
+        f"{ops[1]} {NORM} U1v1-0",
+        f"{ops[2]} {tied} {NORM} U2v1-0",
     ]
     assert rows(lower(dapple, replicas=2, shared=shared)) == [
-        f"{ops[0]} +0.0 =0.0 {tied} norm U0v1-0",
-        f"{ops[1]} +1.0 =1.0 norm U1v1-0 +stat1.0 =stat1.0",
-        f"{ops[2]} +2.0 =2.0 {tied} norm U2v1-0",
+        f"{ops[0]} +0.0 =0.0 {tied} {NORM} U0v1-0",
+        f"{ops[1]} +1.0 =1.0 {NORM} U1v1-0 +stat1.0 =stat1.0",
+        f"{ops[2]} +2.0 =2.0 {tied} {NORM} U2v1-0",
     ]
     last = lower(dapple, shared=shared).actions[2]
     assert last[4] == StartSync(0, 0, (0, 2), Summed.TIED, (2,))
@@ -224,7 +257,7 @@ def test_receives_where_some_are_early_enough_already() -> None:
     assert rows(lower(schemes.v_min(2, 4), matching=Matching.TAG))[1] == (
         "F0.0<0 F1.0<0 F0.1 I0.3<0 F0.2 F2.0<0 F0.2>0 F1.1 F1.2 F1.2>0 I0.2 I1.3<0 I0.1 I0.1>0 W0.2 F2.1 "
         "I1.2 I1.1 F3.0<0 I1.1>0 W0.1 I2.3<0 F2.2 F2.2>0 W1.2 F3.1 I2.2 I2.1 I2.1>0 W1.1 I3.3<0 F3.2 F3.2>0 "
-        "W2.2 W2.1 I3.2 I3.1 I3.1>0 W3.2 W3.1 norm U2v1-0 U1v1-0"
+        "W2.2 W2.1 I3.2 I3.1 I3.1>0 W3.2 W3.1 ?l0n0 !l0n0 clip U2v1-0 U1v1-0"
     )
 
 
@@ -247,13 +280,13 @@ def test_every_pass_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     ]
     updated = [rule.name for rule in (rules.VERSIONS, rules.SYNCS, rules.SUMS, rules.AGREED)]
-    lower(schemes.chimera(2, 1), norm=False)
+    lower(schemes.chimera(2, 1), ends=Ends(barrier=False))
     assert checked == [
         ("chimera", 0, [rules.PLACED.name]),
         ("chimera", 4, traffic),  # F0.0, its send, a receive and B0.0
         ("chimera", 6, traffic),  # and two sums
-        ("chimera", 11, [*traffic, *updated]),  # two waits, the agreement and two updates
-        ("chimera", 12, [*traffic, rules.AGREED.name]),  # and the loss
+        ("chimera", 13, [*traffic, *updated]),  # two waits, a gather, clipping and two updates
+        ("chimera", 13, [*traffic, rules.AGREED.name]),  # the gather starts earlier
     ]
     checked.clear()
     lower(schemes.chimera(2, 1), recheck=False)

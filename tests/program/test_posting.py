@@ -8,7 +8,7 @@ import pytest
 
 from counterflow.program.actions import Program
 from counterflow.program.check import inspect
-from counterflow.program.lowering import lower, lower_evaluation
+from counterflow.program.lowering import Ends, lower, lower_evaluation
 from counterflow.program.posting import Posting, settle
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
@@ -87,8 +87,8 @@ def test_whatever_is_wanted_early_all_ends(seed: int) -> None:
 )
 def test_rings_end_in_every_mode(schedule: Schedule) -> None:
     for sync in Sync:
-        for norm in (True, False):
-            ends(schedule, lower(schedule, replicas=2, sync=sync, norm=norm))
+        for barrier in (True, False):
+            ends(schedule, lower(schedule, replicas=2, sync=sync, ends=Ends(barrier)))
     evaluation = lower_evaluation(schedule)
     ends(evaluation.schedule, evaluation)
 

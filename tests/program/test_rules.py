@@ -11,17 +11,20 @@ from counterflow.errors import DeadlockError, ScheduleError
 from counterflow.program import rules
 from counterflow.program.actions import (
     Action,
+    Clip,
     Compute,
+    DropNonFinite,
     Matching,
     Program,
     Receive,
+    StartGather,
     StartSync,
     Summed,
-    TellLoss,
     Update,
+    WaitGather,
     WaitSync,
 )
-from counterflow.program.lowering import Shared, lower
+from counterflow.program.lowering import Ends, Shared, lower
 from counterflow.program.rules import Rule, Subject
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Op, OpKind, Schedule, SkipLink
@@ -265,7 +268,7 @@ def test_a_version_that_is_not_there() -> None:
     place = early.actions[0].index(Compute(op("B2.0v1")))
     assert said(rules.VERSIONS, PIPEDREAM, early) == [
         f"worker 0, action {place}: Backward B2.0v1: version 1 of stage 0 is not there, only 2",
-        f"worker 0, action {place + 1}: Update stage 0 to version 3: frees (1,), of which some are not there",
+        f"worker 0, action {place + 2}: Update stage 0 to version 3: frees (1,), of which some are not there",
     ]
 
 
@@ -283,29 +286,31 @@ def test_updates_follow_each_other_and_each_is_made_once() -> None:
     assert [str(a) for a in program.actions[0]] == [
         "Forward F0.0",
         "Backward B0.0",
+        "Clip stage 0, period 0",
         "Update stage 0 to version 1",
         "Forward F1.0v1",
         "Backward B1.0v1",
+        "Clip stage 0, period 1",
         "Update stage 0 to version 2",
     ]
     skipped = rewritten(program, 0, instead("Update stage 0 to version 2", Update(0, 3, (1,))))
     assert said(rules.VERSIONS, schedule, skipped) == [
-        "worker 0, action 5: Update stage 0 to version 3: expected an update of version 1"
+        "worker 0, action 7: Update stage 0 to version 3: expected an update of version 1"
     ]
     again = rewritten(program, 0, instead("Update stage 0 to version 2", Update(0, 1, ())))
     assert said(rules.VERSIONS, schedule, again) == [
-        "worker 0, action 5: Update stage 0 to version 1: expected an update of version 1"
+        "worker 0, action 7: Update stage 0 to version 1: expected an update of version 1"
     ]
     kept = rewritten(program, 0, instead("Update stage 0 to version 1", Update(0, 1, ())))
     remade = rewritten(kept, 0, instead("Update stage 0 to version 2", Update(0, 1, ())))
     assert said(rules.VERSIONS, schedule, remade) == [
-        "worker 0, action 5: Update stage 0 to version 1: expected an update of version 1"
+        "worker 0, action 7: Update stage 0 to version 1: expected an update of version 1"
     ]
     more = rewritten(program, 0, lambda actions: actions.append(Update(0, 3, (2,))))
     assert said(rules.VERSIONS, schedule, more) == ["worker 0: 3 updates of stage 0, expected 2"]
     absent = rewritten(program, 0, instead("Update stage 0 to version 2", Update(0, 2, (0, 1))))
     assert said(rules.VERSIONS, schedule, absent) == [
-        "worker 0, action 5: Update stage 0 to version 2: frees (0, 1), of which some are not there"
+        "worker 0, action 7: Update stage 0 to version 2: frees (0, 1), of which some are not there"
     ]
 
 
@@ -413,35 +418,99 @@ def test_sums_of_other_things_are_no_gradient_syncs() -> None:
 # -- the agreement
 
 
-def test_nothing_of_the_gradients_comes_after_the_agreement() -> None:
+START, WAIT, CLIP = (
+    "StartGather loss and norm of period 0",
+    "WaitGather loss and norm of period 0",
+    "Clip of period 0",
+)
+EARLY = Ends(barrier=False)
+REPORT, KNOW = (f"{what}Gather loss of period 0, norm and copies of period -1" for what in ("Start", "Wait"))
+
+
+def test_nothing_of_the_gradients_comes_after_the_gather() -> None:
     schedule = schemes.chimera(2, 2)
     program = lower(schedule, sync="end", shared=Shared(statistics=(0,)))
-    agree = "Agree on loss and norm of period 0"
-    for text in ("WaitSync gradients of stage 0, period 0", "Backward B0.0"):
-        late = rewritten(program, 0, moved(text, "Update stage 1 to version 1"))
-        place = at(list(late.actions[0]), text)
-        assert said(rules.AGREED, schedule, late) == [
-            f"worker 0, action {place}: {text} comes after the agreement on loss and norm"
-        ]
     assert said(rules.AGREED, schedule, program) == []  # statistics may
-    early = rewritten(program, 0, moved("Update stage 1 to version 1", agree))
-    place = at(list(early.actions[0]), "Update stage 1 to version 1")
-    assert said(rules.AGREED, schedule, early) == [
-        f"worker 0, action {place}: Update stage 1 to version 1 comes before the agreement on loss and norm"
-    ]
+    for text in ("WaitSync gradients of stage 0, period 0", "Backward B0.0"):
+        for place in ("Update stage 1 to version 1", WAIT):
+            late = rewritten(program, 0, moved(text, place))
+            assert said(rules.AGREED, schedule, late) == [
+                f"worker 0, action {at(list(late.actions[0]), text)}: {text} "
+                "comes after the worker reported its norm"
+            ]
+        early = lower(schedule, sync="end", ends=EARLY)
+        late = rewritten(early, 0, moved(text, "Update stage 1 to version 1"))
+        assert said(rules.AGREED, schedule, late) == [
+            f"worker 0, action {at(list(late.actions[0]), text)}: {text} comes after the gather of the loss"
+        ]
+    tied = lower(schedule, shared=Shared(ties=((0, 1),)))
+    assert said(rules.AGREED, schedule, tied) == []
 
 
-def test_there_is_one_agreement_on_each_worker() -> None:
+def test_updates_come_after_clipping_and_that_after_all_gathers() -> None:
     schedule = schemes.dapple(2, 2)
-    agree = "Agree on loss and norm of period 0"
-    twice = rewritten(lower(schedule), 0, doubled(agree))
-    assert said(rules.AGREED, schedule, twice) == ["worker 0: 2 agreements on loss and norm, expected 1"]
-    both = rewritten(twice, 1, without(agree))
-    assert said(rules.AGREED, schedule, both) == [
-        "worker 0: 2 agreements on loss and norm, expected 1",
-        "worker 1: 0 agreements on loss and norm, expected 1",
+    update = "Update stage 0 to version 1"
+    hasty = rewritten(lower(schedule), 0, moved(update, CLIP))
+    place = at(list(hasty.actions[0]), update)
+    assert said(rules.AGREED, schedule, hasty) == [
+        f"worker 0, action {place}: {update} comes before the gradients are clipped"
     ]
-    assert said(rules.AGREED, PIPEDREAM, ALONE) == []  # there is none without a flush
+    early = rewritten(lower(schedule), 0, moved(CLIP, WAIT))
+    assert said(rules.AGREED, schedule, early) == [
+        f"worker 0, action {at(list(early.actions[0]), WAIT)}: {WAIT} comes after the gradients are clipped"
+    ]
+
+
+def test_the_loss_is_gathered_and_gradients_are_clipped_once() -> None:
+    schedule = schemes.dapple(2, 2)
+
+    def twice(actions: list[Action]) -> None:
+        actions[at(actions, CLIP) : at(actions, CLIP)] = [StartGather(0, 0), WaitGather(0, 0)]
+
+    program = rewritten(rewritten(lower(schedule), 0, twice), 1, twice)
+    assert said(rules.AGREED, schedule, program) == [
+        f"worker {worker}: gathers the loss 2 times, the norm 2 times and clips 1 times, expected 1, 1 and 1"
+        for worker in range(2)
+    ]
+    uncut = rewritten(lower(schedule), 1, without(CLIP))
+    assert said(rules.AGREED, schedule, uncut) == [
+        "worker 1: gathers the loss 1 times, the norm 1 times and clips 0 times, expected 1, 0 and 1"
+    ]
+    assert said(rules.AGREED, PIPEDREAM, ALONE) == []  # there is no such end without a flush
+
+
+def test_who_clips_by_the_norm_has_gathered_it() -> None:
+    schedule = schemes.dapple(1, 1)
+    program = lower(schedule)
+
+    def instead(action: Action) -> Callable[[list[Action]], None]:
+        def change(actions: list[Action]) -> None:
+            actions[at(actions, CLIP)] = action
+
+        return change
+
+    dropped = rewritten(program, 0, instead(DropNonFinite(0)))
+    assert said(rules.AGREED, schedule, dropped) == [
+        "worker 0: gathers the loss 1 times, the norm 1 times and clips 1 times, expected 1, 0 and 1"
+    ]
+    early = lower(schedule, ends=EARLY)
+    clipped = rewritten(early, 0, lambda actions: actions.__setitem__(-2, Clip(0)))
+    assert said(rules.AGREED, schedule, clipped) == [
+        "worker 0: gathers the loss 1 times, the norm 0 times and clips 1 times, expected 1, 1 and 1"
+    ]
+    assert said(rules.AGREED, schedule, lower(schedule, ends=Ends(hooks=True))) == []
+
+
+def test_all_workers_gather_the_same_in_one_order() -> None:
+    schedule = schemes.dapple(2, 2)
+    silent = rewritten(rewritten(lower(schedule), 1, without(START)), 1, without(WAIT))
+    assert said(rules.AGREED, schedule, silent)[0] == f"gather 0 is none on worker 1, {START} on worker 0"
+    other = rewritten(lower(schedule), 0, lambda actions: actions.insert(0, StartGather(copies=-1)))
+    assert said(rules.AGREED, schedule, other) == [
+        f"worker 0, action {at(list(other.actions[0]), WAIT)}: {WAIT} is not for the gather that is next",
+        f"worker 0: {START} is never waited for",
+        f"gather 0 is {START} on worker 1, StartGather copies of period -1 on worker 0",
+    ]
 
 
 def test_a_wait_for_a_sum_that_is_never_started() -> None:
@@ -454,28 +523,21 @@ def test_a_wait_for_a_sum_that_is_never_started() -> None:
     ]
 
 
-def test_the_loss_is_told_once_when_all_of_it_is_there() -> None:
+def test_the_loss_is_reported_when_all_of_it_is_there() -> None:
     schedule = schemes.dapple(2, 2)
-    early = lower(schedule, norm=False)
-    tell, agree = "TellLoss of period 0", "Agree on loss of period 0"
+    early = lower(schedule, ends=EARLY)
     assert said(rules.AGREED, schedule, early) == []
-    untold = rewritten(early, 1, without(tell))
-    assert said(rules.AGREED, schedule, untold) == ["worker 1: tells its loss 0 times, expected 1"]
-    twice = rewritten(early, 1, doubled(tell))
-    assert said(rules.AGREED, schedule, twice) == ["worker 1: tells its loss 2 times, expected 1"]
-    needless = rewritten(lower(schedule), 0, lambda actions: actions.insert(0, TellLoss(0)))
-    assert said(rules.AGREED, schedule, needless) == ["worker 0: tells its loss 1 times, expected 0"]
-    hasty = rewritten(early, 1, moved(tell, "Forward F1.1"))
+    hasty = rewritten(early, 1, moved(REPORT, "Forward F1.1"))
     place = at(list(hasty.actions[1]), "Forward F1.1")
     assert said(rules.AGREED, schedule, hasty) == [
-        f"worker 1, action {place}: Forward F1.1 comes after the worker told its loss"
+        f"worker 1, action {place}: Forward F1.1 comes after the worker reported its loss"
     ]
     # Forwards of other stages make no loss.
-    assert said(rules.AGREED, schedule, rewritten(early, 0, moved(tell, "Forward F0.0"))) == []
-    slow = rewritten(early, 1, swapped(tell, agree))
-    place = at(list(slow.actions[1]), tell)
+    assert said(rules.AGREED, schedule, rewritten(early, 0, moved(REPORT, "Forward F0.0"))) == []
+    slow = rewritten(early, 1, swapped(REPORT, KNOW))
+    place = at(list(slow.actions[1]), KNOW)
     lines = said(rules.AGREED, schedule, slow)
-    assert lines[-1] == f"worker 1, action {place}: {tell} comes after the agreement on it"
+    assert lines[0] == f"worker 1, action {place}: {KNOW} is not for the gather that is next"
 
 
 # -- messages
@@ -523,9 +585,7 @@ def test_a_send_follows_its_op_and_a_receive_comes_before_the_op_that_needs_it()
     assert said(rules.MESSAGES, schedule, hasty) == [
         "worker 0, action 0: SendActivation F0.0 to worker 1 comes before F0.0 is computed"
     ]
-    late = rewritten(
-        program, 0, moved("ReceiveGradient B1.1 from worker 1", "Agree on loss and norm of period 0")
-    )
+    late = rewritten(program, 0, moved("ReceiveGradient B1.1 from worker 1", START))
     place = at(list(late.actions[0]), "ReceiveGradient B1.1 from worker 1")
     assert said(rules.MESSAGES, schedule, late) == [
         f"worker 0, action {place}: ReceiveGradient B1.1 from worker 1 is after B1.0, which needs it"

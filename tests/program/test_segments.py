@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterflow.errors import ConfigError, ScheduleError
-from counterflow.program.actions import Compute, Update
+from counterflow.program.actions import Compute, StartGather, Update, WaitGather
 from counterflow.program.segments import Segments, segments, shifted
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
@@ -44,8 +44,31 @@ def test_2bw_segments_as_drawn() -> None:
     ]
     assert found.last == 2
     assert found.periods_in_flight == 2
-    last = [str(action) for action in found.drains[2].actions[0]]
-    assert last[-2:] == ["Backward B5.0v1", "Update stage 0 to version 3"]
+    assert [str(action) for action in found.drains[2].actions[0]][-9:] == [
+        "Backward B5.0v1",
+        "Clip stage 0, period 2",
+        "Update stage 0 to version 3",
+        "StartGather loss, norm and copies of period 2",
+        *(f"WaitGather loss, norm and copies of period {period}" for period in range(-2, 3)),
+    ]
+
+
+def test_who_waits_for_a_gather_does_not_wait_for_another_worker() -> None:
+    """A step waits for what the slowest worker has reported by then, of short periods several at once."""
+    for schedule, together, late in (
+        (schemes.pipedream_2bw(2, 8), 1, 2),
+        (schemes.pipedream_2bw(2, 2), 4, 5),
+        (schemes.pipedream(3), 8, 10),
+    ):
+        found = segments(schedule)
+        assert found.together == together
+        for actions in found.steady[-1].actions:
+            start, wait = actions[-2:]
+            assert isinstance(start, StartGather)
+            assert isinstance(wait, WaitGather)
+            assert wait.loss == found.last - late
+            assert start.loss is not None
+            assert start.loss - wait.loss >= together
 
 
 @settings(max_examples=50)

@@ -14,15 +14,13 @@ import pytest
 
 from counterflow.errors import ConfigError
 from counterflow.program.actions import (
-    Agree,
     Compute,
     Matching,
     Program,
-    Receive,
     Send,
     StartSync,
     Summed,
-    Update,
+    WaitGather,
     WaitSync,
 )
 from counterflow.program.lowering import Shared
@@ -85,12 +83,12 @@ class Player:
                 self.started[action, worker] = self.now[worker]
             case WaitSync():
                 return self._sum(worker, action.start)
-            case Agree():
+            case WaitGather():
                 self.reached.setdefault(worker, self.now[worker])
                 if len(self.reached) < len(self.now):
                     return False
                 self.now[worker] = max(self.reached.values()) + self.costs.agreement
-            case Receive() | Update():
+            case _:
                 pass
         return True
 

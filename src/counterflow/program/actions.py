@@ -116,27 +116,89 @@ class WaitSync:
 
 
 @dataclass(frozen=True, slots=True)
-class TellLoss:
-    """Begin to tell all workers of all groups this worker's part of the period's loss; does not wait."""
+class _Gather:
+    """What is gathered from all workers of all groups: what each one knows of some periods.
 
-    period: int
+    ``loss`` is the period of whose loss each gives its part, ``norm`` the one of whose gradient norm, and
+    ``copies`` the one after which what it holds of stages with copies is compared. None: of no period. Of a
+    period before the first one nothing is gathered.
+    """
+
+    loss: int | None = None
+    norm: int | None = None
+    copies: int | None = None
+
+    @property
+    def periods(self) -> tuple[int | None, int | None, int | None]:
+        """Of loss, norm and copies."""
+        return self.loss, self.norm, self.copies
+
+    @property
+    def early(self) -> bool:
+        """Whether it starts before the gradients of the period of its loss are there."""
+        return self.loss is not None and self.norm is not None and self.norm < self.loss
 
     def __str__(self) -> str:
-        return f"TellLoss of period {self.period}"
+        named = {"loss": self.loss, "norm": self.norm, "copies": self.copies}
+        found = []
+        for period in sorted({each for each in self.periods if each is not None}, reverse=True):
+            *others, last = (what for what, its in named.items() if its == period)
+            found.append(f"{', '.join(others)}{' and ' if others else ''}{last} of period {period}")
+        return f"{type(self).__name__} {', '.join(found)}"
 
 
 @dataclass(frozen=True, slots=True)
-class Agree:
-    """Hear from all workers of all groups the period's loss and gradient norm; then clip by the norm.
+class StartGather(_Gather):
+    """Begin to gather; does not wait."""
 
-    Without ``norm`` only the loss is waited for, which ``TellLoss`` told.
-    """
+
+@dataclass(frozen=True, slots=True)
+class WaitGather(_Gather):
+    """Wait for what the ``StartGather`` of the same fields began."""
+
+    @property
+    def start(self) -> StartGather:
+        """What began the gather."""
+        return StartGather(*self.periods)
+
+
+@dataclass(frozen=True, slots=True)
+class _OfAllStages:
+    """What is done to a period's gradients of all stages of the worker."""
 
     period: int
-    norm: bool = True
 
     def __str__(self) -> str:
-        return f"Agree on loss{' and norm' if self.norm else ''} of period {self.period}"
+        return f"{type(self).__name__} of period {self.period}"
+
+
+class CallHooks(_OfAllStages):
+    """Divide the gradients, and let hooks see them."""
+
+
+class Clip(_OfAllStages):
+    """Divide the gradients, and clip them by the norm that was gathered."""
+
+
+class DropNonFinite(_OfAllStages):
+    """Divide the gradients, and make all of them zeros if one is not finite.
+
+    Their norm is measured where they are: the host reads it later.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class ClipStage:
+    """Divide a stage's gradients of a period, let hooks see them, and clip them by their own norm.
+
+    That is done where they are: the host reads the norm later. They become zeros if one is not finite.
+    """
+
+    stage: int
+    period: int
+
+    def __str__(self) -> str:
+        return f"Clip stage {self.stage}, period {self.period}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +218,10 @@ class Update:
 
 Message = Send | Receive
 SyncAction = StartSync | WaitSync
-Action = Compute | Message | SyncAction | TellLoss | Agree | Update
+GatherAction = StartGather | WaitGather
+GradientAction = CallHooks | Clip | DropNonFinite | ClipStage
+"""What makes of summed gradients those that an update takes."""
+Action = Compute | Message | SyncAction | GatherAction | GradientAction | Update
 
 
 def named(message: Message) -> str:

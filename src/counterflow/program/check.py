@@ -9,7 +9,7 @@ from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Sync
 
 from .actions import Matching, Program
-from .lowering import NOTHING_SHARED, OpTimes, Shared, lower
+from .lowering import NOTHING_SHARED, WITH_A_BARRIER, Ends, OpTimes, Shared, lower
 from .rules import RULES, Subject, details, require
 
 
@@ -94,7 +94,7 @@ def checked_program(
     times: OpTimes | None = None,
     matching: Matching = Matching.ORDER,
     shared: Shared = NOTHING_SHARED,
-    norm: bool = True,
+    ends: Ends = WITH_A_BARRIER,
 ) -> Program:
     """The action lists of a schedule that may be hand-made; see ``lower`` for the arguments.
 
@@ -111,5 +111,5 @@ def checked_program(
         times=times,
         matching=matching,
         shared=shared,
-        norm=norm,
+        ends=ends,
     )

@@ -1,13 +1,13 @@
-"""Updates that wait for the loss alone, for steps without a barrier: each worker tells its part early.
+"""Losses that are reported early, for steps without a barrier whose updates wait for no norm.
 
-What can tell of the loss are the workers with the last stage; they tell it an op after their last forward of
+What can report the loss are the workers with the last stage; they report it an op after their last forward of
 it, if that op waits for no message, so that a device has something to run while its host reads the loss. All
-others tell after their first op: what is left to read of the period before is then there, and likewise. A
+others report after their first op: what is left to read of the period before is then there, and likewise. A
 worker ends its ops of a period only after the loss of each of its micro-batches is made, because their
-backwards come from there. So whoever comes to the agreement waits for no op of another worker, but for what
+backwards come from there. So whoever waits for the gather waits for no op of another worker, but for what
 already had to happen; and yet no weight changes before the loss of the whole mini-batch is known.
 
-Invariant: nothing but the agreement changes its place in who waits for whom.
+Invariant: nothing but the gather changes its place in who waits for whom.
 
 Steps follow each other without a barrier as the same lists one after another. That is safe because each of
 them ends if it runs alone: a play in which all workers end one step before any begins the next is a play of
@@ -22,30 +22,33 @@ from dataclasses import replace
 
 from counterflow.schedule.ir import Product
 
-from .actions import Action, Agree, Compute, Program, Send, TellLoss
+from .actions import Action, Compute, Program, Send, StartGather
 
 
 def with_early_loss(program: Program) -> Program:
-    """The same program with updates that wait for no norm.
+    """The same program with its gather started as soon as the loss is there.
 
-    >>> from counterflow.program.lowering import lower
+    >>> from counterflow.program.lowering import Ends, lower
     >>> from counterflow.schedule.schemes import dapple
-    >>> program = lower(dapple(stages=2, micro_batches=1), norm=False)
+    >>> program = lower(dapple(stages=2, micro_batches=1), ends=Ends(barrier=False))
     >>> print(*program.actions[1], sep="; ")
-    ReceiveActivation F0.0 from worker 0; Forward F0.1; Backward B0.1; \
-SendGradient B0.1 to worker 0; TellLoss of period 0; Agree on loss of period 0; Update stage 1 to version 1
+    ReceiveActivation F0.0 from worker 0; Forward F0.1; Backward B0.1; SendGradient B0.1 to worker 0; \
+StartGather loss of period 0, norm and copies of period -1; \
+WaitGather loss of period 0, norm and copies of period -1; DropNonFinite of period 0; \
+Update stage 1 to version 1
     """
     last = program.schedule.stages - 1
     lists: list[tuple[Action, ...]] = []
     for actions in program.actions:
-        row = [replace(a, norm=False) if isinstance(a, Agree) else a for a in actions]
-        row.insert(_when_told(row, last), TellLoss(0))
+        row = list(actions)
+        start = next(index for index, action in enumerate(row) if isinstance(action, StartGather))
+        row.insert(_when_reported(row, last), row.pop(start))
         lists.append(tuple(row))
     return replace(program, actions=tuple(lists))
 
 
-def _when_told(actions: Sequence[Action], last: int) -> int:
-    """Where a worker tells: after an op and what is sent of it."""
+def _when_reported(actions: Sequence[Action], last: int) -> int:
+    """Where a worker reports its loss: after an op and what is sent of it."""
     ops = [(index, action.op) for index, action in enumerate(actions) if isinstance(action, Compute)]
     made = [at for at, (_, op) in enumerate(ops) if op.kind.gives is Product.OUTPUT and op.stage == last]
     at = made[-1] if made else 0

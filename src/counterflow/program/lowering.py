@@ -3,9 +3,12 @@
 1. ``with_messages``: every op as a compute action, a send right after each op whose product another
    worker needs, and its receive early on the other side (Hanayo section 4.2).
 2. ``with_syncs``: gradient syncs started as the mode says.
-3. ``with_updates``: waits for the syncs, sums of tied weights, the agreement on loss and norm, updates with
-   the weight versions each one frees, averages of running statistics.
+3. ``with_updates``: waits for the syncs, sums of tied weights, the gather of loss and norm, clipping, updates
+   with the weight versions each one frees, averages of running statistics.
 4. ``with_early_loss``, where updates shall not wait for the norm.
+
+With a barrier, without one and without a flush are three lowerings of these actions (the last one is cut in
+``segments.py``); what runs them does not ask which it is.
 
 This is the only place where a list is made or ordered: what comes out is proved, timed and run as it stands.
 After each pass the rules of the checker that already must hold are checked again.
@@ -36,16 +39,21 @@ from counterflow.schedule.modes import Sync, parse_mode
 
 from .actions import (
     Action,
-    Agree,
+    CallHooks,
+    Clip,
+    ClipStage,
     Compute,
+    DropNonFinite,
     Matching,
     Program,
     Receive,
     Send,
+    StartGather,
     StartSync,
     Summed,
     SyncAction,
     Update,
+    WaitGather,
     WaitSync,
 )
 from .early_loss import with_early_loss
@@ -99,6 +107,30 @@ class Shared:
 NOTHING_SHARED = Shared()
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """How steps end.
+
+    Attributes:
+        barrier: whether all workers end a synchronous step before one begins the next; else the next one
+            gathers what is left to know of it.
+        norm: whether updates wait for everybody's gradient norm without a barrier too; else, for the loss.
+        hooks: whether hooks see gradients before they are clipped.
+    """
+
+    barrier: bool = True
+    norm: bool = False
+    hooks: bool = False
+
+    @property
+    def wait_for_norm(self) -> bool:
+        """Whether updates of a synchronous schedule wait for everybody's gradient norm."""
+        return self.barrier or self.norm
+
+
+WITH_A_BARRIER = Ends()
+
+
 def lower(
     schedule: Schedule,
     *,
@@ -107,7 +139,7 @@ def lower(
     times: OpTimes | None = None,
     matching: Matching = Matching.ORDER,
     shared: Shared = NOTHING_SHARED,
-    norm: bool = True,
+    ends: Ends = WITH_A_BARRIER,
     recheck: bool = True,
 ) -> Program:
     """The action lists of a schedule.
@@ -121,8 +153,7 @@ def lower(
             and backwards that take 2.
         matching: how the transport matches messages.
         shared: what is summed besides the gradients of a stage's copies.
-        norm: whether the updates of a synchronous schedule wait for everybody's gradient norm; else for the
-            loss alone.
+        ends: how its steps end.
         recheck: whether the checker's rules are checked after each pass.
 
     Raises:
@@ -142,9 +173,9 @@ def lower(
     passes: list[tuple[Callable[[Program], Program], tuple[Rule, ...]]] = [
         (partial(with_messages, graph=graph, times=unit), traffic),
         (partial(with_syncs, times=times or unit), traffic),
-        (partial(with_updates, shared=shared), (*traffic, VERSIONS, SYNCS, SUMS, AGREED)),
+        (partial(with_updates, shared=shared, ends=ends), (*traffic, VERSIONS, SYNCS, SUMS, AGREED)),
     ]
-    if not norm and schedule.synchronous:
+    if not ends.wait_for_norm and schedule.synchronous:
         passes.append((with_early_loss, (*traffic, AGREED)))
     program = Program(schedule, (), replicas, mode, matching)
     for lowering_pass, rules in passes:
@@ -268,7 +299,7 @@ def with_syncs(program: Program, times: OpTimes) -> Program:
     return _woven(program, program.actions, gaps)
 
 
-def with_updates(program: Program, shared: Shared = NOTHING_SHARED) -> Program:
+def with_updates(program: Program, shared: Shared = NOTHING_SHARED, ends: Ends = WITH_A_BARRIER) -> Program:
     """Waits and updates: at the end of a synchronous schedule; else before the first op that needs them.
 
     Where nothing has to be summed an asynchronous update follows the last backward of its period at once.
@@ -286,11 +317,13 @@ def with_updates(program: Program, shared: Shared = NOTHING_SHARED) -> Program:
             if program.needs_sync:
                 wait = WaitSync(sync.stage, sync.period, sync.workers)
                 gaps[worker][before].append(wait)
+            if not schedule.synchronous:
+                gaps[worker][before].append(ClipStage(sync.stage, sync.period))
             gaps[worker][before].append(Update(sync.stage, sync.period + 1, frees=()))
     if schedule.synchronous:
         for worker, gap in enumerate(gaps):
             end = len(schedule.orders[worker])
-            gap[end] = _at_the_end(program, worker, gap[end], shared)
+            gap[end] = _at_the_end(program, worker, gap[end], shared, ends)
     woven = _woven(program, program.actions, gaps)
     return replace(woven, actions=tuple(tuple(freeing((), row)) for row in woven.actions))
 
@@ -319,12 +352,28 @@ def freeing(before: Iterable[Action], row: Sequence[Action]) -> Iterator[Action]
         yield replace(action, frees=frees)
 
 
-def _at_the_end(program: Program, worker: int, actions: Sequence[Action], shared: Shared) -> list[Action]:
-    """All sums are waited for before loss and norm are agreed on, and these before the first update."""
+def _at_the_end(
+    program: Program, worker: int, actions: Sequence[Action], shared: Shared, ends: Ends
+) -> list[Action]:
+    """All sums are waited for before loss and norm are gathered, and these before the first update."""
     updates = [action for action in actions if isinstance(action, Update)]
     waits = [action for action in actions if not isinstance(action, Update)]
     tied = _sums(program, worker, ((Summed.TIED, stages) for stages in shared.ties))
-    return [*waits, *tied, Agree(0), *updates, *statistics_sums(program, worker, shared, period=0)]
+    statistics = statistics_sums(program, worker, shared, period=0)
+    return [*waits, *tied, *_gathers(ends), *updates, *statistics]
+
+
+def _gathers(ends: Ends) -> Iterator[Action]:
+    """How all workers' losses and norms make of a step's gradients those that are updated with."""
+    late = ends.wait_for_norm and ends.hooks  # the norm is of what hooks make, once the loss has divided
+    norm = None if late else 0 if ends.wait_for_norm else -1
+    first = StartGather(0, norm, None if ends.barrier else -1)
+    yield from (first, WaitGather(*first.periods))
+    if ends.hooks:
+        yield CallHooks(0)
+    if late:
+        yield from (StartGather(norm=0), WaitGather(norm=0))
+    yield Clip(0) if ends.wait_for_norm else DropNonFinite(0)
 
 
 def statistics_sums(program: Program, worker: int, shared: Shared, period: int) -> list[SyncAction]:

@@ -13,13 +13,23 @@ from dataclasses import dataclass
 from counterflow.schedule.ir import Op
 from counterflow.schedule.workload import SkipLink
 
-from .actions import Action, Agree, Compute, Program, Receive, Send, StartSync, TellLoss, WaitSync
+from .actions import (
+    Action,
+    Compute,
+    Program,
+    Receive,
+    Send,
+    StartGather,
+    StartSync,
+    WaitGather,
+    WaitSync,
+)
 
 Made = tuple[Op, SkipLink | None]
 """What an op makes: for the stage before or after, or for the other end of a skip."""
 
-Event = tuple[str, Made | StartSync | int, int]
-"""What an action can wait for: (kind, message, sum or period, worker that has to make it happen)."""
+Event = tuple[str, Made | StartSync | StartGather, int]
+"""What an action can wait for: (kind, message, sum or gather, worker that has to make it happen)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +93,6 @@ def play(
 def _announces(action: Action, worker: int) -> tuple[Event, ...]:
     """What has happened once a worker comes to ``action``, even if it has to wait there."""
     match action:
-        case Agree(period):
-            return (("agreed", period, worker),)
         case Receive(output, _, skip):
             return (("posted", (output, skip), worker),)
         case _:
@@ -98,10 +106,8 @@ def _makes(action: Action, worker: int) -> tuple[Event, ...]:
             return (("computed", (op, None), worker),)
         case Send(output, _, skip):
             return (("sent", (output, skip), worker),)
-        case StartSync():
+        case StartSync() | StartGather():
             return (("started", action, worker),)
-        case TellLoss(period):
-            return (("told", period, worker),)
         case _:
             return ()
 
@@ -134,8 +140,8 @@ def _needed(
                 needed.append(("sent", (output, skip), peer))
         case WaitSync():
             needed += [("started", action.start, member) for member in action.workers]
-        case Agree(period, norm):
-            needed += [("agreed" if norm else "told", period, member) for member in range(workers)]
+        case WaitGather():
+            needed += [("started", action.start, member) for member in range(workers)]
         case _:
             pass
     return needed
@@ -148,11 +154,10 @@ def _reason(event: Event) -> str:
         made = str(op) if skip is None else f"{op} by the skip {skip}"
         does = {"posted": "post the receive of", "sent": "send", "computed": "compute"}[kind]
         return f"worker {worker} to {does} {made}"
-    if kind == "started":
-        return f"worker {worker} to {str(what).replace('StartSync', 'start the sum of', 1)}"
-    if kind == "told":
-        return f"worker {worker} to tell its part of the loss of period {what}"
-    return f"worker {worker} to come to the agreement of period {what}"
+    begun = (
+        str(what).replace("StartSync", "start the sum of", 1).replace("StartGather", "start the gather of", 1)
+    )
+    return f"worker {worker} to {begun}"
 
 
 def describe_circle(program: Program, stuck: list[Stuck]) -> str:

@@ -7,8 +7,8 @@ and are there to catch a pass, or a hand-made program, that breaks them.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -22,17 +22,19 @@ from counterflow.schedule.residency import stash_change
 
 from .actions import (
     Action,
-    Agree,
+    Clip,
     Compute,
+    DropNonFinite,
     Matching,
     Message,
     Program,
     Receive,
     Send,
+    StartGather,
     StartSync,
     Summed,
-    TellLoss,
     Update,
+    WaitGather,
     WaitSync,
     named,
 )
@@ -444,45 +446,75 @@ def _sums_in_one_order(subject: Subject) -> Iterator[str]:
 
 
 def _agreed(subject: Subject) -> Iterator[str]:
-    """A flush: all gradients are summed, then loss and norm agreed on, then the weights updated."""
+    """Gathers of all workers in one order; with a flush, gradients summed before and updated after them."""
     program = subject.program
     assert program is not None
-    for worker, actions in enumerate(program.actions if program.schedule.synchronous else ()):
-        places = [index for index, action in enumerate(actions) if isinstance(action, Agree)]
-        if len(places) != 1:
-            yield f"worker {worker}: {len(places)} agreements on loss and norm, expected 1"
-            continue
-        for index, action in enumerate(actions):
-            place = f"worker {worker}, action {index}: {action}"
-            summed = isinstance(action, StartSync | WaitSync) and action.what is not Summed.STATISTICS
-            if index > places[0] and (summed or isinstance(action, Compute)):
-                yield f"{place} comes after the agreement on loss and norm"
-            elif index < places[0] and isinstance(action, Update):
-                yield f"{place} comes before the agreement on loss and norm"
-        yield from _told(program.schedule, worker, actions)
-        started = {a for a in actions if isinstance(a, StartSync)}
-        for index, action in enumerate(actions):
-            if isinstance(action, WaitSync) and action.start not in started:
-                yield f"worker {worker}, action {index}: {action} waits for what it never starts"
+    wanted = [action for action in program.actions[0] if isinstance(action, StartGather)]
+    for worker, actions in enumerate(program.actions):
+        found = [action for action in actions if isinstance(action, StartGather)]
+        for number, (mine, first) in enumerate(zip_longest(found, wanted)):
+            if mine != first:
+                yield f"gather {number} is {mine or 'none'} on worker {worker}, {first or 'none'} on worker 0"
+                break
+        yield from _waited(worker, actions)
+        if program.schedule.synchronous:
+            yield from _flushed(program.schedule, worker, actions)
 
 
-def _told(schedule: Schedule, worker: int, actions: tuple[Action, ...]) -> Iterator[str]:
-    """Where no norm is waited for: a worker tells its loss once, when all of it is there."""
-    places = {type(a): index for index, a in enumerate(actions) if isinstance(a, Agree | TellLoss)}
-    agreed = actions[places[Agree]]
-    tellings = sum(isinstance(action, TellLoss) for action in actions)
-    wanted = isinstance(agreed, Agree) and not agreed.norm
-    if tellings != wanted:
-        yield f"worker {worker}: tells its loss {tellings} times, expected {int(wanted)}"
+def _waited(worker: int, actions: Sequence[Action]) -> Iterator[str]:
+    """Gathers are waited for in their order, sums at all only if they were started."""
+    going: deque[StartGather] = deque()
+    started = {action for action in actions if isinstance(action, StartSync)}
+    for index, action in enumerate(actions):
+        if isinstance(action, StartGather):
+            going.append(action)
+        elif isinstance(action, WaitGather):
+            if not going or going.popleft() != action.start:
+                yield f"worker {worker}, action {index}: {action} is not for the gather that is next"
+        elif isinstance(action, WaitSync) and action.start not in started:
+            yield f"worker {worker}, action {index}: {action} waits for what it never starts"
+    for start in going:
+        yield f"worker {worker}: {start} is never waited for"
+
+
+def _flushed(schedule: Schedule, worker: int, actions: Sequence[Action]) -> Iterator[str]:
+    """Loss and norm are reported once they are there; gradients are clipped after that, then updated with."""
+    gathers = [(index, action) for index, action in enumerate(actions) if isinstance(action, WaitGather)]
+    clips = [index for index, action in enumerate(actions) if isinstance(action, Clip | DropNonFinite)]
+    losses, norms = sum(its.loss == 0 for _, its in gathers), sum(its.norm == 0 for _, its in gathers)
+    expected = sum(isinstance(actions[index], Clip) for index in clips)
+    if losses != 1 or norms != expected or len(clips) != 1:
+        yield (
+            f"worker {worker}: gathers the loss {losses} times, the norm {norms} times and clips "
+            f"{len(clips)} times, expected 1, {expected} and 1"
+        )
         return
-    for index in range(places.get(TellLoss, len(actions)), len(actions)):
-        action = actions[index]
+    loss = norm = False
+    for index, action in enumerate(actions):
         place = f"worker {worker}, action {index}: {action}"
-        if isinstance(action, Compute) and action.op.kind.gives is Product.OUTPUT:
-            if action.op.stage == schedule.stages - 1:
-                yield f"{place} comes after the worker told its loss"
-        elif isinstance(action, TellLoss) and index > places[Agree]:
-            yield f"{place} comes after the agreement on it"
+        if isinstance(action, StartGather):
+            loss, norm = loss or action.loss == 0, norm or action.norm == 0
+        elif _makes_gradients(action) and norm:
+            yield f"{place} comes after the worker reported its norm"
+        elif _makes_gradients(action) and index > gathers[0][0]:
+            yield f"{place} comes after the gather of the loss"
+        elif isinstance(action, Compute) and loss and _gives_loss(schedule, action.op):
+            yield f"{place} comes after the worker reported its loss"
+        elif isinstance(action, Update) and index < clips[0]:
+            yield f"{place} comes before the gradients are clipped"
+        elif isinstance(action, WaitGather) and index > clips[0]:
+            yield f"{place} comes after the gradients are clipped"
+
+
+def _makes_gradients(action: Action) -> bool:
+    """Whether gradients may not be all there before it."""
+    if isinstance(action, StartSync | WaitSync):
+        return action.what is not Summed.STATISTICS
+    return isinstance(action, Compute)
+
+
+def _gives_loss(schedule: Schedule, op: Op) -> bool:
+    return op.kind.gives is Product.OUTPUT and op.stage == schedule.stages - 1
 
 
 def _peak(subject: Subject) -> Iterator[str]:

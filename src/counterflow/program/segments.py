@@ -8,6 +8,10 @@ Invariant: segments 0 to k and the drain after k, one after another, are a progr
 k + 1 periods, which the checker accepts; that is looked at here, up to one repetition of the last segment.
 A message is sent and its receive posted in the same segment, so that nothing is awaited of a period that
 may never come.
+
+At a segment's end a worker reports loss and norm of the period whose last update is made by then, and waits
+for what all reported of one so much older that the slowest worker has reported it too: nobody waits for
+anybody. The steps of a synchronous schedule are segments as well (``steps``): all are the same list.
 """
 
 from __future__ import annotations
@@ -26,18 +30,26 @@ from counterflow.schedule.ir import Op, Schedule
 
 from .actions import (
     Action,
+    ClipStage,
     Compute,
+    GatherAction,
+    GradientAction,
     Matching,
     Message,
     Program,
     Receive,
     Send,
+    StartGather,
     StartSync,
+    Summed,
+    SyncAction,
     Update,
+    WaitGather,
     WaitSync,
 )
 from .lowering import (
     NOTHING_SHARED,
+    Ends,
     Shared,
     compute_actions,
     freeing,
@@ -48,6 +60,7 @@ from .lowering import (
     with_updates,
 )
 from .rules import (
+    AGREED,
     COMPUTES,
     DEADLOCK_HOLDING,
     DEADLOCK_RENDEZVOUS,
@@ -61,6 +74,9 @@ from .rules import (
     Subject,
     require,
 )
+
+TOGETHER = 8
+"""Micro-batches of which loss and norm are gathered at once: a gather costs as much as an op's messages."""
 
 Tagged = tuple[int, Action]
 """The segment an action belongs to, and the action."""
@@ -76,16 +92,14 @@ class Segments:
     Attributes:
         schedule: what was cut.
         steady: the segments, by mini-batch since the pipeline was empty; the last one repeats.
-        drains: what is left after each of them.
-        update_lag: segments from a period's own to the one in which its last update is made.
-        spread: segments until the slowest worker has ended what the fastest ended, if ops take 1 and 2.
+        drains: what is left after each of them; empty if nothing ever is.
+        together: periods of which loss and norm are gathered at once.
     """
 
     schedule: Schedule
     steady: tuple[Program, ...]
     drains: tuple[Program, ...]
-    update_lag: int
-    spread: int
+    together: int = 1
 
     @property
     def last(self) -> int:
@@ -109,7 +123,8 @@ class Segments:
         >>> from counterflow.schedule.schemes import pipedream
         >>> print(*segments(pipedream(stages=2)).program(1).actions[0], sep="; ")
         Forward F0.0; SendActivation F0.0 to worker 1; ReceiveGradient B0.1 from worker 1; \
-Backward B0.0; Update stage 0 to version 1
+Backward B0.0; Clip stage 0, period 0; Update stage 0 to version 1; \
+StartGather loss, norm and copies of period 0; WaitGather loss, norm and copies of period 0
         """
         parts = [self.steady[min(k, self.last)] for k in range(periods)]
         shifts = [max(0, k - self.last) for k in range(periods)]
@@ -118,9 +133,10 @@ Backward B0.0; Update stage 0 to version 1
         count = self.schedule.micro_batches
         actions = tuple(
             tuple(
-                shifted(action, shift, count)
+                moved
                 for part, shift in zip(parts, shifts, strict=True)
                 for action in part.actions[worker]
+                if not _of_nothing(moved := shifted(action, shift, count))
             )
             for worker in range(self.schedule.workers)
         )
@@ -164,9 +180,18 @@ def segments(
             )
         cut = _Cut(longer, replicas, matching, shared)
         last = cut.repeats_from()
-    steady = tuple(cut.segments[: last + 1])
-    drains = tuple(cut.drain(k) for k in range(last + 1))
-    found = Segments(cut.schedule, steady, drains, cut.update_lag(last), cut.spread(last))
+    together = math.ceil(TOGETHER / schedule.micro_batches)
+    lag = cut.update_lag(last)
+    late = lag + cut.spread(last) + together - 1
+    steady = tuple(
+        _gathering(part, range(k - lag, k - lag + 1), range(k - late, k - late + 1))
+        for k, part in enumerate(cut.segments[: last + 1])
+    )
+    drains = tuple(
+        _gathering(cut.drain(k), range(k - lag + 1, k + 1), range(k - late + 1, k + 1))
+        for k in range(last + 1)
+    )
+    found = Segments(cut.schedule, steady, drains, together)
     for periods in range(1, last + 3):
         program = found.program(periods)
         rules = (
@@ -179,9 +204,48 @@ def segments(
             VERSIONS,
             SYNCS,
             SUMS,
+            AGREED,
         )
         require(Subject(program.schedule, program), rules)
     return found
+
+
+def steps(program: Program, ends: Ends) -> Segments:
+    """The steps of a synchronous schedule, one after another.
+
+    Without a barrier what is left after the last one is to know its norm, and that all workers end there.
+
+    Args:
+        program: what each step runs.
+        ends: how it ends.
+    """
+    last = StartGather(None, None if ends.wait_for_norm else 0, copies=0)
+    rest = tuple((last, WaitGather(*last.periods)) for _ in program.actions)
+    drains = () if ends.barrier else (replace(program, actions=rest),)
+    return Segments(program.schedule, (program,), drains)
+
+
+def _gathering(program: Program, reported: range, known: range) -> Program:
+    """The lists with loss and norm of some periods reported at their end, and those of others waited for."""
+    gathers: list[Action] = [StartGather(k, k, k) for k in reported]
+    gathers += [WaitGather(k, k, k) for k in known]
+    return replace(program, actions=tuple((*row, *gathers) for row in program.actions))
+
+
+def _of_nothing(action: Action) -> bool:
+    """Whether it gathers of periods before the first one alone."""
+    return isinstance(action, GatherAction) and all(period is None or period < 0 for period in action.periods)
+
+
+def without_update(program: Program) -> Program:
+    """The lists of a step whose gradients are kept, so that they are not summed, clipped or updated with."""
+    return replace(program, actions=tuple(tuple(filter(_kept, row)) for row in program.actions))
+
+
+def _kept(action: Action) -> bool:
+    if isinstance(action, SyncAction):
+        return action.what is Summed.STATISTICS
+    return not isinstance(action, GradientAction | Update)
 
 
 def _longer(schedule: Schedule) -> Schedule | None:
@@ -207,6 +271,8 @@ def shifted(action: Action, periods: int, micro_batches: int) -> Action:
             return Update(stage, version + periods, tuple(v + periods for v in frees))
         case Send() | Receive():
             return _shifted_message(action, periods, micro_batches)
+        case StartGather() | WaitGather():
+            return type(action)(*(None if period is None else period + periods for period in action.periods))
         case _:
             return replace(action, period=action.period + periods)
 
@@ -270,7 +336,7 @@ class _Cut:
         number = bisect_right(self.bounds[worker], index) - 1
         if number == self.schedule.periods:  # at the very end
             return number - 1
-        waits = isinstance(action, WaitSync) or (isinstance(action, Update) and needs_sync)
+        waits = needs_sync and not isinstance(action, StartSync)
         return number - (index == self.bounds[worker][number] and not waits)
 
     # -- segments
@@ -373,7 +439,7 @@ def _named(action: Action) -> tuple[type[Action], int, int] | None:
     match action:
         case Update(stage, version, _):
             return Update, stage, version
-        case StartSync(stage, period) | WaitSync(stage, period):
+        case StartSync(stage, period) | WaitSync(stage, period) | ClipStage(stage, period):
             return type(action), stage, period
         case _:
             return None

@@ -15,7 +15,7 @@ import torch
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.program.actions import Matching
 
-from .making.runner import Runner
+from .execution.runner import Runner
 from .transport.base import Transport
 from .transport.turns import elsewhere, my_worker
 from .transport.watch import worker_error

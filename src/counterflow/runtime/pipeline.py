@@ -209,8 +209,8 @@ class Pipeline:
             its.schedule, execution, make, workers=workers, weights=self.weights, statistics=its.statistics
         )
         forwards = lower_evaluation(its.schedule, matching=transport.matching)
-        self._evaluation: Interpreter = make(forwards.schedule, owner=self._run)
-        self._evaluation_tasks = self._evaluation.prepare(forwards)
+        self._evaluation: Interpreter = make(forwards.schedule)
+        self._evaluation_tasks = self._evaluation.prepare(forwards, {})
         self._calls = Calls(self.worker, transport, self._run, self._lease)
         self._connect()
         self._batches = self._made_batches()

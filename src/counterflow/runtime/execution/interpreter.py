@@ -10,22 +10,13 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 
 from counterflow.errors import CounterflowError
-from counterflow.program.actions import (
-    Action,
-    Agree,
-    Program,
-    Receive,
-    Send,
-    StartSync,
-    TellLoss,
-    Update,
-    WaitSync,
-)
+from counterflow.program.actions import Action, Program, Receive, Send
 from counterflow.program.segments import shifted, shifted_op
 from counterflow.schedule.ir import Op, OpKind, Schedule
 
@@ -43,25 +34,6 @@ from .tasks import Preparation, Task, Tasks
 from .under_way import NOTHING, UnderWay
 
 
-class Owner(Protocol):
-    """What the interpreter leaves to who runs it: all that is about weights."""
-
-    def start_sync(self, sync: StartSync) -> None:
-        """Begin to sum gradients, or to average running statistics."""
-
-    def wait_sync(self, sync: WaitSync) -> None:
-        """Until they are summed."""
-
-    def tell_loss(self) -> None:
-        """Begin to tell everybody this worker's part of the loss."""
-
-    def agree(self) -> None:
-        """Hear of all workers' losses and gradients, and clip these."""
-
-    def update(self, stage: int, version: int, frees: Sequence[int]) -> None:
-        """Make a version of a stage's weights; the older ones that nothing later uses may go."""
-
-
 class Interpreter:
     """Runs one worker's action lists.
 
@@ -73,7 +45,6 @@ class Interpreter:
         transport: how messages travel.
         stages: the worker's stages.
         loss_function: gives the loss of the last layer's output and target; None: the output is the loss.
-        owner: what does syncs and updates.
         compression: makes messages smaller; None: they go as they are.
         saved: counts what is saved for backward.
     """
@@ -88,7 +59,6 @@ class Interpreter:
         transport: Transport,
         stages: Mapping[int, StageCopy],
         loss_function: LossFunction | None,
-        owner: Owner,
         compression: Compression | None = None,
         saved: SavedBytes | None = None,
     ) -> None:
@@ -96,8 +66,6 @@ class Interpreter:
         self.slots = slots
         self.worker = worker
         self.transport = transport
-        self.owner = owner
-        self._stages = stages
         self._precisions = [copy.precision for copy in stages.values() if not copy.precision.plain]
         self.saved = saved
         self.whole_timeline = False
@@ -123,11 +91,17 @@ class Interpreter:
         outputs = Outputs(way, schedule, loss_function)
         self._forwards, self._backwards = Forwards(way, outputs), Backwards(way, outputs)
 
-    def prepare(self, program: Program, period_offset: int = 0) -> Tasks:
+    def prepare(
+        self,
+        program: Program,
+        others: Mapping[type[Action], Callable[[Any], None]],
+        period_offset: int = 0,
+    ) -> Tasks:
         """The list of this worker with all that can be looked up before it is run.
 
         Args:
             program: the lists of all workers.
+            others: who does the actions that are neither ops nor messages.
             period_offset: how many periods later than it says it is going to run.
         """
         handlers: dict[type[Action] | OpKind, Callable[[Task], None]] = {
@@ -137,11 +111,7 @@ class Interpreter:
             OpKind.WEIGHT_GRADIENTS: self._backwards.weight_gradients,
             Send: self._messages.send,
             Receive: self._messages.receive,
-            StartSync: self._start_sync,
-            WaitSync: self._wait_sync,
-            TellLoss: lambda _: self.owner.tell_loss(),
-            Agree: lambda _: self.owner.agree(),
-            Update: self._update,
+            **{kind: partial(_do, does) for kind, does in others.items()},
         }
         return self._preparation.tasks(program, period_offset, handlers)
 
@@ -160,7 +130,8 @@ class Interpreter:
             WorkerError: something failed; it names the worker, the action and the cause.
         """
         self.way.period_offset = period_offset
-        if not (self.whole_timeline and self.way.batches):
+        ops = batch is not None or any(task.op is not None for task in tasks)
+        if ops and not (self.whole_timeline and self.way.batches):
             self._clock.start()
         if not self.way.batches:
             self._forget_casts()
@@ -218,26 +189,9 @@ class Interpreter:
             for op, offset, start, end in self._clock.ran()
         ]
 
-    # -- handlers
 
-    def _start_sync(self, task: Task) -> None:
-        assert isinstance(task.action, StartSync)
-        self.owner.start_sync(task.action)
-
-    def _wait_sync(self, task: Task) -> None:
-        assert isinstance(task.action, WaitSync)
-        self.owner.wait_sync(task.action)
-
-    def _update(self, task: Task) -> None:
-        action, period_offset = task.action, self.way.period_offset
-        assert isinstance(action, Update)
-        version, frees = action.version + period_offset, [v + period_offset for v in action.frees]
-        self.owner.update(action.stage, version, frees)
-        precision = self._stages[action.stage].precision
-        if self.schedule.synchronous:
-            precision.forget()
-        else:
-            precision.updated(version, frees)
+def _do(does: Callable[[Action], None], task: Task) -> None:
+    does(task.action)
 
 
 def timelines(

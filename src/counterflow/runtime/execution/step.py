@@ -51,33 +51,6 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class StepStatistics:
-    """What all workers know of a mini-batch: its step, loss, gradient norm and so on; see ``Step``."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    samples: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    skipped: bool = False
-    losses: Mapping[int, float] = field(default_factory=dict)
-
-    def step_of(self, number: int, seconds: float) -> Step:
-        """What step ``number`` tells of it, which may be a later one; ``seconds`` as there."""
-        return Step(
-            number,
-            self.loss,
-            self.grad_norm,
-            self.samples,
-            seconds,
-            self.step,
-            self.metrics,
-            self.skipped,
-            self.losses,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Workers:
     """Where this worker is among all.
 

@@ -7,20 +7,16 @@ from collections.abc import Callable
 from counterflow.errors import ConfigError
 from counterflow.execution import Execution
 from counterflow.program.check import checked_program
-from counterflow.program.lowering import Shared
-from counterflow.program.segments import segments
+from counterflow.program.lowering import Ends, Shared
+from counterflow.program.segments import segments, steps
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Sync
 
-from ..execution.asynchronous import AsynchronousRunner
 from ..execution.interpreter import Interpreter
+from ..execution.runner import Runner
 from ..execution.step import Workers
-from ..execution.synchronous import SynchronousRunner
-from ..execution.without_barrier import BarrierFreeRunner
 from ..parameters.weights import Weights
 from ..transport.base import Transport
-
-Runner = SynchronousRunner | AsynchronousRunner
 
 
 def runner_of(
@@ -54,18 +50,24 @@ def runner_of(
                 "skip_non_finite cannot skip an update everywhere; take a scheme with a flush"
             )
         cut = segments(schedule, replicas=workers.replicas, matching=transport.matching, shared=shared)
-        return AsynchronousRunner(cut, make, workers, weights, execution)
-    program = checked_program(
-        schedule,
-        replicas=workers.replicas,
-        sync=when_summed(execution.sync, transport),
-        times=execution.op_times,
-        matching=transport.matching,
-        shared=shared,
-        norm=execution.barrier or execution.waits_for_norm,
-    )
-    kind = SynchronousRunner if execution.barrier else BarrierFreeRunner
-    return kind(program, make, workers, weights, execution)
+        if weights.shared:
+            raise ConfigError(
+                f"{schedule.scheme} updates each stage at its own time, and {weights.shared[0]} is a weight "
+                "of several stages; do not tie them, or take a scheme with a flush"
+            )
+    else:
+        ends = Ends(execution.barrier, execution.waits_for_norm, weights.hooked)
+        program = checked_program(
+            schedule,
+            replicas=workers.replicas,
+            sync=when_summed(execution.sync, transport),
+            times=execution.op_times,
+            matching=transport.matching,
+            shared=shared,
+            ends=ends,
+        )
+        cut = steps(program, ends)
+    return Runner(cut, make, workers, weights, execution)
 
 
 def when_summed(asked: Sync, transport: Transport) -> Sync:

@@ -36,10 +36,6 @@ class Underway(Protocol):
         """Whether earlier mini-batches are under way."""
 
     @property
-    def tells_calls(self) -> bool:
-        """Whether workers tell of a call with its loss, where no agreement of all went before."""
-
-    @property
     def waiting(self) -> int:
         """Samples whose gradients wait for an update."""
 
@@ -145,7 +141,9 @@ class Batches:
         told = Told(call, step, outputs, run.under_way, inputs, targets, kind, given.form)
         await_total: Callable[[], int] | None
         if run.under_way:
-            told, await_total = self._agreement.follow(told, given, sizes, tells_later=run.tells_calls)
+            # Without a flush workers tell of a loss much later.
+            later = self._schedule.synchronous
+            told, await_total = self._agreement.follow(told, given, sizes, tells_later=later)
         else:
             # This worker knows enough to begin; what the others say is read before it sends.
             known = kind in self._shapes and samples > 0 and targets in (samples, None) and not given.ready

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from math import isfinite
+from math import isfinite, nan
 
 import torch
 from torch import Tensor, nn
@@ -332,6 +332,24 @@ class OwnNorm:
         squares = list(zip(self._squares.read(), self._groups, strict=True))
         odd = [gradients.stage for square, gradients in squares if not isfinite(square)]
         return sum(square for square, its in squares if its.counted), min(odd, default=None)
+
+
+class StageNorm:
+    """Of a stage's gradients: what this worker counts of the global norm, and whether they are finite.
+
+    Args:
+        stage: which.
+        counted: the squared norm that is counted here, where it is.
+        alive: likewise, whether all gradients of the stage so far were finite.
+    """
+
+    def __init__(self, stage: int, counted: Tensor, alive: Tensor) -> None:
+        self._stage, self._later = stage, later.Later(torch.stack([counted, alive.double()]))
+
+    def read(self) -> tuple[float, int | None]:
+        """The squared norm that is counted here; the stage, if a gradient was not finite."""
+        counted, alive = self._later.read()
+        return (counted, None) if alive else (nan, self._stage)
 
 
 def squared_norms(groups: Sequence[GradientGroup], device: torch.device) -> tuple[Tensor, Tensor]:

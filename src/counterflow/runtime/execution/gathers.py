@@ -1,0 +1,193 @@
+"""What workers tell each other of mini-batches that are run: how it travels, and who tells the same.
+
+Invariant: all workers ask for the same gathers in the same order (``program/rules.py`` sees to it), and each
+tells as many numbers as any other. What follows from what all told is not decided here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .. import later
+from ..mini_batch.losses import Losses, added
+from ..mini_batch.told import PART_WIDTH, Part, Weighed, pieces
+from ..parameters.gradients import OwnNorm, StageNorm
+from ..transport.base import Gathering
+from .step import Step, Workers
+
+
+@dataclass(slots=True)
+class MiniBatch:
+    """One that was begun and of which not everything is known.
+
+    Attributes:
+        step: its step.
+        losses: this worker's of it.
+        compared: whether the copies of stages are compared as it leaves them.
+        updates: whether its gradients are updated with, and not kept for a later step's.
+        scale: what its gradients are still to be multiplied by.
+        norms: of its gradients, where these are used before the host knows it.
+        used: what was done with a gradient that is not finite.
+        digests: of what others hold too, as it leaves it.
+        loss: of all workers.
+        norm: of all workers' gradients; NaN: nothing was updated.
+        metrics: of all workers.
+        samples: of all replicas.
+        skipped: whether nothing was updated because something was not finite.
+    """
+
+    step: int
+    losses: Losses
+    compared: bool
+    updates: bool
+    scale: float = 1.0
+    norms: list[OwnNorm | StageNorm] = field(default_factory=list)
+    used: str = "nothing was updated with it"
+    digests: list[later.Later] = field(default_factory=list)
+    loss: float = math.nan
+    norm: float = math.nan
+    metrics: dict[str, float] = field(default_factory=dict)
+    samples: int = 0
+    skipped: bool = False
+
+    def step_of(self, number: int, seconds: float) -> Step:
+        """What step ``number`` tells of it, which may be a later one, and took some ``seconds``."""
+        return Step(
+            number,
+            self.loss,
+            self.norm,
+            self.samples,
+            seconds,
+            about=self.step,
+            metrics=self.metrics,
+            skipped=self.skipped,
+            losses=self.losses.by_micro_batch(),
+        )
+
+
+class Asked(NamedTuple):
+    """The mini-batches of which a gather asks: for their loss, their norm and their copies' digests."""
+
+    loss: MiniBatch | None
+    norm: MiniBatch | None
+    copies: MiniBatch | None
+
+
+class Gathered(NamedTuple):
+    """What all ranks told: their parts, the digests of their copies, and the metrics they know."""
+
+    parts: list[Part]
+    digests: list[Sequence[float]]
+    metrics: list[Sequence[float]]
+    names: tuple[str, ...]
+
+
+class _Row(NamedTuple):
+    """A gather that was begun: what it asks for, and what each row starts with."""
+
+    asked: list[Asked]
+    compare: Callable[[list[Sequence[float]]], object]
+    head: int
+    names: tuple[str, ...]
+    gathering: Gathering
+
+
+Head = tuple[Sequence[float], Callable[[list[Sequence[float]]], object]]
+"""What a worker tells of its calls; and what looks at all that were told."""
+
+
+class Gathers:
+    """One worker's part.
+
+    Args:
+        workers: where this worker is.
+        digests: how many a worker tells of.
+        together: mini-batches of which one gather tells.
+        square: this worker's part of a mini-batch's squared norm.
+        head: what it tells of its calls, with those mini-batches.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        *,
+        digests: int,
+        together: int,
+        square: Callable[[MiniBatch], float],
+        head: Callable[[Asked], Head],
+    ) -> None:
+        self._workers, self._transport = workers, workers.transport
+        self._digests, self._together, self._square, self._head = digests, together, square, head
+        self._asked: list[Asked] = []
+        self._begun: deque[_Row] = deque()
+        self._arrived: deque[Gathered] = deque()
+        self._names: tuple[str, ...] = ()
+        """Of the metrics, as everybody knows them."""
+
+    def start(self, asked: Asked) -> None:
+        """Begin to gather, once there is enough to tell."""
+        self._asked.append(asked)
+        if len(self._asked) == self._together:
+            self._tell()
+
+    def _tell(self) -> None:
+        head, compare = self._head(self._asked[0])
+        row = [*head]
+        for asked in self._asked:
+            row += self._told(asked)
+        gathering = self._transport.start_gather(row)
+        self._begun.append(_Row(self._asked, compare, len(head), self._names, gathering))
+        self._asked = []
+
+    def _told(self, asked: Asked) -> list[float]:
+        """What this worker tells of what is asked."""
+        square = 0.0 if asked.norm is None else self._square(asked.norm)
+        part, metrics = Part(0.0, square, None, Weighed()), dict[str, float]()
+        if asked.loss is not None:
+            part, metrics = asked.loss.losses.part(square), asked.loss.losses.metrics()
+        found = [each.read() for each in asked.copies.digests] if asked.copies is not None else []
+        digests = map(sum, zip(*found, strict=True)) if found else [0.0] * self._digests
+        unknown = float(bool(metrics.keys() - self._names))
+        values = [x for name in self._names for x in (float(name in metrics), metrics.get(name, 0.0))]
+        return [*part.pack(), *digests, unknown, *values]
+
+    def wait(self) -> Gathered:
+        """What all told of what was asked for next.
+
+        Raises:
+            ConfigError: the workers made different calls.
+        """
+        if not self._arrived:
+            if not self._begun:
+                self._tell()  # nothing more comes that would be told with it
+            self._receive(self._begun.popleft())
+        return self._arrived.popleft()
+
+    def _receive(self, begun: _Row) -> None:
+        rows = begun.gathering.wait()
+        begun.compare([row[: begun.head] for row in rows])
+        width = PART_WIDTH + self._digests + 1 + 2 * len(begun.names)
+        for index in range(len(begun.asked)):
+            first = begun.head + width * index
+            its = (pieces(row[first : first + width], PART_WIDTH, self._digests) for row in rows)
+            parts, digests, metrics = zip(*its, strict=True)
+            self._arrived.append(Gathered([*map(Part.unpack, parts)], [*digests], [*metrics], begun.names))
+
+    def metrics(
+        self, gathered: Gathered, weighed: Sequence[Weighed], losses: Losses, scale: float
+    ) -> dict[str, float]:
+        """The metrics of a mini-batch; ``losses`` are this worker's, the rest as for ``Workers.metrics``."""
+        if any(columns[0] for columns in gathered.metrics):  # names that not everybody knows
+            found = self._workers.metrics(weighed, losses, scale)
+            self._names += tuple(name for name in found if name not in self._names)
+            return found
+        named = {name: 1 + 2 * at for at, name in enumerate(gathered.names)}
+        return {
+            name: scale * added(columns[at + 1] for columns in gathered.metrics)
+            for name, at in named.items()
+            if any(columns[at] for columns in gathered.metrics)
+        }

@@ -1,0 +1,461 @@
+"""Runs a schedule step by step: who executes the lists, and knows what an action does to weights and losses.
+
+With a barrier, without one and without a flush are three lowerings (``program/``); here is what their actions
+do, in a table from action type to handler.
+
+* With a barrier no weight changes before loss and gradient norm of the whole mini-batch are known everywhere,
+  and at a step's end nothing is under way.
+* Without a barrier every number is the same, bit for bit. What is left out are the waits that no number
+  needs: for the other workers' ends, for messages on their way, for the agreement on the next mini-batch,
+  which is like the last one. A worker is at most one step ahead of another (``early_loss.py``), so that two
+  sets of message numbers tell the steps apart. Where gradients are clipped, or updates skipped, updates wait
+  for the norm of all as with a barrier. Else they wait for the loss only. So a loss that is not finite ends
+  the run before anything is updated with it. Where a gradient is not, though the loss is, its worker updates
+  with zeros and the others with theirs, and everybody ends before the next updates. A device always has an op
+  to run while its host reads: the loss is read an op after it was made, and the norm is told with the next
+  step's loss, an op into that step.
+* Without a flush a step begins a mini-batch and leaves the last ones under way: what it runs is a segment
+  (``program/segments.py``), and n steps and a flush are the program of the scheme with n periods, action by
+  action. Gradients are clipped stage by stage, because a stage is updated before the gradients of the others
+  are there.
+
+Invariant: what all workers know of a mini-batch follows from the same numbers in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from counterflow.errors import ConfigError, WorkerError
+from counterflow.execution import Execution
+from counterflow.program.actions import (
+    Action,
+    CallHooks,
+    Clip,
+    ClipStage,
+    DropNonFinite,
+    GatherAction,
+    StartGather,
+    StartSync,
+    Update,
+    WaitGather,
+    WaitSync,
+)
+from counterflow.program.segments import Segments, without_update
+
+from .. import later
+from ..mini_batch.batch import Batch
+from ..mini_batch.losses import added, consistent, divisor_of, refuse_no_graph
+from ..mini_batch.told import Counts, Told, Weighed
+from ..parameters.gradients import StageNorm, clip_factor
+from ..parameters.weights import Weights
+from ..stages.versions import Versions
+from .gathers import Asked, Gathered, Gathers, Head, MiniBatch
+from .interpreter import Interpreter
+from .step import Workers
+from .tasks import Tasks
+
+_ROUNDING = 1e-14
+"""What weighs as much, added up in another order, differs by less."""
+
+
+class Runner:
+    """One worker's part.
+
+    Args:
+        cut: the lists of all workers.
+        make: makes the interpreter of a schedule.
+        workers: where this worker is.
+        weights: this worker's.
+        execution: whether and how it clips and skips. Without a flush a stage's gradients are scaled down to
+            the largest norm divided by the square root of the number of stages, so that those of all stages
+            together never exceed it.
+    """
+
+    def __init__(
+        self,
+        cut: Segments,
+        make: Callable[..., Interpreter],
+        workers: Workers,
+        weights: Weights,
+        execution: Execution,
+    ) -> None:
+        schedule = cut.schedule
+        self._cut, self.workers, self.weights, self.execution = cut, workers, weights, execution
+        self.warm_up_steps = cut.last
+        """Steps until a segment is like all later ones."""
+        # One slot more than mini-batches under way: a worker may be ahead of the one it sends to.
+        self._slots = cut.periods_in_flight + bool(cut.drains)
+        self.interpreter = make(schedule, slots=self._slots)
+        self._flushes = schedule.synchronous
+        self._handlers: Mapping[type[Action], Callable[[Any], None]] = {
+            StartSync: weights.start_sync,
+            WaitSync: weights.wait_sync,
+            StartGather: self._start_gather,
+            WaitGather: self._wait_gather,
+            CallHooks: self._call_hooks,
+            Clip: self._clip,
+            DropNonFinite: self._drop_non_finite,
+            ClipStage: self._clip_stage,
+            Update: self._update,
+        }
+        self._lists: dict[tuple[int, int, bool, bool], Tasks] = {}
+        most = execution.max_norm
+        self._limit = None if most is None else most / math.sqrt(schedule.stages)
+        if not self._flushes:
+            saved = self.interpreter.saved
+            made = saved.never if saved is not None else lambda _: None
+            for stage, copy in weights.stages.items():
+                copy.versions = Versions(stage, copy.parameters, made)
+        self._gathers = Gathers(
+            workers,
+            digests=weights.copies.columns,
+            together=cut.together,
+            square=self._square,
+            head=self._calls if self._flushes else self._steps_begun,
+        )
+        self._begun = 0  # mini-batches, since nothing was under way
+        self._offset = 0  # periods that the list at hand is run later than it says
+        self._mini_batches: dict[int, MiniBatch] = {}
+        """By number since nothing was under way: those of which not everything is known."""
+        self._known: deque[MiniBatch] = deque()
+        self._batch: Batch  # of the last step
+        self._told: Told
+        self._compare: Callable[[Sequence[Told]], object]
+        self._alive: dict[int, Tensor] = {}
+        """By stage, whether all its gradients so far were finite; else they count as zeros from then on."""
+        self._dead: set[int] = set()
+        """Stages with a gradient that was not finite, as far as this worker has read it."""
+        self._skipped = False  # something since the last update was not finite
+        self._weight = 0.0  # of the losses since the last update
+        self._counted = Counts(0)  # what they count
+        self._divisor: float | None = None  # what those of the first step since then were divided by
+        self.waiting = 0
+        """Samples whose gradients wait for an update, of steps without one."""
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a step has left something to do, here or on another worker: never with a barrier."""
+        return self._begun > 0
+
+    @property
+    def lists(self) -> Sequence[Tasks]:
+        """All that may be run, for who needs the peers in it."""
+        last = self._cut.last
+        found = [self._tasks(segment, 0) for segment in range(last)]
+        found += [self._tasks(last, period_offset) for period_offset in range(self._slots)]
+        return found + [self._tasks(segment, 0, drains=True) for segment in range(len(self._cut.drains))]
+
+    def _tasks(self, segment: int, period_offset: int, *, drains: bool = False, update: bool = True) -> Tasks:
+        key = segment, period_offset, drains, update
+        if key not in self._lists:
+            program = (self._cut.drains if drains else self._cut.steady)[segment]
+            program = program if update else without_update(program)
+            self._lists[key] = self.interpreter.prepare(program, self._handlers, period_offset)
+        return self._lists[key]
+
+    # -- steps
+
+    def step(self, batch: Batch, *, update: bool = True) -> MiniBatch | None:
+        """Begin a mini-batch, and run what can be run by now.
+
+        Args:
+            batch: what it is.
+            update: whether weights are updated; else its gradients are kept for the next step's.
+
+        Returns:
+            What is known by now: of it, or of one before; None: of none that was not told.
+
+        Raises:
+            ConfigError: it is to be made without an update, and the scheme has no flush.
+        """
+        if not (update or self._flushes):
+            raise ConfigError(
+                f"{self._cut.schedule.scheme} updates each stage at its own time, and cannot make a "
+                "step without an update; give more micro-batches, or take a scheme with a flush"
+            )
+        number = self._begun
+        if not number:
+            for versions in self._versions():
+                versions.begin()
+        if self._cut.drains:  # else nothing is left when it ends
+            self._begun += 1
+        self._batch = batch
+        batch.divisor = self._divisor
+        its = self._mini_batches[number] = MiniBatch(batch.step, batch.losses, batch.compared, updates=update)
+        self._run(number, batch, update=update)
+        self.weights.commit_statistics()
+        if update and not self._skipped:
+            self.weights.share()
+        self.waiting = 0 if update else self.waiting + batch.total
+        self._skipped = self._skipped and not update
+        self.weights.detach()
+        if self._cut.drains and self._flushes:
+            if its.compared:
+                its.digests.append(later.Later(self.weights.copies.digests()))
+            self.interpreter.way.release(batch)  # it stays itself until its slot is needed
+        return self._known.popleft() if self._known else None
+
+    def flush(self, told: Told, compare: Callable[[Sequence[Told]], object]) -> list[MiniBatch]:
+        """End what is under way.
+
+        Args:
+            told: what this worker tells of the call.
+            compare: looks at what all told of it.
+
+        Returns:
+            What no step has told yet.
+        """
+        if not self._begun:
+            return []
+        self._told, self._compare = told, compare
+        self._run(self._begun - 1, None)
+        self.weights.detach()
+        for versions in self._versions():
+            versions.end()
+        self.interpreter.way.release(self._batch)
+        found = list(self._known)
+        self._known.clear()
+        self._mini_batches.clear()
+        self._alive.clear()
+        self._begun = 0
+        return found
+
+    def _run(self, number: int, batch: Batch | None, *, update: bool = True) -> None:
+        """Run what follows when mini-batch ``number`` is there, or what is left after it."""
+        segment = min(number, self._cut.last)
+        self._offset = number - segment
+        tasks = self._tasks(segment, self._offset % self._slots, drains=batch is None, update=update)
+        if batch is not None and self._flushes:
+            assert batch.told is not None
+            assert batch.compare is not None
+            self._told, self._compare = batch.told, batch.compare
+        self.weights.attach()
+        self.weights.changes.note_parameters()
+        shown = self._offset if self.interpreter.whole_timeline or not self._flushes else 0
+        try:
+            self.interpreter.run(
+                tasks, batch, period_offset=shown, drains=batch is None or not self._cut.drains
+            )
+        except WorkerError as error:
+            if isinstance(error.__cause__, RuntimeError):
+                changes = self.weights.changes
+                (changes.refuse_overwritten if self._flushes else changes.check)()
+            raise
+        finally:
+            self.weights.hooks.give_back()
+            for versions in self._versions():
+                versions.show_latest()
+
+    def _versions(self) -> list[Versions]:
+        return [copy.versions for copy in self.weights.stages.values() if copy.versions is not None]
+
+    # -- losses and norms
+
+    def _start_gather(self, action: StartGather) -> None:
+        if not action.early:
+            self.weights.changes.check()
+        asked = self._asked(action)
+        if any(asked):
+            self._gathers.start(asked)
+
+    def _wait_gather(self, action: WaitGather) -> None:
+        """What all workers told of some mini-batches.
+
+        Raises:
+            ConfigError: the workers made different calls; or copies of a stage changed buffers of their own.
+            WorkerError: a loss or a gradient is not finite; or copies of a stage differ.
+        """
+        if action.early:
+            self.weights.changes.check()
+        loss, norm, copies = asked = self._asked(action)
+        if not any(asked):
+            return
+        first = next(each for each in asked if each is not None)
+        self.workers.transport.status.now(f"gathering what came of step {first.step}")
+        gathered = self._gathers.wait()
+        if copies is not None and copies.compared:
+            self.weights.copies.compare(gathered.digests, f"after step {copies.step}")
+        if norm is not None and norm is not loss:  # of one before
+            self._know_norm(norm, gathered)
+        if loss is not None:
+            self._know_loss(loss, gathered)
+            if norm is loss:
+                self._know_norm(loss, gathered)
+        oldest = self._offset + min(period for period in action.periods if period is not None)
+        for number in [number for number in self._mini_batches if number < oldest]:
+            del self._mini_batches[number]
+
+    def _asked(self, gather: GatherAction) -> Asked:
+        """The mini-batches it is about; None for periods before the first one."""
+        found = (
+            None if period is None else self._mini_batches.get(period + self._offset)
+            for period in gather.periods
+        )
+        return Asked(*found)
+
+    def _square(self, its: MiniBatch) -> float:
+        """What this worker counts of a mini-batch's squared norm."""
+        if not its.updates:
+            return 0.0
+        if not its.norms:
+            return self.weights.squared_norm()
+        square = 0.0
+        for norm in its.norms:
+            counted, dead = norm.read()
+            square += counted
+            if dead is not None:
+                self._dead.add(dead)
+        return square
+
+    def _calls(self, asked: Asked) -> Head:
+        """The call at hand."""
+        del asked
+        compare = self._compare
+        return self._told.pack(), lambda heads: compare([*map(Told.unpack, heads)])
+
+    def _steps_begun(self, asked: Asked) -> Head:
+        """The mini-batches begun, and the first one that is told of."""
+        assert asked.loss is not None
+        return (self._begun, asked.loss.step), _refuse_other_steps
+
+    def _know_loss(self, its: MiniBatch, gathered: Gathered) -> None:
+        parts = gathered.parts
+        weighed = [part.weighed for part in parts]
+        scale, this_step = self._weigh(weighed, its)
+        if not its.norms:  # else its gradients are divided by now
+            its.scale = scale
+        if self.execution.skip_non_finite and not all(math.isfinite(part.loss) for part in parts):
+            self._skipped = True
+            its.loss = added(part.loss for part in parts) * this_step
+        else:
+            its.loss = self.workers.loss(parts, its.step, this_step)
+        its.metrics = self._gathers.metrics(gathered, weighed, its.losses, this_step)
+
+    def _know_norm(self, its: MiniBatch, gathered: Gathered) -> None:
+        squares = [part.squared_norm * its.scale**2 for part in gathered.parts]
+        if self.execution.skip_non_finite and not all(map(math.isfinite, squares)):
+            self._skipped = True
+        its.skipped = self._skipped
+        if its.updates and not its.skipped:
+            not_finite = self._read_not_finite if its.norms else self.weights.not_finite
+            its.norm = self.workers.norm(squares, its.loss, its.step, not_finite, updated=its.used)
+        its.samples = self._batch.total
+        self._known.append(its)
+
+    def _read_not_finite(self) -> tuple[int, str] | None:
+        return (min(self._dead), "one of its weights") if self._dead else None
+
+    def _weigh(self, parts: Sequence[Weighed], its: MiniBatch) -> tuple[float, float]:
+        """Add up what the losses weigh; ``parts`` as for ``Workers.weight``.
+
+        Returns:
+            What the gradients' sums are multiplied by, and what the step's own sums are.
+
+        Raises:
+            ConfigError: losses of this step, or of one since the last update, count something else.
+        """
+        refuse_no_graph(parts)
+        weight, counted = self.workers.weight(parts, its.step)
+        self._counted |= counted
+        if not consistent(self._counted):
+            raise ConfigError(
+                "the losses of the steps of an update are divided by several things: by samples, elements, "
+                "tokens or a LossSum's weight; return the same kind of loss in all of them"
+            )
+        self._weight += weight
+        scale = 1 / self._weight
+        if its.updates:
+            self._weight, self._counted, self._divisor = 0.0, Counts(0), None
+        elif self._divisor is None:
+            self._divisor = float(self._batch.total)
+        return 1.0 if abs(scale - 1.0) < _ROUNDING else scale, 1 / weight
+
+    # -- gradients
+
+    def _call_hooks(self, action: CallHooks) -> None:
+        its = self._of(action.period)
+        if not self._skipped:
+            self.weights.scale(its.scale)
+            its.scale = 1.0
+            self.weights.call_hooks(its.step)
+
+    def _clip(self, action: Clip) -> None:
+        its = self._of(action.period)
+        if not self._skipped:
+            factor = its.scale * clip_factor(its.norm, self.execution.max_norm)
+            if factor != 1.0:
+                self.weights.scale(factor)
+
+    def _drop_non_finite(self, action: DropNonFinite) -> None:
+        its = self._of(action.period)
+        norm = self.weights.own_norm()
+        norm.drop()
+        its.norms.append(norm)
+        its.used = "other stages may be updated with it; with clip_norm, math.inf say, nothing would be"
+        if its.scale != 1.0:
+            self.weights.scale(its.scale)
+
+    def _clip_stage(self, action: ClipStage) -> None:
+        """Clip a stage's gradients; the host does not look at them.
+
+        After one that is not finite a stage's gradients count as zeros, and all workers end when they are
+        told of it.
+        """
+        self.weights.changes.check()
+        its, stage = self._of(action.period), action.stage
+        samples = self._batch.total  # the same in all under way
+        divisor = divisor_of(samples, flushes=False)
+        if divisor != samples:
+            self.weights.scale(divisor / samples, stage)
+        versions = self.weights.stages[stage].versions
+        assert versions is not None
+        versions.show_latest()
+        with versions.unseen():
+            self.weights.call_hooks(its.step, stage)
+        counted, alive = self.weights.clip(stage, self._limit, self._alive.get(stage))
+        self._alive[stage] = alive
+        its.norms.append(StageNorm(stage, counted, alive))
+        its.used = "its stage counted it and all later ones as zeros"
+
+    def _update(self, action: Update) -> None:
+        """Make a version of a stage's weights from the gradients at hand."""
+        stage, version = action.stage, action.version + self._offset
+        its, copy = self._of(action.version - 1), self.weights.stages[stage]
+        if copy.versions is None:
+            if self._skipped:
+                self.weights.skip(stage)
+            else:
+                self.weights.update(stage, its.step)
+            copy.precision.forget()
+            return
+        frees = [each + self._offset for each in action.frees]
+        copy.versions.make(version, frees)
+        with copy.versions.unseen():
+            self.weights.update(stage, its.step)
+        if its.compared:
+            its.digests.append(later.Later(self.weights.copies.digests({stage}, buffers=False)))
+        copy.precision.updated(version, frees)
+
+    def _of(self, period: int) -> MiniBatch:
+        return self._mini_batches[period + self._offset]
+
+
+def _refuse_other_steps(rows: list[Sequence[float]]) -> None:
+    """Refuse what workers told that made different calls.
+
+    Raises:
+        ConfigError: they did.
+    """
+    for rank, row in enumerate(rows):
+        if row != rows[0]:
+            raise ConfigError(
+                f"rank {rank} told of step {row[1]:g} in call {row[0]:g} since the pipeline was empty, "
+                f"rank 0 of step {rows[0][1]:g} in call {rows[0][0]:g}; all workers make the same calls "
+                "in the same order"
+            )
