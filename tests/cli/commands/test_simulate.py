@@ -392,3 +392,32 @@ def test_costs_of_a_split_backward_where_none_is_split(run: Run, command: str) -
     )
     other = "show gpipe --stages 2 --micro-batches 2 --input-gradient 3 --compare"
     assert "change" not in run(other, "dapple --stages 2 --micro-batches 2 --split").err
+
+
+def test_costs_of_a_workers_share_make_schemes_one_model(run: Run) -> None:
+    """dapple has a stage a worker, zb-v two: without it zb-v computes a model twice as large."""
+    share = run("simulate zb-v --workers 8 --micro-batches 16 --p2p 0.1 --costs-of worker")
+    assert "54.8 s" in share.out
+    assert "forward 0.5 s · backward 1 s · message 0.1 s · of a stage, given for a worker" in share.out
+    assert share.err == ""
+    stage = run("simulate zb-v --workers 8 --micro-batches 16 --p2p 0.1")
+    assert "106.3 s" in stage.out
+    assert "costs are those of one stage, and zb-v has 16 for 8 workers" in stage.err
+    assert "--costs-of worker" in stage.err
+    whole = run(
+        "simulate zb-v --workers 8 --micro-batches 16 --forward 8 --backward 16 --costs-of model --json"
+    )
+    assert whole.json["costs"]["forward"] == 0.5
+    assert whole.json["makespan"] == 51.5
+
+
+def test_costs_stage_by_stage_belong_to_one_placement(refused: Callable[..., str]) -> None:
+    said = refused("simulate dapple --stages 2 --micro-batches 2 --forward 1,2 --costs-of worker")
+    assert "--forward: 2 numbers are those of one placement's stages" in said
+
+
+def test_copies_of_the_weights_are_copies(run: Run) -> None:
+    """zb-v holds two half stages: one copy of a worker's share; chimera two."""
+    for scheme, copies in (("zb-v --workers 4", "1"), ("chimera --stages 4", "2")):
+        rows = run(f"simulate {scheme} --micro-batches 8").out.splitlines()
+        assert [row.split()[-1] for row in rows if row.strip().startswith(("0 ", "3 "))] == [copies] * 2

@@ -30,11 +30,6 @@ class Size(Record):
         None, "Only this scheme; may be repeated.", metavar="NAME", name="scheme"
     )
     stages_a_worker: int = asked(STAGES_A_WORKER, "Most stages of one pipe on a worker.", metavar="NUMBER")
-    costs_of: str = asked(
-        CostsOf.WORKER.value,
-        "What costs are given for: a worker's share of the model, or the whole model.",
-        metavar="worker|model",
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +85,7 @@ def compare(
     with search_bar("comparing") as report:
         found = compared(
             costs=costs.costs(),
+            costs_of=costs.costs_of,
             peak=limits.peak,
             memory_bytes=limits.memory_bytes(),
             seconds=output.seconds,

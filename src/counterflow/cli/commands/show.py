@@ -14,6 +14,7 @@ from counterflow.errors import ConfigError
 from counterflow.fields import asked
 from counterflow.schedule.ir import Schedule
 from counterflow.simulation import Simulation, simulate
+from counterflow.simulation.model_share import CostsOf
 
 from ..options.flags import CostOptions, Record, SchemeOptions, schemes_from
 from ..options.subject import (
@@ -85,11 +86,12 @@ def show(
         return
     schedule = schedule_of(subject, options)
     warn_if_wrong(subject, schedule)
-    result = simulate(schedule, costs.costs())
+    result = simulate(schedule, costs.of_stages(schedule.placement))
     other = None
     if output.compare is not None:
         other = _other(ctx, output.compare, schedule, options, costs)
-        _note_other_model(schedule, other.schedule)
+        if costs.costs_of is CostsOf.STAGE:
+            _note_other_model(schedule, other.schedule)
     for text in costs.without_effect(schedule, *([other.schedule] if other else [])):
         note(f"Note: {text}")
     if form is not None:
@@ -146,7 +148,7 @@ def _other(
         (name,) = words
         schedule = load(name) if is_file(name) else build_beside(first, name, options.given())
         warn_if_wrong(name, schedule)
-        return simulate(schedule, costs.costs())
+        return simulate(schedule, costs.of_stages(schedule.placement))
     # The same flags as this command's own, read by the same parser.
     with ctx.command.make_context(f"{ctx.info_name} --compare", words, parent=ctx.parent) as inner:
         values = dict(inner.params)
@@ -156,7 +158,7 @@ def _other(
     schedule = schedule_of(values["subject"], SchemeOptions.taken(values))
     warn_if_wrong(values["subject"], schedule)
     own = CostOptions.taken(values)
-    return simulate(schedule, costs.but(own).costs())
+    return simulate(schedule, costs.but(own).of_stages(schedule.placement))
 
 
 def _note_other_model(one: Schedule, other: Schedule) -> None:
@@ -164,6 +166,5 @@ def _note_other_model(one: Schedule, other: Schedule) -> None:
         note(
             f"Note: {one.scheme} has {one.stages} stages, {other.scheme} {other.stages}, and costs are those "
             "of one stage, so these are two models;\n"
-            f'for one model give the other its own costs: --compare "{other.scheme} … --forward SECONDS '
-            '--backward SECONDS"'
+            "for one model give costs of a worker's share of it: --costs-of worker"
         )

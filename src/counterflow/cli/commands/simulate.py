@@ -7,9 +7,10 @@ from typing import Annotated, Any
 import typer
 
 from counterflow.schedule.ir import Schedule
-from counterflow.simulation import Simulation
+from counterflow.simulation import Costs, Simulation
 from counterflow.simulation import simulate as play
 from counterflow.simulation.cost_texts import COSTS
+from counterflow.simulation.model_share import CostsOf
 
 from ..options.flags import CostOptions, JsonFlag, SchemeOptions, SubjectArgument
 from ..options.subject import is_file, periods_for_steady, schedule_of, warn_if_wrong
@@ -48,7 +49,7 @@ def simulate(
     """Time, bubbles and memory of a schedule."""
     schedule = schedule_of(subject, options)
     warn_if_wrong(subject, schedule)
-    result = play(schedule, costs.costs())
+    result = play(schedule, costs.of_stages(schedule.placement))
     for text in costs.without_effect(schedule):
         note(f"Note: {text}")
     if as_json:
@@ -131,6 +132,8 @@ def _paid(result: Simulation, costs: CostOptions) -> str:
             shown.append("messages overlap compute" if value else "messages stop compute")
         else:
             shown.append(f"{word} {value if isinstance(value, str) else numbers(value)}")
+    if costs.costs_of is not CostsOf.STAGE:
+        shown.append(f"of a stage, given for a {costs.costs_of}")
     return " · ".join(shown)
 
 
@@ -141,9 +144,16 @@ def _has_backwards(result: Simulation) -> bool:
 def _workers(result: Simulation) -> Any:
     unit = result.costs.time_unit
     columns = [f"busy {unit}", f"idle {unit}", "bubble", "peak activations", "weight copies"]
+    share = result.schedule.workers / result.schedule.stages
     span = result.makespan or 1.0
     rows = [
-        [number(busy), number(max(idle, 0.0)), f"{max(idle, 0.0) / span:.1%}", number(peak), str(copies)]
+        [
+            number(busy),
+            number(max(idle, 0.0)),
+            f"{max(idle, 0.0) / span:.1%}",
+            number(peak),
+            number(copies * share),
+        ]
         for busy, idle, peak, copies in zip(
             result.busy, result.idle, result.peak_activations, result.weight_copies, strict=True
         )
@@ -200,4 +210,8 @@ def _messages(result: Simulation) -> Any:
 
 def _shown_costs(result: Simulation, costs: CostOptions) -> dict[str, Any]:
     """The costs that are always told, and those that were given."""
-    return {name: getattr(result.costs, name) for name in ("forward", "backward", "p2p")} | costs.given()
+    shown = {}
+    for name in dict.fromkeys(("forward", "backward", "p2p", *costs.given())):
+        one = COSTS[name]
+        shown[name] = getattr(result.costs if one.record is Costs else result.costs.memory, one.field)
+    return shown

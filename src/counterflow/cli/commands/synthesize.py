@@ -180,7 +180,7 @@ def synthesize(
     with order_bar(None if search.moves is not None else search.seconds) as report:
         found = compute(
             workload,
-            costs.costs() if played is None else played.costs,
+            costs.of_stages(workload.placement) if played is None else played.costs,
             peak=peak,
             memory_bytes=memory,
             objective=search.objective,

@@ -22,8 +22,10 @@ from counterflow.errors import ConfigError
 from counterflow.fields import AskedField, asked_fields
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
+from counterflow.schedule.placement import Placement
 from counterflow.schedule.scheme import DEPTH, SPLIT, Option, OptionType
 from counterflow.simulation import ByteCosts, Costs, cost_texts
+from counterflow.simulation.model_share import CostsOf, of_stages
 
 from .wording import flag
 
@@ -189,6 +191,8 @@ def plain_value(value: Any) -> OptionValue:
     return found
 
 
+_UNITS = "one stage, a worker's share of the model, or the whole model (stage, worker, model)."
+
 OF_SPLIT_BACKWARDS = ("input_gradient", "weight_gradient", "kept_for_weights")
 """Costs that only a split backward has."""
 
@@ -196,15 +200,27 @@ OF_SPLIT_BACKWARDS = ("input_gradient", "weight_gradient", "kept_for_weights")
 class CostOptions(Flags):
     """What things cost."""
 
+    unit: ClassVar[CostsOf] = CostsOf.STAGE
+    panels: ClassVar[Mapping[type, str]] = {Costs: _COSTS, ByteCosts: _MEMORY}
+
     @classmethod
     def flags(cls) -> dict[str, Any]:
         """Every cost, with what typer has to know of its flag."""
-        panels = {Costs: _COSTS, ByteCosts: _MEMORY}
-        return {name: asked_flag(one, panels[one.record]) for name, one in cost_texts.COSTS.items()}
+        about = f"What costs are given for: {_UNITS} Default {cls.unit}."
+        costs_of = Annotated[CostsOf | None, _option(cls.panels[Costs], about, "--costs-of", metavar="UNIT")]
+        costs = {name: asked_flag(one, cls.panels[one.record]) for name, one in cost_texts.COSTS.items()}
+        return {**costs, "costs_of": costs_of}
+
+    @property
+    def costs_of(self) -> CostsOf:
+        """What costs are given for."""
+        found: CostsOf | None = self.values["costs_of"]
+        return self.unit if found is None else found
 
     def given(self) -> dict[str, Any]:
         """The costs that were given, read, by the names of their flags."""
-        return cost_texts.read({n: v for n, v in self.values.items() if v is not None}, _in_flag)
+        values = {n: v for n, v in self.values.items() if v is not None and n != "costs_of"}
+        return cost_texts.read(values, _in_flag)
 
     def but(self, other: CostOptions) -> CostOptions:
         """The same costs, except those that ``other`` gives."""
@@ -212,18 +228,32 @@ class CostOptions(Flags):
         return CostOptions({**self.values, **given})
 
     def costs(self) -> Costs:
-        """What the simulator is fed with.
+        """The costs as they were given.
 
         Raises:
             ConfigError: a cost is no number, or negative.
         """
         return cost_texts.costs_from(self.given())
 
+    def of_stages(self, placement: Placement) -> Costs:
+        """What the simulator is fed with: costs of the stages of this placement.
+
+        Raises:
+            ConfigError: as ``costs``, or costs by stage where they are given for something else.
+        """
+        return of_stages(self.costs(), placement, self.costs_of)
+
     def without_effect(self, *schedules: Schedule) -> Iterator[str]:
         """What was given and changes nothing in any of these schedules, and why, for people."""
         given = {name for name, value in self.values.items() if value is not None}
         if "sync" not in given and given & {"sync_mode", "replicas"}:
             yield "--sync-mode and --replicas change nothing unless --sync gives a sync's seconds."
+        large = next((one for one in schedules if one.stages != one.workers), None)
+        if large is not None and self.costs_of is CostsOf.STAGE and len(schedules) == 1:
+            yield (
+                f"costs are those of one stage, and {large.scheme} has {large.stages} for {large.workers} "
+                "workers; to compare it with other schemes give costs of a worker's share: --costs-of worker."
+            )
         idle = [name for name in OF_SPLIT_BACKWARDS if name in given]
         if idle and not any(_is_split(schedule) for schedule in schedules):
             verb = "changes" if len(idle) == 1 else "change"
@@ -238,11 +268,8 @@ class CostOptions(Flags):
 class ModelCostOptions(CostOptions):
     """What things cost of a model that schemes cut into different stages: those are one number each."""
 
-    @classmethod
-    def flags(cls) -> dict[str, Any]:
-        """Every cost, with what typer has to know of its flag."""
-        panels = {Costs: _MODEL_COSTS, ByteCosts: _MODEL_MEMORY}
-        return {name: asked_flag(one, panels[one.record]) for name, one in cost_texts.COSTS.items()}
+    unit: ClassVar[CostsOf] = CostsOf.WORKER
+    panels: ClassVar[Mapping[type, str]] = {Costs: _MODEL_COSTS, ByteCosts: _MODEL_MEMORY}
 
 
 def _is_split(schedule: Schedule) -> bool:
