@@ -33,6 +33,7 @@ from counterflow.train.supervision.stopping import STOP
 from ..conftest import Configure, Train, Watcher, losses
 
 STEPS = 7
+FAILS_AT = 5
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,7 @@ def fails(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         batch = NextByte.batch
 
         def read_(self: NextByte, step: int, *args: Any, **options: Any) -> Any:
-            if step == 5 and left[0] > 0 and current_transport().rank == 0:
+            if step == FAILS_AT and left[0] > 0 and current_transport().rank == 0:
                 left[0] -= 1
                 before()
                 raise ValueError(f"a sample of {left[0]} is damaged")
@@ -143,7 +144,7 @@ def test_as_often_as_time_allows(
     assert losses(tmp_path / "again") == losses(tmp_path / "whole")
     ((step, source),) = sources(tmp_path / "again")
     assert source == "memory"
-    assert step in (2, 4)  # the second copy may be for later: steps take their time
+    assert step in range(2, FAILS_AT)  # later copies are made as steps take their time
 
 
 @pytest.mark.parametrize(
