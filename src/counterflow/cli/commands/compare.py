@@ -33,7 +33,7 @@ class Size(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits(Record):
+class WorkerLimits(Record):
     """What a worker may hold."""
 
     panel: ClassVar[str] = "Limits of each worker"
@@ -54,7 +54,7 @@ class Limits(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Output(Record):
+class Listing(Record):
     """What is computed besides, and shown."""
 
     panel: ClassVar[str] = "Output"
@@ -74,7 +74,7 @@ class Output(Record):
 
 
 def compare(
-    *, costs: ModelCostOptions, size: Size, limits: Limits, output: Output, as_json: JsonFlag = False
+    *, costs: ModelCostOptions, size: Size, limits: WorkerLimits, output: Listing, as_json: JsonFlag = False
 ) -> None:
     """Compare all schemes for the same model: step, bubbles, activations and copies of the weights."""
     out = output.out

@@ -90,7 +90,7 @@ class Ordering(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Output(Record):
+class Results(Record):
     """What is shown and written."""
 
     panel: ClassVar[str] = "Output"
@@ -108,7 +108,7 @@ class Output(Record):
 
 
 def plan(
-    *, inputs: Inputs, limits: PlanLimits, ordering: Ordering, output: Output, as_json: JsonFlag = False
+    *, inputs: Inputs, limits: PlanLimits, ordering: Ordering, output: Results, as_json: JsonFlag = False
 ) -> None:
     """Choose scheme, depth, width, micro-batch and recomputation for a model on a cluster, by simulation."""
     if output.listed:

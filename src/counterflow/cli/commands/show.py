@@ -32,7 +32,7 @@ from ..output.console import console, note, writing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Output(Record):
+class Drawing(Record):
     """What is drawn, and where."""
 
     panel: ClassVar[str] = "Output"
@@ -72,7 +72,7 @@ def show(
     ],
     options: SchemeOptions,
     costs: CostOptions,
-    output: Output,
+    output: Drawing,
 ) -> None:
     """Draw the timeline of a schedule, or of a run: in the terminal, or into files."""
     from counterflow.drawing import draw, draw_terminal
@@ -107,7 +107,7 @@ def show(
         note(f"Wrote {path}")
 
 
-def _show_run(subject: str, output: Output, given: Sequence[str]) -> None:
+def _show_run(subject: str, output: Drawing, given: Sequence[str]) -> None:
     """A run as it was measured, above its prediction or another run."""
     from counterflow.drawing import draw_charts, print_charts
     from counterflow.train.folder import read_timeline
@@ -152,7 +152,7 @@ def _other(
     # The same flags as this command's own, read by the same parser.
     with ctx.command.make_context(f"{ctx.info_name} --compare", words, parent=ctx.parent) as inner:
         values = dict(inner.params)
-    for parameter in Output.parameters():
+    for parameter in Drawing.parameters():
         if values[parameter.name]:
             raise ConfigError(f"--compare {text!r}: {flag(parameter.name)} belongs outside the quotes")
     schedule = schedule_of(values["subject"], SchemeOptions.taken(values))
