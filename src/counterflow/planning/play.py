@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from counterflow.errors import ConfigError
 from counterflow.program.actions import Matching
@@ -198,7 +198,9 @@ class Play:
     @cached_property
     def _optimizer(self) -> float:
         profile = self.predictor.profile
-        updated = _held(self.schedule, self.stages.trained) if self.sharded is None else self.sharded.most
+        updated = (
+            self.schedule.placement.summed(self.stages.trained) if self.sharded is None else self.sharded.most
+        )
         if self.network.slowness:
             updated = [size * slow for size, slow in zip(updated, self.network.slowness, strict=True)]
         return profile.update_seconds_per_byte * max(updated) + profile.step_overhead_seconds
@@ -224,7 +226,7 @@ class Play:
         held = stages.bytes
         each = stage_bytes(held, recompute, schedule.stages)
         gradients, optimizer, casts = (
-            _held(schedule, per_stage("bytes", of, schedule.stages))
+            schedule.placement.summed(per_stage("bytes", of, schedule.stages))
             for of in (held.gradients or 0.0, held.optimizer, held.casts)
         )
         if self.sharded is not None:
@@ -261,7 +263,9 @@ class Play:
         peaks = tuple(peak - less for peak, less in zip(self._peaks, self._spared, strict=True))
         held = self.stages.bytes
         each = stage_bytes(held, Recompute.NONE, self.schedule.stages)
-        fixed = _held(self.schedule, [w + rest for w, rest in zip(each.weights, each.fixed, strict=True)])
+        fixed = self.schedule.placement.summed(
+            [w + rest for w, rest in zip(each.weights, each.fixed, strict=True)]
+        )
         less = map(sum, zip(self._counted_twice, self._spared, strict=True))
         fixed = [f - not_there for f, not_there in zip(fixed, less, strict=True)]
         versions = self._further_versions(fixed, peaks)
@@ -492,11 +496,3 @@ def counted_twice(placement: Placement, stages: StageCosts) -> list[float]:
             shared = len({s for _, s in placement.held(worker)} & {*tie.stages})
             found[worker] += max(0, shared - 1) * tie.held_bytes
     return found
-
-
-def _held(schedule: Schedule, amounts: Any) -> list[float]:
-    """An amount of each stage, summed over what each worker holds."""
-    return [
-        sum(amounts[stage] for _, stage in schedule.placement.held(worker))
-        for worker in range(schedule.workers)
-    ]

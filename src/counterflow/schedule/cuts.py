@@ -58,7 +58,7 @@ def explicit(cuts: Sequence[int], layers: int, stages: int) -> tuple[int, ...]:
     (2, 3)
     """
     _refuse_too_few(layers, stages)
-    if not all(isinstance(cut, SupportsIndex) for cut in cuts):
+    if not all(isinstance(cut, (int, SupportsIndex)) for cut in cuts):
         raise ConfigError(f"cuts={list(cuts)}: cuts are numbers of layers; give whole numbers")
     if len(cuts) != stages - 1:
         raise ConfigError(

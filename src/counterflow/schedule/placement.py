@@ -5,8 +5,8 @@ Invariant: every pipe has every stage exactly once; a placement says nothing abo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from counterflow.errors import ConfigError
 
@@ -17,6 +17,14 @@ class Placement:
 
     workers: int
     pipes_stages: tuple[tuple[int, ...], ...]
+    _hash: int = field(init=False, repr=False, compare=False)
+    """Known, since a search looks up by placements of a thousand numbers."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.workers, self.pipes_stages)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def pipes(self) -> int:
@@ -38,6 +46,14 @@ class Placement:
             for stage, holder in enumerate(stages):
                 if holder == worker:
                     yield pipe, stage
+
+    def summed(self, amounts: Sequence[float]) -> list[float]:
+        """An amount of each stage, summed over what each worker holds."""
+        found = [0.0] * self.workers
+        for stages in self.pipes_stages:
+            for worker, amount in zip(stages, amounts, strict=True):
+                found[worker] += amount
+        return found
 
     def copies(self, stage: int) -> tuple[tuple[int, int], ...]:
         """The (pipe, worker) pairs that hold a copy of ``stage``."""

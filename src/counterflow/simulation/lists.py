@@ -24,9 +24,11 @@ _KINDS = {kind: number for number, kind in enumerate(OpKind)}
 _PRODUCTS = {product: number for number, product in enumerate(Product)}
 _MAKES = np.array([[product in kind.makes for product in Product] for kind in OpKind])
 _TAKES = np.array([-1 if kind.takes is None else _PRODUCTS[kind.takes] for kind in OpKind])
-WHOLE = np.array([kind.whole for kind in OpKind])
 _GOES = np.array([0 if kind.takes is None else kind.takes.goes for kind in OpKind])
-"""By kind of op: what it makes, what it takes of another stage and how far that goes, whether it is whole."""
+WHOLE = np.array([kind.whole for kind in OpKind])
+BEFORE = np.array([int(kind.gives is not Product.OUTPUT) for kind in OpKind])
+"""By kind of op: what it makes, what it takes of another stage, how far that goes, whether it is whole, and
+whether what it gives is about the output of the stage before (``Op.boundary``)."""
 
 
 @dataclass(frozen=True, slots=True)

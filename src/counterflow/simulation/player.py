@@ -26,7 +26,7 @@ from counterflow.errors import DeadlockError
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-LOAD_NUMBA_AFTER = 150_000
+LOAD_NUMBA_AFTER = 400_000
 """Ops played in plain Python, over the life of the process, before numba is loaded (about half a second)."""
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
+from operator import add
 from threading import Lock
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.residency import peak_activations, version_lives
 
 from .costs import Costs, Link, PerLink
-from .lists import WHOLE, Columns, Messages, columns_of, lists_of, messages_of, sources_of, sums_of
+from .lists import BEFORE, WHOLE, Columns, Messages, columns_of, lists_of, messages_of, sources_of, sums_of
 from .memory import Changes
 from .op_costs import Piece, per_stage, stage_bytes
 from .player import Floats, Ints, Lasting, Lists, Sums, Times, play
@@ -154,8 +155,8 @@ class TimedSchedule:
     def sent(self) -> tuple[Ints, Floats]:
         """Of each message the stage whose output it is, or the gradient of that, and the work of its op."""
         makers = self.messages.makers
-        work = self.columns.size[makers] / self.columns.parts[makers]
-        return np.array([self.ops[node].boundary for node in makers.tolist()], dtype=np.int64), work
+        ops = self.columns
+        return (ops.stage - BEFORE[ops.kind])[makers], (ops.size / ops.parts)[makers]
 
     @cached_property
     def lists(self) -> Lists:
@@ -298,21 +299,17 @@ class TimedSchedule:
         added = np.array([ops.bytes(piece) for piece in pieces]).reshape(-1, 2)[which]
         each = stage_bytes(costs.memory, Recompute(costs.recompute), schedule.stages)
         versions = np.zeros(len(which))
-        bases = []
-        for worker in range(schedule.workers):
-            base = sum(each.fixed[stage] for _, stage in schedule.placement.held(worker))
-            first = self.first[worker]
-            if schedule.synchronous:  # one version throughout
-                base += sum(each.weights[stage] for _, stage in schedule.placement.held(worker))
-            else:
-                for stage, version, born, dies in version_lives(schedule, worker):
-                    if version and born >= 0:
-                        versions[first + born] += each.weights[stage]
-                    elif version == 0:
-                        base += each.weights[stage]
-                    if dies is not None and dies >= 0:
-                        versions[first + dies] -= each.weights[stage]
-            bases.append(base)
+        bases = schedule.placement.summed(each.fixed)
+        if schedule.synchronous:  # one version throughout
+            bases = list(map(add, bases, schedule.placement.summed(each.weights)))
+        for worker, first in enumerate(() if schedule.synchronous else self.first[:-1]):
+            for stage, version, born, dies in version_lives(schedule, worker):
+                if version and born >= 0:
+                    versions[first + born] += each.weights[stage]
+                elif version == 0:
+                    bases[worker] += each.weights[stage]
+                if dies is not None and dies >= 0:
+                    versions[first + dies] -= each.weights[stage]
         return Changes(bases, added[:, 0], added[:, 1], versions)
 
     def synced(self, costs: Costs) -> bool:

@@ -89,7 +89,7 @@ def parameters_of(model: Model, profile: Profile) -> list[Parameter] | None:
     return [one for row in rows for one in row]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Group:
     """Those who hold the same: workers of each replica, and where they are."""
 
@@ -100,6 +100,11 @@ class _Group:
     def ranks(self) -> tuple[int, ...]:
         """Of all replicas."""
         return self.on.ranks
+
+    @cached_property
+    def nodes(self) -> Ints:
+        """Those that have any of them."""
+        return np.array(self.on.nodes, dtype=np.int64)
 
 
 class Sharding:
@@ -221,14 +226,13 @@ class Sharding:
     def _seconds(self, rows: Sequence[tuple[_Group, float, int]]) -> float:
         """Until all are done: a worker is in one group at a time; a node's one way out carries them all."""
         free = [0.0] * self.placement.workers
-        crossing: dict[int, float] = defaultdict(float)
+        crossing = np.zeros(1 + max((max(group.on.nodes) for group, _, _ in rows), default=0))
         for group, size, count in sorted(rows, key=lambda row: row[0].ranks):
             done = max(free[w] for w in group.workers) + group.on.sends.seconds(size, count)
             for worker in group.workers:
                 free[worker] = done
-            for node in group.on.nodes:
-                crossing[node] += group.on.sends.crossing_seconds_per_byte * size
-        return max(*free, *crossing.values())
+            crossing[group.nodes] += group.on.sends.crossing_seconds_per_byte * size
+        return max(*free, float(crossing.max()))
 
 
 @lru_cache(maxsize=256)

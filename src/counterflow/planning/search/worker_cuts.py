@@ -11,7 +11,7 @@ the same cuts. The measure is an estimate: how long an order takes with them, an
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -189,7 +189,7 @@ class Balance:
             usable = self.placement.workers * self.usable_bytes
         return bool(least <= usable * (1 + _ROUNDING))
 
-    @property
+    @cached_property
     def _table(self) -> _Held:
         return _held(self.placement)
 
