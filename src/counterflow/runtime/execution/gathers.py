@@ -100,7 +100,7 @@ Head = tuple[Sequence[float], Callable[[list[Sequence[float]]], object]]
 """What a worker tells of its calls; and what looks at all that were told."""
 
 
-class Gathers:
+class StepGathers:
     """One worker's part.
 
     Args:

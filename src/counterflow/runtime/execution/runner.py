@@ -55,7 +55,7 @@ from ..mini_batch.told import Counts, Told, Weighed
 from ..parameters.gradients import StageNorm, clip_factor
 from ..parameters.weights import Weights
 from ..stages.versions import Versions
-from .gathers import Asked, Gathered, Gathers, Head, MiniBatch
+from .gathers import Asked, Gathered, Head, MiniBatch, StepGathers
 from .interpreter import Interpreter
 from .step import Workers
 from .tasks import Tasks
@@ -112,7 +112,7 @@ class Runner:
             made = saved.never if saved is not None else lambda _: None
             for stage, copy in weights.stages.items():
                 copy.versions = Versions(stage, copy.parameters, made)
-        self._gathers = Gathers(
+        self._gathers = StepGathers(
             workers,
             digests=weights.copies.columns,
             together=cut.together,
