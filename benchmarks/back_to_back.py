@@ -134,7 +134,7 @@ class Bare:
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
         del targets
-        odd = self.begun % 2  # two steps may be under way
+        odd = self.begun % 2  # two steps may be in flight
         first, buffers = odd * len(self.tags), self.buffers[odd]
         self.begun += 1
         leaving, self.leaving = self.leaving, []

@@ -57,7 +57,7 @@ from counterflow.verify.reference import Reference, Staleness
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 PICTURES = HERE.parent / "docs" / "pictures"
-UNDER_WAY = HERE.parent / "runs" / "convergence.jsonl"
+IN_FLIGHT = HERE.parent / "runs" / "convergence.jsonl"
 """Trainings as they are done, for ``--resume``."""
 
 WORKERS = 4
@@ -838,11 +838,11 @@ def main() -> None:
         if "digits" in options.task:
             digits()  # says what is missing before anything is trained
         about = machine()
-        UNDER_WAY.parent.mkdir(exist_ok=True)
+        IN_FLIGHT.parent.mkdir(exist_ok=True)
         if not options.resume:
-            UNDER_WAY.unlink(missing_ok=True)
+            IN_FLIGHT.unlink(missing_ok=True)
         jobs = planned(options)
-        curves = all_trained(jobs, options.processes, UNDER_WAY)
+        curves = all_trained(jobs, options.processes, IN_FLIGHT)
         found = [curve for job, curve in zip(jobs, curves, strict=True) if not job.emulated]
         emulated = [curve for job, curve in zip(jobs, curves, strict=True) if job.emulated]
         about["load_after"] = round(load(), 2)

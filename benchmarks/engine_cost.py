@@ -43,7 +43,7 @@ NO_BARRIER = ", no barrier"
 
 
 class Ready:
-    """Something under way that is done."""
+    """Something in flight that is done."""
 
     def __init__(self, tensors: Sequence[Any] = ()) -> None:
         self.tensors = list(tensors)

@@ -88,7 +88,7 @@ def relay(names: list[str], megabits: float, delay_seconds: float) -> None:
             with contextlib.suppress(OSError):
                 os.write(devices[node], packet)
         wait = max(0.0, due[0][0] - time.perf_counter()) if due else 1.0
-        # Who has more than its share under way is not read from: its packets wait where they are.
+        # Who has more than its share in flight is not read from: its packets wait where they are.
         ready = [device for device in devices if free[by_device[device]] < now + 0.02]
         readable, _, _ = select.select(ready, [], [], min(wait, 0.001 if len(ready) < len(devices) else wait))
         for device in readable:

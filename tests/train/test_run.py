@@ -175,7 +175,7 @@ def test_timeline(train: Train, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"timeline\.json: not the timeline of a run, or damaged"):
             read_timeline(tmp_path / "run")
     path.unlink()
-    with pytest.raises(ConfigError, match=r"this run has no timeline\.json: it is still under way, or ended"):
+    with pytest.raises(ConfigError, match=r"this run has no timeline\.json: it is still in flight, or ended"):
         read_timeline(tmp_path / "run")
 
 
@@ -521,7 +521,7 @@ def test_workers_that_were_given_different_runs_are_refused(
         train(train__steps=2)
 
 
-def test_interrupted_after_the_step_under_way(train: Train, tmp_path: Path) -> None:
+def test_interrupted_after_the_step_in_flight(train: Train, tmp_path: Path) -> None:
     asked: list[float] = []
 
     def interrupt(line: dict[str, float]) -> None:

@@ -99,7 +99,7 @@ class Memory:
         _make(self.folder)
 
     def keep(self, pipeline: Pipeline, records: Records) -> None:
-        """Begin to copy what this worker holds, with nothing under way; the copy before is whole then.
+        """Begin to copy what this worker holds, with nothing in flight; the copy before is whole then.
 
         The pipeline's next update waits until the device has made the copy; until then nobody else changes
         weights. A thread writes it.

@@ -17,7 +17,7 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint of a pipeline, and wait until it is on the disk; all workers call it.
 
-    Flushes first what is under way. ``counterflow.checkpoints.Saver`` does not wait.
+    Flushes first what is in flight. ``counterflow.checkpoints.Saver`` does not wait.
 
     Args:
         pipeline: what is saved.

@@ -82,7 +82,7 @@ class Saver:
         self.pipeline, self.root = pipeline, root
         self._over = over
         self.keep_last, self.keep_best = keep_last, keep_best
-        self.under_way: int | None = None
+        self.in_flight: int | None = None
         """The step whose checkpoint is being written."""
         self.last: Outcome | None = None
         """What became of the last one that ended."""
@@ -105,7 +105,7 @@ class Saver:
     def start(
         self, about: Mapping[str, Any], extras: Mapping[str, Extra] | None = None, *, beside: bool = False
     ) -> None:
-        """Begin a checkpoint of the pipeline as it is, with nothing under way; all workers call it.
+        """Begin a checkpoint of the pipeline as it is, with nothing in flight; all workers call it.
 
         The host does not wait for the device: what that is given next runs when the weights are copied.
 
@@ -116,15 +116,15 @@ class Saver:
                 computes while they are copied, and its update alone waits.
 
         Raises:
-            ConfigError: gradients or another checkpoint are under way, or something cannot be written down.
+            ConfigError: gradients or another checkpoint are in flight, or something cannot be written down.
             WorkerError: the copies of a stage differ.
         """
         from .dcp import SavePlan  # noqa: PLC0415 - it takes a while
 
         pipeline = self.pipeline
-        if self.under_way is not None:
+        if self.in_flight is not None:
             raise ConfigError(
-                f"the checkpoint of step {self.under_way} is still being written; call wait() before the next"
+                f"the checkpoint of step {self.in_flight} is still being written; call wait() before the next"
             )
         pipeline.settle("a checkpoint")
         pipeline.weights.check_copies(f"after {pipeline.steps} steps")
@@ -147,7 +147,7 @@ class Saver:
                 "aliases": aliases,
                 "about": dict(about),
             }
-        self.under_way, self._completing = step, False
+        self.in_flight, self._completing = step, False
         further = dict(extras or {}) if self._writes_index else {}
         live = {key: tensor for key, (tensor, _) in part.items()}
         copy = self._copies.begin(live, changing_in_forward(pipeline, live))
@@ -168,26 +168,26 @@ class Saver:
         self._begin(write)
 
     def poll(self) -> Outcome | None:
-        """Agree on whether the checkpoint under way is written; all workers call it.
+        """Agree on whether the checkpoint in flight is written; all workers call it.
 
         Returns:
             What became of it, once; None as long as it is being written, or if there is none.
         """
-        if self.under_way is None:
+        if self.in_flight is None:
             return None
         busy = self._thread is not None and self._thread.is_alive()
         if any(row[0] for row in self._transport.gather([float(busy)])):
             return None
         rows = self._transport.gather_objects(self._found)
         problem = next((row for row in rows if isinstance(row, str)), None)
-        step = self.under_way
+        step = self.in_flight
         if problem is None and not self._completing:
             self._completing, self._found = True, None
             if self._writes_index:
                 found = cast("list[dict[str, Written]]", rows)
                 self._begin(lambda: self._complete(step, {n: f for row in found for n, f in row.items()}))
             return None
-        self.under_way, self._thread, self._found = None, None, None
+        self.in_flight, self._thread, self._found = None, None, None
         self.last = Outcome(step, None if problem is not None else self.root / name_of(step), problem or "")
         if problem is None:
             return self.last
@@ -199,17 +199,17 @@ class Saver:
         return self.last
 
     def wait(self, limit_seconds: float | None = None) -> Outcome | None:
-        """Until the checkpoint under way is written; all workers call it.
+        """Until the checkpoint in flight is written; all workers call it.
 
         Args:
             limit_seconds: how long at most, by rank 0's clock; None: as long as it takes.
 
         Returns:
-            What became of it; None if there is none, or if it is still under way.
+            What became of it; None if there is none, or if it is still in flight.
         """
         began = told = time.monotonic()
         look = min(_LOOK_SECONDS, self._transport.timeout_seconds / 4)
-        while self.under_way is not None:
+        while self.in_flight is not None:
             if self._thread is not None:
                 self._thread.join(look)
             outcome = self.poll()
@@ -218,7 +218,7 @@ class Saver:
             now = time.monotonic()
             if self._writes_index and now - told > _TELL_SECONDS:
                 told = now
-                _LOG.warning("the checkpoint of step %s is still being written", self.under_way)
+                _LOG.warning("the checkpoint of step %s is still being written", self.in_flight)
             if limit_seconds is not None:
                 rows = self._transport.gather([float(now - began > limit_seconds)])
                 if rows[0][0]:

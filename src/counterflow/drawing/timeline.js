@@ -258,7 +258,7 @@ class Picture {
     }
   }
 
-  // An op under way to another place in its worker's order.
+  // An op in flight to another place in its worker's order.
   ghost() {
     const moved = this.moved;
     if (!moved || moved.to === undefined) return;

@@ -81,7 +81,7 @@ class MemoryShown(Part):
     activations_bytes: Annotated[
         float, said("kept for backwards, and what recomputation needs", "activations")
     ]
-    buffers_bytes: Annotated[float, said("messages under way", "buffers")]
+    buffers_bytes: Annotated[float, said("messages in flight", "buffers")]
     workspace_bytes: Annotated[
         float, said("what the op that needs most needs besides; 0: not profiled", "workspace")
     ]

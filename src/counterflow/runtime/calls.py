@@ -48,9 +48,9 @@ class Calls:
         if self._lease.closed:
             raise ConfigError("the pipeline is closed; make another one")
         by_order = self._transport.matching is Matching.ORDER
-        if by_order and any(other.under_way for other in self._lease.others()):
+        if by_order and any(other.in_flight for other in self._lease.others()):
             raise ConfigError(
-                "another pipeline of these workers has mini-batches under way, and over "
+                "another pipeline of these workers has mini-batches in flight, and over "
                 f"{self._transport.kind} its messages would be taken for this one's; flush() it before"
             )
 
@@ -77,11 +77,11 @@ class Calls:
             )
 
     def only_when_empty(self, call: str) -> None:
-        """Refuse ``call`` where mini-batches are under way."""
+        """Refuse ``call`` where mini-batches are in flight."""
         self.only_taken()
         self.only_own(call)
-        if self._run.under_way:
-            raise ConfigError(f"{call} while mini-batches are under way; call flush() before, on all workers")
+        if self._run.in_flight:
+            raise ConfigError(f"{call} while mini-batches are in flight; call flush() before, on all workers")
 
     @contextmanager
     def reported(self, step: int, *, taking: bool = False) -> Iterator[None]:

@@ -247,7 +247,7 @@ class Pipeline:
         return Batches(self.schedule, self.execution, self.batching, role=role, peers=peers, copies=copies)
 
     def close(self) -> None:
-        """End what is under way and give back what the pipeline holds of its transport; all workers call it.
+        """End what is in flight and give back what the pipeline holds of its transport; all workers call it.
 
         A pipeline that is dropped without it gives that back when the next one is made. Also a context
         manager: ``with cf.Pipeline(...) as pipeline: ...``.
@@ -321,7 +321,7 @@ class Pipeline:
             given = self._batches.given(inputs, targets, kwargs, micro_batches, samples)
             batch = self._batch(given, Call.STEP if update else Call.KEEP, outputs=outputs)
             interpreter = self._run.interpreter
-            interpreter.way.counting = self.steps < self.counted_steps
+            interpreter.in_flight.counting = self.steps < self.counted_steps
             feeds = [feed for feed in (batch.inputs, batch.targets) if feed is not None]
             told = self._run.step(batch, update=update)
             for feed in feeds:
@@ -339,7 +339,7 @@ class Pipeline:
             self._tell_unsplit()
         self.steps += 1
         if (
-            batch.compared and not self._run.under_way
+            batch.compared and not self._run.in_flight
         ):  # else they are compared with what a later step gathers
             self.weights.check_copies(f"after step {step.number}")
         return step
@@ -356,7 +356,7 @@ class Pipeline:
     ) -> float:
         """The mean loss of a mini-batch, on every worker; no gradients, evaluation mode.
 
-        Flushes first what is under way. What the loss function tells beside the loss is in ``metrics`` then,
+        Flushes first what is in flight. What the loss function tells beside the loss is in ``metrics`` then,
         and what the last layer gave in ``outputs``, if asked for. Args and errors as in ``step``.
         """
         self._untold = self.flush()
@@ -378,7 +378,7 @@ class Pipeline:
         """What the last layer gives for the replica's samples, in their order, on every worker.
 
         No gradients, evaluation mode. Tensors and numbers are put together as ``output_dims`` says. Flushes
-        first what is under way.
+        first what is in flight.
 
         Args:
             inputs: as in ``step``.
@@ -415,7 +415,7 @@ class Pipeline:
         return moved(found, self.device)
 
     def flush(self) -> list[Step]:
-        """End what is under way, so that all weights are as after the last step; all workers call it.
+        """End what is in flight, so that all weights are as after the last step; all workers call it.
 
         After a step of a synchronous schedule nothing is, if it has a barrier. Without a flush the next step
         warms up again.
@@ -428,7 +428,7 @@ class Pipeline:
         """
         self._calls.only_taken()
         untold, self._untold = self._untold, []
-        if not self._run.under_way:
+        if not self._run.in_flight:
             return untold
         began = time.perf_counter()
         with self._reported(), self._held.owned.used(), self.streams.step():
@@ -441,9 +441,9 @@ class Pipeline:
         return untold
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         """Whether a ``flush`` would have something to do."""
-        return self._run.under_way
+        return self._run.in_flight
 
     def _batch(self, given: Given, call: Call, *, outputs: bool = False) -> Batch:
         self._calls.only_alone()
@@ -569,7 +569,7 @@ class Pipeline:
     def averaged(self) -> Iterator[None]:
         """Within this context ``evaluate`` and ``predict`` are those of the average; all workers enter it.
 
-        Flushes first what is under way. This worker's weights are kept once more meanwhile.
+        Flushes first what is in flight. This worker's weights are kept once more meanwhile.
 
         Raises:
             ConfigError: there is no average, or the context is entered twice.
@@ -590,7 +590,7 @@ class Pipeline:
     ) -> dict[str, Any]:
         """The model's parameters, buffers and extra state by its own names, on the CPU; all workers call it.
 
-        Flushes first what is under way. Tensors go one by one from who holds them to who gets them. Where the
+        Flushes first what is in flight. Tensors go one by one from who holds them to who gets them. Where the
         whole model is too large for any worker, each keeps what it holds (``local=True``), or one takes it
         tensor by tensor (``stream_weights``).
 
@@ -673,7 +673,7 @@ class Pipeline:
     def training_state_dict(self, *, rank: int | None = None, local: bool = False) -> dict[str, Any]:
         """All that a training goes on from, on the CPU; all workers call it.
 
-        Flushes first what is under way. Another pipeline of the same model takes it, under any schedule where
+        Flushes first what is in flight. Another pipeline of the same model takes it, under any schedule where
         the optimiser is the same; a learning-rate scheduler wants as many stages.
 
         Args:
@@ -687,7 +687,7 @@ class Pipeline:
             from which all random draws come.
 
         Raises:
-            ConfigError: gradients wait for an update, ``local`` while mini-batches are under way, or there is
+            ConfigError: gradients wait for an update, ``local`` while mini-batches are in flight, or there is
                 no such rank.
             WorkerError: the copies of a stage differ.
         """
@@ -717,7 +717,7 @@ class Pipeline:
     def set_trainable(self, chosen: Callable[[str], bool]) -> None:
         """Freeze and unfreeze parameters from the next step on; all workers call it alike.
 
-        Flushes first what is under way.
+        Flushes first what is in flight.
 
         Args:
             chosen: a parameter's name in the model to whether it is trained.
@@ -731,7 +731,7 @@ class Pipeline:
         self._batches.forget()
 
     def settle(self, call: str) -> None:
-        """Flush what is under way, for ``call``; ``flush`` tells of it later. All workers call it.
+        """Flush what is in flight, for ``call``; ``flush`` tells of it later. All workers call it.
 
         Raises:
             ConfigError: gradients wait for an update.

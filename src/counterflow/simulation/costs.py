@@ -53,7 +53,7 @@ class Costs:
         overlap: whether a message travels while its sender computes on; else the sender is busy with it.
         sync: all-reduce of one stage's gradients; nothing where there is only one copy.
         sync_crossings: the part of each stage's sync that goes by ways which other stages' syncs take too:
-            those under way at one time share them. None: nothing is shared.
+            those in flight at one time share them. None: nothing is shared.
         sync_mode: when gradients are synchronised (``end``, ``eager``, ``eager-opt``).
         sync_slowdown: share by which a second of compute is longer beside a gradient sync of its worker.
             Which ops that are is taken from a play without it.

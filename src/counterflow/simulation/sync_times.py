@@ -30,7 +30,7 @@ def sync_times(
 ) -> list[tuple[int, float, float, list[int]]]:
     """Stage, start, end and workers of each sync.
 
-    Those under way at one time share the ways that they have in common: with k on a way, each takes k times
+    Those in flight at one time share the ways that they have in common: with k on a way, each takes k times
     its seconds there.
 
     Args:
@@ -98,11 +98,11 @@ def _share(syncs: list[_Sync], lane: Floats) -> None:
             followers[other].append(number)
         last |= dict.fromkeys(sync.members, number)
     now = 0.0
-    under_way: list[int] = []
+    in_flight: list[int] = []
     due = [number for number, count in enumerate(before) if not count]
-    while under_way or due:
-        taken = Counter(way for number in under_way for way in syncs[number].ways)
-        ends = {number: now + syncs[number].left * syncs[number].slower(taken) for number in under_way}
+    while in_flight or due:
+        taken = Counter(way for number in in_flight for way in syncs[number].ways)
+        ends = {number: now + syncs[number].left * syncs[number].slower(taken) for number in in_flight}
         at = max(now, min([*ends.values(), *(syncs[number].ready for number in due)]))
         for number, end in ends.items():
             syncs[number].left -= (at - now) / syncs[number].slower(taken)
@@ -118,6 +118,6 @@ def _share(syncs: list[_Sync], lane: Floats) -> None:
         for number in begun:
             syncs[number].begin = now
         due = [number for number in due if syncs[number].ready > now]
-        under_way = [number for number in under_way if ends[number] > now] + begun
+        in_flight = [number for number in in_flight if ends[number] > now] + begun
     for sync in syncs:
         lane[sync.members] = sync.end

@@ -342,7 +342,7 @@ def read_schedule(path: Path) -> Schedule:
 
 
 def read_timeline(path: Path, schedule: Schedule | None = None) -> Timeline | Window:
-    """The timeline of a run; of one that is under way, of a step now and then, or of two without a flush.
+    """The timeline of a run; of one that is in flight, of a step now and then, or of two without a flush.
 
     Args:
         path: its folder.
@@ -362,7 +362,7 @@ def _text_of(path: Path, name: str) -> str:
         return (path / name).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(
-            f"{path}: this run has no {name}: it is still under way, or ended before it was written"
+            f"{path}: this run has no {name}: it is still in flight, or ended before it was written"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path / name}: cannot be read: {error}") from None

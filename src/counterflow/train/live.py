@@ -66,7 +66,7 @@ class Live:
         self._in_a_row += 1
 
     def emptied(self) -> None:
-        """Nothing is under way: steps are not alike for a while."""
+        """Nothing is in flight: steps are not alike for a while."""
         self._in_a_row = 0
         self._end_timing()
 

@@ -389,12 +389,12 @@ class Trainer:
         if self.saved == self.pipeline.steps:
             return
         self.saver.wait(PATIENCE_SECONDS)
-        if self.saver.under_way is not None:
+        if self.saver.in_flight is not None:
             if self.writes:
                 _LOG.warning(
                     "there is no checkpoint of step %d: that of step %d is still being written",
                     self.pipeline.steps,
-                    self.saver.under_way,
+                    self.saver.in_flight,
                 )
             return
         validated, loss = self.validation

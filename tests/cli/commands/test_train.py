@@ -385,7 +385,7 @@ def test_a_bar_on_a_terminal(width: int) -> None:
     progress.bar.refresh()
     progress.ended()
     shown = written.getvalue()
-    assert shown.startswith("starting 4 workers; results go to run\nCtrl-C ends it after the step under way")
+    assert shown.startswith("starting 4 workers; results go to run\nCtrl-C ends it after the step in flight")
     assert "starting workers" in shown
     assert "13/40" in shown
     assert "loss 2.500  64 samples/s" in shown

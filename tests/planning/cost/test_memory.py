@@ -47,7 +47,7 @@ def test_a_worker_holds_its_state_stashes_messages_and_what_its_op_needs() -> No
     # sent, or 25 while the second one's gradient is used: that has arrived.
     assert (first.weights, first.gradients, first.activations) == (200.0, 100.0, 40.0)  # type: ignore[attr-defined]
     assert (first.workspace, first.buffers, first.total) == (15.0, 30.0, 285.0)  # type: ignore[attr-defined]
-    # Worker 1: two inputs in their buffers belong to the activations; nothing else is under way.
+    # Worker 1: two inputs in their buffers belong to the activations; nothing else is in flight.
     assert (second.activations, second.workspace) == (60.0, 25.0)  # type: ignore[attr-defined]
 
 
@@ -101,7 +101,7 @@ def test_recomputed_by_layer_the_loss_of_each_micro_batch_stays() -> None:
     assert last.total == 200.0 + 3 * 10.0 + 2 * 6.0 + 45.0 + 10.0
 
 
-def test_a_plan_fits_with_all_the_messages_that_it_has_under_way() -> None:
+def test_a_plan_fits_with_all_the_messages_that_it_has_in_flight() -> None:
     # Eight micro-batches' inputs wait in buffers, though no layer keeps them for its backward.
     layer = replace(LAYER, kept_input_bytes=(0.0,))
     model = Model("m", ("block",) * 16, optimizer_states=0.0, input_bytes=10.0)

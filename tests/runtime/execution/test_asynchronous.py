@@ -117,9 +117,9 @@ def _steps(
 ) -> tuple[list[Step], list[Step], dict[int, int], tuple[int, ...]]:
     pipeline = Pipeline(layers, mean_square, schedule, optimizer=momentum)
     steps = [pipeline.step(*numbers(8, seed)) for seed in range(count)]
-    before = pipeline.under_way
+    before = pipeline.in_flight
     flushed = pipeline.flush()
-    assert (before, pipeline.under_way) == (True, False)
+    assert (before, pipeline.in_flight) == (True, False)
     held = [copy.versions.held for copy in pipeline.stages.values() if copy.versions is not None]
     return steps, flushed, pipeline.peak_versions, tuple(v for row in held for v in row)
 
@@ -173,7 +173,7 @@ def test_evaluation_and_weights_flush() -> None:
         steps = [pipeline.step(*numbers(4))]
         pipeline.evaluate(*numbers(4))
         steps += [pipeline.step(*numbers(4))]
-        with pytest.raises(ConfigError, match=r"state_dict\(local=True\) while mini-batches are under way"):
+        with pytest.raises(ConfigError, match=r"state_dict\(local=True\) while mini-batches are in flight"):
             pipeline.state_dict(local=True)
         with pytest.raises(ConfigError, match=r"load_state_dict while .* call flush\(\) before"):
             pipeline.load_state_dict({})

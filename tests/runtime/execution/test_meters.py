@@ -1,4 +1,4 @@
-"""The timeline of a device that is only under way when an op returns."""
+"""The timeline of a device that is only in flight when an op returns."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def _train(
     ]
     late = [step.number - step.about for step in steps if step.about is not None]
     steps += pipeline.flush()
-    assert not pipeline.under_way
+    assert not pipeline.in_flight
     return told(steps), pipeline.training_state_dict(), late
 
 
@@ -319,9 +319,9 @@ def test_evaluation_and_weights_flush() -> None:
         )
         steps = [pipeline.step(*numbers(4))]
         pipeline.evaluate(*numbers(6))
-        assert not pipeline.under_way
+        assert not pipeline.in_flight
         steps += [pipeline.step(*numbers(4))]
-        with pytest.raises(ConfigError, match=r"state_dict\(local=True\) while mini-batches are under way"):
+        with pytest.raises(ConfigError, match=r"state_dict\(local=True\) while mini-batches are in flight"):
             pipeline.state_dict(local=True)
         with pytest.raises(ConfigError, match=r"load_state_dict while .* call flush\(\) before"):
             pipeline.load_state_dict({})
@@ -329,7 +329,7 @@ def test_evaluation_and_weights_flush() -> None:
         pipeline.load_training_state_dict(state)
         steps += [pipeline.step(*numbers(4)), pipeline.step(*numbers(4))]
         pipeline.predict(numbers(4)[0])
-        return [step.about for step in steps + pipeline.flush()], pipeline.under_way
+        return [step.about for step in steps + pipeline.flush()], pipeline.in_flight
 
     assert run(work, workers=2) == [([None, None, None, 2, 0, 1, 3], False)] * 2
 
@@ -524,7 +524,7 @@ def test_an_error_ends_all_workers() -> None:
         run(work, workers=4)
 
 
-def test_closing_ends_what_is_under_way() -> None:
+def test_closing_ends_what_is_in_flight() -> None:
     layers = linears(2)
 
     def work() -> bool:
@@ -533,8 +533,8 @@ def test_closing_ends_what_is_under_way() -> None:
         ) as pipe:
             for number in range(3):
                 pipe.step(*numbers(4, number))
-            assert pipe.under_way
-        return pipe.under_way
+            assert pipe.in_flight
+        return pipe.in_flight
 
     assert run(work, workers=2) == [False, False]
 

@@ -67,7 +67,7 @@ def counted(schedule: Schedule, layers: list[nn.Module], options: dict[str, Any]
     for step in range(3):
         rows = slice(pipeline.replica, None, pipeline.replicas)
         pipeline.step(*(tensor[rows] for tensor in numbers(step)))
-        if not pipeline.under_way:
+        if not pipeline.in_flight:
             pipeline.evaluate(*(tensor[rows] for tensor in numbers(9)))
     return {
         name: tensor for name, tensor in pipeline.state_dict().items() if "seen" in name or "most" in name

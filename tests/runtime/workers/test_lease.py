@@ -83,7 +83,7 @@ def _closed(layers: list[nn.Module]) -> float:
     x = torch.ones(8, 4)
     with Pipeline(layers, nn.functional.mse_loss, schemes.pipedream_2bw(4, 4), optimizer=sgd) as pipeline:
         pipeline.step(x, x)
-    assert not pipeline.under_way
+    assert not pipeline.in_flight
     pipeline.close()
     return pipeline.step(x, x).loss
 

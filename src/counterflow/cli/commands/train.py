@@ -67,7 +67,7 @@ def train(
     """Train a model. Without a config: a small GPT on the text that ships with Python, 4 workers, chimera.
 
     Starts its own workers on this machine, or takes its place among those that torchrun or Slurm started.
-    Ctrl-C ends it after the step under way and keeps what was reached (exit code 130). So do SIGTERM, SIGUSR1
+    Ctrl-C ends it after the step in flight and keeps what was reached (exit code 130). So do SIGTERM, SIGUSR1
     and SIGHUP, with exit code 75: the same run can go on from its checkpoint.
     """
     from counterflow.train.supervision.stopping import STOP, Phase, listening

@@ -57,7 +57,7 @@ class Progress:
             sys.stdout.flush()
         self._print(f"starting {about.processes} workers; results go to {folder}")
         if self.console.is_terminal:
-            self._print("Ctrl-C ends it after the step under way, and keeps a checkpoint")
+            self._print("Ctrl-C ends it after the step in flight, and keeps a checkpoint")
             self._put_up()
 
     def recorded(self, lines: Sequence[Numbers]) -> None:

@@ -57,7 +57,7 @@ export async function show(place) {
     document.getElementById("undo").disabled = !state.subjects.some(one => one.moves.length);
   }
 
-  // Ask at once; what changes while an answer is under way is asked for when it is here.
+  // Ask at once; what changes while an answer is in flight is asked for when it is here.
   async function look() {
     stale = asking;
     if (asking) return;

@@ -35,13 +35,13 @@ def save(
 
     Args:
         model: that the pipeline was made of, with ``list_layers=layers``.
-        pipeline: with nothing under way (``flush``).
+        pipeline: with nothing in flight (``flush``).
         folder: on storage that all workers share.
         tokenizer: to be saved with it.
         ema: whether trained weights are their averages (``Pipeline.ema``).
 
     Raises:
-        ConfigError: the folder cannot be written, or mini-batches are under way.
+        ConfigError: the folder cannot be written, or mini-batches are in flight.
     """
     folder = Path(folder)
     transport = pipeline.transport

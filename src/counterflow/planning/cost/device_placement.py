@@ -172,7 +172,7 @@ def network(
 
     Replicas and pipes run in step: with ``shared_adapter``, messages between the same stages that several of
     them send out of a node at one time share its way out. What a worker sends to several others on other
-    nodes leaves it one after another. All-reduces share a node's way out with those under way at that time.
+    nodes leaves it one after another. All-reduces share a node's way out with those in flight at that time.
     Messages and all-reduces do not share; nor do messages of different stages on different workers.
 
     Args:

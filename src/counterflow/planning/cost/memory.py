@@ -114,7 +114,7 @@ class _Walk:
             self.counted, self.kept = self.entering, [0.0] * (count + 1)
         self.stash = 0.0
         self.inputs = 0.0
-        """Of stages, in receive buffers, while their micro-batches are under way."""
+        """Of stages, in receive buffers, while their micro-batches are in flight."""
         self.here = 0.0
         """What was made for another stage of this worker."""
         self.made = 0.0
@@ -215,7 +215,7 @@ class _Walk:
             if about and op.micro_batches[0] in made.micro_batches:
                 del self.sent[peer]
 
-    def _under_way(self) -> float:
+    def _in_flight(self) -> float:
         return self.made + sum(size for _, size in self.sent.values())
 
     def _lay(self, op: Op, size: float, stage: int) -> None:
@@ -227,15 +227,15 @@ class _Walk:
 
     def _note(self, during: float, stays: float) -> None:
         """The most so far, while an op runs; of ``during`` what ``stays``."""
-        moving = self.here + self._under_way()
+        moving = self.here + self._in_flight()
         total = self.stash + during + moving + self.versions
         if total > self.best[0]:
             self.best = total, self.stash + stays, during - stays, moving, self.versions, self.inputs
 
     def peak(self, updating: float) -> WorkerPeak:
         """The most of all ops, or of the update after them."""
-        moving = self._under_way()
+        moving = self._in_flight()
         if updating + moving + self.versions > self.best[0]:
             return WorkerPeak(0.0, updating, self.most_pool + moving, self.versions)
-        _, stash, space, under_way, versions, inputs = self.best
-        return WorkerPeak(stash + inputs, space, self.most_pool - inputs + under_way, versions)
+        _, stash, space, in_flight, versions, inputs = self.best
+        return WorkerPeak(stash + inputs, space, self.most_pool - inputs + in_flight, versions)

@@ -23,29 +23,33 @@ from ..stages.recomputation import Hold, copied, mapped, refuse_other
 from ..stages.replays import LayerReplays
 from ..stages.split_backward import SplitBackward, accumulate
 from ..stages.stage import StageCopy
+from .in_flight import NOTHING, InFlight
 from .meters import Kept, SavedBytes
 from .outputs import Outputs
 from .stash import Stash, Waiting
 from .tasks import Task
-from .under_way import NOTHING, UnderWay
 
 
 class Backwards:
     """One worker's.
 
     Args:
-        way: what is under way.
+        in_flight: what is in flight.
         outputs: what becomes of the outputs of forwards that are run again.
     """
 
-    def __init__(self, way: UnderWay, outputs: Outputs) -> None:
-        self._way, self._outputs = way, outputs
-        self._transport, self._clock, self._saved = way.transport, way.clock, way.saved
-        self._direct = way.transport.device.type == "cpu"
-        self._last_stage = way.last_stage
-        self._batches, self._gradients, self._stashes = way.batches, way.gradients, way.stashes
-        self._waiting, self._over = way.waiting, way.over
-        self._messages, self._skips = way.messages, way.skips
+    def __init__(self, in_flight: InFlight, outputs: Outputs) -> None:
+        self._in_flight, self._outputs = in_flight, outputs
+        self._transport, self._clock, self._saved = in_flight.transport, in_flight.clock, in_flight.saved
+        self._direct = in_flight.transport.device.type == "cpu"
+        self._last_stage = in_flight.last_stage
+        self._batches, self._gradients, self._stashes = (
+            in_flight.batches,
+            in_flight.gradients,
+            in_flight.stashes,
+        )
+        self._waiting, self._over = in_flight.waiting, in_flight.over
+        self._messages, self._skips = in_flight.messages, in_flight.skips
 
     def backward(self, task: Task) -> None:
         """Run a whole backward, or an input gradient."""
@@ -54,7 +58,7 @@ class Backwards:
         assert copy is not None
         self._transport.stay_near()
         if self._over:
-            self._way.end_ops()
+            self._in_flight.end_ops()
         (unit,) = task.units
         stash = self._stashes.pop((task.stage, unit))
         edges: Sequence[Any] | None = stash.edges
@@ -65,7 +69,7 @@ class Backwards:
         gradients, reused = self._output_gradients(task)
         begin = self._clock.begin()
         if copy.versions is not None:
-            copy.versions.use(op.version + self._way.period_offset)
+            copy.versions.use(op.version + self._in_flight.period_offset)
         if edges is None:
             edges, known = self._recomputed(task, copy, unit, stash, gradients)
             if task.splits:
@@ -74,7 +78,7 @@ class Backwards:
             edges, known = _with_gradients(edges, gradients)
         with self._around_backward(copy):
             self._differentiate(op, edges, known, split)
-        self._clock.end(op, self._way.period_offset, begin)
+        self._clock.end(op, self._in_flight.period_offset, begin)
         self._transport.computed()
         if task.stage > 0:
             self._hand_back(task, unit, stash)
@@ -82,7 +86,7 @@ class Backwards:
             self._waiting[task.stage, unit] = Waiting(split, [])
         stash.done = [*reused, *stash.reused]
         self._over.append(stash)
-        if stash.held or self._way.counting:
+        if stash.held or self._in_flight.counting:
             self._count(task, unit, stash)
 
     def weight_gradients(self, task: Task) -> None:
@@ -92,15 +96,15 @@ class Backwards:
         assert copy is not None
         self._transport.stay_near()
         if self._over:
-            self._way.end_ops()
+            self._in_flight.end_ops()
         (unit,) = task.units
         waiting = self._waiting.pop((task.stage, unit))
         begin = self._clock.begin()
         if copy.versions is not None:
-            copy.versions.use(op.version + self._way.period_offset)
+            copy.versions.use(op.version + self._in_flight.period_offset)
         with self._around_backward(copy):
             waiting.split.weight_gradients()
-        self._clock.end(op, self._way.period_offset, begin)
+        self._clock.end(op, self._in_flight.period_offset, begin)
         self._transport.computed()
         if waiting.held:
             assert self._saved is not None
@@ -120,8 +124,8 @@ class Backwards:
             return
         self._saved.release(stash.held)
         waiting = self._waiting.get((task.stage, unit))
-        if waiting is not None and self._way.counting:
-            self._way.hold(waiting.split.kept(), waiting.held)
+        if waiting is not None and self._in_flight.counting:
+            self._in_flight.hold(waiting.split.kept(), waiting.held)
 
     def _differentiate(
         self, op: Op, edges: Sequence[Any], gradients: Sequence[Tensor], split: SplitBackward | None
@@ -132,7 +136,7 @@ class Backwards:
         if split is None:
             accumulate(edges, gradients, into=None, direct=self._direct)
             return
-        split.input_gradient(edges, gradients, look=self._way.counting)
+        split.input_gradient(edges, gradients, look=self._in_flight.counting)
         if op.kind is not OpKind.INPUT_GRADIENT:  # the backward of another share is split
             split.weight_gradients()
 
@@ -182,7 +186,7 @@ class Backwards:
             _, tensors = self._outputs.with_loss(task, batch, output, unit, again=True)
         if again.first is not None:
             refuse_other(tensors, again.first, f"stage {task.stage}")
-        self._way.graph_made(stash.inputs, tensors, stash.held, joints=stash.joints)
+        self._in_flight.graph_made(stash.inputs, tensors, stash.held, joints=stash.joints)
         if not copy.checked:
             with copy.precision.computing():
                 self._outputs.check(task, batch, spare, unit, (stash.inputs, tensors, stash.joints))
@@ -195,7 +199,7 @@ class Backwards:
 
     def _around_backward(self, copy: StageCopy) -> AbstractContextManager[Any]:
         """What a backward runs in."""
-        replays, saved = copy.replays, self._saved if self._way.counting else None
+        replays, saved = copy.replays, self._saved if self._in_flight.counting else None
         if copy.precision.plain and (replays is None or saved is None):
             return copy.streams.backward()
         context = ExitStack()

@@ -23,12 +23,12 @@ from ..stages.randomness import versions
 from ..stages.recomputation import copied, mapped, same_tensors
 from ..stages.skips import Carried
 from ..stages.stage import StageCopy
+from .in_flight import NOTHING, InFlight
 from .meters import Kept
 from .outputs import Outputs, part
 from .skips import Came, Output
 from .stash import Again, ForwardInput, Stash, tensors_in
 from .tasks import Task
-from .under_way import NOTHING, UnderWay
 
 _NO_GRAPH = "does not require grad and does not have a grad_fn"
 """torch's word for a gradient of what has no graph."""
@@ -38,21 +38,21 @@ class Forwards:
     """One worker's.
 
     Args:
-        way: what is under way.
+        in_flight: what is in flight.
         outputs: what becomes of their outputs.
     """
 
-    def __init__(self, way: UnderWay, outputs: Outputs) -> None:
-        self._way, self._outputs = way, outputs
-        self._transport, self._clock = way.transport, way.clock
-        self._last_stage = way.last_stage
+    def __init__(self, in_flight: InFlight, outputs: Outputs) -> None:
+        self._in_flight, self._outputs = in_flight, outputs
+        self._transport, self._clock = in_flight.transport, in_flight.clock
+        self._last_stage = in_flight.last_stage
         self._batches, self._handed, self._stashes, self._over = (
-            way.batches,
-            way.handed,
-            way.stashes,
-            way.over,
+            in_flight.batches,
+            in_flight.handed,
+            in_flight.stashes,
+            in_flight.over,
         )
-        self._messages, self._skips = way.messages, way.skips
+        self._messages, self._skips = in_flight.messages, in_flight.skips
 
     def forward(self, task: Task) -> None:
         """Run a forward, and lay ready what it gives."""
@@ -61,17 +61,17 @@ class Forwards:
         assert copy is not None
         self._transport.stay_near()
         if self._over:
-            self._way.end_ops()
+            self._in_flight.end_ops()
         batch = self._batches[task.slot]
         given = self._inputs(task, copy, batch)
         begin = self._clock.begin()
         if copy.versions is not None and batch.training:
-            copy.versions.use(op.version + self._way.period_offset)
+            copy.versions.use(op.version + self._in_flight.period_offset)
         if not copy.precision.plain or (batch.training and copy.recompute is Recompute.STAGE):
             found = self._forward_in_context(task, copy, batch, given)
         else:
             found = [self._forward_unit(task, copy, batch, each) for each in given]
-        self._clock.end(op, self._way.period_offset, begin)
+        self._clock.end(op, self._in_flight.period_offset, begin)
         self._transport.computed()
         if task.stage != self._last_stage:
             self._outputs.hand_on(task, batch, found)
@@ -150,13 +150,13 @@ class Forwards:
         if copy.recompute is Recompute.STAGE:
             return self._forward_to_recompute(task, copy, batch, given)
         if copy.replays is not None:
-            copy.replays.hold = self._way.holds(held)
+            copy.replays.hold = self._in_flight.holds(held)
         spare = None if copy.checked else mapped(copied, value)
         with copy.joining() if task.splits else NOTHING as joints:
             output = copy.forward(value, batch.step, rows)
         found, tensors = self._outputs.with_loss(task, batch, output, unit)
-        if self._way.counting or joints is not None:
-            self._way.graph_made(inputs, tensors, held, joints=joints)
+        if self._in_flight.counting or joints is not None:
+            self._in_flight.graph_made(inputs, tensors, held, joints=joints)
         if not copy.checked:
             self._outputs.check(task, batch, spare, unit, (inputs, tensors, joints))
         stash = Stash(inputs, tensors, (), buffers, held, None, by_skips, joints)
@@ -193,7 +193,7 @@ class Forwards:
         inputs, held = tensors_in(again.value), list[Kept]()
         trained = copy.trains or any(t.requires_grad for t in inputs)
         if trained:
-            self._way.hold(inputs, held)
+            self._in_flight.hold(inputs, held)
             tensors = [t.detach().requires_grad_(takes_gradient(t)) for t in tensors]
             again.marked.extend(t.requires_grad for t in tensors)
         self._stashes[task.stage, given.unit] = Stash(

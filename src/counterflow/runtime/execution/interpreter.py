@@ -28,10 +28,10 @@ from ..transport.base import Transport
 from ..transport.watch import worker_error
 from .backwards import Backwards
 from .forwards import Forwards
+from .in_flight import NOTHING, InFlight
 from .meters import SavedBytes, clock_of
 from .outputs import Outputs
 from .tasks import Preparation, Task, Tasks
-from .under_way import NOTHING, UnderWay
 
 
 class Interpreter:
@@ -39,7 +39,7 @@ class Interpreter:
 
     Args:
         schedule: what the lists were lowered from.
-        slots: mini-batches that are under way at once.
+        slots: mini-batches that are in flight at once.
         worker: this worker's number in its group.
         ranks: the ranks of this replica's workers.
         transport: how messages travel.
@@ -79,7 +79,7 @@ class Interpreter:
         )
         self._preparation.first_number = transport.reserve_tags(self._preparation.numbers)
         self._clock = clock_of(transport.device)
-        self.way = way = UnderWay(
+        self.in_flight = in_flight = InFlight(
             transport,
             slots=slots,
             last_stage=schedule.stages - 1,
@@ -87,9 +87,9 @@ class Interpreter:
             compression=compression,
             saved=saved,
         )
-        self._messages = way.messages
-        outputs = Outputs(way, schedule, loss_function)
-        self._forwards, self._backwards = Forwards(way, outputs), Backwards(way, outputs)
+        self._messages = in_flight.messages
+        outputs = Outputs(in_flight, schedule, loss_function)
+        self._forwards, self._backwards = Forwards(in_flight, outputs), Backwards(in_flight, outputs)
 
     def prepare(
         self,
@@ -122,21 +122,21 @@ class Interpreter:
 
         Args:
             tasks: the list.
-            batch: the mini-batch that it begins; None if it only ends what is under way.
+            batch: the mini-batch that it begins; None if it only ends what is in flight.
             period_offset: how many periods later than it says it runs.
-            drains: whether nothing is under way at its end.
+            drains: whether nothing is in flight at its end.
 
         Raises:
             WorkerError: something failed; it names the worker, the action and the cause.
         """
-        self.way.period_offset = period_offset
+        self.in_flight.period_offset = period_offset
         ops = batch is not None or any(task.op is not None for task in tasks)
-        if ops and not (self.whole_timeline and self.way.batches):
+        if ops and not (self.whole_timeline and self.in_flight.batches):
             self._clock.start()
-        if not self.way.batches:
+        if not self.in_flight.batches:
             self._forget_casts()
         if batch is not None:
-            self.way.take_in(batch)
+            self.in_flight.take_in(batch)
         status, now = self.transport.status, time.monotonic
         task: Task | None = None
         try:
@@ -150,7 +150,7 @@ class Interpreter:
                 for task in tasks.rest:
                     status.doing, status.waiting_for, status.since = task.action, None, now()
                     task.handler(task)
-            self.way.end_ops()
+            self.in_flight.end_ops()
             if drains:
                 self.drain()
         except CounterflowError:
@@ -162,7 +162,7 @@ class Interpreter:
     def drain(self) -> None:
         """Wait until all is sent, and forget the mini-batches that are over."""
         self._messages.drain()
-        self.way.batches.clear()
+        self.in_flight.batches.clear()
         self._forget_casts()
 
     def _forget_casts(self) -> None:
@@ -173,7 +173,7 @@ class Interpreter:
         """``worker 2, action 5: Forward F1.2``."""
         if task is None:
             return f"worker {self.worker}"
-        action = shifted(task.action, self.way.period_offset, self.schedule.micro_batches)
+        action = shifted(task.action, self.in_flight.period_offset, self.schedule.micro_batches)
         return f"worker {self.worker}, action {task.place}: {action}"
 
     @property

@@ -96,7 +96,7 @@ class TimedEvent(Protocol):
 
 
 class EventClock:
-    """For ops that are only under way when they return.
+    """For ops that are only in flight when they return.
 
     Args:
         make: an event.
@@ -183,7 +183,7 @@ class SavedBytes:
         self._constant |= pointers(tensors)
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """These do not count, but those given before do: the mini-batches under way are the user's."""
+        """These do not count, but those given before do: the mini-batches in flight are the user's."""
         self._given = pointers(tensors)
 
     def leave_out_also(self, tensors: Iterable[Tensor]) -> None:

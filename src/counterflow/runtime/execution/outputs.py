@@ -23,28 +23,28 @@ from ..stages.randomness import SampleRows
 from ..stages.recomputation import mapped
 from ..stages.split_backward import Joints
 from ..stages.stage import StageCopy
+from .in_flight import InFlight
 from .skips import Output
 from .stash import tensors_in
 from .tasks import Task
-from .under_way import UnderWay
 
 
 class Outputs:
     """One worker's.
 
     Args:
-        way: what is under way.
+        in_flight: what is in flight.
         schedule: what is run.
         loss_function: gives the loss of the last layer's output and target; None: the output is the loss.
     """
 
-    def __init__(self, way: UnderWay, schedule: Schedule, loss_function: LossFunction | None) -> None:
+    def __init__(self, in_flight: InFlight, schedule: Schedule, loss_function: LossFunction | None) -> None:
         self._loss_function = loss_function
         self._scheme, self._synchronous = schedule.scheme, schedule.synchronous
-        self._last_stage = way.last_stage
-        self._saved = way.saved
-        self._handed = way.handed
-        self._messages, self._skips = way.messages, way.skips
+        self._last_stage = in_flight.last_stage
+        self._saved = in_flight.saved
+        self._handed = in_flight.handed
+        self._messages, self._skips = in_flight.messages, in_flight.skips
 
     def hand_on(self, task: Task, batch: Batch, found: Sequence[Output]) -> None:
         """Lay ready for the next stage what a forward gave."""

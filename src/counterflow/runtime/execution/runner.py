@@ -4,7 +4,7 @@ With a barrier, without one and without a flush are three lowerings (``program/`
 do, in a table from action type to handler.
 
 * With a barrier no weight changes before loss and gradient norm of the whole mini-batch are known everywhere,
-  and at a step's end nothing is under way.
+  and at a step's end nothing is in flight.
 * Without a barrier every number is the same, bit for bit. What is left out are the waits that no number
   needs: for the other workers' ends, for messages on their way, for the agreement on the next mini-batch,
   which is like the last one. A worker is at most one step ahead of another (``early_loss.py``), so that two
@@ -14,7 +14,7 @@ do, in a table from action type to handler.
   with zeros and the others with theirs, and everybody ends before the next updates. A device always has an op
   to run while its host reads: the loss is read an op after it was made, and the norm is told with the next
   step's loss, an op into that step.
-* Without a flush a step begins a mini-batch and leaves the last ones under way: what it runs is a segment
+* Without a flush a step begins a mini-batch and leaves the last ones in flight: what it runs is a segment
   (``program/segments.py``), and n steps and a flush are the program of the scheme with n periods, action by
   action. Gradients are clipped stage by stage, because a stage is updated before the gradients of the others
   are there.
@@ -89,7 +89,7 @@ class Runner:
         self._cut, self.workers, self.weights, self.execution = cut, workers, weights, execution
         self.warm_up_steps = cut.last
         """Steps until a segment is like all later ones."""
-        # One slot more than mini-batches under way: a worker may be ahead of the one it sends to.
+        # One slot more than mini-batches in flight: a worker may be ahead of the one it sends to.
         self._slots = cut.periods_in_flight + bool(cut.drains)
         self.interpreter = make(schedule, slots=self._slots)
         self._flushes = schedule.synchronous
@@ -119,10 +119,10 @@ class Runner:
             square=self._square,
             head=self._calls if self._flushes else self._steps_begun,
         )
-        self._begun = 0  # mini-batches, since nothing was under way
+        self._begun = 0  # mini-batches, since nothing was in flight
         self._offset = 0  # periods that the list at hand is run later than it says
         self._mini_batches: dict[int, MiniBatch] = {}
-        """By number since nothing was under way: those of which not everything is known."""
+        """By number since nothing was in flight: those of which not everything is known."""
         self._known: deque[MiniBatch] = deque()
         self._batch: Batch  # of the last step
         self._told: Told
@@ -139,7 +139,7 @@ class Runner:
         """Samples whose gradients wait for an update, of steps without one."""
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         """Whether a step has left something to do, here or on another worker: never with a barrier."""
         return self._begun > 0
 
@@ -198,11 +198,11 @@ class Runner:
         if self._cut.drains and self._flushes:
             if its.compared:
                 its.digests.append(later.Later(self.weights.copies.digests()))
-            self.interpreter.way.release(batch)  # it stays itself until its slot is needed
+            self.interpreter.in_flight.release(batch)  # it stays itself until its slot is needed
         return self._known.popleft() if self._known else None
 
     def flush(self, told: Told, compare: Callable[[Sequence[Told]], object]) -> list[MiniBatch]:
-        """End what is under way.
+        """End what is in flight.
 
         Args:
             told: what this worker tells of the call.
@@ -218,7 +218,7 @@ class Runner:
         self.weights.detach()
         for versions in self._versions():
             versions.end()
-        self.interpreter.way.release(self._batch)
+        self.interpreter.in_flight.release(self._batch)
         found = list(self._known)
         self._known.clear()
         self._mini_batches.clear()
@@ -409,7 +409,7 @@ class Runner:
         """
         self.weights.changes.check()
         its, stage = self._of(action.period), action.stage
-        samples = self._batch.total  # the same in all under way
+        samples = self._batch.total  # the same in all in flight
         divisor = divisor_of(samples, flushes=False)
         if divisor != samples:
             self.weights.scale(divisor / samples, stage)

@@ -82,7 +82,7 @@ class _SentOnce:
 
 
 class SkipTraffic:
-    """One worker's skips that are under way.
+    """One worker's skips that are in flight.
 
     Args:
         messages: the worker's.

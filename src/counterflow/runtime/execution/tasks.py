@@ -98,7 +98,7 @@ class Preparation:
 
     Args:
         schedule: what the lists were lowered from.
-        slots: mini-batches that are under way at once.
+        slots: mini-batches that are in flight at once.
         worker: this worker's number in its group.
         ranks: the ranks of this replica's workers.
         stages: the worker's stages.

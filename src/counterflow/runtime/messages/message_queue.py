@@ -58,7 +58,7 @@ class MessageQueue:
 
     Args:
         transport: how messages travel.
-        batches: the mini-batches under way, by slot; the interpreter's own list.
+        batches: the mini-batches in flight, by slot; the interpreter's own list.
         compression: makes messages smaller; None: they go as they are.
     """
 
@@ -115,18 +115,18 @@ class MessageQueue:
 
     def release(self, memory: AbstractSet[int]) -> None:
         """Wait until what is sent from some memory (``pointers``) is sent: its owner may change it then."""
-        for pending, tensors in self._under_way():
+        for pending, tensors in self._in_flight():
             if not memory.isdisjoint(pointers(tensors)):
                 pending.wait()
 
     def drain(self) -> None:
         """Wait until all is sent."""
-        for pending, _ in self._under_way():
+        for pending, _ in self._in_flight():
             pending.wait()
         self._last.clear()
         self._others.clear()
 
-    def _under_way(self) -> Iterator[tuple[Pending, Sequence[Tensor]]]:
+    def _in_flight(self) -> Iterator[tuple[Pending, Sequence[Tensor]]]:
         yield from ((pending, tensors) for _, pending, tensors in self._last.values())
         yield from self._others
 

@@ -65,7 +65,7 @@ class TensorSpec:
 class Unit(NamedTuple):
     """What one backward computes: a micro-batch, or one of the ``parts`` it is halved into.
 
-    ``slot`` tells the mini-batches apart that are under way at once, of which ``micro_batch`` is one.
+    ``slot`` tells the mini-batches apart that are in flight at once, of which ``micro_batch`` is one.
     """
 
     micro_batch: int

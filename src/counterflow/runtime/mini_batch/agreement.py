@@ -76,7 +76,7 @@ class Agreement:
     def begin(
         self, told: Told, given: Given, sizes: tuple[int, ...], *, known: bool
     ) -> Callable[[], int] | None:
-        """Agree on a mini-batch before which nothing is under way.
+        """Agree on a mini-batch before which nothing is in flight.
 
         Args:
             told: what this worker tells of it, but for its contents.

@@ -28,12 +28,12 @@ _KINDS = 256
 """The shapes of so many kinds of mini-batches are known at once."""
 
 
-class Underway(Protocol):
+class PipelineState(Protocol):
     """What a batch depends on of the runner that it is for."""
 
     @property
-    def under_way(self) -> bool:
-        """Whether earlier mini-batches are under way."""
+    def in_flight(self) -> bool:
+        """Whether earlier mini-batches are in flight."""
 
     @property
     def waiting(self) -> int:
@@ -117,7 +117,9 @@ class Batches:
             raise ConfigError("give micro_batches, or inputs, targets and kwargs, not both")
         return ready(micro_batches, samples, self._schedule, dims, halves=self._parts > 1)
 
-    def made(self, given: Given, call: Call, step: int, run: Underway, *, outputs: bool = False) -> Batch:
+    def made(
+        self, given: Given, call: Call, step: int, run: PipelineState, *, outputs: bool = False
+    ) -> Batch:
         """The batch of a call.
 
         Args:
@@ -138,9 +140,9 @@ class Batches:
             sizes = even(samples, self._schedule.micro_batches)
         inputs, targets = (None if found is None else sum(found) for found in counts)
         kind = given.kind(samples, call.trains, *(sizes if given.ready else ()))
-        told = Told(call, step, outputs, run.under_way, inputs, targets, kind, given.form)
+        told = Told(call, step, outputs, run.in_flight, inputs, targets, kind, given.form)
         await_total: Callable[[], int] | None
-        if run.under_way:
+        if run.in_flight:
             # Without a flush workers tell of a loss much later.
             later = self._schedule.synchronous
             told, await_total = self._agreement.follow(told, given, sizes, tells_later=later)
@@ -227,7 +229,7 @@ class Batches:
         first, self._positions_may_differ = self._positions_may_differ, False
         return first or (step + 1) % self._digest_every == 0
 
-    def _check(self, agreed: Agreed, call: Call, run: Underway) -> LossCheck | None:
+    def _check(self, agreed: Agreed, call: Call, run: PipelineState) -> LossCheck | None:
         """What sees whether the loss is a mean over samples; None where that was seen, or does not matter."""
         keeps = run.waiting > 0 or call is Call.KEEP
         units = self._peers.replicas * self._parts * sum(map(bool, agreed.sizes))

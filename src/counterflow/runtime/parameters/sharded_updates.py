@@ -2,7 +2,7 @@
 
 Invariant: after ``share`` all holders have what the owner's optimiser made, bit for bit; since all had the
 same summed gradient, that is what each optimiser would have made where none is sharded. Gradients and weights
-are whole everywhere. It knows nothing of orders: ``share`` is called where no message is under way.
+are whole everywhere. It knows nothing of orders: ``share`` is called where no message is in flight.
 
 Source: Rajbhandari et al. 2020, ZeRO, section 5.1.
 """

@@ -45,7 +45,7 @@ class Statistics:
     ) -> None:
         self._stages, self._groups, self._changes, self._transport = stages, groups, changes, transport
         self._sums: dict[int, _StatisticsSum] = {}
-        """Under way, by stage."""
+        """In flight, by stage."""
 
     def defer(self, *, deferring: bool) -> None:
         """Let running statistics wait for the end of a mini-batch, or not any more."""

@@ -62,7 +62,7 @@ class Status:
 
 
 class Pending(Protocol):
-    """A send, a receive or a collective under way."""
+    """A send, a receive or a collective in flight."""
 
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""
@@ -84,7 +84,7 @@ class Described(Protocol):
 
 
 class Gathering(Protocol):
-    """A gather under way."""
+    """A gather in flight."""
 
     def wait(self) -> list[list[float]]:
         """Everybody's values by rank; raises as ``Pending.wait`` does."""

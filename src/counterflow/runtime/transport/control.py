@@ -38,7 +38,7 @@ from .watch import Watch
 _T = TypeVar("_T")
 
 _CLOSE_SECONDS = 1.0
-"""How long a transport that closes waits for what is still under way."""
+"""How long a transport that closes waits for what is still in flight."""
 
 _BROKEN = ("gloo", "pair closure")
 """Gloo's errors about connections have one of these in them; they have no class of their own."""
@@ -318,7 +318,7 @@ class DistributedTransport(Transport):
         if not isinstance(error, dist.DistError) and not any(sign in text for sign in _BROKEN):
             raise error
         late = waited_seconds >= 0.95 * self.timeout_seconds
-        # A worker that fails says so before its connections close; the news may still be under way.
+        # A worker that fails says so before its connections close; the news may still be in flight.
         failure = self._watch.failure(0.0 if late else _ROOT_CAUSE_SECONDS)
         self._watch.told = True
         if failure is not None:

@@ -74,7 +74,7 @@ def way_of(rank: int, world_size: int) -> Way:
 
 
 class Rows:
-    """Rows of a gather under way or to come.
+    """Rows of a gather in flight or to come.
 
     Attributes:
         rows: their place.
@@ -94,7 +94,7 @@ class Rows:
 
 
 class GatheredRows:
-    """A gather under way: its columns in one or several parts, and how many there are."""
+    """A gather in flight: its columns in one or several parts, and how many there are."""
 
     __slots__ = ("parts", "transport", "width")
 

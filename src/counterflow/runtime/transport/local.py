@@ -183,7 +183,7 @@ class _ReceivedDescribed(_Received):
 
 
 class _Sum:
-    """An all-reduce under way."""
+    """An all-reduce in flight."""
 
     __slots__ = ("collective", "hub", "status", "tensor")
 
@@ -200,7 +200,7 @@ class _Sum:
 
 
 class _Gathering:
-    """A gather under way."""
+    """A gather in flight."""
 
     __slots__ = ("collective", "hub", "status")
 

@@ -99,7 +99,7 @@ class NcclTransport(OrderedTransport, DistributedTransport):
         """See ``Transport.release``."""
         groups = tuple(groups)
         if any(group.handle is not None for group in groups):
-            self.progress.synchronize()  # nothing is under way on them
+            self.progress.synchronize()  # nothing is in flight on them
         self._data_groups = [g for g in self._data_groups if all(g is not each.handle for each in groups)]
         super().release(groups)
 
@@ -146,7 +146,7 @@ class NcclTransport(OrderedTransport, DistributedTransport):
         """See ``Transport.close``."""
         if not (self.closed or self.failed):
             with contextlib.suppress(RuntimeError):
-                self.progress.synchronize()  # nothing is under way
+                self.progress.synchronize()  # nothing is in flight
         super().close()
 
     def trouble(self, error: RuntimeError, peer: int, waited_seconds: float) -> Exception:

@@ -1,4 +1,4 @@
-"""What is under way on a transport over torch.distributed, and how it is waited for."""
+"""What is in flight on a transport over torch.distributed, and how it is waited for."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DONE = Done()
 
 
 class Works:
-    """Works of torch.distributed under way; Gloo tells of a receive only when it is waited for."""
+    """Works of torch.distributed in flight; Gloo tells of a receive only when it is waited for."""
 
     __slots__ = ("peer", "transport", "works")
 

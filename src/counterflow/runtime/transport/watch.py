@@ -109,7 +109,7 @@ class _Line:
         return answer.result(self._patience_seconds)
 
     def close(self) -> None:
-        """End the thread, after a call that is under way."""
+        """End the thread, after a call that is in flight."""
         self._calls.put(None)
 
     def _run(self) -> None:

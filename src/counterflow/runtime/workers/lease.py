@@ -36,7 +36,7 @@ class Lease(Generic[Owner]):
                 yield cast("Owner", owner)
 
     def close(self) -> None:
-        """Give all back; all workers call it, when nothing is under way."""
+        """Give all back; all workers call it, when nothing is in flight."""
         if not self.closed:
             self.transport.gather([])  # a group is not ended while somebody still waits on it
             self._end()

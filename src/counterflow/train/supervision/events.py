@@ -24,7 +24,7 @@ Event = dict[str, Any]
 
 * ``began``: ``run``, a name of its own.
 * ``started``: ``restarts`` that this command allows.
-* ``failed``: ``attempt``, from 0; ``step`` under way; ``worker`` to blame and its ``action``, as far as is
+* ``failed``: ``attempt``, from 0; ``step`` in flight; ``worker`` to blame and its ``action``, as far as is
   known; ``message``; ``lost``, whether a worker, a device or a link was gone, and not the run's own doing.
 * ``restarted``: ``attempt``; ``step`` that it goes on from; ``source``: ``memory``, ``checkpoint`` or
   ``beginning``.

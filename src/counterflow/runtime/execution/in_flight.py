@@ -1,4 +1,4 @@
-"""What of a worker's mini-batches is under way, and what is counted of it.
+"""What of a worker's mini-batches is in flight, and what is counted of it.
 
 Invariant: it is empty whenever the pipeline is. It runs nothing.
 """
@@ -24,12 +24,12 @@ from .skips import SkipTraffic
 from .stash import Stash, Waiting
 
 
-class UnderWay:
+class InFlight:
     """One worker's.
 
     Args:
         transport: how messages travel.
-        slots: mini-batches that are under way at once.
+        slots: mini-batches that are in flight at once.
         last_stage: the one that gives the loss.
         clock: notes when ops run.
         compression: makes messages smaller; None: they go as they are.
