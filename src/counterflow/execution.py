@@ -144,7 +144,7 @@ class Execution(Options):
     clip_norm: float | None = option(None, "a number, 0 or more", ge=0)
     """Largest norm of the whole gradient; 0 does not clip.
 
-    Gradients of a larger global norm are scaled down to it; None is never, as 0. Without a flush each
+    Gradients of a larger global norm are scaled down to it; None is never, as 0. In asynchronous schemes each
     stage is clipped by its own norm, to ``clip_norm / sqrt(stages)``.
     """
 
@@ -154,7 +154,7 @@ class Execution(Options):
     """Whether a mini-batch with a loss or a gradient that is not finite updates nothing.
 
     So it is on all workers, and ``Step.skipped`` says so; else such a mini-batch is an error. For schemes
-    with a flush.
+    in synchronous schemes.
     """
 
     barrier: bool = option(True, "true or false")
@@ -171,7 +171,7 @@ class Execution(Options):
     others (ZeRO stage 1).
 
     Those are the copies of its stage and the replicas; it is sent when a step ends. Numbers are the same,
-    bit for bit; each worker's optimiser is made of the weights it updates. For schemes with a flush, with
+    bit for bit; each worker's optimiser is made of the weights it updates. For synchronous schemes, with
     a barrier, without ``parallelize`` (where ``fully_shard`` shards gradients and weights too), and for
     optimisers that look at each parameter for itself.
     """
@@ -183,14 +183,14 @@ class Execution(Options):
 
     So they are by the mean and variance of the whole mini-batch over all micro-batches, copies and
     replicas, and not by each micro-batch's in turn. Each micro-batch is normalised by its own. For
-    schemes with a flush.
+    synchronous schemes.
     """
 
     digest_every: int = option(100, f"a whole number, 0 to {_MANY:,}", ge=0, le=_MANY)
     """Compare the copies of every stage each so many steps; 0 does not.
 
     Likewise the mini-batches that the workers of a replica are given; threads' always are. Without a
-    barrier or a flush a later step tells of copies that differ; without a flush only ``Pipeline.flush``
+    barrier or a flush a later step tells of copies that differ; if asynchronous only ``Pipeline.flush``
     compares buffers.
     """
 

@@ -49,7 +49,7 @@ def test_curves_that_have_to_be_one(study: ModuleType) -> None:
 
 
 def test_all_methods_see_the_same(study: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some steps of each scheme without a flush are those of one process that keeps old weights.
+    """Some steps of each asynchronous scheme are those of one process that keeps old weights.
 
     Fewer samples than in the study.
     """

@@ -1,4 +1,4 @@
-"""DAPPLE (Fan et al., PPoPP 2021), 1F1B with a flush, as Chimera's Figure 2 and Table 2 describe it."""
+"""DAPPLE (Fan et al., PPoPP 2021), synchronous 1F1B, as Chimera's Figure 2 and Table 2 describe it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What PipeDream's users train: recurrent translation models with states, and without a flush."""
+"""What PipeDream's users train: recurrent translation models with states, asynchronously."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ def test_where_nothing_is_promised_a_backward_uses_its_forwards_version() -> Non
 
 PIPEDREAM = schemes.pipedream(2, periods=4)
 SUMMED = lower(PIPEDREAM, replicas=2)
-"""Without a flush, on two pipeline groups."""
+"""In asynchronous schemes, on two pipeline groups."""
 ALONE = lower(PIPEDREAM)
 
 
@@ -476,7 +476,7 @@ def test_the_loss_is_gathered_and_gradients_are_clipped_once() -> None:
     assert said(rules.AGREED, schedule, uncut) == [
         "worker 1: gathers the loss 1 times, the norm 1 times and clips 0 times, expected 1, 0 and 1"
     ]
-    assert said(rules.AGREED, PIPEDREAM, ALONE) == []  # there is no such end without a flush
+    assert said(rules.AGREED, PIPEDREAM, ALONE) == []  # there is no such end in asynchronous schemes
 
 
 def test_who_clips_by_the_norm_has_gathered_it() -> None:

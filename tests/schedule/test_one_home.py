@@ -193,7 +193,7 @@ def test_what_no_record_says_is_not_said() -> None:
         (replace(QUEUE, name="1f1b"), "scheme 1f1b: there is a scheme '1f1b' already"),
         (replace(QUEUE, aliases=("chimera",)), "scheme queue: there is a scheme 'chimera' already"),
         (replace(QUEUE, options=OPTIONS[1:]), "needs an option for its workers: stages or workers"),
-        (replace(QUEUE, version=lambda *_: 0), "without a flush it needs the option periods"),
+        (replace(QUEUE, version=lambda *_: 0), "asynchronous, so it needs the option periods"),
         (
             replace(QUEUE, options=(STAGES, Option("concat", "", ""))),
             "its option concat is a whole number, but that of chimera is one of direct, ",

@@ -265,7 +265,7 @@ def test_fresh_weights(base: Path, tmp_path: Path) -> None:
         ({"model__path": "nowhere"}, "nowhere: is no model that transformers can read"),
         ({"model__kind": "gpt"}, r'model.path: is for model.kind = "huggingface", and it is "gpt"'),
         ({"lora__alpha": 2.0}, "lora.alpha: there are no adapters without lora.rank"),
-        ({"schedule__scheme": "pipedream-2bw"}, "take a scheme with a flush"),
+        ({"schedule__scheme": "pipedream-2bw"}, "take a synchronous scheme"),
         ({"schedule__stages": 6}, "these are 5 layers, fewer than the 6 stages"),
     ],
 )

@@ -152,7 +152,7 @@ def difference(timeline: Timeline | Window) -> dict[str, Any]:
         "step": timeline.step,
         "title": f"Step {timeline.step}: measured and predicted"
         if isinstance(timeline, Timeline)
-        else f"Steps {timeline.step - 1} and {timeline.step}, without a flush: measured and predicted",
+        else f"Steps {timeline.step - 1} and {timeline.step}, asynchronous: measured and predicted",
         "figures": [
             ["measured", unit.text(whole[0])],
             ["predicted", unit.text(whole[1])],

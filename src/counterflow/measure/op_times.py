@@ -57,7 +57,7 @@ class _Turn:
 
 
 class OpTimer:
-    """Times the ops of a pipeline with a flush. All workers call all methods.
+    """Times the ops of a synchronous pipeline. All workers call all methods.
 
     Args:
         pipeline: what is timed; it trains.

@@ -8,7 +8,7 @@ the order stays, then an order is computed for these stages.
 
 Invariant: a computed order is a ``Play`` like any other, and no seconds are told but those that it takes.
 What a bound shows to be no quicker than the best plan is not looked for, and told (``Omission``). Not here:
-other placements, widths and micro-batches than the best plans have; plans without a flush.
+other placements, widths and micro-batches than the best plans have; asynchronous plans.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class Play:
         seconds = self.simulation.steady_step
         if seconds is None:
             raise ConfigError(
-                f"{self.schedule}: a scheme without a flush is timed by the periods of its steady part, and "
+                f"{self.schedule}: an asynchronous scheme is timed by the periods of its steady part, and "
                 "these are not alike or too few; its builder has to say where they are (Schedule.steady)"
             )
         return seconds

@@ -283,6 +283,6 @@ def _build(scheme: str, options: dict[str, OptionValue], *, far: bool) -> Schedu
         if whole_periods(schedule) >= whole:
             return schedule
     raise ConfigError(
-        f"{schedule}: a scheme without a flush is timed by its steady part, and this has none of "
+        f"{schedule}: an asynchronous scheme is timed by its steady part, and this has none of "
         f"{whole} periods; its builder has to say where it is (Schedule.steady)"
     )

@@ -7,7 +7,7 @@
    with the weight versions each one frees, averages of running statistics.
 4. ``with_early_loss``, where updates shall not wait for the norm.
 
-With a barrier, without one and without a flush are three lowerings of these actions (the last one is cut in
+A barrier, none, and an asynchronous scheme are three lowerings of these actions (the last one is cut in
 ``segments.py``); what runs them does not ask which it is.
 
 This is the only place where a list is made or ordered: what comes out is proved, timed and run as it stands.

@@ -446,7 +446,7 @@ def _sums_in_one_order(subject: Subject) -> Iterator[str]:
 
 
 def _agreed(subject: Subject) -> Iterator[str]:
-    """Gathers of all workers in one order; with a flush, gradients summed before and updated after them."""
+    """Gathers of all workers in one order; if synchronous, sums of gradients before and updates after."""
     program = subject.program
     assert program is not None
     wanted = [action for action in program.actions[0] if isinstance(action, StartGather)]

@@ -75,7 +75,7 @@ class Pipeline:
             object with a ``loss``; no targets are needed then. Weights of a module are trained with the last
             stage; states have them, and its buffers, as ``loss_function.<name>``, but for what torch's own
             losses were given (weights of classes).
-        schedule: a schedule that the checker accepts. One without a flush needs enough periods to show
+        schedule: a schedule that the checker accepts. An asynchronous one needs enough periods to show
             what repeats, and goes on for as many steps as are made.
         optimizer: a function of parameters to an optimiser; called once a stage a worker holds, with all
             its parameters, also those that are frozen. Where the model has several optimisers, it is called
@@ -100,7 +100,7 @@ class Pipeline:
 
     Raises:
         ConfigError: the model, the schedule and the workers do not fit together; an option is unknown, not
-            legal or given twice; or, without a flush, stages share weights.
+            legal or given twice; or, in an asynchronous scheme, stages share weights.
         ScheduleError: the checker does not accept the schedule.
         WorkerError: another worker failed.
     """
@@ -290,7 +290,7 @@ class Pipeline:
 
         Where there are fewer samples than micro-batches, the last of these have none and run as nothing.
 
-        Without a flush, a step begins its mini-batch and leaves part of it to the next steps, or to
+        In asynchronous schemes, a step begins its mini-batch and leaves part of it to the next steps, or to
         ``flush``; until then all mini-batches have the same shapes. So they have without a barrier.
 
         Args:
@@ -303,8 +303,8 @@ class Pipeline:
             samples: of each of these, which weighs its loss; needed where no dimension tells them. With
                 ``input_dims=None`` the targets tell them, and with ``target_dims=None`` the inputs; with
                 both, each micro-batch counts as one.
-            update: whether the weights are updated; False only in schemes with a flush.
-            outputs: whether ``Step.outputs`` are wanted; in schemes with a flush.
+            update: whether the weights are updated; False only in synchronous schemes.
+            outputs: whether ``Step.outputs`` are wanted; in synchronous schemes.
 
         Raises:
             ConfigError: the mini-batch has no samples, or is missing; or its tensors have different numbers
@@ -316,7 +316,7 @@ class Pipeline:
             if outputs and not self.schedule.synchronous:
                 raise ConfigError(
                     f"{self.schedule.scheme} ends a mini-batch in later steps, so that a step has no outputs "
-                    "of its own; call evaluate(outputs=True) or predict, or take a scheme with a flush"
+                    "of its own; call evaluate(outputs=True) or predict, or take a synchronous scheme"
                 )
             given = self._batches.given(inputs, targets, kwargs, micro_batches, samples)
             batch = self._batch(given, Call.STEP if update else Call.KEEP, outputs=outputs)
@@ -417,7 +417,7 @@ class Pipeline:
     def flush(self) -> list[Step]:
         """End what is in flight, so that all weights are as after the last step; all workers call it.
 
-        After a step of a synchronous schedule nothing is, if it has a barrier. Without a flush the next step
+        After a step of a synchronous schedule nothing is, if it has a barrier. If asynchronous the next step
         warms up again.
 
         Returns:
@@ -469,14 +469,14 @@ class Pipeline:
             replica: whose; each worker may ask for another one.
 
         Returns:
-            By worker the ops in their order, with start and end in seconds. Those of schemes without a flush
+            By worker the ops in their order, with start and end in seconds. Those of asynchronous schemes
             count micro-batches and versions from the last flush.
         """
         return timelines(self.transport, self._run.interpreter, self.ranks[replica])
 
     @property
     def warm_up_steps(self) -> int:
-        """Steps from an empty pipeline until all steps are alike; 0 with a flush."""
+        """Steps from an empty pipeline until all steps are alike; 0 in synchronous schemes."""
         return self._run.warm_up_steps
 
     @property

@@ -26,7 +26,7 @@ def register(scheme: Scheme) -> None:
     """Make a scheme known to everything that takes one by name.
 
     Raises:
-        ConfigError: its name or an alias is taken, it has no option for its workers or, without a flush, for
+        ConfigError: its name or an alias is taken, it has no option for its workers or, asynchronous, for
             its periods, or an option has values of another kind in another scheme.
     """
     for name in (scheme.name, *scheme.aliases):
@@ -37,7 +37,7 @@ def register(scheme: Scheme) -> None:
     if not any(option.name in DEPTH for option in scheme.options):
         raise ConfigError(f"scheme {scheme.name}: needs an option for its workers: {' or '.join(DEPTH)}")
     if not scheme.synchronous and scheme.option(PERIODS.name) is None:
-        raise ConfigError(f"scheme {scheme.name}: without a flush it needs the option {PERIODS.name}")
+        raise ConfigError(f"scheme {scheme.name}: asynchronous, so it needs the option {PERIODS.name}")
     known = options()
     for option in scheme.options:
         for other, same in known.get(option.name, {}).items():

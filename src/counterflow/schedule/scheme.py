@@ -160,7 +160,7 @@ class Scheme:
         aliases: its other names.
         workload: from options to the schedule's workload, for those who need no order; it takes all options
             that are not ``order_only``, and refuses like the builder. None: the workload of a schedule built.
-        version: the weight versions it promises; None with a flush.
+        version: the weight versions it promises; None for a synchronous one.
         planner: what is worth trying. What the builder refuses may be among it.
         needs: what it needs to have a candidate, for people; "" where there always is one.
         most_stashed: from options to the micro-batches (of one stage) that a worker never stashes more of;

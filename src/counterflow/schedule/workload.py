@@ -277,8 +277,8 @@ def plain(
         micro_batches: of one period.
         pipe_of: the pipe of each micro-batch.
         split: whether input and weight gradients are ops of their own on every stage.
-        periods: updates of every stage; 1 with a flush.
-        version: for a workload without a flush, the weight version that a (stage, period) uses.
+        periods: updates of every stage; 1 in synchronous ones.
+        version: for an asynchronous workload, the weight version that a (stage, period) uses.
     """
     every = tuple(range(placement.stages)) if split else ()
     pipe = pipe_of if callable(pipe_of) else pipe_of.__getitem__

@@ -61,7 +61,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
 def simulate_within(
     schedule: Schedule, costs: Costs, limit: float, tail: Sequence[float] = ()
 ) -> Simulation | None:
-    """The same for a search that plays many schedules with a flush and keeps few: late ones are given up.
+    """The same for a search that plays many synchronous schedules and keeps few: late ones are given up.
 
     Args:
         schedule: what to play.

@@ -57,7 +57,7 @@ class Costs:
         sync_mode: when gradients are synchronised (``end``, ``eager``, ``eager-opt``).
         sync_slowdown: share by which a second of compute is longer beside a gradient sync of its worker.
             Which ops that are is taken from a play without it.
-        agreement: after all syncs, the workers' agreement on loss and gradient norm; nothing without a flush.
+        agreement: after all syncs, the workers' agreement on loss and gradient norm; nothing if asynchronous.
         ties: stages that share weights, and seconds of the sum of these weights' gradients over all who hold
             one of them: ``(((0, 3), 0.1),)``. After all syncs of those workers, before the agreement.
         statistics: average of one stage's running statistics over its copies, after the update.

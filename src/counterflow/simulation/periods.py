@@ -1,4 +1,4 @@
-"""What an update adds in a scheme without a flush: how long a period takes once all are alike.
+"""What an update adds in an asynchronous scheme: how long a period takes once all are alike.
 
 The steady part of a schedule repeats one period. Which op, message or sync of a period waits for which, and
 of how many periods before, is read from it; what a period takes is the largest mean of a circle of these

@@ -66,7 +66,7 @@ class Simulated(Sized):
     peak_activations: Annotated[list[Count], said("by worker: most forwards stashed at once")]
     weight_copies: Annotated[list[int], said("by worker: stages held, versions counted")]
     steady_bubble_ratio: Annotated[
-        float | None, said("without a flush: after the warm-up, before the drain; null: no such part")
+        float | None, said("in asynchronous schemes: after the warm-up, before the drain; null: no such part")
     ]
     peak_bytes: Annotated[list[Count], said("by worker; if bytes were given", "peak_bytes")] = _NONE
     ops: Annotated[list[OpPlayed], said("with `--timeline`", "ops")] = _NONE

@@ -147,7 +147,7 @@ class Simulation:
 
     @cached_property
     def gradients_made(self) -> tuple[float, ...]:
-        """By stage of a schedule with a flush, when the last of its copies has its gradients."""
+        """By stage of a synchronous schedule, when the last of its copies has its gradients."""
         first, released = self.model.first, self._released
         return tuple(
             max((float(released[first[w] + last]) for w, last in sync.last if last is not None), default=0.0)
@@ -290,10 +290,10 @@ class Simulation:
 
     @cached_property
     def steady_step(self) -> float | None:
-        """Seconds that a step adds when steps follow each other: with a flush, if no barrier ends them.
+        """Seconds that a step adds when steps follow each other, if no barrier ends them.
 
         Where updates wait for nothing but their own stages' gradients (``steady_step_clipped``: for those of
-        all stages). Without a flush None if there are too few periods to see it.
+        all stages). In asynchronous schemes None if there are too few periods to see it.
         """
         if not self.schedule.synchronous:
             if self._measured:
@@ -305,7 +305,7 @@ class Simulation:
     def steady_step_clipped(self) -> float | None:
         """The same where every update waits for the gradient norm of all stages, as clipping needs it.
 
-        Without a flush each stage is clipped by its own norm, and nothing waits.
+        In asynchronous schemes each stage is clipped by its own norm, and nothing waits.
         """
         if not self.schedule.synchronous:
             return self.steady_step

@@ -1,7 +1,7 @@
 """How much later each op could end without the last op ending later. Reads a play backwards.
 
 Invariant: what waits for what is what was played, so an op without slack lies on a longest path of ops and
-messages. What follows the ops (gradient syncs with a flush, the agreement) is not looked at.
+messages. What follows the ops (gradient syncs in synchronous schemes, the agreement) is not looked at.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROUNDING = 1e-9
 def slack_of(model: TimedSchedule, costs: Costs, played: Played) -> Floats | None:
     """Seconds of each op, worker by worker in order.
 
-    None where ops wait for gradient syncs, as they do without a flush.
+    None where ops wait for gradient syncs, as they do in asynchronous schemes.
     """
     if not model.schedule.synchronous and model.synced(costs):
         return None

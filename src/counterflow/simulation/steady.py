@@ -1,4 +1,4 @@
-"""What a step of a scheme with a flush adds when steps follow each other without a barrier.
+"""What a step of a synchronous scheme adds when steps follow each other without a barrier.
 
 A synchronous schedule is played again and again: in each step a worker begins where it ended the one before,
 once its own stages are summed over their copies and updated, and a link is free once it has carried what it

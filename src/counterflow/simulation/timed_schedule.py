@@ -1,7 +1,7 @@
 """A schedule made ready to be timed: its lists as arrays, and where costs go in.
 
 Kept for the last few schedules, so that trying many costs only fills in numbers. Ops and messages are played
-by the player (``player.py``). The gradient syncs of a schedule with a flush follow them (``sync_times.py``);
+by the player (``player.py``). The gradient syncs of a synchronous schedule follow them (``sync_times.py``);
 those without one are played with them, as later ops wait for them.
 """
 
@@ -85,7 +85,7 @@ class Ready(NamedTuple):
 
 
 class Awaited(NamedTuple):
-    """The gradient syncs of a schedule without a flush, which ops wait for.
+    """The gradient syncs of an asynchronous schedule, which ops wait for.
 
     Attributes:
         syncs: in the order in which they run on each worker's lane.
@@ -178,7 +178,7 @@ class TimedSchedule:
 
     @cached_property
     def awaited(self) -> Awaited:
-        """Without a flush, ops that use new weights, or fill the gradients anew, wait for the sync."""
+        """If asynchronous, ops that use new weights, or fill the gradients anew, wait for the sync."""
         syncs, users = by_last_backward(self.schedule), first_users(self.schedule)
         found = Awaited(syncs, sums_of(self.first, syncs), [])
         for number, sync in enumerate(syncs):
@@ -313,7 +313,7 @@ class TimedSchedule:
         return Changes(bases, added[:, 0], added[:, 1], versions)
 
     def synced(self, costs: Costs) -> bool:
-        """Whether syncs matter to time: they take some, or, without a flush, ops wait for all copies."""
+        """Whether syncs matter to time: they take some, or asynchronous ops wait for all copies."""
         lasts = per_stage("sync", costs.sync, self.schedule.stages)
         return (any(lasts) or not self.schedule.synchronous) and needs_sync(self.schedule, costs.replicas)
 
@@ -326,7 +326,7 @@ class TimedSchedule:
             tail: by worker, the seconds that follow its last op; none: nothing does.
 
         Returns:
-            None: some worker of a schedule with a flush is later than the limit.
+            None: some worker of a synchronous schedule is later than the limit.
 
         Raises:
             ScheduleError: an op's input is computed nowhere.
@@ -401,7 +401,7 @@ class TimedSchedule:
         return Played(times.start, times.end, released, syncs, sent, sent + ready.travel)
 
     def _kept(self, ready: Ready, limit: float, tail: Sequence[float]) -> Times | None:
-        """What is played; kept once: with a flush, sync modes differ in what comes after it."""
+        """What is played; kept once: in synchronous schemes, sync modes differ in what comes after it."""
         known = self._before
         if known is not None and all(map(np.array_equal, known[0], ready.lasting)):
             return known[1]

@@ -342,7 +342,7 @@ def read_schedule(path: Path) -> Schedule:
 
 
 def read_timeline(path: Path, schedule: Schedule | None = None) -> Timeline | Window:
-    """The timeline of a run; of one that is in flight, of a step now and then, or of two without a flush.
+    """The timeline of a run; of one that is in flight, of a step now and then, or of two asynchronous ones.
 
     Args:
         path: its folder.

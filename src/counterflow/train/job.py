@@ -101,7 +101,7 @@ class Job:
 
 
 def _fits_without_flush(config: RunConfig, schedule: Schedule) -> None:
-    """Refuse what only schemes with a flush can do.
+    """Refuse what only synchronous schemes can do.
 
     Raises:
         ConfigError: the model's first and last stage share a weight.
@@ -110,7 +110,7 @@ def _fits_without_flush(config: RunConfig, schedule: Schedule) -> None:
     if config.model.tied:
         raise ConfigError(
             f"model.tied = true: {schedule.scheme} updates each stage at its own time, and the first and the "
-            "last one would share a weight; leave it false, or choose a scheme with a flush, for example "
+            "last one would share a weight; leave it false, or choose a synchronous scheme, for example "
             f"{SCHEME}"
         )
 

@@ -1,6 +1,6 @@
 """A run's timeline while it goes on, written now and then where whoever looks finds it.
 
-With a flush it is that of the step just made. Without one it is that of the next two, where all steps are
+In synchronous schemes it is that of the step just made; in others that of the next two, where all steps are
 alike: workers agree on it at some step, and what that changes is over after the two that follow.
 
 Invariant: all workers are asked at the same step, and rank 0 alone decides; what is shown costs no more than
@@ -31,7 +31,7 @@ _SHARE = 0.01
 """Of a run's time, at most."""
 
 _SETTLING = 2
-"""Steps without a flush between the one at which workers agree and those that are shown."""
+"""Steps of asynchronous schemes between the one at which workers agree and those that are shown."""
 
 
 class Live:
@@ -55,7 +55,7 @@ class Live:
         self._in_a_row = 0
         """Steps since the pipeline was empty."""
         self._timed_until = 0
-        """Without a flush the second step that is shown; 0: none is timed."""
+        """In asynchronous schemes the second step that is shown; 0: none is timed."""
 
     def due(self) -> bool:
         """Whether it is time for one."""

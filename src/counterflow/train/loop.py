@@ -271,7 +271,7 @@ class Trainer:
         return max(self.job.first_step, self.pipeline.counted_steps)
 
     def _sampled(self) -> frozenset[int]:
-        """With a flush: the steps whose ops are timed."""
+        """In synchronous schemes: the steps whose ops are timed."""
         if not self.job.schedule.synchronous:
             return frozenset()
         first, steps = self.job.first_step, self.config.train.steps
@@ -280,7 +280,7 @@ class Trainer:
         return frozenset({fair[0], fair[-1]} | {number for number in fair if (number + 1) % every == 0})
 
     def _time_together(self) -> None:
-        """Without a flush: time some more steps, from an empty pipeline to an empty one, once all is kept.
+        """Asynchronous: time some more steps, from an empty pipeline to an empty one, once all is kept.
 
         In the run they would empty the pipeline where one that goes on from a checkpoint would not.
         """

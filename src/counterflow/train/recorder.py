@@ -107,11 +107,11 @@ class Recorder:
         self.told(step)
 
     def told(self, step: Step) -> None:
-        """Note what came of a step; without a flush or a barrier that is known only by a later one."""
+        """Note what came of a step; without a barrier, or asynchronous, that is known only by a later one."""
         self.training_seconds += step.seconds
         if step.about is None:
             return
-        # With a flush a step takes as long as its own call; else what a call takes is another step's as well.
+        # A synchronous step takes as long as its own call; else a call is another step's as well.
         took = self._took_seconds.pop(step.about)
         seconds = took if self.job.schedule.synchronous else step.seconds
         self.losses.append(step.loss)
@@ -222,6 +222,6 @@ class Recorder:
 
 
 def _bubbles(timeline: Simulation) -> float:
-    """Share of the time in which workers have no op to run; without a flush in the steady part."""
+    """Share of the time in which workers have no op to run; in asynchronous schemes in the steady part."""
     steady = timeline.steady_bubble_ratio
     return timeline.bubble_ratio if steady is None else steady

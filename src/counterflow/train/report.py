@@ -112,12 +112,12 @@ class Summary:
         training_loss: mean of the last ``training_steps`` steps.
         training_steps: those: 10, or fewer if there were fewer.
         validation_loss: on the part of the text that is kept for it, after the last step.
-        timed_together: steps; 1, or without a flush those from an empty pipeline to an empty one.
+        timed_together: steps; 1, or in asynchronous schemes those from an empty pipeline to an empty one.
         sampled_steps: whose ops were timed (the last of those timed together); the three figures below are
             medians over them.
         step_seconds: of a whole step: ops, syncs, updates and agreement.
         ops_seconds: from the first op's start to the last one's end.
-        bubble_ratio: share of that in which workers have no op to run; without a flush between warm-up and
+        bubble_ratio: share of that in which workers have no op to run; asynchronous: between warm-up and
             drain.
         saved_bytes: most bytes saved for backward at once, by worker.
         stages_held: most weights held at once, in stages with versions counted, by worker.

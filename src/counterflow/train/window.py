@@ -1,4 +1,4 @@
-"""Two steps of a run without a flush, one behind the other, as they ran and as the simulator predicts them.
+"""Two steps of an asynchronous run, one behind the other, as they ran and as the simulator predicts them.
 
 Such a run is never whole: each worker goes on with ops of older mini-batches. A window is what each worker
 runs from where it begins one mini-batch to where it begins the next but one, in the part that repeats. From

@@ -41,7 +41,7 @@ from counterflow.schedule.ir import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """Which weights a scheme without a flush computes with.
+    """Which weights an asynchronous scheme computes with.
 
     Attributes:
         cuts: the numbers of the layers with which stages 1, 2, ... begin.
@@ -54,7 +54,7 @@ class Staleness:
 
     @classmethod
     def of(cls, schedule: Schedule, cuts: Sequence[int]) -> Staleness | None:
-        """What a schedule's scheme states; None for one with a flush.
+        """What a schedule's scheme states; None for a synchronous one.
 
         Raises:
             ConfigError: it states nothing.

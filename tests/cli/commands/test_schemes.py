@@ -11,7 +11,7 @@ def test_every_scheme_with_its_options(run: Run) -> None:
     lines = [" ".join(line.split()) for line in answer.out.splitlines()]
     for scheme in SCHEMES.values():
         assert any(line.startswith(scheme.name) and scheme.summary in line for line in lines)
-    assert "dapple, also 1f1b 1F1B with a flush" in lines
+    assert "dapple, also 1f1b synchronous 1F1B" in lines
     assert "--pairs a divisor of stages/2; default 1 f: pipes in each direction" in lines
     assert any(line.startswith("wpipe") and line.endswith("(asynchronous)") for line in lines)
 
@@ -23,7 +23,7 @@ def test_json(run: Run) -> None:
     assert next(s for s in shown["schemes"] if s["name"] == "dapple") == {
         "name": "dapple",
         "aliases": ["1f1b"],
-        "summary": "1F1B with a flush",
+        "summary": "synchronous 1F1B",
         "source": "Fan et al. 2021",
         "synchronous": True,
         "directions": "one",

@@ -68,7 +68,7 @@ def links(workers: int, latency: float = 0.0, **others: Any) -> Network:
 
 
 def straight(workers: int, micro_batches: int, **others: Any) -> Shape:
-    """A straight pipeline with a flush."""
+    """A straight synchronous pipeline."""
     found: dict[str, Any] = {
         "placement": linear(workers),
         "passes": (micro_batches,),

@@ -185,7 +185,7 @@ def test_the_search_finds_what_brute_force_finds(
 
 
 def test_tied_and_frozen_weights_are_searched_like_all_others() -> None:
-    """The bounds know them: brute force finds the same, and no scheme without a flush is tried."""
+    """The bounds know them: brute force finds the same, and no asynchronous scheme is tried."""
     half = replace(PROFILE, layers={k: replace(v, frozen_bytes=60.0) for k, v in PROFILE.layers.items()})
     model = replace(MODEL, ties=(LayerTie((0, 7), 40.0), LayerTie((2, 3), 20.0)))
     constraints = Constraints(stale=True, schemes=None, depths=(2, 4), **FEWER)

@@ -1,4 +1,4 @@
-"""Schemes without a flush against one process that keeps old weights, on threads with strict sends."""
+"""Asynchronous schemes against one process that keeps old weights, on threads with strict sends."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ CASES: dict[str, Case] = {
         ConfigError,
         "and the others are not",
     ),
-    "a sum without a flush": (
+    "a sum of an asynchronous scheme": (
         layer(lambda _, y: y),
         FREE,
         {"loss": lambda y, t: LossSum(mean(y, t), 1.0)},
@@ -193,7 +193,7 @@ CASES: dict[str, Case] = {
 
 
 def stepped(pipeline: Pipeline, x: Tensor, y: Tensor) -> None:
-    """Without a flush some are told in a later step."""
+    """In asynchronous schemes some are told in a later step."""
     for _ in range(3):
         pipeline.step(x, y)
 

@@ -85,5 +85,5 @@ def test_an_update_for_several_steps_is_skipped_whole() -> None:
 
 
 def test_without_a_flush_nothing_can_be_skipped() -> None:
-    with pytest.raises(ConfigError, match=r"pipedream updates each stage .* take a scheme with a flush"):
+    with pytest.raises(ConfigError, match=r"pipedream updates each stage .* take a synchronous scheme"):
         launch(_train, layers(), schemes.pipedream(2), ["good"], False, workers=2, transport="local")

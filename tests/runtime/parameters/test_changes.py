@@ -119,9 +119,9 @@ def test_a_weight_with_several_versions_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         found.check()
     assert str(refused.value) == (
-        "layer 0 (Linear) changes its weight 'weight' in training, and a schedule without a flush keeps "
+        "layer 0 (Linear) changes its weight 'weight' in training, and an asynchronous schedule keeps "
         "several versions of it, of which one would be changed; let only the optimizer change it (in a "
-        "hook after its step, say), or take a scheme with a flush"
+        "hook after its step, say), or take a synchronous scheme"
     )
 
 
@@ -135,7 +135,7 @@ def test_a_buffer_of_several_copies_is_refused() -> None:
     assert str(refused.value) == (
         "layer 5 (Sequential) changes its buffer 'last' in training, and each of the 3 copies of stage 0 "
         "would change its own; take a scheme with one copy of a stage and one replica, let training keep "
-        "the buffer, or declare a counter with counterflow.sum_over_copies (in schemes with a flush)"
+        "the buffer, or declare a counter with counterflow.sum_over_copies (in synchronous schemes)"
     )
 
 

@@ -901,7 +901,7 @@ def _clipped(clip_norm: float | None) -> State:
 
 
 def test_a_limit_above_the_norm_changes_nothing() -> None:
-    """Also without a flush, where a stage clips by itself."""
+    """Also in asynchronous schemes, where a stage clips by itself."""
     (free,), (limited,), (clipped,) = (run(_clipped, limit, workers=1) for limit in (None, 1e6, 1e-3))
     assert all(torch.equal(limited[name], tensor) for name, tensor in free.items())
     assert not any(torch.equal(clipped[name], tensor) for name, tensor in free.items())

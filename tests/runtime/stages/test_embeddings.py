@@ -119,8 +119,8 @@ class Shrinks(nn.Linear):
 @pytest.mark.parametrize(
     ("schedule", "more", "message"),
     [
-        (CONTINUOUS[0], {}, "changes its weight 'weight' in training, and a schedule without a flush keeps"),
-        (CONTINUOUS[1], {}, "changes its weight 'weight' in training, and a schedule without a flush keeps"),
+        (CONTINUOUS[0], {}, "changes its weight 'weight' in training, and an asynchronous schedule keeps"),
+        (CONTINUOUS[1], {}, "changes its weight 'weight' in training, and an asynchronous schedule keeps"),
         (
             FLUSHING[0],
             {"tied": True},

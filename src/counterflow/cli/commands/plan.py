@@ -151,7 +151,7 @@ def _note_written(best: Plan, out: Path, order: Path | None) -> None:
     beside = f", its order in {order}" if order else ""
     note(f"The best plan is in {out}{beside}; run it: counterflow train {out}")
     if not best.play.schedule.synchronous:
-        note("It works without a flush, on late weights: a step may learn less than one with a flush")
+        note("It is asynchronous and works on older weights: a step may learn less than a synchronous one")
     chosen = best.play.configuration
     if chosen.arrangement is not Arrangement.PIPELINE_INSIDE or chosen.nodes:
         note(

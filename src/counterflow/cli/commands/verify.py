@@ -66,7 +66,7 @@ class Running(Record):
     )
     steps: int | None = asked(
         None,
-        "Updates to compare. Default 3; without a flush 3 more than the warm-up, and a flush before the "
+        "Updates to compare. Default 3; asynchronous: 3 more than the warm-up, and a flush before the "
         "last 2.",
         least=1,
         most=1000,

@@ -7,7 +7,7 @@ const words = name => name.replaceAll("_", " ");
 export function subjectForm(state, index, schemes, { changed, rebuild, errors }) {
   const subject = state.subjects[index], own = el("div");
   const record = () => schemes.find(one => one.name === subject.scheme);
-  const names = schemes.map(one => [one.name, one.name + (one.synchronous ? "" : " (no flush)")]);
+  const names = schemes.map(one => [one.name, one.name + (one.synchronous ? "" : " (asynchronous)")]);
   if (subject.file) names.unshift(["", subject.name]);
   const scheme = field("scheme", choice(names, subject.file ? "" : subject.scheme, name => {
     if (name) choose(subject, schemes.find(one => one.name === name), record());

@@ -44,7 +44,7 @@ export async function show(place) {
       field("example", choice([...examples.map(one => [one.name]), ["", "none: my own files"]], state.example, value => { state.example = value; changed(); })), about,
       number("mini-batch", "mini_batch", "as given"),
       el("details", {}, el("summary", {}, "Own files"), el("p", { class: "soft" }, "In place of the example's; counterflow plan --save-inputs writes some to begin with."), ...FILES.map(file)),
-      tick("also schemes without a flush", state.stale, value => { state.stale = value; changed(); })),
+      tick("also asynchronous schemes", state.stale, value => { state.stale = value; changed(); })),
     el("fieldset", {}, el("legend", {}, "What if"), el("p", { class: "soft" }, "so many times as fast, as large"),
       factor("links", "link_speed"), factor("memory", "memory")),
     search("Plan", begin, told, async answer => shown(answer), errors));

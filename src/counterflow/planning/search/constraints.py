@@ -22,7 +22,7 @@ class Constraints:
 
     Attributes:
         schemes: only these.
-        stale: schemes without a flush, too, whose work uses old weights; those that ``schemes`` names are
+        stale: asynchronous schemes, too, whose work uses old weights; those that ``schemes`` names are
             tried all the same. On one worker they are never tried: there is nothing to gain.
         depths: only these numbers of workers.
         samples: only these micro-batches, in samples; they need not be powers of two.
@@ -40,7 +40,7 @@ class Constraints:
     """
 
     schemes: tuple[str, ...] | None = asked(None, "Only this scheme.", list[str], name="scheme")
-    stale: bool = asked(False, "Also schemes without a flush, which use old weights.", bool)
+    stale: bool = asked(False, "Also asynchronous schemes, which use old weights.", bool)
     depths: tuple[int, ...] | None = asked(
         None, "Only this many workers a replica.", list[int], metavar="D", name="workers"
     )

@@ -103,16 +103,14 @@ def space(
     depths = [depth for depth in depths if depth not in without]
     for scheme in schemes:
         if not (scheme.synchronous or constraints.stale or constraints.schemes):
-            omissions.append(
-                Omission(scheme.name, "works without a flush, on old weights: only with --stale")
-            )
+            omissions.append(Omission(scheme.name, "is asynchronous, on old weights: only with --stale"))
             continue
         if not scheme.synchronous and not _zero_stages(model, constraints, flush=False):
             reason = "updates each stage at its own time, and zero_stage = 1 needs a flush"
             omissions.append(Omission(scheme.name, reason))
             continue
         if not scheme.synchronous and any(tie.trained for tie in model.ties):
-            reason = "updates each stage at its own time, and layers share weights; only schemes with a flush"
+            reason = "updates each stage at its own time, and layers share weights; only synchronous schemes"
             omissions.append(Omission(scheme.name, reason))
             continue
         found = [

@@ -135,7 +135,7 @@ class Outputs:
             if samples < batch.total:
                 raise ConfigError(
                     f"{self._scheme} updates weights before the LossSum of all micro-batches is "
-                    "known; return the mean loss of each, or take a scheme with a flush"
+                    "known; return the mean loss of each, or take a synchronous scheme"
                 )
             loss, weight = found.loss, found.weight
             found = Found(loss / weight, None, {name: x / weight for name, x in found.metrics.items()})

@@ -1,6 +1,6 @@
 """Runs a schedule step by step: who executes the lists, and knows what an action does to weights and losses.
 
-With a barrier, without one and without a flush are three lowerings (``program/``); here is what their actions
+A barrier, none, and an asynchronous scheme are three lowerings (``program/``); here is what their actions
 do, in a table from action type to handler.
 
 * With a barrier no weight changes before loss and gradient norm of the whole mini-batch are known everywhere,
@@ -14,7 +14,7 @@ do, in a table from action type to handler.
   with zeros and the others with theirs, and everybody ends before the next updates. A device always has an op
   to run while its host reads: the loss is read an op after it was made, and the norm is told with the next
   step's loss, an op into that step.
-* Without a flush a step begins a mini-batch and leaves the last ones in flight: what it runs is a segment
+* An asynchronous step begins a mini-batch and leaves the last ones in flight: what it runs is a segment
   (``program/segments.py``), and n steps and a flush are the program of the scheme with n periods, action by
   action. Gradients are clipped stage by stage, because a stage is updated before the gradients of the others
   are there.
@@ -72,7 +72,7 @@ class Runner:
         make: makes the interpreter of a schedule.
         workers: where this worker is.
         weights: this worker's.
-        execution: whether and how it clips and skips. Without a flush a stage's gradients are scaled down to
+        execution: whether and how it clips and skips. Asynchronous: a stage's gradients are scaled down to
             the largest norm divided by the square root of the number of stages, so that those of all stages
             together never exceed it.
     """
@@ -177,7 +177,7 @@ class Runner:
         if not (update or self._flushes):
             raise ConfigError(
                 f"{self._cut.schedule.scheme} updates each stage at its own time, and cannot make a "
-                "step without an update; give more micro-batches, or take a scheme with a flush"
+                "step without an update; give more micro-batches, or take a synchronous scheme"
             )
         number = self._begun
         if not number:

@@ -101,7 +101,7 @@ def held_stages(
     if execution.deferred_batch_norm and not schedule.synchronous:
         raise ConfigError(
             f"deferred_batch_norm: {schedule.scheme} begins a mini-batch before the one before has "
-            "ended, so that both would be in one sum; leave it away, or take a scheme with a flush"
+            "ended, so that both would be in one sum; leave it away, or take a synchronous scheme"
         )
     precision = precision_of(execution, transport.device, shards=shards)
     for layer in layers:
@@ -143,7 +143,7 @@ def _split(schedule: Schedule, stages: dict[int, StageCopy]) -> tuple[int, ...]:
 
 
 def _means(model: StagedModel, loss_function: LossFunction | None) -> Means:
-    """What watches the last stage's loss; without a flush weights change before all that counts is known."""
+    """What watches the last stage's loss; asynchronous weights change before all is known."""
     if not model.schedule.synchronous:
         return UNWATCHED
     return Means(LOSS if loss_function is not None else model.layers[-1][-1].index)
@@ -179,7 +179,7 @@ def sharded(
     if execution.max_norm is not None and not schedule.synchronous:
         raise ConfigError(
             f"{schedule.scheme} clips each stage by its own norm, of which each position of the "
-            "mesh knows its part; leave clip_norm away, or take a scheme with a flush"
+            "mesh knows its part; leave clip_norm away, or take a synchronous scheme"
         )
     modules = [StageModule(stage, copy.layers) for stage, copy in held.stages.items()]
     found = parallelized(modules, parallelize, further, layout=layout, transport=transport, schedule=schedule)

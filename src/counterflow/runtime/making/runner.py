@@ -47,13 +47,13 @@ def runner_of(
         if execution.skip_non_finite:
             raise ConfigError(
                 f"{schedule.scheme} updates each stage before all gradients are known, so that "
-                "skip_non_finite cannot skip an update everywhere; take a scheme with a flush"
+                "skip_non_finite cannot skip an update everywhere; take a synchronous scheme"
             )
         cut = segments(schedule, replicas=workers.replicas, matching=transport.matching, shared=shared)
         if weights.shared:
             raise ConfigError(
                 f"{schedule.scheme} updates each stage at its own time, and {weights.shared[0]} is a weight "
-                "of several stages; do not tie them, or take a scheme with a flush"
+                "of several stages; do not tie them, or take a synchronous scheme"
             )
     else:
         ends = Ends(execution.barrier, execution.waits_for_norm, weights.hooked)

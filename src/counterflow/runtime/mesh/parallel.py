@@ -150,7 +150,7 @@ def parallelized(
     if split and not schedule.synchronous:
         raise ConfigError(
             f"{schedule.scheme} keeps several versions of its weights, and those that fully_shard gathers "
-            "are the last ones; take a scheme with a flush, or tensor parallelism"
+            "are the last ones; take a synchronous scheme, or tensor parallelism"
         )
     return Sharding(Layout(layout.shape, layout.ranks, split), summed)
 

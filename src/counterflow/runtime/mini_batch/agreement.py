@@ -99,7 +99,7 @@ class Agreement:
     def follow(
         self, told: Told, given: Given, sizes: tuple[int, ...], *, tells_later: bool
     ) -> tuple[Told, Callable[[], int] | None]:
-        """Take a mini-batch that follows others without a flush to be like the one before.
+        """Take a mini-batch that follows others in asynchronous schemes to be like the one before.
 
         Args:
             told: as in ``begin``.

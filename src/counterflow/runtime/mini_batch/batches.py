@@ -143,7 +143,7 @@ class Batches:
         told = Told(call, step, outputs, run.in_flight, inputs, targets, kind, given.form)
         await_total: Callable[[], int] | None
         if run.in_flight:
-            # Without a flush workers tell of a loss much later.
+            # In asynchronous schemes workers tell of a loss much later.
             later = self._schedule.synchronous
             told, await_total = self._agreement.follow(told, given, sizes, tells_later=later)
         else:

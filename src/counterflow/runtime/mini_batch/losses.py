@@ -112,7 +112,7 @@ _SINGLE = torch.float32.itemsize
 def divisor_of(samples: int, *, flushes: bool) -> int:
     """What the losses of a mini-batch are divided by as they enter.
 
-    Without a flush a stage is updated before all losses are known, so that it has to be exact as it is: a
+    An asynchronous stage is updated before all losses are known, so it has to be exact as it is: a
     power of two, which is made the number of samples at the update.
     """
     return samples if flushes else 1 << (samples - 1).bit_length()

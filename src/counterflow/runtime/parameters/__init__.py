@@ -1,1 +1,1 @@
-"""The parameters: gradients and their sums, updates, and the versions of schemes without a flush."""
+"""The parameters: gradients and their sums, updates, and the versions of asynchronous schemes."""

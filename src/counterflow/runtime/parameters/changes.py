@@ -68,9 +68,9 @@ class Changes:
             group = self._groups.get(stage)
             if self._stages[stage].versions is not None:
                 raise ConfigError(
-                    f"{place} changes its weight {name!r} in training, and a schedule without a flush keeps "
+                    f"{place} changes its weight {name!r} in training, and an asynchronous schedule keeps "
                     "several versions of it, of which one would be changed; let only the optimizer change it "
-                    "(in a hook after its step, say), or take a scheme with a flush"
+                    "(in a hook after its step, say), or take a synchronous scheme"
                 )
             if full in shared_names(self._names):
                 raise ConfigError(
@@ -100,7 +100,7 @@ class Changes:
                     f"layer {layer.index} ({type(layer.module).__name__}) changes its buffer {name!r} in "
                     f"training, and each of the {len(group.ranks)} copies of stage {stage} would change its "
                     "own; take a scheme with one copy of a stage and one replica, let training keep the "
-                    "buffer, or declare a counter with counterflow.sum_over_copies (in schemes with a flush)"
+                    "buffer, or declare a counter with counterflow.sum_over_copies (in synchronous schemes)"
                 )
 
     def refuse_overwritten(self) -> None:

@@ -42,7 +42,7 @@ def refuse_unsharded(execution: Execution, schedule: Schedule, *, further: bool)
     if not schedule.synchronous:
         raise ConfigError(
             f"zero_stage = 1: {schedule.scheme} updates each stage at its own time, and updated weights are "
-            "sent at the end of a step; leave it away, or take a scheme with a flush"
+            "sent at the end of a step; leave it away, or take a synchronous scheme"
         )
     if not execution.barrier:
         raise ConfigError(

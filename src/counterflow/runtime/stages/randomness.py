@@ -45,7 +45,7 @@ _UPDATES = {"optimizer": -1, "hooks": -2}
 """In the seeds of what makes an update, in the place of the micro-batch."""
 
 _STEPS = 16
-"""Of so many steps the base of the seeds is remembered: without a flush those of several are in use."""
+"""Steps of which the base of the seeds is remembered: asynchronous schemes use those of several."""
 
 
 class RandomStreams(Feature):

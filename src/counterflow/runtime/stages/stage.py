@@ -82,7 +82,7 @@ class StageCopy:
         self.streams = streams
         self.recompute = recompute
         self.versions: Versions | None = None
-        """Of its weights, in schemes without a flush."""
+        """Of its weights, in asynchronous schemes."""
         self.checked = False
         """Whether ``check_graph`` has seen the stage's graph."""
         self.trains = any(p.requires_grad for p in self.parameters())

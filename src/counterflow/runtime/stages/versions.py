@@ -1,4 +1,4 @@
-"""Weight versions of one stage, for schemes without a flush: which of them are held, and which is in use.
+"""Weight versions of one stage, for asynchronous schemes: which of them are held, and which is in use.
 
 The schedule says which version an op uses, when a new one is made and which old ones may go then. Here
 every version held has storages of its own, and a parameter shows the one in use. Parameters themselves

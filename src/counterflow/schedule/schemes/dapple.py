@@ -23,7 +23,7 @@ from .one_forward_one_backward import one_forward_one_backward
 
 
 def dapple(stages: int, micro_batches: int, split: bool = False) -> Schedule:
-    """1F1B with a flush; stage s stashes at most min(D - s, N) forwards.
+    """Synchronous 1F1B; stage s stashes at most min(D - s, N) forwards.
 
     Args:
         stages: depth D, the number of workers, 1 or more.
@@ -57,7 +57,7 @@ SCHEME = Scheme(
     aliases=("1f1b",),
     build=dapple,
     workload=_workload,
-    summary="1F1B with a flush",
+    summary="synchronous 1F1B",
     source="Fan et al. 2021",
     options=(
         Option("stages", "1 or more", "depth D: stages, one on each worker", letter="D"),

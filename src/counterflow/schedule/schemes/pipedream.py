@@ -1,4 +1,4 @@
-"""PipeDream: 1F1B without a flush, an update after every backward, weights stashed.
+"""PipeDream: asynchronous 1F1B, an update after every backward, weights stashed.
 
 D=3, 6 micro-batches (digit = forward, letter = backward, B = 2F):
 
@@ -31,7 +31,7 @@ def version(stages: int, stage: int, period: int) -> int:
 
 
 def pipedream(stages: int, periods: int = 8) -> Schedule:
-    """1F1B without a flush; every micro-batch is a period with its own update.
+    """Asynchronous 1F1B; every micro-batch is a period with its own update.
 
     Args:
         stages: depth D, the number of workers, 1 or more.
@@ -62,7 +62,7 @@ SCHEME = Scheme(
     name="pipedream",
     build=pipedream,
     workload=_workload,
-    summary="1F1B without a flush, an update after every backward",
+    summary="asynchronous 1F1B, an update after every backward",
     source="Harlap et al. 2018",
     options=(
         Option("stages", "1 or more", "depth D: stages, one on each worker", letter="D"),

@@ -1,4 +1,4 @@
-"""PipeDream-2BW: 1F1B without a flush, an update every N micro-batches, two weight versions.
+"""PipeDream-2BW: asynchronous 1F1B, an update every N micro-batches, two weight versions.
 
 D=2, N=2, 3 periods (digit = forward, letter = backward, B = 2F):
 
@@ -30,7 +30,7 @@ def version(_stages: int, _stage: int, period: int) -> int:
 
 
 def pipedream_2bw(stages: int, micro_batches: int, periods: int = 8) -> Schedule:
-    """1F1B without a flush, weights double-buffered.
+    """Asynchronous 1F1B, weights double-buffered.
 
     Args:
         stages: depth D, the number of workers, 1 or more.
@@ -69,7 +69,7 @@ SCHEME = Scheme(
     name="pipedream-2bw",
     build=pipedream_2bw,
     workload=_workload,
-    summary="1F1B without a flush, two weight versions",
+    summary="asynchronous 1F1B, two weight versions",
     source="Narayanan et al. 2021 (PipeDream-2BW)",
     options=(
         Option("stages", "1 or more", "depth D: stages, one on each worker", letter="D"),

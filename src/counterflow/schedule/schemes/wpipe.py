@@ -35,7 +35,7 @@ def version(stages: int, stage: int, period: int) -> int:
 
 
 def wpipe(workers: int, micro_batches: int, periods: int = 8) -> Schedule:
-    """Two groups of ``workers`` partitions each, updated in turn, without a flush.
+    """Two groups of ``workers`` partitions each, updated in turn, asynchronously.
 
     Args:
         workers: N, 1 or more; the model is cut into ``2 * workers`` stages.
@@ -104,7 +104,7 @@ SCHEME = Scheme(
     name="wpipe",
     build=wpipe,
     workload=_workload,
-    summary="two groups of stages updated in turn, without a flush",
+    summary="two groups of stages updated in turn, asynchronously",
     source="Yang et al. 2022",
     options=(
         Option("workers", "1 or more", "workers of one pipeline group", letter="P"),

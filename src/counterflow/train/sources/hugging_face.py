@@ -93,7 +93,7 @@ class HuggingFace(ModelSource):
             return (
                 f"schedule.scheme = {toml.shown(schedule.scheme)}: updates weights before all labels of a "
                 "mini-batch are counted, by which the loss of a model of transformers is divided; take a "
-                "scheme with a flush"
+                "synchronous scheme"
             )
         return None
 

@@ -1,7 +1,7 @@
 """A run goes on with fewer workers: when one stays away, and what those that are left run.
 
 Invariant: mini-batches stay the same, and micro-batches as large, so that the curve does too. The planner
-chooses among schemes with a flush, by what layers are estimated to cost: nothing is measured, for who would
+chooses among synchronous schemes, by what layers are estimated to cost: nothing is measured, for who would
 measure has just failed.
 """
 
