@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
+from itertools import chain, count
+from typing import Any
 
 from counterflow.errors import ConfigError
 from counterflow.html import table, titled
@@ -245,39 +246,18 @@ def compare(
     ]
     placements = _placements(workers) if seconds or moves else ()
     tell = _telling(report, len(asked) + len(placements))
+    given = costs, costs_of, micro_batches
+    room = workers if peak is None and memory_bytes is None else peak
+    limits = {"memory_bytes": memory_bytes, "seconds": seconds / max(len(placements), 1), "moves": moves}
     rows: list[Compared] = []
     left_out: dict[str, str] = {}
-    for scheme, options in asked:
-        tell(scheme.name)
-        try:
-            scheme.refuse_too_large(options)
-            schedule = scheme.build(**options)
-        except ConfigError as error:
-            left_out.setdefault(scheme.name, str(error))
-            continue
-        if schedule.workers == workers:
-            rows.append(
-                Compared(simulate(schedule, of_stages(costs, schedule.placement, costs_of)), micro_batches)
-            )
-    if peak is None and memory_bytes is None:
-        room: float | None = workers
-    else:
-        room = peak
-    for placement in placements:
-        tell("computed orders")
-        try:
-            found = synthesize(
-                plain(placement, micro_batches, split=True),
-                of_stages(costs, placement, costs_of),
-                peak=None if room is None else room * placement.stages / workers,
-                memory_bytes=memory_bytes,
-                seconds=seconds / len(placements),
-                moves=moves,
-            )
-        except ConfigError as error:  # not one micro-batch is within the limits
-            left_out[_computed_name(placement)] = str(error)
-            continue
-        rows.append(Compared(found.simulation, micro_batches, found))
+    for name, found in chain(
+        _of_schemes(asked, workers, given, tell), _of_placements(placements, room, limits, given, tell)
+    ):
+        if isinstance(found, Compared):
+            rows.append(found)
+        else:
+            left_out.setdefault(name, str(found))
     for row in rows:
         left_out.pop(row.scheme, None)
     fits = [row for row in rows if _fits(row, peak, memory_bytes)]
@@ -290,6 +270,58 @@ def compare(
         tuple(sorted((row for row in rows if row not in fits), key=lambda row: (row.activations, row.step))),
         tuple(left_out.items()),
     )
+
+
+_Given = tuple[Costs, CostsOf, int]
+"""Costs, what they are given for, and micro-batches."""
+
+_Found = Iterator[tuple[str, Compared | ConfigError]]
+"""By name what is compared, or why there is none."""
+
+
+def _of_schemes(
+    asked: Sequence[tuple[Scheme, dict[str, OptionValue]]],
+    workers: int,
+    given: _Given,
+    tell: Callable[[str], None],
+) -> _Found:
+    """Every schedule that its scheme makes with these options."""
+    costs, costs_of, micro_batches = given
+    for scheme, options in asked:
+        tell(scheme.name)
+        try:
+            scheme.refuse_too_large(options)
+            schedule = scheme.build(**options)
+        except ConfigError as error:
+            yield scheme.name, error
+            continue
+        if schedule.workers == workers:
+            own = of_stages(costs, schedule.placement, costs_of)
+            yield scheme.name, Compared(simulate(schedule, own), micro_batches)
+
+
+def _of_placements(
+    placements: Sequence[Placement],
+    room: float | None,
+    limits: dict[str, Any],
+    given: _Given,
+    tell: Callable[[str], None],
+) -> _Found:
+    """The best orders found for these placements, with room for so many shares' activations."""
+    costs, costs_of, micro_batches = given
+    for placement in placements:
+        tell("computed orders")
+        try:
+            found = synthesize(
+                plain(placement, micro_batches, split=True),
+                of_stages(costs, placement, costs_of),
+                peak=None if room is None else room * placement.stages / placement.workers,
+                **limits,
+            )
+        except ConfigError as error:  # not one micro-batch is within the limits
+            yield _computed_name(placement), error
+            continue
+        yield COMPUTED, Compared(found.simulation, micro_batches, found)
 
 
 def _refuse(costs_of: CostsOf, costs: Costs, memory_bytes: float | None, **counts: int) -> None:
