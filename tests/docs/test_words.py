@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 INSTEAD = {
     r"without a flush": "asynchronous",
     r"with a flush\b(?! before)": "synchronous",
-    r"in flight": "in flight",
+    r"under way": "in flight",
     r"left away": "default",
     r"\bso many\b": "given, this many",
     r"\bwhoever\b": "everybody who, the one that",
