@@ -225,7 +225,7 @@ def compare(
     >>> found = compare(4, 8, schemes=["gpipe", "1f1b", "zb-v"], peak=4)
     >>> [(row.name, row.step, row.activations) for row in found.best]
     [('zb-v', 25.5, 4.0), ('dapple, split', 30.0, 4.0)]
-    >>> found.too_large[0].name, found.too_large[0].activations
+    >>> found.too_large[0].scheme, found.too_large[0].activations
     ('gpipe', 8.0)
     """
     costs = Costs() if costs is None else costs
