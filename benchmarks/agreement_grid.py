@@ -37,8 +37,8 @@ from counterflow.runtime.transport.kinds import kinds
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule
-from counterflow.train.trial import Trial, small_trial
-from counterflow.verify.agreement import Trained
+from counterflow.training.trial import Trial, small_trial
+from counterflow.verification.agreement import Trained
 
 
 def schedules(depth: int) -> Iterator[tuple[str, Schedule]]:

@@ -25,8 +25,8 @@ from torch import Tensor
 
 import counterflow as cf
 from counterflow.runtime.workers.world import current_transport
-from counterflow.train import load_config
-from counterflow.train.job import prepare
+from counterflow.training import load_config
+from counterflow.training.job import prepare
 
 WORKERS, COUNT = 4, 8
 

@@ -52,7 +52,7 @@ from counterflow.models.resnext import Norm, ResNeXtConfig
 from counterflow.runtime.stages.estimates import estimated_costs
 from counterflow.runtime.stages.layers import parameter_count
 from counterflow.schedule.cuts import balance
-from counterflow.verify.reference import Reference, Staleness
+from counterflow.verification.reference import Reference, Staleness
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

@@ -42,9 +42,9 @@ from counterflow.cli import application
 from counterflow.measure import survey
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps
-from counterflow.train import RunConfig
-from counterflow.train import run as training
-from counterflow.verify import agreement
+from counterflow.training import RunConfig
+from counterflow.training import run as training
+from counterflow.verification import agreement
 
 RESULTS = Path(__file__).parent / "results" / "fuzz.txt"
 

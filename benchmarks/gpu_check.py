@@ -44,9 +44,9 @@ from counterflow.runtime.stages.estimates import estimated_costs
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import registry
 from counterflow.schedule.cuts import balance
-from counterflow.train import load_config
-from counterflow.train.profiling import Measured, measure
-from counterflow.train.trial import small_trial
+from counterflow.training import load_config
+from counterflow.training.profiling import Measured, measure
+from counterflow.training.trial import small_trial
 
 PEAKS = {
     "H100": 989,

@@ -32,7 +32,7 @@ ROOMS = (
         "testing",
         "measure",
     ),
-    *("verify", "models", "data", "checkpoints", "train", "papers", "explore", "cli"),
+    *("verification", "models", "data", "checkpoints", "training", "papers", "explore", "cli"),
 )
 """Each may know those before it."""
 

@@ -63,9 +63,9 @@ from counterflow.planning import Cluster, Configuration, LayerProfile, Model, Pr
 from counterflow.planning.play import Play
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import registry
-from counterflow.train import load_config
-from counterflow.train.job import prepare
-from counterflow.train.profiling import profile_of, subject_of
+from counterflow.training import load_config
+from counterflow.training.job import prepare
+from counterflow.training.profiling import profile_of, subject_of
 
 GOAL_MEDIAN, GOAL_WORST = 0.03, 0.10
 QUIETEST = 0.5

@@ -22,7 +22,7 @@ from machine import machine, shown
 from counterflow.errors import CounterflowError
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.train.trial import small_trial
+from counterflow.training.trial import small_trial
 
 
 def schedules(depth: int) -> Iterator[Schedule]:

@@ -15,7 +15,7 @@ versions=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do versions+=("$1"); shift; done
 [ $# -gt 0 ] && shift
 [ ${#versions[@]} -gt 0 ] || versions=("$oldest" newest)
-[ $# -gt 0 ] || set -- tests/runtime tests/verify tests/measure tests/train
+[ $# -gt 0 ] || set -- tests/runtime tests/verification tests/measure tests/training
 failed=0
 for version in "${versions[@]}"; do
   home=.venv-torch-$version

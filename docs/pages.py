@@ -27,7 +27,7 @@ from counterflow.schedule import registry
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.scheme import Option, Scheme
 from counterflow.simulation import Costs, simulate
-from counterflow.train.load import known_keys
+from counterflow.training.load import known_keys
 
 ROOT = Path(__file__).parents[1]
 
@@ -138,8 +138,8 @@ def keys_page() -> str:
 API = {
     "counterflow": [name for name in counterflow.__all__ if name not in ("models", "schemes")],
     "counterflow.planning": ["Configuration", "Prediction", "predict", "Model", "Profile", "Cluster"],
-    "counterflow.train": ["load_config", "Callback", "TensorBoard"],
-    "counterflow.train.run": ["run"],
+    "counterflow.training": ["load_config", "Callback", "TensorBoard"],
+    "counterflow.training.run": ["run"],
 }
 """The names of the reference, by the module from which they are imported."""
 

@@ -19,7 +19,7 @@ WIDTH, GAP, MARGIN = 880, 8, 12
 COLORS = {"torch": "#e8f0fb", "pure": "#eef6ea", "people": "#fdf3e3"}
 """Rooms that import torch, rooms that do not, and those that people meet."""
 
-TORCH = ("runtime", "testing", "models", "data", "measure", "verify", "checkpoints", "train")
+TORCH = ("runtime", "testing", "models", "data", "measure", "verification", "checkpoints", "training")
 PEOPLE = ("cli", "explore", "papers")
 
 

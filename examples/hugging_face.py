@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from counterflow.train import Callback, load_config
-from counterflow.train.report import About, Numbers
-from counterflow.train.run import run
+from counterflow.training import Callback, load_config
+from counterflow.training.report import About, Numbers
+from counterflow.training.run import run
 
 
 class Report(Callback):

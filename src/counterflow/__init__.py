@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .runtime.stages.counters import sum_over_copies
     from .runtime.stages.skips import Skip
     from .runtime.workers.launch import launch
-    from .verify.same_model import SameModel, same_model
+    from .verification.same_model import SameModel, same_model
 
 __version__ = "0.1.0"
 
@@ -76,13 +76,13 @@ _LATE = {
     "Execution": "execution",
     "LossSum": "loss_sum",
     "Pipeline": "runtime.pipeline",
-    "SameModel": "verify.same_model",
+    "SameModel": "verification.same_model",
     "Skip": "runtime.stages.skips",
     "compare": "planning.comparison",
     "launch": "runtime.workers.launch",
     "load_checkpoint": "checkpoints",
     "load_weights": "checkpoints",
-    "same_model": "verify.same_model",
+    "same_model": "verification.same_model",
     "save_checkpoint": "checkpoints",
     "sum_over_copies": "runtime.stages.counters",
 }

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from counterflow.errors import ConfigError
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps
-from counterflow.train import RunConfig, load_config
+from counterflow.training import RunConfig, load_config
 
 from .conftest import Run
 

@@ -17,11 +17,11 @@ from torch.utils import _pytree as pytree
 from counterflow.data.batches import NextByte
 from counterflow.errors import ConfigError
 from counterflow.models import next_token_loss
-from counterflow.train import RunConfig, load_config, registry
-from counterflow.train.job import operations, prepare
-from counterflow.train.load import SECTIONS
-from counterflow.train.run import run
-from counterflow.train.source import AVERAGED, Made, ModelSource
+from counterflow.training import RunConfig, load_config, registry
+from counterflow.training.job import operations, prepare
+from counterflow.training.load import SECTIONS
+from counterflow.training.run import run
+from counterflow.training.source import AVERAGED, Made, ModelSource
 
 from ..models.hf import tiny
 

@@ -12,9 +12,9 @@ import transformers as tf
 
 import counterflow as cf
 from counterflow.checkpoints.convert import convert
-from counterflow.train import load_config, load_weights
-from counterflow.train.folder import read_metrics
-from counterflow.train.job import prepare, rate_factor
+from counterflow.training import load_config, load_weights
+from counterflow.training.folder import read_metrics
+from counterflow.training.job import prepare, rate_factor
 
 from ..cli.conftest import Run
 from ..cli.conftest import run as printed

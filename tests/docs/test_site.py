@@ -12,7 +12,7 @@ import pytest
 
 import counterflow as cf
 from counterflow.schedule import registry
-from counterflow.train.load import known_keys
+from counterflow.training.load import known_keys
 
 from ..cli.test_printed_commands import COMMANDS
 

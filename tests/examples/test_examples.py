@@ -18,8 +18,8 @@ import pytest
 from hatchling.build import build_wheel
 
 import counterflow as cf
-from counterflow.train import load_config
-from counterflow.train.folder import read_metrics
+from counterflow.training import load_config
+from counterflow.training.folder import read_metrics
 
 from ..cli.conftest import Run, run
 from ..models.hf import tiny

@@ -19,9 +19,9 @@ from counterflow.explore.runs import difference, state_of
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps
 from counterflow.simulation import ByteCosts, Costs, Span, simulate
-from counterflow.train.supervision import events
-from counterflow.train.timeline import Timeline
-from counterflow.train.window import Window
+from counterflow.training.supervision import events
+from counterflow.training.timeline import Timeline
+from counterflow.training.window import Window
 
 from .conftest import ASKS, asked, refused
 

@@ -22,7 +22,7 @@ from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule
-from counterflow.verify.agreement import one_process, verify
+from counterflow.verification.agreement import one_process, verify
 
 Work = Callable[..., Any]
 

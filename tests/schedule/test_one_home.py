@@ -24,7 +24,7 @@ from counterflow.schedule.placement import looped
 from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Option, OptionType, Scheme
 from counterflow.schedule.workload import Pass, Share, Workload
 from counterflow.simulation import simulate
-from counterflow.train import load_config
+from counterflow.training import load_config
 
 # --- A scheme, in less than 40 lines ---------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ def test_names_of_schemes_are_said_in_their_files_alone() -> None:
     homes += [
         source / "cli" / name for name in ("commands/schemes.py", "commands/plan.py", "output/plan_tables.py")
     ]
-    homes += [source / "train" / "load.py"]
+    homes += [source / "training" / "load.py"]
     names = [name for known in registry.SCHEMES.values() for name in (known.name, *known.aliases)]
     for path in homes:
         code = "".join(line for line in path.read_text().splitlines(keepends=True) if ">>>" not in line)

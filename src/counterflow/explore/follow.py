@@ -18,7 +18,7 @@ from typing import Any
 
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.schedule.ir import Schedule
-from counterflow.train.folder import (
+from counterflow.training.folder import (
     CHECKPOINT,
     CONFIG,
     EVENTS,
@@ -31,7 +31,7 @@ from counterflow.train.folder import (
     read_schedule,
     read_timeline,
 )
-from counterflow.train.supervision.lock import LOCK
+from counterflow.training.supervision.lock import LOCK
 
 from .asked import RunsAsked
 from .runs import about_of, events_of, pictured, state_of

@@ -22,13 +22,13 @@ from counterflow.drawing.page import page_data
 from counterflow.drawing.units import TimeUnit, bytes_text, time_unit
 from counterflow.errors import CounterflowError
 from counterflow.simulation import Cause, Simulation
-from counterflow.train.config import RunConfig
-from counterflow.train.folder import CHECKPOINT, CONFIG, EVENTS, METRICS, SUMMARY
-from counterflow.train.load import load_config
-from counterflow.train.supervision import events
-from counterflow.train.supervision.lock import LOCK
-from counterflow.train.timeline import Timeline
-from counterflow.train.window import Window
+from counterflow.training.config import RunConfig
+from counterflow.training.folder import CHECKPOINT, CONFIG, EVENTS, METRICS, SUMMARY
+from counterflow.training.load import load_config
+from counterflow.training.supervision import events
+from counterflow.training.supervision.lock import LOCK
+from counterflow.training.timeline import Timeline
+from counterflow.training.window import Window
 
 _LATELY_SECONDS = 120.0
 

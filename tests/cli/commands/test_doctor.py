@@ -11,7 +11,7 @@ import torch
 
 from counterflow.errors import WorkerError
 from counterflow.measure import health, storage
-from counterflow.train.trial import Trial
+from counterflow.training.trial import Trial
 
 from ..conftest import Run
 

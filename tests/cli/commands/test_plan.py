@@ -13,7 +13,7 @@ from counterflow.cli import application
 from counterflow.planning import Cluster, LayerProfile, Link, Model, Profile
 from counterflow.planning.inputs import files
 from counterflow.planning.task import EXAMPLES, load_example
-from counterflow.train import load_config
+from counterflow.training import load_config
 
 from ..conftest import ENVIRONMENT, Run
 

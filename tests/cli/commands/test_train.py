@@ -16,9 +16,9 @@ import pytest
 from rich.console import Console
 
 from counterflow.cli.output.train_progress import Progress, introduction
-from counterflow.train import RunConfig
-from counterflow.train.folder import read_metrics
-from counterflow.train.report import About
+from counterflow.training import RunConfig
+from counterflow.training.folder import read_metrics
+from counterflow.training.report import About
 
 from ..conftest import ENVIRONMENT, Run
 
@@ -297,7 +297,7 @@ def test_a_signal_before_it_begins_asks_to_be_resubmitted(tmp_path: Path) -> Non
         "import os, signal, sys\n"
         "class Finder:\n"
         "    def find_spec(self, name, *_):\n"
-        "        if name == 'counterflow.train.run':\n"
+        "        if name == 'counterflow.training.run':\n"
         "            os.kill(os.getpid(), signal.SIGUSR1)\n"
         "sys.meta_path.insert(0, Finder())\n"
     )

@@ -18,8 +18,8 @@ from counterflow.runtime.stages.versions import Versions
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.train.trial import small_trial
-from counterflow.verify.agreement import Agreement, compare
+from counterflow.training.trial import small_trial
+from counterflow.verification.agreement import Agreement, compare
 
 SCHEDULES: list[Schedule] = [
     *(schemes.pipedream(d) for d in (1, 2, 4, 8)),

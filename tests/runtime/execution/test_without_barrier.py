@@ -20,7 +20,7 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.train.trial import small_trial
+from counterflow.training.trial import small_trial
 
 SCHEDULES: list[Schedule] = [
     schemes.gpipe(1, 2),

@@ -18,7 +18,7 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.train.trial import small_trial
+from counterflow.training.trial import small_trial
 
 CPU = torch.device("cpu")
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -28,7 +28,7 @@ from counterflow.runtime.stages.skips import Skip
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.verify.agreement import verify
+from counterflow.verification.agreement import verify
 
 F = torch.float64
 

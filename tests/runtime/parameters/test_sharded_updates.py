@@ -16,7 +16,7 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.verify.agreement import verify
+from counterflow.verification.agreement import verify
 
 
 def run(work: Callable[..., Any], *args: object, workers: int, transport: Any = "strict-local") -> list[Any]:

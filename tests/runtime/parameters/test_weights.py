@@ -18,8 +18,8 @@ from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.verify.agreement import verify
-from counterflow.verify.reference import Reference, Staleness, parts_of
+from counterflow.verification.agreement import verify
+from counterflow.verification.reference import Reference, Staleness, parts_of
 
 FLUSHING = [schemes.dapple(2, 2), schemes.chimera(2, 2)]
 CONTINUOUS = [schemes.pipedream(2), schemes.pipedream_2bw(2, 2), schemes.wpipe(1, 2)]

@@ -18,8 +18,8 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.verify.agreement import one_process, verify
-from counterflow.verify.reference import parts_of
+from counterflow.verification.agreement import one_process, verify
+from counterflow.verification.reference import parts_of
 
 RECOMPUTE = ("none", "stage", "layer")
 DOUBLING = schemes.chimera(2, 8, concat="forward-doubling")

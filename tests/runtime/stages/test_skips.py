@@ -21,7 +21,7 @@ from counterflow.runtime.stages.skips import links_of, stage_skips
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule, SkipLink
-from counterflow.verify.agreement import Agreement, verify
+from counterflow.verification.agreement import Agreement, verify
 
 F = torch.float64
 

@@ -24,7 +24,7 @@ from counterflow.runtime.transport.ordered import OrderedTransport
 from counterflow.runtime.transport.progress import OPS_AHEAD, Progress
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.train.trial import small_trial
+from counterflow.training.trial import small_trial
 
 
 @pytest.mark.parametrize(

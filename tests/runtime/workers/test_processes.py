@@ -16,7 +16,7 @@ from counterflow.errors import WorkerError
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.train.trial import small_trial
+from counterflow.training.trial import small_trial
 
 JOBS = Path(__file__).with_name("jobs.py")
 

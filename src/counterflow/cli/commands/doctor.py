@@ -54,7 +54,7 @@ def doctor(
 def _tests() -> Iterable[Finding]:
     """Two workers against one process: as threads and as processes, and on two GPUs where they are."""
     from counterflow.measure.health import Finding, gpus
-    from counterflow.train.trial import small_trial
+    from counterflow.training.trial import small_trial
 
     trial = small_trial(schemes.chimera(stages=2, micro_batches=2), steps=1)
     for kind in kinds(trains=True):

@@ -193,7 +193,7 @@ def _save(task: Task, folder: Path) -> None:
 
 def _write(task: Task, best: Plan, path: Path) -> Path | None:
     """The plan's config, and a computed order beside it: its file, None where a scheme makes the order."""
-    from counterflow.train.planned import planned_config
+    from counterflow.training.planned import planned_config
 
     beside = None
     if best.play.configuration.scheme == SYNTHESIZED:

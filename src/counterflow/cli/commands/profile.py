@@ -15,7 +15,7 @@ from ..options.flags import JsonFlag
 from ..output.console import WIDE, byte_size, console, note, print_json, table_of, writing
 
 if TYPE_CHECKING:
-    from counterflow.train.profiling import Measured
+    from counterflow.training.profiling import Measured
 
 NAMES = ("model", "profile", "cluster")
 
@@ -52,8 +52,8 @@ def profile(
     """
     from counterflow.planning.inputs import files
     from counterflow.runtime.workers.place import place
-    from counterflow.train import load_config
-    from counterflow.train.profiling import SIZES, Profiled, measure
+    from counterflow.training import load_config
+    from counterflow.training.profiling import SIZES, Profiled, measure
 
     resolved = load_config(config, sets or ())
     placed = place()

@@ -110,7 +110,7 @@ def show(
 def _show_run(subject: str, output: Drawing, given: Sequence[str]) -> None:
     """A run as it was measured, above its prediction or another run."""
     from counterflow.drawing import draw_charts, print_charts
-    from counterflow.train.folder import read_timeline
+    from counterflow.training.folder import read_timeline
 
     if output.form is not None:
         raise ConfigError(f"--format: {subject} is a run; its folder has the schedule, schedule.json")

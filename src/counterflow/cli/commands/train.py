@@ -14,8 +14,8 @@ from ..options.flags import JsonFlag, schemes_from
 from ..output.console import WIDE, alike, byte_size, console, note, print_json, table_of
 
 if TYPE_CHECKING:
-    from counterflow.train import RunConfig
-    from counterflow.train.report import Pair, Summary
+    from counterflow.training import RunConfig
+    from counterflow.training.report import Pair, Summary
 
 
 def train(
@@ -70,10 +70,10 @@ def train(
     Ctrl-C ends it after the step in flight and keeps what was reached (exit code 130). So do SIGTERM, SIGUSR1
     and SIGHUP, with exit code 75: the same run can go on from its checkpoint.
     """
-    from counterflow.train.supervision.stopping import STOP, Phase, listening
+    from counterflow.training.supervision.stopping import STOP, Phase, listening
 
     with listening(), STOP.during(Phase.LEAVE):  # nothing is begun yet, and torch takes seconds to load
-        from counterflow.train import load_config
+        from counterflow.training import load_config
 
         if keys:
             _list_keys(as_json=as_json)
@@ -86,8 +86,8 @@ def train(
 
 
 def _run(config: RunConfig, *, max_restarts: int, as_json: bool) -> None:
-    from counterflow.train.run import run
-    from counterflow.train.supervision.stopping import STOP
+    from counterflow.training.run import run
+    from counterflow.training.supervision.stopping import STOP
 
     from ..output.train_progress import Progress
 
@@ -104,7 +104,7 @@ def _run(config: RunConfig, *, max_restarts: int, as_json: bool) -> None:
         raise typer.Exit(STOP.exit_code if STOP else 0)
     summary, folder = done
     if as_json:
-        from counterflow.train.report import trained
+        from counterflow.training.report import trained
 
         print_json(trained(summary, folder))
     else:
@@ -115,8 +115,8 @@ def _run(config: RunConfig, *, max_restarts: int, as_json: bool) -> None:
 
 def _list_keys(*, as_json: bool) -> None:
     from counterflow import toml
-    from counterflow.train.load import known_keys
-    from counterflow.train.report import Keys
+    from counterflow.training.load import known_keys
+    from counterflow.training.report import Keys
 
     if as_json:
         print_json(Keys(keys=known_keys()))
@@ -128,8 +128,8 @@ def _list_keys(*, as_json: bool) -> None:
 
 def _prepare(config: RunConfig, *, as_json: bool) -> None:
     """Say what would be trained. GPUs are not looked for: they may be elsewhere."""
-    from counterflow.train.job import prepare
-    from counterflow.train.report import prepared
+    from counterflow.training.job import prepare
+    from counterflow.training.report import prepared
 
     from ..output.train_progress import introduction
 
@@ -154,7 +154,7 @@ def _rank() -> int:
 def _print(summary: Summary, folder: Path) -> None:
     from rich.text import Text
 
-    from counterflow.train.folder import RunFolder
+    from counterflow.training.folder import RunFolder
 
     from ..output.train_progress import duration
 

@@ -23,7 +23,7 @@ from ..options.subject import schedule_of
 from ..output.console import WIDE, console, note, print_json, table_of
 
 if TYPE_CHECKING:
-    from counterflow.verify.agreement import Agreement
+    from counterflow.verification.agreement import Agreement
 
 
 class Dtype(Enum):
@@ -97,7 +97,7 @@ class Running(Record):
 
     def compared(self, schedule: Schedule, steps: int) -> Agreement:
         """How far the numbers are apart after so many updates."""
-        from counterflow.train.trial import small_trial
+        from counterflow.training.trial import small_trial
 
         options: dict[str, Any] = {} if self.barrier else {"barrier": False, "clip_norm": None}
         tied: bool | None = None
@@ -137,7 +137,7 @@ def verify(
         note(f"Training with one process, then with {workers} workers ({kind}), {steps} updates each …")
     found = running.compared(schedule, steps)
     if as_json:
-        from counterflow.verify.report import Verified
+        from counterflow.verification.report import Verified
 
         print_json(Verified.of(schedule=schedule, workers=workers, ok=found.ok, **asdict(found)))
     else:

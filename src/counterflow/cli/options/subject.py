@@ -52,7 +52,7 @@ def is_run(subject: str) -> bool:
     """Whether ``subject`` is the folder of a run of ``counterflow train``."""
     if is_scheme(subject) or not Path(subject).is_dir():
         return False
-    from counterflow.train.folder import is_run as holds_run
+    from counterflow.training.folder import is_run as holds_run
 
     return holds_run(Path(subject))
 

@@ -17,9 +17,9 @@ from counterflow.schedule.report import Schemes
 from counterflow.shown import Result, sections
 from counterflow.simulation.report import Simulated
 from counterflow.synthesis.report import Synthesized
-from counterflow.train.profiling import Profiled
-from counterflow.train.report import Keys, Prepared, Trained
-from counterflow.verify.report import Verified
+from counterflow.training.profiling import Profiled
+from counterflow.training.report import Keys, Prepared, Trained
+from counterflow.verification.report import Verified
 
 COMMANDS: tuple[type[Result], ...] = (
     *(Simulated, Synthesized, ComparisonShown, Checked, Verified, Schemes, Planned, Examples),

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-from counterflow.train.report import About, Numbers
+from counterflow.training.report import About, Numbers
 
 from .console import WIDE, console
 

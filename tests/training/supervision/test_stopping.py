@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from counterflow.runtime.workers.outside import FROM_OUTSIDE
-from counterflow.train.supervision import stopping
-from counterflow.train.supervision.stopping import STOP, Phase, listen, listening
+from counterflow.training.supervision import stopping
+from counterflow.training.supervision.stopping import STOP, Phase, listen, listening
 
 
 @pytest.fixture(autouse=True)
@@ -114,8 +114,8 @@ def test_a_step_that_nobody_has_heard_of_yet_is_finished_too() -> None:
 
 STUCK = """
 import contextlib, multiprocessing, os, signal, sys, time
-from counterflow.train.supervision import stopping
-from counterflow.train.supervision.stopping import STOP, Phase, listening
+from counterflow.training.supervision import stopping
+from counterflow.training.supervision.stopping import STOP, Phase, listening
 
 if __name__ == "__main__":
     stopping.PATIENCE_SECONDS = 0.1

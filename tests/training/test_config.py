@@ -18,11 +18,11 @@ from counterflow.execution import Execution, said
 from counterflow.models.shapes import SHAPES, Family
 from counterflow.schedule.formats import dumps
 from counterflow.schedule.registry import SCHEMES
-from counterflow.train import RunConfig, load_config
-from counterflow.train.load import SECTIONS
-from counterflow.train.sections.pipeline import PipelineSection
-from counterflow.train.sections.schedule import ScheduleSection
-from counterflow.train.sources.built_in import family_of
+from counterflow.training import RunConfig, load_config
+from counterflow.training.load import SECTIONS
+from counterflow.training.sections.pipeline import PipelineSection
+from counterflow.training.sections.schedule import ScheduleSection
+from counterflow.training.sources.built_in import family_of
 
 
 def test_an_empty_config_is_the_built_in_example() -> None:
@@ -47,7 +47,7 @@ def test_learning_rate_and_warm_up_follow_from_the_model_and_the_steps() -> None
 
 
 def test_torch_is_not_imported() -> None:
-    code = "import sys, counterflow.train; sys.exit('torch' in sys.modules)"
+    code = "import sys, counterflow.training; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from counterflow.errors import WorkerError
 from counterflow.runtime.workers.world import current_transport
-from counterflow.train.folder import LIVE, METRICS, SUMMARY, RunFolder, read_metrics, whole
-from counterflow.train.loop import Trainer
-from counterflow.train.supervision.events import read
-from counterflow.train.supervision.fence import ATTEMPT, Fence
-from counterflow.train.supervision.restarts import telling
+from counterflow.training.folder import LIVE, METRICS, SUMMARY, RunFolder, read_metrics, whole
+from counterflow.training.loop import Trainer
+from counterflow.training.supervision.events import read
+from counterflow.training.supervision.fence import ATTEMPT, Fence
+from counterflow.training.supervision.restarts import telling
 
 from ..conftest import Configure, Train
 

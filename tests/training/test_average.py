@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from counterflow.checkpoints import load_weights
 from counterflow.checkpoints.convert import convert
 from counterflow.errors import ConfigError
-from counterflow.train.folder import read_metrics
-from counterflow.train.job import prepare
+from counterflow.training.folder import read_metrics
+from counterflow.training.job import prepare
 
 from .conftest import Configure, Train
 

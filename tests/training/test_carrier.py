@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from counterflow.train.carrier import with_carrier
-from counterflow.train.config import RunConfig
+from counterflow.training.carrier import with_carrier
+from counterflow.training.config import RunConfig
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from counterflow.train.supervision.copy_turns import SHARE, CopyTurns
+from counterflow.training.supervision.copy_turns import SHARE, CopyTurns
 
 
 def run(turns: CopyTurns, steps: int, *, step: float, held: float, late: float) -> list[int]:

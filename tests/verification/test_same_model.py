@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import counterflow as cf
-from counterflow.verify.nearness import difference
+from counterflow.verification.nearness import difference
 
 
 class Act(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 
 from counterflow import ConfigError
 from counterflow.schedule.modes import Recompute
-from counterflow.train import RunConfig, load_config
+from counterflow.training import RunConfig, load_config
 
 Write = Callable[[str], Path]
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from counterflow.execution import Batching, Execution
 from counterflow.schedule import schemes
 from counterflow.schedule.modes import Recompute
-from counterflow.verify import agreement
-from counterflow.verify.agreement import Agreement, Trained, compare, verify
-from counterflow.verify.reference import Staleness
+from counterflow.verification import agreement
+from counterflow.verification.agreement import Agreement, Trained, compare, verify
+from counterflow.verification.reference import Staleness
 
 D = torch.float64
 

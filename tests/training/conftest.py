@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from counterflow.train import RunConfig, load_config
-from counterflow.train.folder import read_metrics
-from counterflow.train.report import About, Numbers, Summary
-from counterflow.train.run import run
+from counterflow.training import RunConfig, load_config
+from counterflow.training.folder import read_metrics
+from counterflow.training.report import About, Numbers, Summary
+from counterflow.training.run import run
 
 SMALL = {
     "model.layers": 2,

@@ -23,12 +23,12 @@ from counterflow.errors import WorkerError
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.formats import loads
-from counterflow.train import live, load_config, load_weights, loop
-from counterflow.train.folder import FILES, RunFolder, read_metrics, read_timeline
-from counterflow.train.job import Job, prepare
-from counterflow.train.run import run
-from counterflow.train.timeline import Timeline
-from counterflow.train.window import Window
+from counterflow.training import live, load_config, load_weights, loop
+from counterflow.training.folder import FILES, RunFolder, read_metrics, read_timeline
+from counterflow.training.job import Job, prepare
+from counterflow.training.run import run
+from counterflow.training.timeline import Timeline
+from counterflow.training.window import Window
 
 from .conftest import Configure, Train, Watcher, losses
 
@@ -494,7 +494,7 @@ def test_a_run_that_fails_at_once_leaves_no_folder(
     def fail(*_: object, **__: object) -> None:
         raise OSError("no more")
 
-    monkeypatch.setattr("counterflow.train.loop.measure_stages", fail)
+    monkeypatch.setattr("counterflow.training.loop.measure_stages", fail)
     with pytest.raises(WorkerError, match=r"^worker \d: OSError: no more$"):
         train(train__steps=2)
     assert not (tmp_path / "run").exists()
@@ -516,7 +516,7 @@ def test_workers_that_were_given_different_runs_are_refused(
         section = job.config.train.model_copy(update={"seed": 7})
         return dataclasses.replace(job, config=job.config.model_copy(update={"train": section}))
 
-    monkeypatch.setattr("counterflow.train.loop.prepare", prepare_)
+    monkeypatch.setattr("counterflow.training.loop.prepare", prepare_)
     with pytest.raises(ConfigError, match=f"^ranks 0 and 1 were given different runs: {message}; give"):
         train(train__steps=2)
 

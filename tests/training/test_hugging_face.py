@@ -20,12 +20,12 @@ from counterflow.errors import ConfigError
 from counterflow.planning.inputs import files
 from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
-from counterflow.train import RunConfig, load_config
-from counterflow.train.folder import read_metrics
-from counterflow.train.job import prepare, rate_factor
-from counterflow.train.planned import planned_config
-from counterflow.train.profiling import measure
-from counterflow.train.run import run
+from counterflow.training import RunConfig, load_config
+from counterflow.training.folder import read_metrics
+from counterflow.training.job import prepare, rate_factor
+from counterflow.training.planned import planned_config
+from counterflow.training.profiling import measure
+from counterflow.training.run import run
 
 from ..models.hf import tiny
 from .conftest import Watcher
@@ -326,7 +326,7 @@ def test_other_models_need_no_keys_of_these() -> None:
 
 def test_transformers_is_imported_only_for_its_models() -> None:
     code = (
-        "import sys, counterflow.train.run, counterflow.cli; from counterflow.models import hf;"
+        "import sys, counterflow.training.run, counterflow.cli; from counterflow.models import hf;"
         "hf.layers, hf.load, hf.save, hf.loss; bad = {'transformers', 'peft', 'datasets'} & set(sys.modules);"
         "sys.exit(str(bad) if bad else 0)"
     )

@@ -18,10 +18,10 @@ from counterflow.runtime.workers import world
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.formats import loads
 from counterflow.schedule.modes import Recompute
-from counterflow.train import load_config
-from counterflow.train.run import run
-from counterflow.train.supervision.events import FAILED, FEWER, RESTARTED, STARTED, note, read
-from counterflow.train.supervision.fewer import Absence, wait_for_others, with_fewer
+from counterflow.training import load_config
+from counterflow.training.run import run
+from counterflow.training.supervision.events import FAILED, FEWER, RESTARTED, STARTED, note, read
+from counterflow.training.supervision.fewer import Absence, wait_for_others, with_fewer
 
 from ..conftest import Configure, Train, Watcher, losses
 
@@ -113,7 +113,7 @@ def test_what_is_recomputed_stays_so(config: Configure) -> None:
 
 
 def test_nothing_runs_on_so_few(config: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("counterflow.train.supervision.fewer.memory_bytes", lambda *_: 1000.0)
+    monkeypatch.setattr("counterflow.training.supervision.fewer.memory_bytes", lambda *_: 1000.0)
     with pytest.raises(ConfigError, match="1 workers are left, and nothing runs on them: no plan fits"):
         with_fewer(config(), 1)
 
@@ -215,7 +215,7 @@ def test_fewer_that_torchrun_starts_plan_for_themselves(
         begun.append(job)
         raise ConfigError("begun")
 
-    monkeypatch.setattr("counterflow.train.run.Trainer", trainer)
+    monkeypatch.setattr("counterflow.training.run.Trainer", trainer)
     with pytest.raises(ConfigError, match="begun"):
         run(config(pipeline__transport="gloo", train__fewer_after=0), Watcher())
     assert begun[0].about.processes == 1

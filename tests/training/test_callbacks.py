@@ -9,10 +9,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from counterflow import ConfigError
-from counterflow.train import Callback, TensorBoard
-from counterflow.train.folder import RunFolder, read_metrics
-from counterflow.train.report import About, Numbers
-from counterflow.train.run import run
+from counterflow.training import Callback, TensorBoard
+from counterflow.training.folder import RunFolder, read_metrics
+from counterflow.training.report import About, Numbers
+from counterflow.training.run import run
 
 from .conftest import Configure, Watcher, losses
 

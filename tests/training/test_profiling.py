@@ -18,7 +18,7 @@ from counterflow.planning.inputs import files
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.place import Place
 from counterflow.runtime.workers.world import current_transport
-from counterflow.train.profiling import measure
+from counterflow.training.profiling import measure
 
 from .conftest import Configure
 

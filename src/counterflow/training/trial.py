@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from counterflow.models.gpt import GPTConfig
 from counterflow.schedule.ir import Schedule
-from counterflow.verify.agreement import Agreement, Trained, one_process, verify
-from counterflow.verify.reference import parts_of
+from counterflow.verification.agreement import Agreement, Trained, one_process, verify
+from counterflow.verification.reference import parts_of
 
 CLIP_NORM = 0.5
 """Below the norm of the first gradients, so that they are clipped."""

@@ -19,11 +19,11 @@ from counterflow.checkpoints import files
 from counterflow.checkpoints.index import complete
 from counterflow.checkpoints.reader import Checkpoint
 from counterflow.errors import CounterflowError, WorkerError
-from counterflow.train import load_config, loop
-from counterflow.train.folder import RunFolder, folder_of, lines_of, read_metrics
-from counterflow.train.run import run
-from counterflow.train.supervision.appending import Appending
-from counterflow.train.supervision.lock import Lock
+from counterflow.training import load_config, loop
+from counterflow.training.folder import RunFolder, folder_of, lines_of, read_metrics
+from counterflow.training.run import run
+from counterflow.training.supervision.appending import Appending
+from counterflow.training.supervision.lock import Lock
 
 from .conftest import Configure, Train, Watcher, losses
 

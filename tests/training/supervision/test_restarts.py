@@ -23,12 +23,12 @@ from counterflow.measure.storage import storage_of
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers import world
 from counterflow.runtime.workers.world import current_transport
-from counterflow.train.folder import METRICS, read_metrics
-from counterflow.train.job import prepare
-from counterflow.train.run import run
-from counterflow.train.supervision.events import FAILED, GAVE_UP, RESTARTED, STARTED, STOPPED, note, read
-from counterflow.train.supervision.restarts import Restarts, with_memory
-from counterflow.train.supervision.stopping import STOP
+from counterflow.training.folder import METRICS, read_metrics
+from counterflow.training.job import prepare
+from counterflow.training.run import run
+from counterflow.training.supervision.events import FAILED, GAVE_UP, RESTARTED, STARTED, STOPPED, note, read
+from counterflow.training.supervision.restarts import Restarts, with_memory
+from counterflow.training.supervision.stopping import STOP
 
 from ..conftest import Configure, Train, Watcher, losses
 
@@ -137,7 +137,9 @@ def test_without_memory_it_goes_on_from_its_checkpoint(
 def test_as_often_as_time_allows(
     train: Train, fails: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("counterflow.train.run.with_memory", lambda config, _: config)  # as among processes
+    monkeypatch.setattr(
+        "counterflow.training.run.with_memory", lambda config, _: config
+    )  # as among processes
     train("whole", **OPTIONS, train__memory_every=0)
     fails()
     train("again", max_restarts=1, **OPTIONS)
@@ -316,7 +318,7 @@ def test_ended_while_it_starts_again_the_copies_stay(
             os.kill(os.getpid(), signal.SIGTERM)
         return prepare(*arguments, **options)
 
-    monkeypatch.setattr("counterflow.train.run.prepare", prepare_)
+    monkeypatch.setattr("counterflow.training.run.prepare", prepare_)
     with pytest.raises(KeyboardInterrupt, match="the metrics of 5 steps are in"):
         train("run", max_restarts=1, train__memory_every=1, **OPTIONS)
     assert STOP.exit_code == 75
@@ -331,7 +333,7 @@ def test_on_an_object_store_nothing_is_restarted(
     config: Configure, train: Train, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     mounts = "36 25 0:31 / / rw - fuse.s3fs s3fs rw"
-    monkeypatch.setattr("counterflow.train.run.storage_of", partial(storage_of, mounts=mounts))
+    monkeypatch.setattr("counterflow.training.run.storage_of", partial(storage_of, mounts=mounts))
     with pytest.raises(ConfigError, match=r"--max-restarts 2: .*run is on fuse\.s3fs, an object store"):
         run(config(), Watcher(), max_restarts=2)
     assert train(train__steps=1).steps == 1
@@ -343,7 +345,7 @@ def test_locks_of_one_machine_are_told(
     train: Train, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     mounts = "36 25 0:31 / / rw - lustre 10.0.0.1@tcp:/fs rw,localflock"
-    monkeypatch.setattr("counterflow.train.run.storage_of", partial(storage_of, mounts=mounts))
+    monkeypatch.setattr("counterflow.training.run.storage_of", partial(storage_of, mounts=mounts))
     assert train(train__steps=1, max_restarts=1).steps == 1
     assert "mounted with localflock, so that its locks hold on one machine only" in caplog.text
 
@@ -416,7 +418,7 @@ def test_a_worker_says_what_nobody_else_can(
         error.consequence = True
         raise error
 
-    monkeypatch.setattr("counterflow.train.run.Trainer", lost)
+    monkeypatch.setattr("counterflow.training.run.Trainer", lost)
     monkeypatch.setattr(world, "attempt", lambda _: 0)
     monkeypatch.setattr(world, "existing_transport", lambda: None)  # an earlier test's is of one worker
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
