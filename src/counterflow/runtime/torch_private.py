@@ -331,8 +331,3 @@ def flight_record() -> bytes | None:
     """
     dump: Any = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)  # noqa: SLF001
     return None if dump is None else bytes(dump())
-
-
-def has_backend(name: str) -> bool:
-    """Whether a backend of that name was registered. ``register_backend`` again does no harm, but warns."""
-    return name.upper() in torch.distributed.Backend._plugins  # noqa: SLF001

@@ -5,7 +5,7 @@ Invariant: nothing below knows them: importing this registers their rows, and im
 
 from counterflow.runtime.transport.kinds import TransportKind, register
 
-__all__ = ["STRICT_LOCAL", "STRICT_NCCL", "STRICT_PROCESSES"]
+__all__ = ["NCCL_ON_GLOO", "STRICT_LOCAL", "STRICT_NCCL"]
 
 STRICT_LOCAL = register(
     TransportKind(
@@ -27,11 +27,11 @@ STRICT_NCCL = register(
     )
 )
 
-STRICT_PROCESSES = register(
+NCCL_ON_GLOO = register(
     TransportKind(
-        "strict-nccl-processes",
-        "processes on the CPU that keep NCCL's rules, to be killed",
-        "counterflow.testing.strict_nccl.process:StrictProcessTransport",
+        "nccl-on-gloo",
+        "processes without GPUs that do over Gloo what NCCL's do, to be killed",
+        "counterflow.testing.nccl_on_gloo:NcclOnGlooTransport",
         trains=False,
     )
 )

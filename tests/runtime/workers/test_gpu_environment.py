@@ -23,7 +23,7 @@ names = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "CUDA_DEVICE_MAX_CONNECTIONS"
 def report():
     found = [os.environ.get(name) for name in names]
     # All that NCCL's does when it is made; nobody leaves before the others are there.
-    current_transport("strict-nccl-processes").gather([])
+    current_transport("nccl-on-gloo").gather([])
     return " ".join(map(str, [*found, *(os.environ.get(name) for name in names)]))
 
 if __name__ == "__main__":
@@ -31,7 +31,7 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         (found / os.environ["RANK"]).write_text(report())
     else:
-        for rank, told in enumerate(cf.launch(report, workers=2, transport="strict-nccl-processes")):
+        for rank, told in enumerate(cf.launch(report, workers=2, transport="nccl-on-gloo")):
             (found / str(rank)).write_text(told)
 """
 

@@ -36,8 +36,8 @@ def test_processes_agree_with_one_process(schedule: Schedule, replicas: int, rec
     assert found.ok, found
 
 
-def test_processes_agree_over_nccls_rules() -> None:
-    found = small_trial(schemes.chimera(2, 3), steps=2).verify(transport="strict-nccl-processes")
+def test_processes_agree_over_nccls_transport() -> None:
+    found = small_trial(schemes.chimera(2, 3), steps=2).verify(transport="nccl-on-gloo")
     assert found.ok, found
 
 
@@ -94,9 +94,7 @@ def test_over_nccl_a_watch_ends_what_waits_for_a_worker_that_fails(
     kind: str, told: str, tmp_path: Path
 ) -> None:
     with pytest.raises(WorkerError, match=told):
-        launch(
-            Job("step"), kind, str(tmp_path), workers=4, transport="strict-nccl-processes", timeout_seconds=3
-        )
+        launch(Job("step"), kind, str(tmp_path), workers=4, transport="nccl-on-gloo", timeout_seconds=3)
     all_gone(tmp_path)
 
 

@@ -33,7 +33,6 @@ class AbortedError(RuntimeError):
 
 
 SEND, RECEIVE = "send", "receive"
-Wake = Callable[[BaseException | None], None]
 
 
 @dataclass(eq=False, slots=True)
@@ -101,14 +100,20 @@ class Launch:
 
 
 @dataclass(slots=True)
-class _Blocked:
-    """A host that waits: until when, for which launches and ranks, and how it goes on."""
+class Blocked:
+    """A host that waits: until when, why, for which launches and ranks; and how its wait ended."""
 
     ready: Callable[[], bool]
     why: str
-    wake: Wake
     launches: tuple[Launch, ...] = ()
     ranks: Callable[[], Sequence[int]] = tuple
+    woken: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+
+    def wake(self, error: Exception | None = None) -> None:
+        """Let the host go on, with an error or without."""
+        self.error = error
+        self.woken.set()
 
 
 _Node = Launch | int
@@ -120,22 +125,14 @@ class Fabric:
 
     Args:
         ranks: how many there are.
-        move: carries out a message, given its send and its receive, or a collective, given all parts by rank;
-            and then calls what it is given beside them.
-        ended: is told of each launch that has run, or was aborted.
+        move: carries out a message, given its send and its receive, or a collective, given all parts by rank.
     """
 
-    def __init__(
-        self,
-        ranks: int,
-        move: Callable[[Sequence[Part], Callable[[], None]], None],
-        ended: Callable[[Launch], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, ranks: int, move: Callable[[Sequence[Part]], None]) -> None:
         self.ranks = ranks
         self.lock = threading.RLock()
         self.broken: NcclRuleError | None = None
         self._move = move
-        self._ended = ended
         self._members: dict[str, tuple[int, ...]] = {}
         self._entered: dict[str, set[int]] = defaultdict(set)
         self._streams: dict[tuple[int, str], list[Launch]] = defaultdict(list)
@@ -143,35 +140,29 @@ class Fabric:
         """By what their numbers count, those that have not run."""
         self._counts: Counter[tuple[Any, ...]] = Counter()
         self._of: dict[Part, Launch] = {}
-        self._blocked: dict[int, _Blocked] = {}
+        self._blocked: dict[int, Blocked] = {}
         self._left: set[int] = set()
         self._aborted: set[int] = set()
         self._advancing = False
-        self._in_motion = 0
 
     # -- what hosts do
 
-    def enter(self, rank: int, communicator: str, members: Sequence[int], wake: Wake) -> None:
-        """Make a communicator; wakes the host when all members have entered."""
+    def enter(self, rank: int, communicator: str, members: Sequence[int]) -> Blocked:
+        """Make a communicator; the host goes on when all members have entered."""
         with self.lock:
-            if rank in self._aborted:
-                wake(AbortedError(f"NCCL communicator was aborted on rank {rank}"))
-                return
-            if self.broken is not None:
-                wake(self.broken)
-                return
             self._members[communicator] = tuple(members)
             entered = self._entered[communicator]
-            entered.add(rank)
-            self._block(
-                rank,
-                _Blocked(
-                    lambda: entered.issuperset(members),
-                    f"makes {communicator}",
-                    wake,
-                    ranks=lambda: [member for member in members if member not in entered],
-                ),
+            blocked = Blocked(
+                lambda: entered.issuperset(members),
+                f"makes {communicator}",
+                ranks=lambda: [member for member in members if member not in entered],
             )
+            if rank in self._aborted:
+                blocked.wake(_aborted(rank))
+            else:
+                entered.add(rank)
+                self._block(rank, blocked)
+            return blocked
 
     def launch(self, launch: Launch) -> None:
         """Put something on a stream; the host goes on.
@@ -182,7 +173,7 @@ class Fabric:
         """
         with self.lock:
             if launch.rank in self._aborted:
-                raise AbortedError(f"NCCL communicator was aborted on rank {launch.rank}")
+                raise _aborted(launch.rank)
             if self.broken is not None:
                 raise self.broken
             for part in launch.parts:
@@ -193,25 +184,23 @@ class Fabric:
             self._streams[launch.rank, launch.stream].append(launch)
             self._advance()
 
-    def wait(self, rank: int, launches: Sequence[Launch], why: str, wake: Wake) -> None:
-        """Wake a host when something has run, or was aborted."""
+    def wait(self, rank: int, launches: Sequence[Launch], why: str) -> Blocked:
+        """The host goes on when something has run, or was aborted."""
+        waited = tuple(launches)
+        blocked = Blocked(lambda: all(one.over for one in waited), why, waited)
         with self.lock:
-            if self.broken is not None:
-                wake(self.broken)
-                return
-            waited = tuple(launches)
-            self._block(rank, _Blocked(lambda: all(one.over for one in waited), why, wake, waited))
+            self._block(rank, blocked)
+        return blocked
 
     @contextmanager
     def elsewhere(self, rank: int, ready: Callable[[], bool], why: str) -> Iterator[None]:
         """Around a wait of a host for something else, which has come when ``ready`` says so."""
         with self.lock:
-            self._block(rank, _Blocked(ready, why, lambda _: None))
+            self._block(rank, Blocked(ready, why))
         try:
             yield
         finally:
-            with self.lock:
-                self._blocked.pop(rank, None)
+            self.give_up(rank)
 
     def give_up(self, rank: int) -> None:
         """A host waits no more."""
@@ -232,23 +221,13 @@ class Fabric:
                 if whose == rank:
                     for launch in stream:
                         if not launch.over:
-                            launch.aborted = True
-                            self._end(launch)
+                            launch.over = launch.aborted = True
                     stream.clear()
             blocked = self._blocked.get(rank)
             if blocked is not None and not blocked.ready():
                 del self._blocked[rank]
-                blocked.wake(AbortedError(f"NCCL communicator was aborted on rank {rank}"))
+                blocked.wake(_aborted(rank))
             self._advance()
-
-    def report(self, what: str) -> None:
-        """A rule was broken that the fabric does not see."""
-        with self.lock:
-            self._break(what)
-
-    def launch_of(self, part: Part) -> Launch:
-        """What a part that has not run was launched in."""
-        return self._of[part]
 
     def unfinished(self) -> list[str]:
         """What was launched and has not run."""
@@ -257,9 +236,9 @@ class Fabric:
 
     # -- what happens then
 
-    def _block(self, rank: int, blocked: _Blocked) -> None:
-        if blocked.ready():
-            blocked.wake(None)
+    def _block(self, rank: int, blocked: Blocked) -> None:
+        if self.broken is not None or blocked.ready():
+            blocked.wake(self.broken)
             return
         self._blocked[rank] = blocked
         self._advance()
@@ -296,8 +275,7 @@ class Fabric:
                 continue
             head = stream[0]
             if not head.parts:
-                happened = True
-                self._end(head)
+                head.over = happened = True
                 continue
             if not head.started:
                 head.started = happened = True
@@ -316,30 +294,18 @@ class Fabric:
         if len(kinds) > 1 or len({one.size for one in parts}) > 1:
             self._break("what meets by its order alone does not fit: " + " meets ".join(map(str, parts)))
             return True
-        for one in parts:  # not again while it is moved
-            launch = self._of[one]
-            launch.moved.add(launch.parts.index(one))
-        self._in_motion += 1
         try:
-            self._move(parts, lambda: self._moved(parts))
+            self._move(parts)
         except NcclRuleError as error:
             self._break(str(error))
+            return True
+        for one in parts:
+            launch = self._of.pop(one)
+            del self._parts[one.key][one.number]
+            one.data = None
+            launch.moved.add(launch.parts.index(one))
+            launch.over = len(launch.moved) == len(launch.parts)
         return True
-
-    def _moved(self, parts: Sequence[Part]) -> None:
-        with self.lock:
-            self._in_motion -= 1
-            for part in parts:
-                launch = self._of.pop(part)
-                del self._parts[part.key][part.number]
-                part.data = None
-                if not launch.over and not any(one in self._of for one in launch.parts):
-                    self._end(launch)
-            self._advance()
-
-    def _end(self, launch: Launch) -> None:
-        launch.over = True
-        self._ended(launch)
 
     def _sides(self, part: Part) -> dict[int, Part | None]:
         """By rank what takes part; None where it is not launched yet. A send comes before its receive."""
@@ -355,14 +321,14 @@ class Fabric:
         """Let hosts go on whose wait is over."""
         ready = [rank for rank, blocked in self._blocked.items() if blocked.ready()]
         for rank in ready:
-            self._blocked.pop(rank).wake(None)
+            self._blocked.pop(rank).wake()
         return bool(ready)
 
     # -- who waits for what
 
     def _look(self) -> None:
         """Report a deadlock, if there is one: every host waits, or has ended, and nothing can happen."""
-        if self._in_motion or not self._blocked or len(self._blocked.keys() | self._left) < self.ranks:
+        if not self._blocked or len(self._blocked.keys() | self._left) < self.ranks:
             return
         if all(not blocked.launches and not blocked.ranks() for blocked in self._blocked.values()):
             return  # none of them waits here
@@ -418,3 +384,7 @@ class Fabric:
         for other in blocked.ranks():
             return f"rank {rank} {blocked.why}: waits for rank {other} to enter", other
         return f"rank {rank} {blocked.why}", None
+
+
+def _aborted(rank: int) -> AbortedError:
+    return AbortedError(f"NCCL communicator was aborted on rank {rank}")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,25 +27,10 @@ from .fabric import RECEIVE, SEND, AbortedError, Launch, NcclRuleError, Part
 from .memory import spoil
 from .streams import Stream
 
+if TYPE_CHECKING:
+    from .threads import ThreadEndpoint
+
 _COLLECTIVES = "collectives"
-_VERSION = "a tensor was changed in place while it was sent: {}"
-
-
-class Endpoint(Protocol):
-    """One rank's end of a fabric."""
-
-    rank: int
-    stream: Stream
-    """On which it computes unless it says otherwise."""
-
-    def enter(self, communicator: str, members: Sequence[int]) -> None:
-        """Make a communicator; waits until all members have entered."""
-
-    def launch(self, launch: Launch) -> None:
-        """Put something on a stream."""
-
-    def abort(self) -> None:
-        """Abort all communicators of this rank."""
 
 
 class StrictWork(Work):
@@ -84,7 +69,7 @@ class StrictGroup(ProcessGroup):
         name: by which all members know it.
     """
 
-    def __init__(self, endpoint: Endpoint, ranks: Sequence[int], name: str) -> None:
+    def __init__(self, endpoint: ThreadEndpoint, ranks: Sequence[int], name: str) -> None:
         super().__init__(ranks.index(endpoint.rank), len(ranks))  # type: ignore[call-arg]
         self.endpoint = endpoint
         self.ranks = tuple(ranks)
@@ -204,7 +189,7 @@ class StrictGroup(ProcessGroup):
         stream_now = streams.current_stream() or self.endpoint.stream
         launch = Launch(self.endpoint.rank, stream, parts, stream_now.pending)
         try:
-            self.endpoint.launch(launch)
+            self.endpoint.fabric.launch(launch)
         except AbortedError as error:
             raise dist.DistBackendError(str(error)) from error
         return StrictWork(launch, self.endpoint.stream)
@@ -243,45 +228,30 @@ def _way(op: Any) -> str:
     return found
 
 
-def read(part: Part) -> Tensor:
-    """What a part gives.
-
-    Raises:
-        NcclRuleError: it was changed while it was sent.
-    """
-    tensor, version = part.data[:2]
-    if part.kind == SEND and _version(tensor) != version:
-        raise NcclRuleError(_VERSION.format(part))
-    return cast("Tensor", tensor.detach())
-
-
-def write(part: Part, found: Tensor) -> None:
-    """Give a part what came of it."""
-    tensor, _, *rest = part.data
-    if rest and rest[0] is not None:
-        for row, one in zip(rest[0], found, strict=True):
-            row.data.copy_(one)
-    else:
-        tensor.data.copy_(found.reshape(tensor.shape))
-
-
-def move(parts: Sequence[Part], over: Callable[[], None]) -> None:
+def move(parts: Sequence[Part]) -> None:
     """Carry out what met, between threads of one process.
 
     Raises:
         NcclRuleError: a tensor was changed while it was sent.
     """
     with streams.as_the_network():
-        carried_out(parts, [read(part) for part in parts if part.kind != RECEIVE], write)
-    over()
+        given = [_read(part) for part in parts if part.kind != RECEIVE]
+        how = parts[0].how
+        if parts[0].kind == SEND:
+            takers, found = parts[1:], given[0]
+        else:
+            takers, found = parts, given[int(how)] if how.isdecimal() else _WAYS[how](torch.stack(given))
+        for part in takers:
+            tensor, _, *rest = part.data
+            if rest and rest[0] is not None:
+                for row, one in zip(rest[0], found, strict=True):
+                    row.data.copy_(one)
+            else:
+                tensor.data.copy_(found.reshape(tensor.shape))
 
 
-def carried_out(parts: Sequence[Part], given: Sequence[Tensor], give: Callable[[Part, Tensor], None]) -> None:
-    """Work out what comes of what met, and give it to who takes it."""
-    if parts[0].kind == SEND:
-        give(parts[1], given[0])
-        return
-    how = parts[0].how
-    found = given[int(how)] if how.isdecimal() else _WAYS[how](torch.stack(list(given)))
-    for part in parts:
-        give(part, found)
+def _read(part: Part) -> Tensor:
+    tensor, version = part.data[:2]
+    if part.kind == SEND and _version(tensor) != version:
+        raise NcclRuleError(f"a tensor was changed in place while it was sent: {part}")
+    return cast("Tensor", tensor.detach())

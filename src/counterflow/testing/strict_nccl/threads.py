@@ -3,57 +3,19 @@
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from . import modes
-from .fabric import Fabric, Launch, NcclRuleError, Wake
+from .fabric import Blocked, Fabric, Launch, NcclRuleError
 from .group import StrictGroup, move
 from .streams import Stream
 
 _T = TypeVar("_T")
 
 
-class HostEndpoint(ABC):
-    """What endpoints have in common: a host that is held until it is woken.
-
-    Args:
-        rank: this one's number.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.stream = Stream(self.wait)
-
-    @abstractmethod
-    def wait(self, launches: Sequence[Launch], why: str) -> None:
-        """Hold the host until something has run."""
-
-    def held(self, woken: threading.Event, peer: int) -> None:
-        """Hold the host, for a rank or (-1) several."""
-        del peer
-        woken.wait()
-
-    def hold(self, begin: Callable[[Wake], None], peer: int) -> None:
-        """Hold the host until what ``begin`` is given was called; raises what that was given."""
-        woken = threading.Event()
-        why: list[BaseException] = []
-
-        def wake(error: BaseException | None) -> None:
-            if error is not None:
-                why.append(error)
-            woken.set()
-
-        begin(wake)
-        if not woken.is_set():
-            self.held(woken, peer)
-        if why:
-            raise type(why[0])(*why[0].args) from why[0]
-
-
-class ThreadEndpoint(HostEndpoint):
-    """See ``Endpoint``.
+class ThreadEndpoint:
+    """One rank's end of a fabric.
 
     Args:
         fabric: what connects the threads.
@@ -61,34 +23,38 @@ class ThreadEndpoint(HostEndpoint):
     """
 
     def __init__(self, fabric: Fabric, rank: int) -> None:
-        super().__init__(rank)
-        self.fabric = fabric
+        self.fabric, self.rank = fabric, rank
+        self.stream = Stream(self.wait)
+        """On which the rank computes unless it says otherwise."""
 
     def enter(self, communicator: str, members: Sequence[int]) -> None:
-        """See ``Endpoint``."""
-        self.hold(lambda wake: self.fabric.enter(self.rank, communicator, members, wake), -1)
-
-    def launch(self, launch: Launch) -> None:
-        """See ``Endpoint``."""
-        self.fabric.launch(launch)
+        """Make a communicator; waits until all members have entered."""
+        self._hold(self.fabric.enter(self.rank, communicator, members), -1)
 
     def wait(self, launches: Sequence[Launch], why: str) -> None:
         """Hold the host until something has run."""
-        self.hold(lambda wake: self.fabric.wait(self.rank, launches, why, wake), peer_of(launches))
+        peers = {part.peer for launch in launches if not launch.over for part in launch.parts}
+        peer = peers.pop() if len(peers) == 1 else -1
+        self._hold(self.fabric.wait(self.rank, launches, why), peer)
+
+    def held(self, woken: threading.Event, peer: int) -> None:
+        """Hold the host, for a rank or (-1) several."""
+        del peer
+        woken.wait()
+
+    def _hold(self, blocked: Blocked, peer: int) -> None:
+        if not blocked.woken.is_set():
+            self.held(blocked.woken, peer)
+        if blocked.error is not None:
+            raise type(blocked.error)(*blocked.error.args) from blocked.error
 
     def abort(self) -> None:
-        """See ``Endpoint``."""
+        """Abort all communicators of this rank."""
         self.fabric.abort(self.rank)
 
     def group(self, ranks: Sequence[int], name: str) -> StrictGroup:
         """A group of this rank and others."""
         return StrictGroup(self, ranks, name)
-
-
-def peer_of(launches: Sequence[Launch]) -> int:
-    """The rank that all of these wait for; -1 if it is not one."""
-    peers = {part.peer for launch in launches if not launch.over for part in launch.parts}
-    return peers.pop() if len(peers) == 1 else -1
 
 
 def thread_fabric(ranks: int) -> Fabric:
