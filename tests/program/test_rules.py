@@ -739,11 +739,11 @@ def test_a_circle_of_a_send_that_holds_and_receives_that_hold() -> None:
     assert [rule for rule in rules.RULES if rules.details(rule, subject)] == [rules.DEADLOCK_HOLDING]
     assert said(rules.DEADLOCK_HOLDING, schedule, program) == [
         "deadlock, the workers wait in a circle:",
-        "  worker 2, action 6: ReceiveActivation F1.0 for stage 2 from worker 0 waits for worker 0 to send "
-        "F1.0 by the skip 0 to 2",
         "  worker 0, action 6: ReceiveGradient B0.1 from worker 1 waits for worker 1 to send B0.1",
         "  worker 1, action 7: SendActivation F1.1 to worker 2 waits for worker 2 to post the receive of "
         "F1.1",
+        "  worker 2, action 6: ReceiveActivation F1.0 for stage 2 from worker 0 waits for worker 0 to send "
+        "F1.0 by the skip 0 to 2",
     ]
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from counterflow import ByteCosts, ConfigError, Costs, DeadlockError, Schedule, Simulation, schemes
+from counterflow.program import player
 from counterflow.schedule.formats import loads
 from counterflow.schedule.ir import OpKind
-from counterflow.simulation import Piece, player, simulate
+from counterflow.simulation import Piece, simulate
 
 
 def test_costs_by_stage() -> None:

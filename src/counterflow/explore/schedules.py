@@ -22,6 +22,8 @@ from counterflow.drawing.page import page_data
 from counterflow.drawing.units import AmountUnit, bytes_text, compact, time_unit
 from counterflow.errors import ConfigError, ScheduleError
 from counterflow.program.check import inspect
+from counterflow.program.lists import circle_of_ops
+from counterflow.program.player import load_numba
 from counterflow.program.report import checked
 from counterflow.schedule import registry
 from counterflow.schedule.formats import dumps, loads
@@ -29,7 +31,6 @@ from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import Op, Schedule
 from counterflow.schedule.scheme import DEPTH
 from counterflow.simulation import Cause, Costs, Simulation, simulate
-from counterflow.simulation.player import load_numba
 
 from .asked import Check, Download, Look, Move, Subject, limits_of
 
@@ -269,7 +270,7 @@ def _keep(kept: OrderedDict[str, Schedule], key: str, schedule: Schedule) -> Non
 def _circle(schedule: Schedule) -> tuple[tuple[int, int], ...]:
     """Ops that wait for each other in a circle, as places among all ops, worker by worker in order."""
     try:
-        return tuple(OpGraph(schedule).cycle())
+        return tuple(circle_of_ops(OpGraph(schedule)))
     except ScheduleError:  # something is made nowhere
         return ()
 

@@ -11,8 +11,8 @@ Invariant: nothing but the gather changes its place in who waits for whom.
 
 Steps follow each other without a barrier as the same lists one after another. That is safe because each of
 them ends if it runs alone: a play in which all workers end one step before any begins the next is a play of
-the whole, and whether a play gets stuck does not depend on how long things take (``play.py``). No worker is
-more than one step ahead of another: to end a step it needs each other worker's work of it.
+the whole, and whether a play gets stuck does not depend on how long things take (``action_lists.py``). No
+worker is more than one step ahead of another: to end a step it needs each other worker's work of it.
 """
 
 from __future__ import annotations

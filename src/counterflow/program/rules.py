@@ -20,6 +20,7 @@ from counterflow.schedule.ir import Op, OpKind, Product, Schedule
 from counterflow.schedule.op import maker_of
 from counterflow.schedule.residency import stash_change
 
+from .action_lists import circle
 from .actions import (
     Action,
     Clip,
@@ -38,7 +39,7 @@ from .actions import (
     WaitSync,
     named,
 )
-from .play import Made, describe_circle, play
+from .lists import earliest, ops_before
 
 MOST_SHOWN = 5
 """Violations of one rule that are shown; the rest are counted."""
@@ -157,9 +158,12 @@ def _own_first(product: Product, subject: Subject) -> Iterator[str]:
 
 def _no_deadlock(subject: Subject) -> Iterator[str]:
     graph = subject.needed_graph()
-    if graph.deadlocked:
-        yield graph.describe_cycle()
-    elif subject.program is not None:
+    try:
+        earliest(graph, [1] * len(graph.ops))
+    except DeadlockError as error:
+        yield str(error)
+        return
+    if subject.program is not None:
         yield from _stuck(subject, subject.program, rendezvous=False)
 
 
@@ -176,18 +180,9 @@ def _no_deadlock_holding(subject: Subject) -> Iterator[str]:
 
 
 def _stuck(subject: Subject, program: Program, *, rendezvous: bool, holding: bool = False) -> Iterator[str]:
-    graph = subject.needed_graph()
-    inputs: dict[Op, list[Made]] = {
-        graph.ops[node]: [(graph.ops[source], None)]
-        for node, source in enumerate(graph.source)
-        if source is not None
-    }
-    for source, node, skip in graph.messages:
-        if skip is not None:
-            inputs[graph.ops[node]].append((graph.ops[source], skip))
-    stuck = play(program, inputs, rendezvous=rendezvous, holding=holding)
-    if stuck:
-        yield describe_circle(program, stuck)
+    found = circle(program, subject.needed_graph(), rendezvous=rendezvous, holding=holding)
+    if found is not None:
+        yield found
 
 
 def _posted(subject: Subject) -> Iterator[str]:
@@ -197,13 +192,14 @@ def _posted(subject: Subject) -> Iterator[str]:
     if program.matching is not Matching.ORDER:
         return
     nodes = {op: node for node, op in enumerate(graph.ops)}
+    before = ops_before(graph)
     for worker, actions in enumerate(program.actions):
         done = 0
         for index, action in enumerate(actions):
             if isinstance(action, Compute):
                 done += 1
             elif isinstance(action, Receive):
-                needed = graph.ops_before[nodes[action.output]][worker]
+                needed = before[nodes[action.output]][worker]
                 if needed > done:
                     last = graph.ops[graph.first[worker] + needed - 1]
                     yield f"worker {worker}, action {index}: {action} is posted before {last}, which it needs"

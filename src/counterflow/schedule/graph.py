@@ -5,22 +5,24 @@ stage s takes the output of stage s − 1 of the same micro-batches; what makes 
 of stage s + 1 of the same micro-batch and part. What an op needs of its own stage (a backward its forward,
 weight gradients their input gradient) is a matter of one worker's order, hence a rule of the checker and
 no edge here. What comes by a skip is made before what comes from the stage before (or after): it is no edge
-either, but a message.
+either, but a message. When ops run is the player's to say (``program/player.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
-from counterflow.errors import DeadlockError, ScheduleError
+from counterflow.errors import ScheduleError
 
 from .ir import Op, OpKind, Product, Schedule
 from .workload import SkipLink
 
-_MAKES = {kind: tuple(product.value for product in kind.makes) for kind in OpKind}
-_TAKES = {kind: (kind.takes.value, -kind.takes.goes) if kind.takes else ("", 0) for kind in OpKind}
+_TAKES = {kind: (kind.takes, -kind.takes.goes) if kind.takes else (None, 0) for kind in OpKind}
 """What an op takes of another stage: the product, and how many stages further on it is made."""
+
+_Key = tuple[int, tuple[int, ...], int, int, int]
+"""Stage, micro-batches, pipe, part, parts."""
 
 
 def outside(schedule: Schedule, op: Op) -> ScheduleError:
@@ -53,30 +55,32 @@ class OpGraph:
         self._makers = self._made()
         self.source: list[int | None] = self._sources()
 
-    def _made(self) -> dict[tuple[str, int, int, tuple[int, ...], int, int], int]:
-        """By product, its node."""
-        makers: dict[tuple[str, int, int, tuple[int, ...], int, int], int] = {}
+    def _made(self) -> dict[Product, dict[_Key, int]]:
+        """By product and what it is of, its node."""
+        makers: dict[Product, dict[_Key, int]] = {product: {} for product in Product}
+        places = {(op.stage, op.pipe) for op in self.ops}
         stages, pipes = range(self.schedule.stages), range(self.schedule.pipes)
+        if not all(stage in stages and pipe in pipes for stage, pipe in places):
+            raise outside(self.schedule, next(op for op in self.ops if not self._inside(op)))
         for node, op in enumerate(self.ops):
-            kind, stage, batches, pipe, part, parts, _ = op
-            if stage not in stages or pipe not in pipes:
-                raise outside(self.schedule, op)
-            for product in _MAKES[kind]:
-                key = product, pipe, stage, batches, part, parts
-                if makers.setdefault(key, node) != node:
+            for product in op[0].makes:
+                if makers[product].setdefault(op[1:6], node) != node:
                     raise ScheduleError(
-                        f"{self.schedule}: the {product} of {op} is made twice; run the checker"
+                        f"{self.schedule}: the {product.value} of {op} is made twice; run the checker"
                     )
         return makers
 
+    def _inside(self, op: Op) -> bool:
+        return 0 <= op.stage < self.schedule.stages and 0 <= op.pipe < self.schedule.pipes
+
     def _sources(self) -> list[int | None]:
         sources: list[int | None] = []
-        stages = range(self.schedule.stages)
+        last = self.schedule.stages - 1
         for node, (kind, stage, batches, pipe, part, parts, _) in enumerate(self.ops):
             product, step = _TAKES[kind]
             source: int | None = None
-            if step and stage + step in stages:
-                source = self._makers.get((product, pipe, stage + step, batches, part, parts))
+            if product is not None and 0 <= stage + step <= last:
+                source = self._makers[product].get((stage + step, batches, pipe, part, parts))
                 if source is None:
                     raise self._no_input(node, stage + step)
             sources.append(source)
@@ -103,7 +107,7 @@ class OpGraph:
             if kind.first is Product.OUTPUT:
                 taken.append(outputs[pipe, stage, batches[0]])
             elif kind.first is not None:
-                taken.append(self._makers[kind.first.value, pipe, stage, batches, part, parts])
+                taken.append(self._makers[kind.first][stage, batches, pipe, part, parts])
             needs.append(taken)
         return needs
 
@@ -140,7 +144,7 @@ class OpGraph:
             before, after = (skip.source, skip.target)[:: takes.goes]
             if op.stage != after:
                 continue
-            source = self._makers.get((takes.value, op.pipe, before, op.micro_batches, op.part, op.parts))
+            source = self._makers[takes].get((before, *op[2:6]))
             if source is None:
                 raise self._no_input(node, before)
             yield source, node, skip
@@ -155,104 +159,29 @@ class OpGraph:
             if stage == skip.target:
                 yield first[pipe, period, skip.source], node, skip
 
-    @cached_property
-    def _progress(self) -> tuple[list[int], list[int]]:
-        """Run every worker as far as it gets: the nodes done in order, and each worker's next node."""
-        done = bytearray(len(self.ops))
-        topological: list[int] = []
-        head = self.first[:-1].copy()
-        waiting: dict[int, list[int]] = {}
-        runnable = list(range(len(head)))[::-1]
-        while runnable:
-            worker = runnable.pop()
-            node, stop = head[worker], self.first[worker + 1]
-            while node < stop:
-                source = self.source[node]
-                if source is not None and not done[source]:
-                    waiting.setdefault(source, []).append(worker)
-                    break
-                done[node] = 1
-                topological.append(node)
-                if node in waiting:
-                    runnable += waiting.pop(node)
-                node += 1
-            head[worker] = node
-        return topological, head
+    def circle(self, heads: Mapping[int, int]) -> list[tuple[int, int]]:
+        """A circle of (node that waits, node it waits for), each on the next one's worker.
 
-    @property
-    def topological(self) -> list[int]:
-        """All nodes, each after what it waits for.
-
-        Raises:
-            DeadlockError: workers wait for each other in a circle.
+        Args:
+            heads: by worker that cannot go on, its next node.
         """
-        order, _ = self._progress
-        if len(order) != len(self.ops):
-            raise DeadlockError(self.describe_cycle())
-        return order
-
-    @property
-    def deadlocked(self) -> bool:
-        """Whether some op can never start."""
-        return len(self._progress[0]) != len(self.ops)
-
-    def cycle(self) -> list[tuple[int, int]]:
-        """A circle of (node that waits, node it waits for), each on the next one's worker; [] if none."""
-        _, head = self._progress
-        stuck = [w for w, node in enumerate(head) if node < self.first[w + 1]]
-        if not stuck:
-            return []
         path: list[int] = []
-        worker = stuck[0]
+        worker = min(heads)
         while worker not in path:
             path.append(worker)
-            source = self.source[head[worker]]
-            assert source is not None  # only a missing input stops a worker
-            worker = self.worker[source]
-        circle = path[path.index(worker) :]
-        waits = []
-        for w in circle:
-            source = self.source[head[w]]
-            assert source is not None
-            waits.append((head[w], source))
-        return waits
+            worker = self.worker[self._awaited(heads[worker])]
+        return [(heads[w], self._awaited(heads[w])) for w in path[path.index(worker) :]]
 
-    def describe_cycle(self) -> str:
-        """The deadlock as text, one line for each worker in the circle."""
+    def _awaited(self, node: int) -> int:
+        source = self.source[node]
+        assert source is not None  # only a missing input stops a worker
+        return source
+
+    def describe_circle(self, heads: Mapping[int, int]) -> str:
+        """The deadlock as text, one line for each worker in the circle; ``heads`` as for ``circle``."""
         lines = [
             f"  {self.place(node)} waits for {self.ops[source]} "
             f"(worker {self.worker[source]}, op {source - self.first[self.worker[source]]})"
-            for node, source in self.cycle()
+            for node, source in self.circle(heads)
         ]
         return "deadlock, the workers wait in a circle:\n" + "\n".join(lines)
-
-    @cached_property
-    def ops_before(self) -> list[list[int]]:
-        """By node and other worker, how many of that worker's ops have to be over before it can begin.
-
-        What a node's own worker has to do before is told by its place alone and is not counted.
-        """
-        found: list[list[int]] = [[]] * len(self.ops)
-        none = [0] * len(self.schedule.orders)
-        begins = set(self.first)
-        for node in self.topological:
-            mine = none if node in begins else found[node - 1]
-            source = self.source[node]
-            if source is not None and self.worker[source] != self.worker[node]:
-                mine = list(map(max, mine, found[source]))
-                maker = self.worker[source]
-                mine[maker] = max(mine[maker], source - self.first[maker] + 1)
-            found[node] = mine
-        return found
-
-    def earliest(self, durations: list[int]) -> tuple[list[int], list[int]]:
-        """Start and end of every node when each runs as soon as it can; messages take no time."""
-        start, end = [0] * len(self.ops), [0] * len(self.ops)
-        begins = set(self.first)
-        for node in self.topological:
-            at = 0 if node in begins else end[node - 1]
-            source = self.source[node]
-            if source is not None and end[source] > at:
-                at = end[source]
-            start[node], end[node] = at, at + durations[node]
-        return start, end

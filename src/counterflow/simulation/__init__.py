@@ -12,6 +12,7 @@ from counterflow.schedule.ir import Schedule
 from .costs import Costs, Link
 from .memory import MemoryUse, peaks_of
 from .op_costs import ByteCosts, OpCosts, Piece
+from .program_times import play_program
 from .result import Bubbles, Cause, Gap, MessageSpan, Simulation, Span, SyncSpan
 from .timed_schedule import timed
 
@@ -36,11 +37,14 @@ __all__ = [
 ]
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
+def simulate(schedule: Schedule | Program, costs: Costs | None = None) -> Simulation:
     """Play a schedule: every worker runs its order, each op as soon as its inputs are there.
 
+    A program is played action by action, as its workers would run it: with the sums, gathers and waits that
+    stand in its lists. Of what a schedule is lowered to (``lower``) both find the same times.
+
     Args:
-        schedule: what to play.
+        schedule: what to play; or a program.
         costs: seconds (and bytes); by default a forward costs 1, a backward 2, messages nothing.
 
     Raises:
@@ -53,7 +57,12 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     >>> result.makespan, result.idle, result.peak_activations
     (16.0, (4.0, 4.0, 4.0, 4.0), (3.0, 4.0, 4.0, 3.0))
     """
-    found = simulate_within(schedule, Costs() if costs is None else costs, math.inf)
+    costs = Costs() if costs is None else costs
+    if isinstance(schedule, Program):
+        model = timed(schedule.schedule)
+        played, makespan = play_program(model, schedule, costs)
+        return Simulation(model, costs, played, makespan=makespan)
+    found = simulate_within(schedule, costs, math.inf)
     assert found is not None
     return found
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .player import Floats, Ints
+from counterflow.program.player import Floats, Ints
 
 _CLOSE = 1e-10
 """Of the largest ratio: what makes less of a difference is rounding."""

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from .player import Floats
+from counterflow.program.player import Floats
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from counterflow.program.player import Floats, Ints
 from counterflow.schedule.ir import Schedule
 
 from .cycle_ratio import largest_cycle_ratio
-from .op_costs import per_stage
-from .player import Floats, Ints
-from .waits import Waits, waits_of, with_syncs
+from .waits import Waits, waits_of
 
 if TYPE_CHECKING:
     from .costs import Costs
@@ -56,17 +55,15 @@ def period_seconds(model: TimedSchedule, costs: Costs, played: Played) -> float 
         return None
     slowed = costs.sync_slowdown and len(played.syncs)
     ready = model.ready(costs, played.end - played.start if slowed else model.seconds(costs))
-    waits = waits_of(model, ready)
+    waits = waits_of(ready.lists, ready.lasting)
     syncs = model.awaited.syncs if model.synced(costs) else []
-    if syncs:
-        waits = with_syncs(model, ready, waits, per_stage("sync", costs.sync, schedule.stages))
-    period, slot = _of_ops(schedule, model.first)
-    if ready.links:
-        period, slot = _with_messages(model.messages.makers, period, slot)
+    of_ops = _of_ops(schedule, model.first)
+    of_messages = _of_messages(model.messages.makers, *of_ops) if ready.links else _of_none()
     ends = [model.first[sync.last[0][0]] + (sync.last[0][1] or 0) for sync in syncs]
-    ends_of = np.array(ends, dtype=np.int64)
-    period = np.concatenate((period, period[ends_of]))
-    slot = np.concatenate((slot, slot.max() + 1 + np.array([sync.stage for sync in syncs], dtype=np.int64)))
+    last_slot = max(int(of_ops[1].max(initial=0)), int(of_messages[1].max(initial=0)))
+    stages = np.array([sync.stage for sync in syncs], dtype=np.int64)
+    of_syncs = of_ops[0][np.array(ends, dtype=np.int64)], last_slot + 1 + stages
+    period, slot = map(np.concatenate, zip(of_ops, of_syncs, of_messages, strict=True))
     lasts = _mean(waits.lasts, period, slot) if slowed else waits.lasts
     repeated = _repeated(waits, period, slot, whole_periods(schedule) - 1)
     if repeated is None:
@@ -112,15 +109,18 @@ def _of_ops(schedule: Schedule, first: list[int]) -> tuple[Ints, Ints]:
     return period, slot
 
 
-def _with_messages(makers: Ints, period: Ints, slot: Ints) -> tuple[Ints, Ints]:
-    """The same with messages after the ops: each in the period of its op, those of one op one by one."""
+def _of_messages(makers: Ints, period: Ints, slot: Ints) -> tuple[Ints, Ints]:
+    """The same of messages: each in the period of its op, those of one op one by one."""
     number = np.arange(len(makers))
     if len(makers):
         begins = np.concatenate(([True], makers[1:] != makers[:-1]))
         number -= number[begins][np.cumsum(begins) - 1]
     ops = int(slot.max()) + 1
-    sent = ops + number * ops + slot[makers]
-    return np.concatenate((period, period[makers])), np.concatenate((slot, sent))
+    return period[makers], ops + number * ops + slot[makers]
+
+
+def _of_none() -> tuple[Ints, Ints]:
+    return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
 
 
 def _mean(lasts: Floats, period: Ints, slot: Ints) -> Floats:

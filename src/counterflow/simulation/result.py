@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from counterflow.program.player import Floats
 from counterflow.schedule.ir import Op, Schedule
 from counterflow.schedule.residency import weight_copies
 
@@ -21,7 +22,6 @@ from .costs import Costs
 from .memory import MemoryUse, memory_use, peaks_of
 from .op_costs import ByteCosts
 from .periods import measured_period_seconds, period_ops, period_seconds
-from .player import Floats
 from .slack import slack_of
 from .steady import steady_step_seconds, with_statistics, with_ties
 from .timed_schedule import Played, TimedSchedule
@@ -102,7 +102,15 @@ class Simulation:
     _repr_svg_: ClassVar[Callable[[Simulation], str | None]]
     """The timeline in a notebook: the room of pictures, which knows this one, puts it here."""
 
-    def __init__(self, model: TimedSchedule, costs: Costs, played: Played, *, measured: bool = False) -> None:
+    def __init__(
+        self,
+        model: TimedSchedule,
+        costs: Costs,
+        played: Played,
+        *,
+        measured: bool = False,
+        makespan: float | None = None,
+    ) -> None:
         self.schedule: Schedule = model.schedule
         self.costs = costs
         self.start = played.start
@@ -113,6 +121,7 @@ class Simulation:
         """The schedule made ready to be timed, which simulations of one schedule share."""
         self._played = played
         self._measured = measured
+        self._makespan = makespan
         self._syncs = played.syncs
         self._sent, self._arrived, self._released = played.sent, played.arrived, played.released
 
@@ -125,6 +134,8 @@ class Simulation:
     @cached_property
     def makespan(self) -> float:
         """From the start to the end of the last op or sum, with the agreement after it; seconds."""
+        if self._makespan is not None:
+            return self._makespan
         last = max(float(self.end.max()), 0.0) if len(self.end) else 0.0
         summed = max(last, float(self._syncs[:, 3].max()) if len(self._syncs) else 0.0)
         if not self.schedule.synchronous:

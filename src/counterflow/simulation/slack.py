@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from counterflow.program.lists import topological
+from counterflow.program.player import Floats
+
 from .costs import Costs
-from .player import Floats
 from .timed_schedule import Played, TimedSchedule
 from .waits import waits_of
 
@@ -24,10 +26,11 @@ def slack_of(model: TimedSchedule, costs: Costs, played: Played) -> Floats | Non
     """
     if not model.schedule.synchronous and model.synced(costs):
         return None
-    waits = waits_of(model, model.ready(costs, played.end - played.start))
+    ready = model.ready(costs, played.end - played.start)
+    waits = waits_of(ready.lists, ready.lasting)
     ops, last = len(played.end), float(played.end.max(initial=0.0))
     rank = np.empty(len(waits.lasts), dtype=np.int64)  # of nodes, each behind all it waits for
-    rank[model.graph.topological] = 2 * np.arange(ops)
+    rank[topological(model.graph)] = 2 * np.arange(ops)
     rank[ops:] = rank[model.messages.makers][: len(rank) - ops] + 1
     latest, seconds = [last] * len(rank), waits.lasts.tolist()
     backwards = np.lexsort((waits.taker, rank[waits.taker]))[::-1]

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from counterflow.errors import ConfigError
+from counterflow.program.player import Floats
 from counterflow.program.sync import PlannedSync, needs_sync, plan_syncs
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Sync
 
 from .op_costs import per_stage
-from .player import Floats
 from .sync_times import sync_times
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from counterflow.program.player import Floats
 from counterflow.program.sync import PlannedSync
-
-from .player import Floats
 
 if TYPE_CHECKING:
     from .costs import Crossings

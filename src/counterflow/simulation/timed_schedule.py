@@ -1,8 +1,8 @@
 """A schedule made ready to be timed: its lists as arrays, and where costs go in.
 
 Kept for the last few schedules, so that trying many costs only fills in numbers. Ops and messages are played
-by the player (``player.py``). The gradient syncs of a synchronous schedule follow them (``sync_times.py``);
-those without one are played with them, as later ops wait for them.
+by the player (``program/player.py``). The gradient syncs of a synchronous schedule follow them
+(``sync_times.py``); those of an asynchronous one are played with them, as later ops wait for them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from counterflow.errors import ConfigError, DeadlockError
+from counterflow.errors import ConfigError
+from counterflow.program.lists import Messages, lists_of, lists_of_ops, messages_of, refuse_stuck
+from counterflow.program.player import Floats, Ints, Lasting, Lists, Times, play
 from counterflow.program.sync import (
     GradientSync,
     by_last_backward,
@@ -27,15 +30,13 @@ from counterflow.program.sync import (
     plan_syncs,
 )
 from counterflow.schedule.graph import OpGraph, outside
-from counterflow.schedule.ir import Op, Schedule
+from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.residency import peak_activations, version_lives
 
 from .costs import Costs, Link, PerLink
-from .lists import BEFORE, WHOLE, Columns, Messages, columns_of, lists_of, messages_of, sources_of, sums_of
 from .memory import Changes
 from .op_costs import Piece, per_stage, stage_bytes
-from .player import Floats, Ints, Lasting, Lists, Sums, Times, play
 from .sync_times import sync_times
 
 KEPT_MODELS = 8
@@ -70,32 +71,34 @@ class Ready(NamedTuple):
     """How long everything takes that is played.
 
     Attributes:
+        lists: what is played: the workers' orders, and in asynchronous schedules the syncs.
         lasting: as the player reads it.
-        sums: gradient syncs that ops wait for.
         travel: seconds of each message.
         waited: how long each message waits for earlier ones of its op.
         links: how many links carry one message at a time; 0: all carry any number.
     """
 
+    lists: Lists
     lasting: Lasting
-    sums: Sums
     travel: Floats
     waited: Floats
     links: int
 
 
 class Awaited(NamedTuple):
-    """The gradient syncs of an asynchronous schedule, which ops wait for.
+    """The gradient syncs of an asynchronous schedule, which ops wait for: a list of one node each.
 
     Attributes:
         syncs: in the order in which they run on each worker's lane.
-        sums: the same for the player.
-        users: a sync's number, and an op that waits for it.
+        lists: the orders, and behind them the syncs.
+        places: of each message of ``lists`` which one between workers it is, or -1.
+        begins: whether it says that a worker is ready for a sync.
     """
 
     syncs: list[GradientSync]
-    sums: Sums
-    users: list[tuple[int, int]]
+    lists: Lists
+    places: Ints
+    begins: NDArray[np.bool_]
 
 
 class TimedSchedule:
@@ -104,10 +107,22 @@ class TimedSchedule:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.ops = list(schedule.ops())
-        self.first = [0, *accumulate(map(len, schedule.orders))]
+        lengths = [len(order) for order in schedule.orders]
+        self.first = [0, *accumulate(lengths)]
         """Each worker's first op, and one past the last of all."""
+        self.worker = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
+        """Of each op."""
         self._links: dict[object, tuple[Ints, int]] = {}
         self._before: tuple[Lasting, Times] | None = None
+
+    @cached_property
+    def graph(self) -> OpGraph:
+        """What waits for what, op by op.
+
+        Raises:
+            ScheduleError: an op is of no stage or pipe, its input is computed nowhere, or it is there twice.
+        """
+        return OpGraph(self.schedule)
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
@@ -115,36 +130,9 @@ class TimedSchedule:
         return peak_activations(self.schedule)
 
     @cached_property
-    def graph(self) -> OpGraph:
-        """What waits for what, op by op: a play does without, but can say no more of what is wrong."""
-        return OpGraph(self.schedule)
-
-    @cached_property
-    def columns(self) -> Columns:
-        """The ops by column."""
-        return columns_of(self.ops, [len(order) for order in self.schedule.orders])
-
-    @property
-    def worker(self) -> Ints:
-        """Of each op."""
-        return self.columns.worker
-
-    @cached_property
-    def source(self) -> Ints:
-        """The op whose product each op takes of another stage; -1: it takes none.
-
-        Raises:
-            ScheduleError: an op is of no stage or pipe, its input is computed nowhere, or it is there twice.
-        """
-        found = sources_of(self.schedule, self.columns)
-        if found is None:
-            found = np.array([-1 if s is None else s for s in self.graph.source], dtype=np.int64)
-        return found
-
-    @cached_property
     def messages(self) -> Messages:
         """Between workers."""
-        return messages_of(self.source, self.worker, self.graph if self.schedule.workload.skips else None)
+        return messages_of(self.graph)
 
     @cached_property
     def several(self) -> bool:
@@ -154,41 +142,46 @@ class TimedSchedule:
     @cached_property
     def sent(self) -> tuple[Ints, Floats]:
         """Of each message the stage whose output it is, or the gradient of that, and the work of its op."""
-        makers = self.messages.makers
-        ops = self.columns
-        return (ops.stage - BEFORE[ops.kind])[makers], (ops.size / ops.parts)[makers]
+        makers = [self.ops[node] for node in self.messages.makers.tolist()]
+        stages = np.array([op.boundary for op in makers], dtype=np.int64)
+        return stages, np.array([op.work for op in makers])
 
     @cached_property
     def lists(self) -> Lists:
-        """What is played.
+        """The workers' orders.
 
         Raises:
             DeadlockError: an op waits for a later one of its own worker.
         """
-        later = np.flatnonzero(self.source > np.arange(len(self.ops)))
-        if (self.worker[self.source[later]] == self.worker[later]).any():
-            raise DeadlockError(self.graph.describe_cycle())
-        return lists_of(self.first, self.messages)
-
-    @cached_property
-    def _nothing_awaited(self) -> Sums:
-        """No sums that ops wait for."""
-        each, none = np.full(len(self.ops), -1, dtype=np.int64), np.empty(0, dtype=np.int64)
-        return Sums(each, each, none, np.zeros(1, dtype=np.int64), none)
+        return lists_of_ops(self.graph, self.messages)
 
     @cached_property
     def awaited(self) -> Awaited:
         """If asynchronous, ops that use new weights, or fill the gradients anew, wait for the sync."""
         syncs, users = by_last_backward(self.schedule), first_users(self.schedule)
-        found = Awaited(syncs, sums_of(self.first, syncs), [])
+        messages, workers = self.messages, self.schedule.workers
+        columns = (row.tolist() for row in (messages.makers, messages.takers, messages.receivers))
+        rows = [
+            (maker, at, taker, to, False) for at, (maker, taker, to) in enumerate(zip(*columns, strict=True))
+        ]
+        before: dict[int, int] = {}
         for number, sync in enumerate(syncs):
-            for worker in sync.workers:
+            node, its = len(self.ops) + number, workers + number
+            for worker, last in sync.last:
+                if last is not None:
+                    rows.append((self.first[worker] + last, -1, node, its, True))
                 user = users.get((worker, sync.stage, sync.period))
                 if user is not None:
-                    found.users.append((number, self.first[worker] + user))
-                    # Of several, all of one stage, the last one is there last.
-                    found.sums.awaits[self.first[worker] + user] = number
-        return found
+                    rows.append((node, -1, self.first[worker] + user, worker, False))
+            earlier = {before[worker] for worker in sync.workers if worker in before}
+            rows += [(other, -1, node, its, False) for other in earlier]
+            before |= dict.fromkeys(sync.workers, node)
+        rows.sort()
+        makers, places, takers, receivers, begins = (
+            np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)
+        )
+        first = [*self.first, *(len(self.ops) + number for number in range(1, len(syncs) + 1))]
+        return Awaited(syncs, lists_of(first, makers, takers, receivers), places, begins == 1)
 
     @cached_property
     def needs(self) -> tuple[tuple[int, ...], ...]:
@@ -225,22 +218,19 @@ class TimedSchedule:
         Raises:
             ScheduleError: an op is of no stage.
         """
-        ops, schedule = self.columns, self.schedule
-        if (ops.stage >= schedule.stages).any():
-            raise outside(schedule, next(op for op in self.ops if op.stage >= schedule.stages))
-        shares = {m: len(one.shares) for one in schedule.workload.passes for m in one.micro_batches}
-        each = np.array([shares.get(m, 1) for m in ops.batch.tolist()], dtype=np.int64)
-        each[~WHOLE[ops.kind]] = 1
-        key = np.zeros(len(self.ops), dtype=np.int64)
-        for column in (ops.kind, ops.stage, ops.worker, ops.size, ops.parts, each):
-            key = key * (int(column.max(initial=0)) + 1) + column
-        _, at, which = np.unique(key, return_index=True, return_inverse=True)
-        order = np.argsort(at)
-        pieces = []
-        for node in at[order].tolist():
-            op, worker, shared = self.ops[node], int(ops.worker[node]), int(each[node])
-            pieces.append(Piece(op.kind, op.stage, worker, len(op.micro_batches), op.parts, shared))
-        return pieces, np.argsort(order)[which]
+        shares = {m: len(one.shares) for one in self.schedule.workload.passes for m in one.micro_batches}
+        stages = range(self.schedule.stages)
+        numbers: dict[tuple[OpKind, int, int, int, int, int], int] = {}
+        which = []
+        for (kind, stage, batches, _, _, parts, _), worker in zip(
+            self.ops, self.worker.tolist(), strict=True
+        ):
+            shared = shares.get(batches[0], 1) if kind.whole else 1
+            key = kind, stage, worker, len(batches), parts, shared
+            which.append(numbers.setdefault(key, len(numbers)))
+        if not all(key[1] in stages for key in numbers):
+            raise outside(self.schedule, next(op for op in self.ops if op.stage not in stages))
+        return [Piece(*key) for key in numbers], np.array(which, dtype=np.int64)
 
     def seconds(self, costs: Costs) -> Floats:
         """How long each op lasts.
@@ -335,13 +325,19 @@ class TimedSchedule:
         seconds = self.seconds(costs)
         played = self._play(costs, seconds, limit, tail)
         if played is not None and costs.sync_slowdown and len(played.syncs):
-            beside = self._beside_syncs(played)
+            beside = self.beside_syncs(played)
             if beside.any():
                 return self._play(costs, seconds + costs.sync_slowdown * beside, limit, tail)
         return played
 
     def ready(self, costs: Costs, seconds: Floats) -> Ready:
-        """What is played, if ops last ``seconds``."""
+        """What is played, if ops last ``seconds``; in asynchronous schedules with the syncs."""
+        found = self.ready_ops(costs, seconds)
+        awaited = self.synced(costs) and not self.schedule.synchronous
+        return self._with_syncs(costs, found) if awaited else found
+
+    def ready_ops(self, costs: Costs, seconds: Floats) -> Ready:
+        """The same of ops and messages alone."""
         free = costs.p2p == 0.0 and costs.p2p_per_byte == 0.0
         none = np.zeros(len(self.messages.makers))
         travel = none if free else self.message_seconds(costs)
@@ -352,11 +348,25 @@ class TimedSchedule:
                 waited = self.messages.before_of_op(travel)
         if free or costs.link is not Link.ONE_AT_A_TIME:
             apart = np.full(len(travel), -1, dtype=np.int64)
-            lasting, links = Lasting(seconds, busy, travel + waited, none, apart, none[:0]), 0
+            lasting, links = Lasting(seconds, busy, travel + waited, none, apart), 0
         else:
             which, links = self.links(costs)
-            lasting = Lasting(seconds, busy, waited, travel, which, none[:0])
-        return Ready(lasting, self._nothing_awaited, travel, waited, links)
+            lasting = Lasting(seconds, busy, waited, travel, which)
+        return Ready(self.lists, lasting, travel, waited, links)
+
+    def _with_syncs(self, costs: Costs, ready: Ready) -> Ready:
+        """The same with a list for each sync."""
+        syncs, lists, places, begins = self.awaited
+        lasts = per_stage("sync", costs.sync, self.schedule.stages)
+        nodes, busy, late, travel, lanes = ready.lasting
+        makers = np.repeat(np.arange(len(self.ops) + len(syncs)), np.diff(lists.made))
+        busy = np.concatenate((busy, np.zeros(len(syncs))))
+        between, at = places >= 0, places[places >= 0]
+        delays, travels = np.where(begins, busy[makers], 0.0), np.zeros(len(places))
+        which = np.full(len(places), -1, dtype=np.int64)
+        delays[between], travels[between], which[between] = late[at], travel[at], lanes[at]
+        nodes = np.concatenate((nodes, [lasts[sync.stage] for sync in syncs]))
+        return ready._replace(lists=lists, lasting=Lasting(nodes, busy, delays, travels, which))
 
     def played(
         self,
@@ -365,43 +375,44 @@ class TimedSchedule:
         limit: float = math.inf,
         tail: Sequence[float] = (),
     ) -> Times | None:
-        """When ops and messages are, if workers and links begin ``at`` some time; for the rest see ``play``.
+        """When ops and messages are, if lists and links begin ``at`` some time; for the rest see ``play``.
 
         Returns:
             None: the limit was not kept.
         """
-        begin = at or (np.zeros(self.schedule.workers), np.zeros(ready.links))
-        rest = ready.lasting.ops
+        begin = at or (np.zeros(len(ready.lists.first) - 1), np.zeros(ready.links))
+        rest = None
         if limit < math.inf:
-            before = np.concatenate(([0.0], np.cumsum(rest)))
+            before = np.concatenate(([0.0], np.cumsum(ready.lasting.nodes)))
             done = before[self.first[1:]] + (tail or 0.0)
             rest = done[self.worker] - before[:-1]
-        try:
-            return play(self.lists, ready.sums, ready.lasting, begin, rest=rest, limit=limit)
-        except DeadlockError:
-            raise DeadlockError(self.graph.describe_cycle()) from None
+        times = play(ready.lists, ready.lasting, begin, rest=rest, limit=limit)
+        if times is not None:
+            refuse_stuck(self.graph, ready.lists, times)
+        return times
 
     def _play(self, costs: Costs, seconds: Floats, limit: float, tail: Sequence[float]) -> Played | None:
-        ready, synced = self.ready(costs, seconds), self.synced(costs)
-        awaited = self.awaited.syncs if synced and not self.schedule.synchronous else []
-        if awaited:
-            lasts = np.array(per_stage("sync", costs.sync, self.schedule.stages))
-            lasting = ready.lasting._replace(sums=lasts[[sync.stage for sync in awaited]])
-            ready = ready._replace(lasting=lasting, sums=self.awaited.sums)
-        times = self._kept(ready, limit, tail)
+        ready = self.ready(costs, seconds)
+        times = self._played_once(ready, limit, tail)
         if times is None:
             return None
-        released = times.end + ready.lasting.busy
-        if synced and self.schedule.synchronous:
-            syncs = self._syncs_after(costs, times.start, released)
+        ops = len(self.ops)
+        start, end = times.start[:ops], times.end[:ops]
+        released = end + ready.lasting.busy[:ops]
+        if not self.synced(costs):
+            syncs = np.empty((0, 4))
+        elif self.schedule.synchronous:
+            syncs = self._syncs_after(costs, start, released)
         else:
-            labels = np.array([(float(sync.period), float(sync.stage)) for sync in awaited])
-            syncs = np.column_stack((labels.reshape(-1, 2), times.begun, times.summed))
-        sent = times.sent if ready.links else times.end[self.messages.makers] + ready.waited
-        return Played(times.start, times.end, released, syncs, sent, sent + ready.travel)
+            labels = [(float(sync.period), float(sync.stage)) for sync in self.awaited.syncs]
+            syncs = np.column_stack((np.array(labels).reshape(-1, 2), times.start[ops:], times.end[ops:]))
+        sent = end[self.messages.makers] + ready.waited
+        if ready.links:
+            sent = times.sent[self.awaited.places >= 0] if ready.lists is not self.lists else times.sent
+        return Played(start, end, released, syncs, sent, sent + ready.travel)
 
-    def _kept(self, ready: Ready, limit: float, tail: Sequence[float]) -> Times | None:
-        """What is played; kept once: in synchronous schemes, sync modes differ in what comes after it."""
+    def _played_once(self, ready: Ready, limit: float, tail: Sequence[float]) -> Times | None:
+        """What is played; in synchronous schemes, sync modes differ in what comes after it."""
         known = self._before
         if known is not None and all(map(np.array_equal, known[0], ready.lasting)):
             return known[1]
@@ -410,8 +421,8 @@ class TimedSchedule:
             self._before = ready.lasting, times
         return times
 
-    def _beside_syncs(self, played: Played) -> Floats:
-        """For how long each op runs beside a gradient sync of its worker."""
+    def beside_syncs(self, played: Played) -> Floats:
+        """For how long each op runs beside a gradient sync of its worker, in seconds."""
         start, end, syncs = played.start, played.end, played.syncs
         beside = np.zeros(len(start))
         first = self.first

@@ -59,8 +59,9 @@ def filled(
             ended[node] = worker.busy_until = end
             for other in waked[node]:
                 heappush(moments, (end, other))
-    if any(worker.left for worker in workers):
-        raise DeadlockError(graph.describe_cycle())
+    stuck = {w: worker.next_node for w, worker in enumerate(workers) if worker.left}
+    if stuck:
+        raise DeadlockError(graph.describe_circle(stuck))
     return replace(schedule, orders=tuple(tuple(worker.done) for worker in workers))
 
 
@@ -114,6 +115,13 @@ class _Worker:
             if self._can_run(place, now, ended) and self._fits(place):
                 return self._taken(place)
         return None
+
+    @property
+    def next_node(self) -> int:
+        """The first node that it has not run, if one is left."""
+        node = self._order[self._head]
+        assert node is not None  # what was taken is passed by
+        return node
 
     def _can_run(self, place: int, now: float, ended: list[float]) -> bool:
         node = self._order[place]

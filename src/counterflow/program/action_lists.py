@@ -1,0 +1,267 @@
+"""A program's lists for the player: actions, the messages between them, and sums and gathers beside.
+
+Each worker's list has a node where it computes, and one where it waits: for a sum or a gather, and, if so
+asked, for the other side of a message. A sum or gather is a list of its own with one node, which begins when
+all its members have started their parts. Whether a play gets stuck does not depend on how long actions take:
+one that can happen stays possible until it happens. So one play, in any order, decides for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from counterflow.schedule.graph import OpGraph
+from counterflow.schedule.ir import Op
+from counterflow.schedule.workload import SkipLink
+
+from .actions import (
+    Action,
+    Compute,
+    Program,
+    Receive,
+    Send,
+    StartGather,
+    StartSync,
+    WaitGather,
+    WaitSync,
+)
+from .lists import instant, played
+from .player import Lists
+
+Start = StartSync | StartGather
+Made = tuple[Op, SkipLink | None]
+"""What an op makes: for the stage before or after, or for the other end of a skip."""
+
+Event = tuple[str, Made | Start, int]
+"""What an action can wait for: what happens, to what, and the worker that makes it happen."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActionLists:
+    """The lists of a program.
+
+    Attributes:
+        program: whose they are.
+        lists: what is played: one list a worker, then one a sum or gather.
+        actions: of each node, the number of its action in its worker's list.
+        events: what each message is about.
+        starts: of each sum and gather, in the order of their lists, what starts it.
+    """
+
+    program: Program
+    lists: Lists
+    actions: list[int]
+    events: list[Event]
+    starts: list[Start]
+
+
+@dataclass(slots=True)
+class _List:
+    """A list while it is written: of each node its action, and what it takes and makes."""
+
+    actions: list[int] = field(default_factory=list)
+    takes: list[list[Event]] = field(default_factory=list)
+    makes: list[list[Event]] = field(default_factory=list)
+
+    def node(self, action: int, takes: Iterable[Event]) -> None:
+        self.actions.append(action)
+        self.takes.append(list(takes))
+        self.makes.append([])
+
+    def make(self, event: Event, action: int) -> None:
+        """Let something happen as soon as all before it is over."""
+        if not self.actions:
+            self.node(action, ())
+        self.makes[-1].append(event)
+
+
+class _Writing:
+    """A program's lists while they are written.
+
+    Args:
+        program: one action list a worker.
+        graph: of its schedule.
+        rendezvous: as for ``action_lists``.
+        holding: likewise.
+    """
+
+    def __init__(self, program: Program, graph: OpGraph, *, rendezvous: bool, holding: bool) -> None:
+        self.rendezvous, self.holding = rendezvous, holding
+        self.inputs = _inputs(graph)
+        self.holders = {
+            action.op: worker
+            for worker, actions in enumerate(program.actions)
+            for action in actions
+            if isinstance(action, Compute)
+        }
+        self.waiting: dict[Start, list[int]] = {}
+        """Of each sum and gather, the workers that wait for it."""
+        self.rows = [self._worker(worker, actions) for worker, actions in enumerate(program.actions)]
+
+    def _worker(self, worker: int, actions: Sequence[Action]) -> _List:
+        row = _List()
+        computed: set[Op] = set()
+        for index, action in enumerate(actions):
+            match action:
+                case Compute(op):
+                    row.node(index, self._takes(op, worker, computed))
+                    row.make(("computed", (op, None), worker), index)
+                    computed.add(op)
+                case Send(output, peer, skip):
+                    if self.rendezvous:
+                        row.node(index, [("posted", (output, skip), peer)])
+                    row.make(("sent", (output, skip), worker), index)
+                case Receive(output, peer, skip):
+                    row.make(("posted", (output, skip), worker), index)
+                    if self.holding:
+                        row.node(index, [("sent", (output, skip), peer)])
+                case StartSync() | StartGather():
+                    row.make(("started", action, worker), index)
+                    self.waiting.setdefault(action, [])
+                case WaitSync() | WaitGather():
+                    row.node(index, [("ended", action.start, worker)])
+                    self.waiting.setdefault(action.start, []).append(worker)
+                case _:
+                    pass
+        return row
+
+    def _takes(self, op: Op, worker: int, computed: set[Op]) -> Iterator[Event]:
+        """What an op of a worker takes that is not there by its place in the list."""
+        for source, skip in self.inputs.get(op, ()):
+            holder = self.holders.get(source, worker)
+            if holder != worker:
+                yield "sent", (source, skip), holder
+            elif source not in computed:
+                yield "computed", (source, None), worker
+
+
+def action_lists(
+    program: Program,
+    graph: OpGraph,
+    *,
+    rendezvous: bool = False,
+    holding: bool = False,
+    one_at_a_time: bool = False,
+) -> ActionLists:
+    """The lists of a program.
+
+    Args:
+        program: one action list a worker.
+        graph: of its schedule.
+        rendezvous: whether a send waits until its receive is posted; else sends are buffered.
+        holding: whether a receive waits where it is posted until its message is sent; else the op waits that
+            needs it.
+        one_at_a_time: whether a worker's sums run one after another, in the order in which it starts them.
+    """
+    written = _Writing(program, graph, rendezvous=rendezvous, holding=holding)
+    starts = list(written.waiting)
+    follow: list[tuple[Start, Start]] = []
+    if one_at_a_time:
+        for actions in program.actions:
+            follow += pairwise(action for action in actions if isinstance(action, StartSync))
+    number = {start: number for number, start in enumerate(starts)}
+    follow = list(dict.fromkeys(follow))
+    for start, workers in written.waiting.items():
+        members = start.workers if isinstance(start, StartSync) else range(len(program.actions))
+        takes: list[Event] = [("started", start, member) for member in members]
+        takes += [("followed", one, number[start]) for one, after in follow if after == start]
+        row = _List()
+        row.node(0, takes)
+        row.makes[0] += [("ended", start, worker) for worker in workers]
+        row.makes[0] += [("followed", start, number[after]) for one, after in follow if one == start]
+        written.rows.append(row)
+    return _numbered(program, written.rows, starts)
+
+
+def _inputs(graph: OpGraph) -> dict[Op, list[Made]]:
+    """What each op takes of other ops; what comes by skips last."""
+    inputs: dict[Op, list[Made]] = {
+        graph.ops[node]: [(graph.ops[source], None)]
+        for node, source in enumerate(graph.source)
+        if source is not None
+    }
+    for source, node, skip in graph.messages:
+        if skip is not None:
+            inputs[graph.ops[node]].append((graph.ops[source], skip))
+    return inputs
+
+
+def _numbered(program: Program, rows: Sequence[_List], starts: list[Start]) -> ActionLists:
+    """The arrays: nodes list by list, messages by their makers; what nobody takes is no message."""
+    first = np.cumsum([0, *(len(row.actions) for row in rows)])
+    takers: dict[Event, int] = {}
+    for number, row in enumerate(rows):
+        takers |= {event: number for takes in row.takes for event in takes}
+    makers: dict[Event, int] = {}
+    node = 0
+    for row in rows:
+        for makes in row.makes:
+            for event in makes:
+                if event in takers:
+                    makers.setdefault(event, node)
+            node += 1
+    events = [*makers, *(event for event in takers if event not in makers)]
+    message = {event: number for number, event in enumerate(events)}
+    taken = [[message[event] for event in takes] for row in rows for takes in row.takes]
+    lists = Lists(
+        first=first,
+        takes=np.cumsum([0, *map(len, taken)]),
+        taken=np.array([number for takes in taken for number in takes], dtype=np.int64),
+        made=np.searchsorted(np.array(list(makers.values()), dtype=np.int64), np.arange(node + 1)),
+        receivers=np.array([takers[event] for event in events], dtype=np.int64),
+    )
+    return ActionLists(program, lists, [index for row in rows for index in row.actions], events, starts)
+
+
+def circle(program: Program, graph: OpGraph, *, rendezvous: bool, holding: bool = False) -> str | None:
+    """Who waits for whom, one line a worker, if the lists do not end; None if they do.
+
+    Args:
+        program: one action list a worker.
+        graph: of its schedule.
+        rendezvous: as for ``action_lists``.
+        holding: likewise.
+    """
+    found = action_lists(program, graph, rendezvous=rendezvous, holding=holding)
+    times = played(found.lists, instant(found.lists))
+    workers = len(program.actions)
+    heads: dict[int, tuple[int, Event]] = {}
+    for one in times.stuck(found.lists):
+        if one < workers:
+            what, about, _ = event = found.events[times.waits[one]]
+            if what == "ended":  # it waits for a member that does not start its part
+                event = found.events[times.waits[workers + found.starts.index(about)]]
+            heads[one] = found.actions[times.head[one]], event
+    return _described(program, heads) if heads else None
+
+
+def _described(program: Program, heads: dict[int, tuple[int, Event]]) -> str:
+    path: list[int] = []
+    worker = min(heads)
+    while worker in heads and worker not in path:
+        path.append(worker)
+        worker = heads[worker][1][2]
+    lines = []
+    for w in path[path.index(worker) :] if worker in path else path:
+        index, event = heads[w]
+        lines.append(f"  worker {w}, action {index}: {program.actions[w][index]} waits for {_reason(event)}")
+    if worker not in heads:
+        lines.append(f"  worker {worker} has come to the end of its list")
+    return "deadlock, the workers wait in a circle:\n" + "\n".join(lines)
+
+
+def _reason(event: Event) -> str:
+    what, about, worker = event
+    if isinstance(about, tuple):
+        op, skip = about
+        made = str(op) if skip is None else f"{op} by the skip {skip}"
+        does = {"posted": "post the receive of", "sent": "send", "computed": "compute"}[what]
+        return f"worker {worker} to {does} {made}"
+    begun = str(about)
+    for kind, said in (("StartSync", "start the sum of"), ("StartGather", "start the gather of")):
+        begun = begun.replace(kind, said, 1)
+    return f"worker {worker} to {begun}"

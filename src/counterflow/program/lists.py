@@ -1,0 +1,179 @@
+"""A schedule's orders for the player: ops, and the messages between workers right behind their ops.
+
+So lowering writes them into a program (``lowering.py``), whose lists are made in ``action_lists.py``.
+Invariant: of a schedule and of the program it is lowered to, ops and messages are played alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from counterflow.errors import DeadlockError
+from counterflow.schedule.graph import OpGraph
+from counterflow.schedule.workload import SkipLink
+
+from .player import Floats, Ints, Lasting, Lists, Times, play
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """The messages of a schedule, in the order of the ops that make them; of one op as they are sent.
+
+    Attributes:
+        makers: the op that made each.
+        takers: the op that takes it.
+        senders: the worker that sends it.
+        receivers: the worker that receives it.
+        skips: which of the workload's skips it goes by; -1: none.
+    """
+
+    makers: Ints
+    takers: Ints
+    senders: Ints
+    receivers: Ints
+    skips: Ints
+
+    def before_of_op(self, seconds: Floats) -> Floats:
+        """For each message, how long the earlier ones of the same op travel together."""
+        if not len(seconds):
+            return seconds
+        before = np.cumsum(seconds) - seconds
+        first = np.concatenate(([True], self.makers[1:] != self.makers[:-1]))
+        found: Floats = before - before[first][np.cumsum(first) - 1]
+        return found
+
+
+def messages_of(graph: OpGraph) -> Messages:
+    """The messages between workers."""
+    numbers: dict[SkipLink | None, int] = {s: n for n, s in enumerate(graph.schedule.workload.skips)}
+    rows = [(s, numbers.get(skip, -1), t) for s, t, skip in graph.messages]
+    makers, skips, takers = np.array(sorted(rows), dtype=np.int64).reshape(-1, 3).T
+    worker = np.array(graph.worker, dtype=np.int64)
+    return Messages(makers, takers, worker[makers], worker[takers], skips)
+
+
+def lists_of(first: Sequence[int], makers: Ints, takers: Ints, receivers: Ints) -> Lists:
+    """Lists in which each message has one node that takes it.
+
+    Args:
+        first: each list's first node, and one past the last of all.
+        makers: of each message, ascending.
+        takers: of each message.
+        receivers: the list of the one that takes it.
+    """
+    nodes = np.arange(first[-1] + 1)
+    taken = np.argsort(takers, kind="stable")
+    return Lists(
+        first=np.array(first, dtype=np.int64),
+        takes=np.searchsorted(takers[taken], nodes),
+        taken=taken,
+        made=np.searchsorted(makers, nodes),
+        receivers=receivers,
+    )
+
+
+def lists_of_ops(graph: OpGraph, messages: Messages) -> Lists:
+    """The orders of a schedule.
+
+    Raises:
+        DeadlockError: an op takes what a later one of its own worker makes.
+    """
+    heads = _before_their_own(graph)
+    if heads:
+        raise DeadlockError(graph.describe_circle(heads))
+    return lists_of(graph.first, messages.makers, messages.takers, messages.receivers)
+
+
+def _before_their_own(graph: OpGraph) -> dict[int, int]:
+    """By worker, an op that takes what a later one of this worker makes."""
+    return {
+        graph.worker[node]: node
+        for node, source in enumerate(graph.source)
+        if source is not None and source > node and graph.worker[source] == graph.worker[node]
+    }
+
+
+def instant(lists: Lists, nodes: Floats | None = None) -> Lasting:
+    """Messages that take no time, between nodes that take as long as is said, or none."""
+    none, messages = np.zeros(lists.first[-1]), np.zeros(len(lists.receivers))
+    lanes = np.full(len(messages), -1, dtype=np.int64)
+    return Lasting(none if nodes is None else nodes, none, messages, messages, lanes)
+
+
+def played(lists: Lists, lasting: Lasting) -> Times:
+    """A play without a limit, in which all lists begin at 0 and lanes are free."""
+    lanes = int(lasting.lanes.max(initial=-1)) + 1
+    times = play(lists, lasting, (np.zeros(len(lists.first) - 1), np.zeros(lanes)))
+    assert times is not None  # no limit was given
+    return times
+
+
+def earliest(graph: OpGraph, durations: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Start and end of every op, worker by worker in order, when each runs as soon as it can.
+
+    Messages take no time.
+
+    Raises:
+        DeadlockError: workers wait for each other in a circle.
+    """
+    lists = lists_of_ops(graph, messages_of(graph))
+    times = played(lists, instant(lists, np.array(durations, dtype=np.float64)))
+    refuse_stuck(graph, lists, times)
+    return times.start.astype(int).tolist(), times.end.astype(int).tolist()
+
+
+def circle_of_ops(graph: OpGraph) -> list[tuple[int, int]]:
+    """A circle of (op that waits, op it waits for), as places among all ops; [] if all orders end."""
+    heads = _before_their_own(graph)
+    if not heads:
+        lists = lists_of_ops(graph, messages_of(graph))
+        times = played(lists, instant(lists))
+        heads = {worker: int(times.head[worker]) for worker in times.stuck(lists)}
+    return graph.circle(heads) if heads else []
+
+
+def refuse_stuck(graph: OpGraph, lists: Lists, times: Times) -> None:
+    """Refuse orders that do not come to their end.
+
+    Raises:
+        DeadlockError: workers wait for each other in a circle.
+    """
+    stuck = times.stuck(lists)
+    heads = {one: int(times.head[one]) for one in stuck if one < len(graph.schedule.orders)}
+    if all(graph.source[node] is not None for node in heads.values()) and heads:
+        raise DeadlockError(graph.describe_circle(heads))
+    if stuck:
+        raise DeadlockError("deadlock, the workers wait in a circle for sums of gradients; run the checker")
+
+
+def topological(graph: OpGraph) -> list[int]:
+    """All ops, by place among all, each after what it waits for.
+
+    Raises:
+        DeadlockError: workers wait for each other in a circle.
+    """
+    start, _ = earliest(graph, [1] * len(graph.ops))
+    found: list[int] = np.argsort(start, kind="stable").tolist()
+    return found
+
+
+def ops_before(graph: OpGraph) -> list[list[int]]:
+    """By op and other worker, how many of that worker's ops have to be over before it can begin.
+
+    What an op's own worker has to do before is told by its place alone and is not counted.
+    """
+    found: list[list[int]] = [[]] * len(graph.ops)
+    none = [0] * len(graph.schedule.orders)
+    begins = set(graph.first)
+    for node in topological(graph):
+        mine = none if node in begins else found[node - 1]
+        source = graph.source[node]
+        if source is not None and graph.worker[source] != graph.worker[node]:
+            mine = list(map(max, mine, found[source]))
+            maker = graph.worker[source]
+            mine[maker] = max(mine[maker], source - graph.first[maker] + 1)
+        found[node] = mine
+    return found

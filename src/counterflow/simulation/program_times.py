@@ -1,0 +1,132 @@
+"""When the actions of a program happen: its lists, played as they stand with all that they wait for.
+
+A schedule's simulation plays the same ops and messages without writing the lists down, and lets sums and
+gathers follow them (``timed_schedule.py``). Invariant: of a program that was lowered for the costs it is
+played with, both find the same times, to the last bit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from counterflow.errors import ConfigError, DeadlockError
+from counterflow.program.action_lists import ActionLists, action_lists, circle
+from counterflow.program.actions import Compute, Program, StartSync, Summed
+from counterflow.program.lists import played
+from counterflow.program.player import Floats, Lasting, Times
+
+from .costs import Costs
+from .op_costs import per_stage
+from .timed_schedule import Played, Ready, TimedSchedule
+
+
+def play_program(model: TimedSchedule, program: Program, costs: Costs) -> tuple[Played, float]:
+    """When ops, messages and sums are, and when the last worker comes to the end of its list.
+
+    Args:
+        model: of the program's schedule.
+        program: one action list a worker.
+        costs: seconds; a gather takes ``agreement``.
+
+    Raises:
+        DeadlockError: the workers wait for each other in a circle.
+        ConfigError: its sums share ways (``sync_crossings``), which only schedules are simulated with.
+    """
+    if costs.sync_crossings is not None:
+        raise ConfigError(
+            "sync_crossings: sums that share ways are simulated of a schedule, not of a program"
+        )
+    lists = action_lists(program, model.graph, one_at_a_time=True)
+    seconds = model.seconds(costs)
+    found = _Player(model, lists, costs).play(seconds)
+    if costs.sync_slowdown and len(found[0].syncs):
+        beside = model.beside_syncs(found[0])
+        if beside.any():
+            return _Player(model, lists, costs).play(seconds + costs.sync_slowdown * beside)
+    return found
+
+
+class _Player:
+    """Fills in how long everything takes, and reads what was played.
+
+    Args:
+        model: of the program's schedule.
+        lists: of the program.
+        costs: seconds.
+    """
+
+    def __init__(self, model: TimedSchedule, lists: ActionLists, costs: Costs) -> None:
+        self.model, self.lists, self.costs = model, lists, costs
+        place = {op: node for node, op in enumerate(model.ops)}
+        workers, first = len(lists.program.actions), lists.lists.first
+        self.op = np.full(first[-1], -1, dtype=np.int64)
+        """Of each node, which op it computes; -1: none."""
+        for worker, actions in enumerate(lists.program.actions):
+            for node in range(first[worker], first[worker + 1]):
+                action = actions[lists.actions[node]]
+                if isinstance(action, Compute):
+                    self.op[node] = place[action.op]
+        messages, skips = model.messages, model.schedule.workload.skips
+        columns = (messages.makers, messages.skips, messages.receivers)
+        number = {key: at for at, key in enumerate(zip(*(row.tolist() for row in columns), strict=True))}
+        self.message = np.full(len(lists.events), -1, dtype=np.int64)
+        """Of each message, which one between workers it is; -1: none."""
+        for at, (what, about, _) in enumerate(lists.events):
+            if what == "sent" and isinstance(about, tuple):
+                op, skip = about
+                key = place[op], -1 if skip is None else skips.index(skip), int(lists.lists.receivers[at])
+                self.message[at] = number[key]
+        self.makers = np.repeat(np.arange(first[-1]), np.diff(lists.lists.made))
+        self.sums = int(first[workers])
+
+    def play(self, seconds: Floats) -> tuple[Played, float]:
+        """Play with so many seconds of each op."""
+        ready = self.model.ready_ops(self.costs, seconds)
+        times = played(self.lists.lists, self._lasting(ready))
+        if times.stuck(self.lists.lists):
+            why = circle(self.lists.program, self.model.graph, rendezvous=False)
+            raise DeadlockError(why or "workers wait for each other's sums")
+        return self._read(times, ready), float(times.clocks.max(initial=0.0))
+
+    def _lasting(self, ready: Ready) -> Lasting:
+        ops, nodes = self.op >= 0, np.zeros(len(self.op))
+        nodes[ops] = ready.lasting.nodes[self.op[ops]]
+        nodes[self.sums :] = [self._sum_seconds(start) for start in self.lists.starts]
+        busy = np.zeros(len(nodes))
+        busy[ops] = ready.lasting.busy[self.op[ops]]
+        late, travel = np.zeros(len(self.message)), np.zeros(len(self.message))
+        late[: len(self.makers)] = busy[self.makers]  # what is started, is so behind the op's messages
+        lanes = np.full(len(self.message), -1, dtype=np.int64)
+        sent = self.message >= 0
+        which = self.message[sent]
+        late[sent], travel[sent] = ready.lasting.late[which], ready.lasting.travel[which]
+        lanes[sent] = ready.lasting.lanes[which]
+        return Lasting(nodes, busy, late, travel, lanes)
+
+    def _sum_seconds(self, start: object) -> float:
+        costs, stages = self.costs, self.model.schedule.stages
+        if not isinstance(start, StartSync):
+            return costs.agreement
+        if start.what is Summed.TIED:
+            return dict(costs.ties).get((start.stage, *start.tied), 0.0)
+        lasts = costs.statistics if start.what is Summed.STATISTICS else costs.sync
+        return per_stage(start.what.value, lasts, stages)[start.stage]
+
+    def _read(self, times: Times, ready: Ready) -> Played:
+        ops, model = self.op >= 0, self.model
+        start, end = np.zeros(len(model.ops)), np.zeros(len(model.ops))
+        start[self.op[ops]], end[self.op[ops]] = times.start[ops], times.end[ops]
+        syncs = []
+        if model.synced(self.costs):
+            syncs = [
+                (float(what.period), float(what.stage), times.start[node], times.end[node])
+                for node, what in enumerate(self.lists.starts, self.sums)
+                if isinstance(what, StartSync) and what.what is Summed.GRADIENTS
+            ]
+        arrived, sent = np.zeros(len(ready.travel)), np.zeros(len(ready.travel))
+        which = self.message >= 0
+        sent[self.message[which]] = times.sent[which]
+        if not ready.links:
+            sent = end[model.messages.makers] + ready.waited
+        arrived = sent + ready.travel
+        return Played(start, end, end + ready.lasting.busy, np.array(syncs).reshape(-1, 4), sent, arrived)
