@@ -29,12 +29,12 @@ PACKAGE = "src/counterflow"
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.txt"
 EQUIVALENT = ROOT / "benchmarks" / "mutants.toml"
 
+RULES = "program/test_rules.py", "schedule/test_skips.py", "program/test_posting.py"
+
 MODULES: dict[str, tuple[str, ...]] = {
-    "program/rules.py": (
-        "program/test_rules.py",
-        "schedule/test_skips.py",
-        "program/test_posting.py",
-    ),
+    "program/rules/orders.py": RULES,
+    "program/rules/traffic.py": RULES,
+    "program/rules/updates.py": RULES,
     "program/sync.py": ("program/test_sync.py",),
     "program/lowering.py": (
         *("program/test_lowering.py", "program/test_posting.py"),

@@ -26,6 +26,7 @@ from counterflow.program.actions import (
 )
 from counterflow.program.lowering import Ends, Shared, lower
 from counterflow.program.rules import Rule, Subject
+from counterflow.program.rules.traffic import _stuck
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Op, OpKind, Schedule, SkipLink
 from counterflow.schedule.placement import bidirectional, linear
@@ -734,8 +735,8 @@ def test_a_circle_of_a_send_that_holds_and_receives_that_hold() -> None:
     ):
         program = rewritten(program, worker, moved(action, before))
     subject = Subject(schedule, program)
-    assert list(rules._stuck(subject, program, rendezvous=True)) == []
-    assert list(rules._stuck(subject, program, rendezvous=False, holding=True)) == []
+    assert list(_stuck(subject, program, rendezvous=True)) == []
+    assert list(_stuck(subject, program, rendezvous=False, holding=True)) == []
     assert [rule for rule in rules.RULES if rules.details(rule, subject)] == [rules.DEADLOCK_HOLDING]
     assert said(rules.DEADLOCK_HOLDING, schedule, program) == [
         "deadlock, the workers wait in a circle:",

@@ -1,0 +1,121 @@
+"""The checker's rules: a table of named properties of a schedule and of the actions it is lowered to.
+
+Each rule yields a line for each violation: the place, what was expected, what was found. Rules that read
+the schedule alone come first; those that read the lowered program hold for what ``lowering.py`` makes
+and are there to catch a pass, or a hand-made program, that breaks them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from counterflow.errors import DeadlockError
+from counterflow.schedule.ir import Product
+
+from .orders import complete, own_first, peak, placed, promised_versions
+from .subject import Rule, Subject, details, require
+from .traffic import computes, messages, no_deadlock, no_deadlock_holding, no_deadlock_rendezvous, posted
+from .updates import agreed, held_versions, sums_in_one_order, syncs
+
+COMPLETE = Rule("every product exactly once", complete)
+PLACED = Rule("every op on the worker that holds its stage", placed, (COMPLETE.name,))
+FORWARD_FIRST = Rule(
+    "forward before its backward", partial(own_first, Product.OUTPUT), (COMPLETE.name, PLACED.name)
+)
+INPUT_GRADIENT_FIRST = Rule(
+    "input gradient before its weight gradients",
+    partial(own_first, Product.INPUT_GRADIENT),
+    (COMPLETE.name, PLACED.name),
+)
+DEADLOCK = Rule(
+    "no deadlock with buffered sends", no_deadlock, (COMPLETE.name, PLACED.name), error=DeadlockError
+)
+PROMISED = Rule("weight versions as promised", promised_versions, (COMPLETE.name, PLACED.name))
+_LOWERABLE = (
+    COMPLETE.name,
+    PLACED.name,
+    FORWARD_FIRST.name,
+    INPUT_GRADIENT_FIRST.name,
+    PROMISED.name,
+    DEADLOCK.name,
+)
+DEADLOCK_RENDEZVOUS = Rule(
+    "no deadlock with rendezvous sends",
+    no_deadlock_rendezvous,
+    _LOWERABLE,
+    lowered=True,
+    error=DeadlockError,
+)
+MESSAGES = Rule("every send has its receive, in one order", messages, _LOWERABLE, lowered=True)
+COMPUTES = Rule("each worker computes its order", computes, _LOWERABLE, lowered=True)
+POSTED = Rule(
+    "no receive is posted before an op of its own worker that the message needs",
+    posted,
+    (*_LOWERABLE, COMPUTES.name, MESSAGES.name),
+    lowered=True,
+)
+DEADLOCK_HOLDING = Rule(
+    "no deadlock with sends and receives that hold their worker",
+    no_deadlock_holding,
+    (*_LOWERABLE, COMPUTES.name, DEADLOCK_RENDEZVOUS.name, MESSAGES.name, POSTED.name),
+    lowered=True,
+    error=DeadlockError,
+)
+VERSIONS = Rule(
+    "weight versions made once, and held while needed",
+    held_versions,
+    (*_LOWERABLE, COMPUTES.name),
+    lowered=True,
+)
+SYNCS = Rule("gradient sync covers every copy", syncs, _LOWERABLE, lowered=True)
+SUMS = Rule(
+    "sums of the same workers start in one order",
+    sums_in_one_order,
+    (*_LOWERABLE, SYNCS.name),
+    lowered=True,
+)
+AGREED = Rule("loss and norm agreed on before any update", agreed, _LOWERABLE, lowered=True)
+PEAK = Rule("peak within the limit", peak)
+
+RULES = (
+    COMPLETE,
+    PLACED,
+    FORWARD_FIRST,
+    INPUT_GRADIENT_FIRST,
+    PROMISED,
+    DEADLOCK,
+    COMPUTES,
+    DEADLOCK_RENDEZVOUS,
+    MESSAGES,
+    POSTED,
+    DEADLOCK_HOLDING,
+    VERSIONS,
+    SYNCS,
+    SUMS,
+    AGREED,
+    PEAK,
+)
+
+__all__ = [
+    "AGREED",
+    "COMPLETE",
+    "COMPUTES",
+    "DEADLOCK",
+    "DEADLOCK_HOLDING",
+    "DEADLOCK_RENDEZVOUS",
+    "FORWARD_FIRST",
+    "INPUT_GRADIENT_FIRST",
+    "MESSAGES",
+    "PEAK",
+    "PLACED",
+    "POSTED",
+    "PROMISED",
+    "RULES",
+    "SUMS",
+    "SYNCS",
+    "VERSIONS",
+    "Rule",
+    "Subject",
+    "details",
+    "require",
+]

@@ -1,0 +1,126 @@
+"""Rules of a schedule alone: its workload, where its ops are and in which order, versions, and the peak."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from counterflow.schedule.ir import Op, OpKind, Product, Schedule
+from counterflow.schedule.op import maker_of
+from counterflow.schedule.residency import stash_change
+
+from .subject import Subject
+
+
+def complete(subject: Subject) -> Iterator[str]:
+    """Every product of the workload exactly once, by ops that share and split work as it says."""
+    schedule = subject.schedule
+    workload = schedule.workload
+    yield from workload.faults()
+    wanted = {_unversioned(op) for op in workload.ops()}
+    found: Counter[Op] = Counter()
+    makers: dict[tuple[Product, tuple[object, ...]], OpKind] = {}
+    for worker, order in enumerate(schedule.orders):
+        for index, versioned in enumerate(order):
+            op = _unversioned(versioned)
+            found[op] += 1
+            place = f"worker {worker}, op {index}: {versioned}"
+            if not _in_range(schedule, op):
+                yield f"{place} is not one of {_extent(schedule)}"
+            elif op not in wanted:
+                yield f"{place} is none of the workload's ops, which share or split this work in another way"
+            if found[op] == 2:
+                yield f"{place} is there more than once"
+            elif op.kind.gives is not None and found[op] == 1:
+                first = makers.setdefault((op.kind.gives, op[1:]), op.kind)
+                if first is not op.kind:
+                    given = op.kind.gives.value
+                    yield f"{place} makes an {given} that {op._replace(kind=first)} makes as well"
+    for op in sorted(wanted - found.keys(), key=lambda op: (op.pipe, op.micro_batches, op.stage, op.part)):
+        yield f"{op} is in no order, though other stages of pipe {op.pipe} have its micro-batch"
+
+
+def _unversioned(op: Op) -> Op:
+    return op._replace(version=0) if op.version else op
+
+
+def _in_range(schedule: Schedule, op: Op) -> bool:
+    return (
+        0 <= op.pipe < schedule.pipes
+        and 0 <= op.stage < schedule.stages
+        and len(op.micro_batches) > 0
+        and all(0 <= m < schedule.total_micro_batches for m in op.micro_batches)
+        and len({m // schedule.micro_batches for m in op.micro_batches}) == 1
+        and 0 <= op.part < op.parts
+        and (op.parts == 1 or not op.kind.whole)
+    )
+
+
+def _extent(schedule: Schedule) -> str:
+    return (
+        f"{schedule.pipes} pipes, {schedule.stages} stages, "
+        f"{schedule.total_micro_batches} micro-batches, groups within one update"
+    )
+
+
+def placed(subject: Subject) -> Iterator[str]:
+    """Ops in the order of a worker that does not hold their stage."""
+    schedule = subject.schedule
+    for worker, order in enumerate(schedule.orders):
+        for index, op in enumerate(order):
+            holder = schedule.placement.worker(op.pipe, op.stage)
+            if holder != worker:
+                yield (
+                    f"worker {worker}, op {index}: {op}, but worker {holder} holds stage {op.stage} "
+                    f"of pipe {op.pipe}"
+                )
+
+
+def own_first(product: Product, subject: Subject) -> Iterator[str]:
+    """Ops that come before the op of their own stage whose product they need."""
+
+    def keys(op: Op) -> list[tuple[object, ...]]:
+        if product is Product.OUTPUT:  # of each micro-batch, however many were computed together
+            return [(op.pipe, op.stage, m) for m in op.micro_batches]
+        return [op[1:]]
+
+    maker = maker_of(product)
+    for worker, order in enumerate(subject.schedule.orders):
+        done: set[tuple[object, ...]] = set()
+        for index, op in enumerate(order):
+            if op.kind is maker:
+                done.update(keys(op))
+            elif op.kind.first is product and not done.issuperset(keys(op)):
+                yield f"worker {worker}, op {index}: {op} comes before its {maker.word}"
+
+
+def promised_versions(subject: Subject) -> Iterator[str]:
+    """Ops that use another weight version than promised, or than their forward used."""
+    schedule = subject.schedule
+    forward: dict[tuple[int, int, int], int] = {}
+    for worker, order in enumerate(schedule.orders):
+        for index, op in enumerate(order):
+            place = f"worker {worker}, op {index}: {op}"
+            promised = schedule.workload.version(op.stage, schedule.period_of(op))
+            if promised is not None and op.version != promised:
+                yield f"{place} uses version {op.version}, {schedule.scheme} promises {promised}"
+            for m in op.micro_batches:
+                first = forward.setdefault((op.pipe, op.stage, m), op.version)
+                if first != op.version:
+                    yield f"{place} uses version {op.version}, its forward used {first}"
+
+
+def peak(subject: Subject) -> Iterator[str]:
+    """Ops with which a worker stashes more forwards than the limit."""
+    if subject.peak_limit is None:
+        return
+    for worker, order in enumerate(subject.schedule.orders):
+        stashed = 0.0
+        for index, op in enumerate(order):
+            stashed += stash_change(op)
+            if stashed > subject.peak_limit:
+                yield (
+                    f"worker {worker}, op {index}: {op} makes {stashed:g} stashed forwards, "
+                    f"the limit is {subject.peak_limit:g}"
+                )
+                break

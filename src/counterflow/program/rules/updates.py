@@ -1,0 +1,229 @@
+"""Rules of what follows gradients: sums over copies, gathers of loss and norm, versions of the weights."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+from counterflow.schedule.ir import Op, Product, Schedule
+
+from ..actions import (
+    Action,
+    Clip,
+    Compute,
+    DropNonFinite,
+    StartGather,
+    StartSync,
+    Summed,
+    Update,
+    WaitGather,
+    WaitSync,
+)
+from .subject import Subject
+
+
+def held_versions(subject: Subject) -> Iterator[str]:
+    """Weight versions that are used when they are not held, or made too early."""
+    program = subject.program
+    assert program is not None
+    for worker, actions in enumerate(program.actions):
+        yield from _worker_versions(subject.schedule, worker, actions)
+
+
+def _worker_versions(schedule: Schedule, worker: int, actions: tuple[Action, ...]) -> Iterator[str]:
+    """Versions used before they are made or after they are freed; updates before their gradients."""
+    held: dict[int, set[int]] = {stage: {0} for _, stage in schedule.placement.held(worker)}
+    updates = dict.fromkeys(held, 0)
+    left = Counter(
+        (op.stage, schedule.period_of(op))
+        for op in schedule.orders[worker]
+        if Product.WEIGHT_GRADIENTS in op.kind.makes
+    )
+    for index, action in enumerate(actions):
+        place = f"worker {worker}, action {index}: {action}"
+        match action:
+            case Compute(op):
+                if op.version not in held[op.stage]:
+                    shown = ", ".join(map(str, sorted(held[op.stage])))
+                    yield f"{place}: version {op.version} of stage {op.stage} is not there, only {shown}"
+                if Product.WEIGHT_GRADIENTS in op.kind.makes:
+                    left[op.stage, schedule.period_of(op)] -= 1
+            case Update(stage, version, frees):
+                if version - 1 not in held[stage] or version in held[stage]:
+                    yield f"{place}: expected an update of version {max(held[stage])}"
+                if left[stage, version - 1]:
+                    yield f"{place}: {left[stage, version - 1]} backwards of its period are still to come"
+                held[stage].add(version)
+                if not held[stage].issuperset(frees):
+                    yield f"{place}: frees {frees}, of which some are not there"
+                held[stage] -= set(frees)
+                updates[stage] += 1
+    for stage, made in updates.items():
+        if made != schedule.periods:
+            yield f"worker {worker}: {made} updates of stage {stage}, expected {schedule.periods}"
+
+
+def syncs(subject: Subject) -> Iterator[str]:
+    """Gradient syncs that are missing, twice there, over other workers than the copies, or out of order."""
+    program = subject.program
+    assert program is not None
+    schedule = program.schedule
+    wanted = {
+        (stage, period): program.holders(stage)
+        for stage in range(schedule.stages)
+        for period in range(schedule.periods)
+        if program.needs_sync
+    }
+    started: list[list[tuple[int, int]]] = []
+    for worker, actions in enumerate(program.actions):
+        mine: list[tuple[int, int]] = []
+        yield from _worker_syncs(schedule, worker, actions, mine, wanted)
+        started.append(mine)
+        for stage, period in (key for key, holders in wanted.items() if worker in holders):
+            if (stage, period) not in mine:
+                yield (
+                    f"worker {worker}: no gradient sync of its copy of stage {stage}, period {period} "
+                    f"(copies on workers {', '.join(map(str, wanted[stage, period]))})"
+                )
+    yield from _sync_orders(started)
+
+
+def _worker_syncs(
+    schedule: Schedule,
+    worker: int,
+    actions: tuple[Action, ...],
+    mine: list[tuple[int, int]],
+    wanted: dict[tuple[int, int], tuple[int, ...]],
+) -> Iterator[str]:
+    """One worker's syncs: after its backwards, over all holders, waited for before the update."""
+    waited: set[tuple[int, int]] = set()
+    for index, action in enumerate(actions):
+        place = f"worker {worker}, action {index}: {action}"
+        match action:
+            case Compute(op) if Product.WEIGHT_GRADIENTS in op.kind.makes:
+                period = schedule.period_of(op)
+                if (op.stage, period) in mine:
+                    yield f"{place} comes after the start of the gradient sync of its stage"
+                elif (op.stage, period - 1) in mine and (op.stage, period - 1) not in waited:
+                    yield f"{place} needs the gradients whose sync is still going on"
+            case StartSync(stage, period, workers, Summed.GRADIENTS):
+                if (stage, period) in mine:
+                    yield f"{place} is there more than once"
+                if wanted.get((stage, period)) != workers:
+                    yield (
+                        f"{place}: over workers {workers}, copies are on {wanted.get((stage, period), ())}"
+                    )
+                mine.append((stage, period))
+            case WaitSync(stage, period, _, Summed.GRADIENTS):
+                if (stage, period) not in mine:
+                    yield f"{place} comes before its start"
+                waited.add((stage, period))
+            case Update(stage, version, _):
+                if (stage, version - 1) in wanted and (stage, version - 1) not in waited:
+                    yield f"{place} comes before the wait for its gradient sync"
+
+
+def _sync_orders(started: list[list[tuple[int, int]]]) -> Iterator[str]:
+    """Pairs of workers that start the syncs they share in different orders."""
+    for one, ours in enumerate(started):
+        for other in range(one):
+            theirs = started[other]
+            shared = set(ours) & set(theirs)
+            a, b = ([s for s in syncs if s in shared] for syncs in (theirs, ours))
+            if a != b:
+                yield f"workers {other} and {one} start their gradient syncs in different orders: {a}, {b}"
+
+
+def sums_in_one_order(subject: Subject) -> Iterator[str]:
+    """Sets of workers whose members start the sums of the set, which share a communicator, in two orders."""
+    program = subject.program
+    assert program is not None
+    started: dict[tuple[int, ...], dict[int, list[StartSync]]] = defaultdict(lambda: defaultdict(list))
+    for worker, actions in enumerate(program.actions):
+        for action in actions:
+            if isinstance(action, StartSync):
+                started[action.workers][worker].append(action)
+    for workers, rows in started.items():
+        first, *others = workers
+        for other in others:
+            for number, pair in enumerate(zip_longest(rows[first], rows[other])):
+                if pair[0] != pair[1]:
+                    shown = " and ".join(
+                        f"{'none' if start is None else start} on worker {worker}"
+                        for start, worker in zip(pair, (first, other), strict=True)
+                    )
+                    yield f"workers {', '.join(map(str, workers))}: sum {number} among them is {shown}"
+                    break
+
+
+def agreed(subject: Subject) -> Iterator[str]:
+    """Gathers of all workers in one order; if synchronous, sums of gradients before and updates after."""
+    program = subject.program
+    assert program is not None
+    wanted = [action for action in program.actions[0] if isinstance(action, StartGather)]
+    for worker, actions in enumerate(program.actions):
+        found = [action for action in actions if isinstance(action, StartGather)]
+        for number, (mine, first) in enumerate(zip_longest(found, wanted)):
+            if mine != first:
+                yield f"gather {number} is {mine or 'none'} on worker {worker}, {first or 'none'} on worker 0"
+                break
+        yield from _waited(worker, actions)
+        if program.schedule.synchronous:
+            yield from _flushed(program.schedule, worker, actions)
+
+
+def _waited(worker: int, actions: Sequence[Action]) -> Iterator[str]:
+    """Gathers are waited for in their order, sums at all only if they were started."""
+    going: deque[StartGather] = deque()
+    started = {action for action in actions if isinstance(action, StartSync)}
+    for index, action in enumerate(actions):
+        if isinstance(action, StartGather):
+            going.append(action)
+        elif isinstance(action, WaitGather):
+            if not going or going.popleft() != action.start:
+                yield f"worker {worker}, action {index}: {action} is not for the gather that is next"
+        elif isinstance(action, WaitSync) and action.start not in started:
+            yield f"worker {worker}, action {index}: {action} waits for what it never starts"
+    for start in going:
+        yield f"worker {worker}: {start} is never waited for"
+
+
+def _flushed(schedule: Schedule, worker: int, actions: Sequence[Action]) -> Iterator[str]:
+    """Loss and norm are reported once they are there; gradients are clipped after that, then updated with."""
+    gathers = [(index, action) for index, action in enumerate(actions) if isinstance(action, WaitGather)]
+    clips = [index for index, action in enumerate(actions) if isinstance(action, Clip | DropNonFinite)]
+    losses, norms = sum(its.loss == 0 for _, its in gathers), sum(its.norm == 0 for _, its in gathers)
+    expected = sum(isinstance(actions[index], Clip) for index in clips)
+    if losses != 1 or norms != expected or len(clips) != 1:
+        yield (
+            f"worker {worker}: gathers the loss {losses} times, the norm {norms} times and clips "
+            f"{len(clips)} times, expected 1, {expected} and 1"
+        )
+        return
+    loss = norm = False
+    for index, action in enumerate(actions):
+        place = f"worker {worker}, action {index}: {action}"
+        if isinstance(action, StartGather):
+            loss, norm = loss or action.loss == 0, norm or action.norm == 0
+        elif _makes_gradients(action) and norm:
+            yield f"{place} comes after the worker reported its norm"
+        elif _makes_gradients(action) and index > gathers[0][0]:
+            yield f"{place} comes after the gather of the loss"
+        elif isinstance(action, Compute) and loss and _gives_loss(schedule, action.op):
+            yield f"{place} comes after the worker reported its loss"
+        elif isinstance(action, Update) and index < clips[0]:
+            yield f"{place} comes before the gradients are clipped"
+        elif isinstance(action, WaitGather) and index > clips[0]:
+            yield f"{place} comes after the gradients are clipped"
+
+
+def _makes_gradients(action: Action) -> bool:
+    """Whether gradients may not be all there before it."""
+    if isinstance(action, StartSync | WaitSync):
+        return action.what is not Summed.STATISTICS
+    return isinstance(action, Compute)
+
+
+def _gives_loss(schedule: Schedule, op: Op) -> bool:
+    return op.kind.gives is Product.OUTPUT and op.stage == schedule.stages - 1
