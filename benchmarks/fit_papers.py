@@ -1,7 +1,7 @@
 """Which values of the papers' unknown constants agree with what they were fitted on.
 
 Each constant is varied with the others as they stand; what it was fitted on is predicted at each value, and
-``<`` marks the value that ``papers/examples.py`` has. Prints tables; one process, half a minute.
+``<`` marks the value that the examples and figures have. Prints tables; one process, half a minute.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from counterflow.papers.examples import GIB
 from counterflow.papers.figures import FIGURES
 from counterflow.papers.figures.published import Figure, Run, Stated
 from counterflow.papers.figures.reproduction import best_plan, reproduce
@@ -18,6 +17,7 @@ from counterflow.planning.task import Task
 from counterflow.schedule.modes import Recompute
 
 Change = Callable[[Task], Task]
+GIB = 2**30
 
 
 def changed(run: Run, change: Change) -> Run:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from counterflow.papers import examples
 from counterflow.papers.figures import FIGURES
 from counterflow.papers.figures.published import (
     TOLERANCE,
@@ -106,7 +105,9 @@ def test_what_was_fitted_is_marked_and_little() -> None:
     for name in ("between", "allreduce_between", "reserve_bytes"):
         assert daint[name].startswith("fit on the")
     assert "fit on Figure 8's GEMS" in load_example("mixpipe-bert48").cluster.sources["between"]
-    assert "fit on Figure 11's Chimera-wave" in examples.hanayo_tacc("", 8).cluster.sources["between"]
+    assert (
+        "fit on Figure 11's Chimera-wave" in FIGURES["hanayo-fig11"].runs[0].task().cluster.sources["between"]
+    )
 
 
 def _shown(found: Reproduction) -> dict[str, tuple[str, float | None]]:

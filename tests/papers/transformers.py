@@ -1,4 +1,4 @@
-"""The papers' models and devices as the planner's data, each number with its source or its fit.
+"""How the layers' costs in the planner's examples were found, each number with its source or its fit.
 
 Measured by Chimera's authors: a BERT-large block (hidden 1024, 16 heads, 128 tokens, float32) on P100 and
 V100. Everything else is scaled from it:
