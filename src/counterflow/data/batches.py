@@ -10,9 +10,10 @@ reads anything else. There are no epochs: windows start anywhere, drawn with rep
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +43,7 @@ VALIDATION_STEP = _KEYS - 1
 
 _Bytes = npt.NDArray[np.uint8]
 _Tokens = npt.NDArray[np.int64]
+_Made = TypeVar("_Made")
 
 
 class Batches(Protocol):
@@ -72,15 +74,12 @@ class Batches(Protocol):
         """One replica's part of the fixed validation batch; it depends neither on a step nor on the seed."""
 
 
-class NextByte:
-    """Windows of a text, each byte to predict from those before it (GPT).
+class _OfText(ABC, Generic[_Made]):
+    """Windows of a text, of which ``_made`` makes inputs and targets."""
 
-    Inputs and targets are int64 of shape [samples, positions]; a target is the byte after its input.
-
-    >>> inputs, targets = NextByte(b"ab" * 50, positions=3).batch(0, 2)
-    >>> bool((inputs[:, 1:] == targets[:, :-1]).all())
-    True
-    """
+    ahead: int
+    """How many bytes a window has beyond a sample's positions."""
+    vocabulary: int
 
     def __init__(self, text: bytes, positions: int, *, seed: int = 0, name: str = "the text") -> None:
         """Split ``text`` into training and validation part.
@@ -95,29 +94,47 @@ class NextByte:
             ConfigError: a number is out of range, or the text is too short for ``positions``.
         """
         in_range("positions", positions, 1)
-        self._windows = _split(text, positions + 1, name)
+        self._windows = _split(text, positions + self.ahead, name)
         self._seed = in_range("seed", seed, 0)
         self.positions = positions
-        self.vocabulary = BYTE_VALUES
 
-    def batch(
-        self, step: int, samples: int, *, replica: int = 0, replicas: int = 1
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, step: int, samples: int, *, replica: int = 0, replicas: int = 1) -> _Made:
         """One replica's part of mini-batch ``step``; see ``Batches.batch``."""
         in_range("step", step, 0, VALIDATION_STEP - 1)
-        chosen = part_of(samples, replica, replicas)
-        draws = [_first(stream(self._seed, step, sample)) for sample in chosen]
-        return _shifted(self._windows.at_random(draws))
+        streams = [stream(self._seed, step, sample) for sample in part_of(samples, replica, replicas)]
+        return self._made(self._windows.at_random([int(drawn.random_raw()) for drawn in streams]), streams)
 
-    def validation(
-        self, samples: int, *, replica: int = 0, replicas: int = 1
+    def validation(self, samples: int, *, replica: int = 0, replicas: int = 1) -> _Made:
+        """Windows evenly spread over the validation part, always alike; see ``Batches.validation``."""
+        chosen = part_of(samples, replica, replicas)
+        windows = self._windows.spread(chosen, samples * replicas)
+        return self._made(windows, [stream(0, VALIDATION_STEP, sample) for sample in chosen])
+
+    @abstractmethod
+    def _made(self, windows: _Tokens, streams: Sequence[np.random.PCG64]) -> _Made:
+        """Inputs and targets of windows, by the random bits of each."""
+
+
+class NextByte(_OfText[tuple[torch.Tensor, torch.Tensor]]):
+    """Windows of a text, each byte to predict from those before it (GPT).
+
+    Inputs and targets are int64 of shape [samples, positions]; a target is the byte after its input.
+
+    >>> inputs, targets = NextByte(b"ab" * 50, positions=3).batch(0, 2)
+    >>> bool((inputs[:, 1:] == targets[:, :-1]).all())
+    True
+    """
+
+    ahead, vocabulary = 1, BYTE_VALUES
+
+    def _made(
+        self, windows: _Tokens, _streams: Sequence[np.random.PCG64]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Windows evenly spread over the validation part; see ``Batches.validation``."""
-        chosen = part_of(samples, replica, replicas)
-        return _shifted(self._windows.spread(chosen, samples * replicas))
+        tokens = torch.from_numpy(windows)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-class MaskedByte:
+class MaskedByte(_OfText[tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]]):
     """Windows of a text with some bytes hidden, to predict from all others (BERT).
 
     Inputs are (token ids, segment ids), both int64 of shape [samples, positions]; there is one segment,
@@ -128,30 +145,17 @@ class MaskedByte:
     Source: Devlin et al. 2019 (BERT), section 3.1, without the next-sentence task.
     """
 
-    def __init__(self, text: bytes, positions: int, *, seed: int = 0, name: str = "the text") -> None:
-        """Split ``text`` into training and validation part; arguments and errors as in ``NextByte``."""
-        in_range("positions", positions, 1)
-        self._windows = _split(text, positions, name)
-        self._seed = in_range("seed", seed, 0)
-        self.positions = positions
-        self.vocabulary = BYTE_VALUES + 1
+    ahead, vocabulary = 0, BYTE_VALUES + 1
 
-    def batch(
-        self, step: int, samples: int, *, replica: int = 0, replicas: int = 1
+    def _made(
+        self, windows: _Tokens, streams: Sequence[np.random.PCG64]
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """One replica's part of mini-batch ``step``; see ``Batches.batch``."""
-        in_range("step", step, 0, VALIDATION_STEP - 1)
-        streams = [stream(self._seed, step, sample) for sample in part_of(samples, replica, replicas)]
-        windows = self._windows.at_random([_first(stream) for stream in streams])
-        return _masked(windows, streams)
-
-    def validation(
-        self, samples: int, *, replica: int = 0, replicas: int = 1
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Windows evenly spread over the validation part, always masked alike; see ``Batches.validation``."""
-        chosen = part_of(samples, replica, replicas)
-        windows = self._windows.spread(chosen, samples * replicas)
-        return _masked(windows, [stream(0, VALIDATION_STEP, sample) for sample in chosen])
+        targets = np.full_like(windows, IGNORED)
+        everywhere = np.arange(windows.shape[1])
+        for window, target, drawn in zip(windows, targets, streams, strict=True):
+            hide(window, target, everywhere, drawn, mask=MASK, tokens=BYTE_VALUES)
+        tokens = torch.from_numpy(windows)
+        return (tokens, torch.zeros_like(tokens)), torch.from_numpy(targets)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,27 +217,6 @@ def stream(seed: int, step: int, sample: int) -> np.random.PCG64:
     Taken raw: numpy fixes the bits of a bit generator for ever, but not what a ``Generator`` makes of them.
     """
     return np.random.PCG64(np.random.SeedSequence((seed, step, sample)))
-
-
-def _first(stream: np.random.PCG64) -> int:
-    return int(stream.random_raw())
-
-
-def _shifted(windows: _Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.from_numpy(windows)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-def _masked(
-    windows: _Tokens, streams: Sequence[np.random.PCG64]
-) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Hide bytes of each window as its stream says."""
-    targets = np.full_like(windows, IGNORED)
-    everywhere = np.arange(windows.shape[1])
-    for window, target, drawn in zip(windows, targets, streams, strict=True):
-        hide(window, target, everywhere, drawn, mask=MASK, tokens=BYTE_VALUES)
-    tokens = torch.from_numpy(windows)
-    return (tokens, torch.zeros_like(tokens)), torch.from_numpy(targets)
 
 
 def hide(

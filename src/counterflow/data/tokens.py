@@ -9,10 +9,9 @@ nothing counts. What is hidden from a masked model, and the classes of texts, ar
 from __future__ import annotations
 
 import hashlib
-import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +25,7 @@ from counterflow.errors import ConfigError
 from counterflow.extras import imported
 
 from .batches import IGNORED, in_range, part_of, stream
+from .text import entropy_of
 
 Inputs = dict[str, torch.Tensor]
 
@@ -79,17 +79,6 @@ class Documents:
     def entropy(self) -> float:
         """In nats a token: the loss of a model that knows only how frequent each is."""
         return entropy_of(self.tokens)
-
-
-def entropy_of(numbers: npt.NDArray[Any]) -> float:
-    """In nats: how uncertain is a number that is drawn from these, which are 0 or more.
-
-    >>> entropy_of(np.array([5, 5, 7, 7])) == math.log(2)
-    True
-    """
-    counts = np.bincount(numbers)
-    shares = counts[counts > 0] / counts.sum()
-    return math.fsum(-shares * np.log(shares))
 
 
 _read: dict[tuple[object, ...], Documents] = {}
@@ -187,15 +176,35 @@ def _tokens_of(rows: dict[str, Any], tokenizer: Any, column: str, end: int | Non
 
 
 class _Samples(ABC):
-    """Samples that are read in another order in each epoch.
+    """Samples of documents, which are read in another order in each epoch."""
 
-    Args:
-        count: how many there are, validation included.
-        seed: of their order.
-        name: what to call them in errors.
-    """
+    def __init__(
+        self,
+        documents: Documents,
+        positions: int,
+        vocabulary: int,
+        *,
+        causal: bool = True,
+        seed: int = 0,
+        name: str = "the text",
+    ) -> None:
+        """Make samples of documents.
 
-    def __init__(self, count: int, seed: int, name: str) -> None:
+        Args:
+            documents: as ``read_documents`` gives them.
+            positions: the most tokens of a sample, 1 or more.
+            vocabulary: different tokens of the model.
+            causal: whether tokens see only what comes before them.
+            seed: of the order.
+            name: what to call them in errors.
+
+        Raises:
+            ConfigError: there are too few.
+        """
+        self.positions = in_range("positions", positions, 1)
+        self.vocabulary = vocabulary
+        self._documents, self._causal = documents, causal
+        count = self._count()
         if count < 2:
             raise ConfigError(
                 f"{name}: {count} sample{'' if count == 1 else 's'}: training and validation need one each; "
@@ -210,22 +219,23 @@ class _Samples(ABC):
         self, step: int, samples: int, *, replica: int = 0, replicas: int = 1
     ) -> tuple[Inputs, torch.Tensor]:
         """One replica's part of mini-batch ``step``; see ``Batches.batch``."""
-        return self._read(self._at(step, samples, replica, replicas))
+        in_range("step", step, 0, _PERMUTATIONS - 1)
+        chosen = part_of(samples, replica, replicas)
+        first = step * samples * replicas
+        return self._read([self._number(first + index) for index in chosen])
 
     def validation(self, samples: int, *, replica: int = 0, replicas: int = 1) -> tuple[Inputs, torch.Tensor]:
         """Samples evenly spread over the validation part; see ``Batches.validation``."""
-        return self._read(self._spread(samples, replica, replicas))
+        total, chosen = samples * replicas, part_of(samples, replica, replicas)
+        return self._read([self.training + number * self.held_back // total for number in chosen])
+
+    @abstractmethod
+    def _count(self) -> int:
+        """How many samples there are, validation included."""
 
     @abstractmethod
     def _read(self, numbers: Sequence[int]) -> tuple[Inputs, torch.Tensor]:
         """Inputs and labels of some samples."""
-
-    def _at(self, step: int, samples: int, replica: int, replicas: int) -> list[int]:
-        """The numbers of a replica's samples of a step."""
-        in_range("step", step, 0, _PERMUTATIONS - 1)
-        chosen = part_of(samples, replica, replicas)
-        first = step * samples * replicas
-        return [self._number(first + index) for index in chosen]
 
     def _number(self, index: int) -> int:
         epoch, place = divmod(index, self.training)
@@ -236,13 +246,6 @@ class _Samples(ABC):
             self._order = epoch, order
         return int(order[place])
 
-    def _spread(self, samples: int, replica: int, replicas: int) -> list[int]:
-        """Those of the validation part, evenly."""
-        total = samples * replicas
-        return [
-            self.training + number * self.held_back // total for number in part_of(samples, replica, replicas)
-        ]
-
 
 class Packed(_Samples):
     """Samples that are full: the documents one after another, cut into pieces of one length.
@@ -252,37 +255,15 @@ class Packed(_Samples):
     model whose tokens see what comes after them too, documents are not kept apart.
     """
 
-    def __init__(
-        self,
-        documents: Documents,
-        positions: int,
-        vocabulary: int,
-        *,
-        causal: bool = True,
-        seed: int = 0,
-        name: str = "the text",
-    ) -> None:
-        """Cut documents into samples.
+    def _count(self) -> int:
+        return len(self._documents.tokens) // self.positions
 
-        Args:
-            documents: as ``read_documents`` gives them.
-            positions: tokens of a sample, 1 or more.
-            vocabulary: different tokens of the model.
-            causal: whether tokens see only what comes before them.
-            seed: of the order.
-            name: what to call them in errors.
-
-        Raises:
-            ConfigError: there are too few.
-        """
-        self.positions = in_range("positions", positions, 1)
-        self.vocabulary = vocabulary
-        self._documents = documents
-        self._causal = causal
-        super().__init__(len(documents.tokens) // positions, seed, name)
-        inside = documents.starts[:-1]
-        used = inside[inside < len(documents.tokens) // positions * positions]
-        self._has_parts = causal and bool((used % positions).any())
+    @cached_property
+    def _has_parts(self) -> bool:
+        """Whether a sample has parts of several documents that are kept apart."""
+        inside = self._documents.starts[:-1]
+        used = inside[inside < self._count() * self.positions]
+        return self._causal and bool((used % self.positions).any())
 
     def _read(self, numbers: Sequence[int]) -> tuple[Inputs, torch.Tensor]:
         length, starts = self.positions, self._documents.starts
@@ -313,15 +294,7 @@ class Padded(_Samples):
     """
 
     def __init__(
-        self,
-        documents: Documents,
-        positions: int,
-        vocabulary: int,
-        *,
-        padding: int,
-        causal: bool = True,
-        seed: int = 0,
-        name: str = "the text",
+        self, documents: Documents, positions: int, vocabulary: int, *, padding: int, **options: Any
     ) -> None:
         """Take documents as samples.
 
@@ -330,25 +303,21 @@ class Padded(_Samples):
             positions: the most tokens of a sample, 1 or more.
             vocabulary: different tokens of the model.
             padding: the token to pad with.
-            causal: whether tokens see only what comes before them.
-            seed: of the order.
-            name: what to call them in errors.
-
-        Raises:
-            ConfigError: there are too few.
+            options: ``causal``, ``seed`` and ``name``, see ``Packed``.
         """
-        lengths = np.diff(documents.starts)
-        self.positions = min(in_range("positions", positions, 1), int(lengths.max()))
-        self.vocabulary = vocabulary
-        self._documents = documents
+        longest = int(np.diff(documents.starts).max())
         self._padding = padding
-        self._causal = causal
-        super().__init__(documents.count, seed, name)
+        super().__init__(documents, min(positions, longest), vocabulary, **options)
+
+    def _count(self) -> int:
+        return self._documents.count
 
     def _read(self, numbers: Sequence[int]) -> tuple[Inputs, torch.Tensor]:
         ids = np.full((len(numbers), self.positions), self._padding, np.int64)
         labels = np.full_like(ids, IGNORED)
-        for row, tokens in enumerate(self._of(numbers)):
+        starts = self._documents.starts
+        for row, number in enumerate(numbers):
+            tokens = self._documents.tokens[starts[number] : starts[number + 1]]
             kept = min(len(tokens), self.positions)
             ids[row, :kept] = tokens[:kept]
             if not self._causal:
@@ -358,8 +327,3 @@ class Padded(_Samples):
         if not self._causal:
             inputs["attention_mask"] = torch.from_numpy((labels != IGNORED).astype(np.int64))
         return inputs, torch.from_numpy(labels)
-
-    def _of(self, numbers: Sequence[int]) -> Iterator[npt.NDArray[np.int32]]:
-        starts = self._documents.starts
-        for number in numbers:
-            yield self._documents.tokens[starts[number] : starts[number + 1]]

@@ -15,7 +15,8 @@ import torch
 
 from counterflow.data.batches import Batches
 from counterflow.data.targets import Labelled, Masked, numbered
-from counterflow.data.tokens import Documents, Packed, Padded, entropy_of, read_documents
+from counterflow.data.text import entropy_of
+from counterflow.data.tokens import Documents, Packed, Padded, read_documents
 from counterflow.errors import ConfigError
 from counterflow.extras import imported
 from counterflow.models import hf
