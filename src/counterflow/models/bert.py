@@ -16,14 +16,14 @@ from counterflow.errors import ConfigError
 
 from .loss import IGNORED, masked_token_loss
 from .parts import (
+    Embedding,
     FeedForward,
     Lookup,
     Output,
     Projection,
     SelfAttention,
+    Transformer,
     require_at_least,
-    require_positions,
-    require_transformer,
 )
 
 Hidden = Tensor | tuple[Tensor, Tensor]
@@ -36,18 +36,11 @@ _MASKED_SHARE = 0.15
 
 
 @dataclass(frozen=True, slots=True)
-class BERTConfig:
+class BERTConfig(Transformer):
     """The shape of a BERT.
 
     Attributes:
-        layers: transformer blocks; the model's list has two layers more, the embedding and the head.
-        hidden: numbers of a position's vector, a multiple of ``heads``.
-        heads: attention heads of a block.
-        vocabulary: different tokens.
-        positions: tokens of the longest sample.
         segments: different segment ids.
-        dropout: share dropped in training, 0 or more and below 1.
-        tied: whether the decoder's weight is the token embedding's own parameter.
         next_sentence: whether there are a pooler and a head that says if segment 1 follows segment 0.
 
     Raises:
@@ -58,19 +51,14 @@ class BERTConfig:
     ['BERTEmbedding', 'BERTBlock', 'BERTBlock', 'BERTHead']
     """
 
-    layers: int
-    hidden: int
-    heads: int
     vocabulary: int = 30522
     positions: int = 512
     segments: int = 2
-    dropout: float = 0.1
-    tied: bool = False
     next_sentence: bool = True
 
     def __post_init__(self) -> None:
-        require_transformer(self.layers, self.hidden, self.heads, self.positions, self.dropout)
-        require_at_least(1, vocabulary=self.vocabulary, segments=self.segments)
+        Transformer.__post_init__(self)
+        require_at_least(1, segments=self.segments)
 
     def build(self) -> list[nn.Module]:
         """The layers, on the device and in the dtype that are torch's defaults where this is called."""
@@ -114,19 +102,16 @@ class BERTConfig:
         return masked_token_loss(output, target)
 
 
-class BERTEmbedding(nn.Module):
+class BERTEmbedding(Embedding):
     """``(token ids, segment ids)`` or ``(token ids, segment ids, mask)`` to what the blocks take.
 
     Ids are int64, the mask bool and True where there is a token; each is [samples, positions].
     """
 
     def __init__(self, config: BERTConfig) -> None:
-        super().__init__()
-        self.tokens = Lookup(config.vocabulary, config.hidden)
-        self.positions = Lookup(config.positions, config.hidden)
+        super().__init__(config)
         self.segments = Lookup(config.segments, config.hidden)
         self.norm = nn.LayerNorm(config.hidden, eps=_EPSILON)
-        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Hidden:
         """Add the tokens', the positions' and the segments' vectors and normalise."""
@@ -136,11 +121,7 @@ class BERTEmbedding(nn.Module):
                 f"BERT's input is {given}: give (token ids, segment ids) or (token ids, segment ids, mask)"
             )
         tokens, segments = inputs[:2]
-        length = tokens.shape[1]
-        require_positions(length, self.positions.num_embeddings)
-        places = torch.arange(length, device=tokens.device)
-        hidden = self.tokens(tokens) + self.positions(places) + self.segments(segments)
-        hidden = self.dropout(self.norm(hidden))
+        hidden = self.dropout(self.norm(self.placed(tokens) + self.segments(segments)))
         return hidden if len(inputs) == 2 else (hidden, inputs[2].bool())
 
 

@@ -15,30 +15,14 @@ from torch import Tensor, nn
 from counterflow.errors import ConfigError
 
 from .loss import next_token_loss
-from .parts import (
-    INITIAL_DEVIATION,
-    FeedForward,
-    Lookup,
-    Output,
-    SelfAttention,
-    require_at_least,
-    require_positions,
-    require_transformer,
-)
+from .parts import INITIAL_DEVIATION, Embedding, FeedForward, Output, SelfAttention, Transformer
 
 
 @dataclass(frozen=True, slots=True)
-class GPTConfig:
+class GPTConfig(Transformer):
     """The shape of a GPT.
 
     Attributes:
-        layers: transformer blocks; the model's list has two layers more, the embedding and the head.
-        hidden: numbers of a position's vector, a multiple of ``heads``.
-        heads: attention heads of a block.
-        vocabulary: different tokens.
-        positions: tokens of the longest sample.
-        dropout: share dropped in training, 0 or more and below 1.
-        tied: whether the output layer's weight is the token embedding's own parameter.
         output_bias: whether the output layer has a bias.
         deviation: standard deviation of fresh weights, above 0; GPT-2's 0.02 is low for a narrow model.
 
@@ -50,25 +34,17 @@ class GPTConfig:
     ['GPTEmbedding', 'GPTBlock', 'GPTBlock', 'GPTHead']
     """
 
-    layers: int
-    hidden: int
-    heads: int
-    vocabulary: int
-    positions: int
-    dropout: float = 0.1
-    tied: bool = False
     output_bias: bool = False
     deviation: float = INITIAL_DEVIATION
 
     def __post_init__(self) -> None:
-        require_transformer(self.layers, self.hidden, self.heads, self.positions, self.dropout)
-        require_at_least(1, vocabulary=self.vocabulary)
+        Transformer.__post_init__(self)
         if not self.deviation > 0:
             raise ConfigError(f"deviation={self.deviation}: must be above 0")
 
     def build(self) -> list[nn.Module]:
         """The layers, on the device and in the dtype that are torch's defaults where this is called."""
-        embedding = GPTEmbedding(self)
+        embedding = GPTEmbedding(self, self.deviation)
         blocks = [GPTBlock(self) for _ in range(self.layers)]
         return [embedding, *blocks, GPTHead(self, embedding.tokens.weight if self.tied else None)]
 
@@ -97,21 +73,12 @@ class GPTConfig:
         return next_token_loss(output, target)
 
 
-class GPTEmbedding(nn.Module):
+class GPTEmbedding(Embedding):
     """Token ids [samples, positions], int64, to vectors [samples, positions, hidden]."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.tokens = Lookup(config.vocabulary, config.hidden, config.deviation)
-        self.positions = Lookup(config.positions, config.hidden, config.deviation)
-        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Add the tokens' and the positions' vectors."""
-        length = tokens.shape[1]
-        require_positions(length, self.positions.num_embeddings)
-        places = torch.arange(length, device=tokens.device)
-        output: Tensor = self.dropout(self.tokens(tokens) + self.positions(places))
+        output: Tensor = self.dropout(self.placed(tokens))
         return output
 
 

@@ -7,6 +7,8 @@ module is the layer that the same seed builds there directly. Where to normalise
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -29,29 +31,40 @@ def require_at_least(smallest: int, **numbers: int) -> None:
             raise ConfigError(f"{name}={number}: must be {smallest} or more")
 
 
-def require_transformer(layers: int, hidden: int, heads: int, positions: int, dropout: float) -> None:
-    """Refuse the shape of a transformer that cannot be built.
+@dataclass(frozen=True, slots=True)
+class Transformer:
+    """The shape of a transformer.
+
+    Attributes:
+        layers: transformer blocks; the model's list has two layers more, the embedding and the head.
+        hidden: numbers of a position's vector, a multiple of ``heads``.
+        heads: attention heads of a block.
+        vocabulary: different tokens.
+        positions: tokens of the longest sample.
+        dropout: share dropped in training, 0 or more and below 1.
+        tied: whether the output layer's weight is the token embedding's own parameter.
 
     Raises:
         ConfigError: a number below 1, a hidden size that the heads do not divide, a dropout outside 0 to 1.
     """
-    require_at_least(1, layers=layers, hidden=hidden, heads=heads, positions=positions)
-    if hidden % heads:
-        raise ConfigError(f"hidden={hidden} with heads={heads}: the heads must divide the hidden size")
-    if not 0 <= dropout < 1:
-        raise ConfigError(f"dropout={dropout}: must be 0 or more and below 1")
 
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    positions: int
+    dropout: float = 0.1
+    tied: bool = False
 
-def require_positions(given: int, most: int) -> None:
-    """Refuse samples longer than the model's table of positions.
-
-    Raises:
-        ConfigError: ``given`` is more than ``most``.
-    """
-    if given > most:
-        raise ConfigError(
-            f"samples of {given} tokens for a model of {most} positions: at most {most} are legal"
-        )
+    def __post_init__(self) -> None:
+        require_at_least(1, layers=self.layers, hidden=self.hidden, heads=self.heads)
+        require_at_least(1, positions=self.positions, vocabulary=self.vocabulary)
+        if self.hidden % self.heads:
+            raise ConfigError(
+                f"hidden={self.hidden} with heads={self.heads}: the heads must divide the hidden size"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout={self.dropout}: must be 0 or more and below 1")
 
 
 class Projection(nn.Linear):
@@ -79,6 +92,30 @@ class Lookup(nn.Embedding):
     def reset_parameters(self) -> None:
         """Draw the vectors."""
         _draw(self.weight, self.deviation)
+
+
+class Embedding(nn.Module):
+    """Vectors of tokens and of their positions."""
+
+    def __init__(self, config: Transformer, deviation: float = INITIAL_DEVIATION) -> None:
+        super().__init__()
+        self.tokens = Lookup(config.vocabulary, config.hidden, deviation)
+        self.positions = Lookup(config.positions, config.hidden, deviation)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def placed(self, tokens: Tensor) -> Tensor:
+        """The sum of the tokens' and the positions' vectors, [samples, positions, hidden].
+
+        Raises:
+            ConfigError: samples longer than the model's table of positions.
+        """
+        length, most = tokens.shape[1], self.positions.num_embeddings
+        if length > most:
+            raise ConfigError(
+                f"samples of {length} tokens for a model of {most} positions: at most {most} are legal"
+            )
+        found: Tensor = self.tokens(tokens) + self.positions(torch.arange(length, device=tokens.device))
+        return found
 
 
 class Output(nn.Module):

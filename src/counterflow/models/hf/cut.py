@@ -25,18 +25,15 @@ from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
 
-from .masks import forms_of, is_mask, narrowed, widened
+from .masks import forms_of, is_mask, masks_made, narrowed, widened
+from .stand_ins import HIDDEN, Absent, Called, Held, Note, unfollowed
 from .weights import Filling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-HIDDEN = "hidden_states"
 _EVERY = "every_layer"
 """The kind of the layers of models whose layers are all of one kind."""
-
-_MASKS = "counterflow_"
-"""Before the name of an attention: the same with masks that are always made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,126 +228,6 @@ def _configured(shell: nn.Module, change: Callable[[Any], None]) -> None:
             change(module.config)
 
 
-@contextmanager
-def _masks(shell: nn.Module, *, made: bool) -> Iterator[None]:
-    """Within this context a model makes its masks, also where these samples would need none.
-
-    Stages hand on values of one structure for all samples of a shape, and transformers leaves a mask out when
-    none of them has padding.
-    """
-    if not made:
-        yield
-        return
-    configs = [vars(module)["config"] for module in shell.modules() if "config" in vars(module)]
-    before = [config._attn_implementation for config in configs]
-    for config, name in zip(configs, before, strict=True):
-        config._attn_implementation = _registered(name)
-    try:
-        yield
-    finally:
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation = name
-
-
-def _registered(name: str | None) -> str | None:
-    """The name under which transformers makes all masks of an attention."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: PLC0415
-
-    if name is None or name not in ALL_MASK_ATTENTION_FUNCTIONS or name.startswith(_MASKS):
-        return name
-    if _MASKS + name not in ALL_MASK_ATTENTION_FUNCTIONS:
-        make = (
-            _given_mask
-            if name.startswith("flash")
-            else partial(_made_mask, ALL_MASK_ATTENTION_FUNCTIONS[name])
-        )
-        ALL_MASK_ATTENTION_FUNCTIONS.register(_MASKS + name, make)
-    return _MASKS + name
-
-
-def _made_mask(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return make(*args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
-
-
-def _given_mask(*_: object, attention_mask: Tensor | None = None, **__: object) -> Tensor | None:
-    return attention_mask
-
-
-class _Called(Exception):  # noqa: N818 - nothing is wrong
-    """Ends a model's forward when its last repeated layer was called."""
-
-
-class _Absent(nn.Module):
-    """In place of what comes after the repeated layers; a rule may fill its weight, which is empty."""
-
-    weight = torch.empty(0)
-    bias = None
-
-    def forward(self, *_: object, **__: object) -> Any:
-        raise _unfollowed("calls what comes after its repeated layers before them")
-
-
-class _Note(nn.Module):
-    """In place of a repeated layer: notes what it is called with, and hands on what it would change.
-
-    Args:
-        block: the repeated layer.
-        notes: of all layers; who reads them empties them.
-        last: whether the last one.
-    """
-
-    def __init__(
-        self, block: nn.Module, notes: list[tuple[Tensor, tuple[Any, ...], dict[str, Any]]], *, last: bool
-    ) -> None:
-        super().__init__()
-        _told_of(self, block)
-        self.notes = notes
-        self.last = last
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        hidden, *rest = args if args else (kwargs.pop(HIDDEN, None),)
-        if not isinstance(hidden, Tensor) or (self.notes and hidden is not self.notes[0][0]):
-            raise _unfollowed("changes what goes from one repeated layer to the next")
-        self.notes.append((hidden, tuple(rest), kwargs))
-        if self.last:
-            raise _Called
-        return hidden
-
-
-class _Held(nn.Module):
-    """In place of what comes before the end: gives what is held, whatever it is called with.
-
-    Args:
-        held: what came in.
-        module: what it stands for.
-        embeds: whether that comes before the repeated layers, of which a model may make several streams.
-    """
-
-    def __init__(self, held: list[Tensor], module: nn.Module, *, embeds: bool = False) -> None:
-        super().__init__()
-        _told_of(self, module)
-        self.held = held
-        self.embeds = embeds
-
-    def forward(self, *_: object, **__: object) -> Tensor:
-        hidden = self.held[0]
-        return hidden.flatten(2, -2)[:, :, 0] if self.embeds and hidden.dim() > 3 else hidden
-
-
-def _told_of(stand_in: nn.Module, module: nn.Module) -> None:
-    """Give a stand-in what a model may ask its layers: of which kind they are, say."""
-    for name, value in vars(module).items():
-        if name not in vars(stand_in) and isinstance(value, (str, int, float, type(None))):
-            setattr(stand_in, name, value)
-
-
-def _unfollowed(what: str) -> ConfigError:
-    return ConfigError(
-        f"the model {what}, which a pipeline of its layers cannot follow; give list_layers a function of "
-        "your own that lists its layers"
-    )
-
-
 # -- the layers
 
 
@@ -382,8 +259,8 @@ class _First(Layer):
         """By kind of layer, shape and what is given: what the mask is made of; None: of something else."""
         self.notes: list[Any] = []
         repeated = list(model.get_submodule(path).children())
-        stand_ins = nn.ModuleList(_Note(block, self.notes, last=block is repeated[-1]) for block in repeated)
-        self.model = _shell(model, {path: stand_ins} | {name: _Absent() for name in after})
+        stand_ins = nn.ModuleList(Note(block, self.notes, last=block is repeated[-1]) for block in repeated)
+        self.model = _shell(model, {path: stand_ins} | {name: Absent() for name in after})
         _configured(self.model, _plain)
 
     def forward(self, inputs: Any = None, **kwargs: Any) -> dict[str, Any]:
@@ -401,21 +278,21 @@ class _First(Layer):
         # A mask that is not needed for these samples is made for others: stages hand on the same for all.
         made = any(given.get(name) is not None for name in ("attention_mask", "position_ids"))
         del self.notes[:]
-        with _masks(self.model, made=made), self._all_called():
+        with masks_made(self.model, made=made), self._all_called():
             try:
                 self.model(**given)
-            except _Called:
+            except Called:
                 pass
             else:
-                raise _unfollowed("does not call its repeated layers")
+                raise unfollowed("does not call its repeated layers")
         notes = list(self.notes)
         del self.notes[:]
         if len(notes) != len(self.kinds):
-            raise _unfollowed("does not call each of its repeated layers once")
+            raise unfollowed("does not call each of its repeated layers once")
         taken: dict[str, Any] = {}
         for kind, (_, args, keywords) in zip(self.kinds, notes, strict=True):
             if not _same(taken.setdefault(kind, (args, keywords)), (args, keywords)):
-                raise _unfollowed(f"calls its repeated layers ({kind}) with other arguments each")
+                raise unfollowed(f"calls its repeated layers ({kind}) with other arguments each")
         hidden = notes[0][0]
         names = frozenset(name for name, value in given.items() if value is not None)
         for kind, its in taken.items():
@@ -444,7 +321,7 @@ class _First(Layer):
             for hook in hooks:
                 hook.remove()
         if waiting:
-            raise _unfollowed(f"does not call {next(iter(waiting))} before its repeated layers")
+            raise unfollowed(f"does not call {next(iter(waiting))} before its repeated layers")
         self.unnamed = []
 
     def _narrow(
@@ -467,7 +344,7 @@ class _First(Layer):
         form, apart = known
         found = narrowed(leaf, form, positions if apart else None, trusted=True)
         if found is None:
-            raise _unfollowed("makes its masks now in one way, now in another")
+            raise unfollowed("makes its masks now in one way, now in another")
         return found
 
 
@@ -483,7 +360,7 @@ class _Block(Layer):
         args, kwargs = widened(value["taken"][self.kind])
         hidden = self.block(value[HIDDEN], *args, **kwargs)
         if not isinstance(hidden, Tensor):
-            raise _unfollowed("has repeated layers that give more than one tensor")
+            raise unfollowed("has repeated layers that give more than one tensor")
         return {**value, HIDDEN: hidden}
 
 
@@ -494,13 +371,13 @@ class _Last(Layer):
         super().__init__()
         self.held: list[Tensor] = []
         replaced: dict[str, nn.Module] = {
-            path: nn.ModuleList(_Held(self.held, block) for block in model.get_submodule(path).children())
+            path: nn.ModuleList(Held(self.held, block) for block in model.get_submodule(path).children())
         }
         for parent in _leading_to(path, prefix):
             for name, child in model.get_submodule(parent.rstrip(".")).named_children():
                 if any(_leads(parent + name, other) for other in (path, *after)) or _is_looked_into(child):
                     continue
-                replaced[parent + name] = _Held(self.held, child, embeds=True)
+                replaced[parent + name] = Held(self.held, child, embeds=True)
         self.model = _shell(model, replaced)
         _configured(self.model, _plain)
 

@@ -8,11 +8,13 @@ Invariant: what is made of a narrow mask is, value by value, the mask that the m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 
@@ -113,3 +115,52 @@ def _made(narrow: NarrowMask) -> Tensor:
     dtype: torch.dtype = getattr(torch, narrow.added)
     low = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=keys.device)
     return torch.where(flags, torch.zeros((), dtype=dtype, device=keys.device), low)
+
+
+_MASKS = "counterflow_"
+"""Before the name of an attention: the same with masks that are always made."""
+
+
+@contextmanager
+def masks_made(shell: nn.Module, *, made: bool) -> Iterator[None]:
+    """Within this context a model makes its masks, also where these samples would need none.
+
+    Stages hand on values of one structure for all samples of a shape, and transformers leaves a mask out when
+    none of them has padding.
+    """
+    if not made:
+        yield
+        return
+    configs = [vars(module)["config"] for module in shell.modules() if "config" in vars(module)]
+    before = [config._attn_implementation for config in configs]
+    for config, name in zip(configs, before, strict=True):
+        config._attn_implementation = _registered(name)
+    try:
+        yield
+    finally:
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation = name
+
+
+def _registered(name: str | None) -> str | None:
+    """The name under which transformers makes all masks of an attention."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: PLC0415
+
+    if name is None or name not in ALL_MASK_ATTENTION_FUNCTIONS or name.startswith(_MASKS):
+        return name
+    if _MASKS + name not in ALL_MASK_ATTENTION_FUNCTIONS:
+        make = (
+            _given_mask
+            if name.startswith("flash")
+            else partial(_always_made, ALL_MASK_ATTENTION_FUNCTIONS[name])
+        )
+        ALL_MASK_ATTENTION_FUNCTIONS.register(_MASKS + name, make)
+    return _MASKS + name
+
+
+def _always_made(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return make(*args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+
+
+def _given_mask(*_: object, attention_mask: Tensor | None = None, **__: object) -> Tensor | None:
+    return attention_mask
