@@ -45,7 +45,7 @@ import counterflow as cf
 from counterflow.data.batches import NextByte
 from counterflow.data.text import shipped_text, unigram_entropy
 from counterflow.drawing import palette
-from counterflow.drawing.figure import DOTS_PER_INCH, SETTINGS, UNDATED
+from counterflow.drawing.saving import SETTINGS, UNDATED
 from counterflow.models.gpt import GPTConfig
 from counterflow.models.presets import preset
 from counterflow.models.resnext import Norm, ResNeXtConfig
@@ -643,7 +643,7 @@ def picture(name: str, rows: dict[str, list[Curve]], path: Path) -> None:
     task = TASKS[name]
     base = {curve.seed: curve for curve in rows.get(ALONE.name, [])}
     with mpl.rc_context(SETTINGS | {"font.size": 9.0, "axes.edgecolor": palette.FAINT}):
-        figure = Figure(figsize=(10.5, 4.3), dpi=DOTS_PER_INCH, layout="constrained")
+        figure = Figure(figsize=(10.5, 4.3), dpi=160, layout="constrained")
         left, right = figure.subplots(1, 2)
         for number, (method, row) in enumerate(rows.items()):
             style = {"markersize": 4.5, "mec": palette.INK, "mew": 0.6} | STYLES[method]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from .chart import Arrow, Box, BoxKind, Bubble, Chart, Lane, Memory
 from .charting import chart_of, order_chart
 from .look import USUAL, Look
 from .page import write_page
+from .saving import FORMS, require_form, written
 from .trace import write_trace
 from .units import AmountUnit
 
@@ -117,13 +117,22 @@ def draw_charts(charts: Sequence[Chart], path: str | Path, look: Look = USUAL) -
         ConfigError: as for ``draw``.
     """
     path = Path(path)
-    write = _writer(path)
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path}: the folder {path.parent} is not there; make it first")
-    try:
-        return write(charts, path, look)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
+    form = require_form(path, (*FORMS, *_OTHERS))
+    with written(path):
+        if form in FORMS:
+            from .figure import write_figure  # noqa: PLC0415 - matplotlib takes a while to import
+
+            return write_figure(charts, path, form[1:], look)
+        if look != USUAL:
+            raise ConfigError(f"{path}: width, font and grey are those of figures: {', '.join(FORMS)}")
+        _OTHERS[form](charts, path)
+        return None
+
+
+_OTHERS: dict[str, Callable[[Sequence[Chart], Path], None]] = {
+    ".html": write_page,
+    ".trace.json": write_trace,
+}
 
 
 def draw_terminal(
@@ -155,40 +164,6 @@ def _charts(
     result: Simulation, compare: Simulation | None, memory: bool, messages: bool = False
 ) -> list[Chart]:
     return [chart_of(s, memory=memory, messages=messages) for s in (result, compare) if s is not None]
-
-
-def _figure(form: str, charts: Sequence[Chart], path: Path, look: Look) -> Figure:
-    from .figure import write_figure  # noqa: PLC0415 - matplotlib takes a while to import
-
-    return write_figure(charts, path, form, look)
-
-
-def _other(
-    write: Callable[[Sequence[Chart], Path], None], charts: Sequence[Chart], path: Path, look: Look
-) -> None:
-    if look != USUAL:
-        raise ConfigError(f"{path}: width, font and grey are those of figures: .png, .svg, .pdf")
-    write(charts, path)
-
-
-_Writer = Callable[[Sequence[Chart], Path, Look], "Figure | None"]
-
-_WRITERS: dict[str, _Writer] = {
-    ".png": partial(_figure, "png"),
-    ".svg": partial(_figure, "svg"),
-    ".pdf": partial(_figure, "pdf"),
-    ".html": partial(_other, write_page),
-    ".trace.json": partial(_other, write_trace),
-}
-
-
-def _writer(path: Path) -> _Writer:
-    for suffix, writer in _WRITERS.items():
-        if path.name.lower().endswith(suffix):
-            return writer
-    raise ConfigError(
-        f"{path}: cannot tell what to draw from this name; legal endings: {', '.join(_WRITERS)}"
-    )
 
 
 def _html(schedule: Schedule) -> str:

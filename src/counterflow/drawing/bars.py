@@ -7,18 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from counterflow.errors import ConfigError
+from typing import TYPE_CHECKING, Any
 
 from . import palette
+from .saving import saved, sized
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-FORMS = (".png", ".svg", ".pdf")
-"""Endings that a file of bars may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,44 +55,14 @@ class Bars:
     mark: str = ""
 
 
-def require_form(path: Path) -> str:
-    """The ending of a file of bars.
-
-    Raises:
-        ConfigError: another one, or a folder that is not there.
-    """
-    form = path.suffix.lower()
-    if form not in FORMS:
-        raise ConfigError(
-            f"{path}: cannot tell what to draw from this name; legal endings: {', '.join(FORMS)}"
-        )
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path}: the folder {path.parent} is not there; make it first")
-    return form
-
-
 def draw_bars(bars: Bars, path: str | Path) -> None:
     """Write the bars into a file; an existing one is replaced.
 
     Args:
         bars: what to draw.
-        path: the file; its suffix, ``.png``, ``.svg`` or ``.pdf``, says what to draw.
-
-    Raises:
-        ConfigError: another suffix, a folder that is not there, or a file that cannot be written.
+        path: see ``saved``, also for the errors.
     """
-    path = Path(path)
-    form = require_form(path)
-    import matplotlib as mpl  # noqa: PLC0415 - takes a while to import
-
-    from .figure import SETTINGS, UNDATED  # noqa: PLC0415
-
-    with mpl.rc_context(SETTINGS):
-        figure = make_bars(bars)
-        try:
-            figure.savefig(path, format=form[1:], metadata=UNDATED[form[1:]])
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
+    saved(path, lambda: make_bars(bars))
 
 
 _WIDTH = 0.8  # of a group's bars together, a group being 1 wide
@@ -107,12 +73,8 @@ _WIDE = 8.0  # inches in which the whole legend has one line
 
 def make_bars(bars: Bars) -> Figure:
     """The figure: one axes with the groups, the legend under the heading."""
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    from .figure import DOTS_PER_INCH  # noqa: PLC0415
-
     width = max(6.6, 1.2 + _BAR_INCHES * len(bars.groups) * len(bars.series) / _WIDTH)
-    figure = Figure(figsize=(width, _HEIGHT), dpi=DOTS_PER_INCH, facecolor=palette.BACKGROUND)
+    figure = sized(width, _HEIGHT)
     top = 0.8 if width > _WIDE else 0.74
     axes = figure.add_axes((0.8 / width, 0.1, 1 - 1.0 / width, top - 0.1), label="bars")
     figure.text(0.12 / width, 0.955, bars.title, size=10, weight="bold", color=palette.INK)
@@ -131,6 +93,14 @@ def make_bars(bars: Bars) -> Figure:
     return figure
 
 
+_ABOVE: dict[str, Any] = {
+    "textcoords": "offset points",
+    "ha": "center",
+    "va": "bottom",
+    "color": palette.INK,
+}
+
+
 def _series(axes: Axes, bars: Bars, series: Series, index: int) -> None:
     each = _WIDTH / len(bars.series)
     hue = palette.hue(index)
@@ -142,18 +112,7 @@ def _series(axes: Axes, bars: Bars, series: Series, index: int) -> None:
         top = max(value or 0.0, mark or 0.0)
         if mark is not None:
             axes.hlines(mark, middle - 0.45 * each, middle + 0.45 * each, color=palette.INK, linewidth=1.4)
-        above = (middle, top)
-        shift = (0, 3)
-        axes.annotate(
-            text,
-            above,
-            shift,
-            textcoords="offset points",
-            ha="center",
-            va="bottom",
-            size=6,
-            color=palette.INK,
-        )
+        axes.annotate(text, (middle, top), (0, 3), size=6, **_ABOVE)
 
 
 def _legend(figure: Figure, axes: Axes, bars: Bars, width: float) -> None:
@@ -167,7 +126,6 @@ def _legend(figure: Figure, axes: Axes, bars: Bars, width: float) -> None:
         loc="upper left",
         bbox_to_anchor=(0.05 / width, 0.895),
         ncols=len(handles) if width > _WIDE else 4,
-        frameon=False,
         fontsize=7.5,
         columnspacing=1.2,
         handlelength=1.3,

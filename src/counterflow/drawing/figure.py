@@ -21,32 +21,16 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from . import palette
-from .chart import (
-    Box,
-    BoxKind,
-    Chart,
-    Memory,
-    steps_until,
-)
+from .chart import Box, BoxKind, Chart, Memory, steps_until
 from .grey import in_grey
 from .look import USUAL, Look
 from .marks import BAND, HANDLERS, STEADY, colour_of, handles_of
+from .saving import SETTINGS, UNDATED, sized
 from .sheet import CAPTION, EDGE, FEW, LEFT, SPLIT, TICKS, TITLE, Sheet, legend_texts
 from .svg_titles import group_of, titles_of, with_titles
 from .units import nice_step
 
-DOTS_PER_INCH = 160
-SETTINGS: dict[Any, Any] = {
-    "svg.hashsalt": "counterflow",
-    "svg.fonttype": "path",
-    "pdf.fonttype": 42,
-    "font.family": ["DejaVu Sans"],
-    "axes.linewidth": 0.6,
-    "hatch.linewidth": 0.6,
-    "path.simplify": False,
-}
-UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {"Software": None}}
-
+_INSIDE: dict[str, Any] = {"ha": "center", "va": "center_baseline", "zorder": 3}
 _CHARACTER = 0.64  # width of a digit of DejaVu Sans, in font sizes
 _SMALLEST = 4.5  # font size below which a number is left out
 
@@ -102,7 +86,7 @@ def draw_on(axes: Axes, chart: Chart, look: Look) -> Figure:
         panel.on(axes)
         axes.set_xlabel(f"time ({sheet.unit.symbol})", fontsize=8.5, labelpad=2)
         pad = 72 * sheet.legend_height(chart) + 3
-        axes.set_title(chart.heading, loc="left", fontsize=10, pad=pad, parse_math=False)
+        axes.set_title(chart.heading, loc="left", fontsize=10, pad=pad)
     if look.grey:
         in_grey(axes)
     return figure
@@ -111,7 +95,7 @@ def draw_on(axes: Axes, chart: Chart, look: Look) -> Figure:
 def make_figure(charts: Sequence[Chart], width: float | None = None) -> Figure:
     """The figure of the charts; axes are labelled ``timeline 0``, ``memory 0`` and so on."""
     sheet = Sheet.of(charts, width)
-    figure = Figure(figsize=(sheet.width, sheet.height), dpi=DOTS_PER_INCH, facecolor=palette.BACKGROUND)
+    figure = sized(sheet.width, sheet.height)
     top = EDGE
     for index, chart in enumerate(charts):
         top = _Panel(figure, sheet, chart, index).draw(top)
@@ -155,15 +139,7 @@ class _Panel:
         return 1 - top / self.sheet.height
 
     def _text(self, top: float, text: str, **style: Any) -> None:
-        # Text is data: a dollar sign in a measured run's name starts no formula.
-        self.figure.text(
-            LEFT / self.sheet.width,
-            self._fraction(top),
-            text,
-            va="center",
-            parse_math=False,
-            **style,
-        )
+        self.figure.text(LEFT / self.sheet.width, self._fraction(top), text, va="center", **style)
 
     def _axes(self, name: str, top: float, height: float, middle: float) -> Axes:
         sheet = self.sheet
@@ -258,13 +234,8 @@ class _Panel:
             for bubble in self.chart.bubbles
         ]
         if spaces:
-            paper = PolyCollection(
-                spaces,
-                facecolor=palette.BACKGROUND,
-                linewidth=0,
-                zorder=1,
-                gid=f"chart-{self.index}-bubbles",
-            )
+            name = f"chart-{self.index}-bubbles"
+            paper = PolyCollection(spaces, facecolor=palette.BACKGROUND, linewidth=0, zorder=1, gid=name)
             axes.add_collection(paper, autolim=False)
 
     def _messages(self, axes: Axes) -> None:
@@ -309,17 +280,7 @@ class _Panel:
         for box, size in zip(boxes, sizes, strict=True):
             if size >= _SMALLEST:
                 left, right, bottom, top = self._rectangle(box)
-                axes.text(
-                    (left + right) / 2,
-                    (bottom + top) / 2,
-                    box.label,
-                    size=size,
-                    ha="center",
-                    va="center_baseline",
-                    color=ink,
-                    zorder=3,
-                    parse_math=False,
-                )
+                axes.text((left + right) / 2, (bottom + top) / 2, box.label, size=size, color=ink, **_INSIDE)
 
     def _steady(self, axes: Axes, steady: Sequence[tuple[float, float]]) -> None:
         """Two staircases through the rows: where each worker's steady part begins and ends."""
@@ -351,7 +312,6 @@ class _Panel:
             bbox_to_anchor=(left, top),
             bbox_transform=self.figure.transFigure,
             ncols=columns,
-            frameon=False,
             fontsize=8,
             labelcolor=palette.INK,
             borderaxespad=0,
@@ -397,26 +357,12 @@ class _Panel:
 
     def _peaks(self, axes: Axes, memory: Memory) -> None:
         size = axes.yaxis.get_ticklabels()[0].get_fontsize()
-        x = 1 + 0.08 / self.sheet.plot_width
+        x, by = 1 + 0.08 / self.sheet.plot_width, axes.get_yaxis_transform()
         for tick in axes.get_yticks():
-            axes.text(
-                x,
-                float(tick),
-                memory.unit.short(memory.workers[int(tick)].peak),
-                size=min(8.0, float(size)),
-                va="center",
-                color=palette.INK,
-                transform=axes.get_yaxis_transform(),
-            )
-        axes.text(
-            x,
-            -0.08 / (self.sheet.memory_height(self.chart) / self.chart.workers),
-            "peak",
-            size=8,
-            va="bottom",
-            color=palette.FAINT,
-            transform=axes.get_yaxis_transform(),
-        )
+            peak = memory.unit.short(memory.workers[int(tick)].peak)
+            axes.text(x, tick, peak, size=min(8.0, size), va="center", color=palette.INK, transform=by)
+        above = -0.08 / (self.sheet.memory_height(self.chart) / self.chart.workers)
+        axes.text(x, above, "peak", size=8, va="bottom", color=palette.FAINT, transform=by)
 
     def _scale(self, scale: LinearSegmentedColormap, most: str, top: float) -> None:
         """The heat scale, at the right end of the caption's line."""
@@ -434,10 +380,9 @@ class _Panel:
         axes.imshow([[i / 255 for i in range(256)]], aspect="auto", cmap=scale)
         axes.set_xticks([])
         axes.set_yticks([])
-        for at, side, text in ((-0.04, "right", "0"), (1.04, "left", most)):
-            axes.text(
-                at, 0.5, text, size=8, ha=side, va="center", transform=axes.transAxes, color=palette.INK
-            )
+        style: dict[str, Any] = {"size": 8, "va": "center", "transform": axes.transAxes, "color": palette.INK}
+        axes.text(-0.04, 0.5, "0", ha="right", **style)
+        axes.text(1.04, 0.5, most, ha="left", **style)
 
 
 def _corners(left: float, right: float, bottom: float, top: float) -> list[tuple[float, float]]:

@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from counterflow.errors import ConfigError
+from typing import TYPE_CHECKING, Any
 
 from . import palette
-from .bars import require_form
+from .saving import saved, sized
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,37 +48,20 @@ def draw_ranking(rows: Sequence[Ranked], path: str | Path, *, title: str, about:
 
     Args:
         rows: what to draw, from the top.
-        path: the file; its suffix, ``.png``, ``.svg`` or ``.pdf``, says what to draw.
+        path: see ``saved``, also for the errors.
         title: the heading.
         about: the line under it.
         unit: of the steps.
-
-    Raises:
-        ConfigError: another suffix, a folder that is not there, or a file that cannot be written.
     """
-    path = Path(path)
-    form = require_form(path)
-    import matplotlib as mpl  # noqa: PLC0415 - takes a while to import
-
-    from .figure import SETTINGS, UNDATED  # noqa: PLC0415
-
-    with mpl.rc_context(SETTINGS):
-        figure = make_ranking(rows, title=title, about=about, unit=unit)
-        try:
-            figure.savefig(path, format=form[1:], metadata=UNDATED[form[1:]])
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
+    saved(path, lambda: make_ranking(rows, title=title, about=about, unit=unit))
 
 
 def make_ranking(rows: Sequence[Ranked], *, title: str, about: str, unit: str) -> Figure:
     """The figure: three panels with a row each, for steps, activations and weights."""
-    from matplotlib.figure import Figure  # noqa: PLC0415
     from matplotlib.patches import Patch  # noqa: PLC0415
 
-    from .figure import DOTS_PER_INCH  # noqa: PLC0415
-
     height = _TOP + _BOTTOM + _ROW * max(len(rows), 1)
-    figure = Figure(figsize=(_WIDTH, height), dpi=DOTS_PER_INCH, facecolor=palette.BACKGROUND)
+    figure = sized(_WIDTH, height)
     figure.text(0.015, 1 - 0.2 / height, title, size=10, weight="bold", color=palette.INK)
     figure.text(0.015, 1 - 0.4 / height, about, size=7.5, color=palette.FAINT)
     bottom, tall = _BOTTOM / height, 1 - (_TOP + _BOTTOM) / height
@@ -101,10 +82,12 @@ def make_ranking(rows: Sequence[Ranked], *, title: str, about: str, unit: str) -
         loc="upper right",
         bbox_to_anchor=(0.99, 1 - 0.08 / height),
         ncols=len(handles),
-        frameon=False,
         fontsize=7.5,
     )
     return figure
+
+
+_BESIDE: dict[str, Any] = {"textcoords": "offset points", "va": "center", "color": palette.INK}
 
 
 def _panel(axes: Axes, rows: Sequence[Ranked], values: Sequence[float], label: str, *, idle: bool) -> None:
@@ -115,15 +98,7 @@ def _panel(axes: Axes, rows: Sequence[Ranked], values: Sequence[float], label: s
         filled = value * (1 - row.bubble_ratio) if idle else value
         axes.barh(place, value, 0.72, color=palette.BACKGROUND, edgecolor=hue.backward, linewidth=0.6)
         axes.barh(place, filled, 0.72, color=hue.forward, edgecolor=hue.backward, linewidth=0.6)
-        axes.annotate(
-            f"{value:.4g}",
-            (value, place),
-            (3, 0),
-            textcoords="offset points",
-            va="center",
-            size=7,
-            color=palette.INK,
-        )
+        axes.annotate(f"{value:.4g}", (value, place), (3, 0), size=7, **_BESIDE)
     axes.set_ylim(max(len(rows), 1) - 0.4, -0.6)
     axes.set_xlim(0, 1.16 * most or 1.0)
     axes.set_yticks(range(len(rows)), [row.name for row in rows] if idle else [""] * len(rows), fontsize=7.5)

@@ -94,8 +94,6 @@ class Grid:
         elif short:
             wide = room // round(end / slot)
         levels = _LEVELS if _can_encode(console, _LEVELS) else _PLAIN_LEVELS
-        if slot is None or scaled:
-            slot, wide = end / room, 1
         return cls(tuple(charts), end, slot, wide, short, scaled, room, margin, colour, marked, levels)
 
     @property

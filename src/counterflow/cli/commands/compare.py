@@ -79,7 +79,7 @@ def compare(
     """Compare all schemes for the same model: step, bubbles, activations and copies of the weights."""
     out = output.out
     if out is not None:
-        from counterflow.drawing.bars import require_form
+        from counterflow.drawing.saving import require_form
 
         require_form(out)
     with search_bar("comparing") as report:

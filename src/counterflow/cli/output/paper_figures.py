@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def show_figure(figure: Figure, out: Sequence[Path], *, as_json: bool) -> None:
     """Predict a figure, print it, and draw it into each of the files."""
-    from counterflow.drawing.bars import require_form
+    from counterflow.drawing.saving import require_form
     from counterflow.papers.figures.reproduction import reproduce
 
     for path in out:
