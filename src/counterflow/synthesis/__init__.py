@@ -29,8 +29,7 @@ that can run; from the front and from the back in turns. The best named orders a
 an op may make the next one decides how good the result is, so it is drawn by chance for each side
 (``wander.py``), again and again, and the best results are squeezed on.
 
-**Search** (``search/``): any size, no proof. List scheduling makes orders by rules of a few numbers
-(``building.py``); the best of these and of the orders known are annealed by moving ops within
+**Search** (``search/``): any size, no proof. The best of the orders known are annealed by moving ops within
 a worker's word (``moves.py``), each new order played by a compiled loop (``kernel.py``). It
 may change any op, so it mends what blocks have no say in, warm-up and drain above all, which weigh most
 where micro-batches are few.

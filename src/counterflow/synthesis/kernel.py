@@ -78,7 +78,6 @@ class Numbers(NamedTuple):
         out: the edges that leave letter l are ``sent[out[l]:out[l + 1]]``, by takers.
         sent: see ``out``.
         own: of each letter, the one of the same stage that it needs; -1: none.
-        forward: whether a letter is a forward.
         chain: of each letter, its place on the way through its pipe and back.
         pipe: of each letter.
         at_start: by store and letter, what an op adds when it starts.
@@ -111,7 +110,6 @@ class Numbers(NamedTuple):
     out: Ints
     sent: Ints
     own: Ints
-    forward: NDArray[np.bool_]
     chain: Ints
     pipe: Ints
     at_start: Floats
@@ -171,7 +169,6 @@ def numbers_of(problem: Problem) -> Numbers:
         out=_borders(np.bincount(makers, minlength=len(letters))),
         sent=np.argsort(makers, kind="stable"),
         own=_ints(own),
-        forward=np.array([x.kind.whole for x in letters]),
         chain=_ints(x.stage if x.kind.whole else 2 * stages - x.stage for x in letters),
         pipe=_ints(x.pipe for x in letters),
         at_start=at_start,

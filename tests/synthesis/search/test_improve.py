@@ -1,4 +1,4 @@
-"""Orders by list scheduling and local moves."""
+"""Orders by local moves."""
 
 from collections.abc import Iterable
 from fractions import Fraction
@@ -13,6 +13,8 @@ from counterflow.schedule import schemes
 from counterflow.schedule.placement import Placement, bidirectional, linear, looped, wave
 from counterflow.schedule.workload import plain
 from counterflow.simulation import Link
+from counterflow.synthesis.blocks.candidates import candidates
+from counterflow.synthesis.blocks.squeeze import Squeezer
 from counterflow.synthesis.compute import one_by_one
 from counterflow.synthesis.posing import problem_of
 from counterflow.synthesis.problem import Problem, Words, value_of
@@ -31,9 +33,15 @@ def problem(
     return problem_of(workload, costs, peak=peak, objective=objective)
 
 
+def starts_of(found: Problem) -> list[Words]:
+    """One micro-batch after another, and that squeezed."""
+    first = one_by_one(found)
+    return [first, Squeezer(found).squeezed(first)]
+
+
 def best(found: Problem, starts: Iterable[Words] = (), **how: Any) -> Words:
     """The last order that is yielded, which is the best."""
-    *_, (_, words) = improve(found, starts, **how)
+    *_, (_, words) = improve(found, starts or starts_of(found), **how)
     return words
 
 
@@ -102,7 +110,7 @@ def test_the_compiled_play_is_the_simulator(data: st.DataObject) -> None:
     peak = max(data.draw(st.integers(1, 8)), stages * placement.pipes // placement.workers)
     found = problem_of(workload, costs, peak=peak)
     search = Search(found)
-    for words in search.starts(tries=3):
+    for words in (*starts_of(found), *candidates(found, seconds=0, turns=1, moves=1)):
         assert found.fits(words)
         schedule = found.schedule(words)
         cf.check(schedule)
@@ -115,7 +123,7 @@ def test_the_compiled_play_is_the_simulator(data: st.DataObject) -> None:
 
 def test_moves_give_the_same_orders_again() -> None:
     found = problem(wave(3, 1), 5, 5, UNEVEN, "steady")
-    first, second = (list(improve(found, moves=20_000, seed=3)) for _ in range(2))
+    first, second = (list(improve(found, starts_of(found), moves=20_000, seed=3)) for _ in range(2))
     assert first == second
 
 
@@ -131,8 +139,8 @@ def test_known_orders_are_never_made_worse() -> None:
 
 def test_each_order_is_better_than_all_before() -> None:
     found = problem(linear(3), 6, 3)
-    (first, words), *more = improve(found, moves=5_000)
-    assert first == "list scheduling"
+    (first, words), *more = improve(found, starts_of(found), moves=5_000)
+    assert first == "a start"
     assert {how for how, _ in more} <= {"local moves"}
     values = [Fraction(value_of(found, words)) for words in (words, *(words for _, words in more))]
     assert values == sorted(set(values), reverse=True)
@@ -145,7 +153,6 @@ def test_at_ctrl_c_the_best_order_comes_first(monkeypatch: pytest.MonkeyPatch) -
 
     found = problem(linear(3), 6, 3)
     monkeypatch.setattr(module, "anneal", interrupted)
-    monkeypatch.setattr(Search, "starts", lambda *_, **__: [])
     orders = improve(found, [one_by_one(found)], moves=5_000)
     assert [how for how, _ in (next(orders), next(orders))] == ["a start", "local moves"]
     with pytest.raises(KeyboardInterrupt):

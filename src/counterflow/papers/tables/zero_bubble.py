@@ -6,7 +6,7 @@ stages a worker takes half. Messages occupy nobody.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -40,8 +40,8 @@ class _Setting:
     heads: int
     workers: int
     micro_batches: int
-    times: tuple[float, float, float, float]
-    published: tuple[str, str, str, str, str]
+    times: Sequence[float]
+    published: Sequence[str]
 
     def costs(self, stages: int) -> Costs:
         """With so many stages a worker; memory in the paper's units, M_B and M_W of its section 2.3."""
@@ -66,56 +66,26 @@ class _Setting:
         return Fraction(f"{(cost - self.micro_batches * sum(self.times[:3])) / cost:.4f}")
 
 
-_SETTINGS = tuple(
-    _Setting(model, width, heads, p, m, times, published)
-    for model, width, heads, p, m, times, published in (
-        (
-            *("1.5B", 2304, 24, 8, 24),
-            (18.522, 18.086, 9.337, 0.601),
-            ("0.2431", "0.1585", "0.1083", "0.1585", "0.0433"),
-        ),
-        (
-            *("1.5B", 2304, 24, 8, 32),
-            (18.513, 18.086, 9.331, 0.626),
-            ("0.1985", "0.1242", "0.0837", "0.1242", "0.0039"),
-        ),
-        (
-            *("1.5B", 2304, 24, 8, 64),
-            (18.546, 18.097, 9.321, 0.762),
-            ("0.1240", "0.0674", "0.0444", "0.0674", "0.0026"),
-        ),
-        (
-            *("6.2B", 4096, 32, 8, 24),
-            (29.718, 29.444, 19.927, 0.527),
-            ("0.2347", "0.1323", "0.0698", "0.1323", "0.0029"),
-        ),
-        (
-            *("6.2B", 4096, 32, 8, 32),
-            (29.802, 29.428, 19.530, 0.577),
-            ("0.1898", "0.1045", "0.0559", "0.1045", "0.0022"),
-        ),
-        (
-            *("6.2B", 4096, 32, 8, 64),
-            (29.935, 29.621, 19.388, 0.535),
-            ("0.1091", "0.0554", "0.0294", "0.0554", "0.0010"),
-        ),
-        (
-            *("14.6B", 5120, 40, 16, 48),
-            (11.347, 11.248, 8.132, 0.377),
-            ("0.2552", "0.1397", "0.0672", "0.1397", "0.0066"),
-        ),
-        (
-            *("14.6B", 5120, 40, 16, 64),
-            (11.307, 11.254, 8.101, 0.379),
-            ("0.2082", "0.1088", "0.0516", "0.1088", "0.0054"),
-        ),
-        (
-            *("28.3B", 6144, 48, 32, 96),
-            (10.419, 10.207, 7.715, 0.408),
-            ("0.2646", "0.1421", "0.0641", "0.1421", "0.0038"),
-        ),
-    )
-)
+_TABLE = """
+1.5B   2304  24   8  24  18.522 18.086  9.337  0.601  0.2431 0.1585 0.1083 0.1585 0.0433
+1.5B   2304  24   8  32  18.513 18.086  9.331  0.626  0.1985 0.1242 0.0837 0.1242 0.0039
+1.5B   2304  24   8  64  18.546 18.097  9.321  0.762  0.1240 0.0674 0.0444 0.0674 0.0026
+6.2B   4096  32   8  24  29.718 29.444 19.927  0.527  0.2347 0.1323 0.0698 0.1323 0.0029
+6.2B   4096  32   8  32  29.802 29.428 19.530  0.577  0.1898 0.1045 0.0559 0.1045 0.0022
+6.2B   4096  32   8  64  29.935 29.621 19.388  0.535  0.1091 0.0554 0.0294 0.0554 0.0010
+14.6B  5120  40  16  48  11.347 11.248  8.132  0.377  0.2552 0.1397 0.0672 0.1397 0.0066
+14.6B  5120  40  16  64  11.307 11.254  8.101  0.379  0.2082 0.1088 0.0516 0.1088 0.0054
+28.3B  6144  48  32  96  10.419 10.207  7.715  0.408  0.2646 0.1421 0.0641 0.1421 0.0038
+"""
+"""Tables 5 and 9, a setting a line, in the order of ``_Setting``."""
+
+
+def _settings() -> Iterator[_Setting]:
+    for line in _TABLE.strip().splitlines():
+        model, *sizes = line.split()
+        width, heads, workers, micro_batches = map(int, sizes[:4])
+        yield _Setting(model, width, heads, workers, micro_batches, [*map(float, sizes[4:8])], sizes[8:])
+
 
 _PRINTED = ("1F1B", "ZB-H1", "ZB-H2")
 _NAMED: tuple[tuple[Callable[[int, int], Schedule], int], ...] = (
@@ -144,7 +114,7 @@ def zb_table5() -> Table:
         title="Zero Bubble Pipeline Parallelism (ICLR 2024), Table 5, with the times of its Table 9",
         setting="p workers, m micro-batches; rates of the longest span of a worker; M_B is a stage's memory",
         columns=COLUMNS,
-        rows=tuple(row for setting in _SETTINGS for row in _rows(setting)),
+        rows=tuple(row for setting in _settings() for row in _rows(setting)),
         notes=_NOTES,
     )
 

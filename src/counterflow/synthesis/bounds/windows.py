@@ -54,12 +54,12 @@ class Windows:
     @cached_property
     def heads(self) -> list[list[float]]:
         """By letter and micro-batch: no op starts earlier after the start of the step."""
-        return self._heads([0.0] * len(self.problem.letters))
+        return self._longest([0.0] * len(self.problem.letters))
 
     @cached_property
     def tails(self) -> list[list[float]]:
         """By letter and micro-batch: after the op's end the step lasts at least so much longer."""
-        return self._tails([self.problem.tail + summed for summed in self.summed])
+        return self._longest([self.problem.tail + summed for summed in self.summed], back=True)
 
     def of_span(self, worker: int) -> tuple[list[list[float]], list[list[float]]]:
         """Heads and tails within a worker's span: from its first start until it has its gradients.
@@ -76,51 +76,35 @@ class Windows:
             max(self.busy[n] if n in own else -math.inf, summed.get(n, -math.inf))
             for n in range(len(letters))
         ]
-        return self._heads(starts, near), self._tails(lasts, near)
+        return self._longest(starts, near), self._longest(lasts, near, back=True)
 
-    def _heads(self, starts: list[float], near: int | None = None) -> list[list[float]]:
-        """Longest paths to each op, from ops that start at ``starts`` or later; -inf where there is none."""
+    def _longest(
+        self, first: list[float], near: int | None = None, *, back: bool = False
+    ) -> list[list[float]]:
+        """Longest paths to the start of each op from ops that start at ``first``, by letter, or later.
+
+        With ``back`` time runs backwards: then they are paths from the end of each op. Where there is none
+        it is -inf. The first micro-batches are looked at, ``near`` of them, and the others follow from these.
+        """
         letters = self.problem.letters
-        into: list[list[Precedence]] = [[] for _ in letters]
+        into: list[list[tuple[int, int, float]]] = [[] for _ in letters]
         for rule in self.rules:
-            into[rule.after].append(rule)
+            one, other = (rule.after, rule.before) if back else (rule.before, rule.after)
+            into[other].append((one, rule.shift, rule.seconds))
+        order = self._order[::-1] if back else self._order
         found: list[list[float]] = [[] for _ in letters]
         for k in range(min(max(x.count for x in letters), near or self.problem.ops)):
-            for n in self._order:
+            for n in order:
                 if k >= letters[n].count:
                     continue
-                at = starts[n]
-                for rule in into[n]:
-                    if k >= rule.shift:
-                        ended = found[rule.before][k - rule.shift] + letters[rule.before].seconds
-                        at = max(at, ended + rule.seconds)
+                at = first[n]
+                for one, shift, seconds in into[n]:
+                    if k >= shift:
+                        at = max(at, found[one][k - shift] + letters[one].seconds + seconds)
                 found[n].append(at)
         for x, busy, row in zip(letters, self.busy, found, strict=True):
             row += [row[-1] + k * (x.seconds + busy) for k in range(1, x.count - len(row) + 1)]
-        return found
-
-    def _tails(self, lasts: list[float], near: int | None = None) -> list[list[float]]:
-        """Longest paths from the end of each op to so long after the ends of ops."""
-        letters = self.problem.letters
-        out: list[list[Precedence]] = [[] for _ in letters]
-        for rule in self.rules:
-            out[rule.before].append(rule)
-        found = [[-math.inf] * x.count for x in letters]
-        for back in range(1, min(max(x.count for x in letters), near or self.problem.ops) + 1):
-            for n in reversed(self._order):
-                k = letters[n].count - back
-                if k < 0:
-                    continue
-                most = lasts[n]
-                for rule in out[n]:
-                    if k + rule.shift < letters[rule.after].count:
-                        after = found[rule.after][k + rule.shift] + letters[rule.after].seconds
-                        most = max(most, after + rule.seconds)
-                found[n][k] = most
-        for x, busy, row in zip(letters, self.busy, found, strict=True):
-            for k in reversed(range(x.count - near if near else 0)):
-                row[k] = row[k + 1] + x.seconds + busy
-        return found
+        return [row[::-1] for row in found] if back else found
 
     @cached_property
     def summed(self) -> tuple[float, ...]:
@@ -164,16 +148,6 @@ def in_order(problem: Problem) -> tuple[int, ...]:
     """The letters, each after those that it needs for the same micro-batch."""
     needed = {n: [need.letter for need in x.needs] for n, x in enumerate(problem.letters)}
     return tuple(TopologicalSorter(needed).static_order())
-
-
-def first_starts(problem: Problem) -> list[float]:
-    """When the first op of each letter could start at the earliest, if its worker had nothing else to do."""
-    found = [0.0] * len(problem.letters)
-    for n in in_order(problem):
-        for need in problem.letters[n].needs:
-            ready = found[need.letter] + problem.letters[need.letter].seconds + need.seconds
-            found[n] = max(found[n], ready)
-    return found
 
 
 def windows_of(problem: Problem) -> Windows:

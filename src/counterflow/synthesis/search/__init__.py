@@ -1,1 +1,1 @@
-"""List scheduling and local moves, over compiled plays."""
+"""Local moves, over compiled plays."""
