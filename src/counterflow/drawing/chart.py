@@ -89,6 +89,11 @@ class Box:
         many = "es" if len(self.micro_batches) > 1 else ""
         return f"{self.kind.value} of micro-batch{many} {', '.join(map(str, self.micro_batches))}"
 
+    @property
+    def placed(self) -> str:
+        """The box in a few words, with its stage and worker."""
+        return f"{self.what}, stage {self.stage}, P{self.worker}"
+
 
 @dataclass(frozen=True, slots=True)
 class Bubble:
@@ -180,8 +185,7 @@ class Chart:
         rows = [("op", box.op), ("stage", str(box.stage)), ("worker", f"P{box.worker}")]
         rows += [(lane.rstrip("0123456789 ").rsplit(" ", 1)[-1], lane)]
         rows += [("", part) for part in box.detail.split("; ")]
-        for need in (self.boxes[i] for i in box.needs):
-            rows.append(("needs", f"{need.what}, stage {need.stage}, P{need.worker}"))
+        rows += [("needs", self.boxes[i].placed) for i in box.needs]
         rows += [("start", unit.text(box.start)), ("end", unit.text(box.end))]
         return tuple((name, text) for name, text in rows if text)
 

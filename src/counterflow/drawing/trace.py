@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from .chart import LETTERS, Box, BoxKind, Chart, Memory
+from .chart import LETTERS, Arrow, Box, BoxKind, Chart, Memory
 
 Event = Mapping[str, object]
 
@@ -43,25 +43,26 @@ def trace_events(charts: Sequence[Chart]) -> Iterator[Event]:
             yield from _counters(process, chart, chart.memory)
 
 
+def _meta(process: int, what: str, thread: int, **args: object) -> Event:
+    """What a process or a thread is called."""
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "ts": 0, "args": args}
+
+
+def _slice(name: str, kind: str, where: tuple[int, int], box: Box | Arrow, args: Event) -> Event:
+    """What lasts from the start to the end of a box, or of a message, on a (process, thread)."""
+    start, end = _nanoseconds(box.start), _nanoseconds(box.end)
+    place = {"pid": where[0], "tid": where[1], "ts": start / 1000, "dur": (end - start) / 1000}
+    return {"ph": "X", "name": name, "cat": kind, **place, "args": args}
+
+
 def _messages(process: int, chart: Chart) -> Iterator[Event]:
     """A thread a link, under the workers', with a slice a message."""
     links = sorted({(m.sender, m.receiver) for m in chart.messages})
     threads = {link: 2 * chart.workers + 1 + i for i, link in enumerate(links)}
     for (sender, receiver), thread in threads.items():
-        name = {"name": f"P{sender} → P{receiver}"}
-        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "ts": 0, "args": name}
+        yield _meta(process, "thread_name", thread, name=f"P{sender} → P{receiver}")
     for m in chart.messages:
-        start, end = _nanoseconds(m.start), _nanoseconds(m.end)
-        yield {
-            "ph": "X",
-            "name": m.what,
-            "cat": "message",
-            "pid": process,
-            "tid": threads[m.sender, m.receiver],
-            "ts": start / 1000,
-            "dur": (end - start) / 1000,
-            "args": {},
-        }
+        yield _slice(m.what, "message", (process, threads[m.sender, m.receiver]), m, {})
 
 
 def _thread(worker: int, *, sync: bool) -> int:
@@ -69,47 +70,31 @@ def _thread(worker: int, *, sync: bool) -> int:
 
 
 def _names(process: int, chart: Chart) -> Iterator[Event]:
-    def named(what: str, thread: int, **args: object) -> Event:
-        return {"ph": "M", "name": what, "pid": process, "tid": thread, "ts": 0, "args": args}
-
-    yield named("process_name", 0, name=chart.title)
-    yield named("process_labels", 0, labels=chart.split)
-    yield named("process_sort_index", 0, sort_index=process)
+    yield _meta(process, "process_name", 0, name=chart.title)
+    yield _meta(process, "process_labels", 0, labels=chart.split)
+    yield _meta(process, "process_sort_index", 0, sort_index=process)
     for worker in range(chart.workers):
         for sync in (False, True) if chart.has_syncs else (False,):
             thread = _thread(worker, sync=sync)
-            yield named("thread_name", thread, name=f"P{worker} syncs" if sync else f"P{worker}")
-            yield named("thread_sort_index", thread, sort_index=thread)
+            yield _meta(process, "thread_name", thread, name=f"P{worker} syncs" if sync else f"P{worker}")
+            yield _meta(process, "thread_sort_index", thread, sort_index=thread)
 
 
 def _complete(process: int, chart: Chart, box: Box) -> Event:
-    start, end = _nanoseconds(box.start), _nanoseconds(box.end)
     lane = chart.lanes[box.lane].name if box.lane is not None else ""
-    args: dict[str, object] = {"what": box.what, "stage": box.stage}
-    if box.pipe is not None:
-        args["pipe"] = box.pipe
-    if lane:
-        args["lane"] = lane
-    if box.micro_batches:
-        args["micro-batches"] = ", ".join(map(str, box.micro_batches))
-    if box.op:
-        args["op"] = box.op
-    if box.needs:
-        needs = (chart.boxes[i] for i in box.needs)
-        args["needs"] = "; ".join(f"{need.what}, stage {need.stage}, P{need.worker}" for need in needs)
-    if box.detail:
-        args["detail"] = box.detail
-    return {
-        "ph": "X",
-        # Perfetto colours by the name without its numbers: by direction and lane.
-        "name": f"{_SHORT[box.kind]}{box.label}" + (f" {lane}" if lane else ""),
-        "cat": box.kind.value,
-        "pid": process,
-        "tid": _thread(box.worker, sync=box.kind is BoxKind.SYNC),
-        "ts": start / 1000,
-        "dur": (end - start) / 1000,
-        "args": args,
+    known = {
+        "pipe": box.pipe,
+        "lane": lane,
+        "micro-batches": ", ".join(map(str, box.micro_batches)),
+        "op": box.op,
+        "needs": "; ".join(chart.boxes[i].placed for i in box.needs),
+        "detail": box.detail,
     }
+    args = {"what": box.what, "stage": box.stage} | {k: v for k, v in known.items() if v not in (None, "")}
+    # Perfetto colours by the name without its numbers: by direction and lane.
+    name = f"{_SHORT[box.kind]}{box.label}" + (f" {lane}" if lane else "")
+    where = process, _thread(box.worker, sync=box.kind is BoxKind.SYNC)
+    return _slice(name, box.kind.value, where, box, args)
 
 
 def _counters(process: int, chart: Chart, memory: Memory) -> Iterator[Event]:
