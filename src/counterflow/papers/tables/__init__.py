@@ -1,21 +1,42 @@
-"""The tables that ``counterflow reproduce`` knows, a file a paper: each value beside a measured one."""
+"""The tables that ``counterflow reproduce`` knows: each value beside a measured one.
+
+A module a paper has the rows; titles, settings and notes are in ``texts.toml``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from importlib.resources import files
+from typing import Any
 
-from .chimera import chimera_table2
-from .layout import Table
-from .mixpipe import mixpipe_table1
-from .wpipe import wpipe_table1
-from .zero_bubble import zb_table5
+from . import chimera, mixpipe, wpipe, zero_bubble
+from .layout import COLUMNS, Row, Table
 
-TABLES: dict[str, Callable[[], Table]] = {
-    "chimera-table2": chimera_table2,
-    "mixpipe-table1": mixpipe_table1,
-    "wpipe-table1": wpipe_table1,
-    "zb-table5": zb_table5,
+
+@cache
+def _texts() -> dict[str, Any]:
+    return tomllib.loads(files(__package__).joinpath("texts.toml").read_text(encoding="utf-8"))
+
+
+def _table(name: str, rows: Callable[[], Iterator[Row]]) -> Table:
+    texts = _texts()[name]
+    notes = {
+        key: note if isinstance(note, str) else _texts()[note["of"]]["notes"][key]
+        for key, note in texts["notes"].items()
+    }
+    return Table(name, texts["title"], texts["setting"], COLUMNS, tuple(rows()), notes)
+
+
+_ROWS = {
+    "chimera-table2": chimera.rows,
+    "mixpipe-table1": mixpipe.rows,
+    "wpipe-table1": wpipe.rows,
+    "zb-table5": zero_bubble.rows,
 }
+
+TABLES: dict[str, Callable[[], Table]] = {name: partial(_table, name, rows) for name, rows in _ROWS.items()}
 """What ``counterflow reproduce`` knows, by name."""
 
 __all__ = ["TABLES"]

@@ -25,65 +25,13 @@ from counterflow.schedule.schemes import (
 from .. import closed_forms as forms
 from ..closed_forms import Range
 from .cases import EQUAL, TWICE, Case
-from .layout import COLUMNS, Relation, Row, Table
-
-NOTES = {
-    "gems-limit": (
-        "The published ratio is the limit for N → ∞ with B = 2F, reached from above: the exact makespan "
-        "is D·F + N·D·B + (N−1)·F. With B = F the limit is (D−1)/(D+1)."
-    ),
-    "middle-bubbles": (
-        "The published ratio counts equal slots. With B = 2F each basic unit of D micro-batches also "
-        "idles in its middle, because a backward takes the time of two forwards: (N/D+1)·(D/f−2)·F "
-        "idle in all. At N = D and f = 1 that is the paper's other ratio, (D−2)/(3N/2+D−2)."
-    ),
-    "one-unit": (
-        "Exact at N = D. With direct concatenation every further unit brings its own D−2 idle forwards "
-        "in the middle; the formula has those of one unit."
-    ),
-    "doubled-slots": (
-        "No middle bubbles: D−2 idle slots, each as long as a doubled forward or a backward (2F, the "
-        "backward without recomputation). A mini-batch has N/2 + N such slots, so the ratio is "
-        "(D−2)/(3N/2+D−2); the published one counts 2N."
-    ),
-    "halved-slots": (
-        "No middle bubbles: D−2 idle slots, each as long as a forward or half a backward (F). A "
-        "mini-batch has N + 2N such slots, so the ratio is (D−2)/(3N+D−2); the published one counts 2N."
-    ),
-    "steady": "Of the steady period. Warm-up and drain come once in a training, not once an update.",
-    "mixpipe-idle": (
-        "The published idle time is 5D−3K−4−3Γ. The exact one decides: for K ≥ D/2 there are orders "
-        "with less, and for K < D/2 at D ≥ 6 none reaches it with a peak of K+Γ."
-    ),
-    "hanayo-denominator": (
-        "The published ratio has the exact idle time above the line and only half of it in the makespan "
-        "below: exact at N = P is 2(P−1)/(3PW+2(P−1)), the row beneath."
-    ),
-    "hanayo-units": (
-        "The formula is for N = P. With N = K·P a worker idles 2(K+1)(P−1) stage times in K times the "
-        "work: the further units add only middle bubbles."
-    ),
-    "hanayo-equal": (
-        "The formula is for B = 2F. In equal slots there are no middle bubbles: 2(P−1) stage times idle, "
-        "a ratio of (P−1)/(2WN+P−1)."
-    ),
-    "share": (
-        "The stages of Hanayo are 1/(2·waves) as large as those of the other schemes, the partitions of "
-        "WPipe half as large; counted here by their size. WPipe holds G0 in two versions and G1 in one."
-    ),
-}
+from .layout import Relation, Row
 
 
-def chimera_table2() -> Table:
+def rows() -> Iterator[Row]:
     """Chimera's Table 2 at D = 8, with rows for the schemes it does not have."""
-    return Table(
-        name="chimera-table2",
-        title="Chimera (SC'21), Table 2, with further schemes",
-        setting="D = 8 stages and workers (Hanayo and WPipe: 8 workers); N = 8 and 16 micro-batches",
-        columns=COLUMNS,
-        rows=(*_table_2_rows(8, 8), *_table_2_rows(8, 16)),
-        notes=NOTES,
-    )
+    for n in (8, 16):
+        yield from _table_2_rows(8, n)
 
 
 def _table_2_rows(depth: int, n: int) -> Iterator[Row]:

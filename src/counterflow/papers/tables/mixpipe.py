@@ -17,37 +17,13 @@ from counterflow.schedule.schemes import (
 from .. import closed_forms as forms
 from ..closed_forms import Range
 from .cases import EQUAL, TWICE, Case
-from .chimera import NOTES
-from .layout import COLUMNS, Relation, Row, Table
-
-_NOTES = {
-    "middle-bubbles": (
-        "The published ratio counts D/2−1 bubbles of F + B, as in equal slots. With B = 2F the basic "
-        "unit of D micro-batches also idles in its middle: 2(D−2)·F in all, (D−2)/(5D/2−2)."
-    ),
-    "gems-limit": NOTES["gems-limit"],
-    "figure-3": "The paper's orders of Figure 3: the formula is exact for them.",
-    "less-idle": (
-        "For K ≥ D/2 there are orders with less idle time than 5D−3K−4−3Γ at the same peak of K+Γ; the "
-        "exact simulation of the order that runs decides."
-    ),
-    "out-of-reach": (
-        "For K < D/2 and D ≥ 6 no order reaches 5D−3K−4−3Γ with a peak of K+Γ: with K = 2 and Γ = 0 at "
-        "least 26 instead of 20 idle at D = 6, and 51 instead of 30 at D = 8."
-    ),
-}
+from .layout import Relation, Row
 
 
-def mixpipe_table1() -> Table:
+def rows() -> Iterator[Row]:
     """MixPipe's Table I, with rows for MixPipe itself."""
-    return Table(
-        name="mixpipe-table1",
-        title="MixPipe, Table I, with MixPipe itself",
-        setting="N = D micro-batches; D = 4 and 8 stages and workers",
-        columns=COLUMNS,
-        rows=(*_table_1_rows(4), *_table_1_rows(8)),
-        notes=_NOTES,
-    )
+    for depth in (4, 8):
+        yield from _table_1_rows(depth)
 
 
 def _table_1_rows(depth: int) -> Iterator[Row]:

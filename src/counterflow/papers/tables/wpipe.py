@@ -23,42 +23,13 @@ from counterflow.simulation import ByteCosts, Costs, simulate
 from .. import closed_forms as forms
 from ..closed_forms import Range
 from .cases import EQUAL, TWICE, Case
-from .chimera import NOTES
-from .layout import COLUMNS, Row, Table
-
-_NOTES = {
-    "in-use": (
-        "Versions held, with the one in use. The published size leaves out what is never buffered: "
-        "GPipe's only version (1 model) and WPipe's G1 (half a model)."
-    ),
-    "m-for-n": (
-        "The published figure counts M−w stashed forwards on worker w. 1F1B stashes N−w, however many "
-        "micro-batches a period has: the same at M = N."
-    ),
-    "wpipe-stash": (
-        "The published figure counts M (G0) and M−w (G1) partitions on worker w. G0 in fact reaches "
-        "M+N−w, when N−w forwards of the next period have joined a whole one, and G1 N−w at another "
-        "time, because its backwards follow at once; together never more than M+N−w, which sums to "
-        "(2M+N+1)/4: the published figure at M = N, (M−N)/2 less above."
-    ),
-    "no-recomputation": "The paper has no figure here; recomputation would leave one model, as for 2BW.",
-    "steady": NOTES["steady"],
-    "inputs": (
-        "Stage inputs left out, as in the paper: what is left is one stage at a time on every worker."
-    ),
-}
+from .layout import Row
 
 
-def wpipe_table1() -> Table:
+def rows() -> Iterator[Row]:
     """WPipe's Table 1, all workers together, with the messages of its section 3.4."""
-    return Table(
-        name="wpipe-table1",
-        title="WPipe (ICLR 2022), Table 1, and the messages of section 3.4",
-        setting="N = 4 workers; M = 4 and 8 micro-batches; sizes in models, all workers together",
-        columns=COLUMNS,
-        rows=(*_wpipe_table_rows(4, 4), *_wpipe_table_rows(4, 8)),
-        notes=_NOTES,
-    )
+    for m in (4, 8):
+        yield from _wpipe_table_rows(4, m)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from counterflow.schedule.schemes import dapple, dualpipe_v, interleaved_zb, zb_
 from counterflow.simulation import ByteCosts, Costs, Simulation, simulate
 
 from ..closed_forms import Range
-from .layout import COLUMNS, Relation, Row, Table
+from .layout import Relation, Row
 
 _SOURCE = "Zero Bubble Table 5"
 _SEQUENCE = 1024
@@ -98,25 +98,11 @@ _NAMED: tuple[tuple[Callable[[int, int], Schedule], int], ...] = (
 )
 """Schemes with one copy of the model, and how many stages a worker has in them."""
 
-_NOTES = {
-    "named": (
-        "The best of the named orders (1F1B, zb-h1, zb-h2, zb-v, interleaved-zb, dualpipe-v), which know "
-        "neither times nor memory; the published one was computed for both. V-Half and V-Min take less "
-        "memory and longer, and are not among them."
-    ),
-}
 
-
-def zb_table5() -> Table:
+def rows() -> Iterator[Row]:
     """Zero Bubble's Table 5, all nine settings."""
-    return Table(
-        name="zb-table5",
-        title="Zero Bubble Pipeline Parallelism (ICLR 2024), Table 5, with the times of its Table 9",
-        setting="p workers, m micro-batches; rates of the longest span of a worker; M_B is a stage's memory",
-        columns=COLUMNS,
-        rows=tuple(row for setting in _settings() for row in _rows(setting)),
-        notes=_NOTES,
-    )
+    for setting in _settings():
+        yield from _rows(setting)
 
 
 def _rows(setting: _Setting) -> Iterator[Row]:
