@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from counterflow.synthesis.blocks.modulo import Pattern, _held, cut_of, pattern_of
 from counterflow.synthesis.kernel import numbers_of
-from counterflow.synthesis.problem import CLOSE, Problem
+from counterflow.synthesis.problem import CLOSE, Problem, Words
 
 
 def held(problem: Problem, pattern: Pattern) -> tuple[tuple[float, ...], ...]:
@@ -37,3 +37,8 @@ def faults(problem: Problem, starts: tuple[float, ...], period: float) -> Iterat
         for worker, most in enumerate(holds):
             if most > store.most[worker] * (1 + CLOSE):
                 yield f"worker {worker} holds {most:g} {store.name}, {store.most[worker]:g} are allowed"
+
+
+def mirrored(words: Words) -> Words:
+    """The words read from their ends."""
+    return tuple(word[::-1] for word in words)

@@ -21,14 +21,14 @@ from counterflow.synthesis.blocks.candidates import candidates, way_of
 from counterflow.synthesis.blocks.modulo import least_work, pattern_of, timed, unrolled
 from counterflow.synthesis.blocks.pattern_moves import first_pattern, improved
 from counterflow.synthesis.blocks.pattern_solver import Wanted, solved, unit_of
-from counterflow.synthesis.blocks.squeeze import Squeezer, mirrored, reversed_problem
+from counterflow.synthesis.blocks.squeeze import Squeezer, reversed_problem
 from counterflow.synthesis.blocks.wander import Wanderer
 from counterflow.synthesis.bounds.lower import lower_bound
 from counterflow.synthesis.compute import one_by_one
 from counterflow.synthesis.posing import problem_of
 from counterflow.synthesis.problem import Objective, Problem, peaks
 
-from .checking import faults, held
+from .checking import faults, held, mirrored
 
 V4, V8 = wave(4, 1), wave(8, 1)
 STRAIGHT4, STRAIGHT8 = linear(4), linear(8)

@@ -14,8 +14,9 @@ from counterflow.schedule.placement import Placement, bidirectional, linear, loo
 from counterflow.schedule.workload import plain
 from counterflow.simulation import Link
 from counterflow.synthesis.blocks.candidates import candidates
-from counterflow.synthesis.blocks.squeeze import Squeezer
+from counterflow.synthesis.blocks.squeeze import Lateness, Squeezer
 from counterflow.synthesis.compute import one_by_one
+from counterflow.synthesis.kernel import flat_of, words_of
 from counterflow.synthesis.posing import problem_of
 from counterflow.synthesis.problem import Problem, Words, value_of
 from counterflow.synthesis.search import improve as module
@@ -36,7 +37,8 @@ def problem(
 def starts_of(found: Problem) -> list[Words]:
     """One micro-batch after another, and that squeezed."""
     first = one_by_one(found)
-    return [first, Squeezer(found).squeezed(first)]
+    _, squeezed = Squeezer(found).flat_squeezed(flat_of(first), Lateness())
+    return [first, words_of(squeezed)]
 
 
 def best(found: Problem, starts: Iterable[Words] = (), **how: Any) -> Words:

@@ -29,7 +29,6 @@ from ..kernel import (
     run_next,
     scratch_of,
     settle,
-    words_of,
 )
 from ..problem import CLOSE, Need, Objective, Problem, Store, Words
 
@@ -49,11 +48,6 @@ def reversed_problem(problem: Problem) -> Problem:
         for s in problem.stores
     )
     return replace(problem, letters=letters, stores=stores, sums=())
-
-
-def mirrored(words: Words) -> Words:
-    """The words read from their ends."""
-    return tuple(word[::-1] for word in words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +76,15 @@ class Squeezer:
         seconds, _ = self._ways[0].begin(flat_of(words))
         return seconds
 
-    def squeezed(self, words: Words, late: float = NEVER) -> Words:
-        """Words with waits filled, from the front and from the back in turns as long as that helps.
-
-        Args:
-            words: within the problem's limits, and without a circle of waits.
-            late: see ``Lateness``; the same from both sides.
-        """
-        seconds, flat = self.flat_squeezed(flat_of(words), Lateness(late, late))
-        return words_of(flat) if seconds < self.seconds(words) else words
-
     def flat_squeezed(
         self, flat: Flat, late: Lateness, *, back: bool = False, ended: Callable[[], bool] = lambda: False
     ) -> tuple[float, Flat]:
-        """The best words of several turns, and how long they take.
+        """Words with waits filled, from the front and from the back in turns as long as that helps.
+
+        Returns the best of them, behind how long they take.
 
         Args:
-            flat: words as ``squeezed`` takes them.
+            flat: words within the problem's limits, and without a circle of waits.
             late: for each side.
             back: whether the first turn is from the back.
             ended: asked after each turn whether to stop.
