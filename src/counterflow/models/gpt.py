@@ -88,14 +88,13 @@ class GPTBlock(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         # GPT-2: what is added to the residual stream starts smaller the more blocks add to it.
-        fresh = {
-            "deviation": config.deviation,
-            "output_deviation": config.deviation / math.sqrt(2 * config.layers),
-        }
+        fresh = config.deviation, config.deviation / math.sqrt(2 * config.layers)
         self.attention_norm = nn.LayerNorm(config.hidden)
-        self.attention = SelfAttention(config.hidden, config.heads, config.dropout, causal=True, **fresh)
+        self.attention = SelfAttention(
+            config.hidden, config.heads, config.dropout, causal=True, deviations=fresh
+        )
         self.feed_forward_norm = nn.LayerNorm(config.hidden)
-        self.feed_forward = FeedForward(config.hidden, tanh=True, **fresh)
+        self.feed_forward = FeedForward(config.hidden, tanh=True, deviations=fresh)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:

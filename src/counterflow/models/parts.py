@@ -163,8 +163,7 @@ class SelfAttention(nn.Module):
         heads: attention heads.
         dropout: share of the attention weights that is dropped in training.
         causal: whether a position sees only itself and those before it.
-        deviation: of the fresh weights, those of the output projection excepted.
-        output_deviation: of these.
+        deviations: of the fresh weights, and of those of the output projection.
     """
 
     def __init__(
@@ -174,15 +173,14 @@ class SelfAttention(nn.Module):
         dropout: float,
         *,
         causal: bool,
-        deviation: float = INITIAL_DEVIATION,
-        output_deviation: float = INITIAL_DEVIATION,
+        deviations: tuple[float, float] = (INITIAL_DEVIATION, INITIAL_DEVIATION),
     ) -> None:
         super().__init__()
         self.heads = heads
         self.dropout = dropout
         self.causal = causal
-        self.queries_keys_values = Projection(hidden, 3 * hidden, deviation)
-        self.output = Projection(hidden, hidden, output_deviation)
+        self.queries_keys_values = Projection(hidden, 3 * hidden, deviations[0])
+        self.output = Projection(hidden, hidden, deviations[1])
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend.
@@ -214,8 +212,7 @@ class FeedForward(nn.Module):
     Args:
         hidden: numbers of a position's vector.
         tanh: whether the GELU is the approximation by a tanh (GPT-2) or exact (BERT).
-        deviation: of the fresh weights of the first map.
-        output_deviation: of those of the second.
+        deviations: of the fresh weights of the first map, and of the second.
     """
 
     def __init__(
@@ -223,13 +220,12 @@ class FeedForward(nn.Module):
         hidden: int,
         *,
         tanh: bool,
-        deviation: float = INITIAL_DEVIATION,
-        output_deviation: float = INITIAL_DEVIATION,
+        deviations: tuple[float, float] = (INITIAL_DEVIATION, INITIAL_DEVIATION),
     ) -> None:
         super().__init__()
-        self.expand = Projection(hidden, 4 * hidden, deviation)
+        self.expand = Projection(hidden, 4 * hidden, deviations[0])
         self.activation = nn.GELU("tanh" if tanh else "none")
-        self.contract = Projection(4 * hidden, hidden, output_deviation)
+        self.contract = Projection(4 * hidden, hidden, deviations[1])
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[samples, positions, hidden] to the same shape."""
