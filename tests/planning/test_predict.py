@@ -87,7 +87,7 @@ def test_compressed_messages_are_half_as_long(pipeline: dict[str, Any], share: f
     play = Predictor(model, PROFILE, slow).play(one)
     assert play.costs.message_bytes == (8 * share, 4 * share, 4 * share, 4 * share)
     assert play.costs.skip_bytes == (60 * share,)
-    assert play.buffers == Predictor(replace(model, config={}), PROFILE, slow).play(one).buffers
+    assert play.beside == Predictor(replace(model, config={}), PROFILE, slow).play(one).beside
     plain = replace(model, skips=())
     found = predict(plain, PROFILE, slow, one)
     assert found.step_seconds == pytest.approx(4 * 3 + 6 * (0.25 + 0.5 * 4 * share))
@@ -285,8 +285,7 @@ def test_layers_are_cut_by_cost_or_evenly() -> None:
         cut(model, PROFILE, Cutting.EVEN, 7, samples=1)
     stages = stage_costs(model, PROFILE, (3, 5), samples=2)
     assert list(stages.forward) == [2 + 1 + 1, 2, 1 + 1 + 2]
-    held = [stages.bytes.weights, stages.bytes.layers]
-    assert held == [(500, 200, 500), (3, 2, 3)]
+    assert (stages.weights, stages.cuts) == ((500, 200, 500), (3, 5))
     assert stages.doubled_forward[1] == 2 * stages.half_backward[1] == 4
 
 

@@ -13,30 +13,80 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from counterflow.errors import ConfigError
 from counterflow.program.actions import Matching
 from counterflow.program.communicators import communicators
 from counterflow.schedule.ir import Schedule
-from counterflow.schedule.modes import Recompute, Sync
-from counterflow.schedule.placement import Placement
-from counterflow.simulation import Costs, Simulation, peak_bytes, simulate
-from counterflow.simulation.op_costs import per_stage, stage_bytes
+from counterflow.schedule.modes import Sync
+from counterflow.simulation import Costs, Simulation, simulate
+from counterflow.simulation.memory import Changes
 from counterflow.simulation.timed_schedule import timed
 
 from .cost.device_placement import Network, mesh, sum_over
-from .cost.memory import walked
+from .cost.memory import allowed, counted_twice, message_buffers, skips_in_flight, together, walked
 from .cost.sharded_state import ShardedState
 from .cost.stages import PlannedOps, StageCosts
+from .inputs.model import Model
 from .prediction import Configuration, Parts, Prediction, WorkerMemory
 
 if TYPE_CHECKING:
     from .predict import Predictor
 
-_WITHOUT_STATE = "costs", "simulation", "updates", "_played", "_steady", "_core_seconds", "_work", "_peaks"
-"""What of a play optimiser state has no part in, wherever it is kept."""
+
+@dataclass(frozen=True)
+class Timing:
+    """What the simulator makes of a schedule and costs; where optimiser state is kept has no part in it.
+
+    Attributes:
+        schedule: the order.
+        costs: what it is played with.
+        model: whether its steps have a barrier, and updates wait for a norm.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    model: Model
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The schedule played."""
+        return simulate(self.schedule, self.costs)
+
+    @cached_property
+    def steady(self) -> float:
+        """Seconds of an update where steps follow each other without a barrier."""
+        seconds = self.simulation.steady_step
+        if seconds is None:
+            raise ConfigError(
+                f"{self.schedule}: an asynchronous scheme is timed by the periods of its steady part, and "
+                "these are not alike or too few; its builder has to say where they are (Schedule.steady)"
+            )
+        return seconds
+
+    @cached_property
+    def update(self) -> float:
+        """Seconds of an update's ops, messages and sums, with or without a barrier as the config says."""
+        if not self.schedule.synchronous:
+            return self.steady
+        if self.model.barrier:
+            return self.simulation.makespan
+        seconds = self.simulation.steady_step_clipped if self.model.clips else self.simulation.steady_step
+        assert seconds is not None  # it has a flush
+        return seconds
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """Seconds of ops of each worker in an update."""
+        if self.schedule.synchronous:
+            return self.simulation.busy
+        return tuple(busy / self.schedule.periods for busy in self.simulation.busy)
+
+    @cached_property
+    def changes(self) -> Changes:
+        """What ops, and weight versions, change of each worker's memory."""
+        return timed(self.schedule).changes(self.costs)
 
 
 @dataclass(frozen=True)
@@ -73,7 +123,7 @@ class Play:
             sync_slowdown=cluster.sync_slowdown,
             replicas=self.configuration.replicas,
             recompute=self.configuration.recompute,
-            memory=self.stages.bytes,
+            memory=self.stages.held(self.configuration.recompute),
         )
 
     @property
@@ -88,18 +138,23 @@ class Play:
         ]
 
     @cached_property
+    def timing(self) -> Timing:
+        """What the simulator makes of it."""
+        return Timing(self.schedule, self.costs, self.predictor.model)
+
+    @property
     def simulation(self) -> Simulation:
         """The schedule played."""
-        return simulate(self.schedule, self.costs)
+        return self.timing.simulation
 
     def with_sync(self, sync: Sync) -> Play:
         """The same in another sync mode."""
         return replace(self, configuration=replace(self.configuration, sync=sync))
 
     def with_zero_stage(self, zero_stage: int) -> Play:
-        """The same with optimiser state sharded, or not; what that has no part in is not played again."""
+        """The same with optimiser state sharded, or not; it is not played again."""
         found = replace(self, configuration=replace(self.configuration, zero_stage=zero_stage))
-        vars(found).update({name: vars(self)[name] for name in _WITHOUT_STATE if name in vars(self)})
+        vars(found)["timing"] = self.timing
         return found
 
     @cached_property
@@ -111,11 +166,6 @@ class Play:
         return self.predictor.sharded_state(
             self.stages, self.schedule.placement, plan.replicas, plan.arrangement, plan.nodes
         )
-
-    @property
-    def _spared(self) -> tuple[float, ...]:
-        """Bytes of optimiser state that others keep for each worker."""
-        return (0.0,) * self.schedule.workers if self.sharded is None else self.sharded.spared
 
     @property
     def update_samples(self) -> int:
@@ -130,12 +180,12 @@ class Play:
     @cached_property
     def seconds(self) -> float:
         """One step, with or without a barrier as the model's config says."""
-        return self.step_seconds(self._played)
+        return self.step_seconds(self.timing.update)
 
-    @cached_property
+    @property
     def steady_seconds(self) -> float:
         """One step, where steps follow each other without a barrier."""
-        return self.step_seconds(self._steady)
+        return self.step_seconds(self.timing.steady)
 
     def step_seconds(self, update_seconds: float) -> float:
         """One step, if an update's ops, messages and sums take so long where no worker waits for a core."""
@@ -144,33 +194,6 @@ class Play:
     def update_limit(self, step_seconds: float) -> float:
         """The most that an update's ops, messages and sums may take in a step of so many seconds."""
         return step_seconds / self.updates - self._update
-
-    @cached_property
-    def _steady(self) -> float:
-        seconds = self.simulation.steady_step
-        if seconds is None:
-            raise ConfigError(
-                f"{self.schedule}: an asynchronous scheme is timed by the periods of its steady part, and "
-                "these are not alike or too few; its builder has to say where they are (Schedule.steady)"
-            )
-        return seconds
-
-    @cached_property
-    def _played(self) -> float:
-        """One update, as simulated."""
-        if not self.schedule.synchronous:
-            return self._steady
-        model, simulation = self.predictor.model, self.simulation
-        if model.barrier:
-            return simulation.makespan
-        seconds = simulation.steady_step_clipped if model.clips else simulation.steady_step
-        assert seconds is not None  # it has a flush
-        return seconds
-
-    @cached_property
-    def _waiting(self) -> float:
-        """Seconds of an update that workers wait for cores which they share."""
-        return max(0.0, self._core_seconds - self._played)
 
     @cached_property
     def _core_seconds(self) -> float:
@@ -182,13 +205,13 @@ class Play:
         cluster = self.predictor.cluster
         if not self.predictor.shares_cores:
             return 0.0
+        work = self.timing.work
         if self.network.cores:
-            work = self._work
             each = self.predictor.tensor_parallel
             return max(each * sum(work[w] for w in on) / cores for on, cores in self.network.cores)
         assert cluster.cores is not None
         devices = self.configuration.replicas * self.predictor.tensor_parallel
-        return sum(self._work) * devices / (cluster.cores * cluster.nodes)
+        return sum(work) * devices / (cluster.cores * cluster.nodes)
 
     @cached_property
     def _update(self) -> float:
@@ -211,81 +234,41 @@ class Play:
         return 0.0 if self.sharded is None else self.sharded.seconds
 
     @cached_property
-    def _work(self) -> tuple[float, ...]:
-        """Seconds of ops of each worker in an update."""
-        if self.schedule.synchronous:
-            return self.simulation.busy
-        return tuple(busy / self.schedule.periods for busy in self.simulation.busy)
-
-    @cached_property
     def memory(self) -> tuple[WorkerMemory, ...]:
-        """Each worker's memory at its peak, with messages as its list has them."""
-        if self.stages.bytes.workspace is None:
-            return self._memory_without_peaks
-        schedule, stages, recompute = self.schedule, self.stages, self.configuration.recompute
-        held = stages.bytes
-        each = stage_bytes(held, recompute, schedule.stages)
-        gradients, optimizer, casts = (
-            schedule.placement.summed(per_stage("bytes", of, schedule.stages))
-            for of in (held.gradients or 0.0, held.optimizer, held.casts)
+        """Each worker's memory at its peak."""
+        stages, placement, changes = self.stages, self.schedule.placement, self.timing.changes
+        each = zip(changes.base, counted_twice(placement, stages), strict=True)
+        bases = [base - twice for base, twice in each]
+        gradients, optimizer, casts = map(
+            placement.summed, (stages.gradients, stages.optimizer, stages.casts)
         )
         if self.sharded is not None:
+            bases = [base - spared for base, spared in zip(bases, self.sharded.spared, strict=True)]
             optimizer = [self.predictor.model.optimizer_states * own for own in self.sharded.most]
-        once = timed(schedule).changes(self.costs)
-        bases = self._without_ties(tuple(b - less for b, less in zip(once.base, self._spared, strict=True)))
-        by_tag = self.predictor.cluster.cores is not None  # workers are processes of this machine, over Gloo
-        peaks = walked(
-            *(schedule, stages, each, recompute),
-            versions=once.versions.tolist(),
-            updating=self._updating(gradients),
-            matching=Matching.TAG if by_tag else Matching.ORDER,
-        )
-        skips = self._skips
+        if stages.measured:
+            by_tag = self.predictor.cluster.cores is not None  # workers are processes of a machine, over Gloo
+            peaks = walked(
+                *(self.schedule, stages, self.configuration.recompute),
+                versions=changes.versions.tolist(),
+                updating=self._updating(gradients),
+                matching=Matching.TAG if by_tag else Matching.ORDER,
+            )
+        else:
+            peaks = allowed(self.schedule, stages, changes)
+        skips, shared = skips_in_flight(self.schedule, stages), self.communicators
         return tuple(
             WorkerMemory(
                 weights=base + peak.versions,
                 activations=peak.activations,
-                buffers=peak.buffers + skip,
+                buffers=peak.buffers + skips[worker],
                 workspace=peak.workspace,
-                gradients=gradient,
-                optimizer=states,
-                casts=cast,
-                communicators=shared,
+                gradients=gradients[worker],
+                optimizer=optimizer[worker],
+                casts=casts[worker],
+                communicators=shared[worker],
             )
-            for base, peak, skip, gradient, states, cast, shared in zip(
-                bases, peaks, skips, gradients, optimizer, casts, self.communicators, strict=True
-            )
+            for worker, (base, peak) in enumerate(zip(bases, peaks, strict=True))
         )
-
-    @cached_property
-    def _memory_without_peaks(self) -> tuple[WorkerMemory, ...]:
-        """The same by a profile that has no peaks of ops: for messages there is an allowance."""
-        peaks = tuple(peak - less for peak, less in zip(self._peaks, self._spared, strict=True))
-        held = self.stages.bytes
-        each = stage_bytes(held, Recompute.NONE, self.schedule.stages)
-        fixed = self.schedule.placement.summed(
-            [w + rest for w, rest in zip(each.weights, each.fixed, strict=True)]
-        )
-        less = map(sum, zip(self._counted_twice, self._spared, strict=True))
-        fixed = [f - not_there for f, not_there in zip(fixed, less, strict=True)]
-        versions = self._further_versions(fixed, peaks)
-        return tuple(
-            WorkerMemory(fixed_ + more, peak - fixed_ - more, buffer, communicators=shared)
-            for fixed_, more, peak, buffer, shared in zip(
-                fixed, versions, peaks, self.buffers, self.communicators, strict=True
-            )
-        )
-
-    def _further_versions(self, fixed: list[float], peaks: tuple[float, ...]) -> list[float]:
-        """Bytes of each worker's further weight versions, in which activations have no part."""
-        if self.schedule.synchronous:
-            return [0.0] * len(fixed)
-        none = (0.0,) * self.schedule.stages
-        idle = replace(
-            self.stages.bytes, activations=none, inputs=none, layer_inputs=none, largest_layer=none
-        )
-        bare = self._without_ties(peak_bytes(self.schedule, Costs(memory=idle)))
-        return [min(b - f, p - f) for b, f, p in zip(bare, fixed, peaks, strict=True)]
 
     def _updating(self, gradients: Sequence[float]) -> list[float]:
         """Bytes that each worker needs for the gradient norm, or for its largest stage's update."""
@@ -300,14 +283,6 @@ class Play:
         ]
 
     @cached_property
-    def buffers(self) -> tuple[float, ...]:
-        """Of each worker's largest message, once to send and once to receive; and skips on their way."""
-        placed = self.schedule.placement.pipes_stages
-        together = max(len(one.micro_batches) for one in self.schedule.workload.passes)
-        buffers = message_buffers(placed, together, self.stages)
-        return tuple(map(sum, zip(buffers, self._skips, strict=True)))
-
-    @cached_property
     def communicators(self) -> tuple[float, ...]:
         """Of each worker's communicators."""
         each = self.predictor.cluster.communicator_bytes
@@ -320,28 +295,13 @@ class Play:
 
     @property
     def beside(self) -> tuple[float, ...]:
-        """What each worker has beside weights and activations: message buffers and communicators."""
-        return tuple(map(sum, zip(self.buffers, self.communicators, strict=True)))
-
-    @cached_property
-    def _skips(self) -> list[float]:
-        """Of skips on their way."""
-        placed = self.schedule.placement.pipes_stages
-        if not self.stages.skips:
-            return [0.0] * self.schedule.workers
-        together = max(len(one.micro_batches) for one in self.schedule.workload.passes)
-        return skips_on_their_way(placed, together, self.schedule.micro_batches, self.stages)
-
-    @cached_property
-    def fits(self) -> bool:
-        """Whether every worker's memory is there."""
-        usable = self.usable_bytes
-        if self.stages.bytes.workspace is None:
-            rows = zip(self._peaks, self.beside, self._spared, strict=True)
-            needed = [peak + buffer - less for peak, buffer, less in rows]
-        else:
-            needed = [worker.total for worker in self.memory]
-        return all(bytes_ <= there for bytes_, there in zip(needed, usable, strict=True))
+        """What each worker may need beside weights and activations, whatever the order: messages, skips,
+        communicators.
+        """
+        schedule, stages = self.schedule, self.stages
+        buffers = message_buffers(schedule.placement, together(schedule), stages)
+        each = zip(buffers, skips_in_flight(schedule, stages), self.communicators, strict=True)
+        return tuple(buffer + skips + shared for buffer, skips, shared in each)
 
     @property
     def usable_bytes(self) -> tuple[float, ...]:
@@ -349,26 +309,21 @@ class Play:
         return self.network.usable_bytes or (self.predictor.cluster.usable_bytes,) * self.schedule.workers
 
     @cached_property
-    def _peaks(self) -> tuple[float, ...]:
-        """Bytes of each worker at its peak, without buffers."""
-        return self._without_ties(peak_bytes(self.schedule, self.costs))
-
-    def _without_ties(self, peaks: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(peak - twice for peak, twice in zip(peaks, self._counted_twice, strict=True))
-
-    @cached_property
-    def _counted_twice(self) -> list[float]:
-        return counted_twice(self.schedule.placement, self.stages)
+    def fits(self) -> bool:
+        """Whether every worker's memory is there."""
+        each = zip(self.memory, self.usable_bytes, strict=True)
+        return all(worker.total <= usable for worker, usable in each)
 
     def prediction(self) -> Prediction:
         """All of it as a record."""
-        idle = 1 - sum(self._work) / len(self._work) / (self.seconds / self.updates) if self.seconds else 0.0
+        work, seconds = self.timing.work, self.seconds
+        idle = 1 - sum(work) / len(work) / (seconds / self.updates) if seconds else 0.0
         return Prediction(
             configuration=replace(self.configuration, cuts=self.stages.cuts),
             schedule=str(self.schedule),
             workers=self.schedule.workers,
             micro_batches=self.schedule.micro_batches,
-            step_seconds=self.seconds,
+            step_seconds=seconds,
             steady_step_seconds=self.steady_seconds,
             mini_batch=self.update_samples if self.mini_batch is None else self.mini_batch,
             updates=round(self.updates),
@@ -391,19 +346,21 @@ class Play:
 
     def parts(self) -> Parts:
         """Where the step's seconds go: what is left out when messages, then syncs, cost nothing."""
+        played, slowed = self.timing, self.predictor.cluster.sync_slowdown != 0
         quiet = replace(self, allreduce_scale=0.0)
         still = replace(quiet, p2p_scale=0.0)
-        work = self._work if self.predictor.cluster.sync_slowdown == 0 else quiet._work  # noqa: SLF001
+        work = quiet.timing.work if slowed else played.work
         mean, most = sum(work) / len(work), max(work)
+        without_sums, without_messages = quiet.timing.update, still.timing.update
         n = self.updates
         return Parts(
             compute=mean * n,
             imbalance=(most - mean) * n,
-            bubbles=(still._played - most) * n,  # noqa: SLF001
-            messages=(quiet._played - still._played) * n,  # noqa: SLF001
-            allreduce=(self._played - quiet._played) * n,  # noqa: SLF001
+            bubbles=(without_messages - most) * n,
+            messages=(without_sums - without_messages) * n,
+            allreduce=(played.update - without_sums) * n,
             update=self._optimizer * n,
-            shared_cores=self._waiting * n,
+            shared_cores=max(0.0, self._core_seconds - played.update) * n,
             broadcasts=self.broadcast_seconds * n,
         )
 
@@ -449,50 +406,3 @@ def sync_crossings(
         return None
     rows = zip(links.crossed, links.allreduce, stages.synced, strict=True)
     return tuple((ways, scale * summed.crossing_seconds_per_byte * size) for ways, summed, size in rows)
-
-
-def message_buffers(
-    pipes: tuple[tuple[int, ...], ...], together: int, stages: StageCosts
-) -> tuple[float, ...]:
-    """Bytes of each worker's largest message, once to send and once to receive.
-
-    Args:
-        pipes: a placement's ``pipes_stages``.
-        together: the most micro-batches that a forward sends at once.
-        stages: the stages' costs.
-    """
-    largest = [0.0] * (max(map(max, pipes)) + 1)
-    for holders in pipes:
-        for stage, (one, other) in enumerate(pairwise(holders)):
-            if one != other:
-                for worker in (one, other):
-                    largest[worker] = max(largest[worker], stages.output_bytes[stage])
-    return tuple(2 * together * size for size in largest)
-
-
-def skips_on_their_way(
-    pipes: tuple[tuple[int, ...], ...], together: int, micro_batches: int, stages: StageCosts
-) -> list[float]:
-    """Bytes that each worker keeps of skips until their users take them, and receives of one.
-
-    A sender is at most as many forwards ahead of a user as there are stages between them.
-    """
-    found = [0.0] * (max(map(max, pipes)) + 1)
-    for holders in pipes:
-        for link, size in stages.skips:
-            sender, user = holders[link.source], holders[link.target]
-            if sender != user:
-                ahead = 1 if link.once else min(link.target - link.source, micro_batches)
-                found[sender] += size * together * ahead
-                found[user] += size * together
-    return found
-
-
-def counted_twice(placement: Placement, stages: StageCosts) -> list[float]:
-    """Bytes of each worker that several of its stages have, of which there is one copy."""
-    found = [0.0] * placement.workers
-    for tie in stages.ties:
-        for worker in range(placement.workers):
-            shared = len({s for _, s in placement.held(worker)} & {*tie.stages})
-            found[worker] += max(0, shared - 1) * tie.held_bytes
-    return found

@@ -11,7 +11,7 @@ from counterflow.errors import ConfigError
 from counterflow.fields import asked
 from counterflow.schedule.modes import Recompute, Sync, parse_mode
 
-from .op_costs import ByteCosts, OpCosts, PerStage, StageOps
+from .op_costs import ByteCosts, OpCosts, PerStage, StageBytes, StageOps
 
 PerLink = float | Sequence[Sequence[float]]
 """One number for every pair of workers, or ``table[sender][receiver]``."""
@@ -65,7 +65,7 @@ class Costs:
         recompute: ``stage`` and ``layer`` add one forward to each backward.
         ops: what ops cost, in place of ``forward`` to ``weight_gradients``, ``recompute`` and the activations
             in ``memory``; so devices may differ, and doubled ops cost what was measured.
-        memory: byte costs; None leaves memory out.
+        memory: byte costs, or bytes by stage with what ``recompute`` makes of them; None leaves memory out.
 
     Raises:
         ConfigError: a cost is negative or not a number.
@@ -127,7 +127,7 @@ class Costs:
         metavar="MODE",
     )
     ops: OpCosts | None = None
-    memory: ByteCosts | None = None
+    memory: ByteCosts | StageBytes | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sync_mode", parse_mode(Sync, "sync_mode", self.sync_mode))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import add
 
 import numpy as np
 
@@ -79,14 +80,19 @@ def peaks_of(first: Sequence[int], changes: Changes) -> tuple[float, ...]:
     A worker runs one op at a time, so what it holds during each follows from the ops before it. ``first`` has
     each worker's first op, and one past the last.
     """
-    peaks = []
-    for base, (begin, stop) in zip(changes.base, pairwise(first), strict=True):
+    return tuple(map(add, changes.base, above_base(first, changes)))
+
+
+def above_base(first: Sequence[int], changes: Changes) -> list[float]:
+    """What each worker holds besides its base when it holds most."""
+    most = []
+    for begin, stop in pairwise(first):
         nodes = slice(begin, stop)
         change = changes.at_end[nodes] + changes.versions[nodes]
         after = np.cumsum(changes.at_start[nodes] + change)
         during = after - change
-        peaks.append(base + max(0.0, float(during.max()), float(after[-1])) if len(after) else base)
-    return tuple(peaks)
+        most.append(max(0.0, float(during.max()), float(after[-1])) if len(after) else 0.0)
+    return most
 
 
 def _steps(base: float, changes: list[tuple[float, int, float]]) -> MemoryUse:

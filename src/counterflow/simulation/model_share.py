@@ -17,7 +17,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.placement import Placement
 
 from .costs import Costs
-from .op_costs import ByteCosts
+from .op_costs import ByteCosts, StageBytes
 
 Record = TypeVar("Record", Costs, ByteCosts)
 
@@ -49,7 +49,7 @@ def of_stages(costs: Costs, placement: Placement, unit: CostsOf) -> Costs:
     """
     if unit is CostsOf.STAGE:
         return costs
-    if costs.ops is not None:
+    if costs.ops is not None or isinstance(costs.memory, StageBytes):
         raise ConfigError(f"costs of ops are those of one schedule's stages; give costs of a {unit}")
     share = (placement.workers if unit is CostsOf.WORKER else 1) / placement.stages
     memory = None if costs.memory is None else _divided(costs.memory, share, unit)

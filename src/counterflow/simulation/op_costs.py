@@ -5,7 +5,7 @@ The simulator asks once for each different piece of work, so it may be asked of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import add
 from typing import TYPE_CHECKING, Protocol
@@ -59,27 +59,6 @@ class OpCosts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Workspace:
-    """Bytes that ops of one micro-batch hold at most; each a number for all stages, or one a stage.
-
-    Attributes:
-        forward: a forward, beside its input, with what it saves.
-        forward_alone: one that saves nothing, as the stage is computed again later.
-        backward: a backward, beside what there was when it began.
-        layer_backward: one that computes each layer again.
-        input_gradient: the first half of a split backward.
-        weight_gradients: the other half.
-    """
-
-    forward: PerStage
-    forward_alone: PerStage
-    backward: PerStage
-    layer_backward: PerStage
-    input_gradient: PerStage
-    weight_gradients: PerStage
-
-
-@dataclass(frozen=True, slots=True)
 class ByteCosts:
     """Bytes of one stage; each a number for all stages or one a stage.
 
@@ -99,7 +78,6 @@ class ByteCosts:
         layer_inputs: those inputs together; None means ``layers`` times ``inputs``.
         largest_layer: most that a layer saves beyond its input, for one micro-batch; None means that all
             layers of the stage save the same.
-        workspace: what ops hold while they run, beside what they were given and what they leave.
     """
 
     weights: PerStage = asked(
@@ -136,7 +114,6 @@ class ByteCosts:
     largest_layer: PerStage | None = None
     beyond_inputs: PerStage | None = None
     casts: PerStage = 0.0
-    workspace: Workspace | None = None
 
 
 def per_stage(name: str, value: PerStage, stages: int) -> list[float]:
@@ -156,116 +133,62 @@ def per_stage(name: str, value: PerStage, stages: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Bytes by stage.
+    """Bytes by stage, with what a kind of recomputation makes of them.
 
     Attributes:
         weights: one version of the weights, and what it is cast to.
         fixed: gradients and optimiser state.
         stash: of one micro-batch, what is kept from its forward to its backward.
-        working: what is there besides while the backward, or its input gradient, runs.
-        between: what is there between input gradient and weight gradients, where these are two ops.
-        forward: what is there besides while a forward runs.
-        split: the same as ``working`` of an input gradient.
-        weights_working: while the weight gradients are made.
+        between: what is kept between input gradient and weight gradients, where these are two ops.
+        space: of each kind of op, what is there besides while it runs.
     """
 
     weights: list[float]
     fixed: list[float]
     stash: list[float]
-    working: list[float]
     between: list[float]
-    forward: list[float]
-    split: list[float]
-    weights_working: list[float]
+    space: Mapping[OpKind, list[float]]
 
     def changes(self, kind: OpKind, stage: int) -> tuple[float, float]:
         """What an op on one micro-batch adds when it starts and when it has ended."""
-        stash, working, between = self.stash[stage], self.working[stage], self.between[stage]
+        stash, between, space = self.stash[stage], self.between[stage], self.space[kind][stage]
         match kind:
             case OpKind.FORWARD:
-                return stash + self.forward[stage], -self.forward[stage]
+                return stash + space, -space
             case OpKind.BACKWARD:
-                return working, -stash - working
+                return space, -stash - space
             case OpKind.INPUT_GRADIENT:
-                working = self.split[stage]
-                return working, between - stash - working
+                return space, between - stash - space
             case OpKind.WEIGHT_GRADIENTS:
-                return self.weights_working[stage], -between - self.weights_working[stage]
+                return space, -between - space
 
 
-def stage_bytes(costs: ByteCosts, recompute: Recompute, stages: int) -> StageBytes:
-    """What a kind of recomputation makes of byte costs."""
-    weights = list(
-        map(add, per_stage("weights", costs.weights, stages), per_stage("casts", costs.casts, stages))
-    )
-    gradients = costs.weights if costs.gradients is None else costs.gradients
-    full = per_stage("activations", costs.activations, stages)
-    inputs = per_stage("inputs", costs.inputs, stages)
-    layers = per_stage("layers", costs.layers, stages)
-    if recompute is Recompute.NONE:
-        stash, working = full, [0.0] * stages
-    elif recompute is Recompute.STAGE:  # the input is there already
-        stash, working = inputs, [max(f - i, 0.0) for f, i in zip(full, inputs, strict=True)]
-        if costs.beyond_inputs is not None:
-            working = per_stage("beyond_inputs", costs.beyond_inputs, stages)
-    else:
+def stage_bytes(costs: ByteCosts | StageBytes, recompute: Recompute, stages: int) -> StageBytes:
+    """What a kind of recomputation makes of byte costs; bytes by stage were made for one already."""
+    if isinstance(costs, StageBytes):
+        return costs
+
+    def each(name: str, instead: PerStage = 0.0) -> list[float]:
+        value = getattr(costs, name)
+        return per_stage(name, instead if value is None else value, stages)
+
+    stash = full = each("activations")
+    inputs, layers, none = each("inputs"), each("layers"), [0.0] * stages
+    again = none
+    if recompute is Recompute.STAGE:  # the input is there already
+        stash = inputs
+        again = each("beyond_inputs", [max(f - i, 0.0) for f, i in zip(full, inputs, strict=True)])
+    elif recompute is Recompute.LAYER:
         stash = [i * n for i, n in zip(inputs, layers, strict=True)]
-        working = [max(f - s, 0.0) / n for f, s, n in zip(full, stash, layers, strict=True)]
-        if costs.layer_inputs is not None:
-            stash = per_stage("layer_inputs", costs.layer_inputs, stages)
-        if costs.largest_layer is not None:
-            working = per_stage("largest_layer", costs.largest_layer, stages)
-    fixed = [
-        g + o
-        for g, o in zip(
-            per_stage("gradients", gradients, stages),
-            per_stage("optimizer", costs.optimizer, stages),
-            strict=True,
-        )
-    ]
-    between = (
-        full
-        if costs.kept_for_weights is None
-        else per_stage("kept_for_weights", costs.kept_for_weights, stages)
+        again = [max(f - s, 0.0) / n for f, s, n in zip(full, stash, layers, strict=True)]
+        stash, again = each("layer_inputs", stash), each("largest_layer", again)
+    return StageBytes(
+        weights=list(map(add, each("weights"), each("casts"))),
+        fixed=list(map(add, each("gradients", costs.weights), each("optimizer"))),
+        stash=stash,
+        between=each("kept_for_weights", full),
+        space=dict(zip(OpKind, (none, again, again, none), strict=True)),
     )
-    none = [0.0] * stages
-    forward, split, weights_working = none, working, none
-    if costs.workspace is not None:
-        kept = [max(s - i, 0.0) for s, i in zip(stash, inputs, strict=True)]  # an input is there before
-        forward, working, split, weights_working = _with_workspace(
-            costs.workspace, recompute, stages, kept, working
-        )
-    return StageBytes(weights, fixed, stash, working, between, forward, split, weights_working)
-
-
-def _with_workspace(
-    space: Workspace,
-    recompute: Recompute,
-    stages: int,
-    kept: list[float],
-    again: list[float],
-) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Of forwards, backwards, input and weight gradients what is there besides.
-
-    ``kept`` is what a forward leaves beside its input, ``again`` what is made by computing it again.
-    """
-    forward = per_stage("forward", space.forward, stages)
-    backward = per_stage("backward", space.backward, stages)
-    first = per_stage("input_gradient", space.input_gradient, stages)
-    second = per_stage("weight_gradients", space.weight_gradients, stages)
-    if recompute is Recompute.NONE:
-        besides = [max(f - k, 0.0) for f, k in zip(forward, kept, strict=True)]
-        return besides, backward, first, second
-    alone = per_stage("forward_alone", space.forward_alone, stages)
-    besides = [max(f - k, 0.0) for f, k in zip(alone, kept, strict=True)]
-    if recompute is Recompute.LAYER:
-        layer = per_stage("layer_backward", space.layer_backward, stages)
-        return besides, layer, layer, second
-
-    def run_again(then: list[float]) -> list[float]:
-        return [max(f, a + b) for f, a, b in zip(forward, again, then, strict=True)]
-
-    return besides, run_again(backward), run_again(first), second
 
 
 @dataclass(frozen=True, slots=True)

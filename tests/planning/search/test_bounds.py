@@ -10,6 +10,7 @@ import pytest
 from counterflow.planning import LayerProfile, Model, Profile
 from counterflow.planning.cost.device_placement import Network
 from counterflow.planning.cost.sharded_state import ShardedState
+from counterflow.planning.cost.stage_memory import StageMemory
 from counterflow.planning.cost.stages import StageCosts, StageTie
 from counterflow.planning.inputs.cluster import Cluster, Collective, Link
 from counterflow.planning.search.bounds import Common, _Path, _ready, _State, _summed, _Worker, common
@@ -17,8 +18,6 @@ from counterflow.planning.search.least_times import Times, least_times, least_wo
 from counterflow.planning.search.shape import Shape
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import bidirectional, linear, looped, wave
-from counterflow.simulation import ByteCosts
-from counterflow.simulation.op_costs import Workspace
 
 CLUSTER = Cluster("c", nodes=1, devices=2, memory_bytes=1000.0, inside=Link(0.0, 0.0), between=Link(0.0, 0.0))
 
@@ -44,7 +43,11 @@ def costs(forward: tuple[float, ...], backward: tuple[float, ...], **others: Any
         "half_input_gradient": none,
         "half_weight_gradients": none,
         "output_bytes": none,
-        "bytes": ByteCosts(),
+        "weights": none,
+        "casts": none,
+        "gradients": others.get("weights", none),
+        "optimizer": none,
+        "memory": tuple(StageMemory(saved=size) for size in others.pop("stash", none)),
         "trained": none,
         "summed": none,
     }
@@ -191,7 +194,8 @@ STAGES = costs(
     (1.0, 2.0),
     (4.0, 8.0),
     output_bytes=(3.0, 0.0),
-    bytes=ByteCosts(weights=[100, 50], activations=[10, 20]),
+    weights=(100.0, 50.0),
+    stash=(10.0, 20.0),
     trained=(10.0, 30.0),
     summed=(1.0, 2.0),
 )
@@ -268,7 +272,9 @@ def test_no_worker_s_memory_is_counted_twice() -> None:
     stages = costs(
         (1.0,) * 4,
         (2.0,) * 4,
-        bytes=ByteCosts(weights=[100, 1, 1, 90], gradients=0, activations=[1, 2, 4, 8]),
+        weights=(100.0, 1.0, 1.0, 90.0),
+        gradients=(0.0,) * 4,
+        stash=(1.0, 2.0, 4.0, 8.0),
         ties=(StageTie((0, 3), 10.0, 10.0, 40.0),),
     )
     shape = straight(2, 1, placement=wave(2, 1))
@@ -289,9 +295,7 @@ def test_stashes_find_place_one_after_the_other() -> None:
 
 
 def test_pipes_that_nothing_passes_need_no_place() -> None:
-    stages = costs(
-        (1.0, 2.0), (4.0, 8.0), bytes=ByteCosts(weights=0, gradients=0, optimizer=0, activations=[10, 20])
-    )
+    stages = costs((1.0, 2.0), (4.0, 8.0), stash=(10.0, 20.0))
     shape = straight(2, 3, placement=bidirectional(2), passes=(3, 0), together=(1, 1))
     found = bounded(shape, stages, links(2))
     assert found.bounds(None).seconds == LAST + 30
@@ -425,12 +429,12 @@ def test_all_later_stages_of_a_worker_come_before_the_first() -> None:
 
 
 def test_a_pipe_that_nothing_passes_stashes_nothing() -> None:
-    stages = costs((1.0, 2.0), (4.0, 8.0), bytes=ByteCosts(gradients=0, activations=[0, 20]))
+    stages = costs((1.0, 2.0), (4.0, 8.0), stash=(0.0, 20.0))
     shape = straight(2, 3, placement=bidirectional(2), passes=(3, 0), together=(1, 1))
     none = bounded(shape, stages, links(2, usable_bytes=(0.0, 1000.0))).bounds(None)
     assert (none.fullest, none.least_bytes) == (0, 0)
 
 
 def test_where_messages_are_walked_their_buffers_are_not_there_throughout() -> None:
-    walked = replace(STAGES, bytes=replace(STAGES.bytes, workspace=Workspace(0, 0, 0, 0, 0, 0)))
+    walked = replace(STAGES, measured=True)
     assert bounded(straight(2, 3), walked, links(2)).bounds(None).least_bytes == 200 + 10

@@ -6,8 +6,11 @@ one that needs it begins; the buffers that were ever needed at once stay. What i
 until the next message to it is sent, or the gradient of it has come. What a worker hands to itself is there
 until the backward of the stage that takes it.
 
-Invariant: every byte is in one part. Not walked: skips (``skips_on_their_way``), messages of other shapes
-than the micro-batch's.
+A profile without the peaks of ops is not that exact: there each worker has an allowance for messages, and
+what its ops leave is added up (``allowed``).
+
+Invariant: every byte is in one part. Not walked: skips (``skips_in_flight``), messages of other shapes than
+the micro-batch's.
 """
 
 from __future__ import annotations
@@ -15,12 +18,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
 
 from counterflow.program.actions import Action, Matching, Receive
 from counterflow.program.lowering import messages, unit_times
 from counterflow.schedule.ir import Op, Product, Schedule
 from counterflow.schedule.modes import Recompute
-from counterflow.simulation.op_costs import StageBytes, per_stage
+from counterflow.schedule.placement import Placement
+from counterflow.simulation.memory import Changes, above_base
 from counterflow.simulation.timed_schedule import timed
 
 from .stages import StageCosts
@@ -42,16 +50,27 @@ class WorkerPeak:
     buffers: float
     versions: float
 
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return self.activations + self.workspace + self.buffers + self.versions
+
+def allowed(schedule: Schedule, stages: StageCosts, changes: Changes) -> tuple[WorkerPeak, ...]:
+    """Each worker's peak without a walk: what its ops leave, and an allowance for messages.
+
+    Args:
+        schedule: the order.
+        stages: what its stages cost.
+        changes: what its ops change, and weight versions, of which the most is counted.
+    """
+    first, buffers = timed(schedule).first, message_buffers(schedule.placement, together(schedule), stages)
+    found = []
+    for worker, most in enumerate(above_base(first, changes)):
+        live = np.cumsum(changes.versions[first[worker] : first[worker + 1]])
+        versions = min(most, float(live.max(initial=0.0)))
+        found.append(WorkerPeak(most - versions, 0.0, buffers[worker], versions))
+    return tuple(found)
 
 
 def walked(
     schedule: Schedule,
     stages: StageCosts,
-    held: StageBytes,
     recompute: Recompute,
     *,
     versions: Sequence[float],
@@ -63,8 +82,7 @@ def walked(
     Args:
         schedule: the order.
         stages: what its stages cost.
-        held: their bytes, with what is recomputed.
-        recompute: what that is.
+        recompute: what is computed again.
         versions: by op, what weight versions add that are made, or freed, when it has ended.
         updating: by worker, what the gradient norm or the optimiser needs.
         matching: how messages are matched, which tells how early receives are posted.
@@ -77,7 +95,7 @@ def walked(
         between[worker][before].append(action)
     found = []
     for worker, order in enumerate(schedule.orders):
-        walk = _Walk(schedule, worker, stages, held, recompute)
+        walk = _Walk(schedule, worker, stages, recompute)
         for number, op in enumerate(order):
             walk.post(between[worker][number])
             walk.run(op)
@@ -93,25 +111,20 @@ class _Walk:
     A stage's input is counted apart from what its forward leaves: in a receive buffer, or as made here.
     """
 
-    def __init__(
-        self, schedule: Schedule, worker: int, stages: StageCosts, held: StageBytes, recompute: Recompute
-    ) -> None:
+    def __init__(self, schedule: Schedule, worker: int, stages: StageCosts, recompute: Recompute) -> None:
         self.placement, self.worker = schedule.placement, worker
-        self.held, self.outputs = held, stages.output_bytes
-        self.last = count = schedule.stages - 1
-        costs = stages.bytes
-        self.entering = per_stage("inputs", costs.inputs, count + 1)
-        full = per_stage("activations", costs.activations, count + 1)
-        assert costs.beyond_inputs is not None
-        beyond = per_stage("beyond_inputs", costs.beyond_inputs, count + 1)
-        self.counted = needed = [a - b for a, b in zip(full, beyond, strict=True)]
+        self.held, self.outputs = stages.held(recompute), stages.output_bytes
+        self.last = schedule.stages - 1
+        each = stages.memory
+        self.entering = [one.inputs for one in each]
+        needed = [one.saved - one.beyond_input for one in each]
+        self.between = [one.kept - own for one, own in zip(each, needed, strict=True)]
+        """What split backwards leave, beside their inputs."""
+        again = recompute is not Recompute.NONE
+        self.counted = self.entering if again else needed
         """Of what forwards leave, their inputs."""
-        self.between = [kept - own for kept, own in zip(held.between, needed, strict=True)]
-        """What split backwards leave, beside that."""
-        self.kept = list(stages.kept_outputs) or [0.0] * (count + 1)
+        self.kept = [0.0 if again else one.kept_output for one in each]
         """Of what forwards leave, their outputs."""
-        if recompute is not Recompute.NONE:
-            self.counted, self.kept = self.entering, [0.0] * (count + 1)
         self.stash = 0.0
         self.inputs = 0.0
         """Of stages, in receive buffers, while their micro-batches are in flight."""
@@ -155,14 +168,14 @@ class _Walk:
         self.over.clear()
         self.here -= self.gone_here
         self.gone_here = 0.0
-        at_start, at_end = (amount * op.work for amount in self.held.changes(op.kind, op.stage))
         if op.kind.whole:
-            self._forward(op, at_start, at_end)
+            self._forward(op)
         else:
-            self._backward(op, at_start, at_end)
+            self._backward(op)
 
-    def _forward(self, op: Op, at_start: float, at_end: float) -> None:
+    def _forward(self, op: Op) -> None:
         stage = op.stage
+        at_start, at_end = (amount * op.work for amount in self.held.changes(op.kind, stage))
         stays = at_start + at_end - self.counted[stage] * op.work
         if stage and not self._is_here(op, stage - 1):
             self.inputs += self._input(op)
@@ -175,7 +188,7 @@ class _Walk:
         """Of a stage's output, what its forward does not keep."""
         return max(0.0, self.outputs[stage] - self.kept[stage])
 
-    def _backward(self, op: Op, at_start: float, at_end: float) -> None:
+    def _backward(self, op: Op) -> None:
         stage, first = op.stage, op.kind.takes is not None
         ends = Product.WEIGHT_GRADIENTS in op.kind.makes
         if first and stage < self.last:
@@ -184,8 +197,7 @@ class _Walk:
         own = self.counted[stage]
         whole = (self.held.stash[stage] - own) * op.work
         rest = max(0.0, self.between[stage] * op.work - gradient)
-        del at_end
-        self._note(at_start, 0.0)
+        self._note(self.held.space[op.kind][stage] * op.work, 0.0)
         self.stash += (0.0 if ends else rest) - (whole if first else rest)
         if ends:
             self._give_back(op, gradient)
@@ -239,3 +251,61 @@ class _Walk:
             return WorkerPeak(0.0, updating, self.most_pool + moving, self.versions)
         _, stash, space, in_flight, versions, inputs = self.best
         return WorkerPeak(stash + inputs, space, self.most_pool - inputs + in_flight, versions)
+
+
+def together(schedule: Schedule) -> int:
+    """The most micro-batches that a forward sends at once."""
+    return max(len(one.micro_batches) for one in schedule.workload.passes)
+
+
+def message_buffers(placement: Placement, together: int, stages: StageCosts) -> tuple[float, ...]:
+    """Bytes of each worker's largest message, once to send and once to receive.
+
+    Args:
+        placement: which worker holds which stage.
+        together: the most micro-batches that a forward sends at once.
+        stages: the stages' costs.
+    """
+    largest = [0.0] * placement.workers
+    for boundary, *both in _boundaries(placement):
+        for worker in both:
+            largest[worker] = max(largest[worker], stages.output_bytes[boundary])
+    return tuple(2 * together * size for size in largest)
+
+
+@lru_cache(maxsize=256)
+def _boundaries(placement: Placement) -> list[tuple[int, int, int]]:
+    """Of each message from a stage to the next: that stage, and the two workers; of all pipes, once each."""
+    found = {
+        (stage, min(both), max(both)): None
+        for holders in placement.pipes_stages
+        for stage, both in enumerate(pairwise(holders))
+        if both[0] != both[1]
+    }
+    return list(found)
+
+
+def skips_in_flight(schedule: Schedule, stages: StageCosts) -> list[float]:
+    """Bytes that each worker keeps of skips until their users take them, and receives of one.
+
+    A sender is at most as many forwards ahead of a user as there are stages between them.
+    """
+    found = [0.0] * schedule.workers
+    for holders in schedule.placement.pipes_stages if stages.skips else ():
+        for link, size in stages.skips:
+            sender, user = holders[link.source], holders[link.target]
+            if sender != user:
+                ahead = 1 if link.once else min(link.target - link.source, schedule.micro_batches)
+                found[sender] += size * together(schedule) * ahead
+                found[user] += size * together(schedule)
+    return found
+
+
+def counted_twice(placement: Placement, stages: StageCosts) -> list[float]:
+    """Bytes of each worker that several of its stages have, of which there is one copy."""
+    found = [0.0] * placement.workers
+    for tie in stages.ties:
+        for worker in range(placement.workers):
+            shared = len({s for _, s in placement.held(worker)} & {*tie.stages})
+            found[worker] += max(0, shared - 1) * tie.held_bytes
+    return found

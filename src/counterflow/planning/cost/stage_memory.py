@@ -1,4 +1,4 @@
-"""What a stage's ops hold at most, from what each of its layers does.
+"""What a stage's activations take, and its ops hold at most, from what each of its layers does.
 
 Invariant: a tensor that two layers keep, one as its output and the next as its input, counts once. Layers run
 one after another: in a forward what was saved stays, in a backward it goes layer by layer, from the last one.
@@ -11,32 +11,103 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from counterflow.simulation.op_costs import Workspace
+from counterflow.schedule.modes import Recompute
+from counterflow.schedule.op import OpKind
+from counterflow.simulation.op_costs import StageBytes
 
 from ..inputs.profile import LayerProfile
 
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes of a stage, for one micro-batch; the fields are those of ``Workspace`` but for four.
+    """Bytes of a stage's activations, for one micro-batch, and of what its ops hold at most while they run.
 
     Attributes:
+        inputs: the stage's input, all that is kept if the stage is computed again.
+        layer_inputs: those of all its layers, and what stays though they are computed again.
         saved: what a forward saves, its input if that is saved.
         beyond_input: the same without its input.
-        kept_output: of it, the stage's output.
         kept: between the halves of a split backward, the stage's input as far as it was saved.
+        kept_output: of what a forward saves, the stage's output.
+        forward: a forward, beside its input, with what it saves.
+        forward_alone: one that saves nothing, as the stage is computed again later.
+        backward: a backward, beside what there was when it began.
+        layer_backward: one that computes each layer again.
+        input_gradient: the first half of a split backward.
+        weight_gradients: the other half.
     """
 
-    saved: float
-    beyond_input: float
-    kept_output: float
-    kept: float
-    forward: float
-    forward_alone: float
-    backward: float
-    layer_backward: float
-    input_gradient: float
-    weight_gradients: float
+    inputs: float = 0.0
+    layer_inputs: float = 0.0
+    saved: float = 0.0
+    beyond_input: float = 0.0
+    kept: float = 0.0
+    kept_output: float = 0.0
+    forward: float = 0.0
+    forward_alone: float = 0.0
+    backward: float = 0.0
+    layer_backward: float = 0.0
+    input_gradient: float = 0.0
+    weight_gradients: float = 0.0
+
+    def stash(self, recompute: Recompute) -> float:
+        """What is kept from a forward to its backward."""
+        if recompute is Recompute.NONE:
+            return self.saved
+        return self.inputs if recompute is Recompute.STAGE else self.layer_inputs
+
+    def space(self, recompute: Recompute) -> tuple[float, float, float, float]:
+        """What each kind of op holds besides while it runs, in the order of ``OpKind``."""
+        left = max(self.stash(recompute) - self.inputs, 0.0)  # by a forward: an input is there before
+        if recompute is Recompute.NONE:
+            first = max(self.forward - left, 0.0)
+            return first, self.backward, self.input_gradient, self.weight_gradients
+        first = max(self.forward_alone - left, 0.0)
+        if recompute is Recompute.LAYER:
+            return first, self.layer_backward, self.layer_backward, self.weight_gradients
+        whole, half = (
+            max(self.forward, self.beyond_input + then) for then in (self.backward, self.input_gradient)
+        )
+        return first, whole, half, self.weight_gradients
+
+
+def stage_bytes(
+    stages: Sequence[StageMemory], recompute: Recompute, weights: list[float], fixed: list[float]
+) -> StageBytes:
+    """Bytes by stage for the simulator, with what is recomputed.
+
+    Args:
+        stages: their activations.
+        recompute: what that is.
+        weights: of one version, and what it is cast to, by stage.
+        fixed: gradients and optimiser state, by stage.
+    """
+    spaces = zip(*(one.space(recompute) for one in stages), strict=True)
+    return StageBytes(
+        weights=weights,
+        fixed=fixed,
+        stash=[one.stash(recompute) for one in stages],
+        between=[one.kept for one in stages],
+        space=dict(zip(OpKind, map(list, spaces), strict=True)),
+    )
+
+
+def without_peaks(layers: Sequence[LayerProfile], inputs: Sequence[float], samples: float) -> StageMemory:
+    """A stage's bytes by a profile that has no peaks: ops hold nothing besides but a layer computed again."""
+    each = [layer.saved(samples) for layer in layers]
+    saved = float(sum(each))
+    return StageMemory(
+        inputs=inputs[0],
+        layer_inputs=_layer_inputs(layers, inputs, samples),
+        saved=saved,
+        beyond_input=max(saved - inputs[0], 0.0),
+        kept=float(sum(layer.kept(samples) for layer in layers)),
+        layer_backward=float(max(max(one - size, 0.0) for one, size in zip(each, inputs, strict=True))),
+    )
+
+
+def _layer_inputs(layers: Sequence[LayerProfile], inputs: Sequence[float], samples: float) -> float:
+    return sum(inputs) + sum(layer.peak(layer.kept_anyway_bytes, samples) for layer in layers)
 
 
 def stage_memory(layers: Sequence[LayerProfile], inputs: Sequence[float], samples: float) -> StageMemory:
@@ -71,10 +142,12 @@ def stage_memory(layers: Sequence[LayerProfile], inputs: Sequence[float], sample
         between.append(kept)
         gone += kept + mine
     return StageMemory(
+        inputs=inputs[0],
+        layer_inputs=_layer_inputs(layers, inputs, samples),
         saved=float(gone + first_kept),
         beyond_input=float(gone),
-        kept_output=float(layers[-1].kept_output(samples)),
         kept=float(first_kept + _kept(layers, inputs, samples)),
+        kept_output=float(layers[-1].kept_output(samples)),
         forward=float(forward),
         forward_alone=float(alone),
         backward=_backward(layers, inputs, samples, own, between),
@@ -162,15 +235,3 @@ def _input_gradient(
         stays = max(0.0, stays - between[number])
         held += max(0.0, gradients - layer.output_bytes * samples) if last else gradients
     return float(most)
-
-
-def workspace_of(stages: Sequence[StageMemory]) -> Workspace:
-    """Of all stages, for the simulator."""
-    return Workspace(
-        forward=tuple(one.forward for one in stages),
-        forward_alone=tuple(one.forward_alone for one in stages),
-        backward=tuple(one.backward for one in stages),
-        layer_backward=tuple(one.layer_backward for one in stages),
-        input_gradient=tuple(one.input_gradient for one in stages),
-        weight_gradients=tuple(one.weight_gradients for one in stages),
-    )

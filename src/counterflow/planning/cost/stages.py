@@ -9,20 +9,21 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from operator import add
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.cuts import balance, explicit, stage_layers
 from counterflow.schedule.ir import OpKind, Product, SkipLink
 from counterflow.schedule.modes import Recompute
-from counterflow.simulation import ByteCosts, Piece
-from counterflow.simulation.op_costs import StageBytes, stage_bytes
+from counterflow.simulation import Piece
+from counterflow.simulation.op_costs import StageBytes
 
 from ..inputs.model import Model
 from ..inputs.profile import LayerProfile, Profile
-from .stage_memory import StageMemory, stage_memory, workspace_of
+from .stage_memory import StageMemory, stage_bytes, stage_memory, without_peaks
 
 
 class Cutting(StrEnum):
@@ -36,7 +37,7 @@ Cuts = Cutting | tuple[int, ...]
 """A rule, or the layers at which each stage after the first begins."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StageCosts:
     """What each stage costs for one micro-batch of ``samples`` samples.
 
@@ -55,14 +56,19 @@ class StageCosts:
         half_input_gradient: seconds of the first half, of half a micro-batch.
         half_weight_gradients: seconds of the other.
         output_bytes: bytes of the stage's output.
-        bytes: what the stage's weights and activations take, in the simulator's terms.
+        weights: bytes of one version of the stage's weights.
+        casts: of what that is cast to in another precision.
+        gradients: of their gradients.
+        optimizer: of their optimiser state.
+        memory: what the stage's activations take, and its ops.
+        measured: whether the profile has the peaks of ops, so that what a worker holds of messages is walked;
+            else there is an allowance for them.
         skips: bytes of what goes past the next stage, or once a step, ascending.
         trained: bytes of the stage's weights that are trained.
         summed: of these, those that only copies of the stage have, so that their gradients are summed alone.
         synced: bytes of those gradients.
         ties: weights that several stages have.
         message_share: bytes of a message for each byte of what it carries: less than 1 if compressed.
-        kept_outputs: bytes of each stage's output that its own forward keeps.
         update_peaks: what the optimiser needs while it updates a stage.
     """
 
@@ -80,20 +86,41 @@ class StageCosts:
     half_input_gradient: tuple[float, ...]
     half_weight_gradients: tuple[float, ...]
     output_bytes: tuple[float, ...]
-    bytes: ByteCosts
+    weights: tuple[float, ...]
+    casts: tuple[float, ...]
+    gradients: tuple[float, ...]
+    optimizer: tuple[float, ...]
+    memory: tuple[StageMemory, ...]
+    measured: bool = False
     skips: tuple[tuple[SkipLink, float], ...] = ()
     trained: tuple[float, ...] = ()
     summed: tuple[float, ...] = ()
     synced: tuple[float, ...] = ()
     ties: tuple[StageTie, ...] = ()
     message_share: float = 1.0
-    kept_outputs: tuple[float, ...] = ()
     update_peaks: tuple[float, ...] = ()
 
     @property
     def message_bytes(self) -> tuple[float, ...]:
         """Bytes in which each stage's output travels."""
         return tuple(self.message_share * size for size in self.output_bytes)
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return len(self.memory)
+
+    def held(self, recompute: Recompute) -> StageBytes:
+        """What the stages' weights and activations take, in the simulator's terms."""
+        if recompute not in self._held:
+            weights = list(map(add, self.weights, self.casts))
+            fixed = list(map(add, self.gradients, self.optimizer))
+            self._held[recompute] = stage_bytes(self.memory, recompute, weights, fixed)
+        return self._held[recompute]
+
+    @cached_property
+    def _held(self) -> dict[Recompute, StageBytes]:
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +154,6 @@ class PlannedOps:
     recompute: Recompute
     slowness: tuple[float, ...] = ()
 
-    @cached_property
-    def _held(self) -> StageBytes:
-        return stage_bytes(self.stages.bytes, self.recompute, len(self.stages.forward))
-
     def seconds(self, piece: Piece) -> float:
         """How long an op takes."""
         seconds = self._profiled(piece)
@@ -161,7 +184,7 @@ class PlannedOps:
 
     def bytes(self, piece: Piece) -> tuple[float, float]:
         """What it adds to its worker's memory when it starts, and when it has ended."""
-        at_start, at_end = self._held.changes(piece.kind, piece.stage)
+        at_start, at_end = self.stages.held(self.recompute).changes(piece.kind, piece.stage)
         return at_start * piece.work, at_end * piece.work
 
 
@@ -228,20 +251,18 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
         ConfigError: the profile has no layers of a kind; cuts that do not make stages.
     """
     cuts = explicit(tuple(cuts), len(model.layers), len(cuts) + 1)
-    stages = [[profile.layer(model.layers[i]) for i in run] for run in stage_layers(cuts, len(model.layers))]
-    # What each layer takes is what the one before it gives.
-    layers = [profile.layer(kind) for kind in model.layers]
-    inputs = [model.input_bytes * samples, *(layer.output_bytes * samples for layer in layers[:-1])]
-    entering = [
-        [inputs[i] for i in run] for run in stage_layers(cuts, len(model.layers))
-    ]  # by stage, by layer
-
-    kinds = [[model.layers[i] for i in run] for run in stage_layers(cuts, len(model.layers))]
     of_kind = {kind: profile.layer(kind) for kind in model.layers}
+    layers = [of_kind[kind] for kind in model.layers]
+    # What each layer takes is what the one before it gives.
+    inputs = [model.input_bytes * samples, *(layer.output_bytes * samples for layer in layers[:-1])]
+    runs = stage_layers(cuts, len(layers))
+    stages = [layers[run.start : run.stop] for run in runs]
+    entering = [inputs[run.start : run.stop] for run in runs]
+    kinds = [model.layers[run.start : run.stop] for run in runs]
 
     def total(of: Callable[[LayerProfile], float]) -> tuple[float, ...]:
         each = {kind: of(layer) for kind, layer in of_kind.items()}
-        return tuple(sum(each[kind] for kind in stage) for stage in kinds)
+        return tuple(sum(map(each.__getitem__, stage)) for stage in kinds)
 
     def op(of: Callable[[LayerProfile], float]) -> tuple[float, ...]:
         return tuple(seconds + profile.op_overhead_seconds for seconds in total(of))
@@ -258,33 +279,14 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
     weights = _less(total(lambda layer: layer.weights_bytes), [row[0] for row in within])
     trained = _less(total(lambda layer: layer.trained_bytes), [row[1] for row in within])
     gradients = _less(total(lambda layer: layer.gradient_bytes), [row[2] for row in within])
-    saved, kept = total(lambda layer: layer.saved(samples)), total(lambda layer: layer.kept(samples))
-    beyond = tuple(max(s - into[0], 0.0) for s, into in zip(saved, entering, strict=True))
-    found: list[StageMemory] = []
-    if any(layer.forward_peak_bytes for layer in of_kind.values()):
-        found = [stage_memory(stage, into, samples) for stage, into in zip(stages, entering, strict=True)]
-        saved, beyond = tuple(one.saved for one in found), tuple(one.beyond_input for one in found)
-        kept = tuple(one.kept for one in found)
-    held = ByteCosts(
-        weights=weights,
-        gradients=gradients,
-        casts=total(lambda layer: layer.cast_bytes),
-        optimizer=tuple(model.optimizer_states * w for w in trained),
-        activations=saved,
-        beyond_inputs=beyond,
-        kept_for_weights=kept,
-        inputs=tuple(into[0] + more for into, more in zip(entering, came, strict=True)),
-        layers=tuple(len(stage) for stage in stages),
-        layer_inputs=tuple(
-            sum(into) + more + sum(layer.peak(layer.kept_anyway_bytes, samples) for layer in stage)
-            for stage, into, more in zip(stages, entering, came, strict=True)
-        ),
-        largest_layer=tuple(
-            max(max(layer.saved(samples) - size, 0.0) for layer, size in zip(stage, into, strict=True))
-            for stage, into in zip(stages, entering, strict=True)
-        ),
-        workspace=workspace_of(found) if found else None,
-    )
+    measured = any(layer.forward_peak_bytes for layer in of_kind.values())
+    of_stage = stage_memory if measured else without_peaks
+    memory = [of_stage(stage, into, samples) for stage, into in zip(stages, entering, strict=True)]
+    if links or any(came):
+        memory = [
+            replace(one, inputs=one.inputs + more, layer_inputs=one.layer_inputs + more)
+            for one, more in zip(memory, came, strict=True)
+        ]
     return StageCosts(
         samples=samples,
         cuts=cuts,
@@ -302,14 +304,18 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
         output_bytes=tuple(
             stage[-1].output_bytes * samples + more for stage, more in zip(stages, following, strict=True)
         ),
-        bytes=held,
+        weights=weights,
+        casts=total(lambda layer: layer.cast_bytes),
+        gradients=gradients,
+        optimizer=tuple(model.optimizer_states * w for w in trained),
+        memory=tuple(memory),
+        measured=measured,
         skips=links,
         trained=trained,
         summed=_less(trained, own),
         synced=_less(gradients, own_gradients),
         ties=ties,
         message_share=model.message_share,
-        kept_outputs=tuple(one.kept_output for one in found),
         update_peaks=tuple(
             float((sum if profile.update_together else max)(layer.update_peak_bytes for layer in stage))
             for stage in stages

@@ -15,13 +15,13 @@ from functools import lru_cache
 
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement
-from counterflow.simulation.op_costs import stage_bytes
 
 from ..cost.device_placement import Network
+from ..cost.memory import counted_twice, message_buffers
 from ..cost.sharded_state import ShardedState
 from ..cost.stages import StageCosts
 from ..inputs.cluster import Cluster
-from ..play import counted_twice, message_buffers, sync_crossings, sync_seconds
+from ..play import sync_crossings, sync_seconds
 from .least_times import Times, least_times
 from .shape import Shape
 
@@ -140,7 +140,7 @@ def common(
         sharded: who owns what with ``zero_stage`` 1; None: it is not tried.
     """
     every = least_times(shape, stages, recompute)
-    held = stage_bytes(stages.bytes, recompute, len(stages.forward))
+    held = stages.held(recompute)
     pipes = shape.placement.pipes_stages
     slowness = network.slowness
     times = [every.on(holders, slowness) for holders in pipes]
@@ -152,8 +152,8 @@ def common(
         twice = counted_twice(shape.placement, stages)
         fixed = [all_ - more for all_, more in zip(fixed, twice, strict=True)]
     # Where messages are walked, those that the list has where a worker holds most may be none.
-    walked = stages.bytes.workspace is not None
-    buffers = (0.0,) * len(owned) if walked else message_buffers(pipes, max(shape.together), stages)
+    none = (0.0,) * len(owned)
+    buffers = none if stages.measured else message_buffers(shape.placement, max(shape.together), stages)
     # Least memory: what is there throughout, and one stash of the worker's largest stage.
     stashes = [
         [together * size for size in held.stash] if count else [0.0] * len(held.stash)

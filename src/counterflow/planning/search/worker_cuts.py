@@ -10,6 +10,7 @@ the same cuts. The measure is an estimate: how long an order takes with them, an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -73,7 +74,8 @@ class Balance:
         """Move one layer after another, each time the best move, while there is a better one."""
         ends = self._ends(cuts)
         while True:
-            worst = int((self._over(ends) if by_memory else self._seconds(ends))[0].argmax())
+            judged = self._over(ends) if by_memory else self._seconds(ends, self._of_stages("seconds", ends))
+            worst = int(judged[0].argmax())
             tried = self._moves(ends, worst)
             best = self._best(tried, by_memory=by_memory)
             if best == 0:
@@ -84,35 +86,25 @@ class Balance:
         """The best, the first of equal ones: by bytes too many, then by when the slowest worker is done, then
         by the longest stage, which all micro-batches have to pass, then by how even workers are.
         """
-        measures = [self._slowest, self._longest, self._uneven]
-        if by_memory:
-            measures.insert(0, self._too_many)
         left = np.arange(len(ends))
+        if by_memory:
+            left = _least(np.maximum(self._over(ends).max(axis=1), 0.0))
+        each = self._of_stages("seconds", ends[left])
+        done = self._seconds(ends[left], each)
+        measures: tuple[Callable[[Ints], Floats], ...] = (
+            lambda some: done[some].max(axis=1),
+            lambda some: self._on_slowest(each[some]).max(axis=1),
+            lambda some: np.square(done[some]).sum(axis=1),
+        )
+        some = np.arange(len(left))
         for measure in measures:
-            values = measure(ends[left])
-            left = left[values <= values.min() * (1 + _ROUNDING)]
-            if len(left) == 1:
-                break
-        return int(left[0])
+            if len(some) > 1:
+                some = some[_least(measure(some))]
+        return int(left[some[0]])
 
-    def _slowest(self, ends: Ints) -> Floats:
-        found: Floats = self._seconds(ends).max(axis=1)
-        return found
-
-    def _longest(self, ends: Ints) -> Floats:
-        each = self._of_stages("seconds", ends)
-        if self.slowness:
-            each = each * _slowed(self.placement, self.slowness).most
-        found: Floats = each.max(axis=1)
-        return found
-
-    def _uneven(self, ends: Ints) -> Floats:
-        found: Floats = np.square(self._seconds(ends)).sum(axis=1)
-        return found
-
-    def _too_many(self, ends: Ints) -> Floats:
-        found: Floats = np.maximum(self._over(ends).max(axis=1), 0.0)
-        return found
+    def _on_slowest(self, each: Floats) -> Floats:
+        """Seconds of stages, on the slowest of their holders."""
+        return each * _slowed(self.placement, self.slowness).most if self.slowness else each
 
     def _over(self, ends: Ints) -> Floats:
         """About how many bytes each worker has too many."""
@@ -132,30 +124,31 @@ class Balance:
     def _excess(self, cuts: tuple[int, ...]) -> float:
         return max(0.0, float(self._over(self._ends(cuts)).max()))
 
-    def _seconds(self, ends: Ints) -> Floats:
-        """When each worker is done at the earliest: its first input, all of its work, its last gradient."""
+    def _seconds(self, ends: Ints, each: Floats) -> Floats:
+        """When each worker is done at the earliest: its first input, all of its work, its last gradient.
+
+        ``each``: the seconds of each stage.
+        """
         if self.slowness:
             slowed = _slowed(self.placement, self.slowness)
-            weighed = self.passes * slowed.holds + slowed.before
-            found: Floats = self._of_stages("seconds", ends) @ weighed
+            found: Floats = each @ (self.passes * slowed.holds + slowed.before)
             return found
-        first = self._sums["seconds"][ends[:, self._table.first]]
-        return self.passes * self._by_worker(self._of_stages("seconds", ends)) + first
+        return self.passes * self._by_worker(each) + self._sums["seconds"][ends[:, self._table.first]]
 
     def _bytes(self, ends: Ints) -> Floats:
         """About what each worker holds."""
-        fixed, saved, inputs = (self._of_stages(name, ends) for name in ("fixed", "saved", "inputs"))
         stages = self.placement.stages
         ahead = np.minimum(self.passes, stages - np.arange(stages))  # from a forward to its backward
-        working = 0.0
+        working: Floats | float = 0.0
         if self.recompute is Recompute.NONE:
-            kept = saved
+            kept = self._of_stages("saved", ends)
         elif self.recompute is Recompute.LAYER:
-            kept = inputs
+            kept = self._of_stages("inputs", ends)
         else:
-            kept, working = self._sums["each input"][ends[:, :-1]], saved.max(axis=1, keepdims=True)
-        buffers = 2 * float(self._sums["each input"][1:].max(initial=0.0))
-        found: Floats = self._by_worker(fixed + ahead * kept) + working + buffers
+            kept = self._sums["each input"][ends[:, :-1]]
+            working = self._of_stages("saved", ends).max(axis=1, keepdims=True)
+        buffers = 2 * float(self._sums["largest input"])
+        found: Floats = self._by_worker(self._of_stages("fixed", ends) + ahead * kept) + working + buffers
         return found
 
     def _of_stages(self, name: str, ends: Ints) -> Floats:
@@ -193,7 +186,7 @@ class Balance:
     def _table(self) -> _Held:
         return _held(self.placement)
 
-    @property
+    @cached_property
     def _sums(self) -> dict[str, Floats]:
         """Of all layers before each; and what each takes."""
         key = self.samples, self.recompute is not Recompute.NONE
@@ -214,7 +207,12 @@ class Balance:
             each = {kind: of(self.profile.layer(kind)) for kind in set(self.model.layers)}
             rows[name] = [each[kind] for kind in self.model.layers]
         found = {name: np.concatenate(([0.0], np.cumsum(row))) for name, row in rows.items()}
-        return found | {"each input": inputs}
+        return found | {"each input": inputs, "largest input": inputs[1:].max(initial=0.0)}
+
+
+def _least(values: Floats) -> Ints:
+    """Where the least of some values are."""
+    return np.flatnonzero(values <= values.min() * (1 + _ROUNDING))
 
 
 @dataclass(frozen=True, slots=True)
