@@ -351,6 +351,27 @@ def test_peak_activations(name: str, data: st.DataObject) -> None:
         assert max(counted) <= promised
 
 
+@pytest.mark.parametrize("name", [n for n, known in SCHEMES.items() if known.most_in_flight])
+@moderate
+@given(data=st.data())
+def test_no_more_of_a_pipe_are_in_flight_than_the_scheme_promises(name: str, data: st.DataObject) -> None:
+    schedule = data.draw(schedules(name))
+    promised = SCHEMES[name].most_in_flight
+    assert promised is not None
+    most = promised(**dict(schedule.options))
+    for order in schedule.orders:
+        parts_left: Counter[tuple[int, int]] = Counter()
+        for op in order:
+            for m in op.micro_batches if op.stage == 0 else ():
+                if op.kind is OpKind.FORWARD:
+                    shares = [one.shares for one in schedule.workload.passes if m in one.micro_batches]
+                    parts_left[op.pipe, m] = sum(m in share.micro_batches for share in shares[0])
+                elif op.kind.takes is not None:
+                    parts_left[op.pipe, m] -= 1
+            in_flight = Counter(pipe for (pipe, _), left in parts_left.items() if left)
+            assert max(in_flight.values(), default=0) <= most
+
+
 @pytest.mark.parametrize("name", [n for n, known in SCHEMES.items() if known.synchronous])
 @moderate
 @given(data=st.data())

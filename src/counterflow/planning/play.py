@@ -163,9 +163,8 @@ class Play:
         plan = self.configuration
         if not plan.zero_stage:
             return None
-        return self.predictor.sharded_state(
-            self.stages, self.schedule.placement, plan.replicas, plan.arrangement, plan.nodes
-        )
+        where = self.schedule.placement, plan.replicas, plan.arrangement, plan.nodes
+        return self.predictor.sharded_state(self.stages.cuts, self.stages.samples, where)
 
     @property
     def update_samples(self) -> int:

@@ -7,13 +7,12 @@ predicted: reading data, the loss's own kernels beyond the profile's layers, and
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Sequence
+from functools import cache, lru_cache, partial
 from typing import Any
 
 from counterflow.errors import ConfigError
 from counterflow.schedule import registry
-from counterflow.schedule.ir import OptionValue, Schedule, SkipLink
+from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement
 from counterflow.simulation.periods import whole_periods
@@ -81,17 +80,17 @@ class Predictor:
         self.cluster = places(cluster, tensor_parallel)
         self.profile = positioned(model, profile, cluster, tensor_parallel)
         self._of_positions = {tensor_parallel: self}
-        self._schedules: OrderedDict[tuple[str, tuple[tuple[str, OptionValue], ...]], Schedule] = (
-            OrderedDict()
-        )
-        self._cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
-        self._balanced: dict[tuple[Placement, int, int, bool, tuple[float, ...]], tuple[int, ...]] = {}
-        self._sums: dict[tuple[int, bool], Any] = {}
-        self._stages: dict[tuple[tuple[int, ...], int], StageCosts] = {}
-        self._networks: dict[tuple[Placement, int, Arrangement, tuple[SkipLink, ...], Runs], Network] = {}
         self._parameters = parameters_of(model, profile)
-        self._shardings: dict[tuple[Placement, int, Arrangement, Runs], Sharding] = {}
-        self._sharded: dict[tuple[object, ...], ShardedState] = {}
+        self._sums: dict[tuple[int, bool], Any] = {}
+        self.schedule = lru_cache(maxsize=_KEPT_SCHEDULES)(partial(_build, far=bool(model.skips)))
+        """Of a scheme and its options; an asynchronous one as long as it takes to see its steady state."""
+        self.network = cache(partial(network, self.cluster))
+        """What messages and all-reduces find; see the function of that name."""
+        self._sharding = cache(partial(Sharding, self.cluster))
+        self.sharded_state = cache(self._sharded_state)
+        self._stage_costs = cache(partial(stage_costs, model, self.profile))
+        self._cut, self._balanced = cache(partial(cut, model, self.profile)), cache(self._balanced_cuts)
+        self._cuts = cache(self._cuts_of)
 
     def predict(self, configuration: Configuration, *, mini_batch: int | None = None) -> Prediction:
         """See the function of that name."""
@@ -149,57 +148,22 @@ class Predictor:
         skips = [link for link, _ in stages.skips]
         if skips or schedule.workload.skips:
             schedule = schedule.with_skips(skips)
-            links = self.network(schedule.placement, *where, skips, nodes=configuration.nodes)
+            links = self.network(schedule.placement, *where, tuple(skips), nodes=configuration.nodes)
         return Play(self, configuration, schedule, stages, links, mini_batch)
 
-    def schedule(self, scheme: str, options: tuple[tuple[str, OptionValue], ...]) -> Schedule:
-        """The schedule; an asynchronous one as long as it takes to see its steady state."""
-        key = (scheme, options)
-        if key in self._schedules:
-            self._schedules.move_to_end(key)
-        else:
-            self._schedules[key] = _build(scheme, dict(options), far=bool(self.model.skips))
-            if len(self._schedules) > _KEPT_SCHEDULES:
-                self._schedules.popitem(last=False)
-        return self._schedules[key]
-
-    def network(
+    def _sharded_state(
         self,
-        placement: Placement,
-        replicas: int,
-        arrangement: Arrangement,
-        skips: Sequence[SkipLink] = (),
-        *,
-        nodes: Runs = (),
-    ) -> Network:
-        """What messages and all-reduces find; see the function of that name."""
-        where = placement, replicas, arrangement, tuple(skips)
-        key = (*where, nodes)
-        if key not in self._networks:
-            self._networks[key] = network(self.cluster, *where, nodes=nodes)
-        return self._networks[key]
-
-    def sharded_state(
-        self,
-        stages: StageCosts,
-        placement: Placement,
-        replicas: int,
-        arrangement: Arrangement,
-        nodes: Runs = (),
+        cuts: tuple[int, ...],
+        samples: int,
+        where: tuple[Placement, int, Arrangement, Runs],
     ) -> ShardedState:
         """Who owns what, and what is sent for it, where optimiser state is sharded."""
-        place = placement, replicas, arrangement, nodes
-        key = (*place, stages.cuts)
-        if key not in self._sharded:
-            if place not in self._shardings:
-                self._shardings[place] = Sharding(self.cluster, *place)
-            self._sharded[key] = self._shardings[place].state(
-                stages,
-                self._parameters,
-                self.model.optimizer_states,
-                together=self.profile.update_together,
-            )
-        return self._sharded[key]
+        return self._sharding(*where).state(
+            self._stage_costs(cuts, samples),
+            self._parameters,
+            self.model.optimizer_states,
+            together=self.profile.update_together,
+        )
 
     def stages(
         self,
@@ -222,25 +186,32 @@ class Predictor:
             on: what its workers are on; only where devices differ, cuts depend on it.
         """
         slowness, usable = (on.slowness, on.usable_bytes) if on is not None else ((), ())
-        key = (cuts, placement, samples, recompute, passes, slowness, usable)
-        if key not in self._cuts:
-            rule = (cuts, placement.stages, samples)
-            if rule not in self._cuts:
-                self._cuts[rule] = cut(self.model, self.profile, *rule)
-            found = self._cuts[rule]
-            if cuts is Cutting.BALANCED:
-                room = usable or self.cluster.usable_bytes
-                judged = placement, passes, samples, recompute, room, self._sums, slowness
-                balance = Balance(self.model, self.profile, *judged)
-                alike = (placement, passes, samples, recompute is Recompute.NONE, slowness)
-                if alike not in self._balanced:
-                    self._balanced[alike] = balance.balanced(found)
-                found = balance.fitting(self._balanced[alike])
-            self._cuts[key] = found
-        costs = (self._cuts[key], samples)
-        if costs not in self._stages:
-            self._stages[costs] = stage_costs(self.model, self.profile, *costs)
-        return self._stages[costs]
+        found = self._cuts(cuts, (placement, passes, samples, recompute), usable, slowness)
+        return self._stage_costs(found, samples)
+
+    def _cuts_of(
+        self,
+        cuts: Cuts,
+        of: tuple[Placement, int, int, Recompute],
+        usable: tuple[float, ...],
+        slowness: tuple[float, ...],
+    ) -> tuple[int, ...]:
+        placement, passes, samples, recompute = of
+        if cuts is not Cutting.BALANCED:
+            return self._cut(cuts, placement.stages, samples)
+        again = recompute is not Recompute.NONE
+        room = usable or self.cluster.usable_bytes
+        balance = Balance(self.model, self.profile, *of, room, self._sums, slowness)
+        return balance.fitting(self._balanced(placement, passes, samples, again, slowness))
+
+    def _balanced_cuts(
+        self, placement: Placement, passes: int, samples: int, again: bool, slowness: tuple[float, ...]
+    ) -> tuple[int, ...]:
+        """Cuts by seconds alone, in which what is computed again counts, and not how."""
+        recompute = Recompute.STAGE if again else Recompute.NONE
+        judged = placement, passes, samples, recompute, math.inf
+        balance = Balance(self.model, self.profile, *judged, self._sums, slowness)
+        return balance.balanced(self._cut(Cutting.BALANCED, placement.stages, samples))
 
 
 def _require_samples(configuration: Configuration) -> None:
@@ -266,12 +237,12 @@ def _require_flush(configuration: Configuration, schedule: Schedule, *, barrier:
         )
 
 
-def _build(scheme: str, options: dict[str, OptionValue], *, far: bool) -> Schedule:
+def _build(scheme: str, given: tuple[tuple[str, OptionValue], ...], *, far: bool) -> Schedule:
     """The schedule; of an asynchronous scheme with enough whole periods in its steady state.
 
     With ``far`` an op may wait for one of as many periods before as there are stages, by a skip.
     """
-    known = registry.scheme(scheme)
+    known, options = registry.scheme(scheme), dict(given)
     if known.synchronous:
         return registry.build(scheme, options)
     one = registry.build(scheme, options | {"periods": 1})

@@ -165,6 +165,8 @@ class Scheme:
         needs: what it needs to have a candidate, for people; "" where there always is one.
         most_stashed: from options to the micro-batches (of one stage) that a worker never stashes more of;
             None: nothing is promised.
+        most_in_flight: from options to the micro-batches of a pipe that are never more on its stage 0 between
+            forward and input gradient; None: nothing beyond ``most_stashed``.
         chunk: what pictures call one of several stages that a worker holds of a pipe.
     """
 
@@ -180,6 +182,7 @@ class Scheme:
     planner: Planner = plainly
     needs: str = ""
     most_stashed: Callable[..., int | None] | None = None
+    most_in_flight: Callable[..., int | None] | None = None
     chunk: str = "chunk"
 
     @property

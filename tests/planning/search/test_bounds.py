@@ -79,6 +79,7 @@ def straight(workers: int, micro_batches: int, **others: Any) -> Shape:
         "parts": 1,
         "split": False,
         "most_stashed": None,
+        "most_in_flight": None,
         "synchronous": True,
     }
     return Shape(**found | others)
@@ -106,6 +107,16 @@ def test_pairs_that_begin_together_leave_less_room_empty() -> None:
     # With four places the other worker decides: 21 s before its first op, 12 s of work, 22 s after.
     for places in (4, 9):
         assert bounded(shape, stages, links(2, 20.0)).bounds(places).seconds_in_any_memory == 21 + 12 + 22
+
+
+def test_few_in_flight_go_one_trip_after_another() -> None:
+    """Five micro-batches, two in flight: three trips of F + 20 + F + B + 20 + B = 46 s, then nothing."""
+    found = bounded(straight(2, 5), costs((1.0, 1.0), (2.0, 2.0)), links(2, 20.0))
+    assert found.bounds(None, most_in_flight=2).seconds_in_any_memory == 3 * 46
+    # Three in flight come back in two trips; the work of worker 1, and the way there, is less with five.
+    assert found.bounds(None, most_in_flight=3).seconds_in_any_memory == 2 * 46
+    assert found.bounds(None, most_in_flight=5).seconds_in_any_memory == 21 + 15 + 22
+    assert found.bounds(None).seconds_in_any_memory == 21 + 15 + 22
 
 
 def test_a_pipe_s_ways_up_down_and_around() -> None:

@@ -267,7 +267,7 @@ def test_no_candidate_beats_its_bound(drawn: tuple[Cluster, Configuration], prof
         update_seconds_per_byte=1e-4,
         step_overhead_seconds=0.3,
         sharded=play.sharded,
-    ).bounds(shape.most_stashed, configuration.zero_stage)
+    ).bounds(shape.most_stashed, configuration.zero_stage, shape.most_in_flight)
     assert bound.seconds_in_any_memory <= play.seconds * (1 + 1e-9)
     work = least_work(shape, MODEL, PROFILE, configuration.samples, configuration.recompute)
     speeds = [1 / slow for slow in links.slowness] or [1.0] * shape.placement.workers
@@ -476,7 +476,7 @@ def test_no_split_candidate_beats_its_bound(
                 Configuration(scheme, group.options, group.replicas, samples, recompute=recompute)
             )
             shared = common(group.shape, play.stages, play.network, cluster, recompute)
-            bound = shared.bounds(group.shape.most_stashed)
+            bound = shared.bounds(group.shape.most_stashed, 0, group.shape.most_in_flight)
             work = least_work(group.shape, MODEL, predictor.profile, samples, recompute)
             each = work * sum(group.shape.passes) / depth
             assert 0 < each <= bound.seconds_in_any_memory * (1 + 1e-9)

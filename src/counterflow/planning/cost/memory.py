@@ -266,11 +266,12 @@ def message_buffers(placement: Placement, together: int, stages: StageCosts) -> 
         together: the most micro-batches that a forward sends at once.
         stages: the stages' costs.
     """
-    largest = [0.0] * placement.workers
-    for boundary, *both in _boundaries(placement):
-        for worker in both:
-            largest[worker] = max(largest[worker], stages.output_bytes[boundary])
-    return tuple(2 * together * size for size in largest)
+    largest, sizes = [0.0] * placement.workers, stages.output_bytes
+    for boundary, one, other in _boundaries(placement):
+        size = sizes[boundary]
+        largest[one] = max(largest[one], size)
+        largest[other] = max(largest[other], size)
+    return tuple([2 * together * size for size in largest])
 
 
 @lru_cache(maxsize=256)

@@ -9,6 +9,7 @@ gradients; weight gradients may be made at any time after theirs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -53,6 +54,7 @@ class Common:
         least: seconds of an update, without what the order's promise says.
         after: seconds that follow the last op whatever the order: a sum.
         workers: what a promise is reckoned with; empty where none helps.
+        trips: of each pipe, its micro-batches and the least seconds of one from stage 0 to the last and back.
         together: the most micro-batches that go through a pipe together.
         states: by ``zero_stage``.
     """
@@ -60,13 +62,24 @@ class Common:
     least: float
     after: float
     workers: tuple[_Worker, ...]
+    trips: frozenset[tuple[int, float]]
     together: int
     states: tuple[_State, ...]
 
-    def bounds(self, most_stashed: int | None, zero_stage: int = 0) -> Bounds:
-        """The bounds, if no worker stashes more micro-batches (of a stage) than that; None: not known."""
+    def bounds(
+        self, most_stashed: int | None, zero_stage: int = 0, most_in_flight: int | None = None
+    ) -> Bounds:
+        """The bounds, if no worker stashes more micro-batches (of a stage) than that, and no pipe has more in
+        flight; None: not known.
+
+        (2c) When the k-th forward of stage 0 after k first ones starts, one of these has come back; so each k
+        of a pipe follow the k before by a way to the last stage and back, or more.
+        """
         state = self.states[zero_stage]
         at_all = self.least
+        if most_in_flight is not None:
+            for count, seconds in self.trips:
+                at_all = max(at_all, -(-count // most_in_flight) * seconds + self.after)
         if most_stashed is not None:
             for worker in self.workers:
                 at_all = max(at_all, worker.promised(most_stashed, self.together) + self.after)
@@ -126,7 +139,7 @@ def common(
     barrier: bool = True,
     sharded: ShardedState | None = None,
 ) -> Common:
-    """What bounds a candidate; ``.bounds(shape.most_stashed)`` heeds the peak that the shape promises, too.
+    """What bounds a candidate; its ``bounds`` heed what the shape promises of its order, too.
 
     Args:
         shape: of its schedule.
@@ -183,7 +196,7 @@ def common(
 
     if (shape.split and shape.parts > 1) or not shape.synchronous or not barrier:
         # Whatever the order, and in the steady state too, a worker runs every op of an update.
-        return Common(max(work), 0.0, (), 1, states())
+        return Common(max(work), 0.0, (), frozenset(), 1, states())
     syncs = sync_seconds(stages, network) if network.copies > 1 else (0.0,) * len(held.weights)
     ops = alone = 0.0
     workers = []
@@ -208,8 +221,8 @@ def common(
     # sum of stage 0's gradients cannot start before: whatever the sync mode, it comes on top. Split, likewise
     # of input gradients, which weight gradients follow.
     least = max(ops + syncs[0], alone, summed)
-    together = max(shape.together)
-    return Common(least, syncs[0], tuple(workers), together, states())
+    trips = frozenset((count, path.stay[0]) for count, path in zip(shape.passes, paths, strict=True))
+    return Common(least, syncs[0], tuple(workers), trips, max(shape.together), states())
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,30 +296,30 @@ def _ready(shape: Shape, times: list[Times], paths: list[_Path]) -> list[float]:
     the first input is there, of all micro-batches of the pipe: the stage's own ops, the forwards of the
     pipe's earlier stages that it holds, and the forwards and backwards of later ones.
     """
-    ready = [0.0] * shape.placement.stages
-    every = zip(shape.placement.pipes_stages, times, paths, shape.passes, strict=True)
-    for holders, takes, path, count in every:
+    ready, last = [0.0] * shape.placement.stages, shape.placement.stages - 1
+    for holders, takes, path, count in zip(
+        shape.placement.pipes_stages, times, paths, shape.passes, strict=True
+    ):
         if not count:
             continue
-        forwards: dict[int, float] = {}  # by worker, of its stages up to here
-        begins: dict[int, float] = {}
+        forwards = [0.0] * shape.placement.workers  # by worker, of its stages up to here
+        begins = [math.inf] * shape.placement.workers
         earlier = []
         for stage, worker in enumerate(holders):
-            earlier.append(forwards.get(worker, 0.0))
-            forwards[worker] = earlier[-1] + takes.forward[stage]
-            begins.setdefault(worker, path.before[stage])
-        behind: dict[int, float] = {}  # by worker, of its later stages
+            earlier.append(forwards[worker])
+            forwards[worker] += takes.forward[stage]
+            begins[worker] = min(begins[worker], path.before[stage])
+        behind = [0.0] * shape.placement.workers  # by worker, of its later stages
         later = 0.0
-        for stage in reversed(range(len(ready))):
-            worker = holders[stage]
-            others = earlier[stage] + behind.get(worker, 0.0)
-            if stage + 1 < len(ready):
+        for stage in range(last, -1, -1):
+            worker, through = holders[stage], takes.through[stage]
+            others = earlier[stage] + behind[worker]
+            if stage < last:
                 # The way from the end of a backward of the next stage to the end of this one's.
                 later += path.after[stage + 1] - path.after[stage]
-            later = max(begins[worker] + count * (others + takes.through[stage]), later)
-            own = begins[worker] + count * (others + takes.both[stage])
-            ready[stage] = max(ready[stage], later, own)
-            behind[worker] = behind.get(worker, 0.0) + takes.through[stage]
+            later = max(begins[worker] + count * (others + through), later)
+            ready[stage] = max(ready[stage], later, begins[worker] + count * (others + takes.both[stage]))
+            behind[worker] += through
     return ready
 
 

@@ -52,10 +52,15 @@ class TooLarge:
     worker: int
     usable_bytes: float
 
+    @property
+    def excess_bytes(self) -> float:
+        """What that worker lacks."""
+        return self.needed_bytes - self.usable_bytes
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Rejections:
-    """What became of a scheme's candidates, in numbers.
+    """What became of a scheme's candidates, in numbers; a search counts them.
 
     Attributes:
         scheme: its name.
@@ -67,11 +72,17 @@ class Rejections:
     """
 
     scheme: str
-    candidates: int
-    too_large: int
-    slower: int
-    simulated: int
-    closest: TooLarge | None
+    candidates: int = 0
+    too_large: int = 0
+    slower: int = 0
+    simulated: int = 0
+    closest: TooLarge | None = None
+
+    def refuse(self, found: TooLarge) -> None:
+        """Count a candidate that does not fit."""
+        self.too_large += 1
+        if self.closest is None or found.excess_bytes < self.closest.excess_bytes:
+            self.closest = found
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from operator import attrgetter
 
 from counterflow.errors import PlanError
 from counterflow.schedule.modes import Recompute, Sync
+from counterflow.simulation.player import load_numba
 
 from ..cost.device_placement import Arrangement, Network
 from ..inputs.cluster import Cluster
@@ -41,6 +42,9 @@ Progress = Callable[[int, int, str], None]
 
 _PREFERRED = (Sync.EAGER_OPT, Sync.EAGER, Sync.END)
 """Of sync modes that are equally quick the first is taken."""
+
+_MANY = 4000
+"""Candidates of which enough are played for the compiled player to be loaded before the first."""
 
 _ROUNDING = 1 + 1e-9
 """A bound adds the same seconds as a play in another order."""
@@ -69,21 +73,6 @@ class _Candidate:
     @property
     def seconds_in_any_memory(self) -> float:
         return self.bound.seconds_in_any_memory * self.updates
-
-
-@dataclass(slots=True)
-class _Tally:
-    candidates: int = 0
-    too_large: int = 0
-    slower: int = 0
-    simulated: int = 0
-    closest: TooLarge | None = None
-
-    def refuse(self, found: TooLarge) -> None:
-        self.too_large += 1
-        more = found.needed_bytes - found.usable_bytes
-        if self.closest is None or more < self.closest.needed_bytes - self.closest.usable_bytes:
-            self.closest = found
 
 
 @dataclass(slots=True)
@@ -156,7 +145,7 @@ def search(
         PlanError: no candidate fits; the message says what each scheme would need.
     """
     constraints = Constraints() if constraints is None else constraints
-    best, tallies, omissions = _Best(count), dict[str, _Tally](), list[Omission]()
+    best, tallies, omissions = _Best(count), dict[str, Rejections](), list[Omission]()
     runs: list[_Search] = []
     whole = Predictor(model, profile, cluster)
     for positions in dict.fromkeys(constraints.tensor_parallel):
@@ -183,10 +172,7 @@ def search(
     return Found(
         best=tuple(best.plans),
         of_schemes=tuple(sorted(best.of_schemes.values(), key=attrgetter("seconds", "place"))),
-        rejections=tuple(
-            Rejections(name, t.candidates, t.too_large, t.slower, t.simulated, t.closest)
-            for name, t in tallies.items()
-        ),
+        rejections=tuple(tallies.values()),
         omissions=tuple(omissions),
         in_more_memory=in_more_memory,
         mini_batch=mini_batch,
@@ -211,7 +197,7 @@ class _Search:
         mini_batch: int,
         constraints: Constraints,
         best: _Best,
-        tallies: dict[str, _Tally],
+        tallies: dict[str, Rejections],
         *,
         progress: Progress | None,
         place: int,
@@ -229,6 +215,8 @@ class _Search:
 
     def run(self, groups: list[Group]) -> None:
         waiting = self._by_work(groups)
+        if self.total - self.decided > _MANY:
+            load_numba()
         while waiting:
             _, _, bounded, members = heappop(waiting)
             scheme = members[0].group.scheme
@@ -254,7 +242,7 @@ class _Search:
             members = list(self._members(group, place))
             waiting.append((min(one.work for one in members), place, False, members))
             place += len(members)
-            self.tallies.setdefault(group.scheme, _Tally()).candidates += len(members)
+            self.tallies.setdefault(group.scheme, Rejections(group.scheme)).candidates += len(members)
             if number % 100 == 0:
                 self.progress(0, len(groups), "bounds")
         self.total = place
@@ -299,7 +287,8 @@ class _Search:
                 passes=-(-sum(shape.passes) // len(shape.passes)),
                 on=candidate.links,
             )
-            place = shape.placement, group.replicas, *where
+            place = stages.cuts, group.samples, (shape.placement, group.replicas, *where)
+            sharded = self.predictor.sharded_state(*place) if 1 in group.zero_stages else None
             self.known[key] = common(
                 shape,
                 stages,
@@ -309,9 +298,9 @@ class _Search:
                 update_seconds_per_byte=self.predictor.profile.update_seconds_per_byte,
                 step_overhead_seconds=self.predictor.profile.step_overhead_seconds,
                 barrier=self.predictor.model.barrier,
-                sharded=self.predictor.sharded_state(stages, *place) if 1 in group.zero_stages else None,
+                sharded=sharded,
             )
-        return self.known[key].bounds(shape.most_stashed, candidate.zero_stage)
+        return self.known[key].bounds(shape.most_stashed, candidate.zero_stage, shape.most_in_flight)
 
     def _networks(self, shape: Shape, replicas: int) -> list[tuple[Arrangement, Runs, Network]]:
         """The arrangements, and orders of nodes, that differ in what workers, messages and sums find."""
@@ -335,7 +324,7 @@ class _Search:
         cluster = predictor.cluster
         if predictor.model.skips or cluster.kinds or 1 < cluster.devices < cluster.size:
             return False
-        links = predictor.network(shape.placement, replicas, self.constraints.arrangements[0])
+        links = predictor.network(shape.placement, replicas, self.constraints.arrangements[0], nodes=())
         return not any(links.crossed)
 
     def _decide(self, members: list[_Candidate]) -> list[_Candidate]:

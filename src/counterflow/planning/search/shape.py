@@ -23,6 +23,8 @@ class Shape:
         parts: the most parts that a micro-batch's backward is divided into.
         split: whether input and weight gradients may be ops of their own.
         most_stashed: micro-batches (of one stage) that a worker never stashes more of; None: not known.
+        most_in_flight: micro-batches of a pipe that are never more between their forward on stage 0 and their
+            input gradient there; None: not known.
         synchronous: whether updates flush the pipeline.
     """
 
@@ -32,6 +34,7 @@ class Shape:
     parts: int
     split: bool
     most_stashed: int | None
+    most_in_flight: int | None
     synchronous: bool
 
     @property
@@ -52,9 +55,11 @@ def shape_of(scheme: Scheme, options: Options) -> Shape:
         (name, v) for name, v in options if not (known := scheme.option(name)) or not known.order_only
     )
     shape = _shape(scheme, needed)
-    if scheme.most_stashed is None:
-        return shape
-    return replace(shape, most_stashed=scheme.most_stashed(**given))
+    promises = (one and one(**given) for one in (scheme.most_stashed, scheme.most_in_flight))
+    most_stashed, most_in_flight = promises
+    # What is in flight on stage 0 is stashed there.
+    both = [most for most in (most_stashed, most_in_flight) if most is not None]
+    return replace(shape, most_stashed=most_stashed, most_in_flight=min(both, default=None))
 
 
 @lru_cache(maxsize=1024)
@@ -70,7 +75,13 @@ def _shape(scheme: Scheme, options: Options) -> Shape:
         for share in one.shares:
             parts = max(parts, share.parts)
             split = split or bool(share.split)
-    promised = None  # see shape_of
     return Shape(
-        workload.placement, tuple(passes), tuple(together), parts, split, promised, workload.synchronous
+        placement=workload.placement,
+        passes=tuple(passes),
+        together=tuple(together),
+        parts=parts,
+        split=split,
+        most_stashed=None,  # see shape_of
+        most_in_flight=None,
+        synchronous=workload.synchronous,
     )

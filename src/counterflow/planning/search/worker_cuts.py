@@ -116,7 +116,7 @@ class Balance:
         between move up by one.
         """
         may = [stage for stage in self._table.held[worker] if ends[0, stage + 1] - ends[0, stage] > 1]
-        return np.concatenate((ends, *(ends + _shifts(self.placement.stages, stage) for stage in may)))
+        return ends + _shifts(self.placement.stages, tuple(may))
 
     def _ends(self, cuts: tuple[int, ...]) -> Ints:
         return np.array([[0, *cuts, len(self.model.layers)]], dtype=np.int64)
@@ -263,10 +263,13 @@ def _slowed(placement: Placement, slowness: tuple[float, ...]) -> _Slowed:
 
 
 @lru_cache(maxsize=1024)
-def _shifts(stages: int, stage: int) -> Ints:
-    """What moving a layer from a stage to each other one adds to where stages begin, one move a row."""
-    found = np.zeros((stages, stages + 1), dtype=np.int64)
-    for other in range(stages):
-        found[other, stage + 1 : other + 1] = -1
-        found[other, other + 1 : stage + 1] = 1
-    return np.delete(found, stage, axis=0)
+def _shifts(stages: int, may: tuple[int, ...]) -> Ints:
+    """What no move, then a layer's from some stages to each other one, adds to where stages begin, by row."""
+    rows = [np.zeros((1, stages + 1), dtype=np.int64)]
+    for stage in may:
+        found = np.zeros((stages, stages + 1), dtype=np.int64)
+        for other in range(stages):
+            found[other, stage + 1 : other + 1] = -1
+            found[other, other + 1 : stage + 1] = 1
+        rows.append(np.delete(found, stage, axis=0))
+    return np.concatenate(rows)

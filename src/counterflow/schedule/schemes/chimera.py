@@ -189,6 +189,14 @@ def _most_stashed(
     return 2 * stages if concat == Concat.FORWARD_DOUBLING.value else stages
 
 
+def _most_in_flight(
+    stages: int, pairs: int = 1, concat: str = Concat.DIRECT.value, **_: OptionValue
+) -> int | None:
+    """A unit's: a pipe's first micro-batch of the next unit enters when that of this one has come back."""
+    unit = 2 * stages if concat == Concat.FORWARD_DOUBLING.value else stages
+    return -(-unit // (2 * pairs))
+
+
 SCHEME = Scheme(
     name="chimera",
     build=chimera,
@@ -220,4 +228,5 @@ SCHEME = Scheme(
     planner=_planned,
     needs="an even depth",
     most_stashed=_most_stashed,
+    most_in_flight=_most_in_flight,
 )

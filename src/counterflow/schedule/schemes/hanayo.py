@@ -76,6 +76,10 @@ def _most_stashed(workers: int, waves: int = 1, split: bool = False, **_: Option
     return None if split else 2 * waves * workers
 
 
+def _most_in_flight(workers: int, **_: OptionValue) -> int | None:
+    return workers
+
+
 SCHEME = Scheme(
     name="hanayo",
     build=hanayo,
@@ -100,4 +104,5 @@ SCHEME = Scheme(
     needs="two layers or more for each worker",
     chunk="leg",
     most_stashed=_most_stashed,
+    most_in_flight=_most_in_flight,
 )
