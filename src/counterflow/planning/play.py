@@ -236,13 +236,13 @@ class Play:
     def memory(self) -> tuple[WorkerMemory, ...]:
         """Each worker's memory at its peak."""
         stages, placement, changes = self.stages, self.schedule.placement, self.timing.changes
-        each = zip(changes.base, counted_twice(placement, stages), strict=True)
-        bases = [base - twice for base, twice in each]
+        spared = (0.0,) * placement.workers if self.sharded is None else self.sharded.spared
+        each = zip(changes.base, spared, counted_twice(placement, stages), strict=True)
+        bases = [base - less - twice for base, less, twice in each]
         gradients, optimizer, casts = map(
             placement.summed, (stages.gradients, stages.optimizer, stages.casts)
         )
         if self.sharded is not None:
-            bases = [base - spared for base, spared in zip(bases, self.sharded.spared, strict=True)]
             optimizer = [self.predictor.model.optimizer_states * own for own in self.sharded.most]
         if stages.measured:
             by_tag = self.predictor.cluster.cores is not None  # workers are processes of a machine, over Gloo
