@@ -109,7 +109,7 @@ def test_bytes_are_shared_out_and_messages_are_not() -> None:
     assert stages.memory == cf.ByteCosts(weights=4.0, inputs=3.0, activations=2.0, layers=6.0)
     assert of_stages(costs, cf.schemes.zb_v(4, 8).placement, CostsOf.STAGE) is costs
     one = of_stages(cf.Costs(memory=cf.ByteCosts()), cf.schemes.zb_v(4, 8).placement, CostsOf.WORKER).memory
-    assert one is not None
+    assert isinstance(one, cf.ByteCosts)
     assert one.layers == 1  # no stage has half a layer
 
 

@@ -358,7 +358,7 @@ def test_no_more_of_a_pipe_are_in_flight_than_the_scheme_promises(name: str, dat
     schedule = data.draw(schedules(name))
     promised = SCHEMES[name].most_in_flight
     assert promised is not None
-    most = promised(**dict(schedule.options))
+    most = promised(**dict(schedule.options)) or 0
     for order in schedule.orders:
         parts_left: Counter[tuple[int, int]] = Counter()
         for op in order:

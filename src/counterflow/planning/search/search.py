@@ -18,8 +18,8 @@ from itertools import product
 from operator import attrgetter
 
 from counterflow.errors import PlanError
+from counterflow.program.player import load_numba
 from counterflow.schedule.modes import Recompute, Sync
-from counterflow.simulation.player import load_numba
 
 from ..cost.device_placement import Arrangement, Network
 from ..inputs.cluster import Cluster
