@@ -254,6 +254,7 @@ class Play:
             )
         else:
             peaks = allowed(self.schedule, stages, changes)
+            gradients = optimizer = casts = [0.0] * placement.workers  # state is told as one
         skips, shared = skips_in_flight(self.schedule, stages), self.communicators
         return tuple(
             WorkerMemory(

@@ -85,7 +85,7 @@ class WorkerMemory:
         return self.weights + self.activations + self.workspace + self.buffers + self.communicators
 
     def parts(self) -> dict[str, float]:
-        """All of it by part.
+        """All of it by part, by a profile that has the peaks of ops.
 
         >>> sum(WorkerMemory(10.0, 5.0, 2.0, 1.0, 3.0, 6.0).parts().values())
         18.0

@@ -85,8 +85,10 @@ class MemoryShown(Part):
     workspace_bytes: Annotated[
         float, said("what the op that needs most needs besides; 0: not profiled", "workspace")
     ]
-    gradients_bytes: Annotated[float, said("of `weights_bytes`, gradients", "gradients")]
-    optimizer_bytes: Annotated[float, said("of `weights_bytes`, the optimiser's state", "optimizer")]
+    gradients_bytes: Annotated[float, said("of `weights_bytes`, gradients; 0: not profiled", "gradients")]
+    optimizer_bytes: Annotated[
+        float, said("of `weights_bytes`, the optimiser's state; 0: not profiled", "optimizer")
+    ]
     casts_bytes: Annotated[float, said("of `weights_bytes`, weights cast to another precision", "casts")]
     communicators_bytes: Annotated[
         float, said("communicators; 0: the cluster does not say what one takes", "communicators")
