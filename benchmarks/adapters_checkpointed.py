@@ -90,7 +90,7 @@ def piped(
         made(way), hf.loss, schedule, optimizer=adamw, list_layers=hf.layers, recompute=recompute
     ) as pipeline:
         steps = [pipeline.step(batch(step), batch(step)) for step in range(STEPS)]
-        return [(step.loss, step.grad_norm) for step in steps], pipeline.state_dict()
+        return [(step.loss, step.grad_norm) for step in steps], pipeline.model_state_dict()
 
 
 def error(way: tuple[bool, str] | None, schedule: Any, recompute: str) -> float:

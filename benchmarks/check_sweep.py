@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from counterflow.program.check import inspect
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
+from counterflow.schedule.schemes.chimera import Concat
 
 
 def micro_batches(depth: int) -> list[int]:
@@ -44,7 +45,7 @@ def every_schedule(depth: int, n: int) -> Iterator[Schedule]:
     if depth % 2 == 0:
         yield schemes.gems(depth, n)
         for pairs in (f for f in range(1, depth // 2 + 1) if (depth // 2) % f == 0):
-            for concat in schemes.Concat:
+            for concat in Concat:
                 yield schemes.chimera(depth, n, pairs=pairs, concat=concat)
         yield schemes.mixpipe(depth, n, injected="max")
         shapes = [(k, g) for k in range(2, depth + 1, 2) for g in range((depth - k) // 2 + 1)]

@@ -110,7 +110,7 @@ def write(schedule: Schedule, folder: Path) -> dict[str, Any]:
     for number in range(STEPS):
         made.step(*batch(number, made))
     cf.save_checkpoint(made, folder)
-    return made.training_state_dict()
+    return made.state_dict()
 
 
 def read(
@@ -121,11 +121,11 @@ def read(
     found = {}
     for number, (name, state) in enumerate(states.items()):
         cf.load_checkpoint(made, root / str(number))
-        mine = difference(made.training_state_dict(local=True), state)
+        mine = difference(made.state_dict(local=True), state)
         differs = next(filter(None, made.transport.gather_objects(mine)), "")
         told = [made.step(*batch(STEPS + k, made)) for k in range(NEXT)]
-        steps = [step for step in (*told, *made.flush()) if step.about is not None]
-        found[name] = differs, [step.loss for step in sorted(steps, key=lambda step: step.about or 0)]
+        steps = [step for step in (*told, *made.flush()) if step.reports_step is not None]
+        found[name] = differs, [step.loss for step in sorted(steps, key=lambda step: step.reports_step or 0)]
     return found
 
 
@@ -143,7 +143,7 @@ def difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
         if any(not torch.equal(other["state"][slot], value) for slot, value in kept["state"].items()):
             return f"optimiser of {name}"
     rates = [{k: v for k, v in s.items() if k != "lr_lambdas"} for s in mine["scheduler"].values()]
-    return "" if all(s == {k: theirs["scheduler"][0][k] for k in s} for s in rates) else "scheduler"
+    return "" if all(s == {k: theirs["scheduler"]["0"][k] for k in s} for s in rates) else "scheduler"
 
 
 def main() -> int:

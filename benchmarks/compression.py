@@ -150,7 +150,7 @@ def losses(name: str, steps: int, compress: bool) -> tuple[float, float, int, in
             note(pipeline.transport.rank, f"{name} {'compressed' if compress else 'plain'}: step {step}")
     found += [step.loss for step in pipeline.flush()]
     inputs, targets = job.made.batches.validation(samples, replica=0, replicas=1)
-    validation = pipeline.evaluate(inputs, targets)
+    validation = pipeline.evaluate(inputs, targets).loss
     used = pipeline.compression
     mine = [0.0] * 2 if used is None else [used.plain_bytes, used.sent_bytes]
     counts = pipeline.transport.gather([float(number) for number in mine])

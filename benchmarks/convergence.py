@@ -437,7 +437,7 @@ def in_pipeline(job: Job, tick: Callable[[], None]) -> Curve:
             tick()
         if due(task, job, step + 1):
             found += pipeline.flush()
-            state = pipeline.state_dict()
+            state = pipeline.model_state_dict()
             if first:
                 curve.evaluations[step + 1] = evaluated(task, state)
         told |= {s.about: s.loss for s in found if s.about is not None}

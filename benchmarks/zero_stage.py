@@ -66,7 +66,7 @@ def trained(schedule: cf.Schedule, hidden: int, steps: int) -> list[tuple[int, f
             for value in kept.values()
             if isinstance(value, Tensor)
         )
-        found.append((state, statistics.median(its[2:]), pipeline.state_dict()))
+        found.append((state, statistics.median(its[2:]), pipeline.model_state_dict()))
     return found
 
 

@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from .execution import Batching, Execution
     from .loss_sum import LossSum
     from .planning.comparison import Comparison, compare
+    from .runtime.execution.step import Evaluation, Step
     from .runtime.mini_batch.entries import ENTRIES
     from .runtime.pipeline import Pipeline
     from .runtime.stages.counters import sum_over_copies
     from .runtime.stages.skips import Skip
     from .runtime.workers.launch import launch
+    from .verbs import plan, predict, train, verify
     from .verification.same_model import SameModel, same_model
 
 __version__ = "0.1.0"
@@ -40,6 +42,7 @@ __all__ = [
     "Costs",
     "CounterflowError",
     "DeadlockError",
+    "Evaluation",
     "Execution",
     "LossSum",
     "Op",
@@ -50,6 +53,7 @@ __all__ = [
     "ScheduleError",
     "Simulation",
     "Skip",
+    "Step",
     "Synthesis",
     "WorkerError",
     "check",
@@ -60,12 +64,16 @@ __all__ = [
     "load_weights",
     "lower",
     "models",
+    "plan",
+    "predict",
     "same_model",
     "save_checkpoint",
     "schemes",
     "simulate",
     "sum_over_copies",
     "synthesize",
+    "train",
+    "verify",
 ]
 
 
@@ -73,18 +81,24 @@ _LATE = {
     "Batching": "execution",
     "Comparison": "planning.comparison",
     "ENTRIES": "runtime.mini_batch.entries",
+    "Evaluation": "runtime.execution.step",
     "Execution": "execution",
     "LossSum": "loss_sum",
     "Pipeline": "runtime.pipeline",
     "SameModel": "verification.same_model",
     "Skip": "runtime.stages.skips",
+    "Step": "runtime.execution.step",
     "compare": "planning.comparison",
     "launch": "runtime.workers.launch",
     "load_checkpoint": "checkpoints",
     "load_weights": "checkpoints",
+    "plan": "verbs",
+    "predict": "verbs",
     "same_model": "verification.same_model",
     "save_checkpoint": "checkpoints",
     "sum_over_copies": "runtime.stages.counters",
+    "train": "verbs",
+    "verify": "verbs",
 }
 """By name the module that has it, of those that need torch or take a while."""
 

@@ -162,7 +162,7 @@ class Execution(Options):
 
     Without a barrier a worker goes on with the next step of a synchronous schedule as soon as its own
     stages are updated. Numbers are the same, bit for bit; a later step tells loss and norm
-    (``Step.about``), and ``Pipeline.flush`` ends what is in flight. With ``clip_norm`` or
+    (``Step.reports_step``), and ``Pipeline.flush`` ends what is in flight. With ``clip_norm`` or
     ``skip_non_finite`` updates still wait for the norm of all stages.
     """
 

@@ -39,7 +39,7 @@ def test_into_one_file_and_back(checkpoint: Path, tmp_path: Path) -> None:
         pipeline = cf.Pipeline(model(), loss, cf.schemes.dapple(2, 4), optimizer=adamw, seed=9)
         assert cf.load_checkpoint(pipeline, tmp_path / "begin") == 0
         assert (pipeline.steps, pipeline.streams.seed) == (0, 9)
-        return pipeline.state_dict()
+        return pipeline.model_state_dict()
 
     torch.testing.assert_close(run(begin)[0], weights, rtol=0, atol=0)
     assert not list(tmp_path.glob(".*"))

@@ -128,7 +128,7 @@ def restored(root: str) -> list[dict[str, Any]]:
     assert found is not None
     assert found.records == [{"loss": 1.0}]
     found.restore(other, other.cuts)
-    return [one.training_state_dict(), other.training_state_dict()]
+    return [one.state_dict(), other.state_dict()]
 
 
 def test_what_is_restored_is_what_was_there(tmp_path: Path) -> None:

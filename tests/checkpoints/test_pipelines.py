@@ -67,7 +67,7 @@ def trained(
         pipeline.step(x, y)
     if out is not None:
         assert cf.save_checkpoint(pipeline, out) == out / f"step-{steps.stop}"
-    return pipeline.training_state_dict()
+    return pipeline.state_dict()
 
 
 @pytest.mark.parametrize(
@@ -152,10 +152,10 @@ def averaged(out: Path) -> list[dict[str, Any]]:
     for _ in range(2):
         pipeline.step(*torch.ones(2, 8, 4, dtype=torch.float64))
     cf.save_checkpoint(pipeline, out)
-    kept = pipeline.training_state_dict()["optimizer"]
+    kept = pipeline.state_dict()["optimizer"]
     return [
-        pipeline.state_dict(),
-        {f"{name}.ema": value for name, value in pipeline.state_dict(ema=True).items() if name in kept},
+        pipeline.model_state_dict(),
+        {f"{name}.ema": value for name, value in pipeline.model_state_dict(ema=True).items() if name in kept},
         {f"{name}.{slot}": value for name in kept for slot, value in kept[name]["state"].items()},
     ]
 
@@ -180,7 +180,7 @@ def test_precision_is_converted_and_told(tmp_path: Path, caplog: pytest.LogCaptu
         )
         cf.load_checkpoint(pipeline, tmp_path)
         pipeline.step(*torch.ones(2, 8, 4, dtype=torch.bfloat16))
-        return pipeline.training_state_dict()
+        return pipeline.state_dict()
 
     with caplog.at_level(logging.WARNING):
         found = run(lower)[0]

@@ -73,10 +73,10 @@ class _Adds(torch.nn.Linear):
 def _skipping(schedule: Schedule, recompute: str) -> tuple[list[StageCost], int]:
     past, after = cf.Skip("past the next stage"), cf.Skip("to the next stage")
     layers = [
-        torch.nn.Sequential(torch.nn.Linear(8, 64), past.save()),
-        torch.nn.Sequential(torch.nn.Linear(64, 32), after.save()),
-        torch.nn.Sequential(after.load(), _Adds(32, 32)),
-        torch.nn.Sequential(torch.nn.Linear(32, 64), past.load(), _Adds(64, 64)),
+        torch.nn.Sequential(torch.nn.Linear(8, 64), past.saver()),
+        torch.nn.Sequential(torch.nn.Linear(64, 32), after.saver()),
+        torch.nn.Sequential(after.loader(), _Adds(32, 32)),
+        torch.nn.Sequential(torch.nn.Linear(32, 64), past.loader(), _Adds(64, 64)),
     ]
     inputs, targets = torch.ones(4 * schedule.micro_batches, 8), torch.ones(4 * schedule.micro_batches, 64)
     pipeline = Pipeline(

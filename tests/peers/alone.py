@@ -126,7 +126,7 @@ def piped(case: Case, pairs: Sequence[tuple[Schedule, str]]) -> list[Told]:
             for number in range(STEPS):
                 given = case.given(number)
                 steps.append(pipeline.step(given.inputs, given.targets, kwargs=given.kwargs))
-            found.append(([s.loss for s in steps], [s.grad_norm for s in steps], pipeline.state_dict()))
+            found.append(([s.loss for s in steps], [s.grad_norm for s in steps], pipeline.model_state_dict()))
     return found
 
 

@@ -75,7 +75,7 @@ def _from_an_iterator(case: Case, schedule: Schedule) -> Any:
 
     arriving = parts()
     losses = [pipeline.step(micro_batches=arriving).loss for _ in range(STEPS)]
-    return losses, pipeline.state_dict()
+    return losses, pipeline.model_state_dict()
 
 
 @pytest.mark.parametrize("schedule", SCHEMES[2], ids=str)
@@ -97,8 +97,8 @@ def _accumulated(case: Case, schedule: Schedule) -> Any:
         pipeline.step(given.inputs, given.targets, update=step % 2 == 1)
     given = case.given(0)
     return (
-        pipeline.state_dict(),
-        pipeline.evaluate(given.inputs, given.targets),
+        pipeline.model_state_dict(),
+        pipeline.evaluate(given.inputs, given.targets).loss,
         pipeline.predict(given.inputs),
     )
 

@@ -251,7 +251,7 @@ class Down(nn.Module):
 
     def __init__(self, skip: Skip) -> None:
         super().__init__()
-        self.save, self.conv = skip.save(), nn.Conv2d(4, 4, 3, stride=2, padding=1)
+        self.save, self.conv = skip.saver(), nn.Conv2d(4, 4, 3, stride=2, padding=1)
         self.norm = nn.GroupNorm(2, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ class Up(nn.Module):
 
     def __init__(self, skip: Skip) -> None:
         super().__init__()
-        self.load, self.conv = skip.load(), nn.ConvTranspose2d(4, 4, 2, stride=2)
+        self.load, self.conv = skip.loader(), nn.ConvTranspose2d(4, 4, 2, stride=2)
 
     def forward(self, x: Tensor) -> Tensor:
         y, before = self.load(self.conv(x))

@@ -60,7 +60,7 @@ def _filtered(schedule: Schedule) -> Any:
         scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
     ) as pipeline:
         losses = [pipeline.step(*pair).loss for pair in [(plain(0).inputs, plain(0).targets)] * 3]
-        pipeline.load_training_state_dict(pipeline.training_state_dict())
+        pipeline.load_state_dict(pipeline.state_dict())
         return losses
 
 
@@ -155,7 +155,7 @@ def in_a_thread(pipeline: Pipeline) -> None:
 def with_one_more(pipeline: Pipeline) -> None:
     for optimizer in pipeline.optimizers.values():
         optimizer.add_param_group({"params": [other]})
-    pipeline.training_state_dict()
+    pipeline.state_dict()
 
 
 @pytest.mark.parametrize(

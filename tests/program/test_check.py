@@ -30,6 +30,7 @@ from counterflow.schedule import schemes
 from counterflow.schedule.ir import Op, OpKind, Product, Schedule
 from counterflow.schedule.modes import Sync
 from counterflow.schedule.placement import looped
+from counterflow.schedule.schemes.chimera import Concat
 
 
 def broken(schedule: Schedule, program: Program | None = None, limit: float | None = None) -> list[str]:
@@ -383,7 +384,7 @@ def every_scheme(depth: int, n: int, extra: int) -> Iterator[Schedule]:
     if depth % 2 == 0:
         yield schemes.gems(depth, n)
         divisors = [f for f in range(1, depth // 2 + 1) if (depth // 2) % f == 0]
-        for concat in schemes.Concat:
+        for concat in Concat:
             yield schemes.chimera(depth, n, pairs=divisors[extra % len(divisors)], concat=concat)
         injected = 2 + 2 * (extra % (depth // 2))
         early = extra % ((depth - injected) // 2 + 1)

@@ -74,7 +74,7 @@ def _one_step(schedule: Schedule, layers: list[nn.Module], loss: Any, batch: Any
     share = len(targets) // replicas
     rows = slice(pipeline.replica * share, (pipeline.replica + 1) * share)
     step = pipeline.step(inputs[rows], targets[rows])
-    return step, pipeline.gradients, pipeline.state_dict()
+    return step, pipeline.gradients, pipeline.model_state_dict()
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -117,8 +117,8 @@ def _several_steps(schedule: Schedule, layers: list[nn.Module], **options: Any) 
     losses = []
     for samples in (8, 8, 5, 8, 9):  # an epoch's last mini-batch is smaller, and then there is a larger one
         losses.append(pipeline.step(*numbers(samples)).loss)
-        losses.append(pipeline.evaluate(*numbers(6)))
-    return losses, pipeline.state_dict()
+        losses.append(pipeline.evaluate(*numbers(6)).loss)
+    return losses, pipeline.model_state_dict()
 
 
 def test_mini_batches_may_change_in_size() -> None:
@@ -158,8 +158,8 @@ def test_names_are_the_models_own() -> None:
 
 def _loaded(schedule: Schedule, layers: list[nn.Module], state: dict[str, Tensor]) -> dict[str, Tensor]:
     pipeline = Pipeline(layers, mean_square, schedule, optimizer=sgd)
-    pipeline.load_state_dict(state)
-    return pipeline.state_dict()
+    pipeline.load_model_state_dict(state)
+    return pipeline.model_state_dict()
 
 
 def test_a_state_goes_from_one_scheme_to_another() -> None:
@@ -177,7 +177,7 @@ def _initial(schedule: Schedule) -> tuple[dict[str, Tensor], list[bool]]:
     with torch.device("meta"):
         layers = config.build()
     pipeline = Pipeline(layers, config.loss, schedule, optimizer=sgd, seed=5)
-    return pipeline.state_dict(), [all(p.is_meta for p in layer.parameters()) for layer in layers]
+    return pipeline.model_state_dict(), [all(p.is_meta for p in layer.parameters()) for layer in layers]
 
 
 def test_a_model_on_the_meta_device_starts_alike_however_it_is_cut() -> None:

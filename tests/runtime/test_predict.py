@@ -55,7 +55,7 @@ def _predicted(layers: list[nn.Module], schedule: Schedule, mode: str, dims: Any
     for samples in COUNTS:
         pipeline.step(numbers(8), numbers(8))
         given = numbers(samples) if pipeline.worker == 0 or 0 in pipeline.stages else None
-        found.append((pipeline.predict(given), pipeline.state_dict()))
+        found.append((pipeline.predict(given), pipeline.model_state_dict()))
     return found
 
 

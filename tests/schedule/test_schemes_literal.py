@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from importlib import import_module
 from itertools import pairwise
@@ -9,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from counterflow import ConfigError, OpKind, Schedule
+from counterflow import ConfigError, OpKind, Schedule, schemes
 from counterflow.schedule.placement import bidirectional, linear, looped, wave
-from counterflow.schedule.registry import SCHEMES, build, scheme
+from counterflow.schedule.registry import SCHEMES, build, schedule_of, scheme
 from counterflow.schedule.scheme import OptionType
 from counterflow.schedule.schemes import (
-    Concat,
     chimera,
     dapple,
     dualpipe,
@@ -34,6 +34,7 @@ from counterflow.schedule.schemes import (
     zb_h2,
     zb_v,
 )
+from counterflow.schedule.schemes.chimera import Concat
 from counterflow.simulation import simulate
 
 
@@ -582,10 +583,42 @@ def test_missing_options_are_named_with_what_is_legal() -> None:
 def test_unknown_options_are_named_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"dapple has no option 'pairs'.*stages, micro_batches"):
         build("dapple", {"stages": 2, "micro_batches": 2, "pairs": 1})
-    with pytest.raises(ConfigError, match=r"hanayo has no option 'stages' \(use workers instead\)"):
-        build("hanayo", {"stages": 2, "micro_batches": 2})
-    with pytest.raises(ConfigError, match=r"dapple has no option 'workers' \(use stages instead\)"):
-        build("dapple", {"workers": 2, "micro_batches": 2})
+
+
+def test_every_scheme_understands_workers_and_stages() -> None:
+    for known in SCHEMES.values():
+        name = known.build.__name__
+        own = {option.name: 4 for option in known.options if option.required}
+        expected = build(known.name, own)
+        for depth, count in (("workers", expected.workers), ("stages", expected.stages)):
+            given = {key: value for key, value in own.items() if key != known.depth} | {depth: count}
+            assert build(known.name, given) == expected
+            assert getattr(schemes, name)(**given) == expected
+        assert pickle.loads(pickle.dumps(getattr(schemes, name))) is getattr(schemes, name)
+    assert (
+        str(schemes.hanayo(micro_batches=2, stages=8, waves=2))
+        == "hanayo(workers=2, micro_batches=2, waves=2)"
+    )
+    with pytest.raises(ConfigError, match="stages=3: hanayo has 2 stages on each of its workers"):
+        schemes.hanayo(stages=3, micro_batches=2)
+
+
+def test_a_text_is_a_scheme_with_its_sizes() -> None:
+    for text in ("zb-v(workers=2, micro_batches=4)", "mixpipe(stages=2, micro_batches=4, injected=max)"):
+        assert schedule_of(text, {}) == schedule_of(schedule_of(text, {}), {})
+    assert schedule_of("dapple(stages=2,split=True)", {"micro_batches": 4}).options[-1] == ("split", True)
+    for text, sizes, message in (
+        ("dapple(2, 4)", {}, r"no scheme with its sizes; write it like zb-v\(workers=4"),
+        ("zb-v(workers=4", {}, "no scheme with its sizes"),
+        ("zb-v(workers=4)", {"workers": 4}, "workers is given twice"),
+        ("zb-w", {}, "did you mean 'zb-v'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            schedule_of(text, sizes)
+    with pytest.raises(ConfigError, match="has its own sizes; leave these out"):
+        schedule_of(schemes.dapple(2, 2), {"stages": 4})
+    with pytest.raises(ConfigError, match=r"3 is no schedule; give one of cf\.schemes"):
+        schedule_of(3, {})  # type: ignore[arg-type]
 
 
 def test_words_where_numbers_belong_are_refused() -> None:

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from counterflow import Costs, Op, OpKind, Schedule
 from counterflow.schedule.ir import Product
 from counterflow.schedule.registry import SCHEMES, build
-from counterflow.schedule.schemes import Concat, chimera, dapple, mixpipe
+from counterflow.schedule.schemes import chimera, dapple, mixpipe
+from counterflow.schedule.schemes.chimera import Concat
 from counterflow.schedule.workload import passes_of
 from counterflow.simulation import simulate
 

@@ -280,8 +280,8 @@ def test_predict_and_outputs_are_what_the_device_computed(schedule: Schedule) ->
     def work() -> Any:
         pipeline = cf.Pipeline(copy.deepcopy(layers), mse_loss, schedule, optimizer=sgd)
         found = pipeline.predict(inputs).tolist()
-        pipeline.evaluate(inputs, targets, outputs=True)
-        outputs = None if pipeline.outputs is None else pipeline.outputs.tolist()
+        evaluated = pipeline.evaluate(inputs, targets, outputs=True).outputs
+        outputs = None if evaluated is None else evaluated.tolist()
         step = pipeline.step(inputs, targets, outputs=True)
         return found, outputs, None if step.outputs is None else step.outputs.tolist()
 
@@ -310,7 +310,7 @@ def test_pinned_inputs_may_be_filled_anew_after_a_step(schedule: Schedule, barri
             for held, new in zip((inputs, targets), batch(seed=number), strict=True):
                 held.copy_(new)
             pipeline.step(inputs, targets)
-        return pipeline.state_dict()
+        return pipeline.model_state_dict()
 
     alone, found = (
         cf.launch(work, workers=2, transport="strict-nccl", pinned=pinned)[0] for pinned in (False, True)
@@ -383,7 +383,7 @@ def test_a_training_goes_on_with_an_optimizer_whose_steps_are_on_the_device(
         first = made()
         first.step(inputs, targets)
         second = made()
-        second.load_training_state_dict(first.training_state_dict())
+        second.load_state_dict(first.state_dict())
         return [[one.step(inputs, targets).loss for _ in range(2)] for one in (first, second)]
 
     for alone, resumed in cf.launch(work, workers=2, transport="strict-nccl"):

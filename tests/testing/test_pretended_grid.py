@@ -75,7 +75,7 @@ class Block(nn.Module):
 class Gives(Block):
     def __init__(self, skip: cf.Skip) -> None:
         super().__init__()
-        self.save = skip.save()
+        self.save = skip.saver()
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.save(x))
@@ -84,7 +84,7 @@ class Gives(Block):
 class Takes(Block):
     def __init__(self, skip: cf.Skip) -> None:
         super().__init__()
-        self.load = skip.load()
+        self.load = skip.loader()
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = super().forward(x) + self.load()
@@ -119,9 +119,9 @@ def work(schedule: Schedule, layers: list[nn.Module], samples: int, options: Opt
         if outputs and step.outputs is not None:
             told.append(step.outputs.cpu())
     told += [(step.loss, step.grad_norm) for step in pipeline.flush()]
-    told.append(pipeline.evaluate(inputs, targets))
+    told.append(pipeline.evaluate(inputs, targets).loss)
     told.append(pipeline.predict(inputs).cpu())
-    return told, pipeline.state_dict()
+    return told, pipeline.model_state_dict()
 
 
 def trained(transport: Any, *job: Any) -> list[Any] | str:

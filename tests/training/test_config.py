@@ -192,9 +192,9 @@ def test_the_number_of_processes() -> None:
             "its options: stages, micro_batches, pairs, concat, split",
         ),
         (
-            ["schedule.scheme=hanayo", "schedule.stages=2"],
-            "schedule: hanayo has no option 'stages' (use workers instead); "
-            "its options: workers, micro_batches, waves, split",
+            ["schedule.scheme=hanayo", "schedule.stages=3"],
+            "schedule: stages=3: hanayo has 2 stages on each of its workers with these options; "
+            "give workers=NUMBER",
         ),
         (
             ["schedule.scheme=mixpipe", "schedule.injected=most"],

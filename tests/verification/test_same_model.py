@@ -397,7 +397,7 @@ def test_pytrees_keywords_and_skips(net: Net) -> None:
     class First(nn.Module):
         def __init__(self, pairs: Pairs, skip: cf.Skip) -> None:
             super().__init__()
-            self.a, self.keep = pairs.a, skip.save()
+            self.a, self.keep = pairs.a, skip.saver()
 
         def forward(self, x: dict[str, Tensor], scale: float = 1.0) -> tuple[Tensor, Tensor]:
             return self.a(self.keep(x["u"])) * scale, x["v"]
@@ -407,7 +407,7 @@ def test_pytrees_keywords_and_skips(net: Net) -> None:
     def last(given: tuple[Tensor, Tensor], b: nn.Module, load: nn.Module) -> dict[str, Tensor]:
         return {"y": b(torch.cat([given[0], load()], 1)), "v": given[1]}
 
-    load = skip.load()
+    load = skip.loader()
     layers = [First(model, skip), Act(last, model.b, load)]
     inputs = {"u": torch.randn(3, 2), "v": torch.arange(3)}
     assert cf.same_model(model, layers, inputs, kwargs={"scale": 0.5}).ok

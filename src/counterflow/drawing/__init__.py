@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from counterflow.errors import ConfigError
-from counterflow.schedule.ir import Schedule
-from counterflow.simulation import Simulation
+from counterflow.schedule.ir import OptionValue, Schedule
+from counterflow.schedule.registry import schedule_of
+from counterflow.simulation import Simulation, simulate
 
 from .chart import Arrow, Box, BoxKind, Bubble, Chart, Lane, Memory
 from .charting import chart_of, order_chart
@@ -47,7 +48,7 @@ __all__ = [
 
 
 def draw(
-    result: Simulation,
+    result: Simulation | Schedule | str,
     path: str | Path | None = None,
     *,
     ax: Axes | None = None,
@@ -58,11 +59,13 @@ def draw(
     width: float | None = None,
     font: str | None = None,
     grey: bool = False,
+    **sizes: OptionValue,
 ) -> Figure | None:
     """Draw a simulated schedule into a file, on axes of your own, or as a figure of matplotlib.
 
     Args:
-        result: what ``simulate`` returned.
+        result: what ``simulate`` returned; or a schedule, or the name of a scheme, to be simulated with a
+            forward of 1 and a backward of 2.
         path: the file; its suffix says what to draw: ``.png``, ``.svg``, ``.pdf``, ``.html`` (a page that
             works offline) or ``.trace.json`` (for Perfetto). An existing file is replaced.
         ax: axes of matplotlib, on which the timeline is drawn, with its legend above; leave them an inch.
@@ -73,6 +76,7 @@ def draw(
         width: of the whole picture, in inches; None: as wide as the ops' numbers need.
         font: a font's name, one that matplotlib finds; None: DejaVu Sans.
         grey: shades of grey in place of colours.
+        sizes: options of the scheme that is named.
 
     Returns:
         The figure; None of a page or a trace, which are none.
@@ -81,13 +85,15 @@ def draw(
         ConfigError: another suffix, a folder that is not there, a file that cannot be written, or what a
             page, a trace or given axes have no room for.
 
-    >>> from counterflow.schedule.schemes import dapple
-    >>> from counterflow.simulation import simulate
-    >>> draw(simulate(dapple(stages=2, micro_batches=2)), "dapple.jpg")  # doctest: +ELLIPSIS
+    >>> draw("dapple", "dapple.jpg", workers=2, micro_batches=2)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
     counterflow.errors.ConfigError: dapple.jpg: cannot tell what to draw from this name; ...
     """
+    if not isinstance(result, Simulation):
+        result = simulate(schedule_of(result, sizes))
+    elif sizes:
+        raise ConfigError(f"draw: there is no option {min(sizes)}; sizes are for the name of a scheme")
     charts = _charts(result, compare, memory, messages)
     if title is not None:
         charts = [replace(charts[0], heading=title), *charts[1:]]

@@ -221,18 +221,10 @@ def build(name: str, options: dict[str, int | str | bool]) -> Schedule:
         ConfigError: an unknown scheme, an option that is missing, illegal or none of its; too large.
     """
     scheme = registry.scheme(name)
-    names = [option.name for option in scheme.options]
-    for given in options:
-        if given not in names and given not in DEPTH:
-            raise ConfigError(f"{scheme.name} has no option {given!r}; its options: {', '.join(names)}")
-    told = {scheme.depth if option in DEPTH else option for option in options}
-    scheme.refuse_missing_or_illegal(options, told)
     for depth in DEPTH:
-        if depth in options and type(options[depth]) is not int:
-            raise ConfigError(f"{depth}={options[depth]!r}: must be a whole number")
-        if depth in options:
+        if type(options.get(depth)) is int:
             scheme.refuse_too_large({**options, scheme.depth: options[depth]}, MOST_OPS)
-    schedule = registry.build(name, scheme.with_own_depth(options))
+    schedule = registry.build(name, options)
     _refuse_large(sum(map(len, schedule.orders)), scheme.name)
     return schedule
 

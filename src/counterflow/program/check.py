@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from counterflow.html import table, titled
-from counterflow.schedule.ir import Schedule
+from counterflow.schedule import registry
+from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.modes import Sync
 
 from .actions import Matching, Program
@@ -72,17 +73,29 @@ def inspect(schedule: Schedule, *, program: Program | None = None, peak_limit: f
     return Report(tuple(results.values()))
 
 
-def check(schedule: Schedule, *, program: Program | None = None, peak_limit: float | None = None) -> None:
+def check(
+    schedule: Schedule | str,
+    *,
+    program: Program | None = None,
+    peak_limit: float | None = None,
+    **sizes: OptionValue,
+) -> None:
     """Raise if the schedule breaks a rule; see ``inspect`` for the arguments.
+
+    Args:
+        schedule: a schedule, or the name of a scheme.
+        program: as for ``inspect``.
+        peak_limit: as for ``inspect``.
+        sizes: options of the scheme that is named.
 
     Raises:
         DeadlockError: the workers wait for each other in a circle; the message shows it.
         ScheduleError: another rule is broken; the message says which, where, expected and got.
     """
-    subject = Subject(schedule, program, peak_limit)
+    subject = Subject(registry.schedule_of(schedule, sizes), program, peak_limit)
     for rule in RULES:
         if rule.lowered and subject.program is None:
-            subject.program = lower(schedule, recheck=False)
+            subject.program = lower(subject.schedule, recheck=False)
         require(subject, (rule,))
 
 

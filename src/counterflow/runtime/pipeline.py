@@ -25,11 +25,12 @@ from counterflow.execution import Batching, Execution, Flat, records
 from counterflow.program.lowering import lower_evaluation
 from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.schedule.ir import Op, Schedule
+from counterflow.schedule.registry import schedule_of
 
 from .calls import Calls
 from .execution.interpreter import Interpreter, timelines
 from .execution.meters import SavedBytes
-from .execution.step import Step, Workers, place
+from .execution.step import Evaluation, Step, Workers, place
 from .making.held import held_stages, refuse_embeddings, sharded
 from .making.model import staged
 from .making.runner import runner_of
@@ -47,6 +48,7 @@ from .mini_batch.samples import joined, moved
 from .mini_batch.told import Call, Part, Told
 from .parameters.alike import start_alike
 from .parameters.optimizers import MakeOptimizer, MakeScheduler
+from .parameters.saved import BY_STAGE, ParameterState
 from .parameters.sharded_updates import refuse_unsharded
 from .parameters.weights import Weights
 from .stages.randomness import RandomStreams
@@ -75,8 +77,9 @@ class Pipeline:
             object with a ``loss``; no targets are needed then. Weights of a module are trained with the last
             stage; states have them, and its buffers, as ``loss_function.<name>``, but for what torch's own
             losses were given (weights of classes).
-        schedule: a schedule that the checker accepts. An asynchronous one needs enough periods to show
-            what repeats, and goes on for as many steps as are made.
+        schedule: a schedule that the checker accepts, or a scheme with its sizes as text:
+            ``"zb-v(workers=4, micro_batches=8)"``. An asynchronous one needs enough periods to show what
+            repeats, and continues for as many steps as are made.
         optimizer: a function of parameters to an optimiser; called once a stage a worker holds, with all
             its parameters, also those that are frozen. Where the model has several optimisers, it is called
             two or three times more with small copies of some, to see that it looks at each for itself.
@@ -110,7 +113,7 @@ class Pipeline:
         self,
         model: nn.Module | Sequence[nn.Module],
         loss_function: LossFunction | None,
-        schedule: Schedule,
+        schedule: Schedule | str,
         *,
         optimizer: MakeOptimizer,
         scheduler: MakeScheduler | None = None,
@@ -128,6 +131,7 @@ class Pipeline:
     ) -> None:
         execution, batching = records(execution, batching, options, PARAMETERS)
         self.execution, self.batching = execution, batching
+        schedule = schedule_of(schedule, {})
         refuse_what_cannot_run(schedule)
         refuse_unsharded(execution, schedule, further=parallelize is not None)
         self.transport = transport = _transport(transport, device, execution.timeout_seconds, schedule)
@@ -215,10 +219,6 @@ class Pipeline:
         self._connect()
         self._batches = self._made_batches()
         self._untold: list[Step] = []
-        self.metrics: dict[str, float] = {}
-        """Of the last ``evaluate``."""
-        self.outputs: Any = None
-        """Of the last ``evaluate(outputs=True)``: as ``Step.outputs``."""
 
     # -- making
 
@@ -258,8 +258,8 @@ class Pipeline:
                 self._lease.close()
 
     def __reduce__(self) -> Never:
-        """It is neither copied nor pickled."""
-        raise ConfigError("a pipeline cannot be copied or pickled; keep its training_state_dict()")
+        """Pipelines cannot be copied or pickled."""
+        raise ConfigError("a pipeline cannot be copied or pickled; keep its state_dict()")
 
     def __enter__(self) -> Self:
         """Itself."""
@@ -353,11 +353,10 @@ class Pipeline:
         micro_batches: Iterable[Sequence[Any]] | None = None,
         samples: Sequence[int] | None = None,
         outputs: bool = False,
-    ) -> float:
-        """The mean loss of a mini-batch, on every worker; no gradients, evaluation mode.
+    ) -> Evaluation:
+        """Compute a mini-batch's loss, metrics and, if asked for, outputs; no gradients, evaluation mode.
 
-        Flushes first what is in flight. What the loss function tells beside the loss is in ``metrics`` then,
-        and what the last layer gave in ``outputs``, if asked for. Args and errors as in ``step``.
+        The pipeline is flushed first. Arguments and errors are those of ``step``.
         """
         self._untold = self.flush()
         with self._reported(), self._held.owned.used(), ExitStack() as evaluating:
@@ -370,9 +369,9 @@ class Pipeline:
             parts = list(map(Part.unpack, self.transport.gather(batch.losses.part().pack())))
             workers, weighed = self._run.workers, [part.weighed for part in parts]
             scale = 1 / workers.weight(weighed, self.steps)[0]
-            self.metrics = workers.metrics(weighed, batch.losses, scale)
-            self.outputs = self._outputs(batch) if outputs else None
-        return scale * math.fsum(part.loss for part in parts)
+            metrics = workers.metrics(weighed, batch.losses, scale)
+            of_last = self._outputs(batch) if outputs else None
+        return Evaluation(scale * math.fsum(part.loss for part in parts), metrics, of_last)
 
     def predict(self, inputs: Any = None, *, kwargs: Mapping[str, Any] | None = None) -> Any:
         """What the last layer gives for the replica's samples, in their order, on every worker.
@@ -551,9 +550,9 @@ class Pipeline:
         It takes the memory of the weights once more, in float32 where they are of lower precision; with
         ``zero_stage`` 1 it is with the optimiser's state. Frozen weights and buffers are the model's own.
 
-        ``averaged``, ``state_dict(ema=True)`` and ``stream_weights(ema=True)`` give it. Training states,
-        checkpoints and copies in memory have it: call ``ema`` before they are loaded. ``load_state_dict``
-        begins it anew.
+        ``averaged``, ``model_state_dict(ema=True)`` and ``stream_weights(ema=True)`` return it. States,
+        checkpoints and copies in memory contain it: call ``ema`` before they are loaded.
+        ``load_model_state_dict`` restarts it.
 
         Args:
             decay: from 0 to less than 1, the same on all workers.
@@ -585,7 +584,7 @@ class Pipeline:
             finally:
                 self._calls.shows_average = False
 
-    def state_dict(
+    def model_state_dict(
         self, *, rank: int | None = None, local: bool = False, ema: bool = False
     ) -> dict[str, Any]:
         """The model's parameters, buffers and extra state by its own names, on the CPU; all workers call it.
@@ -604,7 +603,7 @@ class Pipeline:
             WorkerError: the copies of a stage differ.
         """
         if local:
-            self._calls.only_when_empty("state_dict(local=True)")
+            self._calls.only_when_empty("model_state_dict(local=True)")
             with self.weights.averaged() if ema else nullcontext():
                 return self.weights.saved.state_dict()
         with self._reported():
@@ -613,7 +612,7 @@ class Pipeline:
         return dict(sorted(state.items(), key=lambda item: order.get(item[0], len(order))))
 
     def stream_weights(self, rank: int = 0, *, ema: bool = False) -> Iterator[tuple[str, Any]]:
-        """What ``state_dict`` has, name by name on one rank, which has one tensor at a time in memory.
+        """What ``model_state_dict`` has, name by name on one rank, which has one tensor at a time in memory.
 
         All workers call it. On ``rank`` it gives names with their values, and all are taken before the next
         call of the pipeline: who stops in the midst (``break``) takes the rest unseen. On the other ranks it
@@ -661,20 +660,22 @@ class Pipeline:
         with self._calls.reported(self.steps, taking=True):
             return next(found, None)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take this worker's weights from a whole model's state, or from as much of it as it holds.
+    def load_model_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load this worker's weights from a whole model's state, or from any part that has all it holds.
 
         Raises:
             ConfigError: a name is missing, or a shape differs.
         """
-        self._calls.only_when_empty("load_state_dict")
+        self._calls.only_when_empty("load_model_state_dict")
         self.weights.saved.load_state_dict(state)
 
-    def training_state_dict(self, *, rank: int | None = None, local: bool = False) -> dict[str, Any]:
-        """All that a training goes on from, on the CPU; all workers call it.
+    def state_dict(self, *, rank: int | None = None, local: bool = False) -> dict[str, Any]:
+        """Everything that a training resumes from, on the CPU; all workers call it.
 
-        Flushes first what is in flight. Another pipeline of the same model takes it, under any schedule where
-        the optimiser is the same; a learning-rate scheduler wants as many stages.
+        The pipeline is flushed first. Another pipeline of the same model and optimiser loads the state under
+        any schedule; a learning-rate scheduler needs the same number of stages. With ``load_state_dict``
+        this is the ``Stateful`` of ``torch.distributed.checkpoint``:
+        ``dcp.save({"pipeline": pipeline})`` writes it, ``dcp.load`` reads it into a new pipeline.
 
         Args:
             rank: the only one that gets it; the others get an empty dict. None: all get it.
@@ -682,17 +683,17 @@ class Pipeline:
                 optimisers what it updates.
 
         Returns:
-            ``model`` as ``state_dict`` gives it; in ``optimizer``, by parameter's name, what the optimiser
-            keeps and the options of its group; in ``scheduler``, by stage, its state; ``step`` and ``seed``,
-            from which all random draws come.
+            ``model`` as ``model_state_dict`` returns it; in ``optimizer``, by parameter's name, a
+            ``ParameterState``: what the optimiser keeps of it and the options of its group; in ``scheduler``,
+            by stage (as text), its state; ``step`` and ``seed``, from which all random draws come.
 
         Raises:
             ConfigError: gradients wait for an update, ``local`` while mini-batches are in flight, or there is
                 no such rank.
             WorkerError: the copies of a stage differ.
         """
-        self._calls.only_updated("training_state_dict")
-        model = self.state_dict(rank=rank, local=local)
+        self._calls.only_updated("state_dict")
+        model = self.model_state_dict(rank=rank, local=local)
         with self._reported():
             rest = (
                 self.weights.saved.training_state()
@@ -701,17 +702,34 @@ class Pipeline:
             )
         if not local and rank not in (None, self.transport.rank):
             return {}
-        return {"model": model, **rest, "step": self.steps, "seed": self.streams.seed}
+        kept = {name: ParameterState(**kept) for name, kept in rest.pop("optimizer").items()}
+        stages = {kind: _with_keys(str, rest.pop(kind)) for kind in BY_STAGE if kind in rest}
+        return {
+            "model": model,
+            "optimizer": kept,
+            **stages,
+            **rest,
+            "step": self.steps,
+            "seed": self.streams.seed,
+        }
 
-    def load_training_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where a training was, with as much of its state as this worker holds or more.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a state that ``state_dict`` returned, or from any part that has all this worker holds.
 
         Raises:
             ConfigError: a name is missing, or something does not fit; or gradients wait for an update.
         """
-        self._calls.only_updated("load_training_state_dict")
-        self.load_state_dict(state["model"])
-        self.weights.saved.load_training_state(state)
+        self._calls.only_updated("load_state_dict")
+        if missing := [
+            name for name in ("model", "optimizer", "scheduler", "step", "seed") if name not in state
+        ]:
+            raise ConfigError(
+                f"the state has no {missing[0]!r}: load_state_dict resumes from what state_dict() returned; "
+                "a model's weights alone are loaded by load_model_state_dict"
+            )
+        self.load_model_state_dict(state["model"])
+        stages = {kind: _with_keys(int, state[kind]) for kind in BY_STAGE if kind in state}
+        self.weights.saved.load_training_state({**state, **stages})
         self.steps, self.streams.seed = state["step"], state["seed"]
 
     def set_trainable(self, chosen: Callable[[str], bool]) -> None:
@@ -760,6 +778,11 @@ def _transport(
 
     alone = schedule.placement.workers == 1
     return current_transport(given, device=device, timeout_seconds=timeout_seconds, alone=alone)
+
+
+def _with_keys(kind: Callable[[Any], Any], by_stage: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The same with keys of a kind: ``torch.distributed.checkpoint`` knows texts alone."""
+    return {kind(stage): value for stage, value in by_stage.items()}
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

@@ -7,6 +7,7 @@ given to ``register``. Commands, config files, planner and pictures know schemes
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -109,25 +110,78 @@ def about(known: Mapping[str, Option]) -> str:
 
 
 def build(name: str, options: Mapping[str, OptionValue]) -> Schedule:
-    """The schedule of the scheme ``name`` with ``options``.
+    """The schedule of the scheme ``name`` with ``options``; its depth is given as ``stages`` or ``workers``.
 
     Raises:
         ConfigError: an unknown scheme, an option it does not have, one that is missing or illegal; more ops
             than are built.
 
-    >>> str(build("1f1b", {"stages": 2, "micro_batches": 2}))
+    >>> str(build("1f1b", {"workers": 2, "micro_batches": 2}))
     'dapple(stages=2, micro_batches=2)'
     """
     found = scheme(name)
     names = [option.name for option in found.options]
     for given in options:
-        if given not in names:
-            swapped = found.in_place_of(given)
-            hint = f" (use {swapped} instead)" if swapped else ""
-            raise ConfigError(f"{found.name} has no option {given!r}{hint}; its options: {', '.join(names)}")
-    found.refuse_missing_or_illegal(options)
-    found.refuse_too_large(options)
-    return found.build(**options)
+        if given not in names and given not in DEPTH:
+            raise ConfigError(f"{found.name} has no option {given!r}; its options: {', '.join(names)}")
+    found.refuse_missing_or_illegal(options, {found.depth if name in DEPTH else name for name in options})
+    for depth in DEPTH:
+        if depth in options:
+            if type(options[depth]) is not int:
+                raise ConfigError(f"{depth}={options[depth]!r}: must be a whole number")
+            found.refuse_too_large({**options, found.depth: options[depth]})
+    own = found.with_own_depth(options)
+    found.refuse_too_large(own)
+    return found.build(**own)
+
+
+_CALL = re.compile(r"\s*([^\s()]+)\s*(?:\(([^()]*)\))?\s*")
+_SIZE = re.compile(r"\s*(\w+)\s*=\s*([\w-]+)\s*")
+_FLAGS = {"true": True, "false": False}
+
+
+def schedule_of(given: Schedule | str, sizes: Mapping[str, OptionValue]) -> Schedule:
+    """What takes a schedule takes this: a schedule, or a scheme's name with its sizes.
+
+    Args:
+        given: the schedule; or a scheme's name, with or without sizes in brackets, as a schedule prints.
+        sizes: options of the scheme.
+
+    Raises:
+        ConfigError: a text that is no such call, an unknown scheme, or options that it refuses; sizes beside
+            a schedule.
+
+    >>> str(schedule_of("zb-v", {"workers": 4, "micro_batches": 8}))
+    'zb-v(workers=4, micro_batches=8)'
+    >>> str(schedule_of("zb-v(workers=4, micro_batches=8)", {}))
+    'zb-v(workers=4, micro_batches=8)'
+    """
+    if isinstance(given, Schedule):
+        if sizes:
+            raise ConfigError(
+                f"{', '.join(sizes)}: {given} has its own sizes; leave these out, or give the scheme's name"
+            )
+        return given
+    if not isinstance(given, str):
+        raise ConfigError(
+            f"{given!r} is no schedule; give one of cf.schemes, or a scheme's name with its sizes"
+        )
+    call = _CALL.fullmatch(given)
+    parts = [part for part in (call[2] or "").split(",") if part.strip()] if call else []
+    found = [_SIZE.fullmatch(part) for part in parts]
+    if call is None or None in found:
+        raise ConfigError(
+            f"{given!r} is no scheme with its sizes; write it like zb-v(workers=4, micro_batches=8)"
+        )
+    read = {size[1]: _read(size[2]) for size in found if size is not None}
+    if twice := read.keys() & sizes.keys():
+        raise ConfigError(f"{min(twice)} is given twice: in {given!r}, and beside it; give it once")
+    return build(call[1], {**read, **sizes})
+
+
+def _read(value: str) -> OptionValue:
+    """A number, a flag or a word of an option."""
+    return int(value) if value.isdecimal() else _FLAGS.get(value.lower(), value)
 
 
 for _module in iter_modules(schemes.__path__):

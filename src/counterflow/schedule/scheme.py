@@ -6,9 +6,12 @@ knows a scheme by name. A record makes no schedule; its builder does.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, overload
 
 from counterflow.errors import ConfigError
 
@@ -305,6 +308,40 @@ class Scheme:
             return self.build(**options).workload
         order_only = {option.name for option in self.options if option.order_only}
         return self.workload(**{name: v for name, v in options.items() if name not in order_only})
+
+
+_P = ParamSpec("_P")
+
+
+class EitherDepth(Protocol[_P]):
+    """A scheme's builder, which also accepts the other scheme option for the depth: workers or stages."""
+
+    __name__: str
+
+    @overload
+    def __call__(self, *given: _P.args, **options: _P.kwargs) -> Schedule: ...
+    @overload
+    def __call__(self, **options: OptionValue) -> Schedule: ...
+
+
+def either_depth(scheme: Scheme, build: Callable[_P, Schedule]) -> EitherDepth[_P]:
+    """The builder of a scheme, with ``workers=`` and ``stages=`` both understood.
+
+    Args:
+        scheme: its record.
+        build: its own builder, which knows one of the two.
+    """
+    names = [*inspect.signature(build).parameters]
+
+    @wraps(build)
+    def by_either(*given: Any, **options: Any) -> Schedule:
+        if any(name in options for name in DEPTH if name != scheme.depth):
+            options = scheme.with_own_depth({**dict(zip(names, given, strict=False)), **options})
+            given = ()
+        return scheme.build(*given, **options)
+
+    by_either.__module__ = build.__module__.rpartition(".")[0]  # where it is found, also to be pickled
+    return by_either
 
 
 def _counted(number: int) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from counterflow.program import lowering
 from counterflow.program.actions import Matching, Program
-from counterflow.schedule.ir import Schedule
+from counterflow.schedule import registry
+from counterflow.schedule.ir import OptionValue, Schedule
 
 from .costs import Costs, Link
 from .memory import MemoryUse, peaks_of
@@ -37,23 +38,26 @@ __all__ = [
 ]
 
 
-def simulate(schedule: Schedule | Program, costs: Costs | None = None) -> Simulation:
+def simulate(
+    schedule: Schedule | Program | str, costs: Costs | None = None, **sizes: OptionValue
+) -> Simulation:
     """Play a schedule: every worker runs its order, each op as soon as its inputs are there.
 
     A program is played action by action, as its workers would run it: with the sums, gathers and waits that
     stand in its lists. Of what a schedule is lowered to (``lower``) both find the same times.
 
     Args:
-        schedule: what to play; or a program.
+        schedule: what to play: a schedule, a program, or the name of a scheme.
         costs: seconds (and bytes); by default a forward costs 1, a backward 2, messages nothing.
+        sizes: options of the scheme that is named.
 
     Raises:
         ScheduleError: an op's input is computed nowhere.
         DeadlockError: the workers wait for each other in a circle.
-        ConfigError: costs that do not fit the schedule (another number of stages or workers).
+        ConfigError: costs that do not fit the schedule (another number of stages or workers); or the scheme
+            has no such schedule.
 
-    >>> from counterflow.schedule.schemes import chimera
-    >>> result = simulate(chimera(stages=4, micro_batches=4))
+    >>> result = simulate("chimera", workers=4, micro_batches=4)
     >>> result.makespan, result.idle, result.peak_activations
     (16.0, (4.0, 4.0, 4.0, 4.0), (3.0, 4.0, 4.0, 3.0))
     """
@@ -62,7 +66,7 @@ def simulate(schedule: Schedule | Program, costs: Costs | None = None) -> Simula
         model = timed(schedule.schedule)
         played, makespan = play_program(model, schedule, costs)
         return Simulation(model, costs, played, makespan=makespan)
-    found = simulate_within(schedule, costs, math.inf)
+    found = simulate_within(registry.schedule_of(schedule, sizes), costs, math.inf)
     assert found is not None
     return found
 
@@ -98,11 +102,12 @@ def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
 
 
 def lower(
-    schedule: Schedule,
+    schedule: Schedule | str,
     costs: Costs | None = None,
     *,
     matching: Matching = Matching.ORDER,
     shared: lowering.Shared = lowering.NOTHING_SHARED,
+    **sizes: OptionValue,
 ) -> Program:
     """The action lists of a schedule, with gradient syncs where these costs let them be.
 
@@ -110,16 +115,18 @@ def lower(
     the schedule, played with them, leaves its worker idle.
 
     Args:
-        schedule: a schedule that the checker accepts.
+        schedule: a schedule that the checker accepts, or the name of a scheme.
         costs: seconds, replicas and sync mode; by default a forward costs 1, a backward 2, messages nothing.
         matching: how the transport matches messages.
         shared: what is summed besides the gradients of a stage's copies.
+        sizes: options of the scheme that is named.
 
     Raises:
         ScheduleError: an op's input is computed nowhere.
         DeadlockError: the workers wait for each other in a circle.
         ConfigError: costs that do not fit the schedule.
     """
+    schedule = registry.schedule_of(schedule, sizes)
     costs = Costs() if costs is None else costs
     return lowering.lower(
         schedule,

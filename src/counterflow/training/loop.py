@@ -349,7 +349,7 @@ class Trainer:
 
         def loss() -> float:
             every = (slice(piece * samples, (piece + 1) * samples) for piece in range(pieces))
-            losses = [self.pipeline.evaluate(cut(inputs, rows), targets[rows]) for rows in every]
+            losses = [self.pipeline.evaluate(cut(inputs, rows), targets[rows]).loss for rows in every]
             return self.recorder.finite("validation loss", statistics.fmean(losses))
 
         self.validation = self.pipeline.steps, loss()

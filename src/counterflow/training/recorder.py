@@ -109,17 +109,17 @@ class Recorder:
     def told(self, step: Step) -> None:
         """Note what came of a step; without a barrier, or asynchronous, that is known only by a later one."""
         self.training_seconds += step.seconds
-        if step.about is None:
+        if step.reports_step is None:
             return
         # A synchronous step takes as long as its own call; else a call is another step's as well.
-        took = self._took_seconds.pop(step.about)
+        took = self._took_seconds.pop(step.reports_step)
         seconds = took if self.job.schedule.synchronous else step.seconds
         self.losses.append(step.loss)
         self.record(
-            step=step.about + 1,
+            step=step.reports_step + 1,
             loss=step.loss,
             grad_norm=self.finite("gradient norm", step.grad_norm),
-            learning_rate=self.job.learning_rate(step.about),
+            learning_rate=self.job.learning_rate(step.reports_step),
             samples_per_second=step.samples / seconds,
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 from counterflow.schedule.ir import OptionValue
 from counterflow.shown import Part, Result, result_of, said
@@ -163,6 +163,18 @@ def prepared(about: About, folder: Path) -> Result:
 def trained(summary: Summary, folder: Path) -> Result:
     """What came of a run."""
     return Trained.of(**{**asdict(summary.about), **asdict(summary)}, folder=str(folder))
+
+
+class RunResult(NamedTuple):
+    """The result of a run.
+
+    Attributes:
+        summary: losses, times and memory, measured and predicted.
+        folder: the run's folder: config, metrics, checkpoint, timeline.
+    """
+
+    summary: Summary
+    folder: Path
 
 
 class KeyShown(Part):

@@ -17,7 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.models.gpt import GPTConfig
+from counterflow.program.check import checked_program
+from counterflow.program.segments import segments
 from counterflow.schedule.ir import Schedule
+from counterflow.schedule.modes import Sync
 from counterflow.verification.agreement import Agreement, Trained, one_process, verify
 from counterflow.verification.reference import parts_of
 
@@ -66,6 +69,20 @@ class Trial:
             clip_norm=clip_norm,
             **options,
         )
+
+
+def updates_compared(schedule: Schedule, *, replicas: int = 1, sync: Sync = Sync.EAGER_OPT) -> int:
+    """How many updates of a small trial are compared, if nobody says so.
+
+    3; in an asynchronous scheme enough to reach all versions of the weights, and a flush before the last 2.
+
+    Raises:
+        ScheduleError: the checker does not accept the schedule.
+    """
+    if schedule.synchronous:
+        checked_program(schedule, replicas=replicas, sync=sync)
+        return 3
+    return segments(schedule, replicas=replicas).last + 5
 
 
 def small_trial(

@@ -77,7 +77,7 @@ class Trained:
 def verify(
     schedule: Schedule,
     layers: Sequence[nn.Module],
-    loss_function: LossFunction,
+    loss_function: LossFunction | None,
     batches: MiniBatches,
     *,
     optimizer: MakeOptimizer,
@@ -225,9 +225,9 @@ def _train(
         if number in flush_after:
             told += pipeline.flush()
     told += pipeline.flush()
-    steps = [step for step in told if step.about is not None]
-    evaluation = pipeline.evaluate(*batches[0][pipeline.replica])
-    return Trained(steps, evaluation, pipeline.gradients, pipeline.state_dict())
+    steps = [step for step in told if step.reports_step is not None]
+    evaluation = pipeline.evaluate(*batches[0][pipeline.replica]).loss
+    return Trained(steps, evaluation, pipeline.gradients, pipeline.model_state_dict())
 
 
 def compare(reference: Trained, found: Sequence[Trained]) -> Agreement:

@@ -72,7 +72,7 @@ def trained(model: nn.Module, schedule: Schedule, batches: list[Batch], **option
         model, hf.loss, schedule, optimizer=adamw, list_layers=hf.layers, clip_norm=0.5, **options
     )
     steps = [pipeline.step(*each) for each in batches]
-    return [(step.loss, step.grad_norm) for step in steps], pipeline.state_dict()
+    return [(step.loss, step.grad_norm) for step in steps], pipeline.model_state_dict()
 
 
 def agrees(model: Any, schedule: Schedule, batches: list[Batch], **options: Any) -> None:

@@ -28,7 +28,7 @@ def trained(model: nn.Module, schedule: Schedule, batches: Any, folder: Path, **
     pipeline = cf.Pipeline(model, hf.loss, schedule, optimizer=adamw, list_layers=hf.layers, **options)
     losses = [pipeline.step(*each).loss for each in batches]
     hf.save(model, pipeline, folder)
-    return losses, pipeline.state_dict()
+    return losses, pipeline.model_state_dict()
 
 
 def launched(model: nn.Module, schedule: Schedule, batches: Any, folder: Path, **options: Any) -> Any:
@@ -181,7 +181,7 @@ def tiny_trained(model: nn.Module, schedule: Schedule, batches: Any, recompute: 
     with cf.Pipeline(
         model, hf.loss, schedule, optimizer=adamw, list_layers=hf.layers, recompute=recompute
     ) as pipeline:
-        return [pipeline.step(*each).loss for each in batches], pipeline.state_dict()
+        return [pipeline.step(*each).loss for each in batches], pipeline.model_state_dict()
 
 
 def test_adapters_on_the_meta_device(tmp_path: Path) -> None:

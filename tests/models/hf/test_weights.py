@@ -28,7 +28,7 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 def state_of(model: nn.Module, schedule: Schedule, **options: Any) -> dict[str, torch.Tensor]:
     pipeline = cf.Pipeline(model, hf.loss, schedule, optimizer=sgd, list_layers=hf.layers, **options)
-    return pipeline.state_dict()
+    return pipeline.model_state_dict()
 
 
 def launched(model: nn.Module, schedule: Schedule, **options: Any) -> dict[str, torch.Tensor]:

@@ -155,12 +155,12 @@ def test_what_several_gathers_tell_is_of_the_right_steps(schedule: Schedule, rep
 def test_loss_and_norm_are_told_by_a_later_step(schedule: Schedule, together: int) -> None:
     count = 21
     steps, flushed, _, _ = run(_steps, schedule, linears(2), count, workers=2)[0]
-    told = [step for step in steps if step.about is not None]
+    told = [step for step in steps if step.reports_step is not None]
     assert [step.number for step in steps] == list(range(count))
     assert math.isnan(steps[0].loss)
-    assert steps[0].about is None
-    assert [step.about for step in told + flushed] == list(range(count))
-    late = {step.number - step.about for step in told if step.about is not None}
+    assert steps[0].reports_step is None
+    assert [step.reports_step for step in told + flushed] == list(range(count))
+    late = {step.number - step.reports_step for step in told if step.reports_step is not None}
     assert len(late) == 1
     assert together <= late.pop() <= together + 3
 
@@ -173,12 +173,14 @@ def test_evaluation_and_weights_flush() -> None:
         steps = [pipeline.step(*numbers(4))]
         pipeline.evaluate(*numbers(4))
         steps += [pipeline.step(*numbers(4))]
-        with pytest.raises(ConfigError, match=r"state_dict\(local=True\) while mini-batches are in flight"):
-            pipeline.state_dict(local=True)
-        with pytest.raises(ConfigError, match=r"load_state_dict while .* call flush\(\) before"):
-            pipeline.load_state_dict({})
-        state = pipeline.state_dict()
-        return [step.about for step in steps + pipeline.flush()], state
+        with pytest.raises(
+            ConfigError, match=r"model_state_dict\(local=True\) while mini-batches are in flight"
+        ):
+            pipeline.model_state_dict(local=True)
+        with pytest.raises(ConfigError, match=r"load_model_state_dict while .* call flush\(\) before"):
+            pipeline.load_model_state_dict({})
+        state = pipeline.model_state_dict()
+        return [step.reports_step for step in steps + pipeline.flush()], state
 
     (about, state), (_, other) = run(work, workers=2)
     assert about == [None, None, 0, 1]
@@ -223,7 +225,7 @@ def test_steps_before_one_that_is_not_finite_are_told() -> None:
         for number in range(40):
             inputs, targets = numbers(4)
             step = pipeline.step(inputs, targets * (math.inf if number == 13 else 1))
-            told.append(step.about)
+            told.append(step.reports_step)
 
     with pytest.raises(WorkerError, match="after 13 steps the loss is inf"):
         run(work, workers=1)

@@ -55,7 +55,7 @@ def _train(modules: list[nn.Module], schedule: Schedule, kinds: list[str], waiti
     )
     steps = [pipeline.step(*batch(k), update=not waiting or i % 2 == 1) for i, k in enumerate(kinds)]
     rates = [o.param_groups[0]["lr"] for o in pipeline.optimizers.values()]
-    return steps, pipeline.state_dict(), rates
+    return steps, pipeline.model_state_dict(), rates
 
 
 @pytest.mark.parametrize("bad", ["gradient", "loss"])

@@ -64,9 +64,9 @@ def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
 def told(steps: list[Step]) -> list[tuple[Any, ...]]:
     """What came of the steps that are known, but for how long they took."""
     return [
-        (step.about, step.loss, str(step.grad_norm), step.samples, step.metrics, step.skipped)
+        (step.reports_step, step.loss, str(step.grad_norm), step.samples, step.metrics, step.skipped)
         for step in steps
-        if step.about is not None
+        if step.reports_step is not None
     ]
 
 
@@ -89,10 +89,10 @@ def _train(
         pipeline.step(*row[pipeline.replica], update=updates[k % len(updates)])
         for k, row in enumerate(batches)
     ]
-    late = [step.number - step.about for step in steps if step.about is not None]
+    late = [step.number - step.reports_step for step in steps if step.reports_step is not None]
     steps += pipeline.flush()
     assert not pipeline.in_flight
-    return told(steps), pipeline.training_state_dict(), late
+    return told(steps), pipeline.state_dict(), late
 
 
 def agrees(
@@ -180,7 +180,7 @@ def test_running_statistics_are_those_of_the_last_micro_batches(barrier: bool) -
             mine = begin + torch.arange(24.0).reshape(8, 3).chunk(2)[pipeline.replica]
             pipeline.step(mine, torch.zeros(4, 3))
         pipeline.flush()
-        found: list[float] = pipeline.state_dict()["0.running_mean"].tolist()
+        found: list[float] = pipeline.model_state_dict()["0.running_mean"].tolist()
         return found
 
     assert run(work, workers=4) == [[110.5, 111.5, 112.5]] * 4
@@ -321,15 +321,17 @@ def test_evaluation_and_weights_flush() -> None:
         pipeline.evaluate(*numbers(6))
         assert not pipeline.in_flight
         steps += [pipeline.step(*numbers(4))]
-        with pytest.raises(ConfigError, match=r"state_dict\(local=True\) while mini-batches are in flight"):
-            pipeline.state_dict(local=True)
-        with pytest.raises(ConfigError, match=r"load_state_dict while .* call flush\(\) before"):
-            pipeline.load_state_dict({})
-        state = pipeline.training_state_dict()
-        pipeline.load_training_state_dict(state)
+        with pytest.raises(
+            ConfigError, match=r"model_state_dict\(local=True\) while mini-batches are in flight"
+        ):
+            pipeline.model_state_dict(local=True)
+        with pytest.raises(ConfigError, match=r"load_model_state_dict while .* call flush\(\) before"):
+            pipeline.load_model_state_dict({})
+        state = pipeline.state_dict()
+        pipeline.load_state_dict(state)
         steps += [pipeline.step(*numbers(4)), pipeline.step(*numbers(4))]
         pipeline.predict(numbers(4)[0])
-        return [step.about for step in steps + pipeline.flush()], pipeline.in_flight
+        return [step.reports_step for step in steps + pipeline.flush()], pipeline.in_flight
 
     assert run(work, workers=2) == [([None, None, None, 2, 0, 1, 3], False)] * 2
 
@@ -362,7 +364,7 @@ def test_mini_batches_that_follow_each_other_are_alike() -> None:
         if flush:
             steps += pipeline.flush()
         steps += [pipeline.step(*numbers(3)), pipeline.step(*numbers(3))]  # fewer than micro-batches
-        return [step.samples for step in steps + pipeline.flush() if step.about is not None]
+        return [step.samples for step in steps + pipeline.flush() if step.reports_step is not None]
 
     assert run(partial(work, flush=True), workers=2) == [[4, 3, 3]] * 2
     with pytest.raises(ConfigError, match=r"step 1 was given 3 samples, the one before 4.* flush\(\) before"):
@@ -547,7 +549,7 @@ def _processes(layers: list[nn.Module]) -> Any:
         )
         with made as pipeline:
             steps = [pipeline.step(*numbers(8, number)) for number in range(12)]
-            found.append((told(steps + pipeline.flush()), pipeline.state_dict()))
+            found.append((told(steps + pipeline.flush()), pipeline.model_state_dict()))
     return found
 
 

@@ -166,7 +166,7 @@ def check(
     mine = [tensor.chunk(pipeline.replicas)[pipeline.replica] for tensor in (inputs, targets)]
     for number in range(steps):
         if number == steps - 1:  # another pipeline goes on from a checkpoint
-            state = pipeline.training_state_dict()
+            state = pipeline.state_dict()
             folder = pipeline.transport.gather_objects(tempfile.mkdtemp())[0]
             cf.save_checkpoint(pipeline, str(folder))
             pipeline.close()
@@ -176,7 +176,7 @@ def check(
             )  # fmt: skip
             pipeline.ema(DECAY)
             assert cf.load_checkpoint(pipeline, str(folder)) == number
-            loaded = pipeline.training_state_dict()
+            loaded = pipeline.state_dict()
             torch.testing.assert_close(loaded["model"], state["model"], rtol=0, atol=0)
             torch.testing.assert_close(loaded["ema"], state["ema"], rtol=0, atol=0)
             for name, kept in state["optimizer"].items():
@@ -185,17 +185,17 @@ def check(
                 assert found["options"] == kept["options"]
             if pipeline.transport.rank == 0:
                 shutil.rmtree(str(folder))
-        evaluated = pipeline.evaluate(*mine)
+        evaluated = pipeline.evaluate(*mine).loss
         found = pipeline.step(*mine)
         torch.testing.assert_close((found.loss, found.grad_norm), expected[number], rtol=1e-10, atol=1e-10)
         assert abs(evaluated - found.loss) < 1e-10
-    state = pipeline.state_dict()
+    state = pipeline.model_state_dict()
     for name, tensor in weights.items():
         torch.testing.assert_close(state[name], tensor, rtol=1e-10, atol=1e-10)
-    averaged = pipeline.state_dict(ema=True)
+    averaged = pipeline.model_state_dict(ema=True)
     for name, tensor in averages.items():
         torch.testing.assert_close(averaged[name], tensor, rtol=1e-10, atol=1e-10)
-    for name, tensor in pipeline.state_dict().items():
+    for name, tensor in pipeline.model_state_dict().items():
         assert torch.equal(tensor, state[name])
     pipeline.close()
 
@@ -297,7 +297,7 @@ def check_without_flush(schedule: Schedule, **options: Any) -> None:
             for _ in range(4):
                 pipeline.step(*samples(8))
             told = [(step.loss, step.grad_norm) for step in pipeline.flush()]
-            found.append((told, pipeline.state_dict(), pipeline.state_dict(ema=True)))
+            found.append((told, pipeline.model_state_dict(), pipeline.model_state_dict(ema=True)))
     torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-10)
 
 
@@ -343,13 +343,13 @@ def check_refusals() -> None:
 
 def skipping() -> list[nn.Module]:
     skip = cf.Skip("entry")
-    return [nn.Sequential(Block(), skip.save()), Block(), Block(), Loading(skip)]
+    return [nn.Sequential(Block(), skip.saver()), Block(), Block(), Loading(skip)]
 
 
 class Loading(nn.Module):
     def __init__(self, skip: cf.Skip) -> None:
         super().__init__()
-        self.load = skip.load()
+        self.load = skip.loader()
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.as_tensor(self.load())

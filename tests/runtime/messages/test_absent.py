@@ -44,7 +44,7 @@ def _scales(signs: tuple[int, ...], options: dict[str, Any]) -> list[Tensor]:
     found = []
     for sign in signs:
         pipeline.step(sign * torch.ones(4, 2), torch.zeros(4, 2))
-        found.append(pipeline.state_dict()["0.scale"].clone())
+        found.append(pipeline.model_state_dict()["0.scale"].clone())
     return found
 
 

@@ -70,9 +70,9 @@ def _train(
 ) -> tuple[list[float], dict[str, Tensor], int, int]:
     pipeline = Pipeline(deepcopy(layers), loss, schedule, **options)
     steps = [pipeline.step(*row[0]) for row in batches] + pipeline.flush()
-    losses = [step.loss for step in steps if step.about is not None]
+    losses = [step.loss for step in steps if step.reports_step is not None]
     used = pipeline.compression or Compression(torch.device("cpu"))
-    return losses, pipeline.state_dict(), used.plain_bytes, used.sent_bytes
+    return losses, pipeline.model_state_dict(), used.plain_bytes, used.sent_bytes
 
 
 @pytest.mark.parametrize(

@@ -121,11 +121,11 @@ def _train(layers: list[nn.Module], schedule: Schedule, samples: Sequence[int], 
     sent.append(defaultdict(int))
     evaluated, outputs = 0.0, None
     for number in (1, 3):  # the second time shapes are known
-        evaluated = pipeline.evaluate(*batch(number, samples[0]))
+        evaluated = pipeline.evaluate(*batch(number, samples[0])).loss
     for number in (1, 3):
         outputs = pipeline.predict(batch(number, samples[0] - 1)[0])
-    told = [step.loss for step in steps if step.about is not None]
-    return Found(told, pipeline.state_dict(), evaluated, outputs, [dict(one) for one in sent])
+    told = [step.loss for step in steps if step.reports_step is not None]
+    return Found(told, pipeline.model_state_dict(), evaluated, outputs, [dict(one) for one in sent])
 
 
 def layers_for(schedule: Schedule, does: dict[int, str] | None = None) -> list[nn.Module]:

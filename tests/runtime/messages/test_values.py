@@ -159,7 +159,7 @@ class Masks(nn.Linear):
     def __init__(self, skip: Any) -> None:
         super().__init__(16, 16, dtype=F)
         self.mask = create_block_mask(causal, None, None, 32, 32, "cpu", BLOCK_SIZE=16)
-        self.skip = skip.save()
+        self.skip = skip.saver()
 
     def forward(self, x: Tensor) -> Any:
         self.skip(self.mask)
@@ -169,7 +169,7 @@ class Masks(nn.Linear):
 class Unmasked(nn.Linear):
     def __init__(self, skip: Any) -> None:
         super().__init__(16, 16, dtype=F)
-        self.skip = skip.load()
+        self.skip = skip.loader()
 
     def forward(self, given: Any) -> Tensor:
         return attention(super().forward(given[0]), given[0], self.skip())
@@ -297,7 +297,7 @@ def _train(layers: list[nn.Module], schedule: Schedule, batches: list[Any], opti
     for inputs, targets in batches:
         losses.append(pipeline.step(dict(inputs), targets).loss)
         pipeline.evaluate(dict(inputs), targets)
-    return losses, pipeline.state_dict()
+    return losses, pipeline.model_state_dict()
 
 
 def agree(schedule: Schedule, found: list[Any], layers: list[nn.Module], batches: list[Any]) -> None:

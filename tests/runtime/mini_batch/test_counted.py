@@ -130,8 +130,8 @@ def piped(schedule: Schedule, loss: Any, mode: str) -> tuple[list[float], dict[s
         rows = slice(0, 10) if pipeline.replica == 0 else slice(10, 16)
     steps = [pipeline.step(*(t[rows] for t in batch(number))) for number in range(2)]
     losses = [step.loss for step in steps]
-    evaluated = pipeline.evaluate(*(t[rows] for t in batch(0)))
-    return [*losses, evaluated], pipeline.state_dict(), [s.metrics.get("half", 0.0) for s in steps]
+    evaluated = pipeline.evaluate(*(t[rows] for t in batch(0))).loss
+    return [*losses, evaluated], pipeline.model_state_dict(), [s.metrics.get("half", 0.0) for s in steps]
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -254,7 +254,7 @@ def test_hooks_of_activations_see_the_gradients_of_the_sum(
             rows = slice(0, 10) if pipeline.replica == 0 else slice(10, 16)
         for number in range(3):
             pipeline.step(*(t[rows] for t in batch(number)))
-        return pipeline.state_dict()
+        return pipeline.model_state_dict()
 
     for after in run(work, workers=2 * replicas):
         for name, tensor in model.state_dict().items():
@@ -381,7 +381,7 @@ def test_errors_of_chosen_elements_are_divided_by_all_that_were_chosen(error: An
         with Pipeline(layers, loss, schemes.chimera(2, 4), optimizer=sgd) as pipeline:
             rows = slice(0, 10) if pipeline.replica == 0 else slice(10, 16)
             given = x[rows], (y[rows], chosen[rows])
-            before = pipeline.evaluate(*given)
+            before = pipeline.evaluate(*given).loss
             step = pipeline.step(*given)
             return before, step.loss, step.grad_norm
 

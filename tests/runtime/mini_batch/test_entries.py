@@ -251,7 +251,7 @@ def test_ready_micro_batches_are_weighted_by_their_numbers(
         given: dict[str, Any] = {"micro_batches": [graphs(number) for number in range(4)], "samples": samples}
         loss = nn.functional.mse_loss
         with cf.Pipeline(read(), loss, cf.schemes.dapple(2, 4), optimizer=sgd, **options) as pipeline:
-            return pipeline.evaluate(**given), pipeline.step(**given).loss
+            return pipeline.evaluate(**given).loss, pipeline.step(**given).loss
 
     assert launched(work) == pytest.approx((expected(weights), expected(weights)), rel=1e-12)
 
@@ -364,7 +364,7 @@ def test_mappings_are_taken_handed_on_and_given(kind: Any, recompute: str) -> No
             layers, loss, cf.schemes.interleaved(2, 4, chunks=2), optimizer=sgd, recompute=recompute
         ) as pipeline:
             step = pipeline.step(named(kind, x), UserDict({"y": y}))
-            return step.loss, pipeline.state_dict(), pipeline.predict(named(kind, x))
+            return step.loss, pipeline.model_state_dict(), pipeline.predict(named(kind, x))
 
     model = nn.Sequential(*(nn.Linear(4, 4, dtype=D) for _ in range(4)))
     model.load_state_dict(nn.Sequential(*layers).state_dict())

@@ -90,7 +90,7 @@ def work(loss: Any, schedule: Schedule, options: dict[str, Any], samples: int, h
     with Pipeline(layers(dtype), loss, schedule, optimizer=sgd, **options) as pipeline:
         x, y = batch(samples, dtype)
         if how == "evaluate":
-            return [pipeline.evaluate(x, y)]
+            return [pipeline.evaluate(x, y).loss]
         if how == "kept":
             pipeline.step(x, y, update=False)
         steps = [pipeline.step(x, y) for _ in range(2)] + pipeline.flush()

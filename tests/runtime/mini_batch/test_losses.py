@@ -90,8 +90,8 @@ def _train(  # noqa: PLR0917
         step = pipeline.step(*(t[rows] for t in whole), update=number % updates == 0)
         told.append((step.loss, step.grad_norm, step.metrics["first"]))
         assert step.metrics["constant"] == pytest.approx(1.0)
-    loss = pipeline.evaluate(*(t[rows] for t in batches[0]))
-    return told, pipeline.state_dict(), loss, pipeline.metrics["first"]
+    found = pipeline.evaluate(*(t[rows] for t in batches[0]))
+    return told, pipeline.model_state_dict(), found.loss, found.metrics["first"]
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -148,7 +148,7 @@ def _mean(output: Tensor, target: Tensor) -> Any:
 def _flushed(layers: list[nn.Module], schedule: Schedule, loss: Any) -> Any:
     pipeline = Pipeline(deepcopy(layers), loss, schedule, optimizer=sgd)
     steps = [pipeline.step(*one) for one in BATCHES] + pipeline.flush()
-    told = {step.about: (step.loss, step.metrics) for step in steps if step.about is not None}
+    told = {step.reports_step: (step.loss, step.metrics) for step in steps if step.reports_step is not None}
     assert all(
         set(metrics) == {"first"} or set(metrics) == {"first", "constant"} for _, metrics in told.values()
     )
@@ -171,7 +171,7 @@ class Own(nn.Linear):
 
 def _own(layers: list[nn.Module], schedule: Schedule, mode: str) -> list[float]:
     pipeline = Pipeline(deepcopy(layers), None, schedule, optimizer=sgd, recompute=mode)
-    return [*(pipeline.step(x).loss for x, _ in BATCHES), pipeline.evaluate(BATCHES[0][0])]
+    return [*(pipeline.step(x).loss for x, _ in BATCHES), pipeline.evaluate(BATCHES[0][0]).loss]
 
 
 @pytest.mark.parametrize("mode", ["none", "stage", "layer"])
@@ -221,7 +221,7 @@ def test_a_dict_has_a_loss_and_metrics(schedule: Schedule, barrier: bool) -> Non
         options: dict[str, Any] = {} if barrier or not schedule.synchronous else {"barrier": False}
         with Pipeline(layers, _with_parts, schedule, optimizer=sgd, **options) as pipeline:
             told = [pipeline.step(x, y), *pipeline.flush()]
-            (step,) = (step for step in told if step.about is not None)
+            (step,) = (step for step in told if step.reports_step is not None)
             return step.loss, step.metrics, step.losses, schedule.stages - 1 in pipeline.stages
 
     rows = run(work)

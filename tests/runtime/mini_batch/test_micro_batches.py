@@ -69,8 +69,8 @@ def _of_few_samples(layers: list[nn.Module], schedule: Schedule, mode: str) -> A
     for samples in COUNTS:
         x = numbers(samples * pipeline.replicas).chunk(pipeline.replicas)[pipeline.replica]
         y = x.flip(1)
-        losses += [pipeline.evaluate(x, y), pipeline.step(x, y).loss]
-    return losses, pipeline.state_dict()
+        losses += [pipeline.evaluate(x, y).loss, pipeline.step(x, y).loss]
+    return losses, pipeline.model_state_dict()
 
 
 def _in_one_process(layers: list[nn.Module], replicas: int) -> Any:
@@ -127,12 +127,15 @@ def _ready(layers: list[nn.Module], schedule: Schedule, mode: str, batches: Any,
         mine = [(x if first else None, y if last else None) for x, y in batch]
         if form == "iterator":
             once = [next(endless) for _ in range(2 * len(batch))][::2]
-            losses += [pipeline.evaluate(micro_batches=batch), pipeline.step(micro_batches=iter(once)).loss]
+            losses += [
+                pipeline.evaluate(micro_batches=batch).loss,
+                pipeline.step(micro_batches=iter(once)).loss,
+            ]
         elif first or last:
-            losses += [pipeline.evaluate(micro_batches=mine), pipeline.step(micro_batches=mine).loss]
+            losses += [pipeline.evaluate(micro_batches=mine).loss, pipeline.step(micro_batches=mine).loss]
         else:
-            losses += [pipeline.evaluate(), pipeline.step().loss]
-    return losses, pipeline.state_dict()
+            losses += [pipeline.evaluate().loss, pipeline.step().loss]
+    return losses, pipeline.model_state_dict()
 
 
 READY = [[3, 1, 2, 5], [2, 2, 2, 2], [1, 4, 4, 1], [3, 1, 2, 5]]
@@ -227,14 +230,14 @@ def _keyworded(layers: list[nn.Module], schedule: Schedule, mode: str, only: boo
         x, y, kwargs = keywords(seed)
         given: dict[str, Any] = {"targets": y, "kwargs": {"x": x, **kwargs} if only else kwargs}
         given |= {} if only else {"inputs": x}
-        losses.append(pipeline.evaluate(**given))
+        losses.append(pipeline.evaluate(**given).loss)
         if split:
             rows = [slice(2 * m, 2 * m + 2) for m in range(4)]
             cut = [(x[r], y[r], {**kwargs, "mask": kwargs["mask"][r]}) for r in rows]
             losses.append(pipeline.step(micro_batches=cut).loss)
         else:
             losses.append(pipeline.step(**given).loss)
-    return losses, pipeline.state_dict()
+    return losses, pipeline.model_state_dict()
 
 
 def keywords(seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -274,11 +277,11 @@ def _with_outputs(layers: list[nn.Module], schedule: Schedule, mode: str) -> Any
     found = []
     for samples in (8, 3):
         x, y = numbers(samples), numbers(samples, 1)
-        before = pipeline.state_dict()
-        pipeline.evaluate(x, y, outputs=True)
+        before = pipeline.model_state_dict()
+        evaluation = pipeline.evaluate(x, y, outputs=True)
         step = pipeline.step(x, y, outputs=True)
         assert pipeline.step(x, y).outputs is None
-        found.append((schedule.stages - 1 in pipeline.stages, before, x, pipeline.outputs, step.outputs))
+        found.append((schedule.stages - 1 in pipeline.stages, before, x, evaluation.outputs, step.outputs))
     return found
 
 

@@ -103,7 +103,7 @@ class Attend(nn.Linear):
 
 
 def _evaluated(layers: list[nn.Module], schedule: Schedule, inputs: Any, targets: Any) -> float:
-    return Pipeline(layers, nn.functional.mse_loss, schedule, optimizer=sgd).evaluate(inputs, targets)
+    return Pipeline(layers, nn.functional.mse_loss, schedule, optimizer=sgd).evaluate(inputs, targets).loss
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -135,7 +135,7 @@ def _with_dims(layers: list[nn.Module], schedule: Schedule, inputs: Any, targets
         layers, nn.functional.mse_loss, schedule, optimizer=sgd, recompute=mode,
         input_dims={"x": 1, "table": None}, target_dims=1,
     )  # fmt: skip
-    return [pipeline.step(inputs, targets).loss for _ in range(2)], pipeline.state_dict()
+    return [pipeline.step(inputs, targets).loss for _ in range(2)], pipeline.model_state_dict()
 
 
 @pytest.mark.parametrize("schedule", SCHEMES, ids=str)
@@ -197,7 +197,7 @@ def _refilled(layers: list[nn.Module], schedule: Schedule, refills: bool, **opti
         x.normal_(generator=generator)
         y.normal_(generator=generator)
         pipeline.step(x, y)
-    return pipeline.state_dict()
+    return pipeline.model_state_dict()
 
 
 @pytest.mark.parametrize("mode", ["none", "stage", "layer"])

@@ -80,13 +80,13 @@ def trained(
     pipeline.ema(DECAY)
     for number in range(STEPS):
         pipeline.step(*batch(number))
-    own = pipeline.state_dict()
-    state = pipeline.state_dict(ema=True)
+    own = pipeline.model_state_dict()
+    state = pipeline.model_state_dict(ema=True)
     with pipeline.averaged():
-        loss = pipeline.evaluate(*batch(0))
+        loss = pipeline.evaluate(*batch(0)).loss
         outputs = pipeline.predict(batch(0)[0])
-    local = pipeline.state_dict(local=True, ema=True)
-    for name, value in pipeline.state_dict().items():
+    local = pipeline.model_state_dict(local=True, ema=True)
+    for name, value in pipeline.model_state_dict().items():
         assert torch.equal(value, own[name])
     pipeline.step(*batch(9))
     pipeline.flush()
@@ -169,10 +169,10 @@ def test_no_cast_of_the_weights_outlives_the_context(options: dict[str, Any]) ->
         pipeline.ema(DECAY)
         for number in range(STEPS):
             pipeline.step(*batch(number))
-        before = pipeline.evaluate(*batch(0))
+        before = pipeline.evaluate(*batch(0)).loss
         with pipeline.averaged():
-            within = pipeline.evaluate(*batch(0))
-        return before, within, pipeline.evaluate(*batch(0))
+            within = pipeline.evaluate(*batch(0)).loss
+        return before, within, pipeline.evaluate(*batch(0)).loss
 
     for before, within, after in launch(work, workers=2, transport="local", timeout_seconds=30):
         assert before == after
@@ -193,7 +193,7 @@ def test_a_skipped_update_and_a_step_without_one_leave_it() -> None:
         other.step(*batch(0))
         other.step(*batch(1), update=False)
         other.step(*batch(2))
-        return [pipeline.state_dict(ema=True), other.state_dict(ema=True)]
+        return [pipeline.model_state_dict(ema=True), other.model_state_dict(ema=True)]
 
     for mine, other in launch(work, workers=2, transport="local", timeout_seconds=30):
         for name, value in other.items():
@@ -210,7 +210,7 @@ def _resumed(way: str, folder: Path, zero_stage: int) -> tuple[dict[str, Any], d
     for number in range(2):
         pipeline.step(*batch(number))
     if way == "state":
-        other.load_training_state_dict(pipeline.training_state_dict())
+        other.load_state_dict(pipeline.state_dict())
     elif way == "checkpoint":
         load_checkpoint(other, save_checkpoint(pipeline, folder))
     else:
@@ -223,7 +223,7 @@ def _resumed(way: str, folder: Path, zero_stage: int) -> tuple[dict[str, Any], d
     for number in range(2, STEPS):
         pipeline.step(*batch(number))
         other.step(*batch(number))
-    return pipeline.state_dict(ema=True), other.state_dict(ema=True)
+    return pipeline.model_state_dict(ema=True), other.model_state_dict(ema=True)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
@@ -246,7 +246,7 @@ def test_a_checkpoint_goes_on_under_another_scheme(tmp_path: Path) -> None:
         for number in range(STEPS):
             pipeline.step(*batch(number))
         load_checkpoint(other, save_checkpoint(pipeline, tmp_path))
-        return pipeline.state_dict(ema=True), other.state_dict(ema=True)
+        return pipeline.model_state_dict(ema=True), other.model_state_dict(ema=True)
 
     for state, found in launch(work, workers=2, transport="local", timeout_seconds=30):
         for name, value in state.items():
@@ -258,11 +258,11 @@ def test_with_and_without_one_it_is_told(tmp_path: Path, caplog: pytest.LogCaptu
         pipeline, other = piped(schemes.dapple(2, 4)), piped(schemes.dapple(2, 4))
         pipeline.ema(DECAY)
         pipeline.step(*batch(0))
-        other.load_training_state_dict(pipeline.training_state_dict())
+        other.load_state_dict(pipeline.state_dict())
         load_checkpoint(other, save_checkpoint(pipeline, tmp_path / "a"))
-        pipeline.load_training_state_dict(other.training_state_dict())
+        pipeline.load_state_dict(other.state_dict())
         load_checkpoint(pipeline, save_checkpoint(other, tmp_path / "b"))
-        averages, weights = pipeline.state_dict(ema=True), pipeline.state_dict()
+        averages, weights = pipeline.model_state_dict(ema=True), pipeline.model_state_dict()
         for name, value in averages.items():
             assert torch.equal(value, weights[name])
 
@@ -282,7 +282,7 @@ def test_what_is_frozen_is_its_own_average() -> None:
         pipeline.set_trainable(lambda name: not name.startswith("7."))
         pipeline.step(*batch(2))
         pipeline.set_trainable(lambda _: True)
-        weights, averages = pipeline.state_dict(), pipeline.state_dict(ema=True)
+        weights, averages = pipeline.model_state_dict(), pipeline.model_state_dict(ema=True)
         for name, value in weights.items():
             assert torch.equal(value, averages[name]) == name.startswith("7.")
 
@@ -305,11 +305,13 @@ def test_decays_that_are_refused(decay: Callable[[int], float], message: str) ->
         launch(work, workers=2, transport="local", timeout_seconds=30)
 
 
-@pytest.mark.parametrize("call", ["step", "state_dict", "load_state_dict", "training_state_dict", "averaged"])
+@pytest.mark.parametrize(
+    "call", ["step", "model_state_dict", "load_model_state_dict", "state_dict", "averaged"]
+)
 def test_within_it_nothing_but_looking(call: str) -> None:
     def work() -> None:
         pipeline = piped(schemes.dapple(2, 4))
-        state = pipeline.state_dict()
+        state = pipeline.model_state_dict()
         pipeline.ema(DECAY)
         with pipeline.averaged():
             match call:
@@ -318,8 +320,8 @@ def test_within_it_nothing_but_looking(call: str) -> None:
                 case "averaged":
                     with pipeline.averaged():
                         pass
-                case "load_state_dict":
-                    pipeline.load_state_dict(state)
+                case "load_model_state_dict":
+                    pipeline.load_model_state_dict(state)
                 case _:
                     getattr(pipeline, call)()
 
@@ -331,7 +333,7 @@ def test_without_one_there_is_none_to_show() -> None:
     def work(ema: bool) -> None:
         pipeline = piped(schemes.dapple(2, 4))
         if ema:
-            pipeline.state_dict(ema=True)
+            pipeline.model_state_dict(ema=True)
         with pipeline.averaged():
             pass
 

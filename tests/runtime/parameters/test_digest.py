@@ -199,7 +199,7 @@ def test_a_weight_of_several_stages_is_compared_between_them() -> None:
         pipeline.weights.check_copies("before")
         if pipeline.worker:
             next(pipeline.stages[1].layers[1].module.parameters()).data[0] += 1e-9
-        pipeline.state_dict()
+        pipeline.model_state_dict()
 
     with pytest.raises(WorkerError, match=r"after 1 steps the copies of 0\.weight on ranks 0 and 1 differ"):
         run(work, workers=2)

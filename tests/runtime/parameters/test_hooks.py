@@ -122,7 +122,7 @@ def piped(schedule: Schedule, tied: bool, loss: Any, options: dict[str, Any]) ->
     rows = slice(pipeline.replica, None, pipeline.replicas)
     told = [pipeline.step(*(t[rows] for t in batch(number))) for number in range(3)]
     told += pipeline.flush()
-    return [step.grad_norm for step in told if step.about is not None], pipeline.state_dict()
+    return [step.grad_norm for step in told if step.reports_step is not None], pipeline.model_state_dict()
 
 
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
@@ -235,7 +235,7 @@ def test_hooks_draw_the_same_on_all_copies(schedule: Schedule) -> None:
         pipeline = Pipeline(model, mean_square, schedule, optimizer=adamw, digest_every=1)
         for number in range(3):
             pipeline.step(*batch(number // 2))
-        return pipeline.state_dict()
+        return pipeline.model_state_dict()
 
     states = run(work, workers=2 * schedule.workers)
     assert all(torch.equal(state[name], states[0][name]) for state in states for name in state)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
 from counterflow.models.gpt import GPTConfig
+from counterflow.runtime.parameters.saved import ParameterState
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
@@ -103,7 +104,7 @@ def trained(
         x, y = numbers(8 * pipeline.replicas, step)
         rows = slice(8 * pipeline.replica, 8 * pipeline.replica + 8)
         norms.append(pipeline.step(x[rows], y[rows]).grad_norm)
-    whole = pipeline.training_state_dict()
+    whole = pipeline.state_dict()
     return whole.pop("model"), whole, norms, state_bytes(pipeline)
 
 
@@ -121,6 +122,8 @@ def same(one: Any, other: Any) -> bool:
     """Bit for bit."""
     if isinstance(one, Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, ParameterState):
+        return same(vars(one), vars(other))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
@@ -214,7 +217,7 @@ def test_a_worker_without_a_weight_of_its_own_has_no_optimizer() -> None:
         pipeline = Pipeline(layers(), mean_square, schemes.gpipe(2, 2), optimizer=adamw, zero_stage=1)
         rows = slice(pipeline.replica * 4, pipeline.replica * 4 + 4)
         pipeline.step(*(one[rows] for one in numbers(8)))
-        return sorted(pipeline.optimizers), state_bytes(pipeline), pipeline.state_dict()
+        return sorted(pipeline.optimizers), state_bytes(pipeline), pipeline.model_state_dict()
 
     found = run(work, workers=4)
     assert [row[:2] for row in found] == [([0], 260), ([1], 260), ([], 0), ([], 0)]
@@ -232,7 +235,7 @@ def test_tied_weights(schedule: Schedule, replicas: int) -> None:
         for _ in range(3):
             pipeline.step(*batch)
         pipeline.weights.check_copies("in the test")
-        return pipeline.training_state_dict()
+        return pipeline.state_dict()
 
     for plain, sharded in run(lambda: [one(0), one(1)], workers=schedule.workers * replicas):
         assert same(plain, sharded)
@@ -263,7 +266,7 @@ def test_a_weight_without_a_gradient_stays_and_keeps_no_state() -> None:
         for step, factor in enumerate((1.0, 1e4, 1.0)):
             x, y = numbers(8, step)
             pipeline.step(x * factor, y)
-        return pipeline.training_state_dict()
+        return pipeline.state_dict()
 
     for plain, sharded in run(lambda: [one(0), one(1)], workers=4):
         assert same(plain, sharded)
@@ -283,7 +286,7 @@ def test_frozen_weights_are_not_sent_and_may_be_unfrozen() -> None:
         pipeline.set_trainable(lambda name: not name.startswith("3"))
         pipeline.step(*numbers(8, 1))
         pipeline.step(*numbers(8, 2))
-        return pipeline.training_state_dict()
+        return pipeline.state_dict()
 
     for plain, sharded in run(lambda: [one(0), one(1)], workers=4):
         assert same(plain, sharded)
@@ -298,7 +301,7 @@ def test_gradients_of_several_steps_and_of_hooks() -> None:
         )
         for step in range(4):
             pipeline.step(*numbers(8, step), update=step % 2 == 1)
-        return pipeline.training_state_dict()
+        return pipeline.state_dict()
 
     for plain, sharded in run(lambda: [one(0), one(1)], workers=4):
         assert same(plain, sharded)
@@ -318,7 +321,7 @@ def test_a_step_that_is_not_finite_updates_nothing() -> None:
         for step in range(3):
             x, y = numbers(8, step)
             skipped.append(pipeline.step(x * (math.inf if step == 1 else 1), y).skipped)
-        return pipeline.training_state_dict(), skipped
+        return pipeline.state_dict(), skipped
 
     for plain, sharded in run(lambda: [one(0), one(1)], workers=4):
         assert same(plain, sharded)
@@ -337,7 +340,7 @@ def test_in_lower_precision() -> None:
         )
         batches = [tuple(each.float() for each in numbers(8, step)) for step in range(3)]
         losses = [pipeline.step(*batch).loss for batch in batches]
-        return pipeline.training_state_dict(), losses, pipeline.evaluate(*batches[0])
+        return pipeline.state_dict(), losses, pipeline.evaluate(*batches[0]).loss
 
     for plain, sharded in run(lambda: [one(0), one(1)], workers=4):
         assert same(plain, sharded)
@@ -349,10 +352,10 @@ def test_state_goes_on_under_another_layout_sharded_or_not() -> None:
     def on(schedule: Schedule, zero_stage: int, state: Any, first: int) -> Any:
         pipeline = Pipeline(linears(4), mean_square, schedule, optimizer=adamw, zero_stage=zero_stage)
         if state is not None:
-            pipeline.load_training_state_dict(state)
+            pipeline.load_state_dict(state)
         for step in range(first, first + 2):
             pipeline.step(*numbers(8, step))
-        return pipeline.training_state_dict()
+        return pipeline.state_dict()
 
     state = None
     for index, (schedule, zero_stage) in enumerate(layouts):
@@ -362,7 +365,7 @@ def test_state_goes_on_under_another_layout_sharded_or_not() -> None:
         pipeline = Pipeline(linears(4), mean_square, schemes.gpipe(1, 1), optimizer=adamw)
         for step in range(6):
             pipeline.step(*numbers(8, step))
-        return pipeline.training_state_dict()
+        return pipeline.state_dict()
 
     expected = run(one, workers=1)[0]
     assert state is not None

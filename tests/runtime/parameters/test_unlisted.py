@@ -65,11 +65,11 @@ def _same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def test_all_of_it_is_loaded() -> None:
     def work() -> tuple[dict[str, Any], dict[str, Any], int]:
-        state = piped(made()).state_dict()
+        state = piped(made()).model_state_dict()
         model = made(9)
         pipeline = piped(model)
-        pipeline.load_state_dict(state)
-        return state, pipeline.state_dict(), model.number
+        pipeline.load_model_state_dict(state)
+        return state, pipeline.model_state_dict(), model.number
 
     for state, found, number in launch(work, workers=2, transport="local", timeout_seconds=30):
         assert number == 7
@@ -84,8 +84,8 @@ def test_a_name_that_the_state_lacks_is_refused_and_nothing_loaded(name: str) ->
         pipeline = piped(model)
         state = {n: v for n, v in made().state_dict().items() if n.replace("again", "contact") != name}
         with pytest.raises(ConfigError, match=f"the state has no '{name}'"):
-            pipeline.load_state_dict(state)
-        _same(pipeline.state_dict(), made(9).state_dict())
+            pipeline.load_model_state_dict(state)
+        _same(pipeline.model_state_dict(), made(9).state_dict())
 
     launch(work, workers=2, transport="local", timeout_seconds=30)
 
@@ -93,7 +93,7 @@ def test_a_name_that_the_state_lacks_is_refused_and_nothing_loaded(name: str) ->
 def test_another_shape_is_refused() -> None:
     def work() -> None:
         state: dict[str, Any] = made().state_dict()
-        piped(made()).load_state_dict(state | {"mean": torch.zeros(1)})
+        piped(made()).load_model_state_dict(state | {"mean": torch.zeros(1)})
 
     with pytest.raises(ConfigError, match=r"mean has shape \(1,\) in the state, \(4,\) in the model"):
         launch(work, workers=2, transport="local", timeout_seconds=30)
@@ -116,7 +116,7 @@ def test_workers_whose_models_differ_take_that_of_rank_0() -> None:
         from counterflow.runtime.workers.world import current_transport
 
         model = made(3 + current_transport(None, device=None, timeout_seconds=None).rank)
-        state = piped(model).state_dict(local=True)
+        state = piped(model).model_state_dict(local=True)
         return state["mean"].tolist(), state["contact.weight"].tolist()
 
     expected = [3.0] * 4, made(3).contact.weight.tolist()
@@ -131,7 +131,7 @@ def test_checkpoints_have_it(tmp_path: Path) -> None:
         model = made(9)
         other = piped(model)
         load_checkpoint(other, path)
-        return pipeline.state_dict(), other.state_dict(), model.number
+        return pipeline.model_state_dict(), other.model_state_dict(), model.number
 
     for state, found, number in launch(work, workers=2, transport="local", timeout_seconds=30):
         assert number == 7
@@ -163,7 +163,7 @@ def test_copies_in_memory_have_it(tmp_path: Path, zero_stage: int) -> None:
         found = Memory(pipeline.transport, "run", pipeline.cuts, root=tmp_path).find()
         assert found is not None
         found.restore(other, other.cuts)
-        return pipeline.training_state_dict(), other.training_state_dict(), model.number
+        return pipeline.state_dict(), other.state_dict(), model.number
 
     for state, found, number in launch(work, workers=2, transport="local", timeout_seconds=30):
         assert number == 7

@@ -70,7 +70,7 @@ def trained(
     for number in range(steps):
         x, y = batch(number)
         pipeline.step(x[rows], y[rows])
-    return pipeline.state_dict()
+    return pipeline.model_state_dict()
 
 
 def in_one_process(
@@ -153,13 +153,13 @@ def test_a_layer_frozen_between_steps_stays(schedule: Schedule) -> None:
     def work() -> list[State]:
         pipeline = Pipeline(layers, mean_square, schedule, optimizer=adamw, cuts=(1,))
         pipeline.step(*batch(0))
-        states = [pipeline.state_dict()]
+        states = [pipeline.model_state_dict()]
         for stage in pipeline.stages.values():
             for layer in stage.layers:
                 layer.module.requires_grad_(layer.index > 0)
         for number in range(3):
             pipeline.step(*batch(number))
-        return [*states, pipeline.state_dict()]
+        return [*states, pipeline.model_state_dict()]
 
     for before, after in run(work, workers=schedule.workers):
         assert all(torch.equal(before[name], after[name]) == name.startswith("0.") for name in before)
@@ -177,7 +177,7 @@ def test_zero_grad_changes_nothing(schedule: Schedule, to_none: bool) -> None:
                     optimizer.zero_grad(set_to_none=to_none)
             told.append(pipeline.step(*batch(number)))
         told += pipeline.flush()
-        return [step.grad_norm for step in told if step.about is not None], pipeline.state_dict()
+        return [step.grad_norm for step in told if step.reports_step is not None], pipeline.model_state_dict()
 
     (norms, state), (other_norms, other) = (run(work, c, workers=schedule.workers)[0] for c in (False, True))
     assert norms == other_norms
@@ -274,10 +274,10 @@ def test_what_a_loss_was_given_is_not_in_the_state() -> None:
 
     def work(loss: nn.Module) -> tuple[State, float, float]:
         with Pipeline(nn.Sequential(*linears()), loss, schedule, optimizer=adamw) as pipeline:
-            before = pipeline.training_state_dict()
+            before = pipeline.state_dict()
             first = pipeline.step(x, classes).loss
-            pipeline.load_training_state_dict(before)
-            return pipeline.state_dict(), first, pipeline.step(x, classes).loss
+            pipeline.load_state_dict(before)
+            return pipeline.model_state_dict(), first, pipeline.step(x, classes).loss
 
     state, first, again = run(work, nn.CrossEntropyLoss(weight=weight), workers=2)[0]
     model.load_state_dict(state)
@@ -320,10 +320,10 @@ def test_hooks_and_attributes_of_parameters_are_kept(schedule: Schedule, device:
 
     def work() -> tuple[State, State]:
         pipeline = Pipeline(layers, mean_square, schedule, optimizer=plain, cuts=(1,))
-        before = pipeline.state_dict()
+        before = pipeline.model_state_dict()
         for number in range(3):
             pipeline.step(*batch(number))
-        return before, pipeline.state_dict()
+        return before, pipeline.model_state_dict()
 
     before, after = run(work, workers=schedule.workers)[0]
     assert any(seen)
@@ -424,7 +424,7 @@ def test_every_module_stays_in_its_own_mode(alone: bool, evaluates: bool) -> Non
             if evaluates:
                 pipeline.evaluate(*batch())
             pipeline.step(*batch(number))
-        return pipeline.state_dict()
+        return pipeline.model_state_dict()
 
     state = run(work)[0]
     assert int(state[f"{name}num_batches_tracked"]) == 0
@@ -561,10 +561,10 @@ def test_the_state_has_all_names_of_a_tied_weight(wrap: Callable[[nn.Module], nn
             list_layers=lambda m: [wrap(each) for each in m.children()],
         )
         pipeline.step(ids, ids)
-        state = pipeline.state_dict()
+        state = pipeline.model_state_dict()
         del state["embed.weight"]  # one of the names is enough
-        pipeline.load_state_dict(state)
-        return pipeline.state_dict(), pipeline.state_dict(local=True)
+        pipeline.load_model_state_dict(state)
+        return pipeline.model_state_dict(), pipeline.model_state_dict(local=True)
 
     whole, local = run(work)[0]
     assert list(whole) == list(model.state_dict())
@@ -607,9 +607,9 @@ def test_extra_state_is_saved_and_loaded(wrap: Callable[[nn.Module], nn.Module])
             list_layers=lambda m: [wrap(each) for each in m.children()],
         )
         if load is not None:
-            pipeline.load_state_dict(load)
+            pipeline.load_model_state_dict(load)
         pipeline.step(*batch())
-        return pipeline.state_dict()
+        return pipeline.model_state_dict()
 
     first = run(work, None)[0]
     assert first["last._extra_state"] == {"calls": 2}
@@ -642,9 +642,9 @@ def test_copies_start_as_the_first_holders(schedule: Schedule) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data.fill_(rank + 1)
         pipeline = Pipeline(layers, mean_square, schedule, optimizer=adamw, cuts=(1,))
-        before = pipeline.state_dict(local=True)
+        before = pipeline.model_state_dict(local=True)
         pipeline.step(*batch(pipeline.replica))
-        return before, pipeline.state_dict()
+        return before, pipeline.model_state_dict()
 
     workers = schedule.workers * (3 - schedule.workers)
     found = run(work, workers=max(2, workers))
@@ -683,7 +683,7 @@ def test_layers_are_unfrozen_between_steps(schedule: Schedule, recompute: str) -
             if number in (3, 6):
                 pipeline.set_trainable(everything if number == 3 else first_alone)
             pipeline.step(*batch(number))
-        return pipeline.state_dict()
+        return pipeline.model_state_dict()
 
     for number in range(9):
         if number in (3, 6):
@@ -737,7 +737,9 @@ def test_an_optimizer_may_take_names(schedule: Schedule) -> None:
         for number in range(3):
             pipeline.step(*batch(number))
         made = pipeline.optimizers.values()
-        return pipeline.state_dict(), [n for o in made for g in o.param_groups for n in g["param_names"]]
+        return pipeline.model_state_dict(), [
+            n for o in made for g in o.param_groups for n in g["param_names"]
+        ]
 
     def without() -> State:
         return trained(schedule, layers, optimizer=by_shape, cuts=(1,))
@@ -770,7 +772,7 @@ def test_gradients_of_several_steps_make_one_update(schedule: Schedule, replicas
             norms.append(step.grad_norm)
             losses.append(0.0)
             assert step.samples == parts[-1] * replicas
-        return losses, norms, pipeline.state_dict()
+        return losses, norms, pipeline.model_state_dict()
 
     share = 16 // replicas
     losses, norms, whole = run(work, [share], workers=schedule.workers * replicas)[0]
@@ -793,9 +795,9 @@ def test_steps_without_an_update_need_a_flush_and_end_with_one() -> None:
         pipeline = Pipeline(layers, mean_square, schemes.dapple(2, 2), optimizer=adamw)
         step = pipeline.step(*batch(), update=False)
         assert math.isnan(step.grad_norm)
-        return pipeline.training_state_dict()
+        return pipeline.state_dict()
 
-    with pytest.raises(ConfigError, match="training_state_dict while gradients wait for an update"):
+    with pytest.raises(ConfigError, match="state_dict while gradients wait for an update"):
         run(work)
 
     def apart() -> None:
@@ -832,10 +834,10 @@ def _goes_on(schedule: Schedule, layers: list[nn.Module], state: Any, steps: ran
         cuts=(1,),
     )
     if state is not None:
-        pipeline.load_training_state_dict(state)
+        pipeline.load_state_dict(state)
     for number in steps:
         pipeline.step(*batch(number))
-    return pipeline.training_state_dict()
+    return pipeline.state_dict()
 
 
 @pytest.mark.parametrize("scheduler", [None, stepped])
@@ -863,7 +865,7 @@ def test_a_training_without_a_flush_goes_on_from_its_state(schedule: Schedule) -
             pipeline.step(*batch(number))
             if number == 2:
                 pipeline.flush()
-        return pipeline.state_dict()
+        return pipeline.model_state_dict()
 
     half = run(_goes_on, schedule, layers, None, range(3), stepped, workers=schedule.workers)[0]
     missing = half | {"optimizer": {}}
@@ -879,7 +881,7 @@ def test_a_training_without_a_flush_goes_on_from_its_state(schedule: Schedule) -
 def _statistics(layers: Sequence[nn.Module], x: Tensor) -> State:
     pipeline = Pipeline(layers, mean_square, schemes.chimera(2, 2), optimizer=sgd)
     pipeline.step(x, torch.zeros(8, 4))
-    return pipeline.state_dict()
+    return pipeline.model_state_dict()
 
 
 def test_running_statistics_are_the_mean_of_the_copies() -> None:
@@ -897,7 +899,7 @@ def _clipped(clip_norm: float | None) -> State:
     for seed in range(3):
         pipeline.step(*batch(seed))
     pipeline.flush()
-    return pipeline.state_dict()
+    return pipeline.model_state_dict()
 
 
 def test_a_limit_above_the_norm_changes_nothing() -> None:

@@ -40,8 +40,8 @@ def train(schedule: Schedule, recompute: str, dropout: float, how: str | bool) -
             optimizer=partial(torch.optim.SGD, lr=0.1), compile=how,
         )  # fmt: skip
         steps = [pipeline.step(*given) for _ in range(2)] + pipeline.flush()
-        told = [step.loss for step in steps if step.about is not None]
-        return [told, pipeline.evaluate(*given), pipeline.predict(given[0]), pipeline.state_dict()]
+        told = [step.loss for step in steps if step.reports_step is not None]
+        return [told, pipeline.evaluate(*given).loss, pipeline.predict(given[0]), pipeline.model_state_dict()]
 
     found: list[object] = launch(job, workers=2, transport="local")[0]
     return found

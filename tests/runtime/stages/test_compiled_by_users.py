@@ -51,7 +51,7 @@ def test_split_backwards_go_through_compiled_functions(recompute: str) -> None:
     def work() -> tuple[float, dict[str, Tensor]]:
         schedule = schemes.zb_v(2, 4)
         pipeline = Pipeline(layers, nn.functional.mse_loss, schedule, optimizer=sgd, recompute=recompute)
-        return pipeline.step(inputs, inputs).loss, pipeline.state_dict()
+        return pipeline.step(inputs, inputs).loss, pipeline.model_state_dict()
 
     (found, state), _ = launch(work, workers=2, transport="local", timeout_seconds=60)
     assert found == pytest.approx(loss.item(), rel=1e-9)

@@ -70,7 +70,9 @@ def counted(schedule: Schedule, layers: list[nn.Module], options: dict[str, Any]
         if not pipeline.in_flight:
             pipeline.evaluate(*(tensor[rows] for tensor in numbers(9)))
     return {
-        name: tensor for name, tensor in pipeline.state_dict().items() if "seen" in name or "most" in name
+        name: tensor
+        for name, tensor in pipeline.model_state_dict().items()
+        if "seen" in name or "most" in name
     }
 
 
@@ -143,6 +145,6 @@ def test_copies_that_see_fewer_micro_batches_count_as_many_batches() -> None:
         generator = torch.Generator().manual_seed(0)
         for _ in range(2):
             pipeline.step(*torch.randn(2, 3, 3, 4, generator=generator))
-        return [int(tensor) for name, tensor in pipeline.state_dict().items() if "num_batches" in name]
+        return [int(tensor) for name, tensor in pipeline.model_state_dict().items() if "num_batches" in name]
 
     assert run(work) == [[4, 4], [4, 4]]

@@ -62,7 +62,7 @@ def trained(schedule: Schedule, layers: list[nn.Module], options: dict[str, Any]
     for step in range(3):
         rows = slice(pipeline.replica, None, pipeline.replicas)
         pipeline.step(*(tensor[rows] for tensor in numbers(step)))
-    return statistics(pipeline.state_dict())
+    return statistics(pipeline.model_state_dict())
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

@@ -89,7 +89,7 @@ def trained(schedule: Schedule, hook: Any, first: int, options: dict[str, Any]) 
             for layer in copy.layers
             if isinstance(layer.module, Hooked)
         }
-        return pipeline.state_dict(), seen
+        return pipeline.model_state_dict(), seen
 
 
 def alone(hook: Any, first: int) -> tuple[dict[str, Tensor], dict[int, list[float]]]:

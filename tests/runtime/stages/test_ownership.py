@@ -96,8 +96,8 @@ def _trained(model: nn.Module, schedule: Schedule, replicas: int) -> dict[str, T
                 model.eval()
                 mine = float(functional.mse_loss(model(batch(0)[0]), batch(0)[1]))
                 model.train()
-            assert pipeline.evaluate(*(part[rows] for part in batch(0))) == pytest.approx(mine, rel=1e-9)
-    return pipeline.state_dict()
+            assert pipeline.evaluate(*(part[rows] for part in batch(0))).loss == pytest.approx(mine, rel=1e-9)
+    return pipeline.model_state_dict()
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -153,7 +153,7 @@ def _changed(model: nn.Sequential | None, schedule: Schedule) -> dict[str, Tenso
     if pipeline.worker == 0 or not pipeline._held.owned.shared:
         change(model)
     pipeline.step(*batch(1))
-    return pipeline.state_dict()
+    return pipeline.model_state_dict()
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -185,7 +185,7 @@ def _shown() -> None:
     model.requires_grad_(requires_grad=True)
     pipeline.step(*batch(0))
     assert mine.get_parameter("weight") is stays
-    assert torch.equal(stays, pipeline.state_dict()[f"{5 if rank else 0}.weight"])
+    assert torch.equal(stays, pipeline.model_state_dict()[f"{5 if rank else 0}.weight"])
     for use in (
         lambda: model(batch(0)[0]),
         theirs.weight.sum,
@@ -293,7 +293,7 @@ def _one_config(schedule: Schedule) -> tuple[dict[str, Tensor], bool]:
     pipeline = piped(model, schedule)
     pipeline.step(*batch(0))
     layers = [layer for copy in pipeline.stages.values() for layer in copy.layers]
-    return pipeline.state_dict(), all(
+    return pipeline.model_state_dict(), all(
         parameter is model[layer.index].get_parameter(name)
         for layer in layers
         for name, parameter in layer.module.named_parameters()
@@ -318,7 +318,7 @@ def _on_a_device(model: nn.Sequential, schedule: Schedule) -> None:
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
     if schedule is DAPPLE or pipeline.worker == 0:  # the first holder of each stage
         state = model.state_dict()
-        for name, tensor in pipeline.state_dict(local=True).items():
+        for name, tensor in pipeline.model_state_dict(local=True).items():
             if pipeline.worker and "scales" in name:  # the first worker's
                 continue
             assert state[name].device == pipeline.device

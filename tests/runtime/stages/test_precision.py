@@ -65,7 +65,7 @@ def _trained(schedule: Schedule, samples: int, options: dict[str, Any]) -> tuple
     ) as pipeline:
         losses = [pipeline.step(*_batch(samples)).loss for _ in range(STEPS)]
         losses += [step.loss for step in pipeline.flush()]
-        return losses, pipeline.training_state_dict()
+        return losses, pipeline.state_dict()
 
 
 def _with_autocast(model: nn.Module, value: Tensor, target: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def _versions(schedule: Schedule, how: str, options: dict[str, Any], *, own: boo
     given = options if own else {how: LOW, **options}
     with Pipeline(model, _loss, schedule, optimizer=_adam, **given) as pipeline:
         steps = [pipeline.step(*_batch(8)) for _ in range(8)] + pipeline.flush()
-        weights = pipeline.state_dict().values()
+        weights = pipeline.model_state_dict().values()
         return [step.loss for step in steps if not math.isnan(step.loss)] + [w.sum().item() for w in weights]
 
 

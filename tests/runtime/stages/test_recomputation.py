@@ -228,7 +228,7 @@ def _derivative(schedule: Schedule, layers: list[nn.Module], recompute: str) -> 
     )
     pipeline.keeps_gradients = True
     ((x, y),) = numbers()[0]
-    weights = pipeline.state_dict()
+    weights = pipeline.model_state_dict()
     generator = torch.Generator().manual_seed(5)
     direction = {
         name: torch.randn(t.shape, generator=generator, dtype=torch.float64)
@@ -242,7 +242,9 @@ def _derivative(schedule: Schedule, layers: list[nn.Module], recompute: str) -> 
         gradients |= part
 
     def loss_at(distance: float) -> float:
-        pipeline.load_state_dict({name: t + distance * direction.get(name, 0) for name, t in weights.items()})
+        pipeline.load_model_state_dict(
+            {name: t + distance * direction.get(name, 0) for name, t in weights.items()}
+        )
         pipeline.steps = 0  # the same draws
         return pipeline.step(x, y).loss
 
@@ -410,10 +412,10 @@ def _evaluated(layers: list[nn.Module], recompute: str, *, inference: bool) -> l
     ((x, y),) = numbers()[0]
     with torch.inference_mode(mode=inference):
         x, y = x.clone(), y.clone()
-        told = [pipeline.evaluate(x, y) for _ in range(3)]
+        told = [pipeline.evaluate(x, y).loss for _ in range(3)]
     told += [pipeline.step(x, y).loss for _ in range(3)]
     with torch.inference_mode(mode=inference):
-        return [*told, pipeline.evaluate(x, y)]
+        return [*told, pipeline.evaluate(x, y).loss]
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)

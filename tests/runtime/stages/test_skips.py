@@ -56,7 +56,7 @@ class Down(nn.Module):
     def __init__(self, inside: int, outside: int, skip: cf.Skip) -> None:
         super().__init__()
         self.conv = nn.Conv1d(inside, outside, 3, padding=1, dtype=F)
-        self.keep = skip.save()
+        self.keep = skip.saver()
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.avg_pool1d(self.keep(torch.tanh(self.conv(x))), 2)
@@ -66,7 +66,7 @@ class Up(nn.Module):
     def __init__(self, inside: int, outside: int, skip: cf.Skip) -> None:
         super().__init__()
         self.conv = nn.Conv1d(inside, outside, 3, padding=1, dtype=F)
-        self.kept = skip.load()
+        self.kept = skip.loader()
 
     def forward(self, x: Tensor) -> Tensor:
         x = nn.functional.interpolate(x, scale_factor=2)
@@ -95,7 +95,7 @@ class Encoder(nn.Module):
     def __init__(self, memory: cf.Skip, begin: cf.Skip) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4, dtype=F)
-        self.memory, self.begin = memory.save(), begin.load()
+        self.memory, self.begin = memory.saver(), begin.loader()
 
     def forward(self, x: Tensor) -> Tensor:
         self.memory({"keys": torch.tanh(self.linear(x)), "values": [x, 2.5]})
@@ -107,7 +107,7 @@ class Decoder(nn.Module):
     def __init__(self, memory: cf.Skip) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4, dtype=F)
-        self.memory = memory.load()
+        self.memory = memory.loader()
 
     def forward(self, x: Tensor) -> Tensor:
         x, memory = self.memory(self.linear(x))
@@ -118,7 +118,7 @@ class Decoder(nn.Module):
 class Split(nn.Module):
     def __init__(self, begin: cf.Skip) -> None:
         super().__init__()
-        self.linear, self.begin = nn.Linear(4, 8, dtype=F), begin.save()
+        self.linear, self.begin = nn.Linear(4, 8, dtype=F), begin.saver()
 
     def forward(self, x: Tensor) -> Tensor:
         source, target = self.linear(x).chunk(2, -1)
@@ -162,7 +162,7 @@ def train(
     inputs, targets = data(name)
     losses = [step.loss for step in (pipeline.step(inputs, targets) for _ in range(2))]
     losses.append(pipeline.step(inputs[:3], targets[:3]).loss)  # fewer samples than micro-batches
-    return losses, pipeline.state_dict(), pipeline.predict(inputs)
+    return losses, pipeline.model_state_dict(), pipeline.predict(inputs)
 
 
 def plain(name: str) -> tuple[list[float], dict[str, Tensor], Tensor]:
@@ -269,7 +269,7 @@ class Late(nn.Module):
 
     def __init__(self, skip: cf.Skip) -> None:
         super().__init__()
-        self.save, self.load = skip.save(), skip.load()
+        self.save, self.load = skip.saver(), skip.loader()
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.load() + self.save(x)
@@ -279,7 +279,7 @@ class Late(nn.Module):
 class Seldom(nn.Module):
     def __init__(self, skip: cf.Skip) -> None:
         super().__init__()
-        self.save = skip.save()
+        self.save = skip.saver()
 
     def forward(self, x: Tensor) -> Tensor:
         return x
@@ -303,7 +303,7 @@ def linear() -> nn.Linear:
 class Times(nn.Module):
     def __init__(self, skip: cf.Skip) -> None:
         super().__init__()
-        self.linear, self.load = linear(), skip.load()
+        self.linear, self.load = linear(), skip.loader()
 
     def forward(self, x: Tensor) -> Tensor:
         held = self.load()
@@ -314,19 +314,19 @@ class Times(nn.Module):
 def wrong() -> dict[str, tuple[list[nn.Module], str]]:
     """Layers, and the words with which they are refused."""
     a = cf.Skip("a")
-    inner = Checkpointed(nn.Sequential(linear(), a.save()), reentrant=True)
+    inner = Checkpointed(nn.Sequential(linear(), a.saver()), reentrant=True)
     return {
         "never saved": ([linear(), Times(a)], r"layer 1 \(Times\) loads the skip 'a', which no layer saves"),
         "never loaded": (
-            [linear(), a.save()],
+            [linear(), a.saver()],
             r"layer 1 \(SaveSkip\) saves the skip 'a', which no layer loads",
         ),
         "saved twice": (
-            [nn.Sequential(linear(), a.save()), linear(), a.save(), Times(a)],
+            [nn.Sequential(linear(), a.saver()), linear(), a.saver(), Times(a)],
             r"layer 0 \(Sequential\) and layer 2 \(SaveSkip\) save the skip 'a'; make a Skip for each",
         ),
         "loaded before": (
-            [linear(), Times(a), linear(), a.save()],
+            [linear(), Times(a), linear(), a.saver()],
             r"layer 1 \(Times\) loads the skip 'a', which layer 3 \(SaveSkip\) saves later",
         ),
         "loaded before in a layer": (
@@ -338,15 +338,15 @@ def wrong() -> dict[str, tuple[list[nn.Module], str]]:
             "layer 1 did not save the skip 'a' in its forward",
         ),
         "changed by a later layer": (
-            [linear(), a.save(), nn.ELU(inplace=True), Times(a)],
+            [linear(), a.saver(), nn.ELU(inplace=True), Times(a)],
             "changes in place what was saved in a skip before",
         ),
         "changed by its layer": (
-            [nn.Sequential(linear(), a.save(), nn.ELU(inplace=True)), linear(), linear(), Times(a)],
+            [nn.Sequential(linear(), a.saver(), nn.ELU(inplace=True)), linear(), linear(), Times(a)],
             "the skip 'a' was changed in place after it was saved",
         ),
         "loaded in a checkpoint": (
-            [linear(), a.save(), linear(), Checkpointed(Times(a), reentrant=False)],
+            [linear(), a.saver(), linear(), Checkpointed(Times(a), reentrant=False)],
             "the skip 'a' is loaded in a torch.utils.checkpoint, which would load it again",
         ),
         "saved in a reentrant checkpoint": (
@@ -385,7 +385,7 @@ def test_what_a_pipeline_refuses_goes_wrong_in_one_process_too(kind: str) -> Non
 
 def test_a_skip_saved_in_a_checkpoint_with_a_graph_is_right() -> None:
     a = cf.Skip("a")
-    inner = nn.Sequential(linear(), a.save(), nn.Tanh())
+    inner = nn.Sequential(linear(), a.saver(), nn.Tanh())
     model = nn.Sequential(linear(), Checkpointed(inner, reentrant=False), linear(), Times(a))
     loss = nn.functional.mse_loss(model(data("encoder-decoder")[0]), data("encoder-decoder")[1])
     for mode in MODES:
@@ -402,8 +402,8 @@ def test_a_skip_saved_in_a_checkpoint_with_a_graph_is_right() -> None:
 def test_a_copied_block_has_skips_of_its_own() -> None:
     """A block that saves and loads within itself, and its copy."""
     inner, outer = cf.Skip("inner"), cf.Skip("outer")
-    block = nn.Sequential(inner.save(), nn.Linear(4, 4, dtype=F), Times(inner))
-    layers = [linear(), outer.save(), block, copy.deepcopy(block), *copy.deepcopy(list(block)), Times(outer)]
+    block = nn.Sequential(inner.saver(), nn.Linear(4, 4, dtype=F), Times(inner))
+    layers = [linear(), outer.saver(), block, copy.deepcopy(block), *copy.deepcopy(list(block)), Times(outer)]
     assert len(layers) == 8
     for schedule, mode in itertools.product((schemes.dapple(4, 4), schemes.hanayo(2, 4, waves=1)), MODES):
         found = verified(schedule, "encoder-decoder", mode, layers=layers)
@@ -418,7 +418,7 @@ class Masked(nn.Module):
 
     def __init__(self, table: cf.Skip) -> None:
         super().__init__()
-        self.linear, self.table = linear(), table.load()
+        self.linear, self.table = linear(), table.loader()
 
     def forward(self, x: Tensor) -> Tensor:
         table = self.table()
@@ -433,7 +433,7 @@ class Table(nn.Module):
 
     def __init__(self, table: cf.Skip, kind: str) -> None:
         super().__init__()
-        self.table, self.kind, self.linear = table.save(), kind, linear()
+        self.table, self.kind, self.linear = table.saver(), kind, linear()
         self.register_buffer("scale", torch.arange(4, dtype=F).mul_(0.5))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def mesh(folder: str) -> None:
     inputs = torch.arange(32.0).view(8, 4) / 32
     mine = inputs.chunk(2)[pipeline.replica]
     found = pipeline.step(mine, -mine)
-    state = pipeline.state_dict()
+    state = pipeline.model_state_dict()
     model = nn.Sequential(*[nn.Linear(4, 4), nn.Linear(4, 4)])
     torch.manual_seed(0)
     for layer in model:

@@ -46,7 +46,7 @@ def _in_turn(
             pipeline.step(x, x)
     if evaluates:
         pipelines[0].evaluate(x, x)
-    return [pipeline.state_dict() for pipeline in pipelines]
+    return [pipeline.model_state_dict() for pipeline in pipelines]
 
 
 PAIRS = [

@@ -10,10 +10,10 @@ import pytest
 import counterflow as cf
 from counterflow.schedule import schemes
 from counterflow.schedule.op import OpKind
+from counterflow.schedule.orders.v_pattern import Starts
 from counterflow.schedule.placement import Placement, bidirectional, linear, looped, wave
 from counterflow.schedule.schemes.v_half import _starts as v_half_starts
 from counterflow.schedule.schemes.v_min import _starts as v_min_starts
-from counterflow.schedule.schemes.v_pattern import Starts
 from counterflow.schedule.workload import plain
 from counterflow.simulation import ByteCosts
 from counterflow.synthesis.blocks import candidates as module

@@ -10,9 +10,7 @@ import typer
 
 from counterflow.errors import ConfigError
 from counterflow.fields import asked
-from counterflow.program.check import checked_program
 from counterflow.program.runnable import refuse_what_cannot_run
-from counterflow.program.segments import segments
 from counterflow.runtime.transport.kinds import kind_of, kinds
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute, Sync
@@ -84,17 +82,6 @@ class Running(Record):
             raise ConfigError("--bfloat16 is for weights in float32; leave out --dtype float64")
         return self.dtype or (Dtype.FLOAT64 if self.bfloat16 is None else Dtype.FLOAT32)
 
-    def updates(self, schedule: Schedule) -> int:
-        """How many updates are compared.
-
-        Raises:
-            ScheduleError: the schedule is wrong.
-        """
-        if schedule.synchronous:
-            checked_program(schedule, replicas=self.replicas, sync=self.sync)
-            return self.steps or 3
-        return self.steps or segments(schedule, replicas=self.replicas).last + 5
-
     def compared(self, schedule: Schedule, steps: int) -> Agreement:
         """How far the numbers are apart after so many updates."""
         from counterflow.training.trial import small_trial
@@ -130,7 +117,10 @@ def verify(
     schedule = schedule_of(subject, options)
     weights = running.weights
     refuse_what_cannot_run(schedule)
-    steps = running.updates(schedule)
+    from counterflow.training.trial import updates_compared
+
+    usual = updates_compared(schedule, replicas=running.replicas, sync=running.sync)
+    steps = running.steps or usual
     workers = schedule.workers * running.replicas
     if not as_json:
         kind = "threads" if kind_of(running.transport.value).threads else "processes"

@@ -103,7 +103,7 @@ def build(name: str, given: dict[str, OptionValue]) -> Schedule:
         width = max(len(flag(option.name)) for option in missing)
         lines = [f"  {flag(o.name):<{width}}  {o.help} ({o.legal})" for o in missing]
         raise ConfigError("\n".join([f"{scheme.name} needs {wanted}", *lines]))
-    return registry.build(name, scheme.with_own_depth(given))
+    return registry.build(name, given)
 
 
 def build_beside(schedule: Schedule, name: str, given: dict[str, OptionValue]) -> Schedule:

@@ -47,7 +47,7 @@ def save(
     transport = pipeline.transport
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        mine: dict[str, Tensor] = pipeline.state_dict(local=True, ema=ema)
+        mine: dict[str, Tensor] = pipeline.model_state_dict(local=True, ema=ema)
         if hasattr(model, "peft_config"):
             _save_adapters(model, _kept_for_adapters(mine), transport, folder)
         else:

@@ -62,7 +62,7 @@ class MiniBatch:
             self.norm,
             self.samples,
             seconds,
-            about=self.step,
+            reports_step=self.step,
             metrics=self.metrics,
             skipped=self.skipped,
             losses=self.losses.by_micro_batch(),

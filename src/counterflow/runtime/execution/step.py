@@ -28,12 +28,13 @@ class Step:
         grad_norm: global norm of the gradients before clipping, each stage counted once.
         samples: of the mini-batch of all replicas.
         seconds: from the call to its return, on this worker.
-        about: the step whose loss and norm these are: this one, or, without a barrier or a flush, an earlier
-            one, whose backwards have ended by now. None while there is none yet: loss and norm are NaN.
+        reports_step: the step whose loss and norm these are: this one, or, without a barrier or in an
+            asynchronous scheme, an earlier one, whose backwards have ended by now. None if there is none yet;
+            loss and norm are NaN then.
         metrics: means, or sums over the weights, that the loss function gave with the loss.
         skipped: whether nothing was updated, for the loss or a gradient was not finite.
         losses: by micro-batch of this worker's replica the mean loss, on workers that made it: those with the
-            last stage, of copies of it each its own; empty on others. Of the step ``about``, as ``loss``.
+            last stage, of copies of it each its own; empty on others. Of ``reports_step``, as ``loss``.
         outputs: with ``outputs=True``, what the last layer gave for the replica's samples, in their order; on
             workers with the last stage, None on others.
     """
@@ -43,10 +44,25 @@ class Step:
     grad_norm: float
     samples: int
     seconds: float
-    about: int | None
+    reports_step: int | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     skipped: bool = False
     losses: Mapping[int, float] = field(default_factory=dict)
+    outputs: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The result of evaluating a mini-batch, the same on every worker but for ``outputs``.
+
+    Attributes:
+        loss: mean over the samples of the mini-batch of all replicas.
+        metrics: as ``Step.metrics``.
+        outputs: as ``Step.outputs``.
+    """
+
+    loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
     outputs: Any = None
 
 

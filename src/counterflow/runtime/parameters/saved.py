@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from .weights import Weights
 
 _LOG = logging.getLogger(__name__)
+
+BY_STAGE = "scheduler", "averaged"
+"""The kinds of a training's state that are kept by stage, and not by a weight's name."""
 
 
 class SavedState:
@@ -232,6 +236,29 @@ def _schedule(
         if fitting.keys() == mine.keys() and all(len(fitting[key]) == len(mine[key]) for key in lists):
             return fitting
     return None
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterState:
+    """What an optimiser keeps of one parameter; ``kept["state"]`` reads as ``kept.state``.
+
+    It is no dict, so ``torch.distributed.checkpoint`` reads it whole into a new optimiser, which has no
+    tensors yet that a dict's could be read into.
+
+    Attributes:
+        state: by the optimiser's slot.
+        options: those of the parameter's group.
+    """
+
+    state: dict[str, Any]
+    options: dict[str, Any]
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = {"state": self.state, "options": self.options}[name]
+        return found
+
+
+torch.serialization.add_safe_globals([ParameterState])  # torch.load reads it with weights_only=True
 
 
 class StateName(NamedTuple):

@@ -35,7 +35,7 @@ _NOTHING = object()
 class Skip:
     """A value that one layer saves and later layers load, whatever stages they are in.
 
-    ``skip.save()`` is a module that gives what it takes and saves it; ``skip.load()`` is one that gives
+    ``skip.saver()`` is a module that gives what it takes and saves it; ``skip.loader()`` is one that gives
     (what it takes, the value), or, called without anything, the value. They stand among the layers or are
     parts of layers, which call them in their forward. A value is anything that stages may hand on.
 
@@ -45,7 +45,7 @@ class Skip:
             table): it is sent once a step. Anything else is refused.
 
     >>> skip = Skip("entry")
-    >>> model = nn.Sequential(skip.save(), nn.ReLU(), skip.load())
+    >>> model = nn.Sequential(skip.saver(), nn.ReLU(), skip.loader())
     >>> model(torch.tensor([-1.0, 2.0]))
     (tensor([0., 2.]), tensor([-1.,  2.]))
     """
@@ -58,12 +58,12 @@ class Skip:
         self._runs = False
         self._with_graph = True
 
-    def save(self) -> SaveSkip:
-        """A module that saves what it takes."""
+    def saver(self) -> SaveSkip:
+        """A module that saves its input and returns it."""
         return SaveSkip(self)
 
-    def load(self) -> LoadSkip:
-        """A module that gives the value beside what it takes."""
+    def loader(self) -> LoadSkip:
+        """A module that returns its input together with the value."""
         return LoadSkip(self)
 
     def __repr__(self) -> str:
@@ -125,7 +125,7 @@ class Skip:
 
 
 class SaveSkip(nn.Module):
-    """Gives what it takes, and saves it; made by ``Skip.save``."""
+    """Gives what it takes, and saves it; made by ``Skip.saver``."""
 
     def __init__(self, skip: Skip) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class SaveSkip(nn.Module):
 
 
 class LoadSkip(nn.Module):
-    """Gives what it takes and a skip's value, or the value alone; made by ``Skip.load``."""
+    """Gives what it takes and a skip's value, or the value alone; made by ``Skip.loader``."""
 
     def __init__(self, skip: Skip) -> None:
         super().__init__()

@@ -33,13 +33,12 @@ from typing import NamedTuple
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OptionValue, Schedule
 from counterflow.schedule.op import B, F
+from counterflow.schedule.orders.legal import at_least
 from counterflow.schedule.orders.slots import Placed, orders_by_slot, spread
 from counterflow.schedule.orders.split import split_backwards, split_workload
 from counterflow.schedule.placement import Placement, bidirectional
 from counterflow.schedule.scheme import MICRO_BATCHES, SPLIT, Directions, Option, OptionType, Scheme
 from counterflow.schedule.workload import Pass, Share, Workload
-
-from ._legal import at_least
 
 
 class Concat(StrEnum):

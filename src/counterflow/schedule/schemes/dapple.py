@@ -13,13 +13,12 @@ Source: Fan et al., DAPPLE (PPoPP 2021); Chimera (SC'21) section 2, Figure 2.
 from __future__ import annotations
 
 from counterflow.schedule.ir import OptionValue, Schedule
+from counterflow.schedule.orders.legal import at_least
+from counterflow.schedule.orders.one_forward_one_backward import one_forward_one_backward
 from counterflow.schedule.orders.split import split_backwards, split_workload
 from counterflow.schedule.placement import linear
 from counterflow.schedule.scheme import MICRO_BATCHES, SPLIT, Option, Scheme
 from counterflow.schedule.workload import Workload, plain
-
-from ._legal import at_least
-from .one_forward_one_backward import one_forward_one_backward
 
 
 def dapple(stages: int, micro_batches: int, split: bool = False) -> Schedule:

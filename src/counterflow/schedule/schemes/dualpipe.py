@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.orders.dual_order import dual_order, passes_split, split_in
+from counterflow.schedule.orders.legal import at_least
+from counterflow.schedule.orders.words import ops_of
 from counterflow.schedule.placement import bidirectional
 from counterflow.schedule.scheme import Directions, Option, Scheme
 from counterflow.schedule.workload import Workload
-
-from ._legal import at_least
-from .dual_order import dual_order, passes_split, split_in
-from .words import ops_of
 
 
 def dualpipe(stages: int, micro_batches: int) -> Schedule:

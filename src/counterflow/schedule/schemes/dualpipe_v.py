@@ -13,14 +13,13 @@ torch.distributed.pipelining's ScheduleDualPipeV.
 from __future__ import annotations
 
 from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.orders.dual_order import dual_order, passes_split, split_in
+from counterflow.schedule.orders.legal import at_least
+from counterflow.schedule.orders.v_pattern import two_layers_a_worker
+from counterflow.schedule.orders.words import ops_of
 from counterflow.schedule.placement import wave
 from counterflow.schedule.scheme import Directions, Option, Scheme
 from counterflow.schedule.workload import Workload
-
-from ._legal import at_least
-from .dual_order import dual_order, passes_split, split_in
-from .v_pattern import two_layers_a_worker
-from .words import ops_of
 
 
 def dualpipe_v(workers: int, micro_batches: int) -> Schedule:

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 from counterflow.schedule.ir import Op, Schedule
 from counterflow.schedule.op import B, F
+from counterflow.schedule.orders.legal import at_least
 from counterflow.schedule.orders.split import split_backwards, split_workload
 from counterflow.schedule.placement import bidirectional
 from counterflow.schedule.scheme import MICRO_BATCHES, SPLIT, Directions, Option, Scheme
 from counterflow.schedule.workload import Workload, plain
-
-from ._legal import at_least
 
 
 def gems(stages: int, micro_batches: int, split: bool = False) -> Schedule:

@@ -19,11 +19,10 @@ from collections.abc import Iterator, Mapping
 
 from counterflow.schedule.ir import Op, OptionValue, Schedule
 from counterflow.schedule.op import B, F
+from counterflow.schedule.orders.legal import at_least
 from counterflow.schedule.placement import looped
 from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme, counts
 from counterflow.schedule.workload import Workload, plain
-
-from ._legal import at_least
 
 
 def gpipe(stages: int, micro_batches: int, groups: int = 1) -> Schedule:

@@ -19,13 +19,12 @@ from collections.abc import Iterator, Mapping
 
 from counterflow.schedule.ir import Op, OptionValue, Schedule
 from counterflow.schedule.op import B, F
+from counterflow.schedule.orders.legal import at_least
 from counterflow.schedule.orders.slots import Placed, orders_by_slot
 from counterflow.schedule.orders.split import split_backwards, split_workload
 from counterflow.schedule.placement import Placement, wave
 from counterflow.schedule.scheme import MICRO_BATCHES, SPLIT, Directions, Option, Scheme, counts
 from counterflow.schedule.workload import Workload, plain
-
-from ._legal import at_least
 
 
 def hanayo(workers: int, micro_batches: int, waves: int = 1, split: bool = False) -> Schedule:

@@ -20,13 +20,12 @@ from collections.abc import Iterator, Mapping
 
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.op import B, F
+from counterflow.schedule.orders.legal import at_least
 from counterflow.schedule.orders.slots import spread
 from counterflow.schedule.orders.split import split_backwards, split_workload
 from counterflow.schedule.placement import looped
 from counterflow.schedule.scheme import MICRO_BATCHES, SPLIT, Option, Scheme, counts
 from counterflow.schedule.workload import Workload, plain
-
-from ._legal import at_least
 
 
 def interleaved(workers: int, micro_batches: int, chunks: int = 2, split: bool = False) -> Schedule:

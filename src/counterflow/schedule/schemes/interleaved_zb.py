@@ -18,12 +18,12 @@ from collections.abc import Iterator, Mapping
 
 from counterflow.schedule.ir import Op, OptionValue, Schedule
 from counterflow.schedule.op import F, I, W
+from counterflow.schedule.orders.legal import at_least
 from counterflow.schedule.orders.slots import spread
 from counterflow.schedule.placement import looped
 from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme, counts
 from counterflow.schedule.workload import Workload, plain
 
-from ._legal import at_least
 from .interleaved import in_rounds
 
 

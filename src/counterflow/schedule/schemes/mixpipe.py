@@ -31,13 +31,12 @@ from collections.abc import Iterator, Mapping
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
+from counterflow.schedule.orders.legal import at_least
+from counterflow.schedule.orders.mixpipe_plan import mixpipe_orders
 from counterflow.schedule.orders.split import split_backwards, split_workload
 from counterflow.schedule.placement import bidirectional
 from counterflow.schedule.scheme import MICRO_BATCHES, SPLIT, Directions, Option, Scheme
 from counterflow.schedule.workload import Workload, plain
-
-from ._legal import at_least
-from .mixpipe_plan import mixpipe_orders
 
 
 def mixpipe(

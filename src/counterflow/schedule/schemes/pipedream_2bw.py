@@ -16,12 +16,11 @@ from __future__ import annotations
 from functools import partial
 
 from counterflow.schedule.ir import Schedule
+from counterflow.schedule.orders.legal import at_least
+from counterflow.schedule.orders.one_forward_one_backward import one_forward_one_backward, steady_slices
 from counterflow.schedule.placement import linear
 from counterflow.schedule.scheme import PERIODS, Option, Scheme
 from counterflow.schedule.workload import Workload, plain
-
-from ._legal import at_least
-from .one_forward_one_backward import one_forward_one_backward, steady_slices
 
 
 def version(_stages: int, _stage: int, period: int) -> int:

@@ -14,8 +14,7 @@ Source: Qi et al., Pipeline Parallelism with Controllable Memory (NeurIPS 2024, 
 from __future__ import annotations
 
 from counterflow.schedule.ir import Schedule
-
-from .v_pattern import Starts, v_schedule, v_scheme
+from counterflow.schedule.orders.v_pattern import Starts, v_schedule, v_scheme
 
 
 def v_half(workers: int, micro_batches: int) -> Schedule:

@@ -21,12 +21,11 @@ from functools import partial
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.op import B, F
+from counterflow.schedule.orders.legal import at_least
 from counterflow.schedule.orders.slots import Placed, orders_by_slot
 from counterflow.schedule.placement import looped
 from counterflow.schedule.scheme import PERIODS, Option, Scheme
 from counterflow.schedule.workload import Workload, plain
-
-from ._legal import at_least
 
 
 def version(stages: int, stage: int, period: int) -> int:

@@ -13,9 +13,8 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024, arXiv 2401.10241
 from __future__ import annotations
 
 from counterflow.schedule.ir import Schedule
+from counterflow.schedule.orders.zero_bubble_order import zero_bubble_order, zero_bubble_workload
 from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme
-
-from .zero_bubble_order import zero_bubble_order, zero_bubble_workload
 
 
 def zb_h1(stages: int, micro_batches: int) -> Schedule:

@@ -14,10 +14,9 @@ from __future__ import annotations
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.op import W
 from counterflow.schedule.orders.fill import filled
+from counterflow.schedule.orders.zero_bubble_order import zero_bubble_order, zero_bubble_workload
 from counterflow.schedule.residency import peak_activations
 from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme
-
-from .zero_bubble_order import zero_bubble_order, zero_bubble_workload
 
 
 def zb_h2(stages: int, micro_batches: int) -> Schedule:

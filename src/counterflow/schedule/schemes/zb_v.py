@@ -13,9 +13,8 @@ torch.distributed.pipelining's ScheduleZBVZeroBubble.
 from __future__ import annotations
 
 from counterflow.schedule.ir import Op, OpKind, Schedule
-
-from .v_pattern import v_scheme, v_workload
-from .words import ops_of
+from counterflow.schedule.orders.v_pattern import v_scheme, v_workload
+from counterflow.schedule.orders.words import ops_of
 
 
 def zb_v(workers: int, micro_batches: int) -> Schedule:

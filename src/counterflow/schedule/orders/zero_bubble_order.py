@@ -7,7 +7,7 @@ from counterflow.schedule.op import F, I, W
 from counterflow.schedule.placement import linear
 from counterflow.schedule.workload import Workload, plain
 
-from ._legal import at_least
+from .legal import at_least
 
 
 def zero_bubble_workload(stages: int, micro_batches: int) -> Workload:

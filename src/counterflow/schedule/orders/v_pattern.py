@@ -19,7 +19,7 @@ from counterflow.schedule.residency import peak_activations
 from counterflow.schedule.scheme import MICRO_BATCHES, Directions, Option, Scheme
 from counterflow.schedule.workload import Workload, plain
 
-from ._legal import at_least
+from .legal import at_least
 
 Starts = tuple[int, int, int, int]
 """When a worker's F0, F1, I1 and I0 of the first micro-batch start; 0 and 1 are its stages down and back."""
