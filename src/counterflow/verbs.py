@@ -180,19 +180,12 @@ def verify(
     sizes = {name: options.pop(name) for name in [*options] if name in registry.options()}
     schedule = registry.schedule_of(schedule, sizes)
     options |= {"transport": transport, "seed": seed, "execution": execution, "batching": batching}
-    model = {"layers": layers, "batches": batches, "optimizer": optimizer}
+    model = {"layers": layers, "loss_function": loss_function, "batches": batches, "optimizer": optimizer}
     absent = [name for name, value in model.items() if value is None]
     if not absent:
-        assert layers is not None
-        assert batches is not None
-        assert optimizer is not None
-        return compare(
-            schedule, layers, loss_function, batches, optimizer=optimizer, scheduler=scheduler, **options
-        )
-    if len(absent) < len(model) or loss_function is not None or scheduler is not None:
-        raise ConfigError(
-            f"verify: {' and '.join(absent)} are missing; give the whole model, or nothing of it"
-        )
+        return compare(schedule, scheduler=scheduler, **model, **options)  # type: ignore[arg-type]
+    if len(absent) < len(model) or scheduler is not None:
+        raise ConfigError(f"verify needs {' and '.join(absent)}; give the whole model, or nothing of it")
     count = steps or updates_compared(schedule, replicas=replicas)
     trial = small_trial(schedule, replicas=replicas, steps=count, seed=seed)
     return trial.verify(flush_after=() if schedule.synchronous else (count - 3,), **options)

@@ -77,7 +77,7 @@ class Trained:
 def verify(
     schedule: Schedule,
     layers: Sequence[nn.Module],
-    loss_function: LossFunction | None,
+    loss_function: LossFunction,
     batches: MiniBatches,
     *,
     optimizer: MakeOptimizer,

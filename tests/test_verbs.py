@@ -1,0 +1,94 @@
+"""The verbs of ``cf`` that need a whole model: what they take, and what they return."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import counterflow as cf
+from counterflow.planning.inputs import files
+from counterflow.planning.prediction import Configuration
+from counterflow.planning.search.constraints import Constraints
+from counterflow.planning.task import load_example
+from counterflow.training import load_config
+
+LIMITS: dict[str, Any] = {"schemes": ("dapple", "chimera"), "depths": (4,), "samples": (8,)}
+
+
+def test_plan_takes_an_example_records_or_files(tmp_path: Path) -> None:
+    task = load_example("chimera-bert48")
+    found = cf.plan(example="chimera-bert48", **LIMITS)
+    same = cf.plan(task.model, task.profile, task.cluster, task.mini_batch, constraints=Constraints(**LIMITS))
+    assert found.best[0].seconds == same.best[0].seconds
+    for name in ("model", "profile", "cluster"):
+        (tmp_path / name).with_suffix(".toml").write_text(files.dumps(getattr(task, name)), encoding="utf-8")
+    read = cf.plan(
+        *(tmp_path / f"{n}.toml" for n in ("model", "profile", "cluster")), mini_batch=512, **LIMITS
+    )
+    assert read.best[0].seconds == found.best[0].seconds
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "plan needs model, profile, cluster, mini_batch; give them, or an example's name"),
+        ({"example": "chimera-bert48", "depth": (4,)}, "depth: plan has no such limit; its limits: schemes"),
+        (
+            {"example": "chimera-bert48", "constraints": Constraints(), "depths": (4,)},
+            "depths: given beside constraints",
+        ),
+    ],
+)
+def test_plan_refuses(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(cf.ConfigError, match=message):
+        cf.plan(**given)
+
+
+def test_predict_takes_a_schemes_name() -> None:
+    task = load_example("chimera-bert48")
+    parts = task.model, task.profile, task.cluster
+    found = cf.predict(*parts, "1f1b", workers=4, micro_batches=8, replicas=8, samples=8)
+    whole = Configuration.of("dapple", {"stages": 4, "micro_batches": 8}, replicas=8, samples=8)
+    assert found == cf.predict(*parts, whole)
+    with pytest.raises(cf.ConfigError, match="workers: the configuration has its own sizes"):
+        cf.predict(*parts, whole, workers=4)
+
+
+def test_verify_has_a_small_model_or_takes_one() -> None:
+    assert cf.verify("zb-v", workers=2, micro_batches=3, steps=1).ok
+    torch.manual_seed(1)
+    layers = [nn.Linear(3, 3) for _ in range(2)]
+    batches = [[(torch.randn(4, 3), torch.randn(4, 3))] for _ in range(2)]
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    found = cf.verify(
+        cf.schemes.dapple(2, 2), layers, nn.MSELoss(), batches, optimizer=sgd, recompute="stage"
+    )
+    assert found.ok
+    with pytest.raises(cf.ConfigError, match="verify needs batches and optimizer; give the whole model"):
+        cf.verify("dapple(stages=2, micro_batches=2)", layers, nn.MSELoss())
+
+
+def test_train_takes_a_config_or_its_keys(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"model.layers": 2, "model.hidden": 16, "model.heads": 2, "pipeline.transport": "local"}
+    done = cf.train(steps=2, workers=2, scheme="dapple", out=tmp_path / "run", keys=keys)
+    assert done is not None
+    assert (done.summary.steps, done.folder) == (2, tmp_path / "run")
+    with pytest.raises(cf.ConfigError, match="is changed by load_config or model_copy; leave out"):
+        cf.train(load_config(), steps=2)
+
+
+def test_simulate_check_and_draw_take_a_schemes_name() -> None:
+    sizes: dict[str, Any] = {"workers": 2, "micro_batches": 4}
+    assert cf.simulate("zb-v", **sizes).makespan == cf.simulate(cf.schemes.zb_v(2, 4)).makespan
+    cf.check("hanayo(stages=4, micro_batches=4)")
+    assert cf.lower("dapple", **sizes).schedule == cf.schemes.dapple(2, 4)
+    assert cf.draw("dapple", **sizes) is not None
+    with pytest.raises(cf.ConfigError, match="draw: there is no option workers"):
+        cf.draw(cf.simulate("dapple", **sizes), workers=2)
