@@ -76,7 +76,12 @@ def test_verify_has_a_small_model_or_takes_one() -> None:
 
 
 def test_train_takes_a_config_or_its_keys(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"model.layers": 2, "model.hidden": 16, "model.heads": 2, "pipeline.transport": "local"}
+    keys: dict[str, Any] = {
+        "model.layers": 2,
+        "model.hidden": 16,
+        "model.heads": 2,
+        "pipeline.transport": "local",
+    }
     done = cf.train(steps=2, workers=2, scheme="dapple", out=tmp_path / "run", keys=keys)
     assert done is not None
     assert (done.summary.steps, done.folder) == (2, tmp_path / "run")

@@ -104,8 +104,11 @@ def with_metric(value: object) -> Callable[[Any, Any], Any]:
 
 other = nn.Parameter(torch.ones(3))
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"optimizer": torch.optim.SGD([other], lr=0.1)}, "optimizer is no function, but of class SGD; give"),
-    ({"scheduler": 0.5}, "scheduler is no function, but of class float; give"),
+    (
+        {"optimizer": torch.optim.SGD([other], lr=0.1)},
+        "optimizer must be callable, got a value of class SGD; give",
+    ),
+    ({"scheduler": 0.5}, "scheduler must be callable, got a value of class float; give"),
     ({"scheduler": lambda _: None}, "scheduler gives a NoneType for stage"),
     ({"optimizer": lambda given: [torch.optim.SGD(given)]}, "optimizer gives a list for stage"),
     ({"optimizer": by_name, "named_parameters": True}, "raised ValueError for stage 1.* leave out groups"),

@@ -588,7 +588,8 @@ def test_unknown_options_are_named_with_the_known_ones() -> None:
 def test_every_scheme_understands_workers_and_stages() -> None:
     for known in SCHEMES.values():
         name = known.build.__name__
-        own = {option.name: 4 for option in known.options if option.required}
+        sizes = {"micro_batches": 8}
+        own = {option.name: sizes.get(option.name, 4) for option in known.options if option.required}
         expected = build(known.name, own)
         for depth, count in (("workers", expected.workers), ("stages", expected.stages)):
             given = {key: value for key, value in own.items() if key != known.depth} | {depth: count}

@@ -71,10 +71,11 @@ def scheduler_of(stage: int, make: MakeScheduler, optimizer: Optimizer) -> LRSch
 
 def _made(make: Any, given: Any, name: str, of: str, stage: int) -> Any:
     if not callable(make):
-        kind, argument = type(make).__name__, of.rsplit(maxsplit=1)[-1]
+        got = "None" if make is None else f"a value of class {type(make).__name__}"
+        example = "AdamW, lr=0.001" if name == "optimizer" else "StepLR, step_size=10"
         raise ConfigError(
-            f"{name} is no function, but of class {kind}; give a function of {of} that makes one for each "
-            f"stage: lambda {argument}: {kind}({argument}, ...)"
+            f"{name} must be callable, got {got}; give a function of {of} that makes one for each stage, as "
+            f"functools.partial({example}) is"
         )
     try:
         return make(given)
