@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -124,16 +125,54 @@ class RunFolder:
             raise ConfigError(str(error)) from None
         return folder
 
-    def _begin(
-        self, config: RunConfig, schedule: Schedule, start: Path | None, history: bytes, again: bool
-    ) -> None:
-        goes_on = again or config.train.resume == AUTO or (start is not None and _is_in(start, self.path))
+    def _taken(self, *, goes_on: bool) -> list[str]:
+        """The files of a run that are there.
+
+        Raises:
+            ConfigError: there are some, and no run goes on here.
+        """
         taken = [name for name in FILES if (self.path / name).exists()]
         if taken and not goes_on:
             raise ConfigError(
                 f"{self.path}: holds a run already ({taken[0]}); name another folder, remove this one, or go "
                 f"on with that run: train.resume = {toml.shown(str(self.path))}"
             )
+        return taken
+
+    @classmethod
+    def tried(cls, config: RunConfig, start: Path | None) -> Path:
+        """The folder that ``open`` would write; it is tried, and left as it was.
+
+        Raises:
+            ConfigError: as of ``open``.
+        """
+        path = folder_of(config)
+        goes_on = config.train.resume == AUTO or (start is not None and _is_in(start, path))
+        made: list[Path] = []
+        try:
+            for folder in reversed([path, *path.parents]):
+                if not folder.exists():
+                    folder.mkdir()
+                    made.append(folder)
+            if not path.is_dir():
+                raise ConfigError(f"{path}: is, or lies in, a file; results need a folder")
+            cls(path)._taken(goes_on=goes_on)  # noqa: SLF001 - its own class
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except NotADirectoryError:
+            raise ConfigError(f"{path}: is, or lies in, a file; results need a folder") from None
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+        finally:
+            for folder in reversed(made):
+                folder.rmdir()
+        return path
+
+    def _begin(
+        self, config: RunConfig, schedule: Schedule, start: Path | None, history: bytes, again: bool
+    ) -> None:
+        goes_on = again or config.train.resume == AUTO or (start is not None and _is_in(start, self.path))
+        taken = self._taken(goes_on=goes_on)
         for name in (SUMMARY, TIMELINE, PICTURE, LIVE):  # of the end before
             (self.path / name).unlink(missing_ok=True)
         with whole(self.path / CONFIG) as file:

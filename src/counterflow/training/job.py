@@ -26,6 +26,7 @@ from counterflow.runtime.stages.estimates import estimated_costs
 from counterflow.runtime.stages.layers import layers_of, parameter_count
 from counterflow.schedule.cuts import balance, stage_layers
 from counterflow.schedule.ir import Schedule
+from counterflow.schedule.residency import weight_copies
 
 from .carrier import with_carrier, workers_here
 from .config import RunConfig
@@ -66,6 +67,26 @@ class Job:
         if self.reached is not None:
             return self.reached
         return self.start.step if self.start else 0
+
+    def least_bytes(self) -> tuple[int, ...]:
+        """By worker the bytes of its weights in all versions, gradients and optimiser state.
+
+        Activations, which depend on the model's code, come on top.
+        """
+        weights = [
+            sum(parameter.nbytes for layer in numbers for parameter in self.layers[layer].parameters())
+            for numbers in stage_layers(self.cuts, len(self.layers))
+        ]
+        section = self.config.optimizer
+        slots = 2.0 if section.name != "sgd" else 1.0 if section.momentum else 0.0
+        if self.config.pipeline.zero_stage:
+            slots /= self.config.pipeline.replicas * self.schedule.pipes
+        found = []
+        for worker, held in enumerate(weight_copies(self.schedule)):
+            stages = [stage for _, stage in self.schedule.placement.held(worker)]
+            own = sum(weights[stage] for stage in stages)
+            found.append(round(own * (held / len(stages) + 1 + slots)))
+        return tuple(found)
 
     def going_on(self, step: int) -> Job:
         """The same from a step on that the workers have in memory, and from no checkpoint."""

@@ -179,7 +179,8 @@ class Recorder:
         ]
         ops = [timeline.measured() for timeline in timelines]
         by_length = sorted(range(len(ops)), key=lambda index: ops[index].makespan)
-        middle = timelines[by_length[len(by_length) // 2]]
+        ran = by_length[len(by_length) // 2]
+        middle = timelines[ran]
         predicted = middle.predicted()
         peaks = [use.peak for use in predicted.memory or ()]
         summary = Summary(
@@ -206,6 +207,8 @@ class Recorder:
                 Pair(found[rank][2], found[rank][3] + peak)
                 for rank, peak in zip(self.pipeline.ranks[0], peaks, strict=True)
             ),
+            slowdown=sum(ops[ran].busy) / (sum(predicted.busy) or math.inf),
+            as_ran_seconds=middle.as_ran().makespan,
             beside_torch_bytes=()
             if self.job.about.on_cpu
             else tuple(found[rank][4] for rank in self.pipeline.ranks[0]),

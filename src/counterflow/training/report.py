@@ -126,6 +126,8 @@ class Summary:
             gradients, optimiser state and what is saved for backward.
         beside_torch_bytes: by worker what of its GPU was in use at the end beside what torch's allocator had:
             CUDA, communicators, other processes; empty on the CPU.
+        slowdown: the time of all ops in the run over their time when they were timed before it; 1: as quick.
+        as_ran_seconds: what is predicted in place of ``ops_seconds`` for ops as long as they were in the run.
     """
 
     about: About
@@ -146,18 +148,28 @@ class Summary:
     stages_held: tuple[Pair, ...]
     memory_bytes: tuple[Pair, ...] = ()
     beside_torch_bytes: tuple[float, ...] = ()
+    slowdown: float = 1.0
+    as_ran_seconds: float | None = None
 
 
 _FOLDER = Annotated[str, said("of the results")]
 
-Prepared = result_of("`counterflow train --dry-run`.", Result, About, folder=_FOLDER)
+Prepared = result_of(
+    "`counterflow train --dry-run`.",
+    Result,
+    About,
+    folder=_FOLDER,
+    least_bytes=Annotated[
+        list[int], said("by worker: weights, gradients and optimiser state; activations come on top")
+    ],
+)
 
-Trained = result_of("`counterflow train`.", Prepared, About, Summary)
+Trained = result_of("`counterflow train`.", Result, About, Summary, folder=_FOLDER)
 
 
-def prepared(about: About, folder: Path) -> Result:
-    """What would be trained."""
-    return Prepared.of(**asdict(about), folder=str(folder))
+def prepared(about: About, folder: Path, least_bytes: Sequence[int]) -> Result:
+    """What would be trained, and what each worker holds of it at least."""
+    return Prepared.of(**asdict(about), folder=str(folder), least_bytes=list(least_bytes))
 
 
 def trained(summary: Summary, folder: Path) -> Result:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from counterflow.errors import ConfigError, CounterflowError
 from counterflow.schedule.formats import parse_op
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute
-from counterflow.simulation import ByteCosts, Cause, Costs, Simulation, Span, simulate
+from counterflow.simulation import ByteCosts, Cause, Costs, OpCosts, Piece, Simulation, Span, simulate
 from counterflow.simulation.costs import MOST_COST
 from counterflow.simulation.timed_schedule import Played, timed
 
@@ -30,6 +31,32 @@ if TYPE_CHECKING:
     from counterflow.measure.stage_costs import StageCost
 
 WAITING = "dependency or message"  # how long messages took was not measured
+
+
+@dataclass(frozen=True, slots=True)
+class _AsRan:
+    """What ops took in a run: the median of those that are alike; their bytes are the costs' own."""
+
+    own: OpCosts
+    took: dict[tuple[object, ...], float]
+
+    @classmethod
+    def of(cls, own: OpCosts, spans: Sequence[Span]) -> Self:
+        """Those of the ops that were timed."""
+        found: dict[tuple[object, ...], list[float]] = {}
+        for span in spans:
+            op = span.op
+            key = op.kind, op.stage, span.worker, len(op.micro_batches), op.parts
+            found.setdefault(key, []).append(span.end - span.start)
+        return cls(own, {key: statistics.median(lengths) for key, lengths in found.items()})
+
+    def seconds(self, piece: Piece) -> float:
+        """How long such an op took."""
+        return self.took[piece.kind, piece.stage, piece.worker, piece.micro_batches, piece.parts]
+
+    def bytes(self, piece: Piece) -> tuple[float, float]:
+        """What it adds to its worker's memory."""
+        return self.own.bytes(piece)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +162,11 @@ class Timeline(Steps):
     def predicted(self) -> Simulation:
         """The step as the simulator plays it."""
         return simulate(self.schedule, self.costs)
+
+    def as_ran(self) -> Simulation:
+        """The step as the simulator plays it with ops as long as they were in the run."""
+        own = self.costs.of_ops(self.schedule.stages)
+        return simulate(self.schedule, dataclasses.replace(self.costs, ops=_AsRan.of(own, self.spans)))
 
     def charts(self, *, memory: bool = False) -> list[Chart]:
         """What to draw: measured above predicted."""

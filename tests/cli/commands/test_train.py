@@ -134,10 +134,30 @@ def test_a_dry_run_starts_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.
     assert answer.code == 0
     lines = answer.out.splitlines()
     assert lines[0] == "gpt, 2 blocks, hidden 16, heads 4, positions 16: 15,040 parameters"
-    assert lines[-1] == "results would go to runs/chimera-1; nothing was started"
+    assert lines[-1] == "results would go to runs/chimera-1, which can be written; nothing was started"
+    assert any("of weights, gradients and optimizer state" in line for line in lines)
     found = run(f"{LOCAL} --steps 6 --dry-run --json").json
     assert (found["steps"], found["folder"], found["stage_layers"]) == (6, "runs/chimera-1", [[0, 2], [3, 3]])
+    assert sum(found["least_bytes"]) == 2 * 4 * 4 * found["parameters"]  # in both directions
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_tries_the_folder_and_the_memory(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder, message in (
+        ("file", "is, or lies in, a file; results need a folder"),
+        ("file/run", "is, or lies in, a file; results need a folder"),
+        ("/proc/none/run", "cannot be written"),
+    ):
+        answer = run(f"{LOCAL} --dry-run --out {tmp_path / folder}")
+        assert answer.code == 2
+        assert message in answer.err
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text("{}")
+    answer = run(f"{LOCAL} --dry-run --out {tmp_path / 'run'}")
+    assert (answer.code, "holds a run already (summary.json)" in answer.err) == (2, True)
+    large = run("train --dry-run --set model.hidden=400000 --set pipeline.transport=local").out
+    assert "Warning: a worker needs 111.8 TiB at least, and its share of this machine's memory is" in large
 
 
 def test_every_key_is_listed(run: Run) -> None:
@@ -377,6 +397,14 @@ def test_a_bar_on_a_terminal(width: int) -> None:
     progress = Progress(introduces=False)
     progress.console = Console(file=written, force_terminal=True, width=width, color_system=None)
     progress.begun(ABOUT, Path("run"))
+    progress.recorded([])
+    assert "time their ops" not in written.getvalue()  # it has just been started
+    progress.started -= 60
+    progress.recorded([])
+    progress.bar.refresh()  # type: ignore[union-attr]
+    assert (
+        "make their stages and time their ops, 1 min" in written.getvalue().replace("\n", " ") or width < 100
+    )
     step = {"loss": 2.5, "grad_norm": 1.0, "learning_rate": 0.1, "samples_per_second": 1.0}
     progress.recorded([step | {"step": 11, "seconds": 1.0}, step | {"step": 13, "seconds": 2.0}])
     progress.recorded([])

@@ -11,11 +11,15 @@ import typer
 from counterflow.errors import WorkerError
 
 from ..options.flags import JsonFlag, schemes_from
-from ..output.console import WIDE, alike, byte_size, console, note, print_json, table_of
+from ..output.console import WIDE, Row, alike, byte_size, console, note, print_json, table_of
 
 if TYPE_CHECKING:
     from counterflow.training import RunConfig
     from counterflow.training.report import Pair, Summary
+
+
+_SLOWER = 0.1
+"""From this change on, ops that took longer in the run than when they were timed have a row."""
 
 
 def train(
@@ -43,7 +47,7 @@ def train(
         typer.Option(
             "--max-restarts",
             min=0,
-            help="So often workers are started again after one died, hung or failed, and go on.",
+            help="Maximum restarts after a worker dies, hangs or fails.",
         ),
     ] = 0,
     out: Annotated[
@@ -57,7 +61,10 @@ def train(
     ] = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Check everything, tell what would be trained, and start nothing."),
+        typer.Option(
+            "--dry-run",
+            help="Check config, model and folder, print the memory a worker needs; start nothing.",
+        ),
     ] = False,
     keys: Annotated[
         bool, typer.Option("--keys", help="List every key of a config, and train nothing.")
@@ -127,22 +134,35 @@ def _list_keys(*, as_json: bool) -> None:
 
 
 def _prepare(config: RunConfig, *, as_json: bool) -> None:
-    """Say what would be trained. GPUs are not looked for: they may be elsewhere."""
+    """Print what would be trained. GPUs are not looked for: they may be elsewhere."""
+    from counterflow.measure.machine import memory_bytes
+    from counterflow.training.folder import RunFolder
     from counterflow.training.job import prepare
     from counterflow.training.report import prepared
 
     from ..output.train_progress import introduction
 
-    about = prepare(config).about
-    folder = config.results_folder()
+    job = prepare(config)
     if _rank():
         return
+    folder = RunFolder.tried(job.config, job.start.path if job.start is not None else None)
+    least = job.least_bytes()
     if as_json:
-        print_json(prepared(about, folder))
+        print_json(prepared(job.about, folder, least))
         return
-    for line in introduction(about):
+    for line in introduction(job.about):
         typer.echo(line)
-    typer.echo(f"results would go to {folder}; nothing was started")
+    for name, amount in alike(least):
+        typer.echo(
+            f"worker{'s' if '–' in name else ''} {name}: {byte_size(amount)} of weights, gradients and "
+            "optimizer state; activations come on top"
+        )
+    if job.about.on_cpu and max(least) > (each := memory_bytes("cpu", job.about.workers_here)):
+        typer.echo(
+            f"Warning: a worker needs {byte_size(max(least))} at least, and its share of this machine's "
+            f"memory is {byte_size(each)}"
+        )
+    typer.echo(f"results would go to {folder}, which can be written; nothing was started")
 
 
 def _rank() -> int:
@@ -172,8 +192,8 @@ def _print(summary: Summary, folder: Path) -> None:
     if about.shares_cores:
         out.print(
             Text(
-                f"{about.workers_here} workers share {about.cores} cores: the prediction takes ops to last "
-                "as long as they do with all workers busy.",
+                f"{about.workers_here} workers share {about.cores} cores: the prediction assumes the op "
+                "times measured with all workers busy.",
                 style="dim",
             )
         )
@@ -211,6 +231,11 @@ def _figures(summary: Summary) -> Any:
     together = summary.timed_together
     ops = "ops of a step" if together == 1 else f"ops of {together} steps, with warm-up and drain"
     table.add_row(ops, *map(_milliseconds, _pair(summary.ops_seconds)))
+    if summary.as_ran_seconds is not None and abs(summary.slowdown - 1) > _SLOWER:
+        word = "slower" if summary.slowdown > 1 else "quicker"
+        times = max(summary.slowdown, 1 / summary.slowdown)
+        row = f"the same, for ops as in the run: {times:.2f} times {word} than when they were timed"
+        table.add_row(row, "", _milliseconds(summary.as_ran_seconds))
     bubbles = "bubble ratio" if together == 1 else "bubble ratio, between warm-up and drain"
     table.add_row(bubbles, *(f"{ratio:.1%}" for ratio in _pair(summary.bubble_ratio)))
     table.add_row("whole step, with syncs and updates", _milliseconds(summary.step_seconds), "")
@@ -224,9 +249,14 @@ def _figures(summary: Summary) -> Any:
         table.add_row(f"saved for backward, {name}", *map(byte_size, _pair(pair)))
     for name, pair in _grouped(summary.stages_held) if together > 1 else ():
         table.add_row(f"weights held, {name}", *(f"{count:g} stages" for count in _pair(pair)))
-    how = "resident, with Python and torch" if summary.about.on_cpu else "allocated"
-    for name, pair in _grouped(summary.memory_bytes):
-        table.add_row(f"memory, {how}, {name}", *map(byte_size, _pair(pair)))
+    if summary.about.on_cpu:  # a process has Python and torch in it, and the prediction has not
+        for name, amount in _grouped(tuple(pair.predicted for pair in summary.memory_bytes)):
+            table.add_row(f"memory of tensors, {name}", "", byte_size(amount))
+        for name, amount in _grouped(tuple(pair.measured for pair in summary.memory_bytes)):
+            table.add_row(f"memory of the process, with Python and torch, {name}", byte_size(amount), "")
+    else:
+        for name, pair in _grouped(summary.memory_bytes):
+            table.add_row(f"memory, allocated, {name}", *map(byte_size, _pair(pair)))
     if summary.beside_torch_bytes:
         most = byte_size(max(summary.beside_torch_bytes))
         table.add_row("memory, CUDA's, communicators' and others', at most", most, "")
@@ -237,7 +267,7 @@ def _pair(pair: Pair) -> tuple[float, float]:
     return pair.measured, pair.predicted
 
 
-def _grouped(pairs: tuple[Pair, ...]) -> list[tuple[str, Pair]]:
+def _grouped(pairs: tuple[Row, ...]) -> list[tuple[str, Row]]:
     """Workers with the same figures share a row."""
     return [(f"worker{'s' if '–' in name else ''} {name}", pair) for name, pair in alike(pairs)]
 

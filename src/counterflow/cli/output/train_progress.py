@@ -6,6 +6,7 @@ Invariant: nothing is drawn that is not in the run's metrics, and the terminal i
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,9 @@ from .console import WIDE, console
 
 _LINE_SECONDS = 10.0
 """How often a line is printed where there is no terminal."""
+
+_QUIET_SECONDS = 2.0
+"""How long a start may take without a word."""
 
 _RECENT = 20
 """Steps over which the speed is told."""
@@ -43,7 +47,7 @@ class Progress:
         self.bar: Bar | None = None
         self.task: Any = None
         self.about: About
-        self.next_line = 0.0
+        self.started, self.next_line = time.monotonic(), _QUIET_SECONDS
         self.seen: dict[str, float] = {}
         self.recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
 
@@ -55,6 +59,7 @@ class Progress:
             for index, line in enumerate(introduction(about)):
                 out.print(Text(line, style="" if index else "bold"))
             sys.stdout.flush()
+        self.started = time.monotonic()
         self._print(f"starting {about.processes} workers; results go to {folder}")
         if self.console.is_terminal:
             self._print("Ctrl-C ends it after the step in flight, and keeps a checkpoint")
@@ -62,6 +67,10 @@ class Progress:
 
     def recorded(self, lines: Sequence[Numbers]) -> None:
         """Move the bar; print evaluations, and without a bar a step now and then."""
+        if not lines and not self.seen:
+            self._waits()
+        if lines and not self.seen:
+            self.next_line = 0.0
         for line in lines:
             self.seen |= line
             if "loss" in line:
@@ -88,6 +97,18 @@ class Progress:
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
+
+    def _waits(self) -> None:
+        """Say what workers do before the first step, and for how long they have done it."""
+        waited = time.monotonic() - self.started
+        if waited < self.next_line:
+            return
+        self.next_line = waited + _LINE_SECONDS
+        doing = "workers load PyTorch, make their stages and time their ops"
+        if self.bar is not None:
+            self.bar.update(self.task, shown=f"{doing}, {duration(waited)}")
+        else:
+            self._print(f"{doing}; no step yet after {duration(waited)}")
 
     def _put_up(self) -> None:
         wide = self.console.width >= _NARROW
