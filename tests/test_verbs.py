@@ -26,9 +26,8 @@ def test_plan_takes_an_example_records_or_files(tmp_path: Path) -> None:
     assert found.best[0].seconds == same.best[0].seconds
     for name in ("model", "profile", "cluster"):
         (tmp_path / name).with_suffix(".toml").write_text(files.dumps(getattr(task, name)), encoding="utf-8")
-    read = cf.plan(
-        *(tmp_path / f"{n}.toml" for n in ("model", "profile", "cluster")), mini_batch=512, **LIMITS
-    )
+    model, profile, cluster = (tmp_path / f"{name}.toml" for name in ("model", "profile", "cluster"))
+    read = cf.plan(model, profile, cluster, task.mini_batch, **LIMITS)
     assert read.best[0].seconds == found.best[0].seconds
 
 
