@@ -42,7 +42,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def test_train_your_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    same, program, _, average, skips, named, meta, options = blocks("train-your-own-model.md", "python")
+    same, program, _, average, skips, named, _, meta, options = blocks("train-your-own-model.md", "python")
     script = tmp_path / "train.py"
     assert "stages=4" in program
     script.write_text(program.replace("stages=4", "stages=2").replace("workers=4", "workers=2"))

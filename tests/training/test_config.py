@@ -192,7 +192,7 @@ def test_the_number_of_processes() -> None:
             "its options: stages, micro_batches, pairs, concat, split",
         ),
         (
-            ["schedule.scheme=hanayo", "schedule.stages=3"],
+            ["schedule.scheme=hanayo", "schedule.stages=3", "schedule.micro_batches=4"],
             "schedule: stages=3: hanayo has 2 stages on each of its workers with these options; "
             "give workers=NUMBER",
         ),
