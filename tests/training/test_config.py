@@ -193,8 +193,8 @@ def test_the_number_of_processes() -> None:
         ),
         (
             ["schedule.scheme=hanayo", "schedule.stages=3", "schedule.micro_batches=4"],
-            "schedule: stages=3: hanayo has 2 stages on each of its workers with these options; "
-            "give workers=NUMBER",
+            "schedule.stages = 3: hanayo has 2 stages on each of its workers with these options; "
+            "give schedule.workers = NUMBER",
         ),
         (
             ["schedule.scheme=mixpipe", "schedule.injected=most"],
