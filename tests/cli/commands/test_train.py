@@ -91,12 +91,13 @@ def test_then_what_came_of_it(trained: Path) -> None:
 
 
 def test_the_page_of_the_first_run_shows_the_same_rows(trained: Path) -> None:
-    """But for that of a plan, and whichever workers share one."""
+    """But for those of a plan and of ops that were slower, and whichever workers share one."""
 
     def rows(text: str) -> list[str]:
         table = text.partition("measured   predicted")[2].strip().partition("\n")[2].partition("\n\n")[0]
         found = [re.split(r",? workers? \d|  ", line.strip())[0] for line in table.splitlines()]
-        return list(dict.fromkeys(row for row in found if "by the plan" not in row and row))
+        often = ("by the plan", "the same, for ops as in the run")
+        return list(dict.fromkeys(row for row in found if row and not any(part in row for part in often)))
 
     page = (Path(__file__).parents[3] / "docs" / "first-run.md").read_text(encoding="utf-8")
     assert rows((trained / "stdout").read_text()) == rows(page)
@@ -104,6 +105,7 @@ def test_the_page_of_the_first_run_shows_the_same_rows(trained: Path) -> None:
 
 def test_progress_is_on_stderr(trained: Path) -> None:
     lines = (trained / "stderr").read_text().splitlines()
+    lines = [line for line in lines if "no step yet after" not in line]  # where a start takes long
     assert lines[0] == f"starting 2 workers; results go to {trained}"
     assert lines[1].startswith("step 1/6  loss ")
     assert lines[1].endswith(" left")
