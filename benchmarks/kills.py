@@ -137,16 +137,16 @@ class Run:
         return [event for line in lines if (event := json.loads(line))["event"] == "restarted"]
 
     def workers(self) -> dict[int, int]:
-        """Process by rank: whoever has copies of a rank mapped."""
-        found = {}
+        """Process by rank: whoever has the files of a rank's copies open."""
+        found, begin = {}, f"/dev/shm/{self.memory()}/rank-"
         for process in processes():
             try:
-                maps = (process / "maps").read_text()
+                files = [str(handle.readlink()) for handle in (process / "fd").iterdir()]
             except OSError:
                 continue
-            for line in maps.splitlines():
-                if "/dev/shm/counterflow-" in line and "/rank-" in line and self.memory() in line:
-                    found[int(line.split("/rank-")[1].split(".")[0])] = int(process.name)
+            for file in files:
+                if file.startswith(begin):
+                    found[int(file.removeprefix(begin).split(".")[0])] = int(process.name)
         return found
 
     def memory(self) -> str:
