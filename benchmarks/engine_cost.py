@@ -31,6 +31,7 @@ from torch.autograd.graph import get_gradient_edge
 import counterflow as cf
 from counterflow.program.actions import Action, Compute, Matching, Receive, Send
 from counterflow.runtime.execution import runner
+from counterflow.runtime.execution.tasks import ReceiveTask, SendTask
 from counterflow.runtime.mini_batch.losses import Counts
 from counterflow.runtime.transport.base import Group, Status, Transport
 from counterflow.runtime.transport.kinds import LOCAL
@@ -154,10 +155,10 @@ def pipeline(schedule: cf.Schedule, worker: int, *, barrier: bool) -> cf.Pipelin
         barrier=barrier,
     )
     alone.units = {
-        task.number: (len(task.units), task.activation)
+        task.envelope.number: (len(task.envelope.of), not task.envelope.gradient)
         for tasks in made._run.lists
         for task in tasks
-        if task.peer >= 0
+        if isinstance(task, SendTask | ReceiveTask)
     }
     return made
 
@@ -186,12 +187,12 @@ class Clock:
         self.nanos: dict[str, int] = defaultdict(int)
         self.counts: dict[str, int] = defaultdict(int)
 
-    def around(self, handler: Callable[[Any], None], kind: str) -> Callable[[Any], None]:
-        def timed(task: Any) -> None:
+    def around(self, run: Callable[[], None], kind: str) -> Callable[[], None]:
+        def timed() -> None:
             if self.rest_seconds:
                 time.sleep(self.rest_seconds)
             begin = time.thread_time_ns()
-            handler(task)
+            run()
             self.nanos[kind] += time.thread_time_ns() - begin
             self.counts[kind] += 1
 
@@ -259,7 +260,7 @@ def cost(
         made.transport.new_buffers = False
         lists = [list(tasks) for tasks in made._run.lists]
         for task in (task for tasks in lists for task in tasks):
-            task.handler = clock.around(task.handler, kind_of(task.action))
+            task.run = clock.around(task.run, kind_of(task.action))
         tasks = lists[0]
         times = 1 if first else repeats
         whole += micros(step, times) * times
@@ -298,7 +299,7 @@ def profiled(schedule: cf.Schedule, repeats: int, rest_seconds: float, *, barrie
     if rest_seconds:
         clock = Clock(rest_seconds)
         for task in (task for tasks in made._run.lists for task in tasks):
-            task.handler = clock.around(task.handler, "")
+            task.run = clock.around(task.run, "")
     profile = cProfile.Profile(time.thread_time)
     profile.enable()
     for _ in range(repeats):

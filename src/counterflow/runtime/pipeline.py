@@ -226,7 +226,7 @@ class Pipeline:
         """To those whom messages go to or come from, and who holds the same weights."""
         self._lease.groups = self.weights.groups
         every = (*self._run.lists, self._evaluation_tasks)
-        peers = {task.peer for tasks in every for task in tasks if task.peer >= 0}
+        peers = {peer for tasks in every for peer in tasks.peers}
         self.transport.connect(peers, self.weights.groups)
         self._held.leave_others(self._model, self.ranks[self.replica])
 

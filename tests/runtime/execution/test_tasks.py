@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +13,8 @@ from counterflow.program.actions import Action, Compute, Matching, Program, Rece
 from counterflow.program.check import checked_program
 from counterflow.program.lowering import AHEAD, lower
 from counterflow.program.segments import segments
-from counterflow.runtime.execution.tasks import Preparation, Task
+from counterflow.runtime.execution.addresses import Addresses
+from counterflow.runtime.execution.routes import MessageRoute
 
 S = cf.schemes
 
@@ -32,16 +33,11 @@ SYNCHRONOUS = [
 WITHOUT_FLUSH = [S.pipedream(4), S.pipedream_2bw(4, 8), S.wpipe(4, 4)]
 
 
-def prepared(program: Program, worker: int) -> list[Task]:
-    def nothing(task: Task) -> None:
-        del task
-
-    anybody: Any = defaultdict(lambda: None)
-    handlers: Any = defaultdict(lambda: nothing)
+def numbered(program: Program, worker: int) -> Addresses:
+    messages: Any = SimpleNamespace(transport=SimpleNamespace(reserve_tags=lambda _: 0))
     schedule = program.schedule
     ranks = range(schedule.workers)
-    preparation = Preparation(schedule, slots=9, worker=worker, ranks=ranks, stages=anybody)
-    return list(preparation.tasks(program, 0, handlers))
+    return Addresses(schedule, slots=9, worker=worker, ranks=ranks, messages=messages)
 
 
 def listed(program: Program, worker: int) -> list[str]:
@@ -96,18 +92,15 @@ def test_posting_ahead_moves_receives_only_and_no_farther_than_it_says(
         others = [a for a in actions if not isinstance(a, Receive)]
         assert others == [a for a in as_ordered if not isinstance(a, Receive)]
 
-        takers = {
-            task.number: i
-            for i, task in enumerate(t for t in prepared(tagged, worker) if isinstance(t.action, Compute))
-            if task.number >= 0
-        }
-        numbers = {task.action: task.number for task in prepared(tagged, worker)}
+        addresses = numbered(tagged, worker)
+        sources = [addresses.source(a.op, 0) for a in actions if isinstance(a, Compute)]
+        takers = {its.number: i for i, its in enumerate(sources) if isinstance(its, MessageRoute)}
         posted = {a: _computes_before(as_ordered, a) for a in as_ordered if isinstance(a, Receive)}
         for action in actions:
             if not isinstance(action, Receive):
                 continue
             before = _computes_before(actions, action)
-            taken = takers.get(numbers[action])
+            taken = takers.get(addresses.envelope(action, 0)[0].number)
             if taken is None:  # by a later list; if by one of its first ops, before this one's last
                 assert posted[action] - AHEAD <= before <= posted[action]
             else:
@@ -116,15 +109,6 @@ def test_posting_ahead_moves_receives_only_and_no_farther_than_it_says(
 
 def _computes_before(actions: Sequence[Action], stop: Action) -> int:
     return sum(isinstance(action, Compute) for action in actions[: list(actions).index(stop)])
-
-
-@pytest.mark.parametrize("program", [p for _, p in programs(Matching.ORDER)], ids=[b[0] for b in BOTH])
-def test_the_list_is_run_as_it_stands(program: Program) -> None:
-    for worker, actions in enumerate(program.actions):
-        tasks = prepared(program, worker)
-        assert [task.place for task in tasks] == list(range(len(actions)))
-        for task, action in zip(tasks, actions, strict=True):
-            assert task.action == action
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ class _Sending:
 
 
 def test_memory_that_is_being_sent_from_is_released_when_it_is_sent() -> None:
-    queue = MessageQueue(LocalTransport(Hub(1), 0, torch.device("cpu")), [], None)
+    queue = MessageQueue(LocalTransport(Hub(1), 0, torch.device("cpu")), None)
     given, other = torch.zeros(4), torch.zeros(4)
     of_given, of_other = _Sending(), _Sending()
     queue._last[1] = 0, of_other, [other]
@@ -90,14 +90,14 @@ def test_memory_that_is_being_sent_from_is_released_when_it_is_sent() -> None:
 
 
 def test_of_what_went_to_a_worker_the_last_message_is_kept_until_its_gradient_is_there() -> None:
-    queue = MessageQueue(LocalTransport(Hub(3), 0, torch.device("cpu")), [], None)
+    queue = MessageQueue(LocalTransport(Hub(3), 0, torch.device("cpu")), None)
     sends = [_Sending() for _ in range(4)]
     tensors = [torch.zeros(1) for _ in sends]
     alive = [weakref.ref(tensor) for tensor in tensors]
 
     def send(number: int, peer: int) -> None:
-        task: Any = SimpleNamespace(number=number, peer=peer)
-        queue._keep(task, sends[number], [tensors[number]])
+        envelope: Any = SimpleNamespace(number=number, peer=peer)
+        queue._keep(envelope, sends[number], [tensors[number]])
 
     send(0, peer=1)
     send(1, peer=2)
@@ -116,16 +116,16 @@ def test_of_what_went_to_a_worker_the_last_message_is_kept_until_its_gradient_is
 
 
 def test_what_left_when_it_was_received_is_let_go_of_with_the_next_message() -> None:
-    queue = MessageQueue(LocalTransport(Hub(3), 0, torch.device("cpu")), [], None)
+    queue = MessageQueue(LocalTransport(Hub(3), 0, torch.device("cpu")), None)
     first, tensor = _Sending(), torch.zeros(1)
     alive = weakref.ref(tensor)
     queue._keep_other(first, [tensor])
     del tensor
-    task: Any = SimpleNamespace(number=0, peer=1)
-    queue._keep(task, _Sending(), [])
+    envelope: Any = SimpleNamespace(number=0, peer=1)
+    queue._keep(envelope, _Sending(), [])
     assert alive() is not None
     first.gone = True
-    queue._keep(task, _Sending(), [])
+    queue._keep(envelope, _Sending(), [])
     assert alive() is None
 
 
@@ -171,7 +171,7 @@ def _made(layers: list[nn.Module], schedule: Schedule, **options: Any) -> list[i
     found = []
     for _ in range(8):
         pipeline.step(torch.ones(16, 4), torch.ones(16, 4))
-        found.append(pipeline._run.interpreter._messages._pool.made)
+        found.append(pipeline._run.interpreter.in_flight.messages._pool.made)
     pipeline.flush()
     return found
 

@@ -14,13 +14,12 @@ from torch import Tensor
 from ..graphs import graph_of, pointers
 from ..messages.compression import Compression
 from ..messages.message_queue import MessageQueue
-from ..messages.values import Structure
 from ..mini_batch.batch import Batch, Key
 from ..stages.recomputation import Hold
 from ..stages.split_backward import Joints
 from ..transport.base import Transport
 from .meters import Clock, Kept, SavedBytes
-from .skips import SkipTraffic
+from .skips import Once
 from .stash import Stash, Waiting
 
 
@@ -30,7 +29,6 @@ class InFlight:
     Args:
         transport: how messages travel.
         slots: mini-batches that are in flight at once.
-        last_stage: the one that gives the loss.
         clock: notes when ops run.
         compression: makes messages smaller; None: they go as they are.
         saved: counts what is saved for backward.
@@ -41,13 +39,11 @@ class InFlight:
         transport: Transport,
         *,
         slots: int,
-        last_stage: int,
         clock: Clock,
         compression: Compression | None,
         saved: SavedBytes | None,
     ) -> None:
         self.transport = transport
-        self.last_stage = last_stage
         self.clock = clock
         self.saved = saved
         self.counting = False
@@ -56,15 +52,12 @@ class InFlight:
         """Periods that the list at hand is run later than it says."""
         self.batches: list[Batch] = []
         """By slot."""
-        self.handed: dict[Key, tuple[Structure | None, list[Tensor]]] = {}
-        """Outputs that a stage of this worker gave to another one of it."""
-        self.gradients: dict[Key, list[Tensor | None]] = {}
         self.stashes: dict[Key, Stash] = {}
         self.waiting: dict[Key, Waiting] = {}
         self.over: list[Stash] = []
         """Of ops that are over: what has time until the next op, after the send, is not done yet."""
-        self.messages = MessageQueue(transport, self.batches, compression)
-        self.skips = SkipTraffic(self.messages)
+        self.messages = MessageQueue(transport, compression)
+        self.once = Once()
         self._slots = slots
         self._newest = 0
 

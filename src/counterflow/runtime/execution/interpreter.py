@@ -1,8 +1,6 @@
-"""Executes one worker's action list: a table from action type to handler, and a short loop.
+"""Executes one worker's action list: a table from kinds of actions to tasks, and a short loop.
 
-Invariant: a handler does what its action names and nothing else. What can be looked up once is looked up
-before the first step (``tasks.py``). Forwards are run by ``forwards.py``, backwards by ``backwards.py``, and
-messages are ``messages/message_queue.py``'s.
+Invariant: what can be looked up once is looked up before the first step, when tasks are made.
 """
 
 from __future__ import annotations
@@ -10,13 +8,12 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
 
 from counterflow.errors import CounterflowError
-from counterflow.program.actions import Action, Program, Receive, Send
+from counterflow.program.actions import Action, Compute, Program, Receive, Send
 from counterflow.program.segments import shifted, shifted_op
 from counterflow.schedule.ir import Op, OpKind, Schedule
 
@@ -26,12 +23,23 @@ from ..mini_batch.losses import LossFunction
 from ..stages.stage import StageCopy
 from ..transport.base import Transport
 from ..transport.watch import worker_error
-from .backwards import Backwards
-from .forwards import Forwards
+from .addresses import Addresses
+from .backwards import RunBackward, RunWeightGradients
+from .forwards import RunForward
 from .in_flight import NOTHING, InFlight
 from .meters import SavedBytes, clock_of
 from .outputs import Outputs
-from .tasks import Preparation, Task, Tasks
+from .tasks import DoOther, ReceiveTask, SendTask, Task, Tasks, Tools
+
+TASKS: Mapping[OpKind | type[Action], Callable[[Any, Tools, int], Task]] = {
+    OpKind.FORWARD: RunForward,
+    OpKind.BACKWARD: RunBackward,
+    OpKind.INPUT_GRADIENT: RunBackward,
+    OpKind.WEIGHT_GRADIENTS: RunWeightGradients,
+    Send: SendTask,
+    Receive: ReceiveTask,
+}
+"""What runs each kind of op and of message; all other actions are the runner's."""
 
 
 class Interpreter:
@@ -70,26 +78,13 @@ class Interpreter:
         self.saved = saved
         self.whole_timeline = False
         """Whether ``timeline`` has all since the pipeline was empty, and not only the last step."""
-        self._preparation = Preparation(
-            schedule,
-            slots=slots,
-            worker=worker,
-            ranks=ranks,
-            stages=stages,
-        )
-        self._preparation.first_number = transport.reserve_tags(self._preparation.numbers)
         self._clock = clock_of(transport.device)
         self.in_flight = in_flight = InFlight(
-            transport,
-            slots=slots,
-            last_stage=schedule.stages - 1,
-            clock=self._clock,
-            compression=compression,
-            saved=saved,
+            transport, slots=slots, clock=self._clock, compression=compression, saved=saved
         )
-        self._messages = in_flight.messages
-        outputs = Outputs(in_flight, schedule, loss_function)
-        self._forwards, self._backwards = Forwards(in_flight, outputs), Backwards(in_flight, outputs)
+        addresses = Addresses(schedule, slots=slots, worker=worker, ranks=ranks, messages=in_flight.messages)
+        outputs = Outputs(schedule, loss_function, saved)
+        self._tools = Tools(in_flight, outputs, addresses, stages)
 
     def prepare(
         self,
@@ -104,16 +99,27 @@ class Interpreter:
             others: who does the actions that are neither ops nor messages.
             period_offset: how many periods later than it says it is going to run.
         """
-        handlers: dict[type[Action] | OpKind, Callable[[Task], None]] = {
-            OpKind.FORWARD: self._forwards.forward,
-            OpKind.BACKWARD: self._backwards.backward,
-            OpKind.INPUT_GRADIENT: self._backwards.backward,
-            OpKind.WEIGHT_GRADIENTS: self._backwards.weight_gradients,
-            Send: self._messages.send,
-            Receive: self._messages.receive,
-            **{kind: partial(_do, does) for kind, does in others.items()},
-        }
-        return self._preparation.tasks(program, period_offset, handlers)
+        tasks: list[Task] = []
+        last_loss: RunForward | None = None
+        for action in program.actions[self.worker]:
+            make = TASKS.get(action.op.kind if isinstance(action, Compute) else type(action))
+            if make is None:
+                tasks.append(DoOther(action, others[type(action)]))
+                continue
+            task = make(action, self._tools, period_offset)
+            tasks.append(task)
+            if isinstance(task, RunForward) and task.copy.last:
+                last_loss = task
+        if last_loss is not None:
+            last_loss.ends_losses = self.schedule.synchronous
+        prefix = next((i for i, task in enumerate(tasks) if not self._is_local(task.action)), len(tasks))
+        return Tasks(tuple(tasks[:prefix]), tuple(tasks[prefix:]))
+
+    def _is_local(self, action: Action) -> bool:
+        """Whether no other worker sees it, and nothing in it depends on what others were given."""
+        if isinstance(action, Compute):
+            return action.op.kind.whole and action.op.stage == 0 != self.schedule.stages - 1
+        return isinstance(action, Receive)
 
     # -- a step
 
@@ -130,7 +136,7 @@ class Interpreter:
             WorkerError: something failed; it names the worker, the action and the cause.
         """
         self.in_flight.period_offset = period_offset
-        ops = batch is not None or any(task.op is not None for task in tasks)
+        ops = batch is not None or any(isinstance(task.action, Compute) for task in tasks)
         if ops and not (self.whole_timeline and self.in_flight.batches):
             self._clock.start()
         if not self.in_flight.batches:
@@ -144,24 +150,24 @@ class Interpreter:
             with torch.set_grad_enabled(batch is None or batch.training), around:
                 for task in tasks.local_prefix:
                     status.doing, status.waiting_for, status.since = task.action, None, now()
-                    task.handler(task)
+                    task.run()
                 if batch is not None and batch.await_total is not None:
                     batch.total = batch.await_total()
                 for task in tasks.rest:
                     status.doing, status.waiting_for, status.since = task.action, None, now()
-                    task.handler(task)
+                    task.run()
             self.in_flight.end_ops()
             if drains:
                 self.drain()
         except CounterflowError:
             raise
         except Exception as error:
-            raise worker_error(self._place(task), error, self.transport) from error
+            raise worker_error(self._place(tasks, task), error, self.transport) from error
         status.now("between steps")
 
     def drain(self) -> None:
         """Wait until all is sent, and forget the mini-batches that are over."""
-        self._messages.drain()
+        self.in_flight.messages.drain()
         self.in_flight.batches.clear()
         self._forget_casts()
 
@@ -169,12 +175,13 @@ class Interpreter:
         for precision in self._precisions:
             precision.forget()
 
-    def _place(self, task: Task | None) -> str:
+    def _place(self, tasks: Tasks, task: Task | None) -> str:
         """``worker 2, action 5: Forward F1.2``."""
         if task is None:
             return f"worker {self.worker}"
+        place = next(place for place, each in enumerate(tasks) if each is task)
         action = shifted(task.action, self.in_flight.period_offset, self.schedule.micro_batches)
-        return f"worker {self.worker}, action {task.place}: {action}"
+        return f"worker {self.worker}, action {place}: {action}"
 
     @property
     def began_seconds(self) -> float:
@@ -188,10 +195,6 @@ class Interpreter:
             (shifted_op(op, offset, count) if offset else op, start, end)
             for op, offset, start, end in self._clock.ran()
         ]
-
-
-def _do(does: Callable[[Action], None], task: Task) -> None:
-    does(task.action)
 
 
 def timelines(

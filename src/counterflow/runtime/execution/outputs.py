@@ -14,7 +14,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 
 from ..dtensors import whole
-from ..messages.values import Unit, Value, ValueLayout, take_apart
+from ..messages.values import Unit, Value, take_apart
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import Found, LossFunction, divisor_of, elements_in
 from ..mini_batch.samples import Dims, cut, refuse_whole_entries
@@ -23,53 +23,33 @@ from ..stages.randomness import SampleRows
 from ..stages.recomputation import mapped
 from ..stages.split_backward import Joints
 from ..stages.stage import StageCopy
-from .in_flight import InFlight
-from .skips import Output
+from .meters import SavedBytes
+from .skips import Output, apart
 from .stash import tensors_in
-from .tasks import Task
 
 
 class Outputs:
     """One worker's.
 
     Args:
-        in_flight: what is in flight.
         schedule: what is run.
         loss_function: gives the loss of the last layer's output and target; None: the output is the loss.
+        saved: counts what is saved for backward.
     """
 
-    def __init__(self, in_flight: InFlight, schedule: Schedule, loss_function: LossFunction | None) -> None:
+    def __init__(
+        self, schedule: Schedule, loss_function: LossFunction | None, saved: SavedBytes | None
+    ) -> None:
         self._loss_function = loss_function
         self._scheme, self._synchronous = schedule.scheme, schedule.synchronous
-        self._last_stage = in_flight.last_stage
-        self._saved = in_flight.saved
-        self._handed = in_flight.handed
-        self._messages, self._skips = in_flight.messages, in_flight.skips
+        self._saved = saved
 
-    def hand_on(self, task: Task, batch: Batch, found: Sequence[Output]) -> None:
-        """Lay ready for the next stage what a forward gave."""
-        outputs: Any = self._skips.give(task, batch, found) if task.gives else found
-        if task.sent_as >= 0:
-            flat = outputs[0][1] if len(outputs) == 1 else [t for _, tensors in outputs for t in tensors]
-            self._messages.put(
-                task.sent_as, flat, [(structure, len(tensors)) for structure, tensors in outputs]
-            )
-        if batch.known is None:
-            for unit, output in zip(task.units, outputs, strict=True):
-                batch.learnt[task.stage, unit.shape] = ValueLayout.of(*output)
-        if task.hands_over:
-            for unit, output in zip(task.units, outputs, strict=True):
-                self._handed[task.stage + 1, unit] = output
-
-    def apart(self, task: Task, batch: Batch, output: Any, unit: Unit, *, again: bool = False) -> Output:
+    def apart(self, copy: StageCopy, output: Any) -> Output:
         """What a stage that is not the last gives for a unit; None: it has no samples."""
-        assert task.copy is not None
-        place, skips = f"stage {task.stage}", task.copy.skips
+        place, skips = f"stage {copy.stage}", copy.skips
         if skips is None or not skips.gives:
             return take_apart(output, place)
-        if not again:
-            self._skips.give_once(task, skips, batch, unit, output and output.skips)
-        return self._skips.apart(skips, output, place)
+        return apart(skips, output, place)
 
     def handed_on(self, tensors: list[Tensor]) -> list[Tensor]:
         """What a stage gives, and copies of what its weights and buffers are: these change in place."""
@@ -82,7 +62,7 @@ class Outputs:
 
     def check(
         self,
-        task: Task,
+        copy: StageCopy,
         batch: Batch,
         value: Value,
         unit: Unit,
@@ -91,14 +71,12 @@ class Outputs:
         """Look at a stage's first graph.
 
         Args:
-            task: what runs.
+            copy: the stage's.
             batch: its mini-batch.
             value: a copy of what the stage ran on, on which it may run once more.
             unit: of the mini-batch.
             graph: what went in, what was given, and where it is joined.
         """
-        copy = task.copy
-        assert copy is not None
         inputs, outputs, joints = graph
 
         def again() -> Sequence[Tensor]:
@@ -106,19 +84,18 @@ class Outputs:
                 copy.replays.hold = None
             with copy.buffers.as_then(copy.buffers.now()):
                 output = copy.forward(value, batch.step, batch.rows[unit])
-                return self.with_loss(task, batch, output, unit, again=True)[1]
+                return self.read(copy, batch, output, unit, again=True)[1]
 
         check_graph(copy, outputs, [*inputs, *tensors_in(batch.targets)], joints, again=again)
 
-    def with_loss(self, task: Task, batch: Batch, output: Any, unit: Unit, *, again: bool = False) -> Output:
+    def read(self, copy: StageCopy, batch: Batch, output: Any, unit: Unit, *, again: bool = False) -> Output:
         """A stage's output taken apart; after the last stage, the unit's share of the loss."""
-        if task.stage != self._last_stage:
-            return self.apart(task, batch, output, unit, again=again)
+        if not copy.last:
+            return self.apart(copy, output)
         if batch.outputs is not None and not again:
             batch.outputs[unit] = mapped(_kept, output)
         if not batch.has_loss:
             return None, []
-        assert task.copy is not None
         rows = batch.rows[unit]
         samples = rows.stop - rows.start
         size, check = samples, None if again else batch.check
@@ -126,10 +103,10 @@ class Outputs:
             assert batch.targets is not None
             target = part(batch.targets[unit.micro_batch], unit, batch, batch.target_dims)
             if check is not None:
-                check.begin(task.copy, self._loss_function, output, target, samples)
+                check.begin(copy, self._loss_function, output, target, samples)
             size = elements_in(output)
-            output = self._loss(task.copy, batch, output, target, rows)
-        found = task.copy.means.read(output, samples)
+            output = self._loss(copy, batch, output, target, rows)
+        found = copy.means.read(output, samples)
         batch.losses.note_graph(found.loss, again=again)
         if found.weight is not None and not self._synchronous:
             if samples < batch.total:

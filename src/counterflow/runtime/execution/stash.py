@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from ..messages.values import Structure, Unit, Value
+from ..messages.values import Unit, Value
 from ..stages.randomness import SampleRows
 from ..stages.recomputation import Contents, First
 from ..stages.split_backward import Joints, SplitBackward
@@ -28,7 +28,6 @@ class ForwardInput(NamedTuple):
     """
 
     unit: Unit
-    structure: Structure | None
     tensors: list[Tensor]
     value: Value
     buffers: Sequence[Tensor]

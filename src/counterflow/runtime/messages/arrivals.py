@@ -11,15 +11,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from counterflow.program.actions import Receive, Send
-from counterflow.schedule.workload import SkipLink
-
-from ..execution.tasks import Task
 from ..transport.base import Described, Pending
-from .values import Shapes, Structure, Unit, ValueLayout, read_description
+from .envelope import Envelope, Form, Of
+from .values import Shapes, Structure, ValueLayout, read_description
 
-Of = tuple[int | SkipLink, Unit]
 Taken = tuple[Structure | None, list[Tensor], Sequence[Tensor]]
+"""What came for a unit: its structure, its tensors, and the buffers of the pool that they are in."""
 NONE: Sequence[Tensor] = ()
 Restore = Callable[[list[Tensor]], list[Tensor]]
 
@@ -27,18 +24,10 @@ Restore = Callable[[list[Tensor]], list[Tensor]]
 class PostedReceive:
     """A posted receive of known shapes; ``restore`` makes tensors of what came in another form."""
 
-    __slots__ = ("buffers", "gradients", "missing", "pending", "restore", "specs", "structures")
+    __slots__ = ("buffers", "form", "pending", "restore")
 
-    def __init__(
-        self,
-        pending: Pending,
-        buffers: list[Tensor],
-        task: Task,
-        restore: Restore | None,
-    ) -> None:
-        self.pending, self.buffers, self.restore = pending, buffers, restore
-        self.structures, self.specs = task.structures, task.specs
-        self.missing, self.gradients = task.missing, task.gradients
+    def __init__(self, pending: Pending, buffers: list[Tensor], form: Form, restore: Restore | None) -> None:
+        self.pending, self.buffers, self.form, self.restore = pending, buffers, form, restore
 
     def take(self, count: int, *, as_leaves: bool) -> list[Taken]:
         """What came, by unit: structure, tensors, and the buffers of the pool that they are in.
@@ -46,17 +35,17 @@ class PostedReceive:
         The tensors are not the buffers: what is asked of a tensor (hooks, a gradient) stays with it.
         """
         self.pending.wait()
-        buffers = self.buffers
+        buffers, form = self.buffers, self.form
         if self.restore is not None:
             buffers = self.restore(buffers)
         if count == 1 and len(buffers) == 1:
             tensor = buffers[0].detach()
-            if as_leaves and self.specs[0][0].requires_grad:
+            if as_leaves and form.specs[0][0].requires_grad:
                 tensor.requires_grad_()
-            return [(self.structures[0], [tensor], buffers)]
+            return [(form.structures[0], [tensor], buffers)]
         found: list[Taken] = []
         at = 0
-        for structure, specs in zip(self.structures, self.specs, strict=True):
+        for structure, specs in zip(form.structures, form.specs, strict=True):
             own = buffers if count == 1 else buffers[at : at + len(specs)]
             at += len(specs)
             tensors = [buffer.detach() for buffer in own]
@@ -71,9 +60,10 @@ class PostedReceive:
         """The gradients of one unit, None for those that are missing; and their buffers."""
         ((_, tensors, buffers),) = self.take(1, as_leaves=False)
         found: list[Tensor | None] = [*tensors]
-        if self.missing:
+        form = self.form
+        if form.missing:
             there = iter(tensors)
-            found = [None if place in self.missing else next(there) for place in range(self.gradients)]
+            found = [None if place in form.missing else next(there) for place in range(form.gradients)]
         return found, buffers
 
 
@@ -82,9 +72,8 @@ class PostedDescribed:
 
     __slots__ = ("learnt", "of", "pending")
 
-    def __init__(self, pending: Described, task: Task, learnt: Shapes) -> None:
-        self.pending, self.learnt = pending, learnt
-        self.of = of_outputs(task) if task.activation else [of_gradient(task)]
+    def __init__(self, pending: Described, envelope: Envelope, learnt: Shapes) -> None:
+        self.pending, self.of, self.learnt = pending, envelope.of, learnt
 
     def take(self, count: int, *, as_leaves: bool) -> list[Taken]:
         """What came, by unit; in no buffers of the pool. Of activations the layouts are noted."""
@@ -106,18 +95,6 @@ class PostedDescribed:
         missing = frozenset(place for place, tensor in enumerate(tensors) if tensor.dtype is torch.bool)
         note_missing(self.learnt, self.of[0], missing)
         return [None if place in missing else tensor for place, tensor in enumerate(tensors)], NONE
-
-
-def of_gradient(task: Task) -> Of:
-    """What a message with a gradient is about: what the stage below gave, or what went by a skip."""
-    skip = task.action.skip if isinstance(task.action, Send | Receive) else None
-    return skip or task.stage - 1, task.units[0].shape
-
-
-def of_outputs(task: Task) -> list[Of]:
-    """What a message of activations is about, by unit: what a stage gives to the next one, or by a skip."""
-    skip = task.action.skip if isinstance(task.action, Send | Receive) else None
-    return [(skip or task.stage, unit.shape) for unit in task.units]
 
 
 def note_missing(learnt: Shapes, of: Of, missing: frozenset[int]) -> None:

@@ -25,28 +25,12 @@ from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
 
-from ..execution.tasks import Task
 from ..graphs import pointers
-from ..mini_batch.batch import Batch
 from ..transport.base import Pending, Transport
-from .arrivals import (
-    PostedDescribed,
-    PostedReceive,
-    Restore,
-    Taken,
-    note_missing,
-    of_gradient,
-    of_outputs,
-)
+from .arrivals import PostedDescribed, PostedReceive, Taken, note_missing
 from .compression import Compression
-from .values import (
-    NUMBER,
-    BufferPool,
-    Shapes,
-    Structure,
-    TensorSpec,
-    described,
-)
+from .envelope import Envelope, Form
+from .values import NUMBER, BufferPool, Shapes, Structure, TensorSpec, described
 
 _Sized = tuple[Structure | None, int]
 _MISSING = torch.empty(0, dtype=torch.bool)
@@ -54,19 +38,15 @@ _MISSING = torch.empty(0, dtype=torch.bool)
 
 
 class MessageQueue:
-    """Sends and receives what tasks name.
+    """Sends and receives messages.
 
     Args:
         transport: how messages travel.
-        batches: the mini-batches in flight, by slot; the interpreter's own list.
         compression: makes messages smaller; None: they go as they are.
     """
 
-    def __init__(
-        self, transport: Transport, batches: Sequence[Batch], compression: Compression | None
-    ) -> None:
+    def __init__(self, transport: Transport, compression: Compression | None) -> None:
         self.transport = transport
-        self.batches = batches
         self.compression = compression
         self._pool = BufferPool(transport.device)
         self._arrivals: dict[int, PostedReceive | PostedDescribed] = {}
@@ -79,7 +59,7 @@ class MessageQueue:
         """Those that leave when they are received, or when a device gets to them."""
 
     def put(self, number: int, tensors: Sequence[Tensor | None], structures: Sequence[_Sized] = ()) -> None:
-        """Lay ready what a later task sends; of activations also the structure and size of each unit's."""
+        """Lay ready what is sent later; of activations also the structure and size of each unit's."""
         self._outbox[number] = tensors, structures
 
     def take(self, number: int, count: int, *, as_leaves: bool = False) -> list[Taken]:
@@ -97,16 +77,18 @@ class MessageQueue:
         self.transport.get_ready()
         return self._arrivals.pop(number).take(count, as_leaves=as_leaves)
 
-    def take_gradients(self, number: int, answers: int = -1) -> tuple[list[Tensor | None], Sequence[Tensor]]:
+    def take_gradients(
+        self, number: int, answers: int | None
+    ) -> tuple[list[Tensor | None], Sequence[Tensor]]:
         """Wait for the gradients of one unit; None where there is none. And their buffers.
 
-        ``answers`` is the number of the message whose gradients they are, if there was one.
+        ``answers`` is the number of the message whose gradients they are, if that may be let go of now.
         """
         self.transport.get_ready()
-        arrival = self._arrivals.pop(number)
-        found, buffers = arrival.take_gradient()
-        self._arrived(answers)
-        return found, buffers
+        found = self._arrivals.pop(number).take_gradient()
+        if answers is not None:
+            self._arrived(answers)
+        return found
 
     def give_back(self, buffers: Sequence[Tensor]) -> None:
         """The engine needs what came in these buffers no more."""
@@ -130,84 +112,69 @@ class MessageQueue:
         yield from ((pending, tensors) for _, pending, tensors in self._last.values())
         yield from self._others
 
-    # -- handlers
+    def send(self, envelope: Envelope, known: Shapes | None, learnt: Shapes) -> None:
+        """Begin to send what lies ready.
 
-    def send(self, task: Task) -> None:
-        """Begin to send what lies ready."""
-        known = self.batches[task.slot].known
-        if known is None:
-            laid, structures = self._outbox.pop(task.number)
-            tensors = [_MISSING if tensor is None else tensor for tensor in laid]
-            if task.activation:
-                parts, counts = zip(*structures, strict=True)
-                tensors.insert(0, described(parts, counts))
-            else:
-                missing = frozenset(place for place, tensor in enumerate(laid) if tensor is None)
-                note_missing(self.batches[task.slot].learnt, of_gradient(task), missing)
-            pending = self.transport.send_described(tensors, task.peer, task.number)
-            self._keep_other(pending, tensors)
+        Args:
+            envelope: the message's.
+            known: the shapes in which it goes; None: nobody knows them yet, and it describes itself.
+            learnt: where it is noted then which gradients are missing.
+        """
+        laid, structures = self._outbox.pop(envelope.number)
+        if known is not None:
+            message = self._to_send(envelope, envelope.form(known, self.compression), laid, structures)
+            self._keep(envelope, self.transport.send(message, envelope.peer, envelope.number), message)
             return
-        message = self._to_send(task, known)
-        self._keep(task, self.transport.send(message, task.peer, task.number), message)
+        tensors = [_MISSING if tensor is None else tensor for tensor in laid]
+        if envelope.gradient:
+            missing = frozenset(place for place, tensor in enumerate(laid) if tensor is None)
+            note_missing(learnt, envelope.of[0], missing)
+        else:
+            parts, counts = zip(*structures, strict=True)
+            tensors.insert(0, described(parts, counts))
+        pending = self.transport.send_described(tensors, envelope.peer, envelope.number)
+        self._keep_other(pending, tensors)
 
-    def receive(self, task: Task) -> None:
-        """Post a receive."""
-        batch = self.batches[task.slot]
+    def receive(self, envelope: Envelope, known: Shapes | None, learnt: Shapes) -> None:
+        """Post a receive; arguments as of ``send``."""
         arrival: PostedReceive | PostedDescribed
-        if batch.known is None:
-            described_ = self.transport.receive_described(task.peer, task.number)
-            arrival = PostedDescribed(described_, task, batch.learnt)
+        if known is None:
+            described_ = self.transport.receive_described(envelope.peer, envelope.number)
+            arrival = PostedDescribed(described_, envelope, learnt)
         else:
-            buffers = self._to_receive(task, batch.known)
-            pending = self.transport.receive(buffers, task.peer, task.number)
-            arrival = PostedReceive(pending, buffers, task, self._restore(task))
-        self._arrivals[task.number] = arrival
+            compression, form = self.compression, envelope.form(known, self.compression)
+            buffers = list(map(self._pool.take, form.message))
+            pending = self.transport.receive(buffers, envelope.peer, envelope.number)
+            restore = None
+            if compression is not None:
+                restore = partial(compression.unpack, specs=form.flat, pool=self._pool)
+            arrival = PostedReceive(pending, buffers, form, restore)
+        self._arrivals[envelope.number] = arrival
 
-    # -- their parts
-
-    def _look_up(self, task: Task, known: Shapes) -> None:
-        """Note on a task in what shapes its message comes."""
-        if task.activation:
-            layouts = [known[of] for of in of_outputs(task)]
-            task.structures = [layout.structure for layout in layouts]
-            task.specs = [layout.tensors for layout in layouts]
-        else:  # the gradient of what the stage below gave
-            layout = known[of_gradient(task)]
-            task.structures = [None]
-            wanted = [spec for spec in layout.tensors if spec.requires_grad]
-            task.specs = [[spec for place, spec in enumerate(wanted) if place not in layout.missing]]
-            task.missing, task.gradients = layout.missing, len(wanted)
-        message = _flat(task.specs)
-        task.message = message if self.compression is None else self.compression.message(message)
-        task.known = known
-
-    def _to_send(self, task: Task, known: Shapes) -> Sequence[Tensor]:
+    def _to_send(
+        self, envelope: Envelope, form: Form, laid: Sequence[Tensor | None], structures: Sequence[_Sized]
+    ) -> Sequence[Tensor]:
         """A message whose shapes the receiver knows."""
-        laid, structures = self._outbox.pop(task.number)
         tensors: Any = laid
-        if task.activation:
-            if task.known is not known:
-                self._look_up(task, known)
-            _check(task, tensors, structures)
-        else:
-            if task.known is not known:
-                self._look_up(task, known)
-            _check_missing(task, laid)
-            if task.missing:
+        if envelope.gradient:
+            _check_missing(envelope, form, laid)
+            if form.missing:
                 tensors = [tensor for tensor in laid if tensor is not None]
+        else:
+            _check(envelope, form, tensors, structures)
         if self.compression is None:
             return tensors  # type: ignore[no-any-return]
         return self.compression.pack([tensor.detach() for tensor in tensors])
 
-    def _keep(self, task: Task, pending: Pending, tensors: Sequence[Tensor]) -> None:
+    def _keep(self, envelope: Envelope, pending: Pending, tensors: Sequence[Tensor]) -> None:
         """Keep what is sent in place of the message before it, which has left by now or is waited for."""
         if not self._waits:
             self._keep_other(pending, tensors)
             return
         if self._others:
             self._let_go()
-        before = self._last.get(task.peer)
-        self._last[task.peer] = task.number, pending, tensors
+        before = self._last.get(envelope.peer)
+        self._last[envelope.peer] = envelope.number, pending, tensors
         if before is not None:
             before[1].wait()
 
@@ -229,43 +196,27 @@ class MessageQueue:
         while others and others[0][0].done():
             others.popleft()
 
-    def _to_receive(self, task: Task, known: Shapes) -> list[Tensor]:
-        """Buffers for a message of known shapes."""
-        if task.known is not known:
-            self._look_up(task, known)
-        return list(map(self._pool.take, task.message))
 
-    def _restore(self, task: Task) -> Restore | None:
-        """What makes tensors of a message that is compressed."""
-        if self.compression is None:
-            return None
-        return partial(self.compression.unpack, specs=_flat(task.specs), pool=self._pool)
-
-
-def _flat(by_unit: Sequence[Sequence[TensorSpec]]) -> list[TensorSpec]:
-    return [spec for unit in by_unit for spec in unit]
-
-
-def _check_missing(task: Task, laid: Sequence[Tensor | None]) -> None:
+def _check_missing(envelope: Envelope, form: Form, laid: Sequence[Tensor | None]) -> None:
     """Refuse gradients that are missing where they were not, or are there where they were missing."""
     for place, tensor in enumerate(laid):
-        if (tensor is None) != (place in task.missing):
+        if (tensor is None) != (place in form.missing):
             raise ConfigError(
-                f"stage {task.stage} has {'no' if tensor is None else 'a'} gradient for input {place} of "
+                f"stage {envelope.stage} has {'no' if tensor is None else 'a'} gradient for input {place} of "
                 f"those that take one, where it had {'one' if tensor is None else 'none'} before; make the "
                 "pipeline with dynamic_shapes=True"
             )
 
 
-def _check(task: Task, tensors: Sequence[Tensor], structures: Sequence[_Sized]) -> None:
+def _check(envelope: Envelope, form: Form, tensors: Sequence[Tensor], structures: Sequence[_Sized]) -> None:
     """Refuse outputs of other structures and shapes than those that the receiver knows."""
-    for (structure, _), known in zip(structures, task.structures, strict=True):
+    for (structure, _), known in zip(structures, form.structures, strict=True):
         if structure is not known and structure != known:
             raise ConfigError(
-                f"stage {task.stage} gave {_said(structure)} where it gave {_said(known)} for inputs of the "
-                "same shapes before; make the pipeline with dynamic_shapes=True"
+                f"stage {envelope.stage} gave {_said(structure)} where it gave {_said(known)} for inputs of "
+                "the same shapes before; make the pipeline with dynamic_shapes=True"
             )
-    expected = task.specs[0] if len(task.specs) == 1 else [spec for unit in task.specs for spec in unit]
+    expected = form.flat
     if len(tensors) == len(expected):
         for tensor, spec in zip(tensors, expected, strict=True):
             if tensor.shape != spec.shape or tensor.dtype is not spec.dtype:
@@ -273,7 +224,7 @@ def _check(task: Task, tensors: Sequence[Tensor], structures: Sequence[_Sized]) 
         else:
             return
     raise ConfigError(
-        f"stage {task.stage} gave {_shapes(tensors)} where it gave {_shapes(expected)} for inputs of the "
+        f"stage {envelope.stage} gave {_shapes(tensors)} where it gave {_shapes(expected)} for inputs of the "
         "same shapes before; make the pipeline with dynamic_shapes=True"
     )
 
