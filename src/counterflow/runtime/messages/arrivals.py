@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..transport.base import Described, Pending
-from .envelope import Envelope, Form, Of
+from .envelope import Envelope, MessageForm, Of
 from .values import Shapes, Structure, ValueLayout, read_description
 
 Taken = tuple[Structure | None, list[Tensor], Sequence[Tensor]]
@@ -26,7 +26,9 @@ class PostedReceive:
 
     __slots__ = ("buffers", "form", "pending", "restore")
 
-    def __init__(self, pending: Pending, buffers: list[Tensor], form: Form, restore: Restore | None) -> None:
+    def __init__(
+        self, pending: Pending, buffers: list[Tensor], form: MessageForm, restore: Restore | None
+    ) -> None:
         self.pending, self.buffers, self.form, self.restore = pending, buffers, form, restore
 
     def take(self, count: int, *, as_leaves: bool) -> list[Taken]:

@@ -17,7 +17,7 @@ Of = tuple[Place, Unit]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class MessageForm:
     """The shapes in which a message comes.
 
     Attributes:
@@ -56,16 +56,16 @@ class Envelope:
     stage: int
     of: Sequence[Of]
     gradient: bool
-    _form: Form | None = None
+    _form: MessageForm | None = None
 
-    def form(self, known: Shapes, compression: Compression | None) -> Form:
+    def form(self, known: Shapes, compression: Compression | None) -> MessageForm:
         """The shapes in which it comes where those of a mini-batch are ``known``."""
         found = self._form
         if found is None or found.known is not known:
             found = self._form = self._looked_up(known, compression)
         return found
 
-    def _looked_up(self, known: Shapes, compression: Compression | None) -> Form:
+    def _looked_up(self, known: Shapes, compression: Compression | None) -> MessageForm:
         layouts = [known[of] for of in self.of]
         structures, specs = [layout.structure for layout in layouts], [layout.tensors for layout in layouts]
         gradients, missing = 0, frozenset[int]()
@@ -76,4 +76,4 @@ class Envelope:
             specs = [[spec for place, spec in enumerate(wanted) if place not in missing]]
         flat = [spec for unit in specs for spec in unit]
         message = flat if compression is None else compression.message(flat)
-        return Form(known, structures, specs, flat, message, gradients, missing)
+        return MessageForm(known, structures, specs, flat, message, gradients, missing)

@@ -29,7 +29,7 @@ from ..graphs import pointers
 from ..transport.base import Pending, Transport
 from .arrivals import PostedDescribed, PostedReceive, Taken, note_missing
 from .compression import Compression
-from .envelope import Envelope, Form
+from .envelope import Envelope, MessageForm
 from .values import NUMBER, BufferPool, Shapes, Structure, TensorSpec, described
 
 _Sized = tuple[Structure | None, int]
@@ -152,7 +152,11 @@ class MessageQueue:
         self._arrivals[envelope.number] = arrival
 
     def _to_send(
-        self, envelope: Envelope, form: Form, laid: Sequence[Tensor | None], structures: Sequence[_Sized]
+        self,
+        envelope: Envelope,
+        form: MessageForm,
+        laid: Sequence[Tensor | None],
+        structures: Sequence[_Sized],
     ) -> Sequence[Tensor]:
         """A message whose shapes the receiver knows."""
         tensors: Any = laid
@@ -197,7 +201,7 @@ class MessageQueue:
             others.popleft()
 
 
-def _check_missing(envelope: Envelope, form: Form, laid: Sequence[Tensor | None]) -> None:
+def _check_missing(envelope: Envelope, form: MessageForm, laid: Sequence[Tensor | None]) -> None:
     """Refuse gradients that are missing where they were not, or are there where they were missing."""
     for place, tensor in enumerate(laid):
         if (tensor is None) != (place in form.missing):
@@ -208,7 +212,9 @@ def _check_missing(envelope: Envelope, form: Form, laid: Sequence[Tensor | None]
             )
 
 
-def _check(envelope: Envelope, form: Form, tensors: Sequence[Tensor], structures: Sequence[_Sized]) -> None:
+def _check(
+    envelope: Envelope, form: MessageForm, tensors: Sequence[Tensor], structures: Sequence[_Sized]
+) -> None:
     """Refuse outputs of other structures and shapes than those that the receiver knows."""
     for (structure, _), known in zip(structures, form.structures, strict=True):
         if structure is not known and structure != known:
