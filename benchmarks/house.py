@@ -3,7 +3,8 @@
     python benchmarks/house.py [--json] [--verbose]
 
 Nothing is imported of what is measured. The limits are those that the house is to keep; the exit code is 1 if
-a figure is above its limit.
+a figure is above its limit. What has to be run to be known (speed, tests, what a change opens) is read from
+``results/house.toml``, where each figure has its command, machine and date.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import ast
 import json
 import re
 import sys
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -20,6 +22,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1] / "src" / "counterflow"
+MEASURED = Path(__file__).resolve().parent / "results" / "house.toml"
 ROOMS = (
     *(
         "schedule",
@@ -50,12 +53,14 @@ class Figure:
         value: how many there are.
         limit: how many there may be; None: any number.
         found: where.
+        before: what it was at baddfff, before the house was rebuilt; None: it was not counted.
     """
 
     name: str
     value: int
     limit: int | None = None
     found: tuple[str, ...] = ()
+    before: int | None = None
 
     @property
     def over(self) -> bool:
@@ -192,14 +197,14 @@ def figures() -> list[Figure]:
         m.name for m in known.values() if sum(f'"{word}"' in m.text for word in TRANSPORTS) > 1
     )
     return [
-        Figure("lines of code", sum(m.code_lines for m in known.values()), 32_000),
+        Figure("lines of code", sum(m.code_lines for m in known.values()), 32_000, before=41_700),
         Figure("files", len(known)),
-        Figure("modules in a circle of imports", len(circle), 0, circle),
-        Figure("imports of a room above", len(upward), 0, upward),
-        Figure("files that name kinds of ops", len(kinds), 14, kinds),
-        Figure("files that list transports", len(transports), 2, transports),
-        Figure("class names twice in a room", len(twice), 0, twice),
-        Figure(f"files over {LONG} lines", len(long), 5, long),
+        Figure("modules in a circle of imports", len(circle), 0, circle, before=57),
+        Figure("imports of a room above", len(upward), 0, upward, before=2),
+        Figure("files that name kinds of ops", len(kinds), 14, kinds, before=51),
+        Figure("files that list transports", len(transports), 2, transports, before=12),
+        Figure("class names twice in a room", len(twice), 0, twice, before=15),
+        Figure(f"files over {LONG} lines", len(long), 5, long, before=14),
         Figure("files in the widest folder", width, None, (widest,)),
         Figure(
             "lines of the longest function",
@@ -207,7 +212,12 @@ def figures() -> list[Figure]:
             None,
             (longest,),
         ),
-        Figure("parameters of Pipeline", len(pipeline.args.args) + len(pipeline.args.kwonlyargs) - 1, 15),
+        Figure(
+            "parameters of Pipeline, `execution` one of them",
+            len(pipeline.args.args) + len(pipeline.args.kwonlyargs) - 1,
+            15,
+            before=34,
+        ),
     ]
 
 
@@ -221,11 +231,17 @@ def main() -> int:
     if asked.json:
         print(json.dumps([asdict(figure) for figure in found], indent=2))
     else:
+        print(f"{'':48}{'before':>8}{'now':>8}{'at most':>9}")
         for figure in found:
-            limit = "" if figure.limit is None else f"at most {figure.limit:,}"
-            print(f"{figure.name:35} {figure.value:7,}  {limit:15}{'  over' if figure.over else ''}".rstrip())
+            before, limit = (f"{x:,}" if x is not None else "" for x in (figure.before, figure.limit))
+            over = "  over" if figure.over else ""
+            print(f"{figure.name:48}{before:>8}{figure.value:>8,}{limit:>9}{over}")
             if asked.verbose:
                 print(*(f"    {place}" for place in figure.found), sep="\n", end="\n" * bool(figure.found))
+        for table, rows in tomllib.loads(MEASURED.read_text(encoding="utf-8")).items():
+            print(f"\n{table}")
+            for row in rows:
+                print(f"{row['what']:48}{row['before']:>8}{row['now']:>8}{row['goal']:>9}  ({row['how']})")
     return int(any(figure.over for figure in found))
 
 
