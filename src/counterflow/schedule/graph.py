@@ -10,8 +10,9 @@ either, but a message. When ops run is the player's to say (``program/player.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 from counterflow.errors import ScheduleError
 
@@ -52,38 +53,58 @@ class OpGraph:
         for worker, order in enumerate(schedule.orders):
             self.first.append(self.first[-1] + len(order))
             self.worker += [worker] * len(order)
+        self._columns: tuple[Any, ...] = tuple(zip(*self.ops, strict=True)) or ((),) * len(Op._fields)
+        """The ops' fields, each of all of them."""
+        self._of_kind: dict[OpKind, list[int]] = {kind: [] for kind in OpKind}
+        for node, kind in enumerate(self._columns[0]):
+            self._of_kind[kind].append(node)
         self._makers = self._made()
         self.source: list[int | None] = self._sources()
 
     def _made(self) -> dict[Product, dict[_Key, int]]:
         """By product and what it is of, its node."""
-        makers: dict[Product, dict[_Key, int]] = {product: {} for product in Product}
-        places = {(op.stage, op.pipe) for op in self.ops}
-        stages, pipes = range(self.schedule.stages), range(self.schedule.pipes)
-        if not all(stage in stages and pipe in pipes for stage, pipe in places):
-            raise outside(self.schedule, next(op for op in self.ops if not self._inside(op)))
-        for node, op in enumerate(self.ops):
-            for product in op[0].makes:
-                if makers[product].setdefault(op[1:6], node) != node:
-                    raise ScheduleError(
-                        f"{self.schedule}: the {product.value} of {op} is made twice; run the checker"
-                    )
+        _, stages, _, pipes, _, _, _ = self._columns
+        within = range(self.schedule.stages), range(self.schedule.pipes)
+        if not all(
+            stage in within[0] and pipe in within[1] for stage, pipe in {*zip(stages, pipes, strict=True)}
+        ):
+            raise outside(
+                self.schedule,
+                next(op for op in self.ops if op.stage not in within[0] or op.pipe not in within[1]),
+            )
+        keys = [*zip(*self._columns[1:6], strict=True)]
+        makers: dict[Product, dict[_Key, int]] = {}
+        for product in Product:
+            nodes = [node for kind, its in self._of_kind.items() if product in kind.makes for node in its]
+            makers[product] = dict(zip(map(keys.__getitem__, nodes), nodes, strict=True))
+            if len(makers[product]) != len(nodes):
+                raise self._made_twice(product, keys, nodes)
         return makers
 
-    def _inside(self, op: Op) -> bool:
-        return 0 <= op.stage < self.schedule.stages and 0 <= op.pipe < self.schedule.pipes
+    def _made_twice(self, product: Product, keys: Sequence[_Key], nodes: Iterable[int]) -> ScheduleError:
+        first: dict[_Key, int] = {}
+        node = next(node for node in sorted(nodes) if first.setdefault(keys[node], node) != node)
+        return ScheduleError(
+            f"{self.schedule}: the {product.value} of {self.ops[node]} is made twice; run the checker"
+        )
 
     def _sources(self) -> list[int | None]:
-        sources: list[int | None] = []
+        sources: list[int | None] = [None] * len(self.ops)
+        _, stages, batches, pipes, parts, of, _ = self._columns
         last = self.schedule.stages - 1
-        for node, (kind, stage, batches, pipe, part, parts, _) in enumerate(self.ops):
+        for kind, nodes in self._of_kind.items():
             product, step = _TAKES[kind]
-            source: int | None = None
-            if product is not None and 0 <= stage + step <= last:
-                source = self._makers[product].get((stage + step, batches, pipe, part, parts))
-                if source is None:
-                    raise self._no_input(node, stage + step)
-            sources.append(source)
+            if product is None:
+                continue
+            makers = self._makers[product]
+            end = last if step > 0 else 0
+            for node in nodes:
+                stage = stages[node]
+                if stage != end:
+                    source = makers.get((stage + step, batches[node], pipes[node], parts[node], of[node]))
+                    if source is None:
+                        raise self._no_input(node, stage + step)
+                    sources[node] = source
         return sources
 
     def _no_input(self, node: int, stage: int) -> ScheduleError:

@@ -30,7 +30,7 @@ from counterflow.program.sync import (
     plan_syncs,
 )
 from counterflow.schedule.graph import OpGraph, outside
-from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.ir import Op, OpKind, Product, Schedule
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.residency import peak_activations, version_lives
 
@@ -45,6 +45,10 @@ KEPT_MODELS = 8
 _kept: list[TimedSchedule] = []
 _keeping = Lock()
 """Held while that list is looked at or changed: threads may simulate at one time."""
+
+
+_BEFORE = {kind: int(kind.gives is not Product.OUTPUT) for kind in OpKind}
+"""By kind of op, whether what it gives is about the output of the stage before (``Op.boundary``)."""
 
 
 class Played(NamedTuple):
@@ -143,8 +147,8 @@ class TimedSchedule:
     def sent(self) -> tuple[Ints, Floats]:
         """Of each message the stage whose output it is, or the gradient of that, and the work of its op."""
         makers = [self.ops[node] for node in self.messages.makers.tolist()]
-        stages = np.array([op.boundary for op in makers], dtype=np.int64)
-        return stages, np.array([op.work for op in makers])
+        stages = np.array([op.stage - _BEFORE[op.kind] for op in makers], dtype=np.int64)
+        return stages, np.array([len(op.micro_batches) / op.parts for op in makers])
 
     @cached_property
     def lists(self) -> Lists:
@@ -220,14 +224,13 @@ class TimedSchedule:
         """
         shares = {m: len(one.shares) for one in self.schedule.workload.passes for m in one.micro_batches}
         stages = range(self.schedule.stages)
-        numbers: dict[tuple[OpKind, int, int, int, int, int], int] = {}
-        which = []
-        for (kind, stage, batches, _, _, parts, _), worker in zip(
-            self.ops, self.worker.tolist(), strict=True
-        ):
-            shared = shares.get(batches[0], 1) if kind.whole else 1
-            key = kind, stage, worker, len(batches), parts, shared
-            which.append(numbers.setdefault(key, len(numbers)))
+        kinds, of, batches, _, _, parts, _ = zip(*self.ops, strict=True) if self.ops else ((),) * 7
+        each = [1] * len(self.ops)
+        if any(count > 1 for count in shares.values()):
+            each = [shares.get(op.micro_batches[0], 1) if op.kind.whole else 1 for op in self.ops]
+        keys = [*zip(kinds, of, self.worker.tolist(), map(len, batches), parts, each, strict=True)]
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        which = [*map(numbers.__getitem__, keys)]
         if not all(key[1] in stages for key in numbers):
             raise outside(self.schedule, next(op for op in self.ops if op.stage not in stages))
         return [Piece(*key) for key in numbers], np.array(which, dtype=np.int64)
