@@ -31,6 +31,7 @@ ROOMS = (
         "drawing",
         "synthesis",
         "planning",
+        "capture",
         "runtime",
         "testing",
         "measure",

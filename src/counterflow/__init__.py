@@ -18,6 +18,7 @@ from .synthesis import Synthesis, synthesize
 
 if TYPE_CHECKING:
     from . import models
+    from .capture import layers
     from .checkpoints import load_checkpoint, load_weights, save_checkpoint
     from .execution import Batching, Execution
     from .loss_sum import LossSum
@@ -60,6 +61,7 @@ __all__ = [
     "compare",
     "draw",
     "launch",
+    "layers",
     "load_checkpoint",
     "load_weights",
     "lower",
@@ -90,6 +92,7 @@ _LATE = {
     "Step": "runtime.execution.step",
     "compare": "planning.comparison",
     "launch": "runtime.workers.launch",
+    "layers": "capture",
     "load_checkpoint": "checkpoints",
     "load_weights": "checkpoints",
     "plan": "verbs",

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from counterflow import capture
 from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution, Flat, records
 from counterflow.program.lowering import lower_evaluation
@@ -85,6 +86,8 @@ class Pipeline:
             two or three times more with small copies of some, to see that it looks at each for itself.
         scheduler: a function of an optimiser to a learning-rate scheduler, stepped after each update.
         list_layers: the layers of ``model``, if it is neither a sequential nor a list.
+        example: in place of ``list_layers``, inputs as ``step`` takes them: the layers of ``model`` are found
+            by itself, as ``cf.layers(model, example)`` finds them.
         cuts: the numbers of the layers with which stages 1, 2, ... begin; by default balanced.
         costs: cost of each layer, to balance by; by default estimated from the parameters.
         mesh: a DeviceMesh of (replica, worker), or the ranks of each replica's workers, as
@@ -118,6 +121,7 @@ class Pipeline:
         optimizer: MakeOptimizer,
         scheduler: MakeScheduler | None = None,
         list_layers: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
+        example: Any = None,
         cuts: Sequence[int] | None = None,
         costs: Sequence[float] | None = None,
         mesh: Mesh | None = None,
@@ -142,6 +146,8 @@ class Pipeline:
         self.streams = RandomStreams(
             seed, self.device, shared=transport.shares_process, timeout_seconds=transport.timeout_seconds
         )
+        if example is not None:
+            list_layers, costs = _found(model, example, list_layers, costs, self.batching)
         self._model = its = staged(model, loss_function, schedule, list_layers, cuts=cuts, costs=costs)
         self.schedule, self.cuts = its.schedule, its.cuts
         refuse_others(
@@ -783,6 +789,32 @@ def _transport(
 def _with_keys(kind: Callable[[Any], Any], by_stage: Mapping[Any, Any]) -> dict[Any, Any]:
     """The same with keys of a kind: ``torch.distributed.checkpoint`` knows texts alone."""
     return {kind(stage): value for stage, value in by_stage.items()}
+
+
+def _found(
+    model: nn.Module | Sequence[nn.Module],
+    example: Any,
+    list_layers: Callable[[nn.Module], Sequence[nn.Module]] | None,
+    costs: Sequence[float] | None,
+    batching: Batching,
+) -> tuple[Callable[[nn.Module], Sequence[nn.Module]], Sequence[float]]:
+    """What lists the layers that are found by itself, and their costs.
+
+    Raises:
+        ConfigError: they cannot be found, or somebody lists them.
+    """
+    if list_layers is not None:
+        raise ConfigError(
+            "list_layers says what the layers are, and example asks for them to be found; give one of them"
+        )
+    dims = batching.input_dims
+    if dims is not None and not isinstance(dims, int):
+        raise ConfigError(
+            f"example: layers are found where the samples are in one dimension of all inputs, and input_dims "
+            f"is {dims!r}; call cf.layers with what fits, and give its layers by list_layers"
+        )
+    layers = capture.layers(cast("nn.Module", model), example, input_dims=dims)
+    return lambda _: layers, [layer.cost for layer in layers] if costs is None else costs
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

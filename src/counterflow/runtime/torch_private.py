@@ -117,6 +117,16 @@ def whole_call(function: object, kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs if frame is None else {**kwargs, "weight": frame.f_locals["weight"]}
 
 
+def drops_nothing(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator that may draw for a dropout is given none. Without: it counts as one that draws."""
+    names = [argument.name for argument in operator._schema.arguments]
+    if "dropout_p" not in names:
+        return False
+    place = names.index("dropout_p")
+    given = kwargs.get("dropout_p", args[place] if place < len(args) else 0.0)
+    return bool(given == 0)
+
+
 # -- memory
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from counterflow.runtime.messages.mappings import know
-from counterflow.runtime.torch_private import TorchDispatchMode
+from counterflow.runtime.torch_private import TorchDispatchMode, drops_nothing
 
 from .nearness import difference
 
@@ -144,7 +144,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+        seeded = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+        if seeded and not drops_nothing(func, args, kwargs):
             self._seed()
             if self.recording:
                 told = [

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from counterflow.capture.asked import Call
 from counterflow.errors import ConfigError
 from counterflow.runtime.mini_batch.losses import read_loss
 from counterflow.runtime.stages.recomputation import mapped
@@ -38,6 +39,7 @@ class Given:
         kwargs: keyword arguments; None: none.
         loss: output and targets to a loss; None: a weighted sum of the outputs.
         run: calls the model; None: as the first layer is called.
+        called: how the model is called, if its layers were found by itself.
     """
 
     model: nn.Module
@@ -47,6 +49,7 @@ class Given:
     kwargs: dict[str, Any] | None
     loss: Any
     run: Callable[[Any, Any], Any] | None
+    called: Call | None = None
 
     def refuse_meta(self) -> None:
         """Refuse what has no numbers.
@@ -92,6 +95,7 @@ class _Copy:
                 f"the {type(given.model).__name__}, its layers or the loss function cannot be copied "
                 f"({type(error).__name__}: {error}); compare before they hold what copy.deepcopy refuses"
             ) from error
+        self._called = given.called
         roots = [self.model, *self.layers, *([self.loss] if isinstance(self.loss, nn.Module) else [])]
         for root in roots if doubled else ():
             root.double()
@@ -106,6 +110,8 @@ class _Copy:
         """The model's output."""
         if self._run is not None:
             return self._run(self.model, self.inputs)
+        if self._called is not None:
+            return self._called.run(self.model, self.inputs, self.kwargs or {})
         return self.call(self.model)
 
     def call(self, module: nn.Module) -> Any:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from counterflow.capture.layer import CapturedLayer
 from counterflow.errors import ConfigError
 from counterflow.runtime.messages.mappings import know
 from counterflow.runtime.mini_batch.losses import LossFunction
@@ -107,7 +108,8 @@ def same_model(
         targets: of ``loss``.
         kwargs: keyword arguments of the model and of the first layer.
         run: calls the model where its forward takes or returns something else than the layers do:
-            ``lambda model, inputs: model(*inputs).logits``. By default ``model(inputs, **kwargs)``.
+            ``lambda model, inputs: model(*inputs).logits``. By default ``model(inputs, **kwargs)``, and where
+            ``cf.layers`` found the layers, as they call it.
         check: whether to raise if they differ.
 
     Returns:
@@ -126,7 +128,8 @@ def same_model(
     listed = layers_of(layers)
     stage_skips(listed, (0, len(listed)))
     know((inputs, targets, kwargs))
-    given = Given(model, listed, inputs, targets, None if kwargs is None else dict(kwargs), loss, run)
+    call = listed[0].call if isinstance(listed[0], CapturedLayer) else None
+    given = Given(model, listed, inputs, targets, None if kwargs is None else dict(kwargs), loss, run, call)
     given.refuse_meta()
     found = _compare(given, *_run_both(given))
     if check and not found.ok:

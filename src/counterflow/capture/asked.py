@@ -1,0 +1,139 @@
+"""How a model is called with a mini-batch, and in which dimensions the sizes of its tensors are free."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from counterflow.errors import ConfigError
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """How a mini-batch becomes the arguments of a model.
+
+    A mapping whose keys are parameters of the model's forward is keyword arguments; a tuple or list of as
+    many as it takes, or fewer, positional ones; anything else is one argument.
+
+    Attributes:
+        names: parameters that may be given by name.
+        positional: how many may be given by place.
+        any_name: whether others may be given by name.
+        any_number: whether any number may be given by place.
+        options: keyword arguments that are given where the user gives none.
+    """
+
+    names: frozenset[str]
+    positional: int
+    any_name: bool
+    any_number: bool
+    options: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Call:
+        """How a model is called."""
+        parameters = list(inspect.signature(model.forward).parameters.values())
+        names = frozenset(p.name for p in parameters if p.kind in _NAMED)
+        any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        # What a model of transformers saves for a generation is no activation.
+        caches = getattr(getattr(model, "config", None), "use_cache", None) and (
+            any_name or "use_cache" in names
+        )
+        return cls(
+            names,
+            sum(p.kind in _POSITIONAL for p in parameters),
+            any_name,
+            any(p.kind is p.VAR_POSITIONAL for p in parameters),
+            (("use_cache", False),) if caches else (),
+        )
+
+    def bound(self, inputs: Any, kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, positional and by name; these in the order of their names."""
+        args: tuple[Any, ...] = ()
+        named = {**dict(self.options), **kwargs}
+        if isinstance(inputs, Mapping):
+            known = inputs.keys() & self.names
+            if known and (self.any_name or len(known) == len(inputs)):
+                named |= dict(inputs)
+            else:
+                args = (dict(inputs),)
+        elif (
+            type(inputs) in (tuple, list)
+            and len(inputs) > 1
+            and (self.any_number or len(inputs) <= self.positional)
+        ):
+            args = tuple(inputs)
+        elif inputs is not None:
+            args = (inputs,)
+        return args, dict(sorted(named.items()))
+
+    def run(self, model: nn.Module, inputs: Any, kwargs: Mapping[str, Any]) -> Any:
+        """What the model gives."""
+        args, named = self.bound(inputs, kwargs)
+        return model(*args, **named)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A call of a model with an example.
+
+    Attributes:
+        call: how it is made.
+        leaves: of its arguments.
+        spec: the structure of (positional arguments, keyword arguments).
+        free: by leaf, the dimensions whose size may be another one, each with the number of its group: all
+            dimensions of a group are of one size.
+    """
+
+    call: Call
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    free: tuple[tuple[tuple[int, int], ...], ...]
+
+
+def example_of(
+    model: nn.Module, inputs: Any, kwargs: Mapping[str, Any], dim: int | None, *, lengths: bool
+) -> Example:
+    """A call with an example.
+
+    Args:
+        model: what is called.
+        inputs: as ``layers`` takes them.
+        kwargs: likewise.
+        dim: in which dimension the samples are; None: in none.
+        lengths: whether the second dimension of whole numbers (token ids, masks) is free as well.
+
+    Raises:
+        ConfigError: it has no tensor with samples.
+    """
+    call = Call.of(model)
+    leaves, spec = pytree.tree_flatten(call.bound(inputs, kwargs))
+    sizes = [leaf.shape[dim] for leaf in leaves if _has(leaf, dim)]
+    samples = max(sizes, key=sizes.count, default=None)
+    if dim is not None and samples is None:
+        raise ConfigError(
+            "the example has no tensor with samples; give what the model takes, as a mini-batch has it"
+        )
+    groups: dict[tuple[str, int], int] = {}
+    free = []
+    for leaf in leaves:
+        dims: list[tuple[int, int]] = []
+        if _has(leaf, dim) and leaf.shape[dim] == samples:
+            dims.append((dim or 0, groups.setdefault(("samples", 0), len(groups))))
+            numbers = leaf.is_floating_point() or leaf.is_complex()
+            if lengths and not numbers and leaf.dim() == 2 and dim == 0:
+                dims.append((1, groups.setdefault(("length", leaf.shape[1]), len(groups))))
+        free.append(tuple(dims))
+    return Example(call, tuple(leaves), spec, tuple(free))
+
+
+def _has(leaf: Any, dim: int | None) -> bool:
+    return isinstance(leaf, Tensor) and dim is not None and leaf.dim() > dim

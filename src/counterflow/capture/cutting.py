@@ -1,0 +1,159 @@
+"""Where the steps of a model are cut into layers: between modules, where little crosses.
+
+Invariant: a layer's steps follow each other in training as in evaluation, and a module is in one place of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+from .opening import Records
+from .record import Record
+from .values import Ref
+
+_SMALLEST = 1 / 96
+"""Of a model's cost, what a layer has at least."""
+
+_WINDOW = 1 / 12
+"""Of a model's cost, how much may lie between two places of which a wider one between them is left out."""
+
+_WIDER = 1.2
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A place to cut.
+
+    Attributes:
+        training: how many steps are before it in training.
+        evaluation: likewise in evaluation.
+        bytes: what crosses in training, for the example.
+        cost: of the modules before it.
+    """
+
+    training: int
+    evaluation: int
+    bytes: int
+    cost: float
+
+
+class Living:
+    """By number of steps, what later ones take of earlier ones.
+
+    Args:
+        record: whose steps.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        steps = len(record.steps)
+        last: dict[Ref, int] = {}
+        for number, step in enumerate(record.steps):
+            for ref in step.takes.refs:
+                last[ref] = number
+        for ref in record.output.refs:
+            last[ref] = steps
+        self.last = last
+        """By tensor, the last step that takes it; the number of steps: it is given."""
+        born: list[list[Ref]] = [[] for _ in range(steps + 1)]
+        for ref in last:
+            born[ref.step + 1].append(ref)
+        self._across: list[tuple[Ref, ...]] = []
+        alive: set[Ref] = set()
+        for place in range(steps + 1):
+            alive = {ref for ref in alive if last[ref] >= place}
+            alive |= {ref for ref in born[place] if last[ref] >= place}
+            self._across.append(tuple(sorted(alive)))
+        self._forbidden = self._split_memory()
+
+    def across(self, place: int) -> tuple[Ref, ...]:
+        """What crosses after so many steps."""
+        return self._across[place]
+
+    def bytes(self, place: int) -> int:
+        """How much that is, gradients as well."""
+        record = self._record
+        return sum(
+            record.bytes[ref] * (2 if record.shapes[ref][1].is_floating_point else 1)
+            for ref in self._across[place]
+        )
+
+    def allowed(self, place: int) -> bool:
+        """Whether a cut may be there: not where several names of one memory cross before it is changed."""
+        return place not in self._forbidden and bool(self._across[place])
+
+    def _split_memory(self) -> set[int]:
+        memory = self._record.memory
+        found: set[int] = set()
+        for number, changed in self._record.changes.items():
+            for place in range(number + 1):
+                names = [ref for ref in self._across[place] if memory.get(ref) in changed]
+                if len(names) > 1:
+                    found.add(place)
+        return found
+
+
+def cuts_of(records: Records) -> list[Cut]:
+    """All places at which a model is cut."""
+    pairs = _between(records.training, records.evaluation)
+    training, evaluation = Living(records.training), Living(records.evaluation)
+    costs = _costs(records.training)
+    found = []
+    for (first, after), (other, other_after) in pairs:
+        mine = [p for p in range(first, after + 1) if training.allowed(p)]
+        theirs = [p for p in range(other, other_after + 1) if evaluation.allowed(p)]
+        if mine and theirs:
+            place = min(mine, key=lambda p: (training.bytes(p), -p))
+            twin = min(theirs, key=lambda p: (evaluation.bytes(p), -p))
+            found.append(Cut(place, twin, training.bytes(place), costs[place]))
+    return _chosen(found, costs[-1])
+
+
+def _costs(record: Record) -> list[float]:
+    """By number of steps, what those before cost."""
+    found = [0.0]
+    for step in record.steps:
+        cost = record.costs.get(step.module, 0.0) if step.module is not None else 0.0
+        calls = sum(1 for other in record.steps if other.module == step.module) if cost else 1
+        found.append(found[-1] + cost / calls)
+    return found
+
+
+def _between(one: Record, other: Record) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """The steps between two modules that both records call one after the other, of each record.
+
+    As pairs: after so many steps at the least, and at the most.
+    """
+    mine = [number for number, step in enumerate(one.steps) if step.module is not None]
+    theirs = [number for number, step in enumerate(other.steps) if step.module is not None]
+    called = [one.steps[n].module for n in mine], [other.steps[n].module for n in theirs]
+    found = []
+    for block in SequenceMatcher(None, *called, autojunk=False).get_matching_blocks():
+        for k in range(block.size):
+            i, j = block.a + k, block.b + k
+            if i + 1 < len(mine) and j + 1 < len(theirs):
+                found.append(((mine[i] + 1, mine[i + 1]), (theirs[j] + 1, theirs[j + 1])))
+    return found
+
+
+def _chosen(cuts: Sequence[Cut], total: float) -> list[Cut]:
+    """Without those that are wider than others near them, and those with next to nothing before them."""
+    narrow = []
+    for cut in cuts:
+        near = [c for c in cuts if abs(c.cost - cut.cost) <= total * _WINDOW]
+        before = min((c.bytes for c in near if c.cost <= cut.cost and c is not cut), default=cut.bytes)
+        after = min((c.bytes for c in near if c.cost >= cut.cost and c is not cut), default=cut.bytes)
+        if cut.bytes <= _WIDER * max(before, after):
+            narrow.append(cut)
+    found: list[Cut] = []
+    for cut in narrow:
+        done = found[-1].cost if found else 0.0
+        if cut.cost - done < total * _SMALLEST:
+            if found and cut.bytes <= found[-1].bytes and cut.cost - done == 0.0:
+                found[-1] = cut
+            continue
+        if total - cut.cost >= total * _SMALLEST:
+            found.append(cut)
+    return found

@@ -1,0 +1,183 @@
+"""``layers``: a model's records, cut, as modules."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from counterflow.errors import ConfigError
+
+from .cutting import Cut, Living, cuts_of
+from .layer import CapturedLayer, Entry, Part, Sizes, needs_dtype, groups_in
+from .opening import Records, records_of
+from .record import Record, main_dtype
+from .values import Held, Ref, Size
+
+_CAPTURING = threading.Lock()
+"""Torch's symbols of sizes are made by one thread at a time."""
+
+
+def layers(
+    model: nn.Module,
+    example: Any = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    input_dims: int | None = 0,
+) -> list[nn.Module]:
+    """The layers of any model, found by itself: what ``Pipeline(list_layers=...)`` takes.
+
+    The model's forward runs twice, in training and in evaluation mode, on tensors without numbers, which
+    takes about as long as on a few samples and no memory. The layers run the model's own modules; the first one takes what the
+    model does, the last one gives what it gives. Models of transformers are called with ``use_cache=False`` where nothing else is said.
+
+    Args:
+        model: any module, on a device or the meta device.
+        example: a mini-batch of any number of samples, as ``Pipeline.step`` takes it: a tensor, a tuple of
+            the model's arguments, or a dict of its keyword arguments.
+        kwargs: keyword arguments of the model, as ``Pipeline.step`` takes them.
+        input_dims: in which dimension of the tensors the samples are; None: in none.
+
+    Returns:
+        The layers, each of some cost; at least one.
+
+    Raises:
+        ConfigError: the model's forward decides by numbers in tensors, or does what cannot be followed; the
+            error names the line.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    >>> [layer.title for layer in layers(model, torch.ones(4, 2))]
+    ['0 to 1', '2']
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"a {type(model).__name__} is no module, so that nothing is to be found; give a list of layers to "
+            "the Pipeline as it is"
+        )
+    with _CAPTURING:
+        records = records_of(model, example, dict(kwargs or {}), input_dims)
+    cuts = cuts_of(records)
+    total = records.training.costs.get("", 0.0)
+    edges = [
+        Cut(0, 0, 0, 0.0),
+        *cuts,
+        Cut(len(records.training.steps), len(records.evaluation.steps), 0, total),
+    ]
+    both = [
+        _parts(records, record, edges, model, training=t)
+        for t, record in ((True, records.training), (False, records.evaluation))
+    ]
+    tensors = {n: t for n, t in (*model.named_parameters(), *model.named_buffers())}
+    tensors |= records.evaluation.constants | records.training.constants
+    found = []
+    for number, parts in enumerate(zip(*both, strict=True)):
+        held = {name: tensors[name] for part in parts for name in _held(part)}
+        cost = edges[number + 1].cost - edges[number].cost
+        found.append(CapturedLayer(model, _title(parts[0]), parts, held, cost))
+    _hold_unused(model, found)
+    return [*found]
+
+
+def _parts(
+    records: Records, record: Record, edges: Sequence[Cut], model: nn.Module, *, training: bool
+) -> list[Part]:
+    """A record's steps, by layer."""
+    places = [edge.training if training else edge.evaluation for edge in edges]
+    living = Living(record)
+    shapes = record.shapes
+    entry = Entry(records.example, record.inputs)
+    at_entry = _of_example(records, record)
+    needed: list[set[int]] = [set() for _ in places]
+    for number in reversed(range(len(places) - 1)):
+        last = number == len(places) - 2
+        mine = record.steps[places[number] : places[number + 1]]
+        needed[number] = groups_in(mine, record.output if last else None) | needed[number + 1]
+    found = []
+    for number, (begin, end) in enumerate(zip(places, places[1:], strict=False)):
+        first, last = not number, number == len(places) - 2
+        takes = () if first else living.across(begin)
+        gives = () if last else living.across(end)
+        steps = tuple(record.steps[begin:end])
+        output = record.output if last else None
+        tells = _telling(takes, shapes, needed[number])
+        sizes = Sizes(
+            at_entry if first else tells,
+            () if first else tuple(sorted(needed[number] - tells.keys())),
+        )
+        after = _telling(gives, shapes, needed[number + 1])
+        numbers = () if last else tuple(sorted(needed[number + 1] - after.keys()))
+        frees = tuple(
+            tuple(
+                ref
+                for ref in {*step.takes.refs, *(ref for _, ref in step.gives)}
+                if living.last.get(ref, -1) <= begin + k
+            )
+            for k, step in enumerate(steps)
+        )
+        part = Part(takes, sizes, steps, frees, gives, numbers, output, None, entry if first else None)
+        if needs_dtype(steps, output):
+            part = replace(part, dtype_of=_dtype_of(part, record, model))
+        found.append(part)
+    return found
+
+
+def _of_example(records: Records, record: Record) -> dict[int, tuple[Ref, int]]:
+    """By group of free sizes, an input and its dimension."""
+    return {
+        group: (ref, dim)
+        for index, ref in record.inputs.items()
+        for dim, group in records.example.free[index]
+    }
+
+
+def _telling(refs: Sequence[Ref], shapes: Any, groups: set[int]) -> dict[int, tuple[Ref, int]]:
+    """Of some groups, those whose size is one of some tensors', and of which."""
+    return {
+        size.groups[0]: (ref, dim)
+        for ref in reversed(refs)
+        for dim, size in enumerate(shapes[ref][0])
+        if isinstance(size, Size) and len(size.groups) == 1 and size.factor == 1 and not size.more
+        if size.groups[0] in groups
+    }
+
+
+def _dtype_of(part: Part, record: Record, model: nn.Module) -> str | Ref | None:
+    """What tells a layer in what dtype the weights are."""
+    dtype = main_dtype(model)
+    for name in _held(part):
+        tensor = dict(model.named_parameters()).get(name)
+        if tensor is not None and tensor.dtype == dtype:
+            return name
+    for step in part.steps:
+        if step.module is not None and any(
+            p.dtype == dtype for p in model.get_submodule(step.module).parameters()
+        ):
+            return step.module
+    refs = part.takes or tuple(record.inputs.values())
+    return next((ref for ref in refs if record.shapes[ref][1] is torch.float64), None)
+
+
+def _held(part: Part) -> list[str]:
+    """The names of the parameters, buffers and constants that a part's steps take."""
+    templates = [step.takes for step in part.steps] + ([] if part.output is None else [part.output])
+    return list(dict.fromkeys(x.name for t in templates for x in t.leaves() if isinstance(x, Held)))
+
+
+def _title(part: Part) -> str:
+    """From which module to which."""
+    called = [step.module for step in part.steps if step.module is not None]
+    if not called:
+        return "no module"
+    return called[0] if called[0] == called[-1] else f"{called[0]} to {called[-1]}"
+
+
+def _hold_unused(model: nn.Module, found: Sequence[CapturedLayer]) -> None:
+    """Let the last layer have what no step takes: it is the model's, and in its state."""
+    listed = {id(t) for layer in found for t in (*layer.parameters(), *layer.buffers())}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in listed:
+            found[-1].hold_unused(name, tensor)

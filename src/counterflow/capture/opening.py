@@ -1,0 +1,178 @@
+"""Which modules of a model are followed into, and the records of its forward in both modes.
+
+Invariant: what is opened in training is opened in evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from counterflow.errors import ConfigError
+
+from .asked import Example, example_of
+from .record import Record, Recorder, Unfollowed
+from .sizes import Varies, merged, other_sizes, sizes_of
+from .torch_private import has_hooks
+
+_SHARE = 1 / 12
+"""Of a model's cost, what an atom may be of: more is opened."""
+
+_OPENED_OF_TORCH = (nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """What a model does.
+
+    Attributes:
+        training: its steps in training.
+        evaluation: likewise in evaluation.
+        example: with what it was called.
+    """
+
+    training: Record
+    evaluation: Record
+    example: Example
+
+
+def records_of(model: nn.Module, inputs: Any, kwargs: Mapping[str, Any], dim: int | None) -> Records:
+    """The records of a model's forward.
+
+    Raises:
+        ConfigError: it cannot be followed.
+    """
+    errors: list[Unfollowed] = []
+    for wide in (True, False):
+        for lengths in (True, False):
+            example = example_of(model, inputs, kwargs, dim, lengths=lengths)
+            try:
+                return _Opening(model, example, wide=wide).records()
+            except Unfollowed as error:
+                errors.append(error)
+            except Varies:
+                continue
+        try:
+            example = example_of(model, inputs, kwargs, None, lengths=False)
+            return _Opening(model, example, wide=wide).records()
+        except Unfollowed as error:
+            errors.append(error)
+    raise ConfigError(_refusal(model, errors[0])) from errors[0].__cause__
+
+
+def _refusal(model: nn.Module, error: Unfollowed) -> str:
+    whose = f"the forward of {error.path!r}" if error.path else "its forward"
+    where = f" ({error.line})" if error.line else ""
+    return (
+        f"the layers of the {type(model).__name__} cannot be found by itself: {whose} {error.why}{where}; move "
+        "what does it into a module of its own, which is called and not looked into, or give list_layers a "
+        "function of your own that lists the layers"
+    )
+
+
+class _Opening:
+    """Opens more and more of a model, until none of its atoms is large or none may be opened.
+
+    Args:
+        model: the user's.
+        example: how it is called.
+        wide: as ``Recorder`` takes it.
+    """
+
+    def __init__(self, model: nn.Module, example: Example, *, wide: bool) -> None:
+        self._model, self._example, self._wide = model, example, wide
+        self._modules = dict(model.named_modules())
+        self._opened = {""}
+        self._closed: set[str] = set()
+
+    def records(self) -> Records:
+        """Both records, with all opened that is to be.
+
+        Raises:
+            Unfollowed: the model itself cannot be opened.
+            Varies: it goes another way for other sizes.
+        """
+        while True:
+            training = self._record(training=self._in_training)
+            more = set(self._large(training))
+            if more:
+                self._opened |= more
+                continue
+            before = set(self._opened)
+            evaluation = self._record(training=False)
+            if self._opened != before:
+                continue
+            try:
+                return Records(
+                    self._freed(training, training=self._in_training),
+                    self._freed(evaluation, training=False),
+                    self._example,
+                )
+            except Varies as error:
+                if not error.path:
+                    raise
+                self._close(error.path)
+
+    @property
+    def _in_training(self) -> bool | None:
+        return None if self._model.training else True
+
+    def _record(self, *, training: bool | None) -> Record:
+        """A record with what is opened, less what cannot be."""
+        while True:
+            try:
+                return self._run({}, training=training)
+            except Unfollowed as error:
+                if not error.path or error.path not in self._opened:
+                    raise
+                self._close(error.path)
+
+    def _close(self, path: str) -> None:
+        inside = {p for p in self._opened if p == path or p.startswith(f"{path}.")}
+        self._opened -= inside
+        self._closed |= inside
+
+    def _run(self, sizes: Mapping[int, int], *, training: bool | None) -> Record:
+        return Recorder(
+            self._model, self._example, self._opened, sizes, training=training, wide=self._wide
+        ).run()
+
+    def _freed(self, record: Record, *, training: bool | None) -> Record:
+        """A record in which what follows from free sizes is known as such.
+
+        Raises:
+            Varies: the model goes another way for other sizes.
+        """
+        others = other_sizes(self._example)
+        try:
+            found = [self._run(sizes, training=training) for sizes in others]
+        except Unfollowed as error:
+            raise Varies(str(error)) from error
+        return merged([record, *found], [sizes_of(self._example), *others]) if others else record
+
+    def _large(self, record: Record) -> Collection[str]:
+        limit = record.costs.get("", 0.0) * _SHARE
+        return [
+            path
+            for path in record.called
+            if path not in self._opened
+            and path not in self._closed
+            and record.costs.get(path, 0.0) > limit
+            and self._may_open(path)
+        ]
+
+    def _may_open(self, path: str) -> bool:
+        module = self._modules[path]
+        if isinstance(module, torch.jit.ScriptModule) or not any(True for _ in module.children()):
+            return False
+        parents = path.split(".")
+        if any(".".join(parents[:n]) in self._closed for n in range(1, len(parents))):
+            return False
+        own = type(module).forward
+        if own.__module__.startswith("torch.nn") and not isinstance(module, _OPENED_OF_TORCH):
+            return False
+        return not has_hooks(module)

@@ -1,0 +1,535 @@
+"""One run of a model whose tensors have shapes and no numbers, and the steps that were noted in it.
+
+Modules that are opened are followed into; a call of any other one is a step, and so is each call of torch in
+between that gives a tensor, or changes one. The run is in a copy of the model, whose modules are of classes that tell of their calls, so
+that other threads may use the model meanwhile.
+
+Invariant: where a step's tensor is not from an earlier step, an input, or what the model has, there is no
+record: the module whose forward did it is ``Unfollowed``.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from .asked import Example
+from .torch_private import FakeTensor, FakeTensorMode, ShapeEnv, TorchDispatchMode, attributes_of, memory_of
+from .values import Held, OfDevice, OfDtype, Ref, Span, Template
+
+DEVICE = torch.device("cpu")
+"""What fake tensors say that they are on."""
+
+_WIDE = torch.float64
+"""What weights are of while they are fake: whatever is of it then has the dtype of the weights."""
+
+_LIMITS = ("min", "max", "eps", "tiny", "smallest_normal")
+
+
+class Unfollowed(Exception):  # noqa: N818 - nothing is wrong with the model
+    """A forward that cannot be followed.
+
+    Args:
+        path: of the opened module whose it is; empty: the model itself.
+        why: what it does, in words that go on after "the forward ...".
+        line: the line of the user's code; empty: not known.
+    """
+
+    def __init__(self, path: str, why: str, line: str = "") -> None:
+        super().__init__(f"{path or 'the model'}: {why} ({line})")
+        self.path, self.why, self.line = path, why, line
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A call that was noted.
+
+    Attributes:
+        module: the path of the module that is called; None: a function of torch is.
+        function: that; None: a module is called.
+        takes: positional and keyword arguments.
+        leaves: how many leaves its result has.
+        gives: which of these are tensors, and what they are called.
+        grad: whether it ran with gradients.
+        inside: the path of the opened module whose forward called it.
+    """
+
+    module: str | None
+    function: Callable[..., Any] | None
+    takes: Template
+    leaves: int
+    gives: tuple[tuple[int, Ref], ...]
+    grad: bool
+    inside: str
+
+
+@dataclass(slots=True)
+class Record:
+    """What a run told.
+
+    Attributes:
+        steps: in their order.
+        output: what the model gave.
+        inputs: the leaves of the example that are tensors, by their number, and what they are called.
+        shapes: by tensor its shape and its dtype.
+        memory: by tensor a number of its memory; views have one.
+        bytes: by tensor, for the numbers of the example.
+        changes: by step, of the tensors that it changes in place the memory.
+        costs: by the path of a module, what its calls cost.
+        called: the paths of the modules that ran.
+        constants: tensors that are neither parameter nor buffer.
+        wide: whether weights were in ``_WIDE``.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    output: Template = field(default_factory=lambda: Template([], pytree.tree_structure(())))
+    inputs: dict[int, Ref] = field(default_factory=dict)
+    shapes: dict[Ref, tuple[tuple[Any, ...], torch.dtype]] = field(default_factory=dict)
+    memory: dict[Ref, int] = field(default_factory=dict)
+    bytes: dict[Ref, int] = field(default_factory=dict)
+    changes: dict[int, set[int]] = field(default_factory=dict)
+    costs: dict[str, float] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    wide: bool = False
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+class Recorder(TorchFunctionMode):
+    """Runs a copy of a model once, and notes its steps.
+
+    Args:
+        model: the user's.
+        example: how it is called.
+        opened: the paths of the modules that are followed into.
+        sizes: by group of free dimensions, its size in this run; those that are not in it have the example's.
+        training: whether all modules are in training mode; None: each in the one it is in.
+        wide: whether to have the weights in float64, so that what is of their dtype is told from what is in float32 by the user's
+            wish.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Example,
+        opened: Collection[str],
+        sizes: Mapping[int, int],
+        *,
+        training: bool | None,
+        wide: bool,
+    ) -> None:
+        super().__init__()
+        self._opened, self._example, self._sizes, self._wide = opened, example, sizes, wide
+        self._mode = "evaluation" if training is False else "training"
+        self._record = Record(wide=wide)
+        self._origin: dict[int, Ref | Held] = {}
+        self._alive: list[Any] = []
+        self._stack: list[str] = [""]
+        self._atoms = 0  # how deep in one
+        self._unit: dict[int, bool | None] = {}
+        self._classes: dict[type, type] = {}
+        self._costs: list[str] = []
+        self._graphs: dict[int, type] = {}
+        # Numbers that are in tensors are symbols that nobody knows.
+        self._fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        self._model_dtype = main_dtype(model)
+        self._model = self._copied(model)
+        if training is not None:
+            self._model.train(training)
+        self._paths = {id(m): path for path, m in self._model.named_modules()}
+        self._class = type(self._model)
+        for module in list(self._model.modules()):
+            self._watch(module)
+
+    # -- the copy
+
+    def _copied(self, model: nn.Module) -> nn.Module:
+        memo: dict[int, Any] = {}
+        named = (*model.named_parameters(), *model.named_buffers())
+        with self._fake:
+            for name, tensor in named:
+                if id(tensor) not in memo:
+                    memo[id(tensor)] = made = self._fake_of(tensor)
+                    self._origin[id(made)] = Held(name)
+                    self._alive.append(made)
+        for module in model.modules():
+            for value in vars(module).values():
+                if isinstance(value, Tensor) and not value.is_leaf:
+                    memo[id(value)] = value.detach().clone()
+        return copy.deepcopy(model, memo)
+
+    def _fake_of(self, tensor: Tensor) -> Tensor:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=self._dtype_of(tensor), device=DEVICE)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return made
+
+    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
+        return _WIDE if self._wide and tensor.dtype == self._model_dtype else tensor.dtype
+
+    def _watch(self, module: nn.Module) -> None:
+        """Let a module of the copy tell of its calls."""
+        if isinstance(module, (torch.jit.ScriptModule, *_CONTAINERS)):
+            return
+        cls = type(module)
+        if cls not in self._classes:
+
+            def called(this: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                return self._called(this, cls, args, kwargs)
+
+            body = {"__call__": called, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+            self._classes[cls] = type(cls.__name__, (cls,), body)
+        try:
+            module.__class__ = self._classes[cls]
+        except TypeError:  # of a class whose objects are no plain ones
+            return
+
+    # -- the run
+
+    def run(self) -> Record:
+        """Run it.
+
+        Raises:
+            Unfollowed: the forward of an opened module cannot be followed.
+        """
+        record, example = self._record, self._example
+        with self._fake:
+            leaves = self._inputs()
+        before = self._attributes()
+        args, kwargs = pytree.tree_unflatten(leaves, example.spec)
+        try:
+            with self._fake, _Costs(self), self, torch.enable_grad():
+                result = self._through(self._model, self._class, args, kwargs)
+            record.output = self._template(result)
+        except Unfollowed:
+            raise
+        except Exception as error:  # a model may raise anything
+            raise _failed(self._stack[-1], error) from error
+        self._refuse_changed(before)
+        return record
+
+    def _inputs(self) -> list[Any]:
+        """Fake tensors for the example's, in the sizes of this run."""
+        leaves: list[Any] = list(self._example.leaves)
+        for index, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            shape = list(leaf.shape)
+            for dim, group in self._example.free[index]:
+                shape[dim] = self._sizes.get(group, shape[dim])
+            made = torch.empty(shape, dtype=self._dtype_of(leaf), device=DEVICE)
+            leaves[index] = made.requires_grad_(leaf.requires_grad)
+            ref = self._record.inputs[index] = Ref(-1, len(self._record.inputs))
+            self._know(made, ref)
+        return leaves
+
+    def _know(self, tensor: Tensor, ref: Ref) -> None:
+        self._origin[id(tensor)] = ref
+        self._alive.append(tensor)
+        self._record.shapes[ref] = tuple(map(_number, tensor.shape)), tensor.dtype
+        if tensor.layout is torch.strided:
+            self._record.memory[ref] = memory_of(tensor)
+        numbers = 1
+        for n in tensor.shape:
+            numbers *= _number(n)
+        self._record.bytes[ref] = numbers * tensor.dtype.itemsize
+
+    # -- modules
+
+    def _called(self, module: nn.Module, cls: type, args: Any, kwargs: Any) -> Any:
+        path = self._paths.get(id(module))
+        if path is not None:
+            self._record.called.add(path)
+        if self._atoms:
+            if path is None:
+                return cls.__call__(module, *args, **kwargs)
+            with self._costing(path):
+                return cls.__call__(module, *args, **kwargs)
+        if path is None or path in self._opened:
+            return self._through(module, cls, args, kwargs)
+        return self._noted_module(path, module, cls, args, kwargs)
+
+    def _through(self, module: nn.Module, cls: type, args: Any, kwargs: Any) -> Any:
+        path = self._paths.get(id(module))
+        if path is None:
+            return cls.__call__(module, *args, **kwargs)
+        self._stack.append(path)
+        with self._costing(path):
+            found = cls.__call__(module, *args, **kwargs)
+        self._stack.pop()
+        return found
+
+    def _noted_module(self, path: str, module: nn.Module, cls: type, args: Any, kwargs: Any) -> Any:
+        takes = self._template((args, kwargs))
+        before = _versions((args, kwargs))
+        self._atoms += 1
+        try:
+            with self._costing(path):
+                found = cls.__call__(module, *args, **kwargs)
+        except Exception as error:  # a module may raise anything
+            raise _failed(path, error) from error
+        finally:
+            self._atoms -= 1
+        self._noted(path, None, takes, found, before)
+        return found
+
+    # -- functions
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """A call of torch; within an atom it is nobody's."""
+        del types
+        kwargs = dict(kwargs or {})
+        if self._atoms:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if (known := self._of_draws(func, name, args)) is not None:
+            return known
+        if name in _UNSEEN:
+            raise self._unfollowed(f"calls Tensor.{name}")
+        before = _versions((args, kwargs))
+        takes = self._template((tuple(args), kwargs)) if before else None
+        found = func(*args, **kwargs)
+        has_tensor = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(found))
+        changes = found is None and name != "__get__" and bool(before)
+        if has_tensor or changes:
+            self._noted(None, func, takes or self._template((tuple(args), kwargs)), found, before)
+        if func is torch.rand and isinstance(found, Tensor):
+            self._unit[id(found)] = None
+        return found
+
+    def _of_draws(self, func: Any, name: str, args: Sequence[Any]) -> bool | None:
+        """What is known of a number that was drawn from 0 to less than 1: it is never less than 0."""
+        if name in ("__lt__", "lt", "less") and len(args) == 2 and id(args[0]) in self._unit:
+            limit = args[1]
+            if isinstance(limit, (int, float)) and (limit <= 0 or limit >= 1):
+                found = func(*args)
+                self._alive.append(found)
+                self._unit[id(found)] = limit >= 1
+                self._origin[id(found)] = Ref(-2, 0)  # a tensor that nothing else may use
+                return found  # type: ignore[no-any-return]
+        if name == "__bool__" and args and self._unit.get(id(args[0])) is not None:
+            return self._unit[id(args[0])]
+        return None
+
+    # -- what is noted
+
+    def _noted(
+        self,
+        module: str | None,
+        function: Callable[..., Any] | None,
+        takes: Template,
+        found: Any,
+        before: list[tuple[Tensor, int]],
+    ) -> None:
+        number = len(self._record.steps)
+        changed = [tensor for tensor, version in before if tensor._version != version]
+        for tensor in changed:
+            if function is not None and isinstance(self._origin.get(id(tensor)), Held):
+                raise self._unfollowed("changes a buffer or a parameter in place")
+        leaves = pytree.tree_leaves(found)
+        gives = []
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                if isinstance(self._origin.get(id(leaf)), Held) and function is None:
+                    self._alive.append(leaf)
+                    continue  # a module that gives one of its parameters
+                ref = Ref(number, len(gives))
+                gives.append((index, ref))
+                self._know(leaf, ref)
+                if leaf.grad_fn is not None:
+                    self._graphs[id(leaf)] = type(leaf.grad_fn)
+        self._record.steps.append(
+            Step(module, function, takes, len(leaves), tuple(gives), torch.is_grad_enabled(), self._stack[-1])
+        )
+        if changed:
+            self._record.changes[number] = {memory_of(tensor) for tensor in changed}
+
+    def _template(self, tree: Any) -> Template:
+        leaves, spec = pytree.tree_flatten(_sizes_as_tuples(tree))
+        return Template([self._stand_in(leaf) for leaf in leaves], spec)
+
+    def _stand_in(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return self._of_tensor(leaf)
+        if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise self._unfollowed("makes a number of what is in a tensor")
+        if isinstance(leaf, slice):
+            return Span(*(self._stand_in(part) for part in (leaf.start, leaf.stop, leaf.step)))
+        if isinstance(leaf, torch.dtype):
+            return OfDtype() if self._wide and leaf is _WIDE else leaf
+        if isinstance(leaf, torch.device):
+            return OfDevice() if leaf.type == DEVICE.type else leaf
+        if isinstance(leaf, float) and self._wide and abs(leaf) != 1.0:
+            wide = torch.finfo(_WIDE)
+            return next((OfDtype(name) for name in _LIMITS if leaf == getattr(wide, name)), leaf)
+        if isinstance(leaf, _PLAIN) or leaf is Ellipsis:
+            return leaf
+        if isinstance(leaf, (FunctionType, BuiltinFunctionType)) and not getattr(leaf, "__closure__", None):
+            return leaf
+        if isinstance(leaf, MethodType) or not isinstance(leaf, type):
+            raise self._unfollowed(f"hands a {type(leaf).__name__} to what it calls")
+        return leaf
+
+    def _of_tensor(self, tensor: Tensor) -> Ref | Held:
+        known = self._origin.get(id(tensor))
+        if known is None:
+            if isinstance(tensor, FakeTensor):
+                raise self._unfollowed("uses a tensor that is from a call which is not seen")
+            known = Held(f"constant {len(self._record.constants)} of {self._mode}")
+            self._record.constants[known.name] = tensor
+            self._origin[id(tensor)] = known
+            self._alive.append(tensor)
+        if known == Ref(-2, 0):
+            raise self._unfollowed("uses a random number that it decides by")
+        if isinstance(known, Ref):
+            graph = None if tensor.grad_fn is None else type(tensor.grad_fn)
+            if graph is not None and issubclass(graph, torch.autograd.function.BackwardCFunction):
+                if self._graphs.get(id(tensor)) is not graph:
+                    raise self._unfollowed("calls a torch.autograd.Function")
+        return known
+
+    def _unfollowed(self, why: str) -> Unfollowed:
+        return Unfollowed(self._stack[-1], why, _line_of(traceback.extract_stack()))
+
+    # -- attributes
+
+    def _attributes(self) -> dict[str, dict[str, Any]]:
+        """What the opened modules have."""
+        found: dict[str, dict[str, Any]] = {}
+        for path, module in self._model.named_modules():
+            if path in self._opened:
+                found[path] = attributes_of(module)
+        return found
+
+    def _refuse_changed(self, before: dict[str, dict[str, Any]]) -> None:
+        for path, now in self._attributes().items():
+            for name, value in now.items():
+                old = before[path].get(name, _ABSENT)
+                if value is old or (isinstance(value, _PLAIN) and value == old):
+                    continue
+                raise Unfollowed(path, f"sets its attribute {name!r}")
+
+    @contextmanager
+    def _costing(self, path: str) -> Iterator[None]:
+        self._costs.append(path)
+        try:
+            yield
+        finally:
+            self._costs.pop()
+
+    def note_cost(self, cost: float) -> None:
+        """What is computed now costs this."""
+        costs = self._record.costs
+        for path in {"", *self._costs}:
+            costs[path] = costs.get(path, 0.0) + cost
+
+
+_ABSENT = object()
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.layout, torch.memory_format)
+_UNSEEN = {
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "retain_grad",
+    "backward",
+    "numpy",
+    "data_ptr",
+}
+"""Functions of tensors whose effect no step has."""
+
+
+class _Costs(TorchDispatchMode):
+    """Counts operations: those of matrix products and convolutions, and one for each number that is made."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        found = func(*args, **(kwargs or {}))
+        cost = 0.0
+        packet = getattr(func, "_overloadpacket", None)
+        if packet in flop_registry:
+            try:
+                cost += _number(flop_registry[packet](*args, **(kwargs or {}), out_val=found))
+            except Exception:  # noqa: BLE001 - what cannot be counted counts as what it makes
+                cost += 0.0
+        if not getattr(func, "is_view", False):
+            for leaf in pytree.tree_leaves(found):
+                if isinstance(leaf, Tensor):
+                    numbers = 1
+                    for n in leaf.shape:
+                        numbers *= _number(n)
+                    cost += numbers
+        self._recorder.note_cost(cost)
+        return found
+
+
+def main_dtype(model: nn.Module) -> torch.dtype:
+    """The floating-point dtype of most of a model's numbers."""
+    counts: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    return max(counts, key=counts.__getitem__, default=torch.get_default_dtype())
+
+
+def _number(found: Any) -> int:
+    """A size, of the example."""
+    if isinstance(found, (torch.SymInt, torch.SymFloat)):
+        hint = found.node.hint
+        return 0 if hint is None else int(hint)
+    return int(found)
+
+
+def _versions(tree: Any) -> list[tuple[Tensor, int]]:
+    return [(leaf, leaf._version) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _sizes_as_tuples(tree: Any) -> Any:
+    return pytree.tree_map_only(torch.Size, tuple, tree, is_leaf=lambda x: isinstance(x, torch.Size))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+_DECIDES = ("DataDependentOutputException", "GuardOnDataDependentSymNode", "DynamicOutputShapeException")
+
+
+def _failed(path: str, error: Exception) -> Unfollowed:
+    if type(error).__name__ in _DECIDES:
+        return Unfollowed(path, "decides by numbers that are in a tensor", line_of(error))
+    return Unfollowed(path, f"fails on tensors without numbers ({_first_line(error)})", line_of(error))
+
+
+def line_of(error: BaseException) -> str:
+    """The last line of the user's code that an error is from, as ``file:12: text``."""
+    return _line_of(traceback.extract_tb(error.__traceback__))
+
+
+_NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+def _line_of(frames: Sequence[traceback.FrameSummary]) -> str:
+    for frame in reversed(frames):
+        if not frame.filename.startswith((*_NOT_USERS, "<")):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return ""

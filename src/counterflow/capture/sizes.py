@@ -1,0 +1,164 @@
+"""Which numbers of a record follow from the free sizes of the example: runs with other sizes tell.
+
+A number that is the same in all runs is a constant; one that is not has to be a multiple of a product of
+sizes, and a constant, in all runs. Nothing is assumed of what a module does with its sizes.
+
+Invariant: where runs differ in anything else, the sizes are not free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from itertools import combinations
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from .asked import Example
+from .record import Record, Step
+from .values import Size, Span, Template
+
+
+class Varies(Exception):  # noqa: N818 - nothing is wrong with the model
+    """A model that goes another way for other sizes.
+
+    Args:
+        why: what it does.
+        path: of the opened module that does it; empty: the model itself.
+    """
+
+    def __init__(self, why: str, path: str = "") -> None:
+        super().__init__(why)
+        self.path = path
+
+
+def sizes_of(example: Example) -> dict[int, int]:
+    """The size of each group of free dimensions in the example."""
+    return {
+        group: leaf.shape[dim]
+        for leaf, free in zip(example.leaves, example.free, strict=True)
+        if isinstance(leaf, Tensor)
+        for dim, group in free
+    }
+
+
+def other_sizes(example: Example) -> list[dict[int, int]]:
+    """Others to try, so that any two groups differ in how they change.
+
+    Numbers of samples are multiples of the example's, as a model may put frames of a sample side by side; lengths are shorter, as it may
+    have no positions for longer ones.
+    """
+    sizes = sizes_of(example)
+    samples = {g for free in example.free for n, (dim, g) in enumerate(free) if not n}
+    if not sizes:
+        return []
+    found = []
+    for run in (1, 2, 3):
+        tried = {}
+        for number, (group, size) in enumerate(sorted(sizes.items())):
+            if group in samples:
+                tried[group] = size * (run + 1)
+            else:
+                shorter = (run + number) % 4
+                tried[group] = size - shorter if size > 4 else size + shorter
+        found.append(tried)
+    return found
+
+
+def merged(records: Sequence[Record], sizes: Sequence[Mapping[int, int]]) -> Record:
+    """The first record, with what changes from one to the next as ``Size``.
+
+    Raises:
+        Varies: something changes that follows from no size.
+    """
+    first = records[0]
+    for record in records[1:]:
+        for step, other in zip(first.steps, record.steps, strict=False):
+            if (step.module, step.function, step.inside) != (other.module, other.function, other.inside):
+                deepest = max(step.inside, other.inside, key=len)
+                raise Varies("it takes other steps", deepest)
+    if len({len(record.steps) for record in records}) > 1:
+        raise Varies("it takes other steps")
+    if any(record.inputs != first.inputs for record in records):
+        raise Varies("it takes other inputs")
+    fit = _Fit(sizes)
+    steps = [fit.step(steps) for steps in zip(*(record.steps for record in records), strict=True)]
+    output = fit.template([record.output for record in records])
+    shapes = {
+        ref: (fit.shape([r.shapes[ref][0] for r in records]), first.shapes[ref][1]) for ref in first.shapes
+    }
+    return replace(first, steps=steps, output=output, shapes=shapes)
+
+
+class _Fit:
+    def __init__(self, sizes: Sequence[Mapping[int, int]]) -> None:
+        self._sizes = sizes
+        groups = sorted(sizes[0])
+        self._products = [part for n in range(1, len(groups) + 1) for part in combinations(groups, n)]
+
+    def step(self, steps: Sequence[Step]) -> Step:
+        first = steps[0]
+        kinds = {(s.leaves, s.gives, s.grad) for s in steps}
+        if len(kinds) > 1:
+            raise Varies("it takes other steps", first.inside)
+        try:
+            return replace(first, takes=self.template([step.takes for step in steps]))
+        except Varies as error:
+            raise Varies(str(error), first.inside) from None
+
+    def template(self, templates: Sequence[Template]) -> Template:
+        first = templates[0]
+        if any(t.spec != first.spec for t in templates):
+            raise Varies("it gives another structure")
+        leaves = [self.leaf(each) for each in zip(*(t.parts for t in templates), strict=True)]
+        return Template(leaves, first.spec)
+
+    def shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
+        if len({len(shape) for shape in shapes}) > 1:
+            raise Varies("a tensor has other dimensions")
+        found = []
+        for each in zip(*shapes, strict=True):
+            try:
+                found.append(self.leaf(each))
+            except Varies:
+                found.append(None)  # nobody asks, or a step's number would vary as well
+        return tuple(found)
+
+    def leaf(self, leaves: Sequence[Any]) -> Any:
+        first = leaves[0]
+        if all(type(leaf) is type(first) and _equal(leaf, first) for leaf in leaves):
+            return first
+        if all(type(leaf) is Span for leaf in leaves):
+            ends = ([getattr(leaf, name) for leaf in leaves] for name in ("start", "stop", "step"))
+            return Span(*map(self.leaf, ends))
+        if all(type(leaf) is int for leaf in leaves):
+            for groups in self._products:
+                found = self._fitted(groups, leaves)
+                if found is not None:
+                    return found
+        raise Varies(f"{first!r} is {leaves[1]!r} for other sizes")
+
+    def _fitted(self, groups: tuple[int, ...], numbers: Sequence[int]) -> Size | None:
+        products = [prod(sizes[group] for group in groups) for sizes in self._sizes]
+        other = next((n for n, product in enumerate(products) if product != products[0]), None)
+        if other is None:
+            return None
+        factor = Fraction(numbers[other] - numbers[0], products[other] - products[0])
+        more = numbers[0] - factor * products[0]
+        if more.denominator != 1:
+            return None
+        found = Size(groups, factor, int(more))
+        exact = all(
+            factor * product + more == number for product, number in zip(products, numbers, strict=True)
+        )
+        return found if exact and factor else None
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other) or one is other or one != one  # noqa: PLR0124 - NaN
+    except Exception:  # noqa: BLE001 - of a user's class
+        return False

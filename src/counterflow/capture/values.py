@@ -1,0 +1,145 @@
+"""What stands for tensors, sizes, dtypes and devices in the steps that were noted.
+
+Invariant: a template is a tree of plain values and of these records, without a tensor or a module, so that
+threads may share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+class Ref(NamedTuple):
+    """A tensor that a step made.
+
+    Attributes:
+        step: its number; -1: it is one of the model's inputs.
+        leaf: which of the tensors that it made.
+    """
+
+    step: int
+    leaf: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter, a buffer or a constant of the model; ``name`` is the model's, or ``constant 3``."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A number that follows from free sizes: ``factor`` times the product of some of them, and ``more``.
+
+    Attributes:
+        groups: whose sizes are multiplied.
+        factor: what their product is multiplied by.
+        more: what is added.
+    """
+
+    groups: tuple[int, ...]
+    factor: Fraction
+    more: int
+
+    def of(self, sizes: Mapping[int, int]) -> int:
+        """The number, for some sizes."""
+        return int(self.factor * prod(sizes[group] for group in self.groups) + self.more)
+
+
+@dataclass(frozen=True, slots=True)
+class OfDtype:
+    """The dtype of the model's weights, or a number that ``torch.finfo`` tells of it."""
+
+    limit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OfDevice:
+    """The device that the model is on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A slice whose ends stand for something."""
+
+    start: Any
+    stop: Any
+    step: Any
+
+
+class Around(NamedTuple):
+    """What a layer computes with and for.
+
+    Attributes:
+        values: the tensors that there are.
+        held: parameters, buffers and constants, by name.
+        sizes: of each group of free dimensions.
+        dtype: of the weights.
+        device: of the layer.
+    """
+
+    values: Mapping[Ref, Tensor]
+    held: Mapping[str, Tensor]
+    sizes: Mapping[int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _span(found: Span, around: Around) -> slice:
+    return slice(*(read(part, around) for part in (found.start, found.stop, found.step)))
+
+
+_READ: dict[type, Callable[[Any, Around], Any]] = {
+    Ref: lambda found, around: around.values[found],
+    Held: lambda found, around: around.held[found.name],
+    Size: lambda found, around: found.of(around.sizes),
+    OfDtype: lambda found, around: (
+        getattr(torch.finfo(around.dtype), found.limit) if found.limit else around.dtype
+    ),
+    OfDevice: lambda _, around: around.device,
+    Span: _span,
+}
+
+
+def read(found: Any, around: Around) -> Any:
+    """What one leaf of a template stands for."""
+    reads = _READ.get(type(found))
+    return found if reads is None else reads(found, around)
+
+
+class Template:
+    """A tree with what stands for its tensors.
+
+    Args:
+        leaves: of the tree.
+        spec: its structure.
+    """
+
+    __slots__ = ("_stand_ins", "parts", "refs", "spec")
+
+    def __init__(self, leaves: list[Any], spec: pytree.TreeSpec) -> None:
+        self.parts, self.spec = leaves, spec
+        self._stand_ins = [(i, leaf) for i, leaf in enumerate(leaves) if type(leaf) in _READ]
+        self.refs = frozenset(leaf for leaf in self.leaves() if type(leaf) is Ref)
+        """The tensors of other steps in it."""
+
+    def leaves(self) -> list[Any]:
+        """All leaves, those within slices as well."""
+        spans = [leaf for leaf in self.parts if type(leaf) is Span]
+        return [*self.parts, *(part for span in spans for part in (span.start, span.stop, span.step))]
+
+    def filled(self, around: Around) -> Any:
+        """The tree with its tensors."""
+        leaves = list(self.parts)
+        for index, leaf in self._stand_ins:
+            leaves[index] = _READ[type(leaf)](leaf, around)
+        return pytree.tree_unflatten(leaves, self.spec)
