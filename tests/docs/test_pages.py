@@ -42,7 +42,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def test_train_your_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    same, program, _, average, skips, named, _, meta, options = blocks("train-your-own-model.md", "python")
+    same, program, _, _, average, skips, named, _, meta, options = blocks("train-your-own-model.md", "python")
     script = tmp_path / "train.py"
     assert "stages=4" in program
     script.write_text(program.replace("stages=4", "stages=2").replace("workers=4", "workers=2"))
@@ -73,6 +73,17 @@ def test_train_your_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     exec(f"import torch\nfrom torch import nn\nimport counterflow as cf\n{skips}", unet)
     assert torch.nn.Sequential(*unet["layers"])(torch.ones(2, 1, 8, 8)).shape == (2, 1, 8, 8)
     assert len(links_of(stage_skips(unet["layers"], range(6)))) == 2
+
+
+def test_layers_that_are_found(tmp_path: Path) -> None:
+    program = next(block for block in blocks("train-your-own-model.md", "python") if "# found.py" in block)
+    (tmp_path / "found.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "found.py"], capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path
+    )
+    found = re.fullmatch(r"loss ([\d.]+) -> ([\d.]+)\n", done.stdout)
+    assert found, done.stderr
+    assert float(found[2]) < 0.9 * float(found[1])
 
 
 def _averaged(program: str) -> dict[str, Any]:

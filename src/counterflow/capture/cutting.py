@@ -1,6 +1,7 @@
 """Where the steps of a model are cut into layers: between modules, where little crosses.
 
-Invariant: a layer's steps follow each other in training as in evaluation, and a module is in one place of both.
+Invariant: a layer's steps follow each other, in training as in evaluation, and most modules are in one place
+of both.
 """
 
 from __future__ import annotations

@@ -61,6 +61,7 @@ class Part:
         output: what the last layer gives.
         dtype_of: what has the dtype of the weights: the name of a parameter, or a tensor that comes in.
         entry: of a first layer.
+        used: the names of the keyword arguments that the model's output is computed of.
     """
 
     takes: tuple[Ref, ...]
@@ -72,6 +73,7 @@ class Part:
     output: Template | None
     dtype_of: str | Ref | None
     entry: Entry | None
+    used: frozenset[str]
 
     def __deepcopy__(self, memo: object) -> Self:
         """It does not change, and copies of a layer share it."""
@@ -98,8 +100,8 @@ class _Mode:
 class CapturedLayer(nn.Module):
     """A layer that was found by itself: some steps of a model's forward, between two of its modules.
 
-    It takes what the layer before gives: a tensor, or a tuple of tensors and sizes; the first one takes what the model does, the
-    last one gives what it gives.
+    It takes what the layer before gives: a tensor, or a tuple of tensors and sizes; the first one takes what
+    the model does, the last one gives what it gives.
 
     Args:
         model: whose steps they are.
@@ -153,6 +155,10 @@ class CapturedLayer(nn.Module):
         entry = self._parts[0].entry
         assert entry is not None
         return entry.example.call
+
+    def uses(self, name: str) -> bool:
+        """Whether what the model gives in training is computed of its keyword argument of that name."""
+        return name in self._parts[0].used
 
     def hold_unused(self, name: str, tensor: Tensor) -> None:
         """Have a parameter or a buffer that no step takes."""
@@ -209,7 +215,7 @@ class CapturedLayer(nn.Module):
         found = held.get(of)
         if isinstance(found, nn.Module):
             return next(p.dtype for p in found.parameters() if p.is_floating_point())
-        return torch.get_default_dtype() if found is None else found.dtype  # type: ignore[no-any-return]
+        return torch.get_default_dtype() if found is None else found.dtype
 
     def _device(self, values: Mapping[Ref, Tensor]) -> torch.device:
         return next(
@@ -228,8 +234,8 @@ def _entered(entry: Entry, inputs: Any, kwargs: Mapping[str, Any]) -> dict[Ref, 
     leaves, spec = pytree.tree_flatten(example.call.bound(inputs, kwargs))
     if spec != example.spec:
         raise ConfigError(
-            f"the mini-batch is of another structure ({_shown(leaves, spec)}) than the example that the layers "
-            f"were found with ({_shown(example.leaves, example.spec)}); give an example of this structure"
+            f"the mini-batch is of another structure ({_shown(leaves, spec)}) than the example that the "
+            f"layers were found with ({_shown(example.leaves, example.spec)}); give an example of this one"
         )
     values: dict[Ref, Tensor] = {}
     by_group: dict[int, int] = {}

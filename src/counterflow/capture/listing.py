@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
 
 from .cutting import Cut, Living, cuts_of
-from .layer import CapturedLayer, Entry, Part, Sizes, needs_dtype, groups_in
+from .layer import CapturedLayer, Entry, Part, Sizes, groups_in, needs_dtype
 from .opening import Records, records_of
 from .record import Record, main_dtype
 from .values import Held, Ref, Size
@@ -28,12 +30,13 @@ def layers(
     *,
     kwargs: Mapping[str, Any] | None = None,
     input_dims: int | None = 0,
-) -> list[nn.Module]:
+) -> list[CapturedLayer]:
     """The layers of any model, found by itself: what ``Pipeline(list_layers=...)`` takes.
 
-    The model's forward runs twice, in training and in evaluation mode, on tensors without numbers, which
-    takes about as long as on a few samples and no memory. The layers run the model's own modules; the first one takes what the
-    model does, the last one gives what it gives. Models of transformers are called with ``use_cache=False`` where nothing else is said.
+    The model's forward runs some times, in training and in evaluation mode, on tensors without numbers, which
+    takes no memory. The layers run the model's own modules; the first one takes what the model does, the last
+    one gives what it gives. Models of transformers are called with ``use_cache=False`` where nothing else is
+    said.
 
     Args:
         model: any module, on a device or the meta device.
@@ -55,11 +58,16 @@ def layers(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"a {type(model).__name__} is no module, so that nothing is to be found; give a list of layers to "
-            "the Pipeline as it is"
+            f"a {type(model).__name__} is no module, so that nothing is to be found; give a list of layers "
+            "to the Pipeline as it is"
         )
     with _CAPTURING:
-        records = records_of(model, example, dict(kwargs or {}), input_dims)
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        before, log.disabled = log.disabled, True  # it tells of each try that fails
+        try:
+            records = records_of(model, example, dict(kwargs or {}), input_dims)
+        finally:
+            log.disabled = before
     cuts = cuts_of(records)
     total = records.training.costs.get("", 0.0)
     edges = [
@@ -71,7 +79,7 @@ def layers(
         _parts(records, record, edges, model, training=t)
         for t, record in ((True, records.training), (False, records.evaluation))
     ]
-    tensors = {n: t for n, t in (*model.named_parameters(), *model.named_buffers())}
+    tensors = dict((*model.named_parameters(), *model.named_buffers()))
     tensors |= records.evaluation.constants | records.training.constants
     found = []
     for number, parts in enumerate(zip(*both, strict=True)):
@@ -79,7 +87,7 @@ def layers(
         cost = edges[number + 1].cost - edges[number].cost
         found.append(CapturedLayer(model, _title(parts[0]), parts, held, cost))
     _hold_unused(model, found)
-    return [*found]
+    return found
 
 
 def _parts(
@@ -91,13 +99,14 @@ def _parts(
     shapes = record.shapes
     entry = Entry(records.example, record.inputs)
     at_entry = _of_example(records, record)
+    used = _used(records, record)
     needed: list[set[int]] = [set() for _ in places]
     for number in reversed(range(len(places) - 1)):
         last = number == len(places) - 2
         mine = record.steps[places[number] : places[number + 1]]
         needed[number] = groups_in(mine, record.output if last else None) | needed[number + 1]
     found = []
-    for number, (begin, end) in enumerate(zip(places, places[1:], strict=False)):
+    for number, (begin, end) in enumerate(pairwise(places)):
         first, last = not number, number == len(places) - 2
         takes = () if first else living.across(begin)
         gives = () if last else living.across(end)
@@ -118,7 +127,7 @@ def _parts(
             )
             for k, step in enumerate(steps)
         )
-        part = Part(takes, sizes, steps, frees, gives, numbers, output, None, entry if first else None)
+        part = Part(takes, sizes, steps, frees, gives, numbers, output, None, entry if first else None, used)
         if needs_dtype(steps, output):
             part = replace(part, dtype_of=_dtype_of(part, record, model))
         found.append(part)
@@ -132,6 +141,18 @@ def _of_example(records: Records, record: Record) -> dict[int, tuple[Ref, int]]:
         for index, ref in record.inputs.items()
         for dim, group in records.example.free[index]
     }
+
+
+def _used(records: Records, record: Record) -> frozenset[str]:
+    """The names of the keyword arguments that what the model gives is computed of."""
+    numbers = pytree.tree_unflatten(list(range(len(records.example.leaves))), records.example.spec)
+    alive = set(record.output.refs)
+    for step in reversed(record.steps):
+        if any(ref in alive for _, ref in step.gives):
+            alive |= step.takes.refs
+    return frozenset(
+        name for name, n in numbers[1].items() if type(n) is int and record.inputs.get(n) in alive
+    )
 
 
 def _telling(refs: Sequence[Ref], shapes: Any, groups: set[int]) -> dict[int, tuple[Ref, int]]:
@@ -158,7 +179,7 @@ def _dtype_of(part: Part, record: Record, model: nn.Module) -> str | Ref | None:
         ):
             return step.module
     refs = part.takes or tuple(record.inputs.values())
-    return next((ref for ref in refs if record.shapes[ref][1] is torch.float64), None)
+    return next((ref for ref in refs if record.shapes[ref][1] is (record.mark or dtype)), None)
 
 
 def _held(part: Part) -> list[str]:

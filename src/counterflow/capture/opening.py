@@ -15,7 +15,7 @@ from torch import nn
 from counterflow.errors import ConfigError
 
 from .asked import Example, example_of
-from .record import Record, Recorder, Unfollowed
+from .record import MARKS, Record, Recorder, Unfollowed
 from .sizes import Varies, merged, other_sizes, sizes_of
 from .torch_private import has_hooks
 
@@ -47,18 +47,18 @@ def records_of(model: nn.Module, inputs: Any, kwargs: Mapping[str, Any], dim: in
         ConfigError: it cannot be followed.
     """
     errors: list[Unfollowed] = []
-    for wide in (True, False):
+    for mark in MARKS:
         for lengths in (True, False):
             example = example_of(model, inputs, kwargs, dim, lengths=lengths)
             try:
-                return _Opening(model, example, wide=wide).records()
+                return _Opening(model, example, mark=mark).records()
             except Unfollowed as error:
                 errors.append(error)
             except Varies:
                 continue
         try:
             example = example_of(model, inputs, kwargs, None, lengths=False)
-            return _Opening(model, example, wide=wide).records()
+            return _Opening(model, example, mark=mark).records()
         except Unfollowed as error:
             errors.append(error)
     raise ConfigError(_refusal(model, errors[0])) from errors[0].__cause__
@@ -68,9 +68,9 @@ def _refusal(model: nn.Module, error: Unfollowed) -> str:
     whose = f"the forward of {error.path!r}" if error.path else "its forward"
     where = f" ({error.line})" if error.line else ""
     return (
-        f"the layers of the {type(model).__name__} cannot be found by itself: {whose} {error.why}{where}; move "
-        "what does it into a module of its own, which is called and not looked into, or give list_layers a "
-        "function of your own that lists the layers"
+        f"the layers of the {type(model).__name__} cannot be found by itself: {whose} {error.why}{where}; "
+        "move what does it into a module of its own, which is called and not looked into, or give "
+        "list_layers a function of your own that lists the layers"
     )
 
 
@@ -80,12 +80,12 @@ class _Opening:
     Args:
         model: the user's.
         example: how it is called.
-        wide: as ``Recorder`` takes it.
+        mark: as ``Recorder`` takes it.
     """
 
-    def __init__(self, model: nn.Module, example: Example, *, wide: bool) -> None:
-        self._model, self._example, self._wide = model, example, wide
-        self._modules = dict(model.named_modules())
+    def __init__(self, model: nn.Module, example: Example, *, mark: torch.dtype | None) -> None:
+        self._model, self._example, self._mark = model, example, mark
+        self._by_path = dict(model.named_modules())
         self._opened = {""}
         self._closed: set[str] = set()
 
@@ -138,7 +138,7 @@ class _Opening:
 
     def _run(self, sizes: Mapping[int, int], *, training: bool | None) -> Record:
         return Recorder(
-            self._model, self._example, self._opened, sizes, training=training, wide=self._wide
+            self._model, self._example, self._opened, sizes, training=training, mark=self._mark
         ).run()
 
     def _freed(self, record: Record, *, training: bool | None) -> Record:
@@ -166,7 +166,7 @@ class _Opening:
         ]
 
     def _may_open(self, path: str) -> bool:
-        module = self._modules[path]
+        module = self._by_path[path]
         if isinstance(module, torch.jit.ScriptModule) or not any(True for _ in module.children()):
             return False
         parents = path.split(".")

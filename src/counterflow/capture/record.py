@@ -1,8 +1,8 @@
 """One run of a model whose tensors have shapes and no numbers, and the steps that were noted in it.
 
 Modules that are opened are followed into; a call of any other one is a step, and so is each call of torch in
-between that gives a tensor, or changes one. The run is in a copy of the model, whose modules are of classes that tell of their calls, so
-that other threads may use the model meanwhile.
+between that gives a tensor, or changes one. The run is in a copy of the model, whose modules are of classes
+that tell of their calls, so that other threads may use the model meanwhile.
 
 Invariant: where a step's tensor is not from an earlier step, an input, or what the model has, there is no
 record: the module whose forward did it is ``Unfollowed``.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -27,16 +27,29 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from .asked import Example
-from .torch_private import FakeTensor, FakeTensorMode, ShapeEnv, TorchDispatchMode, attributes_of, memory_of
+from .torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    ShapeEnv,
+    TorchDispatchMode,
+    attributes_of,
+    drop_hooks,
+    memory_of,
+    version_of,
+)
 from .values import Held, OfDevice, OfDtype, Ref, Span, Template
 
 DEVICE = torch.device("cpu")
 """What fake tensors say that they are on."""
 
-_WIDE = torch.float64
-"""What weights are of while they are fake: whatever is of it then has the dtype of the weights."""
+MARKS = (torch.float64, torch.bfloat16, None)
+"""Dtypes that weights may have while they are fake: whatever is of it then has the dtype of the weights.
 
-_LIMITS = ("min", "max", "eps", "tiny", "smallest_normal")
+Modules may not take the first; None: weights have their own, and a dtype is what the example gave.
+"""
+
+_LIMITS = ("min", "max", "eps", "tiny")
+"""Numbers that ``torch.finfo`` tells of a dtype."""
 
 
 class Unfollowed(Exception):  # noqa: N818 - nothing is wrong with the model
@@ -91,7 +104,7 @@ class Record:
         costs: by the path of a module, what its calls cost.
         called: the paths of the modules that ran.
         constants: tensors that are neither parameter nor buffer.
-        wide: whether weights were in ``_WIDE``.
+        mark: in what dtype the weights were.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -104,7 +117,7 @@ class Record:
     costs: dict[str, float] = field(default_factory=dict)
     called: set[str] = field(default_factory=set)
     constants: dict[str, Tensor] = field(default_factory=dict)
-    wide: bool = False
+    mark: torch.dtype | None = None
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -119,8 +132,8 @@ class Recorder(TorchFunctionMode):
         opened: the paths of the modules that are followed into.
         sizes: by group of free dimensions, its size in this run; those that are not in it have the example's.
         training: whether all modules are in training mode; None: each in the one it is in.
-        wide: whether to have the weights in float64, so that what is of their dtype is told from what is in float32 by the user's
-            wish.
+        mark: one of ``MARKS``, so that what is of the weights' dtype is told from what the user's code wants
+            in float32.
     """
 
     def __init__(
@@ -131,12 +144,16 @@ class Recorder(TorchFunctionMode):
         sizes: Mapping[int, int],
         *,
         training: bool | None,
-        wide: bool,
+        mark: torch.dtype | None,
     ) -> None:
         super().__init__()
-        self._opened, self._example, self._sizes, self._wide = opened, example, sizes, wide
+        self._opened, self._example, self._sizes, self._mark = opened, example, sizes, mark
         self._mode = "evaluation" if training is False else "training"
-        self._record = Record(wide=wide)
+        self._record = Record(mark=mark)
+        self._of_mark: dict[Any, OfDtype] = {}
+        if mark is not None:
+            told = {getattr(torch.finfo(mark), name): OfDtype(name) for name in _LIMITS}
+            self._of_mark = {mark: OfDtype(), **told}
         self._origin: dict[int, Ref | Held] = {}
         self._alive: list[Any] = []
         self._stack: list[str] = [""]
@@ -180,12 +197,13 @@ class Recorder(TorchFunctionMode):
         return made
 
     def _dtype_of(self, tensor: Tensor) -> torch.dtype:
-        return _WIDE if self._wide and tensor.dtype == self._model_dtype else tensor.dtype
+        return self._mark if self._mark and tensor.dtype == self._model_dtype else tensor.dtype
 
     def _watch(self, module: nn.Module) -> None:
         """Let a module of the copy tell of its calls."""
         if isinstance(module, (torch.jit.ScriptModule, *_CONTAINERS)):
             return
+        drop_hooks(module)  # they are the user's, who sees what they are called with
         cls = type(module)
         if cls not in self._classes:
 
@@ -339,12 +357,12 @@ class Recorder(TorchFunctionMode):
         before: list[tuple[Tensor, int]],
     ) -> None:
         number = len(self._record.steps)
-        changed = [tensor for tensor, version in before if tensor._version != version]
+        changed = [tensor for tensor, version in before if version_of(tensor) != version]
         for tensor in changed:
             if function is not None and isinstance(self._origin.get(id(tensor)), Held):
                 raise self._unfollowed("changes a buffer or a parameter in place")
         leaves = pytree.tree_leaves(found)
-        gives = []
+        gives: list[tuple[int, Ref]] = []
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 if isinstance(self._origin.get(id(leaf)), Held) and function is None:
@@ -372,20 +390,13 @@ class Recorder(TorchFunctionMode):
             raise self._unfollowed("makes a number of what is in a tensor")
         if isinstance(leaf, slice):
             return Span(*(self._stand_in(part) for part in (leaf.start, leaf.stop, leaf.step)))
-        if isinstance(leaf, torch.dtype):
-            return OfDtype() if self._wide and leaf is _WIDE else leaf
-        if isinstance(leaf, torch.device):
-            return OfDevice() if leaf.type == DEVICE.type else leaf
-        if isinstance(leaf, float) and self._wide and abs(leaf) != 1.0:
-            wide = torch.finfo(_WIDE)
-            return next((OfDtype(name) for name in _LIMITS if leaf == getattr(wide, name)), leaf)
-        if isinstance(leaf, _PLAIN) or leaf is Ellipsis:
+        if isinstance(leaf, torch.device) and leaf.type == DEVICE.type:
+            return OfDevice()
+        if isinstance(leaf, (torch.dtype, float)):
+            return self._of_mark.get(leaf, leaf)
+        if _is_constant(leaf):
             return leaf
-        if isinstance(leaf, (FunctionType, BuiltinFunctionType)) and not getattr(leaf, "__closure__", None):
-            return leaf
-        if isinstance(leaf, MethodType) or not isinstance(leaf, type):
-            raise self._unfollowed(f"hands a {type(leaf).__name__} to what it calls")
-        return leaf
+        raise self._unfollowed(f"passes a {type(leaf).__name__} to what it calls")
 
     def _of_tensor(self, tensor: Tensor) -> Ref | Held:
         known = self._origin.get(id(tensor))
@@ -399,10 +410,10 @@ class Recorder(TorchFunctionMode):
         if known == Ref(-2, 0):
             raise self._unfollowed("uses a random number that it decides by")
         if isinstance(known, Ref):
-            graph = None if tensor.grad_fn is None else type(tensor.grad_fn)
-            if graph is not None and issubclass(graph, torch.autograd.function.BackwardCFunction):
-                if self._graphs.get(id(tensor)) is not graph:
-                    raise self._unfollowed("calls a torch.autograd.Function")
+            graph = type(tensor.grad_fn)
+            custom = issubclass(graph, torch.autograd.function.BackwardCFunction)
+            if custom and self._graphs.get(id(tensor)) is not graph:
+                raise self._unfollowed("calls a torch.autograd.Function")
         return known
 
     def _unfollowed(self, why: str) -> Unfollowed:
@@ -442,7 +453,10 @@ class Recorder(TorchFunctionMode):
 
 
 _ABSENT = object()
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.layout, torch.memory_format)
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), enum.Enum),
+    *(torch.layout, torch.memory_format, torch.dtype, torch.device),
+)
 _UNSEEN = {
     "register_hook",
     "register_post_accumulate_grad_hook",
@@ -458,7 +472,7 @@ class _Costs(TorchDispatchMode):
     """Counts operations: those of matrix products and convolutions, and one for each number that is made."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -469,7 +483,7 @@ class _Costs(TorchDispatchMode):
         if packet in flop_registry:
             try:
                 cost += _number(flop_registry[packet](*args, **(kwargs or {}), out_val=found))
-            except Exception:  # noqa: BLE001 - what cannot be counted counts as what it makes
+            except Exception:  # what cannot be counted counts as what it makes
                 cost += 0.0
         if not getattr(func, "is_view", False):
             for leaf in pytree.tree_leaves(found):
@@ -499,8 +513,15 @@ def _number(found: Any) -> int:
     return int(found)
 
 
+def _is_constant(leaf: Any) -> bool:
+    """Whether it is the same whenever the model runs: numbers, texts, types, functions of modules."""
+    if isinstance(leaf, (FunctionType, BuiltinFunctionType)):
+        return not getattr(leaf, "__closure__", None)
+    return isinstance(leaf, (*_PLAIN, type)) or leaf is Ellipsis
+
+
 def _versions(tree: Any) -> list[tuple[Tensor, int]]:
-    return [(leaf, leaf._version) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [(leaf, version_of(leaf)) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _sizes_as_tuples(tree: Any) -> Any:

@@ -48,8 +48,8 @@ def sizes_of(example: Example) -> dict[int, int]:
 def other_sizes(example: Example) -> list[dict[int, int]]:
     """Others to try, so that any two groups differ in how they change.
 
-    Numbers of samples are multiples of the example's, as a model may put frames of a sample side by side; lengths are shorter, as it may
-    have no positions for longer ones.
+    Numbers of samples are multiples of the example's, as a model may put frames of a sample side by side;
+    lengths are shorter, as it may have no positions for longer ones.
     """
     sizes = sizes_of(example)
     samples = {g for free in example.free for n, (dim, g) in enumerate(free) if not n}
@@ -160,5 +160,5 @@ class _Fit:
 def _equal(one: Any, other: Any) -> bool:
     try:
         return bool(one == other) or one is other or one != one  # noqa: PLR0124 - NaN
-    except Exception:  # noqa: BLE001 - of a user's class
+    except Exception:  # of a user's class
         return False

@@ -136,6 +136,8 @@ class Pipeline:
         execution, batching = records(execution, batching, options, PARAMETERS)
         self.execution, self.batching = execution, batching
         schedule = schedule_of(schedule, {})
+        if example is not None:
+            list_layers, costs = _found(model, example, list_layers, costs, self.batching)
         refuse_what_cannot_run(schedule)
         refuse_unsharded(execution, schedule, further=parallelize is not None)
         self.transport = transport = _transport(transport, device, execution.timeout_seconds, schedule)
@@ -146,8 +148,6 @@ class Pipeline:
         self.streams = RandomStreams(
             seed, self.device, shared=transport.shares_process, timeout_seconds=transport.timeout_seconds
         )
-        if example is not None:
-            list_layers, costs = _found(model, example, list_layers, costs, self.batching)
         self._model = its = staged(model, loss_function, schedule, list_layers, cuts=cuts, costs=costs)
         self.schedule, self.cuts = its.schedule, its.cuts
         refuse_others(

@@ -119,7 +119,7 @@ def whole_call(function: object, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def drops_nothing(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operator that may draw for a dropout is given none. Without: it counts as one that draws."""
-    names = [argument.name for argument in operator._schema.arguments]
+    names = [argument.name for argument in operator._schema.arguments]  # noqa: SLF001
     if "dropout_p" not in names:
         return False
     place = names.index("dropout_p")

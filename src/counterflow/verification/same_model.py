@@ -274,11 +274,12 @@ def _noise(run: Run, dtype: torch.dtype) -> float:
 def _missing_modules(given: Given, ours: Run, theirs: Run) -> list[str]:
     """What the model calls and no layer does, the outermost ones; not what returns just what it takes."""
     called, expected = ({call.name for call in run.calls} for run in (theirs, ours))
+    names = {id(module): name for name, module in given.model.named_modules()}
     missing: list[str] = []
     for name, module in given.model.named_modules():  # a module comes before its parts
         if name == "" or name in called or name not in expected or isinstance(module, nn.Identity):
             continue
-        if any(other.startswith(f"{name}.") for other in called):
+        if any(names[id(part)] in called for part in module.modules()):
             continue
         if not any(name.startswith(f"{outer}.") for outer in missing):
             missing.append(name)

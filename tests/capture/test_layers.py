@@ -1,0 +1,264 @@
+"""Layers that are found by itself are the model: in both modes, for other sizes, in stages."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import counterflow as cf
+from counterflow.capture.layer import CapturedLayer
+
+from .kit import Decides, Net, Residuals, Tied
+
+
+def sample(number: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(number))
+
+
+def ids(number: int, *shape: int) -> Tensor:
+    return torch.randint(0, 11, shape, generator=torch.Generator().manual_seed(number))
+
+
+def same(model: nn.Module, layers: list[CapturedLayer], *inputs: Any, kwargs: Any = None) -> None:
+    for training in (True, False):
+        model.train(training)
+        for each in inputs:
+            assert cf.same_model(model, layers, each, kwargs=kwargs).ok
+
+
+def test_what_is_between_modules_is_in_a_layer() -> None:
+    model = Residuals()
+    layers = cf.layers(model, sample(0, 4, 4))
+    assert len(layers) >= 5
+    same(model, layers, sample(0, 4, 4), sample(1, 7, 4), sample(2, 2, 4))
+
+
+def test_skip_connections_and_several_arguments() -> None:
+    model = Net()
+    layers = cf.layers(model, (sample(0, 2, 3, 8, 8), sample(1, 2)))
+    assert len(layers) >= 6
+    same(model, layers, (sample(0, 2, 3, 8, 8), sample(1, 2)), (sample(2, 3, 3, 8, 8), sample(3, 3)))
+
+
+def test_keyword_arguments() -> None:
+    model = Net()
+    layers = cf.layers(model, sample(0, 2, 3, 8, 8), kwargs={"time": sample(1, 2), "scale": 0.5})
+    same(model, layers, sample(0, 2, 3, 8, 8), kwargs={"time": sample(1, 2), "scale": 0.5})
+    by_name = cf.layers(model, {"time": sample(1, 2), "image": sample(0, 2, 3, 8, 8)})
+    same(model, by_name, {"image": sample(0, 3, 3, 8, 8), "time": sample(1, 3)})
+
+
+def test_ties_buffers_lengths_and_unused_weights() -> None:
+    model = Tied()
+    layers = cf.layers(model, (ids(0, 3, 7), torch.ones(3, 7, dtype=torch.int64)))
+    for shape in ((3, 7), (2, 5), (1, 12)):
+        same(model, layers, (ids(1, *shape), torch.ones(shape, dtype=torch.int64)))
+    assert layers[0].get_parameter("words.weight") is model.words.weight
+    assert any(p is model.words.weight for p in layers[-1].parameters())
+    assert any(p is model.unused.weight for p in layers[-1].parameters())
+
+
+def test_a_module_is_called_in_the_mode_it_is_in() -> None:
+    model = Residuals()
+    model.blocks[1].eval()
+    layers = cf.layers(model, sample(0, 4, 4))
+    assert cf.same_model(model, layers, sample(0, 4, 4)).ok
+
+
+def test_nothing_of_the_model_changes() -> None:
+    model = Residuals()
+    before = copy.deepcopy(model.state_dict())
+    kinds = [type(module) for module in model.modules()]
+    cf.layers(model, sample(0, 4, 4))
+    assert [type(module) for module in model.modules()] == kinds
+    assert model.training
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_a_model_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = Residuals()
+    model.table = torch.arange(8.0)
+    assert len(cf.layers(model, sample(0, 4, 4))) >= 5
+
+
+def test_a_forward_that_decides_by_numbers_is_refused_with_its_line() -> None:
+    with pytest.raises(cf.ConfigError, match=r"decides by numbers .*kit\.py:\d+: if x\.mean\(\) > 0:"):
+        cf.layers(Decides(), sample(0, 4, 4))
+
+
+def test_a_module_that_decides_by_numbers_is_refused_with_its_line() -> None:
+    class Within(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.entry, self.decides, self.head = nn.Linear(4, 4), Decides(), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.decides(self.entry(x)))  # type: ignore[no-any-return]
+
+    # What such a module gives is not known without its numbers.
+    with pytest.raises(cf.ConfigError, match=r"forward of 'decides' decides by numbers .*kit\.py"):
+        cf.layers(Within(), sample(0, 4, 4))
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_: Any, *gradients: Any) -> Any:
+        return gradients[0] * 3
+
+
+class Opaque(nn.Module):
+    """Has a part that cannot be followed, and a head."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.part = Part(how)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.part(x))  # type: ignore[no-any-return]
+
+
+class Part(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.calls = 0
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        value: Tensor = self.one(x)
+        mean: Any = self.mean
+        if self.how == "function":
+            value = Doubled.apply(value)  # type: ignore[no-untyped-call]
+        elif self.how == "attribute":
+            self.calls += 1
+        elif self.how == "buffer":
+            mean.copy_(value.detach().mean(0))
+        elif self.how == "hook":
+            value.register_hook(lambda gradient: gradient * 2)
+        return self.other(value)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["function", "attribute", "buffer", "hook"])
+def test_what_no_step_can_say_is_left_to_the_module(how: str) -> None:
+    model = Opaque(how)
+    layers = cf.layers(model, sample(0, 4, 6))
+    assert layers[0].get_submodule("part") is model.part
+    same(model, layers, sample(0, 4, 6))
+
+
+def test_hooks_of_modules_run() -> None:
+    model = Residuals()
+    seen = []
+    model.blocks[0].register_forward_hook(lambda *_: seen.append(1))
+    layers = cf.layers(model, sample(0, 4, 4))
+    assert not seen
+    value: Any = sample(0, 4, 4)
+    for layer in layers:
+        value = layer(value)
+    assert seen == [1]
+
+
+def test_other_kinds_of_mini_batches_are_refused() -> None:
+    model = Net()
+    layers = cf.layers(model, (sample(0, 2, 3, 8, 8), sample(1, 2)))
+    with pytest.raises(cf.ConfigError, match=r"shape \(2, 3, 16, 16\) where .* \(any 0, 3, 8, 8\)"):
+        layers[0]((sample(0, 2, 3, 16, 16), sample(1, 2)))
+    with pytest.raises(cf.ConfigError, match=r"another structure \(Tensor\) than"):
+        layers[0](sample(0, 2, 3, 8, 8))
+    with pytest.raises(cf.ConfigError, match="give one of them"):
+        cf.Pipeline(
+            model,
+            None,
+            cf.schemes.gpipe(1, 1),
+            optimizer=torch.optim.SGD,
+            list_layers=lambda found: list(found.children()),
+            example=sample(0, 2, 4),
+        )
+
+
+def loss_of(output: Any, target: Tensor) -> Tensor:
+    scores = output["scores"].squeeze(-1) if isinstance(output, dict) else output[0].mean((2, 3))
+    return nn.functional.mse_loss(scores, target)
+
+
+def trained(model: nn.Module, schedule: Any, batches: Any, options: Any) -> Any:
+    pipeline = cf.Pipeline(
+        model,
+        loss_of,
+        schedule,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.05),
+        example=batches[0][0],
+        **options,
+    )
+    losses = [pipeline.step(*batch).loss for batch in batches]
+    return losses, pipeline.evaluate(*batches[0]).loss, pipeline.model_state_dict()
+
+
+class Plain(Residuals):
+    """Without statistics over samples and without dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            assert isinstance(block, nn.Sequential)
+            block[1] = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        value = self.entry(x) * self.scale + self.shift
+        first = value
+        for block in self.blocks:
+            value = value + block(value)
+        return {"scores": self.head(value + first)[..., None]}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        (cf.schemes.dapple(4, 4), {}),
+        (cf.schemes.zb_v(2, 4), {}),
+        (cf.schemes.chimera(4, 4), {"recompute": "layer"}),
+        (cf.schemes.chimera(2, 4, concat="backward-halving"), {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["residuals", "net"])
+def test_stages_train_as_one_process(kind: str, schedule: Any, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    if kind == "residuals":
+        model: nn.Module = Plain()
+        batches: list[tuple[Any, Tensor]] = [(sample(n, 8, 4), sample(10 + n, 8, 3)) for n in range(3)]
+    else:
+        model = Net()
+        batches = [((sample(n, 8, 3, 8, 8), sample(20 + n, 8)), sample(10 + n, 8, 3)) for n in range(3)]
+    model.double()
+    batches = torch.utils._pytree.tree_map_only(Tensor, Tensor.double, batches)
+    alone = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.05)
+    expected = []
+    for inputs, target in batches:
+        optimizer.zero_grad()
+        found = loss_of(alone(*inputs) if isinstance(inputs, tuple) else alone(inputs), target)
+        found.backward()
+        optimizer.step()
+        expected.append(found.item())
+    losses, evaluated, state = cf.launch(
+        trained, model, schedule, batches, options, workers=schedule.workers, transport="local"
+    )[0]
+    assert losses == pytest.approx(expected, rel=1e-12)
+    inputs, target = batches[0]
+    after = loss_of(alone(*inputs) if isinstance(inputs, tuple) else alone(inputs), target).item()
+    assert evaluated == pytest.approx(after, rel=1e-12)
+    for name, tensor in alone.state_dict().items():
+        torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-12, msg=name)
